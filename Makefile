@@ -1,0 +1,31 @@
+# `make train` and `make test` set up what they need, in .venv.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: train test lint format clean
+
+train: $(VENV)/.ready
+	$(RUN) -m towers.train $(FLAGS)
+
+test: $(VENV)/.ready
+	$(RUN) -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/.ready
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV)
+
+# The file exists once everything in setup.py is installed; a change there renews it.
+$(VENV)/.ready: setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "Towers needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version); run: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,86 @@
+"""Where records come from: one file for each kind of source.
+
+``open_source`` is the registry: it reads a spec such as ``"tfds:mnist"`` and imports
+only the file it needs.
+"""
+
+import difflib
+import os
+
+from input_pipeline.sources.base import Source
+
+__all__ = ["Source", "open_source"]
+
+_FORMS = {
+    "digits": "digits",
+    "tfds": "tfds:NAME",
+    "tfrecord": "tfrecord:GLOB",
+    "folder": "folder:DIR",
+    "synthetic": "synthetic:HxWxC:CLASSES[:COUNT]",
+}
+
+
+def open_source(
+    spec: str,
+    *,
+    data_dir: str | os.PathLike | None = None,
+    seed: int = 0,
+    image_key: str = "image/encoded",
+    label_key: str = "image/class/label",
+    num_classes: int | None = None,
+) -> Source:
+    """Opens the source that a spec names; writes nothing (``prepare()`` does).
+
+    Args:
+        spec: ``digits``, ``tfds:NAME``, ``tfrecord:GLOB``, ``folder:DIR`` or
+            ``synthetic:HxWxC:CLASSES[:COUNT]``.
+        data_dir: where ``digits`` and ``tfds:`` keep their files; None for TFDS's
+            default folder.
+        seed: of the images of ``synthetic:``.
+        image_key: field of the encoded image in the tf.Examples of ``tfrecord:``.
+        label_key: field of the label in the tf.Examples of ``tfrecord:``.
+        num_classes: of ``tfrecord:``; None reads every label to find the largest.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: the spec, or what it names, is not a data set we can read.
+    """
+    kind, _, rest = spec.partition(":")
+    # All but "digits" need something after the colon.
+    if kind not in _FORMS or bool(rest) == (kind == "digits"):
+        raise ValueError(
+            f"unknown data set {spec!r}: {_hint(spec)}expected one of "
+            f"{', '.join(_FORMS.values())}"
+        )
+    if kind == "digits":
+        from input_pipeline.sources.digits import open_digits
+
+        return open_digits(data_dir)
+    if kind == "tfds":
+        from input_pipeline.sources.tfds_source import open_tfds
+
+        return open_tfds(rest, data_dir)
+    if kind == "tfrecord":
+        from input_pipeline.sources.tfrecord import TFRecordSource
+
+        return TFRecordSource(rest, image_key, label_key, num_classes)
+    if kind == "folder":
+        from input_pipeline.sources.image_folder import ImageFolderSource
+
+        return ImageFolderSource(rest)
+    from input_pipeline.sources.synthetic import open_synthetic
+
+    return open_synthetic(rest, seed)
+
+
+def _hint(spec: str) -> str:
+    """What may have been meant by an unknown spec: a form, or a name without tfds:."""
+    near = difflib.get_close_matches(spec.partition(":")[0], _FORMS, n=1)
+    if near:
+        return f"did you mean {_FORMS[near[0]]}? "
+    from input_pipeline.sources.tfds_source import near_names
+
+    near = near_names(spec)
+    return f"did you mean tfds:{near[0]}? " if near else ""

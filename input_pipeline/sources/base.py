@@ -1,0 +1,166 @@
+"""What every source offers, and what sources that read files share."""
+
+import abc
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# The split to evaluate on while training, in order of preference. "test" is last
+# where there are several: the labels of a test set are often withheld (ImageNet).
+HELD_OUT = ("validation", "valid", "val", "test")
+
+
+class Source(abc.ABC):
+    """A set of labelled images, in named splits.
+
+    Attributes:
+        name: the spec it was opened with.
+        num_classes: labels are in [0, num_classes).
+        class_names: one name for each label, or None.
+        image_shape: (H, W, C) of decoded images; None where it varies.
+        splits: number of examples for each split, None where unknown; the keys are
+            "train" and, where there is one, "test". Empty until prepared.
+    """
+
+    name: str
+    num_classes: int
+    class_names: tuple[str, ...] | None = None
+    image_shape: tuple[int | None, int | None, int]
+    splits: dict[str, int | None]
+
+    def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)
+        """Downloads or writes what is missing; does nothing the second time.
+
+        Raises:
+            ValueError: the files cannot be downloaded or written.
+        """
+
+    @abc.abstractmethod
+    def records(
+        self, split: str, shuffle_seed: int | tf.Tensor | None = None
+    ) -> tf.data.Dataset:
+        """Raw records of one split, read from several files at once.
+
+        Args:
+            split: one of ``splits``.
+            shuffle_seed: of the order of the files; None for their fixed order. The
+                same seed gives the same order at each iteration.
+        """
+
+    @abc.abstractmethod
+    def decode(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Decodes one raw record: (uint8 image [H, W, C], int64 label [])."""
+
+    def files(self, split: str) -> list[str]:
+        """Paths of one split's files; none where the data is in memory."""
+        del split
+        return []
+
+    def walk(self, path: str) -> Iterator[tuple[str, Any]]:
+        """Goes over one file's records eagerly.
+
+        Yields:
+            (where, record): where is a phrase that names file and position.
+
+        Raises:
+            BadRecordError: the file cannot be read on from here.
+        """
+        raise NotImplementedError(f"{self.name} has no file {path}")
+
+    def labels(self, path: str, limit: int | None = None) -> Iterable[tf.Tensor]:
+        """int64 labels [B] of one file, in batches, without decoding an image.
+
+        None at all where labels are right by construction and need no checking.
+
+        Args:
+            path: of the file.
+            limit: records to read at most; None for all.
+        """
+        del path, limit
+        return ()
+
+
+class BadRecordError(ValueError):
+    """One record cannot be used; the message names file, position and reason."""
+
+
+@contextlib.contextmanager
+def blame(where: str) -> Iterator[None]:
+    """Turns TensorFlow's errors into a ``BadRecordError`` that says where."""
+    try:
+        yield
+    except tf.errors.DataLossError as error:
+        raise BadRecordError(f"{where}: corrupted: {_reason(error)}") from error
+    except tf.errors.OpError as error:
+        raise BadRecordError(f"{where}: {_reason(error)}") from error
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    """TensorFlow's message without the op's name around it."""
+    message = error.message.removeprefix("{{function_node __wrapped__")
+    message = message.rpartition("}} ")[2].partition(" [Op:")[0]
+    return message.splitlines()[0].strip()
+
+
+def walk_tfrecord(
+    path: str, parse: Callable[[tf.Tensor], Any] = lambda record: record
+) -> Iterator[tuple[str, Any]]:
+    """``Source.walk`` for TFRecord files.
+
+    Args:
+        path: of a TFRecord file.
+        parse: from serialized to raw record.
+
+    Yields:
+        (where, record).
+
+    Raises:
+        BadRecordError: at the first record whose checksum or length is wrong, or
+            which ``parse`` refuses.
+    """
+    records = iter(tf.data.TFRecordDataset(path))
+    offset = 0
+    for index in itertools.count():
+        where = f"{path}: record {index} (byte offset {offset})"
+        with blame(where):
+            serialized = next(records, None)
+            if serialized is None:
+                return
+            record = parse(serialized)
+        yield where, record
+        # Around the data: its length (8 bytes) and two checksums (4 bytes each).
+        offset += len(serialized.numpy()) + 16
+
+
+def decode_image(
+    encoded: tf.Tensor, shape: tuple[int | None, int | None, int]
+) -> tf.Tensor:
+    """Decodes JPEG or PNG bytes.
+
+    Args:
+        encoded: scalar string.
+        shape: (H, W, C) expected, None where it varies. C decides how many channels
+            are made of the file's.
+
+    Returns:
+        uint8 image [H, W, C]. Another size than expected is an error at run time.
+    """
+    image = tf.io.decode_image(encoded, channels=shape[-1], expand_animations=False)
+    return tf.ensure_shape(image, shape)
+
+
+def shuffle_all(
+    dataset: tf.data.Dataset, size: int, seed: int | tf.Tensor | None
+) -> tf.data.Dataset:
+    """Shuffles a dataset of small items as a whole; leaves it alone without a seed."""
+    if seed is None:
+        return dataset
+    return dataset.shuffle(max(size, 1), seed=seed, reshuffle_each_iteration=False)
+
+
+def held_out(names: Collection[str]) -> str | None:
+    """The name of the split to evaluate on, or None."""
+    return next((name for name in HELD_OUT if name in names), None)

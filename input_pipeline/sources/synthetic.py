@@ -1,0 +1,84 @@
+"""``synthetic:HxWxC:CLASSES[:COUNT]``: random images that can be learnt; no files."""
+
+import re
+
+import tensorflow as tf
+
+from input_pipeline.sources.base import Source, shuffle_all
+
+_DEFAULT_COUNT = 1024
+_TEST_FRACTION = 4  # one test image for so many training images
+
+
+def open_synthetic(rest: str, seed: int) -> "SyntheticSource":
+    """Parses what follows ``synthetic:``.
+
+    Raises:
+        ValueError: it is not HxWxC:CLASSES or HxWxC:CLASSES:COUNT of positive numbers.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+):(\d+)(?::(\d+))?", rest)
+    numbers = (
+        [int(digits or _DEFAULT_COUNT) for digits in match.groups()] if match else [0]
+    )
+    if min(numbers) < 1:
+        raise ValueError(
+            f"'synthetic:{rest}' cannot be read: expected synthetic:HxWxC:CLASSES or "
+            "synthetic:HxWxC:CLASSES:COUNT with positive numbers, such as "
+            "synthetic:32x32x3:10:1024"
+        )
+    *shape, classes, count = numbers
+    return SyntheticSource(tuple(shape), classes, count, seed)
+
+
+class SyntheticSource(Source):
+    """Each class is a random pattern; each image is its class's pattern and noise.
+
+    An image depends on nothing but the seed and its index, so every run, thread and
+    machine sees the same ones.
+
+    Args:
+        image_shape: (H, W, C).
+        num_classes: number of patterns.
+        count: training images; a quarter as many are held out.
+        seed: of patterns and noise.
+    """
+
+    def __init__(
+        self,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        count: int = _DEFAULT_COUNT,
+        seed: int = 0,
+    ):
+        self.name = f"synthetic:{'x'.join(map(str, image_shape))}:{num_classes}:{count}"
+        self.image_shape = image_shape
+        self.num_classes = num_classes
+        sizes = {"train": count, "test": count // _TEST_FRACTION}
+        self.splits = {split: size for split, size in sizes.items() if size}
+        self._seed = seed
+
+    def records(
+        self, split: str, shuffle_seed: int | tf.Tensor | None = None
+    ) -> tf.data.Dataset:
+        """Indices: the images are made by the parallel ``decode``."""
+        # The test images' indices follow the training images'.
+        start = 0 if split == "train" else self.splits["train"]
+        size = self.splits[split]
+        return shuffle_all(
+            tf.data.Dataset.range(start, start + size), size, shuffle_seed
+        )
+
+    def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """(uint8 image [H, W, C], int64 label [])."""
+        label = record % self.num_classes
+        # The patterns have the first streams, one for each class.
+        pattern = self._uniform(label)
+        noise = self._uniform(self.num_classes + record)
+        return tf.cast((pattern + noise) * 128.0, tf.uint8), label
+
+    def _uniform(self, stream: tf.Tensor) -> tf.Tensor:
+        """[H, W, C] in [0, 1)."""
+        # The algorithm is named, as the default one depends on the device.
+        return tf.random.stateless_uniform(
+            self.image_shape, seed=tf.stack([self._seed, stream]), alg="philox"
+        )

@@ -1,0 +1,28 @@
+"""Packaging: the three packages, the core dependencies and the extras."""
+
+from setuptools import find_packages, setup
+
+CORE = [
+    "tensorflow>=2.20,<2.22",
+    "keras>=3.12,<3.16",
+    "tensorflow-datasets>=4.9.7,<5",
+    "absl-py>=2.1,<3",
+    # TensorFlow no longer pulls it in since 2.21.
+    "tensorboard>=2.20,<2.22",
+    # The proxy behind `multi_gpu_model`; TensorFlow depends on it too.
+    "wrapt>=1.14,<3",
+    # Its wheel holds the handwritten digits, the default data set.
+    "scikit-learn>=1.5,<2",
+]
+
+setup(
+    name="towers",
+    version="0.1.0",
+    description="Multi-tower training for TensorFlow and Keras: as on one big device.",
+    python_requires=">=3.11,<3.14",
+    packages=find_packages(include=["towers*", "input_pipeline*", "models*"]),
+    install_requires=CORE,
+    extras_require={
+        "dev": ["pytest>=8,<10", "ruff>=0.14,<0.18"],
+    },
+)

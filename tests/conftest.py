@@ -1,0 +1,30 @@
+"""Makes four logical CPUs, the towers of all tests in this process."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import pytest
+import tensorflow as tf
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration() for _ in range(4)],
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras():
+    """Starts every test from the same seed, names and types."""
+    keras.backend.clear_session()
+    keras.config.set_dtype_policy("float32")
+    keras.utils.set_random_seed(1)
+
+
+def pytest_collection_modifyitems(items):
+    if tf.config.list_physical_devices("GPU"):
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="there is no GPU"))

@@ -1,0 +1,212 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from input_pipeline import augment, make_dataset, open_source
+from input_pipeline.sources.arrays import ArraySource
+
+
+@pytest.fixture
+def numbered():
+    """100 images; image i is filled with i, and so is its label."""
+    values = np.arange(100, dtype=np.uint8)
+    images = np.broadcast_to(values[:, None, None, None], [100, 4, 4, 1])
+    return ArraySource(images, values)
+
+
+def _dataset(source, split="train", **kwargs):
+    shape = tuple(size or 8 for size in source.image_shape)
+    defaults = {"batch_size": 32, "image_shape": shape, "training": True}
+    return make_dataset(source, split, **(defaults | kwargs))
+
+
+def _labels(dataset):
+    return np.concatenate([labels.numpy() for _, labels in dataset]).tolist()
+
+
+def _epochs(dataset, count):
+    return [_labels(dataset) for _ in range(count)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batches(numbered, training):
+    dataset = _dataset(numbered, training=training)
+    images, labels = dataset.element_spec
+    assert (images.shape.as_list(), images.dtype) == ([None, 4, 4, 1], tf.float32)
+    assert (labels.shape.as_list(), labels.dtype) == ([None], tf.int64)
+    assert dataset.cardinality() == 4
+    batches = list(dataset.as_numpy_iterator())
+    assert [len(labels) for _, labels in batches] == [32, 32, 32, 4]
+    for images, labels in batches:
+        wanted = labels[:, None, None, None] / 127.5 - 1
+        np.testing.assert_allclose(images, np.broadcast_to(wanted, images.shape), 1e-5)
+
+
+def test_one_pass_is_one_epoch(numbered):
+    for labels in _epochs(_dataset(numbered), 2):
+        assert sorted(labels) == list(range(100))
+
+
+def test_evaluation_keeps_one_order(numbered):
+    assert _epochs(_dataset(numbered, training=False), 2) == [list(range(100))] * 2
+
+
+def test_every_epoch_has_its_own_order(numbered):
+    epochs = _epochs(_dataset(numbered), 4)
+    assert len({tuple(labels) for labels in epochs}) == 4
+    assert tuple(range(100)) not in {tuple(labels) for labels in epochs}
+
+
+def test_the_seed_decides_the_order(numbered):
+    first = _epochs(_dataset(numbered, seed=1), 2)
+    assert first == _epochs(_dataset(numbered, seed=1), 2)
+    # Nor may one seed's second epoch be another's first.
+    others = _epochs(_dataset(numbered, seed=0), 3) + _epochs(
+        _dataset(numbered, seed=2), 3
+    )
+    assert not any(labels in others for labels in first)
+
+
+@pytest.mark.parametrize("global_seed", [0, 1, 77])
+def test_the_global_seed_does_not(numbered, global_seed):
+    wanted = _epochs(_dataset(numbered, seed=1), 2)
+    tf.random.set_seed(global_seed)
+    assert _epochs(_dataset(numbered, seed=1), 2) == wanted
+
+
+def test_a_resumed_run_continues_the_orders(digits):
+    whole = _epochs(_dataset(digits, seed=3), 4)
+    assert _epochs(_dataset(digits, seed=3, start_epoch=2), 2) == whole[2:]
+
+
+def test_a_fresh_process_gives_the_same_epochs():
+    code = """if True:
+        from input_pipeline import make_dataset, open_source
+        dataset = make_dataset(
+            open_source("synthetic:2x2x1:50:50"), "train",
+            batch_size=50, image_shape=(2, 2, 1), training=True, seed=5)
+        for _ in range(2):
+            for _, labels in dataset:
+                print(*labels.numpy())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    there = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    source = open_source("synthetic:2x2x1:50:50")
+    assert _epochs(_dataset(source, seed=5), 2) == there
+
+
+def test_files_and_records_are_both_shuffled(digits):
+    # With a buffer of one record, only the order of the files can change.
+    fixed = _labels(_dataset(digits, training=False))
+    files_only = _epochs(_dataset(digits, shuffle_buffer=1), 6)
+    assert any(labels != fixed for labels in files_only)
+    block = {tuple(labels[:16]) for labels in files_only}
+    assert len(block) <= 4  # each begins with the first block of some file
+    assert tuple(_labels(_dataset(digits))[:16]) not in block
+
+
+def test_a_small_buffer_loses_nothing(numbered):
+    assert sorted(_labels(_dataset(numbered, shuffle_buffer=7))) == list(range(100))
+
+
+def test_without_determinism_the_examples_are_the_same(digits):
+    dataset = _dataset(digits, deterministic=False)
+    assert dataset.options().deterministic is False
+    assert sorted(_labels(dataset)) == sorted(_labels(_dataset(digits)))
+    assert _dataset(digits).options().deterministic is True
+
+
+def test_images_and_labels_stay_together(digits):
+    pairs = {}
+    for record in digits.records("train"):
+        image, label = digits.decode(record)
+        pairs[image.numpy().tobytes()] = int(label)
+    for images, labels in _dataset(digits).as_numpy_iterator():
+        pixels = np.rint((images + 1) * 127.5).astype(np.uint8)
+        assert [pairs[image.tobytes()] for image in pixels] == labels.tolist()
+
+
+def test_images_of_any_size_and_kind_become_one_shape(tmp_path):
+    (tmp_path / "a").mkdir()
+    rng = np.random.default_rng(0)
+    smooth = np.linspace(0, 255, 20 * 30 * 3).reshape(20, 30, 3).astype(np.uint8)
+    noise = rng.integers(0, 256, [5, 7], np.uint8)
+    Image.fromarray(smooth).save(tmp_path / "a" / "0.jpg", quality=95)
+    Image.fromarray(noise).save(tmp_path / "a" / "1.png")
+    source = open_source(f"folder:{tmp_path}")
+    dataset = _dataset(source, image_shape=(8, 8, 3), training=False)
+    [(images, _)] = dataset.as_numpy_iterator()
+    for image, name in zip(images, ("0.jpg", "1.png"), strict=True):
+        wanted = Image.open(tmp_path / "a" / name).convert("RGB")
+        wanted = np.asarray(wanted.resize((8, 8), Image.Resampling.BILINEAR))
+        np.testing.assert_allclose((image + 1) * 127.5, wanted, atol=4.0)
+
+
+def test_no_resize_where_the_shape_fits(digits, monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("resized")
+
+    monkeypatch.setattr(augment.tf.image, "resize", forbidden)
+    _dataset(digits, image_shape=(8, 8, 3))
+    with pytest.raises(AssertionError, match="resized"):
+        _dataset(digits, image_shape=(9, 8, 1))
+
+
+@pytest.mark.parametrize("label", [-1, 2])
+def test_a_bad_label_is_an_error(tmp_path, image_example, grey, write_tfrecord, label):
+    write_tfrecord(tmp_path / "a", [image_example(grey(0), n) for n in (0, 1, label)])
+    source = open_source(f"tfrecord:{tmp_path}/*", num_classes=2)
+    dataset = _dataset(source, batch_size=2)
+    assert dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=rf"label outside.*{label}"
+    ):
+        list(dataset)
+
+
+def test_keras_knows_the_length_of_an_epoch(digits):
+    import keras
+
+    model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(10)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    steps = []
+    model.fit(
+        _dataset(digits, batch_size=100),
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LambdaCallback(
+                on_train_begin=lambda logs: steps.append(0),
+                on_train_batch_end=lambda batch, logs: steps.append(batch),
+            )
+        ],
+    )
+    assert steps == [0, *range(15), *range(15)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"split": "dev"}, "arrays has no split 'dev', only train"),
+        ({"batch_size": 0}, "batch_size is 0, expected at least 1"),
+        ({"shuffle_buffer": 0}, "shuffle_buffer is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"start_epoch": -1}, "start_epoch is -1"),
+        ({"image_shape": (4, 4, 2)}, "images have 1 channels but 2 are wanted"),
+    ],
+)
+def test_arguments_that_do_not_fit(numbered, change, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        _dataset(numbered, **change)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unprepared_source_says_so(tmp_path):
+    source = open_source("digits", data_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"none yet: call prepare\(\) first"):
+        _dataset(source)

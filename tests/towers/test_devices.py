@@ -1,0 +1,508 @@
+"""towers.devices, with made-up GPUs under TensorFlow's own rules for them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from towers import devices
+
+
+def run_python(script: str, **environ: str) -> subprocess.CompletedProcess:
+    """Runs a script in a process whose TensorFlow is not initialised yet."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environ},
+    )
+
+
+@pytest.fixture(autouse=True)
+def environ(monkeypatch):
+    """Keeps this machine's CUDA variables and nvidia-smi out of the tests."""
+    for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"):
+        # Set before deleted, so that what configure() sets is undone as well.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "")
+    monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH")
+    monkeypatch.setattr(devices, "_smi_gpus", lambda: ())
+    return monkeypatch
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Returns a function that makes a TensorFlow context with made-up GPUs.
+
+    It is TensorFlow's own Context, before it is initialised, so its rules hold,
+    and what it would ask of the GPUs can be read from `_compute_gpu_options()`.
+    """
+
+    def make(gpus: int) -> context.Context:
+        made = context.Context()
+        kinds = ["CPU"] + ["GPU"] * gpus
+        found = [
+            context.PhysicalDevice(f"/physical_device:{kind}:{max(i - 1, 0)}", kind)
+            for i, kind in enumerate(kinds)
+        ]
+        made._physical_devices = found
+        made._physical_device_to_index = {d: i for i, d in enumerate(found)}
+        made._visible_device_list = list(found)
+        made._pluggable_devices = []
+        made._memory_growth_map = {d: None for d in found if d.device_type == "GPU"}
+        monkeypatch.setattr(context, "context", lambda: made)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def initialised(monkeypatch):
+    """Returns a function that makes a made-up context refuse changes."""
+
+    def freeze(made: context.Context) -> None:
+        monkeypatch.setattr(made, "_context_handle", object())
+        # These two would be passed on to the runtime, which is not there.
+        monkeypatch.setattr(tf.config, "set_soft_device_placement", lambda on: None)
+        monkeypatch.setattr(tf.debugging, "set_log_device_placement", lambda on: None)
+
+    return freeze
+
+
+def gpu_strings(*indices: int) -> tuple[str, ...]:
+    return tuple(f"/device:GPU:{index}" for index in indices)
+
+
+# configure, with GPUs
+
+
+def test_default_is_all_gpus_with_growth(machine):
+    made = machine(3)
+    result = devices.configure()
+    assert result.towers == gpu_strings(0, 1, 2)
+    assert result.physical == (0, 1, 2)
+    assert result.home == "/device:CPU:0"
+    assert result.memory == "grows as needed"
+    assert not result.note
+    options = made._compute_gpu_options()
+    assert options.allow_growth
+    assert options.visible_device_list == "0,1,2"
+
+
+def test_count_takes_the_first_gpus(machine):
+    made = machine(3)
+    assert devices.configure(2).towers == gpu_strings(0, 1)
+    assert made._compute_gpu_options().visible_device_list == "0,1"
+
+
+def test_count_keeps_hidden_gpus_hidden(machine):
+    made = machine(3)
+    tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[1:], "GPU")
+    assert devices.configure().physical == (1, 2)
+    assert devices.configure(1).physical == (1,)
+    assert made._compute_gpu_options().visible_device_list == "1"
+
+
+def test_indices_keep_the_users_order(machine):
+    # TensorFlow numbers by physical GPU whatever the order of visible devices, so
+    # the first tower, on GPU 2, is its second device.
+    made = machine(4)
+    result = devices.configure(gpu_indices=[2, 0])
+    assert result.towers == gpu_strings(1, 0)
+    assert result.physical == (2, 0)
+    assert made._compute_gpu_options().visible_device_list == "0,2"
+
+
+def test_growth_off(machine):
+    made = machine(2)
+    assert devices.configure(allow_growth=False).memory == "all of it"
+    assert not made._compute_gpu_options().allow_growth
+
+
+def test_growth_survives_logical_cpus(machine):
+    # TensorFlow drops it from the options once the CPU is split.
+    made = machine(1)
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    part = tf.config.LogicalDeviceConfiguration()
+    tf.config.set_logical_device_configuration(cpu, [part] * 2)
+    devices.configure()
+    assert not made._compute_gpu_options().allow_growth
+    assert os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
+
+
+def test_limit(machine):
+    made = machine(2)
+    result = devices.configure(gpu_memory_limit_mb=4096)
+    assert result.towers == gpu_strings(0, 1)
+    assert result.memory == "at most 4096 MB"
+    virtual = made._compute_gpu_options().experimental.virtual_devices
+    assert [list(v.memory_limit_mb) for v in virtual] == [[4096], [4096]]
+
+
+def test_split(machine):
+    made = machine(3)
+    result = devices.configure(
+        gpu_indices=[0, 2], gpu_split=2, gpu_memory_limit_mb=1000
+    )
+    assert result.towers == gpu_strings(0, 1, 2, 3)
+    assert result.physical == (0, 0, 2, 2)
+    virtual = made._compute_gpu_options().experimental.virtual_devices
+    assert [list(v.memory_limit_mb) for v in virtual] == [[1000, 1000]] * 2
+
+
+def test_split_in_the_users_order(machine):
+    machine(3)
+    result = devices.configure(
+        gpu_indices=[2, 0], gpu_split=2, gpu_memory_limit_mb=1000
+    )
+    assert result.towers == gpu_strings(2, 3, 0, 1)
+
+
+def test_home_on_the_first_tower(machine):
+    machine(3)
+    result = devices.configure(gpu_indices=[2, 0], local_parameter_device="gpu")
+    assert result.home == result.towers[0] == "/device:GPU:1"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_placement_flags(machine, on):
+    made = machine(1)
+    devices.configure(soft_placement=on, log_device_placement=on)
+    assert made.soft_device_placement == on
+    assert made.log_device_placement == on
+
+
+def test_cuda_counts_as_nvidia_smi_unless_told_otherwise(machine, environ):
+    machine(1)
+    devices.configure()
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    environ.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    devices.configure()
+    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+# configure, too late
+
+
+def test_late_is_accepted_where_it_fits(machine, initialised):
+    made = machine(4)
+    before = devices.configure()
+    initialised(made)
+    assert devices.configure() == before
+    assert devices.configure(2).towers == gpu_strings(0, 1)
+    # All four stay visible, so GPU 2 is still TensorFlow's third.
+    assert devices.configure(gpu_indices=[2]).towers == gpu_strings(2)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"gpu_indices": [0, 1]},
+        {"num_gpus": 1, "allow_growth": False},
+        {"num_gpus": 1, "gpu_memory_limit_mb": 100},
+    ],
+)
+def test_late_is_refused_where_it_does_not(machine, initialised, wish):
+    made = machine(2)
+    devices.configure(1)
+    initialised(made)
+    with pytest.raises(RuntimeError, match=r"call configure\(\) before anything else"):
+        devices.configure(**wish)
+
+
+def test_growth_on_a_gpu_somebody_limited(machine):
+    machine(1)
+    gpu = tf.config.list_physical_devices("GPU")[0]
+    part = tf.config.LogicalDeviceConfiguration(memory_limit=100)
+    tf.config.set_logical_device_configuration(gpu, [part])
+    with pytest.raises(ValueError, match="GPU:0 was given logical devices"):
+        devices.configure()
+
+
+# configure, errors
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"num_gpus": 0}, "num_gpus must be .* at least 1, but 0 was received"),
+        ({"num_gpus": True}, "num_gpus must be a whole number"),
+        ({"num_gpus": "2"}, "num_gpus must be a whole number"),
+        ({"num_gpus": 3}, "num_gpus=3 was received, .* sees 2 .* use at most 2"),
+        ({"gpu_indices": [0, 2]}, "no GPU 2; TensorFlow finds 2, so choose from 0, 1"),
+        ({"gpu_indices": [-1]}, "numbers from 0"),
+        ({"gpu_indices": []}, "leave it out to use all"),
+        ({"gpu_indices": "01"}, "gpu_indices must be a list"),
+        ({"gpu_indices": [1, 1]}, "names 1 more than once"),
+        ({"gpu_indices": [0], "num_gpus": 2}, "which has 1; leave one"),
+        ({"gpu_memory_limit_mb": 0}, "gpu_memory_limit_mb must be .* at least 1"),
+        ({"gpu_split": 0}, "gpu_split must be .* at least 1"),
+        ({"gpu_split": None}, "gpu_split must be .* at least 1"),
+        ({"gpu_split": 2}, "add gpu_memory_limit_mb, at most 1/2"),
+        (
+            {"allow_growth": True, "gpu_memory_limit_mb": 9},
+            "allow_growth=True was received with gpu_memory_limit_mb=9",
+        ),
+        ({"allow_growth": "yes"}, "allow_growth must be True, False or None"),
+        ({"local_parameter_device": "tpu"}, '"cpu" or "gpu", but \'tpu\''),
+    ],
+)
+def test_a_wrong_wish_touches_nothing(machine, wish, message):
+    made = machine(2)
+    visible, growth = made.get_visible_devices(), dict(made._memory_growth_map)
+    with pytest.raises(ValueError, match=message):
+        devices.configure(**wish)
+    assert made.get_visible_devices() == visible
+    assert made._memory_growth_map == growth
+    assert not made._virtual_device_map
+
+
+def test_more_memory_than_the_gpu_has(machine, environ):
+    machine(1)
+    environ.setattr(devices, "_smi_gpus", lambda: (devices._SmiGpu(0, "GPU-a", 1000),))
+    devices.configure(gpu_split=2, gpu_memory_limit_mb=500)
+    with pytest.raises(ValueError, match="GPU 0 has 1000 MB; use at most 500"):
+        devices.configure(gpu_split=2, gpu_memory_limit_mb=501)
+
+
+# configure, without GPUs
+
+
+def test_one_cpu_tower_by_default(machine):
+    made = machine(0)
+    result = devices.configure()
+    assert result.towers == ("/device:CPU:0",)
+    assert result.physical == ()
+    assert result.note == "TensorFlow sees no GPU, so the one tower runs on the CPU."
+    assert not made._virtual_device_map
+
+
+def test_logical_cpus_stand_in(machine):
+    made = machine(0)
+    result = devices.configure(2, gpu_split=2, gpu_memory_limit_mb=8)
+    assert result.towers == tuple(f"/device:CPU:{i}" for i in range(4))
+    assert result.home == "/device:CPU:0"
+    assert "4 logical CPUs of this host stand in" in result.note
+    assert "gpu_memory_limit_mb has no effect" in result.note
+    assert [len(parts) for parts in made._virtual_device_map.values()] == [4]
+
+
+def test_indices_without_a_gpu(machine):
+    machine(0)
+    with pytest.raises(ValueError, match=r"finds no GPU; use num_gpus=2"):
+        devices.configure(gpu_indices=[0, 1])
+
+
+def test_hidden_gpus_are_as_none(machine):
+    machine(2)
+    tf.config.set_visible_devices([], "GPU")
+    assert devices.configure(2).towers == ("/device:CPU:0", "/device:CPU:1")
+
+
+def test_in_a_process_of_its_own():
+    result = run_python("""
+        from towers import devices
+        first = devices.configure(2, local_parameter_device="gpu")
+        print(first.towers, first.home)
+        import tensorflow as tf
+        # configure must leave this possible, for the collectives between hosts.
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        part = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(cpu, [part] * 3)
+        print(devices.resolve())
+        print(devices.configure(2).towers)
+        try:
+            devices.configure(5)
+        except RuntimeError as error:
+            print(error)
+    """)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "('/device:CPU:0', '/device:CPU:1') /device:CPU:0"
+    assert lines[1] == "('/device:CPU:0', '/device:CPU:1', '/device:CPU:2')"
+    assert lines[2] == "('/device:CPU:0', '/device:CPU:1')"
+    assert "for 5 logical CPUs; call configure() before" in lines[3]
+    assert len(lines) == 4
+
+
+# resolve
+
+
+@pytest.fixture
+def logical(monkeypatch):
+    """Returns a function that sets the names of the logical devices."""
+
+    def make(*names: str) -> None:
+        made = [types.SimpleNamespace(name=name) for name in names]
+        monkeypatch.setattr(tf.config, "list_logical_devices", lambda: made)
+
+    return make
+
+
+def test_resolve_means_gpus_where_there_are_any(logical):
+    logical("/device:CPU:0", "/device:GPU:0", "/device:GPU:1", "/device:GPU:2")
+    assert devices.resolve() == gpu_strings(0, 1, 2)
+    assert devices.resolve(2) == gpu_strings(0, 1)
+    assert devices.resolve([2, 0]) == gpu_strings(2, 0)
+    assert devices.resolve((1, "cpu:0")) == ("/device:GPU:1", "/device:CPU:0")
+
+
+def test_resolve_means_logical_cpus_otherwise(logical):
+    logical("/device:CPU:0", "/device:CPU:1")
+    assert devices.resolve() == ("/device:CPU:0", "/device:CPU:1")
+    assert devices.resolve(1) == ("/device:CPU:0",)
+    assert devices.resolve([1]) == ("/device:CPU:1",)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "/gpu:1",
+        "gpu:1",
+        "GPU:1",
+        "/GPU:1",
+        "device:GPU:1",
+        "/device:gpu:1",
+        "/job:localhost/replica:0/task:0/device:GPU:1",
+    ],
+)
+def test_resolve_understands_every_spelling(logical, spelling):
+    logical("/device:CPU:0", "/device:GPU:0", "/device:GPU:1")
+    assert devices.resolve([spelling]) == gpu_strings(1)
+
+
+def test_resolve_in_a_cluster(logical):
+    logical(
+        "/job:worker/replica:0/task:0/device:CPU:0",
+        "/job:worker/replica:0/task:0/device:GPU:0",
+        "/job:worker/replica:0/task:1/device:CPU:0",
+        "/job:worker/replica:0/task:1/device:GPU:0",
+    )
+    assert devices.resolve() == gpu_strings(0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (0, "gpus=0 was received, but a count must be from 1 to 2 here"),
+        (3, "gpus=3 was received, .* /device:GPU:0, /device:GPU:1; make more"),
+        (-1, "gpus=-1 was received"),
+        (True, "gpus must be None, a count or a list"),
+        (1.0, "gpus must be None, a count or a list"),
+        ("gpu:0", "gpus must be None, a count or a list"),
+        ([], "gpus must be None, a count or a list"),
+        ([2], "gpus names 2, which does not exist here"),
+        ([-1], "gpus names -1, which does not exist here"),
+        (["gpu:2"], "gpus names 'gpu:2', which does not exist here"),
+        (["tpu:0"], "'tpu:0' in gpus is neither an index nor a device string"),
+        ([None], "None in gpus is neither an index nor a device string"),
+        ([False], "False in gpus is neither an index nor a device string"),
+        ([0, "/gpu:0"], "names /device:GPU:0 more than once"),
+    ],
+)
+def test_resolve_errors(logical, gpus, message):
+    logical("/device:CPU:0", "/device:GPU:0", "/device:GPU:1")
+    with pytest.raises(ValueError, match=message):
+        devices.resolve(gpus)
+
+
+# nvidia-smi and the table
+
+SMI = "0, GPU-aaa1, 40960, Disabled\n1, GPU-bbb2, 81920, Disabled\n"
+
+
+def test_smi_is_parsed():
+    assert devices._parse_smi(SMI) == (
+        devices._SmiGpu(0, "GPU-aaa1", 40960),
+        devices._SmiGpu(1, "GPU-bbb2", 81920),
+    )
+    assert devices._parse_smi("0, GPU-a, 40960, [N/A]\n")[0].memory_mb == 40960
+    assert devices._parse_smi(SMI.replace("Disabled", "Enabled")) == ()
+
+
+def test_absent_or_broken_smi_is_no_error(environ):
+    environ.undo()  # The real function.
+    devices._smi_gpus.cache_clear()
+    environ.setenv("PATH", "")
+    assert devices._smi_gpus() == ()
+    devices._smi_gpus.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("variables", "index", "expected"),
+    [
+        ({}, 1, 1),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, 0, 1),
+        ({"CUDA_VISIBLE_DEVICES": " 1"}, 0, 1),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-bbb"}, 0, 1),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-bbb"}, 0, None),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, 1, None),
+        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, 0, None),
+    ],
+)
+def test_numbering(environ, variables, index, expected):
+    environ.setattr(devices, "_smi_gpus", lambda: devices._parse_smi(SMI))
+    gpu = devices._find_in_smi(index, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables})
+    assert (gpu.index if gpu else None) == expected
+
+
+def test_table_of_gpus(machine, environ):
+    machine(2)
+    environ.setattr(devices, "_smi_gpus", lambda: devices._parse_smi(SMI))
+    environ.setattr(
+        tf.config.experimental,
+        "get_device_details",
+        lambda gpu: {"device_name": "NVIDIA H200", "compute_capability": (9, 0)},
+    )
+    environ.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    result = devices.configure(gpu_memory_limit_mb=4096)
+    lines = devices.table(result, per_tower_batch=[33, 32]).splitlines()
+    assert max(map(len, lines)) <= 100
+    header, first, second, *rest = lines
+    for key, value in {
+        "device": "/device:GPU:0",
+        "model": "NVIDIA H200 (cc 9.0)",
+        "may use": "at most 4096 MB",
+    }.items():
+        assert header.index(key) == first.index(value) == second.index(value[:6])
+    assert header.split()[2] == "smi"
+    assert first.split()[:3] == ["0", "/device:GPU:0", "1"]
+    assert second.split()[:3] == ["1", "/device:GPU:1", "0"]
+    assert "81920 MB" in first
+    assert "40960 MB" in second
+    assert first.endswith(" 33")
+    assert second.endswith(" 32")
+    assert rest[0] == "Each step takes 65 examples, shared out as above."
+    assert rest[1] == "Variables live on /device:CPU:0, the host."
+    assert "from 0 among CUDA_VISIBLE_DEVICES=1,0" in " ".join(rest)
+
+
+def test_table_fits_whatever_the_model(environ):
+    environ.setattr(devices, "_cpu_model", lambda: "Prozessor\N{REGISTERED SIGN} " * 20)
+    made = devices.Devices(
+        ("/device:CPU:0",) * 12,
+        "/device:CPU:0",
+        local_parameter_device="gpu",
+        note="word " * 50,
+    )
+    text = devices.table(made, per_tower_batch=[100_000] * 12)
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\nVariables live on /device:CPU:0, the first tower's device.\n" in text
+    assert "\nNote: word word" in text
+    assert text.count("100000") == 12
+
+
+def test_table_wants_a_share_for_each_tower():
+    made = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
+    with pytest.raises(ValueError, match="has 1 shares for 2 towers"):
+        devices.table(made, per_tower_batch=[3])

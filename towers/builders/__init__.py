@@ -1,0 +1,1 @@
+"""The builders: one file for each way to update the variables."""

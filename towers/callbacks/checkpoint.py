@@ -1,0 +1,142 @@
+"""Saves a run at the end of each epoch, to be continued."""
+
+import json
+import os
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+# Where tf.train.Checkpoint puts the value of its child `about`.
+_ABOUT = "about/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Saves model, optimizer and epoch with `tf.train.CheckpointManager`.
+
+    It writes to new files and only then makes them the latest, so a run that is killed
+    while it saves still has its earlier checkpoint. It knows nothing of towers: a run
+    may continue on another number of them.
+
+    Attributes:
+        epoch: Number of completed epochs: 0 until `restore`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        model: keras.Model,
+        keep: int = 3,
+    ):
+        """Initializes the callback; writes nothing.
+
+        Args:
+            directory: Where the checkpoints lie.
+            model: A built and compiled model, with its optimizer built.
+            keep: How many checkpoints to keep.
+        """
+        super().__init__()
+        self._directory = os.fspath(directory)
+        self._keep = keep
+        self._variables = {
+            "model": model.variables,
+            "optimizer": model.optimizer.variables,
+        }
+        with tf.device("/device:CPU:0"):
+            self._about = tf.Variable("")
+        # By position: Keras does not track random seeds as checkpoint children, and
+        # names of layers depend on how many were made before.
+        self._checkpoint = tf.train.Checkpoint(
+            about=self._about,
+            **{
+                part: [v.value for v in variables]
+                for part, variables in self._variables.items()
+            },
+        )
+        self._manager = None
+        self.epoch = 0
+
+    @property
+    def latest(self) -> str | None:
+        """The path prefix of the latest checkpoint."""
+        return tf.train.latest_checkpoint(self._directory)
+
+    def restore(self) -> bool:
+        """Restores the latest checkpoint into the model.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            ValueError: As for `check_checkpoint`; the model is then as it was.
+        """
+        latest = self.latest
+        if latest is None:
+            return False
+        check_checkpoint(self._directory, **self._variables)
+        self._checkpoint.read(latest).assert_consumed()
+        self.epoch = _read_about(latest)["epoch"]
+        return True
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves."""
+        self.epoch = epoch + 1
+        about = {part: _describe(v) for part, v in self._variables.items()}
+        self._about.assign(json.dumps({"epoch": self.epoch, **about}))
+        if self._manager is None:
+            self._manager = tf.train.CheckpointManager(
+                self._checkpoint, self._directory, self._keep
+            )
+        self._manager.save(checkpoint_number=self.epoch)
+
+
+def check_checkpoint(
+    directory: str | os.PathLike, **parts: Sequence[keras.Variable]
+) -> None:
+    """Checks that the latest checkpoint, if there is one, is of these variables.
+
+    Args:
+        directory: Where the checkpoints lie.
+        **parts: Variables of the `model` and of the `optimizer`, or of one of them.
+
+    Raises:
+        ValueError: If it is of another model or optimizer, or cannot be read.
+    """
+    latest = tf.train.latest_checkpoint(directory)
+    if latest is None:
+        return
+    about = _read_about(latest)
+    for part, variables in parts.items():
+        found, expected = about[part], _describe(variables)
+        if found != expected:
+            raise ValueError(
+                f"The checkpoint {latest} holds another {part}: "
+                f"{_difference(found, expected)}; choose another model_dir, or start "
+                "over with --clean."
+            )
+
+
+def _read_about(path):
+    try:
+        return json.loads(tf.train.load_variable(path, _ABOUT).decode())
+    except (tf.errors.OpError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"Cannot read the checkpoint {path}: {str(error).splitlines()[0]}; choose "
+            "another model_dir, or start over with --clean."
+        ) from error
+
+
+def _describe(variables):
+    return [[v.path, list(v.shape), v.dtype] for v in variables]
+
+
+def _difference(found, expected):
+    for a, b in zip(found, expected, strict=False):
+        if a != b:
+            return f"it has {_name(a)} where this one has {_name(b)}"
+    return f"it has {len(found)} variables where this one has {len(expected)}"
+
+
+def _name(variable):
+    path, shape, dtype = variable
+    return f"{path} {shape} {dtype}"

@@ -1,0 +1,62 @@
+"""Prints one plain line an interval, for log files."""
+
+import sys
+from typing import TextIO
+
+import keras
+
+
+class Lines(keras.callbacks.Callback):
+    """Writes a line every so many steps, and one at the end of each epoch.
+
+    It is for where a progress bar would only fill a file; it prints what is in Keras's
+    logs and measures nothing.
+    """
+
+    def __init__(self, every_steps: int = 100, stream: TextIO | None = None):
+        """Initializes the callback.
+
+        Args:
+            every_steps: Steps between lines.
+            stream: Where to write; standard output by default.
+        """
+        super().__init__()
+        self._every_steps = every_steps
+        self._stream = stream
+        self._step = 0
+        self._epoch = 0
+        self._next_batch = 0
+
+    def on_train_begin(self, logs=None):
+        """Continues the count of a resumed run."""
+        self._step = int(self.model.optimizer.iterations)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes the epoch."""
+        self._epoch, self._next_batch = epoch, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Prints a line if the interval is over."""
+        before = self._step
+        self._step += batch + 1 - self._next_batch
+        self._next_batch = batch + 1
+        if before // self._every_steps != self._step // self._every_steps:
+            self._print(logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Prints the epoch's line."""
+        self._print(logs, " done")
+
+    def _print(self, logs, suffix=""):
+        values = dict(logs)
+        rate = values.pop("images_per_sec", None)
+        parts = [f"{name} {value:.4f}" for name, value in values.items()]
+        if rate is not None:
+            parts.insert(0, f"{rate:,.1f} images/s")
+        epochs = self.params["epochs"]
+        print(
+            f"epoch {self._epoch + 1}/{epochs}{suffix}, step {self._step}: "
+            + ", ".join(parts),
+            file=self._stream or sys.stdout,
+            flush=True,
+        )

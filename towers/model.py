@@ -1,0 +1,198 @@
+"""The Keras door: `multi_gpu_model()` makes a Keras model train on towers.
+
+Keras is the loop. What comes back is the model itself in everything but its three
+steps, which a builder computes on towers; `fit` and its siblings, callbacks, metrics
+and saving stay Keras's own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+import wrapt
+
+from towers import devices
+from towers.builders.base import Builder
+from towers.builders.parameter_server import ParameterServer
+
+BUILDERS: dict[str, type[Builder]] = {"parameter_server": ParameterServer}
+
+
+def multi_gpu_model(
+    model: keras.Model,
+    gpus: int | Sequence[int] | Sequence[str] | None = None,
+    cpu_merge: bool = True,
+    cpu_relocation: bool = False,
+    *,
+    builder: str = "parameter_server",
+    home: str | None = None,
+) -> "TowerModel":
+    """Makes a model train, evaluate and predict on several devices.
+
+    Each batch is cut into one share for each device; the results are those of one
+    device with the whole batch. The returned model is compiled and fitted like any
+    other. It shares everything with `model`, which itself goes on working on one
+    device; whatever is saved is `model`, an ordinary Keras model.
+
+    Example:
+    >>> parallel = multi_gpu_model(model, gpus=2)
+    >>> parallel.compile(optimizer="adam", loss="mse")
+    >>> parallel.fit(x, y, batch_size=64)
+    >>> model.save("model.keras")
+
+    The name and the first four arguments are those of Keras 2's `multi_gpu_model`.
+
+    Args:
+        model: A Keras model. Its compiled state, if it has one, is kept.
+        gpus: How many GPUs, or which: a count, a list of indices, or device strings.
+            All by default. Without a GPU, logical CPUs stand in.
+        cpu_merge: Whether gradients are added on the CPU; if not, on the first tower.
+        cpu_relocation: Whether the variables move to the CPU; if not, they stay where
+            they are.
+        builder: How the variables are updated: "parameter_server".
+        home: A device string to move the variables to, instead of `cpu_relocation`.
+
+    Returns:
+        A model that computes on towers.
+
+    Raises:
+        ValueError: If a device does not exist, or the model cannot run as a tower.
+    """
+    _check_model(model)
+    if builder not in BUILDERS:
+        raise ValueError(
+            f"Received builder='{builder}'; expected one of {sorted(BUILDERS)}."
+        )
+    towers = devices.resolve(gpus)
+    cpu = "/device:CPU:0"
+    if home is None and cpu_relocation:
+        home = cpu
+    if home is None:
+        home = _where(model)
+    else:
+        (home,) = devices.resolve([home])
+        _relocate(model, home)
+    merge = cpu if cpu_merge else towers[0]
+    return TowerModel(model, BUILDERS[builder](model, towers, home, merge))
+
+
+class TowerModel(wrapt.ObjectProxy):
+    """A Keras model whose steps run on towers: a proxy of the user's own model.
+
+    Every attribute is that of the model, but for the loop's methods, which run with
+    this object as their `self` and so find the builder's steps instead of the model's.
+    """
+
+    # What the loop keeps on its `self`, apart from the model's own of the same name.
+    train_function = None
+    test_function = None
+    predict_function = None
+    # Towers are compiled one by one; the step around them spans devices, which XLA
+    # cannot.
+    jit_compile = False
+
+    def __init__(self, model: keras.Model, builder: Builder):
+        super().__init__(model)
+        self._self_builder = builder
+
+    @property
+    def builder(self) -> Builder:
+        """The builder, which knows towers and home."""
+        return self._self_builder
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the model; see `keras.Model.compile`."""
+        self.__wrapped__.compile(*args, **kwargs)
+        self.train_function = self.test_function = self.predict_function = None
+
+    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Trains on one global batch, on towers."""
+        return self._self_builder.train_step(data)
+
+    def test_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Evaluates one global batch, on towers."""
+        return self._self_builder.test_step(data)
+
+    def predict_step(self, data: Any) -> Any:
+        """Computes the outputs of one global batch, on towers."""
+        return self._self_builder.predict_step(data)
+
+    def __reduce__(self):
+        return self.__wrapped__.__reduce__()
+
+
+def _loop_method(name):
+    def method(self, *args, **kwargs):
+        return getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"See `keras.Model.{name}`."
+    return method
+
+
+for _name in (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+    "_make_function",
+):
+    setattr(TowerModel, _name, _loop_method(_name))
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, TowerModel):
+        raise ValueError(
+            "Received a model that multi_gpu_model() has made; expected the user's own "
+            "Keras model, so pass the original one."
+        )
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"Received a {type(model).__name__}; expected a keras.Model, so build one "
+            "with Keras 3 (not tf_keras)."
+        )
+    for step in ("train_step", "test_step", "predict_step"):
+        if getattr(type(model), step) is not getattr(keras.Model, step):
+            raise ValueError(
+                f"{type(model).__name__} overrides `{step}`, which computes on one "
+                "device; expected Keras's own, so override `compute_loss` or "
+                "`compute_metrics` instead."
+            )
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            f"Called in the scope of {type(tf.distribute.get_strategy()).__name__}; "
+            "towers replace tf.distribute, so leave the scope first."
+        )
+
+
+def _where(model: keras.Model) -> str:
+    """The device that the model's variables are on."""
+    for variable in model.variables:
+        return devices.resolve([variable.value.device])[0]
+    return "/device:CPU:0"
+
+
+def _relocate(model: keras.Model, home: str) -> None:
+    """Moves the model's variables to `home`, keeping their values."""
+    moving = [v for v in model.variables if not v.value.device.endswith(home)]
+    optimizer = getattr(model, "optimizer", None)
+    if moving and optimizer is not None and optimizer.built:
+        raise ValueError(
+            f"Cannot move the variables to {home}: the model's optimizer already "
+            "refers to them; create or load the model under `tf.device` instead."
+        )
+    for variable in moving:
+        with tf.device(home):
+            value = tf.Variable(
+                variable.value,
+                trainable=variable.trainable,
+                name=variable.name,
+                dtype=variable.value.dtype,
+            )
+        variable._value = value

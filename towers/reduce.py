@@ -1,0 +1,75 @@
+"""K x N to N: the towers' parts become one set of gradients, one state.
+
+Each tower's part is already divided by the global weight (see `tower.py`), so reducing
+is nothing but adding. On which device is the caller's choice: these functions run where
+they are called.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+
+def sum_gradients(towers: Sequence[Sequence[Gradient]]) -> list[Gradient]:
+    """Adds the gradients of all towers, variable by variable.
+
+    Args:
+        towers: K x N gradients, in the same order on each tower. A sparse gradient
+            (`tf.IndexedSlices`) stays sparse; `None`, for a variable that does not
+            touch the loss, must be `None` on every tower.
+
+    Returns:
+        N sums.
+    """
+    return [_sum(gradients) for gradients in zip(*towers, strict=True)]
+
+
+def _sum(gradients: Sequence[Gradient]) -> Gradient:
+    first = gradients[0]
+    if first is None or len(gradients) == 1:
+        return first
+    if isinstance(first, tf.IndexedSlices):
+        # Adding sparse gradients is joining them: rows that several towers touched
+        # appear several times, as within one batch.
+        return tf.IndexedSlices(
+            values=tf.concat([g.values for g in gradients], axis=0),
+            indices=tf.concat([g.indices for g in gradients], axis=0),
+            dense_shape=first.dense_shape,
+        )
+    return tf.add_n(gradients)
+
+
+def combine_states(
+    towers: Sequence[Sequence[tf.Tensor | None]], fractions: Sequence[tf.Tensor]
+) -> list[tf.Tensor | None]:
+    """Combines what the towers made of the model's non-trainable state.
+
+    The rule: a float value becomes the mean of the towers' values, weighted by their
+    shares of the batch. For a moving mean m <- a m + (1 - a) mean(share) that is what
+    one device does, to the last digit of the sum; for a moving variance it is the mean
+    of the shares' variances, without the variance between shares, which is what the
+    towers normalised by. Any other value (the state of a random seed) is the first
+    tower's, which always has examples.
+
+    Args:
+        towers: K x M new values; `None` for a variable that no tower changed.
+        fractions: Each tower's part of the global batch, float32 scalars that sum
+            to 1.
+
+    Returns:
+        M combined values, `None` where nothing changed.
+    """
+    return [_combine(values, fractions) for values in zip(*towers, strict=True)]
+
+
+def _combine(values, fractions):
+    first = values[0]
+    if first is None or len(values) == 1 or not first.dtype.is_floating:
+        return first
+    weighted = [
+        value * tf.cast(fraction, value.dtype)
+        for value, fraction in zip(values, fractions, strict=True)
+    ]
+    return tf.add_n(weighted)

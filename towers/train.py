@@ -1,0 +1,723 @@
+"""The command-line door: `python -m towers.train`.
+
+It reads from top to bottom: the flags, the run, then what the run is made of. All flags
+are here, and here alone towers, models and input_pipeline meet.
+
+Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+from absl import app, flags
+
+import input_pipeline
+import models
+from towers import batch, devices
+from towers.callbacks.checkpoint import Checkpoint, check_checkpoint
+from towers.callbacks.lines import Lines
+from towers.callbacks.stop_at_step import StopAtStep
+from towers.callbacks.tensorboard import TensorBoard
+from towers.callbacks.throughput import Throughput
+from towers.model import BUILDERS, TowerModel, multi_gpu_model
+from towers.tower import ModelError
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string(
+    "model",
+    "cnn",
+    "mlp, cnn, resnet20/32/56, a keras.applications network such as MobileNetV2, or "
+    "your own as file.py:function.",
+)
+flags.DEFINE_string(
+    "dataset",
+    "digits",
+    "digits, tfds:NAME, tfrecord:GLOB, folder:DIR or synthetic:HxWxC:CLASSES.",
+)
+flags.DEFINE_string("data_dir", "data", "Where digits and tfds: keep their files.")
+flags.DEFINE_string(
+    "model_dir",
+    None,
+    "Where checkpoints, logs and the trained model go; started again with the same "
+    "one, a run continues. Default: runs/DATASET_MODEL.",
+)
+flags.DEFINE_integer(
+    "num_gpus", None, "Towers. Default: all GPUs; without a GPU, 2 logical CPUs."
+)
+flags.DEFINE_integer(
+    "batch_size", 64, "Examples in a global batch, shared among the towers."
+)
+flags.DEFINE_integer("train_epochs", 30, "Epochs to train for, in all.")
+flags.DEFINE_string("optimizer", "adam", "sgd, adam, or another of keras.optimizers.")
+flags.DEFINE_float("learning_rate", 0.001, "Learning rate at its highest.")
+flags.DEFINE_enum(
+    "dtype", "fp32", ["fp32", "fp16", "bf16"], "Type to compute in; variables are fp32."
+)
+flags.DEFINE_bool("eval_only", False, "Evaluate the last checkpoint, and stop.")
+flags.DEFINE_bool("clean", False, "Remove an earlier run from model_dir first.")
+
+# Shown by --helpfull only.
+_MORE = {"module_name": "towers.train (further flags)"}
+
+flags.DEFINE_string("eval_dataset", None, "Data set to evaluate on.", **_MORE)
+flags.DEFINE_string(
+    "image_size", None, "N or HxW to resize images to. Default: as they are.", **_MORE
+)
+flags.DEFINE_integer("num_classes", None, "Classes of tfrecord: data.", **_MORE)
+flags.DEFINE_string("image_key", "image/encoded", "Field of the image.", **_MORE)
+flags.DEFINE_string("label_key", "image/class/label", "Field of the label.", **_MORE)
+flags.DEFINE_integer(
+    "max_train_steps", None, "Stop after so many steps in all.", **_MORE
+)
+flags.DEFINE_enum(
+    "lr_schedule",
+    "constant",
+    ["constant", "cosine", "linear", "step"],
+    "How the learning rate falls to 0; step divides it by 10 after 1/2 and 3/4.",
+    **_MORE,
+)
+flags.DEFINE_float("momentum", 0.9, "Of the optimizers that have one.", **_MORE)
+flags.DEFINE_float("weight_decay", 0.0, "The optimizer's weight decay.", **_MORE)
+flags.DEFINE_integer("steps_per_loop", 1, "Steps in one call of the graph.", **_MORE)
+flags.DEFINE_bool("enable_xla", False, "Compile the towers with XLA.", **_MORE)
+flags.DEFINE_enum(
+    "variable_update",
+    "parameter_server",
+    list(BUILDERS),
+    "How the variables are updated.",
+    **_MORE,
+)
+flags.DEFINE_enum(
+    "local_parameter_device",
+    "cpu",
+    ["cpu", "gpu"],
+    "Where the variables live; gpu is the first tower.",
+    **_MORE,
+)
+flags.DEFINE_list("gpu_indices", None, "Which GPUs, such as 0,2.", **_MORE)
+flags.DEFINE_integer("gpu_split", 1, "Logical GPUs to make of each.", **_MORE)
+flags.DEFINE_bool(
+    "allow_growth",
+    None,
+    "Take GPU memory as needed. Default: yes, unless there is a limit.",
+    **_MORE,
+)
+flags.DEFINE_integer(
+    "gpu_memory_limit_mb", None, "Most memory of a GPU to take, in MB.", **_MORE
+)
+flags.DEFINE_bool("soft_placement", True, "Run ops elsewhere if need be.", **_MORE)
+flags.DEFINE_bool("log_device_placement", False, "Log where ops run.", **_MORE)
+flags.DEFINE_integer("seed", 0, "Of weights, order of examples, dropout.", **_MORE)
+flags.DEFINE_bool("deterministic", False, "Same flags, same bits; slower.", **_MORE)
+flags.DEFINE_integer("log_steps", 100, "Steps between lines and scalars.", **_MORE)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the job that the flags describe.
+
+    Args:
+        argv: The program's name, and nothing else.
+
+    Returns:
+        The exit code.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    job = None
+    try:
+        job = set_up(argv)
+        run(job)
+    except KeyboardInterrupt:
+        _say_stopped(job, "Ctrl-C")
+        return 130
+    except _Terminated:
+        _say_stopped(job, "SIGTERM")
+        return 143
+    except ModelError as error:
+        return _fail(error)
+    except ValueError as error:
+        # While setting up, what goes wrong is the user's input, and said in one
+        # sentence. Later, it is worth a traceback.
+        if job is not None:
+            raise
+        return _fail(error)
+    except tf.errors.OpError:
+        reason = job and _find_bad_record(job)
+        if not reason:
+            raise
+        return _fail(reason)
+    return 0
+
+
+@dataclasses.dataclass
+class Job:
+    """A run that is ready to start.
+
+    Attributes:
+        source: Where training data comes from.
+        held_out: Source and split to evaluate on, if there is one.
+        image_shape: (height, width, channels) of the images.
+        placed: The devices.
+        model: The user's model, compiled, as the checkpoint left it.
+        parallel: The same model on towers.
+        checkpoint: The callback that saves it, which knows the epoch to begin at.
+        model_dir: Where everything is written.
+    """
+
+    source: input_pipeline.Source
+    held_out: tuple[input_pipeline.Source, str] | None
+    image_shape: tuple[int, int, int]
+    placed: devices.Devices
+    model: keras.Model
+    parallel: TowerModel
+    checkpoint: Checkpoint
+    model_dir: str
+
+    def train_data(self) -> tf.data.Dataset:
+        """Opens the training data, shuffled, at the epoch to begin at."""
+        return self._open(self.source, "train", training=True)
+
+    def eval_data(self) -> tf.data.Dataset:
+        """Opens what to evaluate on: held-out data, else the training data in order."""
+        return self._open(*(self.held_out or (self.source, "train")), training=False)
+
+    def _open(self, source, split, training):
+        return input_pipeline.make_dataset(
+            source,
+            split,
+            batch_size=FLAGS.batch_size,
+            image_shape=self.image_shape,
+            training=training,
+            seed=FLAGS.seed,
+            deterministic=FLAGS.deterministic or not training,
+            start_epoch=self.checkpoint.epoch,
+        )
+
+
+def set_up(argv: Sequence[str]) -> Job:
+    """Checks all input and builds what the run needs; of model_dir it only reads.
+
+    Args:
+        argv: As for `main`.
+
+    Returns:
+        The run.
+
+    Raises:
+        ValueError: If any input is bad.
+    """
+    check_flags(argv)
+    model_dir = check_model_dir()
+    checkpoints = os.path.join(model_dir, "checkpoints")
+    source = open_source(FLAGS.dataset, FLAGS.num_classes)
+    held_out = None
+    if FLAGS.eval_dataset is not None:
+        held_out = open_source(FLAGS.eval_dataset, source.num_classes)
+    placed = configure_devices()
+    image_shape = choose_image_shape(source)
+    model = build_model(source, image_shape, placed.home)
+    if not FLAGS.clean:
+        check_checkpoint(checkpoints, model=model.variables)
+
+    held_out = prepare_data(source, held_out)
+    with tf.device(placed.home):
+        compile_model(model, source.splits["train"])
+    parallel = multi_gpu_model(
+        model,
+        gpus=placed.towers,
+        cpu_merge=FLAGS.local_parameter_device == "cpu",
+        builder=FLAGS.variable_update,
+    )
+    checkpoint = Checkpoint(checkpoints, model)
+    if not FLAGS.clean and not checkpoint.restore() and FLAGS.eval_only:
+        raise ValueError(
+            f"There is no checkpoint in {checkpoints} to evaluate; train first, or "
+            "name the model_dir of an earlier run."
+        )
+    return Job(
+        source, held_out, image_shape, placed, model, parallel, checkpoint, model_dir
+    )
+
+
+def run(job: Job) -> None:
+    """Trains, evaluates, saves and sums up."""
+    print(start_text(job), flush=True)
+    if FLAGS.eval_only:
+        print(values_text(evaluate(job)))
+        return
+    if FLAGS.clean:
+        remove_run(job.model_dir)
+    os.makedirs(job.model_dir, exist_ok=True)
+    write_text(job, "flags.txt", flags_text())
+    images_per_sec = train(job)
+    # Renamed when whole, so that an earlier model.keras is good until then.
+    unfinished = os.path.join(job.model_dir, "unfinished.keras")
+    job.model.save(unfinished)
+    os.replace(unfinished, os.path.join(job.model_dir, "model.keras"))
+    summary = summarise(job, images_per_sec)
+    write_text(job, "summary.json", json.dumps(summary, indent=2) + "\n")
+    print(summary_text(summary))
+
+
+def train(job: Job) -> float | None:
+    """Fits the model, from where its checkpoint ends.
+
+    Returns:
+        Images per second, `None` if too few steps were made to tell.
+    """
+    if is_finished(job):
+        print(
+            f"Nothing left to train: {job.model_dir} has {job.checkpoint.epoch} epochs "
+            "already. Give more --train_epochs, or --clean to start over."
+        )
+        return None
+    throughput = Throughput(FLAGS.batch_size, job.source.splits["train"])
+    shares = batch.even_shares(FLAGS.batch_size, len(job.placed.towers))
+    # The order matters: what one callback adds to the logs, the later ones see.
+    callbacks = [
+        throughput,
+        TensorBoard(
+            job.model_dir,
+            every_steps=FLAGS.log_steps,
+            fractions=[share / FLAGS.batch_size for share in shares],
+            texts={"flags": as_markdown(flags_text())},
+            sample=job.eval_data(),
+            class_names=job.source.class_names,
+        ),
+        job.checkpoint,
+    ]
+    if FLAGS.max_train_steps is not None:
+        callbacks.append(StopAtStep(FLAGS.max_train_steps))
+    terminal = sys.stdout.isatty()
+    if not terminal:
+        callbacks.append(Lines(FLAGS.log_steps))
+    job.parallel.fit(
+        job.train_data(),
+        validation_data=job.eval_data() if job.held_out else None,
+        initial_epoch=job.checkpoint.epoch,
+        epochs=FLAGS.train_epochs,
+        callbacks=callbacks,
+        verbose=1 if terminal else 0,
+        shuffle=False,  # the pipeline has shuffled already
+    )
+    return throughput.images_per_sec
+
+
+def is_finished(job: Job) -> bool:
+    """Tells whether the checkpoint is already where training is to end."""
+    steps = int(job.model.optimizer.iterations)
+    return job.checkpoint.epoch >= FLAGS.train_epochs or (
+        FLAGS.max_train_steps is not None and steps >= FLAGS.max_train_steps
+    )
+
+
+def evaluate(job: Job) -> dict[str, float]:
+    """Evaluates the model on held-out data, or on the training data if there is none.
+
+    Returns:
+        `test_loss` and `test_accuracy`, or `train_loss` and `train_accuracy`.
+    """
+    prefix = "test" if job.held_out else "train"
+    logs = job.parallel.evaluate(job.eval_data(), verbose=0, return_dict=True)
+    return {f"{prefix}_{name}": float(value) for name, value in logs.items()}
+
+
+# Checks. None of them touches a device.
+
+
+def check_flags(argv: Sequence[str]) -> None:
+    """Checks the flags that can be checked by themselves."""
+    if len(argv) > 1:
+        raise ValueError(
+            f"Received the argument {argv[1]!r}; expected flags only, such as "
+            "--model=cnn (see --help)."
+        )
+    for name, least in (
+        ("batch_size", 1),
+        ("train_epochs", 1),
+        ("max_train_steps", 1),
+        ("num_gpus", 1),
+        ("num_classes", 1),
+        ("steps_per_loop", 1),
+        ("log_steps", 1),
+        ("seed", 0),
+        ("learning_rate", 0),
+        ("momentum", 0),
+        ("weight_decay", 0),
+    ):
+        value = FLAGS[name].value
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"Received --{name}={value}; expected at least {least}.")
+    if any(not index.isdigit() for index in FLAGS.gpu_indices or []):
+        raise ValueError(
+            f"Received --gpu_indices={','.join(FLAGS.gpu_indices)}; expected numbers "
+            "of GPUs, such as --gpu_indices=0,2."
+        )
+    models.check(FLAGS.model)
+    optimizer_class()
+    asked_image_size()
+
+
+def check_model_dir() -> str:
+    """Returns the model_dir; checks that it can be written to."""
+    slug = "_".join((FLAGS.dataset, FLAGS.model))
+    default = os.path.join("runs", "".join(c if c.isalnum() else "_" for c in slug))
+    path = os.path.abspath(os.path.expanduser(FLAGS.model_dir or default))
+    existing = path
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"Cannot write to the model_dir {path}: {existing} is not a directory "
+            "that this user may write to; choose another --model_dir."
+        )
+    return path
+
+
+def asked_image_size() -> tuple[int, int] | None:
+    """Reads --image_size."""
+    if FLAGS.image_size is None:
+        return None
+    sizes = FLAGS.image_size.lower().split("x")
+    if len(sizes) > 2 or not all(size.isdigit() and int(size) for size in sizes):
+        raise ValueError(
+            f"Received --image_size={FLAGS.image_size}; expected pixels, as 224 or "
+            "as 240x320 (height x width)."
+        )
+    return int(sizes[0]), int(sizes[-1])
+
+
+def optimizer_class() -> type[keras.optimizers.Optimizer]:
+    """Finds the optimizer that --optimizer names."""
+    known = {
+        name.lower(): value
+        for name, value in vars(keras.optimizers).items()
+        if inspect.isclass(value)
+        and issubclass(value, keras.optimizers.Optimizer)
+        and name not in ("Optimizer", "LossScaleOptimizer")
+    }
+    if FLAGS.optimizer.lower() not in known:
+        near = difflib.get_close_matches(FLAGS.optimizer.lower(), known) or known
+        raise ValueError(
+            f"Received --optimizer={FLAGS.optimizer}; expected an optimizer of "
+            f"keras.optimizers, such as {', '.join(near)}."
+        )
+    return known[FLAGS.optimizer.lower()]
+
+
+# What a run is made of.
+
+
+def open_source(spec: str, num_classes: int | None) -> input_pipeline.Source:
+    """Opens a data set as the flags say."""
+    return input_pipeline.open_source(
+        spec,
+        data_dir=os.path.expanduser(FLAGS.data_dir),
+        seed=FLAGS.seed,
+        image_key=FLAGS.image_key,
+        label_key=FLAGS.label_key,
+        num_classes=num_classes,
+    )
+
+
+def prepare_data(
+    source: input_pipeline.Source, held_out: input_pipeline.Source | None
+) -> tuple[input_pipeline.Source, str] | None:
+    """Downloads or writes what is missing, and checks the labels.
+
+    Returns:
+        The source and the split to evaluate on: those of `held_out`, else the test
+        split of `source`, else `None`.
+    """
+    source.prepare()
+    input_pipeline.scan_labels(source, "train")
+    if held_out is None:
+        held_out = source
+        split = "test" if "test" in source.splits else None
+    else:
+        held_out.prepare()
+        split = "test" if "test" in held_out.splits else "train"
+    if split is None:
+        return None
+    input_pipeline.scan_labels(held_out, split)
+    return held_out, split
+
+
+def configure_devices() -> devices.Devices:
+    """Sets up the devices, the random seeds and the type to compute in."""
+    num_gpus, indices = FLAGS.num_gpus, None
+    if FLAGS.gpu_indices:
+        indices = [int(index) for index in FLAGS.gpu_indices]
+    elif num_gpus is None and not tf.config.list_physical_devices("GPU"):
+        # Two, so that towers can be seen at work on any machine.
+        num_gpus = 2
+    placed = devices.configure(
+        num_gpus,
+        gpu_indices=indices,
+        allow_growth=FLAGS.allow_growth,
+        gpu_memory_limit_mb=FLAGS.gpu_memory_limit_mb,
+        gpu_split=FLAGS.gpu_split,
+        local_parameter_device=FLAGS.local_parameter_device,
+        soft_placement=FLAGS.soft_placement,
+        log_device_placement=FLAGS.log_device_placement,
+    )
+    keras.utils.set_random_seed(FLAGS.seed)
+    if FLAGS.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    policies = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
+    keras.config.set_dtype_policy(policies[FLAGS.dtype])
+    return placed
+
+
+def choose_image_shape(source: input_pipeline.Source) -> tuple[int, int, int]:
+    """Decides the images' size: what --image_size says, else as they are."""
+    height, width, channels = source.image_shape
+    if (asked := asked_image_size()) is not None:
+        height, width = asked
+    if height is None or width is None:
+        raise ValueError(
+            f"The images of {source.name} differ in size; expected one size for all, "
+            "so give --image_size, such as --image_size=224."
+        )
+    return height, width, channels
+
+
+def build_model(
+    source: input_pipeline.Source, image_shape: tuple[int, int, int], home: str
+) -> keras.Model:
+    """Builds the model at home, and checks that it fits the data."""
+    with tf.device(home):
+        model = models.build(
+            FLAGS.model,
+            input_shape=image_shape,
+            num_classes=source.num_classes,
+            seed=FLAGS.seed,
+        )
+        try:
+            output = model(keras.KerasTensor((None, *image_shape)))
+        except ValueError as error:
+            takes = getattr(model, "input_shape", None)
+            raise ValueError(
+                f"The model {FLAGS.model} takes {takes or 'other inputs'}, but the "
+                f"images of {source.name} are {image_shape}; give another --image_size "
+                "or another model."
+            ) from error
+    shape = getattr(output, "shape", None)
+    if shape is None or len(shape) != 2 or (shape[-1] or 0) < source.num_classes:
+        raise ValueError(
+            f"The model {FLAGS.model} returns {shape}, but {source.name} has labels "
+            f"from 0 to {source.num_classes - 1}; expected one output of shape (None, "
+            f"{source.num_classes}), a value for each class."
+        )
+    return model
+
+
+def compile_model(model: keras.Model, examples: int | None) -> None:
+    """Compiles the model as the flags say, and builds its optimizer.
+
+    Args:
+        model: The model.
+        examples: Examples in an epoch, if known.
+    """
+    last = getattr(model.layers[-1], "activation", None)
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        # The registry's models return logits; a user's own may end in a softmax.
+        from_logits=last is not keras.activations.softmax
+    )
+    model.compile(
+        build_optimizer(examples),
+        loss,
+        metrics=["accuracy"],
+        steps_per_execution=FLAGS.steps_per_loop,
+        jit_compile=FLAGS.enable_xla,
+    )
+    model.optimizer.build(model.trainable_variables)
+
+
+def build_optimizer(examples: int | None) -> keras.optimizers.Optimizer:
+    """Builds the optimizer that the flags describe.
+
+    Args:
+        examples: Examples in an epoch, if known.
+    """
+    make = optimizer_class()
+    options = {"learning_rate": learning_rate(examples)}
+    if "momentum" in inspect.signature(make).parameters:
+        options["momentum"] = FLAGS.momentum
+    if FLAGS.weight_decay:
+        options["weight_decay"] = FLAGS.weight_decay
+    return make(**options)
+
+
+def learning_rate(
+    examples: int | None,
+) -> float | keras.optimizers.schedules.LearningRateSchedule:
+    """Builds the learning rate's schedule, over all the steps of the run.
+
+    Args:
+        examples: Examples in an epoch, if known.
+    """
+    high = FLAGS.learning_rate
+    if FLAGS.lr_schedule == "constant":
+        return high
+    steps = FLAGS.max_train_steps
+    if steps is None:
+        if examples is None:
+            raise ValueError(
+                f"Received --lr_schedule={FLAGS.lr_schedule} for data of unknown size; "
+                "expected a length to fit it to, so give --max_train_steps."
+            )
+        steps = FLAGS.train_epochs * math.ceil(examples / FLAGS.batch_size)
+    schedules = keras.optimizers.schedules
+    if FLAGS.lr_schedule == "cosine":
+        return schedules.CosineDecay(high, steps)
+    if FLAGS.lr_schedule == "linear":
+        return schedules.PolynomialDecay(high, steps, end_learning_rate=0.0)
+    # As the CIFAR experiments of He et al. 2015, section 4.2.
+    return schedules.PiecewiseConstantDecay(
+        [steps // 2, steps * 3 // 4], [high, high / 10, high / 100]
+    )
+
+
+def remove_run(model_dir: str) -> None:
+    """Removes what a run writes from model_dir, and nothing else."""
+    for name in ("checkpoints", "train", "validation"):
+        shutil.rmtree(os.path.join(model_dir, name), ignore_errors=True)
+    for name in ("model.keras", "summary.json", "flags.txt"):
+        if os.path.exists(path := os.path.join(model_dir, name)):
+            os.remove(path)
+
+
+# What is said and written.
+
+
+def start_text(job: Job) -> str:
+    """Says what will run where."""
+    shares = batch.even_shares(FLAGS.batch_size, len(job.placed.towers))
+    examples = job.source.splits["train"]
+    lines = [
+        devices.table(job.placed, shares),
+        f"Model {FLAGS.model}: {job.model.count_params():,} parameters. Data "
+        f"{job.source.name}: {examples or 'an unknown number of'} training images of "
+        f"{'x'.join(map(str, job.image_shape))}, {job.source.num_classes} classes. "
+        f"Global batch {FLAGS.batch_size}: {' + '.join(map(str, shares))}.",
+    ]
+    if job.checkpoint.epoch:
+        lines.append(
+            f"Continuing after epoch {job.checkpoint.epoch}, step "
+            f"{int(job.model.optimizer.iterations)}, from {job.checkpoint.latest}."
+        )
+    return "\n".join(lines)
+
+
+def flags_text() -> str:
+    """Returns the resolved flags, in the form that --flagfile reads."""
+    # What to remove, and whether to train, is not part of the run.
+    ours = [
+        flag
+        for module in (sys.argv[0], _MORE["module_name"])
+        for flag in FLAGS.flags_by_module_dict().get(module, [])
+        if flag.name not in ("clean", "eval_only") and flag.value is not None
+    ]
+    return "".join(f"{flag.serialize()}\n" for flag in ours)
+
+
+def as_markdown(lines: str) -> str:
+    """Indents lines, which Markdown shows as they are."""
+    return "".join(f"    {line}\n" for line in lines.splitlines())
+
+
+def summarise(job: Job, images_per_sec: float | None) -> dict:
+    """Collects what summary.json holds."""
+    return {
+        **evaluate(job),
+        "images_per_sec": images_per_sec,
+        "epochs": job.checkpoint.epoch,
+        "steps": int(job.model.optimizer.iterations),
+        "towers": list(job.placed.towers),
+        "batch_size": FLAGS.batch_size,
+        "model": os.path.join(job.model_dir, "model.keras"),
+        "checkpoint": job.checkpoint.latest,
+        "logs": job.model_dir,
+    }
+
+
+def summary_text(summary: dict) -> str:
+    """Says how the run ended, and where things lie."""
+    rate = summary["images_per_sec"]
+    rate_text = f"{rate:,.1f} (warm-up excluded)" if rate else "not measured"
+    return "\n".join(
+        [
+            f"Done: {summary['epochs']} epochs, {summary['steps']} steps on "
+            f"{len(summary['towers'])} towers.",
+            f"  {values_text(summary)}",
+            f"  images/s     {rate_text}",
+            f"  model        {summary['model']}",
+            f"  checkpoint   {summary['checkpoint']}",
+            f"  TensorBoard  tensorboard --logdir {summary['logs']}",
+        ]
+    )
+
+
+def values_text(values: dict) -> str:
+    """Says what an evaluation gave."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:.4f}"
+        for name, value in values.items()
+        if name.startswith(("test_", "train_"))
+    )
+
+
+def write_text(job: Job, name: str, text: str) -> None:
+    """Writes a file in model_dir."""
+    with open(os.path.join(job.model_dir, name), "w") as file:
+        file.write(text)
+
+
+# How it can end.
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+def _terminate(signum, frame):
+    raise _Terminated
+
+
+def _say_stopped(job: Job | None, cause: str) -> None:
+    saved = job and job.checkpoint.latest
+    if saved:
+        again = f"the last checkpoint is {saved}; run again to continue from it"
+    else:
+        again = "nothing was saved yet"
+    print(f"\nStopped by {cause}: {again}.", file=sys.stderr)
+
+
+def _fail(reason: object) -> int:
+    print(f"towers.train: {reason}", file=sys.stderr)
+    return 1
+
+
+def _find_bad_record(job: Job) -> str | None:
+    """Looks for a record that explains an error of the input pipeline."""
+    for source, split in ((job.source, "train"), job.held_out or (None, None)):
+        if source is not None:
+            reason = input_pipeline.find_bad_record(source, split)
+            if reason:
+                return reason
+    return None
+
+
+if __name__ == "__main__":
+    app.run(main)
