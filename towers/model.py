@@ -65,15 +65,11 @@ def multi_gpu_model(
             f"Received builder='{builder}'; expected one of {sorted(BUILDERS)}."
         )
     towers = devices.resolve(gpus)
-    cpu = "/device:CPU:0"
-    if home is None and cpu_relocation:
-        home = cpu
     if home is None:
-        home = _where(model)
-    else:
-        (home,) = devices.resolve([home])
-        _relocate(model, home)
-    merge = cpu if cpu_merge else towers[0]
+        home = devices.HOST if cpu_relocation else _where(model)
+    (home,) = devices.resolve([home])
+    _move_weights(model, home)
+    merge = devices.HOST if cpu_merge else towers[0]
     return TowerModel(model, BUILDERS[builder](model, towers, home, merge))
 
 
@@ -95,6 +91,8 @@ class TowerModel(wrapt.ObjectProxy):
     def __init__(self, model: keras.Model, builder: Builder):
         super().__init__(model)
         self._self_builder = builder
+        self._self_compiled = None
+        self._follow()
 
     @property
     def builder(self) -> Builder:
@@ -104,7 +102,18 @@ class TowerModel(wrapt.ObjectProxy):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model; see `keras.Model.compile`."""
         self.__wrapped__.compile(*args, **kwargs)
+        self._follow()
+
+    def _follow(self):
+        """Starts anew if the model was compiled, through this object or by itself."""
+        compiled = getattr(self.__wrapped__, "_compile_config", None)
+        if compiled is self._self_compiled:
+            return
+        self._self_compiled = compiled
         self.train_function = self.test_function = self.predict_function = None
+        # A step count, a learning rate and means were created where the user was.
+        variables = [*self.optimizer.variables, *self.metrics_variables]
+        _move(self.__wrapped__, variables, self._self_builder.home)
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
@@ -124,6 +133,7 @@ class TowerModel(wrapt.ObjectProxy):
 
 def _loop_method(name):
     def method(self, *args, **kwargs):
+        self._follow()
         return getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
 
     method.__name__ = name
@@ -172,27 +182,32 @@ def _check_model(model: Any) -> None:
 
 
 def _where(model: keras.Model) -> str:
-    """The device that the model's variables are on."""
-    for variable in model.variables:
-        return devices.resolve([variable.value.device])[0]
-    return "/device:CPU:0"
+    """The device that the model's variables are on; the host's if it has none yet."""
+    return next((v.value.device for v in model.variables), devices.HOST)
 
 
-def _relocate(model: keras.Model, home: str) -> None:
+def _move_weights(model: keras.Model, home: str) -> None:
     """Moves the model's variables to `home`, keeping their values."""
-    moving = [v for v in model.variables if not v.value.device.endswith(home)]
     optimizer = getattr(model, "optimizer", None)
-    if moving and optimizer is not None and optimizer.built:
+    if _elsewhere(model.variables, home) and optimizer is not None and optimizer.built:
         raise ValueError(
-            f"Cannot move the variables to {home}: the model's optimizer already "
-            "refers to them; create or load the model under `tf.device` instead."
+            f"Cannot move the variables to {home}: the model's optimizer is built for "
+            "them where they are; create or load the model under `tf.device` instead."
         )
-    for variable in moving:
+    _move(model, model.variables, home)
+
+
+def _move(model: keras.Model, variables: Sequence[keras.Variable], home: str) -> None:
+    """Moves variables of a model to `home`, keeping their values."""
+    for variable in _elsewhere(variables, home):
+        old = variable.value
         with tf.device(home):
-            value = tf.Variable(
-                variable.value,
-                trainable=variable.trainable,
-                name=variable.name,
-                dtype=variable.value.dtype,
+            variable._value = tf.Variable(
+                old, trainable=old.trainable, name=variable.name, dtype=old.dtype
             )
-        variable._value = value
+        # What Keras has traced for one device refers to the old ones.
+        model.train_function = model.test_function = model.predict_function = None
+
+
+def _elsewhere(variables, home):
+    return [v for v in variables if not v.value.device.endswith(home)]

@@ -114,7 +114,7 @@ def forward_backward(
             new_state = _new_state(model, state, scope)
         loss = loss * tf.cast(fraction, loss.dtype)
         scaled = loss * tf.cast(scale, loss.dtype)
-    gradients = tape.gradient(scaled, params)
+    gradients = _gradients(tape, scaled, params)
     return TowerResult(outputs, _masks(outputs), new_state, loss, (), gradients)
 
 
@@ -150,8 +150,17 @@ def backward(
     targets = [*tf.nest.flatten(again.outputs), *again.losses]
     seeds = [*output_gradients, *loss_gradients]
     used = [(t, s) for t, s in zip(targets, seeds, strict=True) if s is not None]
-    gradients = tape.gradient([t for t, _ in used], params, [s for _, s in used])
+    gradients = _gradients(tape, [t for t, _ in used], params, [s for _, s in used])
     return TowerResult(gradients=gradients)
+
+
+def _gradients(tape, targets, params, seeds=None):
+    gradients = tape.gradient(targets, params, seeds)
+    for gradient, param in zip(gradients, params, strict=True):
+        if isinstance(gradient, tf.IndexedSlices):
+            # TensorFlow does not infer it, and an idle tower has to know it.
+            gradient.values.set_shape([None, *param.shape[1:]])
+    return gradients
 
 
 def _layer_losses(model):
@@ -294,14 +303,20 @@ class Traced:
         """Adds one call of the tower to the graph, on the device of the scope."""
         return self._concrete(*arguments)
 
-    def idle(self) -> TowerResult:
-        """Returns what a tower without examples contributes: zeros, and no rows."""
+    def idle(self, none: tf.Tensor) -> TowerResult:
+        """Returns what a tower without examples contributes: zeros, and no rows.
+
+        Args:
+            none: A scalar that is 0 when the tower is idle. A constant would make the
+                graph believe that this tower never has examples.
+        """
 
         def nothing(tensor):
-            return (
-                None
-                if tensor is None
-                else tf.zeros([size or 0 for size in tensor.shape], tensor.dtype)
+            if tensor is None:
+                return None
+            sizes = [none if size is None else size for size in tensor.shape]
+            return tf.fill(
+                tf.stack(sizes) if sizes else [], tf.cast(none, tensor.dtype)
             )
 
         return tf.nest.map_structure(
@@ -314,8 +329,8 @@ def _refuse_assignments(graph):
     if writers:
         raise ModelError(
             f"The model assigns a tf.Variable while it is called "
-            f"('{writers[0].name}'), which a tower cannot carry; make it a Keras variable with "
-            "`self.add_weight(trainable=False)` and change it with `assign`."
+            f"('{writers[0].name}'), which a tower cannot carry; make it a Keras "
+            "variable with `self.add_weight(trainable=False)`, and assign that."
         )
 
 
@@ -351,5 +366,6 @@ def run(
             if k == 0 or isinstance(size, int):
                 results.append(call())
             else:
-                results.append(tf.cond(end > start, call, tower.idle))
+                idle = functools.partial(tower.idle, end - start)
+                results.append(tf.cond(end > start, call, idle))
     return results

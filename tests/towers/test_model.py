@@ -1,0 +1,450 @@
+"""The Keras door: what `multi_gpu_model` returns is a Keras model in every way."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import oracle
+from towers import multi_gpu_model
+
+
+def _data(rows=60):
+    random = np.random.default_rng(0)
+    return (
+        random.normal(size=(rows, 6)).astype("float32"),
+        random.integers(0, 3, rows),
+    )
+
+
+def _model():
+    keras.utils.set_random_seed(2)
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dense(3, activation="softmax"),
+        ],
+        name="mine",
+    )
+
+
+def _compiled(model=None, gpus=2, **options):
+    parallel = multi_gpu_model(model or _model(), gpus=gpus)
+    options = {"metrics": ["accuracy"], **options}
+    parallel.compile(
+        keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", **options
+    )
+    return parallel
+
+
+def test_the_first_example_fits_a_quadratic():
+    x = np.linspace(-1, 1, 256, dtype="float32")[:, None]
+    y = 3 * x**2 - 2 * x + 1
+
+    model = keras.Sequential(
+        [
+            keras.Input((1,)),
+            keras.layers.Dense(32, activation="relu"),
+            keras.layers.Dense(1),
+        ]
+    )
+    parallel = multi_gpu_model(model, gpus=2)
+    parallel.compile(keras.optimizers.Adam(0.01), loss="mse")
+    parallel.fit(x, y, batch_size=32, epochs=60, verbose=0)
+
+    assert parallel.evaluate(x, y, verbose=0) < 0.01
+    np.testing.assert_allclose(
+        model.predict(np.array([[0.5]]), verbose=0), [[0.75]], atol=0.2
+    )
+
+
+def test_it_is_the_users_model():
+    model = _model()
+    parallel = multi_gpu_model(model, gpus=2)
+    assert isinstance(parallel, keras.Model)
+    assert parallel.name == "mine"
+    assert parallel.layers == model.layers
+    lines = []
+    parallel.summary(print_fn=lambda line, **_: lines.append(line))
+    assert "mine" in "\n".join(lines)
+    parallel.set_weights([w + 1 for w in parallel.get_weights()])
+    for ours, theirs in zip(parallel.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_template_shares_weights_and_stays_on_one_device():
+    x, y = _data()
+    model = _model()
+    parallel = _compiled(model)
+    parallel.fit(x, y, epochs=1, verbose=0)
+    # Both have steps of their own, on the same weights and optimizer.
+    model.fit(x, y, epochs=1, verbose=0)
+    parallel.fit(x, y, epochs=1, verbose=0)
+    assert int(model.optimizer.iterations) == 6
+    np.testing.assert_allclose(
+        model.predict(x, verbose=0), parallel.predict(x, verbose=0), rtol=1e-5
+    )
+
+
+def test_a_model_compiled_before_keeps_its_optimizer():
+    x, y = _data()
+    expected, model = _model(), _model()
+    for each in (expected, model):
+        each.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+        each.fit(x, y, epochs=2, shuffle=False, verbose=0)
+    expected.fit(x, y, epochs=2, shuffle=False, verbose=0)
+    multi_gpu_model(model, gpus=3).fit(x, y, epochs=2, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == int(expected.optimizer.iterations)
+    difference = oracle.largest_difference(model.get_weights(), expected.get_weights())
+    assert difference <= 1e-4
+
+
+def test_compiling_the_template_again_is_noticed():
+    x, y = _data()
+    model = _model()
+    parallel = _compiled(model)
+    parallel.fit(x, y, epochs=1, verbose=0)
+    model.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
+    before = model.get_weights()
+    parallel.fit(x, y, epochs=1, verbose=0)
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("relocated", [False, True])
+def test_variables_live_at_home(relocated):
+    with tf.device("/device:CPU:3"):
+        model = _model()
+    weights = model.get_weights()
+    parallel = multi_gpu_model(model, gpus=2, cpu_relocation=relocated)
+    parallel.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
+    parallel.fit(*_data(), epochs=1, verbose=0)
+    home = "/device:CPU:0" if relocated else "/device:CPU:3"
+    for variable in [
+        *model.variables,
+        *model.optimizer.variables,
+        *model.metrics_variables,
+    ]:
+        assert variable.value.device.endswith(home), variable.path
+    assert not np.array_equal(model.get_weights()[0], weights[0])
+
+
+def test_relocation_after_the_optimizer_was_built_is_refused():
+    with tf.device("/device:CPU:3"):
+        model = _model()
+        model.compile("adam", "sparse_categorical_crossentropy")
+        model.fit(*_data(), epochs=1, verbose=0)
+    with pytest.raises(ValueError, match="optimizer is built"):
+        multi_gpu_model(model, gpus=2, cpu_relocation=True)
+
+
+class _Seen(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls.append((batch, sorted(logs)))
+
+
+def test_fit_with_everything():
+    x, y = _data()
+    seen = _Seen()
+    parallel = _compiled(steps_per_execution=2)
+    history = parallel.fit(
+        x,
+        y,
+        batch_size=20,
+        epochs=3,
+        validation_data=(x[:10], y[:10]),
+        sample_weight=np.ones(60),
+        callbacks=[
+            seen,
+            keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 / (epoch + 1)),
+            keras.callbacks.EarlyStopping("val_loss", patience=5),
+        ],
+        verbose=0,
+    ).history
+    assert sorted(history) == [
+        "accuracy",
+        "learning_rate",
+        "loss",
+        "val_accuracy",
+        "val_loss",
+    ]
+    assert len(history["loss"]) == 3
+    assert [batch for batch, _ in seen.calls[:2]] == [1, 3]
+    assert seen.calls[0][1] == ["accuracy", "loss"]
+    assert float(parallel.optimizer.learning_rate) == pytest.approx(0.01 / 3)
+
+
+def test_batches_by_hand():
+    x, y = _data(7)
+    parallel = _compiled(gpus=4)
+    plain = _model()
+    plain.compile(
+        keras.optimizers.Adam(0.01),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+    )
+    for rows in (7, 3, 1):
+        np.testing.assert_allclose(
+            parallel.train_on_batch(x[:rows], y[:rows]),
+            plain.train_on_batch(x[:rows], y[:rows]),
+            rtol=1e-4,
+        )
+        np.testing.assert_allclose(
+            parallel.test_on_batch(x[:rows], y[:rows]),
+            plain.test_on_batch(x[:rows], y[:rows]),
+            rtol=1e-4,
+        )
+        np.testing.assert_allclose(
+            parallel.predict_on_batch(x[:rows]),
+            plain.predict_on_batch(x[:rows]),
+            rtol=1e-4,
+        )
+
+
+def test_early_stopping_restores_and_backup_resumes(tmp_path):
+    x, y = _data()
+
+    class Die(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    parallel = _compiled()
+    with pytest.raises(KeyboardInterrupt):
+        parallel.fit(
+            x,
+            y,
+            epochs=4,
+            verbose=0,
+            callbacks=[keras.callbacks.BackupAndRestore(tmp_path), Die()],
+        )
+    again = _compiled()
+    history = again.fit(
+        x,
+        y,
+        epochs=4,
+        verbose=0,
+        callbacks=[keras.callbacks.BackupAndRestore(tmp_path)],
+    )
+    assert history.epoch == [2, 3]
+    assert int(again.optimizer.iterations) == 8
+
+    stopping = keras.callbacks.EarlyStopping(
+        "loss", mode="max", patience=1, restore_best_weights=True
+    )
+    best = _compiled()
+    best.fit(x, y, epochs=5, verbose=0, callbacks=[stopping])
+    assert len(best.history.epoch) < 5
+
+
+# It runs where this project cannot be imported.
+_ELSEWHERE = textwrap.dedent(
+    """
+    import json, sys
+    for name in ("towers", "input_pipeline", "models"):
+        sys.modules[name] = None
+    import keras, numpy as np
+    path, data = sys.argv[1:]
+    arrays = np.load(data)
+    model = keras.models.load_model(path)
+    print(json.dumps({
+        "evaluated": model.evaluate(arrays["x"], arrays["y"], verbose=0),
+        "iterations": int(model.optimizer.iterations),
+        "optimizer": type(model.optimizer).__name__,
+        "slots": [float(np.abs(v).sum()) for v in model.optimizer.variables],
+    }))
+    """
+)
+
+
+def _load_elsewhere(path, tmp_path, x, y):
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    script = tmp_path / "load.py"
+    script.write_text(_ELSEWHERE)
+    done = subprocess.run(
+        [sys.executable, script, path, tmp_path / "data.npz"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_checkpointed_model_opens_without_this_project(tmp_path):
+    x, y = _data()
+    path = tmp_path / "best.keras"
+    parallel = _compiled()
+    parallel.fit(
+        x,
+        y,
+        batch_size=25,
+        epochs=4,
+        verbose=0,
+        callbacks=[keras.callbacks.ModelCheckpoint(path)],
+    )
+    loaded = _load_elsewhere(path, tmp_path, x, y)
+    np.testing.assert_allclose(
+        loaded["evaluated"], parallel.evaluate(x, y, verbose=0), atol=1e-6
+    )
+    assert loaded["iterations"] == 4 * 3
+    assert loaded["optimizer"] == "Adam"
+    np.testing.assert_allclose(
+        loaded["slots"],
+        [float(np.abs(v).sum()) for v in parallel.optimizer.variables],
+        rtol=1e-6,
+    )
+
+
+def test_weights_save_and_export(tmp_path):
+    x, y = _data()
+    parallel = _compiled()
+    weights = tmp_path / "w.weights.h5"
+    parallel.fit(
+        x,
+        y,
+        epochs=1,
+        verbose=0,
+        callbacks=[keras.callbacks.ModelCheckpoint(weights, save_weights_only=True)],
+    )
+    expected = parallel.predict(x, verbose=0)
+    other = _compiled()
+    other.load_weights(weights)
+    np.testing.assert_allclose(other.predict(x, verbose=0), expected, rtol=1e-5)
+    parallel.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    np.testing.assert_allclose(loaded.predict(x, verbose=0), expected, rtol=1e-5)
+    parallel.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    served = exported.serve(x)
+    np.testing.assert_allclose(served, expected, rtol=1e-5)
+
+
+class Custom(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3, activation="softmax")
+        self.dropout = keras.layers.Dropout(0.9)
+
+    def call(self, x, training=False):
+        # Passes `training` on to nobody: Keras's call context does.
+        return self.dense(self.dropout(x))
+
+
+def test_a_subclassed_model_is_built_and_trains():
+    x, y = _data()
+    keras.utils.set_random_seed(0)
+    parallel = _compiled(Custom())
+    untrained = parallel.predict(x, verbose=0)
+    history = parallel.fit(x, y, epochs=3, verbose=0).history
+    assert history["loss"][-1] < history["loss"][0]
+    assert not np.allclose(parallel.predict(x, verbose=0), untrained)
+
+
+def test_dropout_inside_a_subclassed_model_is_active_in_training():
+    keras.utils.set_random_seed(0)
+    model = Custom()
+    parallel = multi_gpu_model(model, gpus=2)
+    model(np.ones((1, 6), "float32"))
+    params = [v.value for v in model.trainable_variables]
+    state = [v.value for v in model.non_trainable_variables]
+    forward = parallel.builder.forward
+    x, one = tf.ones([4, 6]), tf.ones([])
+    dropped = forward(training=True)(params, state, x, one).outputs
+    kept = forward(training=False)(params, state, x, one).outputs
+    assert not np.allclose(dropped, kept)
+
+
+class _OwnStep(Custom):
+    def train_step(self, data):
+        return {}
+
+
+class _AssignsTensorFlow(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.count = tf.Variable(0.0)
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        return x + self.count
+
+
+class _Counts(keras.layers.Layer):
+    def build(self, shape):
+        self.count = self.add_weight(
+            shape=(), dtype="int32", trainable=False, initializer="zeros"
+        )
+
+    def call(self, x):
+        self.count.assign(self.count + 1)
+        return x
+
+
+class _Measures(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="mean_input")
+
+    def call(self, x):
+        self.mean.update_state(x)
+        return x
+
+
+class _AddsVector(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_sum(x, axis=-1))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (_AssignsTensorFlow, "assigns a tf.Variable"),
+        (_Counts, "no rule combines"),
+        (_Measures, "updates its metric 'mean_input'"),
+        (_AddsVector, "expected a scalar"),
+    ],
+)
+def test_what_a_tower_cannot_do_is_said(layer, words):
+    model = keras.Sequential([keras.Input((6,)), layer(), keras.layers.Dense(3)])
+    parallel = _compiled(model)
+    with pytest.raises(ValueError, match=words):
+        parallel.fit(*_data(), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (_OwnStep, {}, "overrides `train_step`"),
+        (lambda: multi_gpu_model(_model(), gpus=2), {}, "user's own Keras model"),
+        (lambda: "resnet50", {}, "Received a str; expected a keras.Model"),
+        (_model, {"gpus": 99}, "gpus=99"),
+        (_model, {"gpus": 0}, "gpus=0"),
+        (_model, {"gpus": ["/gpu:7"]}, "gpu:7"),
+        (_model, {"builder": "magic"}, "builder='magic'"),
+        (_model, {"home": "/gpu:3"}, "gpu:3"),
+    ],
+)
+def test_bad_arguments(make, options, words):
+    with pytest.raises(ValueError, match=words):
+        multi_gpu_model(make(), **{"gpus": 2, **options})
+
+
+def test_a_strategy_scope_is_refused():
+    with (
+        tf.distribute.OneDeviceStrategy("/cpu:0").scope(),
+        pytest.raises(ValueError, match="leave the scope"),
+    ):
+        multi_gpu_model(_model(), gpus=2)
