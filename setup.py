@@ -13,6 +13,8 @@ CORE = [
     "wrapt>=1.14,<3",
     # Its wheel holds the handwritten digits, the default data set.
     "scikit-learn>=1.5,<2",
+    # TensorFlow Datasets imports it, and forgets to ask for it.
+    "importlib_resources>=6,<8",
 ]
 
 setup(

@@ -1,7 +1,6 @@
 """Which record is bad: asked before training for labels, after an error for all."""
 
 import itertools
-import os
 
 import numpy as np
 import tensorflow as tf
@@ -28,9 +27,12 @@ def scan_labels(source: Source, split: str) -> None:
         ValueError: a label is out of range, or a file cannot be read; names the file
             and the position.
     """
-    size = sum(os.path.getsize(path) for path in source.files(split))
+    if not source.labels_need_checking:
+        return
+    paths = source.files(split)
+    size = sum(tf.io.gfile.stat(path).length for path in paths)
     limit = None if size < _SCAN_ALL_BELOW_MB * 2**20 else _SAMPLE_PER_FILE
-    for path in source.files(split):
+    for path in paths:
         read_labels(source, path, limit)
 
 
@@ -60,12 +62,12 @@ def read_labels(source: Source, path: str, limit: int | None = None) -> np.ndarr
     """Reads and checks the labels of one file.
 
     Args:
-        source: whose file it is.
+        source: one with ``labels_need_checking``.
         path: of the file.
         limit: labels to read at most, or None for all.
 
     Returns:
-        int64 [N]; empty where the labels are right by construction.
+        int64 [N].
 
     Raises:
         ValueError: a label is out of range, or a record cannot be read.

@@ -23,6 +23,7 @@ class Source(abc.ABC):
         image_shape: (H, W, C) of decoded images; None where it varies.
         splits: number of examples for each split, None where unknown; the keys are
             "train" and, where there is one, "test". Empty until prepared.
+        labels_need_checking: False where labels are right by construction.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Source(abc.ABC):
     class_names: tuple[str, ...] | None = None
     image_shape: tuple[int | None, int | None, int]
     splits: dict[str, int | None]
+    labels_need_checking: bool = False
 
     def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)
         """Downloads or writes what is missing; does nothing the second time.
@@ -73,14 +75,13 @@ class Source(abc.ABC):
     def labels(self, path: str, limit: int | None = None) -> Iterable[tf.Tensor]:
         """int64 labels [B] of one file, in batches, without decoding an image.
 
-        None at all where labels are right by construction and need no checking.
+        Only for sources with ``labels_need_checking``.
 
         Args:
             path: of the file.
             limit: records to read at most; None for all.
         """
-        del path, limit
-        return ()
+        raise NotImplementedError(f"{self.name} has no labels to check in {path}")
 
 
 class BadRecordError(ValueError):
@@ -128,11 +129,14 @@ def walk_tfrecord(
         with blame(where):
             serialized = next(records, None)
             if serialized is None:
-                return
+                break
             record = parse(serialized)
         yield where, record
         # Around the data: its length (8 bytes) and two checksums (4 bytes each).
         offset += len(serialized.numpy()) + 16
+    # TensorFlow takes the first bytes of a cut-off record for the end of the file.
+    if surplus := tf.io.gfile.stat(path).length - offset:
+        raise BadRecordError(f"{where}: corrupted: truncated after {surplus} bytes")
 
 
 def decode_image(

@@ -21,9 +21,6 @@ class TowersDigits(tfds.core.GeneratorBasedBuilder):
     """Handwritten digits, 8 by 8 grey pixels, from UCI by way of scikit-learn."""
 
     VERSION = tfds.core.Version("1.0.0")
-    # Nothing is downloaded, so no checksums. (To look for them, TFDS 4.9 needs the
-    # package importlib_resources, which it does not declare.)
-    url_infos = None
 
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(

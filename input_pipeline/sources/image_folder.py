@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -57,24 +58,22 @@ class ImageFolderSource(Source):
     def records(
         self, split: str, shuffle_seed: int | tf.Tensor | None = None
     ) -> tf.data.Dataset:
-        """Pairs of path and label: files are read by the parallel ``decode``."""
+        """Dicts of path and label: files are read by the parallel ``decode``."""
         paths, labels = zip(*self._labels[split].items(), strict=True)
         dataset = tf.data.Dataset.from_tensor_slices(
-            (list(paths), np.array(labels, np.int64))
+            {"path": list(paths), "label": np.array(labels, np.int64)}
         )
         return shuffle_all(dataset, len(paths), shuffle_seed)
 
-    def decode(
-        self, record: tuple[tf.Tensor, tf.Tensor]
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    def decode(self, record: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         """(uint8 image [H, W, 3], int64 label [])."""
-        path, label = record
-        return decode_image(tf.io.read_file(path), self.image_shape), label
+        encoded = tf.io.read_file(record["path"])
+        return decode_image(encoded, self.image_shape), record["label"]
 
-    def walk(self, path: str) -> Iterator[tuple[str, tuple[str, int]]]:
+    def walk(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """One record: a file is an image here."""
         label = next(paths[path] for paths in self._labels.values() if path in paths)
-        yield path, (path, label)
+        yield path, {"path": path, "label": label}
 
 
 def _find_splits(root: Path) -> tuple[_Classes, _Classes]:
@@ -94,7 +93,7 @@ def _find_splits(root: Path) -> tuple[_Classes, _Classes]:
     train, test = {}, {}
     for name, paths in _find_classes(root).items():
         test[name] = paths[_HOLD_OUT_EVERY - 1 :: _HOLD_OUT_EVERY]
-        train[name] = [path for path in paths if path not in set(test[name])]
+        train[name] = sorted(set(paths) - set(test[name]))
     return train, test
 
 

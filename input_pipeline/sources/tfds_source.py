@@ -99,7 +99,7 @@ class TFDSSource(Source):
         except Exception as error:
             # Another process may have been faster: all write to a folder of their
             # own and rename it, which only the first can.
-            if not os.path.exists(self._builder.data_dir):
+            if not tf.io.gfile.exists(self._builder.data_dir):
                 raise ValueError(
                     f"{self.name} cannot be prepared in {self._builder.data_dir}: "
                     f"{type(error).__name__}: {_reason(error)}"

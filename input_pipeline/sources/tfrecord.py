@@ -38,6 +38,8 @@ class TFRecordSource(Source):
         ValueError: no file, no record, another format, or a negative label.
     """
 
+    labels_need_checking = True
+
     def __init__(
         self,
         pattern: str,

@@ -59,7 +59,7 @@ class Checkpoint(keras.callbacks.Callback):
     @property
     def latest(self) -> str | None:
         """The path prefix of the latest checkpoint."""
-        return tf.train.latest_checkpoint(self._directory)
+        return _find_latest(self._directory)
 
     def restore(self) -> bool:
         """Restores the latest checkpoint into the model.
@@ -68,13 +68,16 @@ class Checkpoint(keras.callbacks.Callback):
             Whether there was one.
 
         Raises:
-            ValueError: As for `check_checkpoint`; the model is then as it was.
+            ValueError: As for `check_checkpoint`.
         """
         latest = self.latest
         if latest is None:
             return False
         check_checkpoint(self._directory, **self._variables)
-        self._checkpoint.read(latest).assert_consumed()
+        try:
+            self._checkpoint.read(latest).assert_consumed()
+        except tf.errors.OpError as error:
+            raise _unreadable(latest, error) from error
         self.epoch = _read_about(latest)["epoch"]
         return True
 
@@ -102,7 +105,7 @@ def check_checkpoint(
     Raises:
         ValueError: If it is of another model or optimizer, or cannot be read.
     """
-    latest = tf.train.latest_checkpoint(directory)
+    latest = _find_latest(directory)
     if latest is None:
         return
     about = _read_about(latest)
@@ -116,14 +119,27 @@ def check_checkpoint(
             )
 
 
+def _find_latest(directory):
+    latest = tf.train.latest_checkpoint(directory)
+    # TensorFlow only logs what is wrong, and a run would start over.
+    index = os.path.join(directory, "checkpoint")
+    if latest is None and os.path.exists(index):
+        raise _unreadable(index, "it names no checkpoint that exists")
+    return latest
+
+
 def _read_about(path):
     try:
         return json.loads(tf.train.load_variable(path, _ABOUT).decode())
     except (tf.errors.OpError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"Cannot read the checkpoint {path}: {str(error).splitlines()[0]}; choose "
-            "another model_dir, or start over with --clean."
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path, reason):
+    return ValueError(
+        f"Cannot read the checkpoint {path}: {str(reason).splitlines()[0]}; choose "
+        "another model_dir, or start over with --clean."
+    )
 
 
 def _describe(variables):

@@ -25,7 +25,6 @@ class Lines(keras.callbacks.Callback):
         self._stream = stream
         self._step = 0
         self._epoch = 0
-        self._next_batch = 0
 
     def on_train_begin(self, logs=None):
         """Continues the count of a resumed run."""
@@ -33,13 +32,12 @@ class Lines(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Notes the epoch."""
-        self._epoch, self._next_batch = epoch, 0
+        self._epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
         """Prints a line if the interval is over."""
         before = self._step
-        self._step += batch + 1 - self._next_batch
-        self._next_batch = batch + 1
+        self._step = int(self.model.optimizer.iterations)
         if before // self._every_steps != self._step // self._every_steps:
             self._print(logs)
 

@@ -1,21 +1,21 @@
 """Writes what a run does to TensorBoard."""
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 
-class TensorBoard(keras.callbacks.TensorBoard):
-    """Keras's TensorBoard callback, with what a run on towers has besides.
+class TensorBoard(keras.callbacks.Callback):
+    """Writes scalars, the graph, texts and pictures, in the runs `train`, `validation`.
 
-    Keras writes the scalars, as `epoch_*` and `batch_*` in the runs `train` and
-    `validation`. This adds: the learning rate of each recorded batch, each tower's
-    images per second, the graph of the step with its towers, the flags, input pictures,
-    and, at the end, pictures of what the model got wrong. Steps go on counting in a
-    resumed run.
+    Scalars have the names of Keras's own callback, `epoch_*` and `batch_*`: what is in
+    Keras's logs, the learning rate, and each tower's images per second. Steps are the
+    optimizer's, so they go on counting in a resumed run; validation is at the step it
+    was made at. (It is no subclass of Keras's callback, which with an interval of
+    batches drops the scalars of epochs, in 3.15, and counts calls instead of steps.)
     """
 
     def __init__(
@@ -27,75 +27,98 @@ class TensorBoard(keras.callbacks.TensorBoard):
         sample: tf.data.Dataset | None = None,
         class_names: Sequence[str] | None = None,
     ):
-        """Initializes the callback.
+        """Initializes the callback; writes nothing.
 
         Args:
             log_dir: Where the runs `train` and `validation` are written.
-            every_steps: Calls between two recorded batches.
+            every_steps: Steps between two recorded batches.
             fractions: The part of a full batch that each tower gets.
             texts: Markdown texts to write, by tag, such as the flags.
             sample: Batches of (images [B, H, W, C] in [-1, 1], labels [B]), always in
                 the same order, for the pictures. None: no pictures.
             class_names: Names of the classes; their numbers by default.
         """
-        super().__init__(log_dir, write_graph=False, update_freq=every_steps)
+        super().__init__()
+        self._log_dir = log_dir
+        self._every_steps = every_steps
         self._fractions = fractions
         self._texts = texts
         self._sample = sample
         self._class_names = class_names
+        self._writers = {}
+        self._step = 0
         self._graph_state = "wanted"
 
     def on_train_begin(self, logs=None):
         """Writes texts and input pictures."""
-        super().on_train_begin(logs)
-        self._global_train_batch = int(self.model.optimizer.iterations)
-        with self._train_writer.as_default():
+        self._step = int(self.model.optimizer.iterations)
+        with self._writer("train").as_default(self._step):
             for tag, text in self._texts.items():
-                tf.summary.text(tag, text, step=self._global_train_batch)
+                tf.summary.text(tag, text)
             if self._sample is not None:
                 images, _ = next(iter(self._sample))
-                self._write_images("input", images[:9])
+                _write_images("input", images[:9])
 
     def on_train_batch_begin(self, batch, logs=None):
         """Begins to record the graph, at the first batch."""
-        super().on_train_batch_begin(batch, logs)
         if self._graph_state == "wanted":
             tf.summary.trace_on(graph=True)
             self._graph_state = "recording"
 
     def on_train_batch_end(self, batch, logs=None):
-        """Writes the batch's scalars, if this batch is recorded."""
+        """Writes the batch's scalars, if its turn has come."""
+        before = self._step
+        self._step = int(self.model.optimizer.iterations)
         if self._graph_state == "recording":
-            with self._train_writer.as_default(), tf.summary.record_if(True):
-                tf.summary.trace_export("step", step=self._global_train_batch)
+            with self._writer("train").as_default(self._step):
+                tf.summary.trace_export("step")
             self._graph_state = "written"
-        if self._global_train_batch % self.update_freq == 0:
-            logs = self._collect_learning_rate(dict(logs))
-            self._write_tower_rates(logs, "batch", self._global_train_batch)
-            super().on_train_batch_end(batch, logs)
+        if before // self._every_steps != self._step // self._every_steps:
+            self._write_scalars("train", "batch", self._with_rates(logs), self._step)
+
+    def on_test_end(self, logs=None):
+        """Writes the results of validation, at the step they belong to."""
+        self._write_scalars("validation", "batch", logs, self._step)
 
     def on_epoch_end(self, epoch, logs=None):
         """Writes the epoch's scalars."""
-        super().on_epoch_end(epoch, logs)
-        self._write_tower_rates(logs, "epoch", epoch)
+        parts = {"train": {}, "validation": {}}
+        for name, value in logs.items():
+            run = "validation" if name.startswith("val_") else "train"
+            parts[run][name.removeprefix("val_")] = value
+        parts["train"] = self._with_rates(parts["train"])
+        for run, values in parts.items():
+            if values:
+                self._write_scalars(run, "epoch", values, epoch)
+                self._writer(run).flush()
 
     def on_train_end(self, logs=None):
         """Writes pictures of what the model gets wrong."""
         if self._sample is not None:
-            with self._train_writer.as_default():
+            with self._writer("train").as_default(self._step):
                 self._write_mistakes()
-        super().on_train_end(logs)
+        for writer in self._writers.values():
+            writer.close()
 
-    def _write_tower_rates(self, logs: dict[str, Any], prefix: str, step: int):
-        # Towers step together, so each has its share of the images of all.
-        rate = logs.get("images_per_sec")
-        if rate is None:
-            return
-        with self._train_writer.as_default():
+    def _writer(self, run):
+        if run not in self._writers:
+            path = os.path.join(self._log_dir, run)
+            self._writers[run] = tf.summary.create_file_writer(path)
+        return self._writers[run]
+
+    def _write_scalars(self, run, prefix, values, step):
+        with self._writer(run).as_default(step):
+            for name, value in values.items():
+                tf.summary.scalar(f"{prefix}_{name}", value)
+
+    def _with_rates(self, logs):
+        """Adds the learning rate, and each tower's images per second."""
+        rates = {"learning_rate": float(self.model.optimizer.learning_rate)}
+        if "images_per_sec" in logs:
+            # Towers step together, so each has its share of the images of all.
             for k, fraction in enumerate(self._fractions):
-                tf.summary.scalar(
-                    f"{prefix}_images_per_sec/tower_{k}", rate * fraction, step=step
-                )
+                rates[f"images_per_sec/tower_{k}"] = logs["images_per_sec"] * fraction
+        return {**logs, **rates}
 
     def _write_mistakes(self, most=16):
         pictures, lines = [], []
@@ -108,17 +131,14 @@ class TensorBoard(keras.callbacks.TensorBoard):
             if len(pictures) >= most:
                 break
         if pictures:
-            self._write_images("misclassified", tf.stack(pictures[:most]))
-            text = "\n".join(lines[:most])
-            tf.summary.text("misclassified", text, step=self._global_train_batch)
-
-    def _write_images(self, tag, images):
-        tf.summary.image(
-            tag,
-            tf.cast(images, tf.float32) / 2 + 0.5,
-            step=self._global_train_batch,
-            max_outputs=len(images),
-        )
+            _write_images("misclassified", tf.stack(pictures[:most]))
+            # A tag is of one kind only, so not the pictures' own.
+            tf.summary.text("misclassified_as", "\n".join(lines[:most]))
 
     def _name(self, label):
         return self._class_names[label] if self._class_names else str(int(label))
+
+
+def _write_images(tag, images):
+    pixels = tf.cast(images, tf.float32) / 2 + 0.5
+    tf.summary.image(tag, pixels, max_outputs=len(images))
