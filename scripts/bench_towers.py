@@ -179,19 +179,19 @@ def prepare(name, work):
         return keras.Sequential([keras.Input(shape), *layers, keras.layers.Dense(10)])
 
     if name == "mirrored":
-        with tf.distribute.MirroredStrategy(placed.towers).scope():
-            model = build()
+        scope = tf.distribute.MirroredStrategy(placed.towers).scope()
     else:
-        with tf.device(placed.home if name == "towers" else placed.towers[0]):
-            model = build()
-    if name == "towers":
-        model = multi_gpu_model(model, gpus=placed.towers)
-    model.compile(
-        keras.optimizers.SGD(0.01, momentum=0.9),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        steps_per_execution=FLAGS.steps_per_loop if name == "towers" else 1,
-    )
+        scope = tf.device(placed.home if name == "towers" else placed.towers[0])
+    with scope:
+        model = build()
+        if name == "towers":
+            model = multi_gpu_model(model, gpus=placed.towers)
+        model.compile(
+            keras.optimizers.SGD(0.01, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=FLAGS.steps_per_loop if name == "towers" else 1,
+        )
     random = np.random.default_rng(0)
     batch = (
         random.normal(size=(examples, *shape)).astype("float32"),

@@ -1,13 +1,18 @@
-"""The command-line door: `python -m towers.train`.
+"""Trains a model on towers, and saves it; run again, it continues.
 
-It reads from top to bottom: the flags, the run, then what the run is made of. All flags
-are here, and here alone towers, models and input_pipeline meet.
+    python -m towers.train --model=resnet20 --dataset=tfds:cifar10 --num_gpus=2
 
+--flagfile=FILE reads flags from a file, such as the flags.txt of an earlier run.
 Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
+# The command-line door. It reads from top to bottom: the flags, the run, then what the
+# run is made of. All flags are here, and here alone towers, models and input_pipeline
+# meet.
+
 import dataclasses
 import difflib
+import glob
 import inspect
 import json
 import math
@@ -15,11 +20,12 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
-from absl import app, flags
+from absl import app, flags, logging
 
 import input_pipeline
 import models
@@ -133,6 +139,7 @@ def main(argv: Sequence[str]) -> int:
         The exit code.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    _quieten()
     job = None
     try:
         job = set_up(argv)
@@ -145,13 +152,17 @@ def main(argv: Sequence[str]) -> int:
         return 143
     except ModelError as error:
         return _fail(error)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         # While setting up, what goes wrong is the user's input, and said in one
         # sentence. Later, it is worth a traceback.
         if job is not None:
             raise
         return _fail(error)
-    except tf.errors.OpError:
+    except (
+        tf.errors.DataLossError,
+        tf.errors.InvalidArgumentError,
+        tf.errors.NotFoundError,
+    ):
         reason = job and _find_bad_record(job)
         if not reason:
             raise
@@ -223,6 +234,7 @@ def set_up(argv: Sequence[str]) -> Job:
     held_out = None
     if FLAGS.eval_dataset is not None:
         held_out = open_source(FLAGS.eval_dataset, source.num_classes)
+        check_same_classes(source, held_out)
     placed = configure_devices()
     image_shape = choose_image_shape(source)
     model = build_model(source, image_shape, placed.home)
@@ -358,6 +370,11 @@ def check_flags(argv: Sequence[str]) -> None:
         value = FLAGS[name].value
         if value is not None and not least <= value < math.inf:
             raise ValueError(f"Received --{name}={value}; expected at least {least}.")
+    if FLAGS.clean and FLAGS.eval_only:
+        raise ValueError(
+            "Received --clean and --eval_only; expected one of them, as nothing is "
+            "left to evaluate after --clean."
+        )
     if any(not index.isdigit() for index in FLAGS.gpu_indices or []):
         raise ValueError(
             f"Received --gpu_indices={','.join(FLAGS.gpu_indices)}; expected numbers "
@@ -369,18 +386,23 @@ def check_flags(argv: Sequence[str]) -> None:
 
 
 def check_model_dir() -> str:
-    """Returns the model_dir; checks that it can be written to."""
+    """Returns the model_dir; checks that it can be written to, leaving nothing."""
     slug = "_".join((FLAGS.dataset, FLAGS.model))
     default = os.path.join("runs", "".join(c if c.isalnum() else "_" for c in slug))
     path = os.path.abspath(os.path.expanduser(FLAGS.model_dir or default))
+    if FLAGS.eval_only:
+        return path
     existing = path
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
-    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        # Only writing tells: permissions say nothing of root, /proc or a full disk.
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
         raise ValueError(
-            f"Cannot write to the model_dir {path}: {existing} is not a directory "
-            "that this user may write to; choose another --model_dir."
-        )
+            f"Cannot write to the model_dir {path}: no file can be made in {existing} "
+            f"({error.strerror}); choose another --model_dir."
+        ) from error
     return path
 
 
@@ -428,6 +450,24 @@ def open_source(spec: str, num_classes: int | None) -> input_pipeline.Source:
         label_key=FLAGS.label_key,
         num_classes=num_classes,
     )
+
+
+def check_same_classes(
+    source: input_pipeline.Source, held_out: input_pipeline.Source
+) -> None:
+    """Checks that labels mean the same in both data sets."""
+    if held_out.num_classes != source.num_classes:
+        raise ValueError(
+            f"The eval_dataset {held_out.name} has {held_out.num_classes} classes, but "
+            f"{source.name} has {source.num_classes}; expected the same classes."
+        )
+    names = zip(source.class_names or (), held_out.class_names or (), strict=False)
+    for label, (ours, theirs) in enumerate(names):
+        if ours != theirs:
+            raise ValueError(
+                f"The label {label} is {theirs!r} in the eval_dataset {held_out.name}, "
+                f"but {ours!r} in {source.name}; expected the same classes."
+            )
 
 
 def prepare_data(
@@ -529,11 +569,13 @@ def compile_model(model: keras.Model, examples: int | None) -> None:
         model: The model.
         examples: Examples in an epoch, if known.
     """
-    last = getattr(model.layers[-1], "activation", None)
-    loss = keras.losses.SparseCategoricalCrossentropy(
-        # The registry's models return logits; a user's own may end in a softmax.
-        from_logits=last is not keras.activations.softmax
+    # The registry's models return logits; a user's own may end in a softmax.
+    last = model.layers[-1]
+    softmax = (
+        isinstance(last, keras.layers.Softmax)
+        or getattr(last, "activation", None) is keras.activations.softmax
     )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=not softmax)
     model.compile(
         build_optimizer(examples),
         loss,
@@ -591,11 +633,23 @@ def learning_rate(
 
 def remove_run(model_dir: str) -> None:
     """Removes what a run writes from model_dir, and nothing else."""
+    for pattern in (
+        "checkpoints/checkpoint",
+        "checkpoints/ckpt-*",
+        "train/events.out.tfevents.*",
+        "validation/events.out.tfevents.*",
+        "model.keras",
+        "unfinished.keras",
+        "summary.json",
+        "flags.txt",
+    ):
+        for path in glob.glob(os.path.join(glob.escape(model_dir), pattern)):
+            # A save that was killed leaves a folder.
+            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
     for name in ("checkpoints", "train", "validation"):
-        shutil.rmtree(os.path.join(model_dir, name), ignore_errors=True)
-    for name in ("model.keras", "summary.json", "flags.txt"):
-        if os.path.exists(path := os.path.join(model_dir, name)):
-            os.remove(path)
+        path = os.path.join(model_dir, name)
+        if os.path.isdir(path) and not os.listdir(path):
+            os.rmdir(path)
 
 
 # What is said and written.
@@ -605,17 +659,18 @@ def start_text(job: Job) -> str:
     """Says what will run where."""
     shares = batch.even_shares(FLAGS.batch_size, len(job.placed.towers))
     examples = job.source.splits["train"]
+    count = "an unknown number of" if examples is None else f"{examples:,}"
     lines = [
         devices.table(job.placed, shares),
-        f"Model {FLAGS.model}: {job.model.count_params():,} parameters. Data "
-        f"{job.source.name}: {examples or 'an unknown number of'} training images of "
-        f"{'x'.join(map(str, job.image_shape))}, {job.source.num_classes} classes. "
-        f"Global batch {FLAGS.batch_size}: {' + '.join(map(str, shares))}.",
+        f"Model {FLAGS.model}: {job.model.count_params():,} parameters.",
+        f"Data {job.source.name}: {count} training images of "
+        f"{'x'.join(map(str, job.image_shape))}, {job.source.num_classes} classes.",
     ]
     if job.checkpoint.epoch:
         lines.append(
-            f"Continuing after epoch {job.checkpoint.epoch}, step "
-            f"{int(job.model.optimizer.iterations)}, from {job.checkpoint.latest}."
+            f"{'Evaluating' if FLAGS.eval_only else 'Continuing from'} "
+            f"{job.checkpoint.latest}: after epoch {job.checkpoint.epoch}, step "
+            f"{int(job.model.optimizer.iterations)}."
         )
     return "\n".join(lines)
 
@@ -625,7 +680,7 @@ def flags_text() -> str:
     # What to remove, and whether to train, is not part of the run.
     ours = [
         flag
-        for module in (sys.argv[0], _MORE["module_name"])
+        for module in (FLAGS.find_module_defining_flag("model"), _MORE["module_name"])
         for flag in FLAGS.flags_by_module_dict().get(module, [])
         if flag.name not in ("clean", "eval_only") and flag.value is not None
     ]
@@ -701,12 +756,33 @@ def _say_stopped(job: Job | None, cause: str) -> None:
         again = f"the last checkpoint is {saved}; run again to continue from it"
     else:
         again = "nothing was saved yet"
-    print(f"\nStopped by {cause}: {again}.", file=sys.stderr)
+    if sys.stdout.isatty():
+        print()  # ends the progress bar's line
+    print(f"towers.train: Stopped by {cause}: {again}.", file=sys.stderr)
 
 
 def _fail(reason: object) -> int:
-    print(f"towers.train: {reason}", file=sys.stderr)
+    print(f"towers.train: {' '.join(str(reason).split())}", file=sys.stderr)
     return 1
+
+
+def _quieten() -> None:
+    """Leaves out what TFDS tells its own authors."""
+    if not FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)
+    if not sys.stderr.isatty():
+        # TFDS's progress bars; tqdm reads this when it is first imported.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    """Reads the flags, as absl does, but for what is said of a bad one."""
+    try:
+        return FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(_fail(f"{error}; see --help."))
+    except SystemExit:
+        sys.exit(0)  # absl has shown the help, and calls that an error
 
 
 def _find_bad_record(job: Job) -> str | None:
@@ -720,4 +796,4 @@ def _find_bad_record(job: Job) -> str | None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=_parse_flags)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 
 import keras
@@ -75,8 +76,8 @@ class Checkpoint(keras.callbacks.Callback):
             return False
         check_checkpoint(self._directory, **self._variables)
         try:
-            self._checkpoint.read(latest).assert_consumed()
-        except tf.errors.OpError as error:
+            self._checkpoint.restore(latest).assert_consumed()
+        except (tf.errors.OpError, IndexError) as error:
             raise _unreadable(latest, error) from error
         self.epoch = _read_about(latest)["epoch"]
         return True
@@ -120,9 +121,12 @@ def check_checkpoint(
 
 
 def _find_latest(directory):
-    latest = tf.train.latest_checkpoint(directory)
-    # TensorFlow only logs what is wrong, and a run would start over.
     index = os.path.join(directory, "checkpoint")
+    try:
+        latest = tf.train.latest_checkpoint(directory)
+    except ValueError as error:
+        raise _unreadable(index, error) from error
+    # TensorFlow only logs what else is wrong, and a run would start over.
     if latest is None and os.path.exists(index):
         raise _unreadable(index, "it names no checkpoint that exists")
     return latest
@@ -131,7 +135,8 @@ def _find_latest(directory):
 def _read_about(path):
     try:
         return json.loads(tf.train.load_variable(path, _ABOUT).decode())
-    except (tf.errors.OpError, ValueError, AttributeError) as error:
+    # A short file is an IndexError; another program's value may be no JSON.
+    except (tf.errors.OpError, IndexError, ValueError, AttributeError) as error:
         raise _unreadable(path, error) from error
 
 
@@ -143,7 +148,8 @@ def _unreadable(path, reason):
 
 
 def _describe(variables):
-    return [[v.path, list(v.shape), v.dtype] for v in variables]
+    # Keras numbers names by how many were made before in the process.
+    return [[re.sub(r"_\d+", "", v.path), list(v.shape), v.dtype] for v in variables]
 
 
 def _difference(found, expected):
