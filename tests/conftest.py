@@ -8,6 +8,8 @@ import keras
 import pytest
 import tensorflow as tf
 
+# Counts of GPUs mean logical CPUs here; tests of real ones run scripts.
+tf.config.set_visible_devices([], "GPU")
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration() for _ in range(4)],

@@ -117,15 +117,23 @@ class TowerModel(wrapt.ObjectProxy):
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
-        return self._self_builder.train_step(data)
+        with self._on_host():
+            return self._self_builder.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates one global batch, on towers."""
-        return self._self_builder.test_step(data)
+        with self._on_host():
+            return self._self_builder.test_step(data)
 
     def predict_step(self, data: Any) -> Any:
         """Computes the outputs of one global batch, on towers."""
-        return self._self_builder.predict_step(data)
+        with self._on_host():
+            return self._self_builder.predict_step(data)
+
+    def _on_host(self):
+        # Where TensorFlow is not told, it would choose the first GPU: for cutting a
+        # batch that is on the host, and has to go to all of them.
+        return tf.device(devices.HOST)
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()

@@ -5,6 +5,7 @@ import collections
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorflow.python.eager import context
 
 from towers import multi_gpu_model
@@ -84,3 +85,17 @@ def test_gradients_are_added_where_asked(cpu_merge, merge):
 def test_an_idle_tower_computes_nothing():
     _, nodes = _step(["/device:CPU:1", "/device:CPU:2"], "/device:CPU:0", rows=1)
     assert set(_on(nodes, "MatMul")) == {"/device:CPU:1"}
+
+
+def test_nothing_is_left_to_chance():
+    """On a machine with GPUs, an operation without a device would run on the first."""
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+    )
+    parallel = multi_gpu_model(model, gpus=TOWERS, home=HOME)
+    parallel.compile("adam", "mse", metrics=["accuracy"])
+    spec = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 3])
+    graph = tf.function(parallel.train_step).get_concrete_function(spec).graph
+    # A variable is read where it is; constants go where they are used.
+    free = {"ReadVariableOp", "Placeholder", "Const", "NoOp", "Identity"}
+    assert not {op.type for op in graph.get_operations() if not op.device} - free

@@ -1,0 +1,68 @@
+"""What only a GPU can show; each test is a script, on one GPU split into two towers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+_EXACT = """
+import keras
+import numpy as np
+import towers
+
+placed = towers.configure(num_gpus=1, gpu_split=2, gpu_memory_limit_mb=4096)
+random = np.random.default_rng(0)
+x = random.normal(size=(120, 12)).astype("float32")
+y = random.integers(0, 5, 120)
+
+def model():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(5)]
+    return keras.Sequential([keras.Input((12,)), *layers])
+
+def fit(model):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, jit_compile=False)
+    model.fit(x, y, batch_size=50, epochs=7, shuffle=False, verbose=0)
+    return model.get_weights()
+
+expected = fit(model())
+ours = fit(towers.multi_gpu_model(model(), gpus=placed.towers, home=placed.home))
+for a, b in zip(ours, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+"""
+
+
+def _run(*command):
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_logical_gpus_equal_one():
+    _run("-c", _EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("home", ["cpu", "gpu"])
+def test_the_default_job_trains(tmp_path, dtype, home):
+    out = _run(
+        "-m",
+        "towers.train",
+        f"--model_dir={tmp_path / 'run'}",
+        f"--data_dir={tmp_path / 'data'}",
+        "--num_gpus=1",
+        "--gpu_split=2",
+        "--gpu_memory_limit_mb=4096",
+        f"--dtype={dtype}",
+        f"--local_parameter_device={home}",
+    )
+    assert "/device:GPU:1" in out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test_accuracy"] >= 0.98
