@@ -12,6 +12,7 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 
 import dataclasses
 import difflib
+import gc
 import glob
 import inspect
 import json
@@ -167,6 +168,9 @@ def main(argv: Sequence[str]) -> int:
         if not reason:
             raise
         return _fail(reason)
+    finally:
+        # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
+        gc.collect()
     return 0
 
 
@@ -230,12 +234,13 @@ def set_up(argv: Sequence[str]) -> Job:
     check_flags(argv)
     model_dir = check_model_dir()
     checkpoints = os.path.join(model_dir, "checkpoints")
+    # Before the data, which TensorFlow may be asked to read.
+    placed = configure_devices()
     source = open_source(FLAGS.dataset, FLAGS.num_classes)
     held_out = None
     if FLAGS.eval_dataset is not None:
         held_out = open_source(FLAGS.eval_dataset, source.num_classes)
         check_same_classes(source, held_out)
-    placed = configure_devices()
     image_shape = choose_image_shape(source)
     model = build_model(source, image_shape, placed.home)
     if not FLAGS.clean:

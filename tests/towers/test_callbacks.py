@@ -1,0 +1,456 @@
+"""towers.callbacks, each in a real `fit` on two towers where that is possible."""
+
+import io
+import re
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers import multi_gpu_model
+from towers.callbacks.checkpoint import Checkpoint, check_checkpoint
+from towers.callbacks.lines import Lines
+from towers.callbacks.stop_at_step import StopAtStep
+from towers.callbacks.tensorboard import TensorBoard
+from towers.callbacks.throughput import Throughput
+
+
+def build(units=4, optimizer="adam", **options):
+    """A compiled model with dropout and BatchNorm, its optimizer built."""
+    model = keras.Sequential(
+        [
+            keras.Input((4, 4, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(units),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def data(examples=20, batch=8):
+    """Batches of (images in [-1, 1], labels), the last one short."""
+    random = np.random.default_rng(0)
+    x = random.uniform(-1, 1, (examples, 4, 4, 1)).astype("float32")
+    y = random.integers(0, 3, examples)
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
+
+
+def fit(model, *callbacks, **options):
+    """Fits on two towers: three steps an epoch."""
+    parallel = multi_gpu_model(model, gpus=2)
+    return parallel.fit(
+        data(), callbacks=list(callbacks), verbose=0, shuffle=False, **options
+    )
+
+
+class TestThroughput:
+    def drive(self, throughput, calls, begin=None):
+        """Plays calls of (last batch, seconds); returns what each logged."""
+        clock = self.clock
+        throughput.on_epoch_begin(0)
+        rates = []
+        for batch, seconds in calls:
+            logs = {}
+            throughput.on_train_batch_begin(begin)
+            clock.now += seconds
+            throughput.on_train_batch_end(batch, logs)
+            clock.now += 1000.0  # not training
+            rates.append(logs.get("images_per_sec"))
+        epoch_logs = {}
+        throughput.on_epoch_end(0, epoch_logs)
+        return rates, epoch_logs.get("images_per_sec")
+
+    def make(self, *args, **options):
+        self.clock = types.SimpleNamespace(now=0.0)
+        return Throughput(*args, clock=lambda: self.clock.now, **options)
+
+    def test_leaves_out_the_warm_up_and_what_is_not_training(self):
+        throughput = self.make(batch_size=10, warmup_steps=2)
+        rates, epoch = self.drive(throughput, [(0, 99.0), (1, 99.0), (2, 2.0)])
+        assert rates == [None, None, 5.0]
+        assert epoch == throughput.images_per_sec == 5.0
+
+    def test_is_silent_during_warm_up(self):
+        throughput = self.make(batch_size=10, warmup_steps=2)
+        assert self.drive(throughput, [(0, 1.0), (1, 1.0)]) == ([None, None], None)
+        assert throughput.images_per_sec is None
+
+    def test_counts_the_short_last_batch_as_it_is(self):
+        throughput = self.make(batch_size=10, examples=23, warmup_steps=0)
+        rates, epoch = self.drive(throughput, [(0, 1.0), (1, 1.0), (2, 1.0)])
+        assert rates == [10.0, 10.0, 3.0]
+        assert epoch == pytest.approx(23 / 3)
+
+    def test_counts_all_steps_of_a_call(self):
+        throughput = self.make(batch_size=10, examples=65, warmup_steps=2)
+        # Steps 0-2 are the warm-up, as the call that ends it is not counted.
+        rates, epoch = self.drive(throughput, [(2, 9.0), (5, 2.0), (6, 1.0)])
+        assert rates == [None, 15.0, 5.0]
+        assert epoch == pytest.approx(35 / 3)
+
+    def test_an_epoch_has_a_mean_of_its_own(self):
+        throughput = self.make(batch_size=10, examples=20, warmup_steps=0)
+        _, first = self.drive(throughput, [(0, 1.0), (1, 1.0)])
+        _, second = self.drive(throughput, [(0, 4.0), (1, 4.0)])
+        assert (first, second) == (10.0, 2.5)
+        assert throughput.images_per_sec == 4.0
+
+    def test_later_callbacks_see_it(self):
+        seen = {}
+        later = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.update({batch: dict(logs)})
+        )
+        history = fit(build(), Throughput(8, 20, warmup_steps=1), later)
+        assert "images_per_sec" not in seen[0]
+        assert seen[1]["images_per_sec"] > 0
+        assert history.history["images_per_sec"][0] > 0
+
+
+class TestLines:
+    def test_lines(self):
+        stream = io.StringIO()
+        fit(build(), Throughput(8, 20, 1), Lines(2, stream), epochs=2)
+        lines = stream.getvalue().splitlines()
+        starts = [line.partition(":")[0] for line in lines]
+        assert starts == [
+            "epoch 1/2, step 2",
+            "epoch 1/2 done, step 3",
+            "epoch 2/2, step 4",
+            "epoch 2/2, step 6",
+            "epoch 2/2 done, step 6",
+        ]
+        for line in lines:
+            assert re.search(r": [\d,.]+ images/s, accuracy \d\.\d+, loss \d", line)
+
+    def test_goes_on_counting(self):
+        model, stream = build(), io.StringIO()
+        fit(model, epochs=1)
+        fit(model, Lines(100, stream), initial_epoch=1, epochs=2)
+        assert stream.getvalue().startswith("epoch 2/2 done, step 6: ")
+
+    def test_several_steps_in_a_call(self):
+        stream = io.StringIO()
+        # One call of the graph makes steps 1 to 3, and goes past the 2nd.
+        fit(build(steps_per_execution=3), Lines(2, stream))
+        starts = [line.partition(":")[0] for line in stream.getvalue().splitlines()]
+        assert starts == ["epoch 1/1, step 3", "epoch 1/1 done, step 3"]
+
+
+class TestStopAtStep:
+    @pytest.mark.parametrize(("steps_per_call", "made"), [(1, 4), (3, 6)])
+    def test_stops(self, steps_per_call, made):
+        model = build(steps_per_execution=steps_per_call)
+        fit(model, StopAtStep(4), epochs=9)
+        # A call that was begun is finished.
+        assert int(model.optimizer.iterations) == made
+
+    def test_counts_earlier_runs(self):
+        model = build()
+        fit(model, epochs=1)
+        fit(model, StopAtStep(4), epochs=9)
+        assert int(model.optimizer.iterations) == 4
+
+
+class TestCheckpoint:
+    def test_a_restored_run_goes_on_with_the_same_numbers(self, tmp_path):
+        straight = build()
+        stopped = build()
+        for ours, theirs in zip(stopped.variables, straight.variables, strict=True):
+            ours.assign(theirs)  # dropout's seeds as well
+        fit(straight, epochs=4)
+        fit(stopped, Checkpoint(tmp_path, stopped), epochs=2)
+        again = build()  # with other first weights
+        checkpoint = Checkpoint(tmp_path, again)
+        assert checkpoint.epoch == 0
+        assert checkpoint.restore() is True
+        assert checkpoint.epoch == 2
+        fit(again, checkpoint, initial_epoch=checkpoint.epoch, epochs=4)
+
+        # Slots, dropout's counters and moving statistics all have a part in this.
+        assert int(again.optimizer.iterations) == 12
+        for ours, theirs in (
+            (again.variables, straight.variables),
+            (again.optimizer.variables, straight.optimizer.variables),
+        ):
+            for a, b in zip(ours, theirs, strict=True):
+                np.testing.assert_array_equal(a, b, err_msg=b.path)
+
+    def test_keeps_the_last_three(self, tmp_path):
+        model = build()
+        checkpoint = Checkpoint(tmp_path, model)
+        fit(model, checkpoint, epochs=5)
+        assert checkpoint.latest == str(tmp_path / "ckpt-5")
+        found = sorted(path.name for path in tmp_path.glob("*.index"))
+        assert found == ["ckpt-3.index", "ckpt-4.index", "ckpt-5.index"]
+
+    def test_without_a_checkpoint(self, tmp_path):
+        model = build()
+        before = model.get_weights()
+        checkpoint = Checkpoint(tmp_path / "none", model)
+        assert checkpoint.latest is None
+        assert checkpoint.restore() is False
+        check_checkpoint(tmp_path / "none", model=model.variables)
+        for a, b in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert not (tmp_path / "none").exists()
+
+    def test_restores_into_a_model_of_other_numbers_in_its_names(self, tmp_path):
+        model = build()
+        fit(model, Checkpoint(tmp_path, model))
+        other = build()
+        assert other.variables[0].path != model.variables[0].path
+        assert Checkpoint(tmp_path, other).restore()
+        np.testing.assert_array_equal(other.variables[0], model.variables[0])
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"units": 5}, ["another model", "[16, 4]", "[16, 5]"]),
+            ({"optimizer": "sgd"}, ["another optimizer", "adam", "sgd"]),
+            (
+                {"optimizer": keras.optimizers.Adam(amsgrad=True)},
+                ["another optimizer", "variables"],
+            ),
+        ],
+    )
+    def test_refuses_another(self, tmp_path, options, words):
+        model = build()
+        fit(model, Checkpoint(tmp_path, model))
+        other = build(**options)
+        before = other.get_weights()
+        with pytest.raises(ValueError) as caught:
+            Checkpoint(tmp_path, other).restore()
+        for word in [*words, "--clean", str(tmp_path)]:
+            assert word in str(caught.value)
+        for a, b in zip(other.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    @pytest.mark.parametrize("part", ["ckpt-1.data-00000-of-00001", "ckpt-1.index"])
+    def test_an_incomplete_file_is_an_error(self, tmp_path, part):
+        model = build()
+        fit(model, Checkpoint(tmp_path, model))
+        path = tmp_path / part
+        content = path.read_bytes()
+        for size in (0, 100, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:size])
+            self.refuses(tmp_path)
+        path.unlink()
+        self.refuses(tmp_path)
+
+    def test_a_flipped_byte_is_an_error(self, tmp_path):
+        model = build()
+        fit(model, Checkpoint(tmp_path, model))
+        path = tmp_path / "ckpt-1.data-00000-of-00001"
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 255
+        path.write_bytes(content)
+        self.refuses(tmp_path)
+
+    def test_an_unreadable_list_of_checkpoints_is_an_error(self, tmp_path):
+        model = build()
+        fit(model, Checkpoint(tmp_path, model))
+        for content in ("", "not text format {"):
+            (tmp_path / "checkpoint").write_text(content)
+            self.refuses(tmp_path)
+
+    def test_a_checkpoint_of_another_program_is_an_error(self, tmp_path):
+        tf.train.Checkpoint(v=tf.Variable(1.0)).save(str(tmp_path / "ckpt"))
+        self.refuses(tmp_path)
+
+    def refuses(self, directory):
+        with pytest.raises(ValueError) as caught:
+            Checkpoint(directory, build()).restore()
+        message = str(caught.value)
+        assert message.startswith(f"Cannot read the checkpoint {directory}")
+        assert message.endswith("start over with --clean.")
+        assert "\n" not in message
+
+    def test_a_save_that_was_cut_short_leaves_the_one_before(self, tmp_path):
+        model = build()
+        fit(model, Checkpoint(tmp_path, model))
+        # As a kill leaves it: written, but not yet in the list.
+        (tmp_path / "ckpt-2.data-00000-of-00001").write_bytes(b"half")
+        (tmp_path / "ckpt-2.index").write_bytes(b"half")
+        checkpoint = Checkpoint(tmp_path, build())
+        assert checkpoint.restore()
+        assert checkpoint.epoch == 1
+
+
+class Events:
+    """What one run's event files hold."""
+
+    def __init__(self, folder):
+        self.scalars, self.images, self.texts, self.graphs = {}, {}, {}, []
+        for path in sorted(folder.glob("events.out.tfevents.*")):
+            for event in tf.compat.v1.train.summary_iterator(str(path)):
+                for value in event.summary.value:
+                    self.add(event.step, value)
+
+    def add(self, step, value):
+        kind = value.metadata.plugin_data.plugin_name
+        tensor = tf.make_ndarray(value.tensor)
+        if kind == "scalars":
+            self.scalars.setdefault(value.tag, []).append((step, float(tensor)))
+        elif kind == "images":
+            # Width, height, then the pictures as PNG.
+            pictures = [tf.io.decode_png(png).numpy() for png in tensor[2:]]
+            self.images.setdefault(value.tag, []).append((step, pictures))
+        elif kind == "text":
+            self.texts.setdefault(value.tag, []).append((step, tensor.item().decode()))
+        else:
+            assert kind == "graph_run_metadata_graph"
+            run = tf.compat.v1.RunMetadata.FromString(tensor.item())
+            self.graphs.append(run)
+
+    def steps(self, tag):
+        return [step for step, _ in self.scalars[tag]]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Returns a function that trains, and one that reads what was written."""
+
+    def train(model, epochs=2, initial_epoch=0, **options):
+        callback = TensorBoard(
+            str(tmp_path),
+            every_steps=2,
+            fractions=[0.75, 0.25],
+            texts={"flags": "    --model=cnn\n"},
+            sample=data(),
+            **options,
+        )
+        return fit(
+            model,
+            Throughput(8, 20, warmup_steps=0),
+            callback,
+            validation_data=data(),
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+        )
+
+    def read(name):
+        return Events(tmp_path / name)
+
+    return types.SimpleNamespace(train=train, read=read, folder=tmp_path)
+
+
+class TestTensorBoard:
+    def test_writes_nothing_before_training(self, tmp_path):
+        TensorBoard(str(tmp_path), 2, [1.0], {"a": "b"}, data())
+        assert not list(tmp_path.iterdir())
+
+    def test_scalars(self, run):
+        history = run.train(build(optimizer=keras.optimizers.Adam(0.25))).history
+        train, validation = run.read("train"), run.read("validation")
+        values = ["loss", "accuracy", "learning_rate", "images_per_sec"]
+        values += ["images_per_sec/tower_0", "images_per_sec/tower_1"]
+        assert set(train.scalars) == {
+            f"{prefix}_{value}" for prefix in ("epoch", "batch") for value in values
+        }
+        assert set(validation.scalars) == {
+            f"{prefix}_{value}"
+            for prefix in ("epoch", "batch")
+            for value in ("loss", "accuracy")
+        }
+        for tag in train.scalars:
+            expected = [0, 1] if tag.startswith("epoch_") else [2, 4, 6]
+            assert train.steps(tag) == expected, tag
+        # Validation is at the steps that it was made after.
+        assert validation.steps("epoch_loss") == [0, 1]
+        assert validation.steps("batch_loss") == [3, 6]
+
+        for events, prefix in ((train, ""), (validation, "val_")):
+            for name in ("loss", "accuracy"):
+                found = [value for _, value in events.scalars[f"epoch_{name}"]]
+                assert found == pytest.approx(history[prefix + name])
+        assert {v for _, v in train.scalars["batch_learning_rate"]} == {0.25}
+        for prefix in ("epoch", "batch"):
+            whole, *towers = (
+                np.array(
+                    [v for _, v in train.scalars[f"{prefix}_images_per_sec{tower}"]]
+                )
+                for tower in ("", "/tower_0", "/tower_1")
+            )
+            np.testing.assert_allclose(towers[0], whole * 0.75, rtol=1e-5)
+            np.testing.assert_allclose(towers[1], whole * 0.25, rtol=1e-5)
+
+    def test_graph_shows_the_towers(self, run):
+        run.train(build())
+        (graph,) = run.read("train").graphs
+        called = [
+            function
+            for recorded in graph.function_graphs
+            for node in recorded.pre_optimization_graph.node
+            for function in recorded.pre_optimization_graph.library.function
+            if function.signature.name == node.attr["f"].func.name
+        ]
+        # The step is one function; the parts that it shows are its name scopes. In one
+        # process TensorFlow keeps graphs of earlier tests, so the last one is ours.
+        *_, step = (f for f in called if "one_step_on_data" in f.signature.name)
+        scopes = {node.name.split("/")[0] for node in step.node_def}
+        assert {"read", "tower_0", "tower_1", "gather", "reduce", "apply"} <= scopes
+
+    def test_texts_and_input_pictures(self, run):
+        run.train(build())
+        train = run.read("train")
+        assert train.texts["flags"] == [(0, "    --model=cnn\n")]
+        ((step, pictures),) = train.images["input"]
+        images, _ = next(iter(data()))
+        assert step == 0
+        assert len(pictures) == 8
+        for picture, image in zip(pictures, images, strict=True):
+            wanted = np.rint((image.numpy() + 1) * 127.5)
+            assert np.abs(picture.astype(float) - wanted).max() <= 1
+
+    @pytest.mark.parametrize("names", [None, ["ant", "bee", "cat"]])
+    def test_mistakes(self, run, names):
+        # Labels are random, so that some are wrong for sure, and more than 16 not.
+        model = build()
+        run.train(model, epochs=1, class_names=names)
+        wrong = [
+            (label, guess)
+            for images, labels in data()
+            for label, guess in zip(
+                labels.numpy(), np.argmax(model(images), -1), strict=True
+            )
+            if label != guess
+        ]
+        assert 0 < len(wrong) <= 16
+        train = run.read("train")
+        ((step, pictures),) = train.images["misclassified"]
+        assert (step, len(pictures)) == (3, len(wrong))
+        named = names or ["0", "1", "2"]
+        ((_, text),) = train.texts["misclassified_as"]
+        assert text.splitlines() == [
+            f"{i}. {named[label]}, taken for {named[guess]}"
+            for i, (label, guess) in enumerate(wrong, start=1)
+        ]
+
+    def test_steps_go_on_in_a_resumed_run(self, run):
+        model = build()
+        run.train(model, epochs=1)
+        run.train(model, epochs=3, initial_epoch=1)
+        train, validation = run.read("train"), run.read("validation")
+        assert train.steps("batch_loss") == [2, 4, 6, 8]
+        assert train.steps("epoch_loss") == [0, 1, 2]
+        assert validation.steps("batch_loss") == [3, 6, 9]
+        assert [step for step, _ in train.texts["flags"]] == [0, 3]
+
+    def test_several_steps_in_a_call(self, run):
+        run.train(build(steps_per_execution=3), epochs=2)
+        assert run.read("train").steps("batch_loss") == [3, 6]
+
+    def test_learning_rate_of_a_schedule_under_a_loss_scale(self, run):
+        schedule = keras.optimizers.schedules.PiecewiseConstantDecay([3], [0.5, 0.125])
+        sgd = keras.optimizers.SGD(schedule)
+        run.train(build(optimizer=keras.optimizers.LossScaleOptimizer(sgd, 2.0)))
+        found = run.read("train").scalars["batch_learning_rate"]
+        assert found == [(2, 0.5), (4, 0.125), (6, 0.125)]

@@ -1,0 +1,793 @@
+"""towers.train, started as a user starts it: `python -m towers.train` in a process."""
+
+import glob
+import io
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import flagsaver
+from PIL import Image
+
+import input_pipeline
+from towers import train
+
+ROOT = Path(__file__).parents[2]
+# Of an epoch of digits: 1,437 images at 64 a batch.
+STEPS = 23
+TIMEOUT_S = 300
+
+
+def start(*flags, program=("-m", "towers.train"), **options):
+    """Starts a run, whose output can be read line by line."""
+    return subprocess.Popen(
+        [sys.executable, *program, *map(str, flags)],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def finish(process):
+    """Waits for a run; its exit code, output and errors."""
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run(*flags, code=0, **options):
+    """Runs to the end, which has to be with this exit code."""
+    done = finish(start(*flags, **options))
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def wait_for(process, beginning):
+    """Reads a run's output up to a line; returns it with all before."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(beginning):
+            return lines
+    raise AssertionError("".join(lines) + process.stderr.read())
+
+
+def ours(done):
+    """The sentences on stderr that are from us."""
+    mark = "towers.train: "
+    lines = done.stderr.splitlines()
+    return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+
+
+def snapshot(folder):
+    """Each file below a folder, with its content."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def weights(folder):
+    """The weights of the model that a run has saved."""
+    return keras.models.load_model(folder / "model.keras").get_weights()
+
+
+def assert_same_bits(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def png(value, side=8):
+    """An image of one value, encoded."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.full([side, side, 3], value, np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_tfrecord(path, images, labels):
+    """Writes encoded images with labels, under the default names."""
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for image, label in zip(images, labels, strict=True):
+            feature = {
+                "image/encoded": tf.train.Feature(
+                    bytes_list=tf.train.BytesList(value=[image])
+                ),
+                "image/class/label": tf.train.Feature(
+                    int64_list=tf.train.Int64List(value=[label])
+                ),
+            }
+            example = tf.train.Example(features=tf.train.Features(feature=feature))
+            writer.write(example.SerializeToString())
+
+
+def write_folder(root, **classes):
+    """Writes so many images for each class."""
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            (root / name / f"{i:02}.png").write_bytes(png(i))
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """The digits, written once; tests must not change them."""
+    path = tmp_path_factory.mktemp("data")
+    input_pipeline.open_source("digits", data_dir=path).prepare()
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of the default job, but for its length; not to be changed."""
+    path = tmp_path_factory.mktemp("trained") / "run"
+    # A data_dir of its own, so that this run has to write the digits, too.
+    done = run(
+        *(f"--data_dir={path.parent / 'data'}", f"--model_dir={path}"),
+        *("--num_gpus=2", "--train_epochs=3", "--log_steps=10"),
+    )
+    done.path = path
+    return done
+
+
+# Small, deterministic, and never done before it is killed.
+REPEATABLE = ("--model=mlp", "--deterministic", "--train_epochs=12", "--seed=3")
+
+
+@pytest.fixture(scope="module")
+def whole(data_dir, tmp_path_factory):
+    """The model_dir of a deterministic run that nothing interrupted."""
+    path = tmp_path_factory.mktemp("whole")
+    run(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def killed(data_dir, tmp_path_factory):
+    """The model_dir of the same run, killed; not to be changed."""
+    path = tmp_path_factory.mktemp("killed")
+    process = start(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
+    wait_for(process, "epoch 3/12 done")
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (path / "model.keras").exists()
+    return path
+
+
+# A whole run.
+
+
+def test_what_a_run_writes(trained):
+    files = {str(p.relative_to(trained.path)) for p in trained.path.rglob("*")}
+    assert {"model.keras", "summary.json", "flags.txt"} <= files
+    assert {"checkpoints/ckpt-3.index", "checkpoints/checkpoint"} <= files
+    for name in ("train", "validation"):
+        assert glob.glob(f"{trained.path}/{name}/events.out.tfevents.*")
+    assert "unfinished.keras" not in files
+
+
+def test_what_a_run_says(trained):
+    out = trained.stdout
+    # Where it runs, and on what.
+    assert re.search(r"^tower +device .* share$", out, re.M)
+    for tower in (0, 1):
+        assert re.search(rf"^ +{tower} +/device:CPU:{tower} .* 32$", out, re.M)
+    assert "Variables live on /device:CPU:0" in out
+    assert re.search(r"^Model cnn: [\d,]+ parameters\.$", out, re.M)
+    assert "Data digits: 1,437 training images of 8x8x1, 10 classes." in out
+    # One line an interval, and one an epoch.
+    lines = re.findall(r"^epoch .*$", out, re.M)
+    assert [line.partition(":")[0] for line in lines] == [
+        "epoch 1/3, step 10",
+        "epoch 1/3, step 20",
+        "epoch 1/3 done, step 23",
+        "epoch 2/3, step 30",
+        "epoch 2/3, step 40",
+        "epoch 2/3 done, step 46",
+        "epoch 3/3, step 50",
+        "epoch 3/3, step 60",
+        "epoch 3/3 done, step 69",
+    ]
+    assert " images/s, accuracy " in lines[-1]
+    # How it ended. Ten steps of warm-up, so that the first line has no rate.
+    assert "images/s" not in lines[0]
+    path = trained.path
+    end = out[out.index("Done: ") :]
+    assert end.startswith("Done: 3 epochs, 69 steps on 2 towers.\n")
+    assert f"model        {path}/model.keras\n" in end
+    assert f"checkpoint   {path}/checkpoints/ckpt-3\n" in end
+    assert f"tensorboard --logdir {path}\n" in end
+    assert "Traceback" not in trained.stderr
+    assert ours(trained) == []
+
+
+def test_stderr_has_no_chatter(trained):
+    # TFDS speaks at INFO, draws bars; absl's marks of the level begin the line.
+    assert not re.search(r"^I\d{4} [\d:.]+ \d+ \w+\.py:", trained.stderr, re.M)
+    assert "examples/s" not in trained.stderr
+
+
+def test_summary_is_what_plain_keras_gives(trained, data_dir):
+    summary = json.loads((trained.path / "summary.json").read_text())
+    source = input_pipeline.open_source("digits", data_dir=data_dir)
+    source.prepare()
+    test = input_pipeline.make_dataset(
+        source, "test", batch_size=50, image_shape=(8, 8, 1), training=False
+    )
+    model = keras.models.load_model(trained.path / "model.keras")
+    plain = model.evaluate(test, verbose=0, return_dict=True)
+    assert summary["test_accuracy"] == pytest.approx(plain["accuracy"], abs=1e-6)
+    assert summary["test_loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert f"test accuracy {plain['accuracy']:.4f}" in trained.stdout
+    assert int(model.optimizer.iterations) == 3 * STEPS
+
+    assert summary["images_per_sec"] > 0
+    for key, value in {
+        "epochs": 3,
+        "steps": 3 * STEPS,
+        "towers": ["/device:CPU:0", "/device:CPU:1"],
+        "batch_size": 64,
+        "model": f"{trained.path}/model.keras",
+        "checkpoint": f"{trained.path}/checkpoints/ckpt-3",
+        "logs": str(trained.path),
+    }.items():
+        assert summary[key] == value
+
+
+def test_tensorboard_has_the_flags_and_both_runs(trained):
+    tags = {}
+    for name in ("train", "validation"):
+        (path,) = (trained.path / name).glob("events.out.tfevents.*")
+        tags[name] = {
+            value.tag: value
+            for event in tf.compat.v1.train.summary_iterator(str(path))
+            for value in event.summary.value
+        }
+    assert {"epoch_accuracy", "batch_accuracy"} <= tags["validation"].keys()
+    assert {"epoch_images_per_sec/tower_1", "input", "step"} <= tags["train"].keys()
+    text = tf.make_ndarray(tags["train"]["flags"].tensor).item().decode()
+    # Indented, which Markdown shows as it is.
+    flags = (trained.path / "flags.txt").read_text()
+    assert text == textwrap.indent(flags, "    ")
+
+
+@pytest.mark.slow
+def test_the_default_job_learns_the_digits(data_dir, tmp_path):
+    run(f"--data_dir={data_dir}", f"--model_dir={tmp_path}")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["test_accuracy"] >= 0.98
+    assert len(summary["towers"]) == 2
+
+
+def test_progress_bar_on_a_terminal(data_dir, tmp_path):
+    terminal, child = pty.openpty()
+    process = start(
+        *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
+        "--train_epochs=2",
+        stdout=child,
+    )
+    os.close(child)
+    shown = b""
+    try:
+        while part := os.read(terminal, 65536):
+            shown += part
+    except OSError:
+        pass  # how the end of a terminal reads
+    os.close(terminal)
+    assert finish(process).returncode == 0
+    shown = shown.decode()
+    assert "Epoch 2/2" in shown
+    assert "23/23" in shown
+    assert "images_per_sec" in shown
+    assert "epoch 2/2 done" not in shown
+
+
+# Flags.
+
+
+def test_flags_can_be_given_back(whole, tmp_path):
+    again = tmp_path / "again"
+    run(f"--flagfile={whole / 'flags.txt'}", f"--model_dir={again}")
+    before, after = ((p / "flags.txt").read_text() for p in (whole, again))
+    assert f"--model_dir={whole}\n" in before
+    assert "--model=mlp\n" in before
+    assert "--deterministic\n" in before
+    assert after == before.replace(f"={whole}\n", f"={again}\n")
+    # Deterministic, so they also give the same bits.
+    assert_same_bits(weights(again), weights(whole))
+
+
+@pytest.mark.slow
+def test_another_seed_gives_other_weights(whole, tmp_path):
+    run(
+        *(f"--flagfile={whole / 'flags.txt'}", f"--model_dir={tmp_path}"),
+        *("--seed=4", "--max_train_steps=1"),
+    )
+    assert not np.array_equal(weights(tmp_path)[0], weights(whole)[0])
+
+
+def test_help_is_short_and_helpfull_complete():
+    short, full = run("--help").stdout, run("--helpfull").stdout
+    for flag in ("--model:", "--dataset:", "--num_gpus:", "--batch_size:"):
+        assert flag in short
+    assert "(default: 'cnn')" in short
+    assert "Exit codes" in short
+    assert len(short.splitlines()) <= 50
+    assert "--steps_per_loop" not in short
+    for flag in ("model", "steps_per_loop", "gpu_memory_limit_mb", "flagfile"):
+        assert f"--{flag}:" in full
+    for flag in ("allow_growth", "enable_xla", "deterministic"):
+        assert f"--[no]{flag}:" in full
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (["--model=mlp", "--optimizer=sgd", "--lr_schedule=cosine"], STEPS),
+        (["--model=mlp", "--optimizer=adamw", "--weight_decay=0.01"], STEPS),
+        (["--model=mlp", "--steps_per_loop=5", "--log_steps=10"], STEPS),
+        (["--model=mlp", "--max_train_steps=7", "--num_gpus=3"], 7),
+        (["--model=mlp", "--enable_xla"], STEPS),
+        (["--model=mlp", "--batch_size=719", "--num_gpus=4"], 2),
+        (["--model=mlp", "--local_parameter_device=gpu"], STEPS),
+        (["--dtype=bf16"], STEPS),
+        (["--dtype=fp16"], STEPS),
+        (["--image_size=12x10", "--max_train_steps=2"], 2),
+        (["--dataset=synthetic:8x8x3:5:128"], 2),
+        (["--dataset=synthetic:8x8x1:10:128", "--eval_dataset=digits"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_flags_at_work(data_dir, tmp_path, flags, steps):
+    done = run(
+        f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--train_epochs=1", *flags
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == steps
+    assert np.isfinite(summary["test_loss"])
+    assert ours(done) == []
+
+
+def test_images_in_folders(tmp_path):
+    write_folder(tmp_path / "images", ant=12, bee=11)
+    run(
+        *(f"--dataset=folder:{tmp_path / 'images'}", "--image_size=8", "--model=mlp"),
+        *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=1", "--batch_size=8"),
+    )
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 3  # of 21 images, as two are held out
+    assert "test_accuracy" in summary
+
+
+class TestInProcess:
+    """What needs no run, with the flags set here."""
+
+    @pytest.fixture(autouse=True)
+    def _flags(self):
+        if not train.FLAGS.is_parsed():
+            train.FLAGS(["test"])
+        with flagsaver.flagsaver():
+            yield
+
+    @pytest.mark.parametrize(
+        ("schedule", "expected"),
+        [
+            ("cosine", [1.0, 0.5 + 0.5 / 2**0.5, 0.5, 0.0]),
+            ("linear", [1.0, 0.75, 0.5, 0.0]),
+            ("step", [1.0, 1.0, 1.0, 0.01]),
+        ],
+    )
+    def test_learning_rate(self, schedule, expected):
+        train.FLAGS.lr_schedule, train.FLAGS.learning_rate = schedule, 1.0
+        train.FLAGS.train_epochs, train.FLAGS.batch_size = 4, 10
+        # 95 images are 10 steps an epoch.
+        rate = train.learning_rate(95)
+        found = [float(rate(step)) for step in (0, 10, 20, 40)]
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+    def test_learning_rate_of_unknown_length(self):
+        train.FLAGS.lr_schedule = "cosine"
+        with pytest.raises(ValueError, match="--max_train_steps"):
+            train.learning_rate(None)
+        train.FLAGS.max_train_steps = 8
+        assert float(train.learning_rate(None)(8)) == 0.0
+
+    def test_optimizer(self):
+        train.FLAGS.optimizer, train.FLAGS.momentum = "sgd", 0.75
+        train.FLAGS.weight_decay = 0.5
+        sgd = train.build_optimizer(95)
+        assert type(sgd) is keras.optimizers.SGD
+        assert (sgd.momentum, sgd.weight_decay) == (0.75, 0.5)
+        train.FLAGS.optimizer = "AdamW"
+        assert type(train.build_optimizer(95)) is keras.optimizers.AdamW
+
+    @pytest.mark.parametrize(
+        ("end", "from_logits"),
+        [
+            ([keras.layers.Dense(3)], True),
+            ([keras.layers.Dense(3, activation="softmax")], False),
+            ([keras.layers.Dense(3), keras.layers.Softmax()], False),
+            ([keras.layers.Dense(3), keras.layers.Activation("softmax")], False),
+        ],
+    )
+    def test_loss_fits_the_models_end(self, end, from_logits):
+        model = keras.Sequential([keras.Input((4,)), *end])
+        train.compile_model(model, 95)
+        assert model.loss.from_logits is from_logits
+        assert model.optimizer.built
+
+    def test_clean_removes_only_what_a_run_wrote(self, tmp_path):
+        mine = ["notes.txt", "other.keras", "train/cat/1.png", "checkpoints/mine.h5"]
+        written = ["model.keras", "summary.json", "flags.txt", "unfinished.keras"]
+        written += ["checkpoints/checkpoint", "checkpoints/ckpt-1.index"]
+        written += ["checkpoints/ckpt-2_temp/part-00000-of-00001.index"]
+        written += [f"{r}/events.out.tfevents.1.v2" for r in ("train", "validation")]
+        for name in mine + written:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+        train.remove_run(str(tmp_path))
+        left = {str(p.relative_to(tmp_path)) for p in snapshot(tmp_path)}
+        assert left == set(mine)
+        assert not (tmp_path / "validation").exists()
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            ({"learning_rate": float("nan")}, "--learning_rate=nan; expected at least"),
+            ({"steps_per_loop": 0}, "--steps_per_loop=0; expected at least 1"),
+            ({"image_size": "8x"}, "--image_size=8x; expected pixels"),
+            ({"gpu_indices": ["a"]}, "--gpu_indices=a; expected numbers"),
+            ({"eval_only": True, "clean": True}, "--clean and --eval_only; expected"),
+        ],
+    )
+    def test_bad_flags(self, flags, message):
+        with flagsaver.flagsaver(**flags), pytest.raises(ValueError, match=message):
+            train.check_flags(["towers.train"])
+
+    def test_data_sets_with_other_classes(self, tmp_path):
+        write_folder(tmp_path / "train", ant=1, bee=1)
+        write_folder(tmp_path / "test", ant=1, cat=1)
+        ours, theirs = (
+            input_pipeline.open_source(f"folder:{tmp_path / name}")
+            for name in ("train", "test")
+        )
+        train.check_same_classes(ours, ours)
+        with pytest.raises(ValueError, match=r"label 1 is 'cat' .* but 'bee'"):
+            train.check_same_classes(ours, theirs)
+
+    def test_gpus_that_do_not_exist(self, monkeypatch, capsys, tmp_path):
+        gpus = [
+            tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU")
+            for i in range(2)
+        ]
+        for name in ("list_physical_devices", "get_visible_devices"):
+            monkeypatch.setattr(tf.config, name, lambda kind=None: gpus)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        model_dir = tmp_path / "run"
+        train.FLAGS.model_dir, train.FLAGS.data_dir = str(model_dir), str(tmp_path)
+        for flags, words in (
+            ({"num_gpus": 3}, ["3", "2"]),
+            ({"gpu_indices": ["0", "5"]}, ["5", "2"]),
+        ):
+            with flagsaver.flagsaver(**flags):
+                assert train.main(["towers.train"]) == 1
+            message = capsys.readouterr().err
+            assert message.startswith("towers.train: ")
+            assert message.count("\n") == 1
+            for word in words:
+                assert word in message
+        assert not model_dir.exists()
+
+
+# Going on with an earlier run.
+
+
+def first_done(done):
+    """The number of the first epoch that a run finished."""
+    return int(re.search(r"^epoch (\d+)/\d+ done", done.stdout, re.M)[1])
+
+
+def continued(done, path):
+    """The epoch after which a run says that it goes on."""
+    found = re.search(
+        rf"^Continuing from {path}/checkpoints/ckpt-(\d+): after epoch (\d+), step "
+        r"(\d+)\.$",
+        done.stdout,
+        re.M,
+    )
+    number, epoch, step = map(int, found.groups())
+    assert number == epoch
+    assert step == epoch * STEPS
+    return epoch
+
+
+@pytest.mark.parametrize("num_gpus", [2, 3])
+def test_killed_and_started_again(killed, whole, data_dir, tmp_path, num_gpus):
+    path = tmp_path / "run"
+    shutil.copytree(killed, path)
+    done = run(
+        *(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}"),
+        f"--num_gpus={num_gpus}",
+    )
+    epoch = continued(done, path)
+    assert 3 <= epoch < 12
+    assert first_done(done) == epoch + 1
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["epochs"], summary["steps"]) == (12, 12 * STEPS)
+    assert len(summary["towers"]) == num_gpus
+    model = keras.models.load_model(path / "model.keras")
+    assert int(model.optimizer.iterations) == 12 * STEPS
+    if num_gpus == 2:
+        # As if nothing had happened.
+        assert_same_bits(model.get_weights(), weights(whole))
+
+
+def test_terminated_and_started_again(data_dir, tmp_path):
+    flags = (f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp")
+    process = start(*flags, "--train_epochs=1000")
+    wait_for(process, "epoch 2/1000 done")
+    process.terminate()
+    done = finish(process)
+    assert done.returncode == 143
+    (said,) = ours(done)
+    saved = re.fullmatch(
+        rf"Stopped by SIGTERM: the last checkpoint is {tmp_path}/checkpoints/"
+        r"ckpt-(\d+); run again to continue from it\.",
+        said,
+    )
+    assert "Traceback" not in done.stderr
+    epoch = int(saved[1])
+    again = run(*flags, f"--train_epochs={epoch + 1}")
+    assert continued(again, tmp_path) == epoch
+    assert first_done(again) == epoch + 1
+
+
+def test_ctrl_c(data_dir, tmp_path):
+    process = start(
+        *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
+        *("--train_epochs=1000", "--log_steps=5"),
+    )
+    # In the first epoch, so that there is no checkpoint.
+    wait_for(process, "epoch 1/1000, step 5")
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.returncode == 130
+    (said,) = ours(done)
+    assert said.startswith("Stopped by Ctrl-C: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_finished_and_started_again(trained, data_dir, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(trained.path, path)
+    done = run(f"--data_dir={data_dir}", f"--model_dir={path}", "--train_epochs=3")
+    assert f"Nothing left to train: {path} has 3 epochs already" in done.stdout
+    assert "epoch 4" not in done.stdout and "epoch 1/" not in done.stdout
+    assert "Done: 3 epochs, 69 steps" in done.stdout
+    assert_same_bits(weights(path), weights(trained.path))
+
+
+def test_eval_only(trained, data_dir):
+    before = snapshot(trained.path)
+    done = run(f"--data_dir={data_dir}", f"--model_dir={trained.path}", "--eval_only")
+    summary = json.loads((trained.path / "summary.json").read_text())
+    last = done.stdout.splitlines()[-1]
+    found = re.fullmatch(r"test accuracy ([\d.]+), test loss ([\d.]+)", last)
+    assert float(found[1]) == pytest.approx(summary["test_accuracy"], abs=1e-4)
+    assert float(found[2]) == pytest.approx(summary["test_loss"], abs=1e-4)
+    assert snapshot(trained.path) == before
+
+
+def test_clean_starts_over(trained, data_dir, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(trained.path, path)
+    (path / "notes.txt").write_text("mine")
+    # Another model: its checkpoint does not matter any more.
+    done = run(
+        *(f"--data_dir={data_dir}", f"--model_dir={path}", "--clean", "--model=mlp"),
+        "--train_epochs=1",
+    )
+    assert first_done(done) == 1
+    assert (path / "notes.txt").read_text() == "mine"
+    assert not (path / "checkpoints/ckpt-3.index").exists()
+    for name in ("train", "validation"):
+        assert len(list((path / name).iterdir())) == 1
+
+
+# Bad input: one sentence, exit code 1, and nothing written.
+
+
+MODELS = """
+import keras
+
+def build(input_shape, outputs):
+    return keras.Sequential(
+        [keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(outputs)]
+    )
+
+def too_few(input_shape, num_classes):
+    return build(input_shape, num_classes - 1)
+
+def another_shape(input_shape, num_classes):
+    return build((5, 6, 1), num_classes)
+
+def no_vector(input_shape, num_classes):
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Dense(num_classes)])
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder of all the bad things that the flags below name."""
+    path = tmp_path_factory.mktemp("made")
+    (path / "models.py").write_text(MODELS)
+    (path / "file").write_text("not a folder")
+    write_folder(path / "images", ant=3, bee=3)
+    (path / "images_with_an_empty_class").mkdir()
+    write_folder(path / "images_with_an_empty_class", ant=3, bee=0)
+    write_folder(path / "broken_image", ant=3, bee=3)
+    broken = path / "broken_image/bee/01.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    write_tfrecord(path / "labels.tfrecord", [png(i) for i in range(8)], range(8))
+    records = path / "corrupt.tfrecord"
+    write_tfrecord(records, [png(i) for i in range(8)], [0, 1] * 4)
+    content = bytearray(records.read_bytes())
+    content[len(content) // 2] ^= 255
+    records.write_bytes(content)
+    images = [png(i) for i in range(8)]
+    images[5] = images[5][:40]
+    write_tfrecord(path / "image.tfrecord", images, [0, 1] * 4)
+    return path
+
+
+def check_bad(done, words, model_dir):
+    (said,) = ours(done)
+    for word in words:
+        assert word in said
+    assert "Traceback" not in done.stderr
+    assert not done.stdout.startswith("epoch")
+    assert not os.path.exists(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model=resnet21", ["resnet21", "resnet20"]),
+        ("--dataset=digit", ["digit", "did you mean digits?"]),
+        ("--dataset=tfds:mnits", ["mnits", "mnist"]),
+        ("--optimizer=sdg", ["--optimizer=sdg", "sgd"]),
+        ("--dtype=fp8", ["--dtype=fp8", "fp32|fp16|bf16"]),
+        ("--batch_size=0", ["--batch_size=0", "at least 1"]),
+        ("--optimizer=sgd --momentum=2", ["momentum", "[0, 1]"]),
+        (
+            "--allow_growth --gpu_memory_limit_mb=100",
+            ["allow_growth", "gpu_memory_limit_mb"],
+        ),
+        ("--dataset=folder:{made}/none", ["{made}/none", "not a folder"]),
+        ("--dataset=tfrecord:{made}/none-*", ["no file matches", "{made}/none-*"]),
+        (
+            "--dataset=folder:{made}/images_with_an_empty_class --image_size=8",
+            ["{made}/images_with_an_empty_class/bee", "no JPEG or PNG"],
+        ),
+        ("--dataset=folder:{made}/images", ["differ in size", "--image_size"]),
+        (
+            "--dataset=tfrecord:{made}/labels.tfrecord --num_classes=5 --image_size=8",
+            ["{made}/labels.tfrecord", "record 5", "label 5", "[0, 5)"],
+        ),
+        (
+            "--dataset=tfrecord:{made}/corrupt.tfrecord --image_size=8 --num_classes=2",
+            ["{made}/corrupt.tfrecord", "record 4", "byte offset", "corrupted"],
+        ),
+        ("--model={made}/models.py:too_few", ["too_few", "(None, 9)", "(None, 10)"]),
+        ("--model={made}/models.py:no_vector", ["no_vector", "(None, 8, 8, 10)"]),
+        (
+            "--model={made}/models.py:another_shape",
+            ["another_shape", "(None, 5, 6, 1)", "(8, 8, 1)", "--image_size"],
+        ),
+        ("--model=MobileNetV2", ["MobileNetV2", "32x32", "(8, 8, 1)"]),
+        (
+            "--eval_dataset=synthetic:8x8x1:12",
+            ["synthetic:8x8x1:12", "12 classes", "digits has 10"],
+        ),
+        ("--eval_only", ["no checkpoint", "{model_dir}/checkpoints", "train first"]),
+        ("--no_such_flag=1", ["no_such_flag", "--help"]),
+        ("stray", ["'stray'", "flags only"]),
+        ("--flagfile={made}/none", ["{made}/none", "--help"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input(made, data_dir, tmp_path, flags, words):
+    model_dir = tmp_path / "run"
+    names = {"made": made, "model_dir": model_dir}
+    done = run(
+        *(f"--data_dir={data_dir}", f"--model_dir={model_dir}"),
+        *flags.format(**names).split(),
+        code=1,
+    )
+    check_bad(done, [word.format(**names) for word in words], model_dir)
+
+
+@pytest.mark.parametrize("model_dir", ["{made}/file/run", "/proc/run"])
+def test_unwritable_model_dir(made, data_dir, model_dir):
+    # Tests may run as root, whom no permission stops.
+    model_dir = model_dir.format(made=made)
+    done = run(f"--data_dir={data_dir}", f"--model_dir={model_dir}", code=1)
+    parent = os.path.dirname(model_dir)
+    check_bad(done, [model_dir, parent, "--model_dir"], model_dir)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model=mlp"], ["another model", "conv2d", "dense"]),
+        (["--optimizer=sgd"], ["another optimizer", "adam/", "sgd/"]),
+    ],
+)
+def test_checkpoint_of_another(trained, data_dir, flags, words):
+    before = snapshot(trained.path)
+    done = run(f"--data_dir={data_dir}", f"--model_dir={trained.path}", *flags, code=1)
+    (said,) = ours(done)
+    for word in [*words, str(trained.path), "--clean"]:
+        assert word in said
+    assert "Traceback" not in done.stderr
+    assert snapshot(trained.path) == before
+
+
+def test_truncated_checkpoint(trained, data_dir, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(trained.path, path)
+    broken = path / "checkpoints/ckpt-3.data-00000-of-00001"
+    broken.write_bytes(broken.read_bytes()[:-1000])
+    before = snapshot(path)
+    done = run(f"--data_dir={data_dir}", f"--model_dir={path}", code=1)
+    (said,) = ours(done)
+    assert said.startswith(f"Cannot read the checkpoint {path}/checkpoints/ckpt-3: ")
+    assert "Traceback" not in done.stderr
+    assert snapshot(path) == before
+
+
+# What is found out only while training: named all the same.
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ("folder:{made}/broken_image", ["{made}/broken_image/bee/01.png"]),
+        ("tfrecord:{made}/image.tfrecord", ["{made}/image.tfrecord", "record 5"]),
+    ],
+)
+def test_corrupt_image(made, tmp_path, dataset, words):
+    done = run(
+        *(f"--dataset={dataset.format(made=made)}", "--image_size=8", "--model=mlp"),
+        f"--model_dir={tmp_path}",
+        code=1,
+    )
+    (said,) = ours(done)
+    for word in words:
+        assert word.format(made=made) in said
+    assert "Traceback" not in done.stderr
+
+
+def test_corrupt_record(data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path / "data")
+    shard = sorted((tmp_path / "data").rglob("*train.tfrecord*"))[1]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 255
+    shard.write_bytes(content)
+    done = run(
+        *(f"--data_dir={tmp_path / 'data'}", f"--model_dir={tmp_path / 'run'}"),
+        "--model=mlp",
+        code=1,
+    )
+    (said,) = ours(done)
+    assert re.match(rf"{shard}: record \d+ \(byte offset \d+\): corrupted", said)
+    assert "Traceback" not in done.stderr
