@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers import batch
+from towers import batch, fused
 
 
 class ModelError(ValueError):
@@ -195,7 +195,10 @@ def _stateless(model, params, state) -> Iterator[keras.StatelessScope]:
         *zip(model.non_trainable_variables, state, strict=True),
     ]
     try:
-        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+        with (
+            keras.StatelessScope(mapping, collect_losses=True) as scope,
+            fused.batch_normalization(),
+        ):
             yield scope
     except ValueError as error:
         if "stateless scope" not in str(error):
@@ -224,6 +227,23 @@ def _new_state(model, state, scope):
             )
         new_state.append(new)
     return new_state
+
+
+def refuse_synchronized(model: keras.Model) -> None:
+    """Refuses layers that ask to be computed for all towers together.
+
+    Args:
+        model: A model that is to run on several towers.
+
+    Raises:
+        ModelError: If there is such a layer.
+    """
+    for layer in model._flatten_layers():
+        if getattr(layer, "synchronized", False):
+            raise ModelError(
+                f"The layer '{layer.name}' has synchronized=True, which towers cannot "
+                "do yet; use synchronized=False, and each tower normalises its share."
+            )
 
 
 def _refuse_metrics(model, scope):

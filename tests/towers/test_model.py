@@ -415,6 +415,10 @@ class _AddsVector(keras.layers.Layer):
         (_Counts, "no rule combines"),
         (_Measures, "updates its metric 'mean_input'"),
         (_AddsVector, "expected a scalar"),
+        (
+            lambda: keras.layers.BatchNormalization(synchronized=True),
+            "has synchronized=True",
+        ),
     ],
 )
 def test_what_a_tower_cannot_do_is_said(layer, words):

@@ -134,6 +134,8 @@ class Builder(abc.ABC):
         Returns:
             The results of the towers that have a share, or may have one.
         """
+        if len(self.devices) > 1:
+            tower.refuse_synchronized(self.model)
         size = batch.batch_size(whole)
         fractions = batch.fractions(whole, len(self.devices))
         if not self.model.run_eagerly:

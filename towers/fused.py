@@ -1,0 +1,70 @@
+"""BatchNormalization through TensorFlow's fused kernel, with Keras's numbers.
+
+Keras 3 computes a batch's moments op by op, each a pass over the activations. The
+kernel `FusedBatchNormV3` (cuDNN's on a GPU) does it in one, forward and backward.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# cuDNN accepts no smaller one.
+_LEAST_EPSILON = 1.001e-5
+
+_keras_call = keras.layers.BatchNormalization.call
+
+
+@contextlib.contextmanager
+def batch_normalization() -> Iterator[None]:
+    """Inside, Keras's BatchNormalization layers use the fused kernel where it fits.
+
+    It fits where images are normalised in training: by the last axis, in float32,
+    without mask, renormalisation or synchronisation. Elsewhere the layer is Keras's
+    own, and so is any subclass that has a `call` of its own.
+    """
+    layer_class = keras.layers.BatchNormalization
+    before, layer_class.call = layer_class.call, _call
+    try:
+        yield
+    finally:
+        layer_class.call = before
+
+
+def _call(layer, inputs, training=None, mask=None):
+    if not (training and layer.trainable and mask is None and _fits(layer, inputs)):
+        return _keras_call(layer, inputs, training=training, mask=mask)
+    mean, variance = layer.moving_mean.value, layer.moving_variance.value
+    gamma = layer.gamma.value if layer.scale else tf.ones_like(mean)
+    beta = layer.beta.value if layer.center else tf.zeros_like(mean)
+    outputs, batch_mean, batch_variance, *_ = tf.raw_ops.FusedBatchNormV3(
+        x=inputs,
+        scale=gamma,
+        offset=beta,
+        mean=[],
+        variance=[],
+        epsilon=layer.epsilon,
+        is_training=True,
+    )
+    # The kernel returns the unbiased variance; Keras's is the biased one.
+    count = tf.cast(tf.size(inputs) / tf.size(batch_mean), batch_variance.dtype)
+    batch_variance *= (count - 1) / count
+    keep = layer.momentum
+    layer.moving_mean.assign(mean * keep + batch_mean * (1 - keep))
+    layer.moving_variance.assign(variance * keep + batch_variance * (1 - keep))
+    return outputs
+
+
+def _fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
+    return (
+        isinstance(inputs, tf.Tensor)
+        and inputs.dtype == tf.float32
+        and layer.compute_dtype == layer.variable_dtype == "float32"
+        and inputs.shape.rank == 4
+        and layer.axis in (-1, 3)
+        and layer.epsilon >= _LEAST_EPSILON
+        and not layer.renorm
+        and not layer.synchronized
+    )
