@@ -10,9 +10,9 @@ class Throughput(keras.callbacks.Callback):
     """Measures how many examples a second are trained on.
 
     Only the time inside training calls counts: not validation, not saving, and not
-    the warm-up, in which graphs are built. What it measures it adds to Keras's logs, as
-    `images_per_sec`, so that every callback after it (progress bar, TensorBoard,
-    history) shows it; place it first.
+    the warm-up, in which graphs are built. It adds the epoch's mean so far to Keras's
+    logs, as `images_per_sec`, so that every callback after it (progress bar,
+    TensorBoard, history) shows it; place it first.
 
     Attributes:
         images_per_sec: The mean over the run so far, `None` during warm-up.
@@ -72,10 +72,14 @@ class Throughput(keras.callbacks.Callback):
             self._counted_s += elapsed_s
             self._epoch_counted += examples
             self._epoch_counted_s += elapsed_s
-            logs["images_per_sec"] = examples / elapsed_s
+        self._report(logs)
 
     def on_epoch_end(self, epoch, logs=None):
         """Adds the epoch's mean to the logs."""
+        self._report(logs)
+
+    def _report(self, logs):
+        # A mean, as all that Keras logs is: single steps jump.
         if self._epoch_counted_s:
             logs["images_per_sec"] = self._epoch_counted / self._epoch_counted_s
 
