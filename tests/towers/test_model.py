@@ -56,7 +56,7 @@ def test_the_first_example_fits_a_quadratic():
     )
     parallel = multi_gpu_model(model, gpus=2)
     parallel.compile(keras.optimizers.Adam(0.01), loss="mse")
-    parallel.fit(x, y, batch_size=32, epochs=60, verbose=0)
+    parallel.fit(x, y, batch_size=32, epochs=100, verbose=0)
 
     assert parallel.evaluate(x, y, verbose=0) < 0.01
     np.testing.assert_allclose(
