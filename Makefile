@@ -9,7 +9,7 @@ train: $(VENV)/.ready
 	$(RUN) -m towers.train $(FLAGS)
 
 test: $(VENV)/.ready
-	$(RUN) -m pytest $(PYTEST_FLAGS)
+	$(RUN) -m pytest --numprocesses=logical --maxprocesses=4 $(PYTEST_FLAGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

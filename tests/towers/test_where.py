@@ -1,6 +1,7 @@
 """Where operations run: looked up in the graphs that TensorFlow executed."""
 
 import collections
+import itertools
 
 import keras
 import numpy as np
@@ -12,10 +13,15 @@ from towers import multi_gpu_model
 
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
 HOME = "/device:CPU:2"
+_numbers = itertools.count(1000)
 
 
-def _executed(function):
-    """Runs `function` and returns what ran: for each device, its nodes."""
+def _executed(function, name):
+    """Runs `function` and returns what ran: for each device, its nodes.
+
+    TensorFlow also tells of graphs that earlier tests ran; ours is the one in which
+    `name` occurs.
+    """
     context.context().enable_graph_collection()
     try:
         function()
@@ -23,15 +29,23 @@ def _executed(function):
     finally:
         context.context().disable_graph_collection()
     nodes = collections.defaultdict(list)
-    for graph in metadata.partition_graphs:
-        for node in graph.node:
+    partitions = [
+        partition
+        for graph in metadata.function_graphs
+        if name in str(graph.partition_graphs)
+        for partition in graph.partition_graphs
+    ]
+    for partition in partitions:
+        for node in partition.node:
             nodes[node.device[node.device.index("/device") :]].append(node)
     return nodes
 
 
 def _step(towers, home, cpu_merge=True, rows=8):
+    name = f"model_{next(_numbers)}"
     model = keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(4, "relu"), keras.layers.Dense(3)]
+        [keras.Input((6,)), keras.layers.Dense(4, "relu"), keras.layers.Dense(3)],
+        name=name,
     )
     parallel = multi_gpu_model(model, gpus=towers, home=home, cpu_merge=cpu_merge)
     parallel.compile(
@@ -39,7 +53,7 @@ def _step(towers, home, cpu_merge=True, rows=8):
     )
     x, y = np.ones((rows, 6), "float32"), np.ones((rows, 3), "float32")
     # TensorFlow tells of a graph when it first runs it.
-    return model, _executed(lambda: parallel.train_on_batch(x, y))
+    return model, _executed(lambda: parallel.train_on_batch(x, y), name)
 
 
 def _on(nodes, *kinds):
