@@ -26,6 +26,11 @@ setup(
     packages=find_packages(include=["towers*", "input_pipeline*", "models*"]),
     install_requires=CORE,
     extras_require={
-        "dev": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.14,<0.18"],
+        "dev": [
+            "pytest>=8,<10",
+            "pytest-xdist>=3.6,<4",
+            "pillow>=11,<14",
+            "ruff>=0.14,<0.18",
+        ],
     },
 )

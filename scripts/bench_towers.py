@@ -51,9 +51,7 @@ def main(argv):
         app.usage(shorthelp=True, detailed_error=f"unknown: {unknown or argv[1:]}")
         sys.exit(1)
     print(f"{describe_machine()}\n")
-    print(
-        f"| work | contender | ms a step | images/s | speed of {FLAGS.contenders[0]} |"
-    )
+    print("| work | contender | ms a step | images/s | its time / ours |")
     print("|---|---|---|---|---|")
     for work in FLAGS.work:
         for result in compare(work):

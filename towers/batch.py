@@ -91,7 +91,7 @@ def take(batch: Any, start: Any, end: Any) -> Any:
 
     Args:
         batch: A nest of dense, ragged or sparse tensors with one row an example;
-            `None` entries stay.
+            `None` entries and scalars stay.
         start: First row: an int or a scalar tensor.
         end: The row after the last.
 
@@ -100,8 +100,8 @@ def take(batch: Any, start: Any, end: Any) -> Any:
     """
 
     def rows(tensor):
-        if tensor is None:
-            return None
+        if tensor is None or _is_scalar(tensor):
+            return tensor
         if isinstance(tensor, tf.SparseTensor):
             shape = tensor.dense_shape
             first = tf.cast(start, tf.int64)
@@ -119,6 +119,10 @@ def take(batch: Any, start: Any, end: Any) -> Any:
         return part
 
     return tf.nest.map_structure(rows, batch)
+
+
+def _is_scalar(tensor):
+    return tf.TensorShape(tensor.shape).rank == 0
 
 
 def join(shares: Sequence[Any], sizes: Sequence[Any]) -> Any:
@@ -160,7 +164,7 @@ def share_spec(batch: Any, rows: int | None) -> Any:
     """Describes one share of a batch, for tracing.
 
     Args:
-        batch: A nest of tensors with one row an example; `None` entries stay.
+        batch: A nest of tensors with one row an example; `None` and scalars stay.
         rows: Number of rows of every share, `None` where shares differ.
 
     Returns:
@@ -170,6 +174,8 @@ def share_spec(batch: Any, rows: int | None) -> Any:
     def spec(tensor):
         if tensor is None:
             return None
+        if _is_scalar(tensor):
+            return tf.TensorSpec([], tensor.dtype)
         if isinstance(tensor, tf.Tensor):
             return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
         if isinstance(tensor, tf.SparseTensor):
@@ -192,10 +198,12 @@ def fractions(batch: Any, towers: int) -> list[tf.Tensor]:
         towers: Number of towers.
 
     Returns:
-        One float32 scalar for each tower; they sum to 1.
+        One float32 scalar for each tower; they sum to 1, or to 0 if there is no row.
     """
     size = batch_size(batch)
     return [
-        tf.cast(end - start, tf.float32) / tf.cast(size, tf.float32)
+        tf.math.divide_no_nan(
+            tf.cast(end - start, tf.float32), tf.cast(size, tf.float32)
+        )
         for start, end in share_bounds(size, towers)
     ]

@@ -22,8 +22,8 @@ def batch_normalization() -> Iterator[None]:
     """Inside, Keras's BatchNormalization layers use the fused kernel where it fits.
 
     It fits where images are normalised in training: by the last axis, in float32,
-    without mask, renormalisation or synchronisation. Elsewhere the layer is Keras's
-    own, and so is any subclass that has a `call` of its own.
+    without mask, renormalisation or synchronisation. Elsewhere, and in subclasses, the
+    layer is Keras's own. The class is changed meanwhile, for all threads.
     """
     layer_class = keras.layers.BatchNormalization
     before, layer_class.call = layer_class.call, _call
@@ -59,7 +59,8 @@ def _call(layer, inputs, training=None, mask=None):
 
 def _fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
     return (
-        isinstance(inputs, tf.Tensor)
+        type(layer) is keras.layers.BatchNormalization
+        and isinstance(inputs, tf.Tensor)
         and inputs.dtype == tf.float32
         and layer.compute_dtype == layer.variable_dtype == "float32"
         and inputs.shape.rank == 4

@@ -39,8 +39,8 @@ def is_separable(model: keras.Model) -> bool:
     """Tells whether the loss of a batch is the mean of its examples' losses.
 
     Losses that layers add (`add_loss`, regularizers) are always taken as means over the
-    examples, or independent of them, as Keras's own are. Masks on the outputs are not
-    looked at; with them, even a mean counts unequally, see `TowerResult.masks`.
+    examples, or independent of them, as Keras's own are. The outputs are not looked at;
+    with a mask, or only one axis, even these losses count examples unequally.
 
     Args:
         model: A compiled model whose loss has been built.

@@ -5,6 +5,7 @@ steps, which a builder computes on towers; `fit` and its siblings, callbacks, me
 and saving stay Keras's own.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ def multi_gpu_model(
     return TowerModel(model, BUILDERS[builder](model, towers, home, merge))
 
 
-class TowerModel(wrapt.ObjectProxy):
+class TowerModel(wrapt.CallableObjectProxy):
     """A Keras model whose steps run on towers: a proxy of the user's own model.
 
     Every attribute is that of the model, but for the loop's methods, which run with
@@ -84,14 +85,11 @@ class TowerModel(wrapt.ObjectProxy):
     train_function = None
     test_function = None
     predict_function = None
-    # Towers are compiled one by one; the step around them spans devices, which XLA
-    # cannot.
-    jit_compile = False
 
     def __init__(self, model: keras.Model, builder: Builder):
         super().__init__(model)
         self._self_builder = builder
-        self._self_compiled = None
+        self._self_seen = []
         self._follow()
 
     @property
@@ -104,16 +102,29 @@ class TowerModel(wrapt.ObjectProxy):
         self.__wrapped__.compile(*args, **kwargs)
         self._follow()
 
+    @property
+    def jit_compile(self) -> bool:
+        """False: XLA compiles each tower, and cannot compile the step around them."""
+        return False
+
+    @jit_compile.setter
+    def jit_compile(self, value: bool) -> None:
+        self.__wrapped__.jit_compile = value
+
     def _follow(self):
-        """Starts anew if the model was compiled, through this object or by itself."""
-        compiled = getattr(self.__wrapped__, "_compile_config", None)
-        if compiled is self._self_compiled:
+        """Starts anew if the model was compiled or moved, through whichever object."""
+        model = self.__wrapped__
+        compiled = getattr(model, "_compile_config", None)
+        seen = [compiled, *(v.value for v in model.variables)]
+        before, self._self_seen = self._self_seen, seen
+        if len(seen) == len(before) and all(map(operator.is_, seen, before)):
             return
-        self._self_compiled = compiled
         self.train_function = self.test_function = self.predict_function = None
         # A step count, a learning rate and means were created where the user was.
-        variables = [*self.optimizer.variables, *self.metrics_variables]
-        _move(self.__wrapped__, variables, self._self_builder.home)
+        optimizer = getattr(model, "optimizer", None)
+        variables = [*model.metrics_variables]
+        variables += optimizer.variables if optimizer is not None else []
+        _move(model, variables, self._self_builder.home)
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
@@ -175,7 +186,10 @@ def _check_model(model: Any) -> None:
             f"Received a {type(model).__name__}; expected a keras.Model, so build one "
             "with Keras 3 (not tf_keras)."
         )
-    for step in ("train_step", "test_step", "predict_step"):
+    kinds = "train", "test", "predict"
+    for step in [f"{kind}_step" for kind in kinds] + [
+        f"make_{kind}_function" for kind in kinds
+    ]:
         if getattr(type(model), step) is not getattr(keras.Model, step):
             raise ValueError(
                 f"{type(model).__name__} overrides `{step}`, which computes on one "
@@ -191,7 +205,8 @@ def _check_model(model: Any) -> None:
 
 def _where(model: keras.Model) -> str:
     """The device that the model's variables are on; the host's if it has none yet."""
-    return next((v.value.device for v in model.variables), devices.HOST)
+    variables = model.trainable_variables or model.variables
+    return variables[0].value.device if variables else devices.HOST
 
 
 def _move_weights(model: keras.Model, home: str) -> None:

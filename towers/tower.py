@@ -3,7 +3,7 @@
 A tower is a pure function of parameters, state and share: it assigns no variable, so it
 can be traced once, compiled, called on any device, K times side by side. It returns
 *parts*: of the global batch's loss, and of its gradient, already divided by the global
-weight; adding the towers' parts gives exactly what one device computes. Cutting the
+weight; adding the towers' parts gives what one device computes. Cutting the
 batch is `batch.py`'s business, adding parts `reduce.py`'s, and applying them a
 builder's.
 """
@@ -74,7 +74,7 @@ def forward(
     with _stateless(model, params, state) as scope:
         outputs = _call(model, x, training)
         losses = [loss * tf.cast(fraction, loss.dtype) for loss in _layer_losses(model)]
-        new_state = _new_state(model, state, scope)
+        new_state = _new_state(model, params, state, scope)
     return TowerResult(outputs, _masks(outputs), new_state, losses=losses)
 
 
@@ -111,7 +111,7 @@ def forward_backward(
             outputs = _call(model, x, training=True)
             _layer_losses(model)
             loss = model._compute_loss(x, y, outputs, sample_weight, training=True)
-            new_state = _new_state(model, state, scope)
+            new_state = _new_state(model, params, state, scope)
         loss = loss * tf.cast(fraction, loss.dtype)
         scaled = loss * tf.cast(scale, loss.dtype)
     gradients = _gradients(tape, scaled, params)
@@ -157,9 +157,11 @@ def backward(
 def _gradients(tape, targets, params, seeds=None):
     gradients = tape.gradient(targets, params, seeds)
     for gradient, param in zip(gradients, params, strict=True):
+        # TensorFlow does not always infer it, and an idle tower has to know it.
         if isinstance(gradient, tf.IndexedSlices):
-            # TensorFlow does not infer it, and an idle tower has to know it.
             gradient.values.set_shape([None, *param.shape[1:]])
+        elif gradient is not None:
+            gradient.set_shape(param.shape)
     return gradients
 
 
@@ -209,9 +211,9 @@ def _stateless(model, params, state) -> Iterator[keras.StatelessScope]:
         ) from error
 
 
-def _new_state(model, state, scope):
+def _new_state(model, params, state, scope):
     """Reads from `scope` what the call made of the state."""
-    _refuse_metrics(model, scope)
+    _refuse_others(model, params, scope)
     seeds = _seed_ids(model)
     new_state = []
     for variable, old in zip(model.non_trainable_variables, state, strict=True):
@@ -246,19 +248,34 @@ def refuse_synchronized(model: keras.Model) -> None:
             )
 
 
-def _refuse_metrics(model, scope):
-    """Raises if the call updated a metric, whose state a tower does not carry."""
+def _refuse_others(model, params, scope):
+    """Raises if the call changed a variable that a tower does not carry."""
+    for variable, old in zip(model.trainable_variables, params, strict=True):
+        if scope.get_current_value(variable) is not old:
+            raise ModelError(
+                f"Model '{model.name}' assigns its trainable variable "
+                f"'{variable.path}' while it is called, which towers cannot carry; "
+                "leave trainable variables to the optimizer."
+            )
     # Those of the compiled losses are updated again, for the whole batch.
-    again = model._compile_loss.variables if model._compile_loss else []
+    known = [*model.variables]
+    known += model._compile_loss.variables if model._compile_loss else []
+    unknown = scope.state_mapping.keys() - {id(variable) for variable in known}
+    if not unknown:
+        return
     for metric in model.metrics:
-        for variable in metric.variables:
-            updated = id(variable) in scope.state_mapping
-            if updated and not any(variable is other for other in again):
-                raise ModelError(
-                    f"Model '{model.name}' updates its metric '{metric.name}' while it "
-                    "is called, which towers cannot carry; pass the metric to "
-                    "`compile(metrics=...)` instead."
-                )
+        if any(id(variable) in unknown for variable in metric.variables):
+            raise ModelError(
+                f"Model '{model.name}' updates its metric '{metric.name}' while it is "
+                "called, which towers cannot carry; pass the metric to "
+                "`compile(metrics=...)` instead."
+            )
+    raise ModelError(
+        f"Model '{model.name}' changes a variable that is not among its own while it "
+        "is called, such as Keras's global random seed; give each random op a "
+        "`keras.random.SeedGenerator` that a layer creates in `__init__`, and create "
+        "other variables with `add_weight`."
+    )
 
 
 def _seed_ids(model):
@@ -377,12 +394,12 @@ def run(
     results = []
     bounds = batch.share_bounds(size, len(devices))
     for k, (device, (start, end)) in enumerate(zip(devices, bounds, strict=True)):
-        if isinstance(size, int) and start == end:
+        if k > 0 and isinstance(size, int) and start == end:
             break
         values = arguments(k, start, end)
         call = functools.partial(tower, *values)
         with tf.name_scope(f"tower_{k}"), tf.device(device):
-            # The first tower always has an example.
+            # The first tower always has an example, unless there is none at all.
             if k == 0 or isinstance(size, int):
                 results.append(call())
             else:

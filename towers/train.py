@@ -85,7 +85,11 @@ flags.DEFINE_integer("num_classes", None, "Classes of tfrecord: data.", **_MORE)
 flags.DEFINE_string("image_key", "image/encoded", "Field of the image.", **_MORE)
 flags.DEFINE_string("label_key", "image/class/label", "Field of the label.", **_MORE)
 flags.DEFINE_integer(
-    "max_train_steps", None, "Stop after so many steps in all.", **_MORE
+    "max_train_steps",
+    None,
+    "Stop after so many steps in all. Continued later, the run goes on at the next "
+    "epoch.",
+    **_MORE,
 )
 flags.DEFINE_enum(
     "lr_schedule",
@@ -151,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     except _Terminated:
         _say_stopped(job, "SIGTERM")
         return 143
-    except ModelError as error:
+    except (ModelError, Diverged) as error:
         return _fail(error)
     except (ValueError, OSError) as error:
         # While setting up, what goes wrong is the user's input, and said in one
@@ -240,7 +244,7 @@ def set_up(argv: Sequence[str]) -> Job:
     held_out = None
     if FLAGS.eval_dataset is not None:
         held_out = open_source(FLAGS.eval_dataset, source.num_classes)
-        check_same_classes(source, held_out)
+        check_same_kind(source, held_out)
     image_shape = choose_image_shape(source)
     model = build_model(source, image_shape, placed.home)
     if not FLAGS.clean:
@@ -277,11 +281,17 @@ def run(job: Job) -> None:
     os.makedirs(job.model_dir, exist_ok=True)
     write_text(job, "flags.txt", flags_text())
     images_per_sec = train(job)
+    summary = summarise(job, images_per_sec)
+    (loss,) = (value for name, value in summary.items() if name.endswith("_loss"))
+    if not math.isfinite(loss):
+        raise Diverged(
+            f"The loss is {loss} after epoch {job.checkpoint.epoch}, so model.keras is "
+            "not written; choose a smaller --learning_rate, and start over with --clean."
+        )
     # Renamed when whole, so that an earlier model.keras is good until then.
     unfinished = os.path.join(job.model_dir, "unfinished.keras")
     job.model.save(unfinished)
     os.replace(unfinished, os.path.join(job.model_dir, "model.keras"))
-    summary = summarise(job, images_per_sec)
     write_text(job, "summary.json", json.dumps(summary, indent=2) + "\n")
     print(summary_text(summary))
 
@@ -359,22 +369,25 @@ def check_flags(argv: Sequence[str]) -> None:
             f"Received the argument {argv[1]!r}; expected flags only, such as "
             "--model=cnn (see --help)."
         )
-    for name, least in (
-        ("batch_size", 1),
-        ("train_epochs", 1),
-        ("max_train_steps", 1),
-        ("num_gpus", 1),
-        ("num_classes", 1),
-        ("steps_per_loop", 1),
-        ("log_steps", 1),
-        ("seed", 0),
-        ("learning_rate", 0),
-        ("momentum", 0),
-        ("weight_decay", 0),
+    for name, least, most in (
+        ("batch_size", 1, None),
+        ("train_epochs", 1, None),
+        ("max_train_steps", 1, None),
+        ("num_gpus", 1, None),
+        ("num_classes", 1, None),
+        ("steps_per_loop", 1, None),
+        ("log_steps", 1, None),
+        ("seed", 0, 2**32 - 1),
+        ("learning_rate", 0, None),
+        ("momentum", 0, 1),
+        ("weight_decay", 0, None),
     ):
         value = FLAGS[name].value
-        if value is not None and not least <= value < math.inf:
-            raise ValueError(f"Received --{name}={value}; expected at least {least}.")
+        if value is None:
+            continue
+        if not least <= value < math.inf or (most is not None and value > most):
+            expected = f"at least {least}" if most is None else f"{least} to {most}"
+            raise ValueError(f"Received --{name}={value}; expected {expected}.")
     if FLAGS.clean and FLAGS.eval_only:
         raise ValueError(
             "Received --clean and --eval_only; expected one of them, as nothing is "
@@ -431,7 +444,9 @@ def optimizer_class() -> type[keras.optimizers.Optimizer]:
         for name, value in vars(keras.optimizers).items()
         if inspect.isclass(value)
         and issubclass(value, keras.optimizers.Optimizer)
-        and name not in ("Optimizer", "LossScaleOptimizer")
+        # Not those that wrap other optimizers.
+        and "learning_rate" in inspect.signature(value).parameters
+        and name != "Optimizer"
     }
     if FLAGS.optimizer.lower() not in known:
         near = difflib.get_close_matches(FLAGS.optimizer.lower(), known) or known
@@ -457,10 +472,16 @@ def open_source(spec: str, num_classes: int | None) -> input_pipeline.Source:
     )
 
 
-def check_same_classes(
+def check_same_kind(
     source: input_pipeline.Source, held_out: input_pipeline.Source
 ) -> None:
-    """Checks that labels mean the same in both data sets."""
+    """Checks that images have the same size, and labels the same meaning, in both."""
+    if held_out.image_shape != source.image_shape and not FLAGS.image_size:
+        raise ValueError(
+            f"The images of the eval_dataset {held_out.name} are "
+            f"{held_out.image_shape}, but those of {source.name} "
+            f"{source.image_shape}; give one --image_size for both."
+        )
     if held_out.num_classes != source.num_classes:
         raise ValueError(
             f"The eval_dataset {held_out.name} has {held_out.num_classes} classes, but "
@@ -574,21 +595,22 @@ def compile_model(model: keras.Model, examples: int | None) -> None:
         model: The model.
         examples: Examples in an epoch, if known.
     """
-    # The registry's models return logits; a user's own may end in a softmax.
-    last = model.layers[-1]
-    softmax = (
-        isinstance(last, keras.layers.Softmax)
-        or getattr(last, "activation", None) is keras.activations.softmax
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=not softmax)
     model.compile(
         build_optimizer(examples),
-        loss,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=returns_logits(model)),
         metrics=["accuracy"],
         steps_per_execution=FLAGS.steps_per_loop,
         jit_compile=FLAGS.enable_xla,
     )
     model.optimizer.build(model.trainable_variables)
+
+
+def returns_logits(model: keras.Model) -> bool:
+    """Tries whether a model returns logits, as the registry's do, or probabilities."""
+    noise = tf.random.stateless_uniform((2, *model.input_shape[1:]), seed=(0, 0))
+    outputs = tf.cast(model(2 * noise - 1), tf.float32)
+    adds_up = tf.abs(tf.reduce_sum(outputs, axis=-1) - 1) < 1e-2
+    return not bool(tf.reduce_all(adds_up) & tf.reduce_all(outputs >= 0))
 
 
 def build_optimizer(examples: int | None) -> keras.optimizers.Optimizer:
@@ -671,6 +693,8 @@ def start_text(job: Job) -> str:
         f"Data {job.source.name}: {count} training images of "
         f"{'x'.join(map(str, job.image_shape))}, {job.source.num_classes} classes.",
     ]
+    if examples is not None and examples < FLAGS.batch_size:
+        lines.append("Note: the batch is larger than the data, so an epoch is a step.")
     if job.checkpoint.epoch:
         lines.append(
             f"{'Evaluating' if FLAGS.eval_only else 'Continuing from'} "
@@ -747,6 +771,10 @@ def write_text(job: Job, name: str, text: str) -> None:
 # How it can end.
 
 
+class Diverged(Exception):
+    """Training ended without a finite loss."""
+
+
 class _Terminated(BaseException):
     """SIGTERM arrived."""
 
@@ -775,6 +803,9 @@ def _quieten() -> None:
     """Leaves out what TFDS tells its own authors."""
     if not FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
+        logging.get_absl_logger().addFilter(
+            lambda record: "FeatureConnector.dtype" not in record.getMessage()
+        )
     if not sys.stderr.isatty():
         # TFDS's progress bars; tqdm reads this when it is first imported.
         os.environ.setdefault("TQDM_DISABLE", "1")

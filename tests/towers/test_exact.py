@@ -350,3 +350,98 @@ def test_sparse_gradients_and_frozen_layers():
     assert (
         oracle.largest_difference(model.get_weights(), expected.get_weights()) <= 1e-5
     )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: keras.layers.MultiHeadAttention(2, 4)(x, x),
+        lambda x: keras.layers.GRU(4)(x),
+        lambda x: keras.layers.Bidirectional(keras.layers.LSTM(3))(
+            keras.layers.Masking()(x)
+        ),
+    ],
+    ids=["attention", "gru", "masked_lstm"],
+)
+def test_idle_towers_of_sequence_models(body):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(5, 7, 6)).astype("float32")
+
+    def make():
+        keras.utils.set_random_seed(7)
+        inputs = keras.Input((None, 6))
+        pooled = keras.layers.GlobalAveragePooling1D()
+        outputs = body(inputs)
+        outputs = pooled(outputs) if len(outputs.shape) == 3 else outputs
+        return keras.Model(inputs, keras.layers.Dense(1)(outputs))
+
+    # Batches of 4 and 1 on 3 towers: the last leaves two of them idle.
+    weights = []
+    for towers in (0, 3):
+        model = make()
+        trained = multi_gpu_model(model, gpus=towers) if towers else model
+        trained.compile(_sgd(), "mse")
+        trained.fit(x, x[:, 0, :1], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for ours, expected in zip(weights[1], weights[0], strict=True):
+        # Attention does not depend on the keys' bias, so its gradient is rounding.
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["mse", "cosine_similarity", "kl_divergence"])
+def test_outputs_without_a_second_axis(loss):
+    x, _, weights = _data(70)
+
+    def make():
+        keras.utils.set_random_seed(7)
+        inputs = keras.Input((12,))
+        outputs = keras.layers.Dense(1, activation="sigmoid")(inputs)
+        return keras.Model(inputs, keras.ops.squeeze(outputs, -1))
+
+    arrays = (x, weights / 2, weights) if loss == "mse" else (x, weights / 2)
+    options = {"make": make}
+    expected, history, _ = _trained(0, loss, arrays, **options)
+    model, ours, _ = _trained(3, loss, arrays, **options)
+    for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(ours["loss"], history["loss"], rtol=1e-5)
+
+
+class Counter(keras.layers.Layer):
+    """Counts its calls, in training and out of it."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), trainable=False, initializer="zeros")
+
+    def call(self, x):
+        self.count.assign(self.count + 1.0)
+        return x
+
+
+def test_state_changes_in_evaluate_and_predict_too():
+    x, y, _ = _data(120)
+    counts = []
+    for towers in (0, 3):
+        counter = Counter()
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential(
+            [keras.Input((12,)), counter, keras.layers.Dense(CLASSES)]
+        )
+        trained = multi_gpu_model(model, gpus=towers) if towers else model
+        trained.compile(_sgd(), _cross_entropy())
+        trained.evaluate(x, y, batch_size=50, verbose=0)
+        trained.predict(x, batch_size=50, verbose=0)
+        trained.fit(x, y, batch_size=50, verbose=0)
+        counts.append(float(counter.count))
+    assert counts[0] == counts[1] > 0
+
+
+def test_an_empty_batch():
+    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(CLASSES)])
+    parallel = multi_gpu_model(model, gpus=3)
+    parallel.compile(_sgd(), _cross_entropy())
+    none = np.zeros((0, 12), "float32")
+    assert parallel.predict_on_batch(none).shape == (0, CLASSES)
+    model.compile(_sgd(), _cross_entropy())
+    expected = model.test_on_batch(none, np.zeros((0,), "int32"))
+    assert parallel.test_on_batch(none, np.zeros((0,), "int32")) == expected

@@ -48,6 +48,12 @@ def _kernels(layer, x):
     return sum(op.type == "FusedBatchNormV3" for op in operations)
 
 
+class OwnMoments(keras.layers.BatchNormalization):
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        return mean * 0, variance
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -79,6 +85,7 @@ def test_the_kernel_gives_keras_numbers(options):
         {"trainable": False},
         {"renorm": True},
         {"make": Own},
+        {"make": OwnMoments},
     ],
     ids=str,
 )

@@ -371,6 +371,11 @@ class _OwnStep(Custom):
         return {}
 
 
+class _OwnLoop(Custom):
+    def make_train_function(self, force=False):
+        self.train_function = lambda iterator: {"loss": 0.0}
+
+
 class _AssignsTensorFlow(keras.layers.Layer):
     def __init__(self):
         super().__init__()
@@ -402,6 +407,11 @@ class _Measures(keras.layers.Layer):
         return x
 
 
+class _Unseeded(keras.layers.Layer):
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x))
+
+
 class _AddsVector(keras.layers.Layer):
     def call(self, x):
         self.add_loss(tf.reduce_sum(x, axis=-1))
@@ -415,6 +425,11 @@ class _AddsVector(keras.layers.Layer):
         (_Counts, "no rule combines"),
         (_Measures, "updates its metric 'mean_input'"),
         (_AddsVector, "expected a scalar"),
+        (_Unseeded, "global random seed"),
+        (
+            lambda: keras.layers.SpectralNormalization(keras.layers.Dense(4)),
+            "assigns its trainable variable",
+        ),
         (
             lambda: keras.layers.BatchNormalization(synchronized=True),
             "has synchronized=True",
@@ -432,6 +447,7 @@ def test_what_a_tower_cannot_do_is_said(layer, words):
     ("make", "options", "words"),
     [
         (_OwnStep, {}, "overrides `train_step`"),
+        (_OwnLoop, {}, "overrides `make_train_function`"),
         (lambda: multi_gpu_model(_model(), gpus=2), {}, "user's own Keras model"),
         (lambda: "resnet50", {}, "Received a str; expected a keras.Model"),
         (_model, {"gpus": 99}, "gpus=99"),
@@ -452,3 +468,46 @@ def test_a_strategy_scope_is_refused():
         pytest.raises(ValueError, match="leave the scope"),
     ):
         multi_gpu_model(_model(), gpus=2)
+
+
+def test_it_can_be_called_and_used_as_a_layer():
+    x, _ = _data()
+    model = _model()
+    parallel = multi_gpu_model(model, gpus=2)
+    np.testing.assert_array_equal(parallel(x), model(x))
+    wider = keras.Sequential([keras.Input((6,)), parallel, keras.layers.Dense(2)])
+    assert wider(x).shape == (60, 2)
+
+
+def test_a_model_without_an_optimizer_is_evaluated():
+    x, y = _data()
+    parallel = multi_gpu_model(_model(), gpus=2)
+    parallel.compile(optimizer=None, loss="sparse_categorical_crossentropy")
+    assert parallel.evaluate(x, y, verbose=0) > 0
+
+
+def test_a_scalar_output_is_refused():
+    inputs = keras.Input((6,))
+    parallel = multi_gpu_model(keras.Model(inputs, keras.ops.sum(inputs)), gpus=2)
+    with pytest.raises(ValueError, match="returns a scalar"):
+        parallel.predict(_data()[0], verbose=0)
+
+
+def test_moving_the_model_again_is_noticed():
+    x, _ = _data()
+    model = _model()
+    first = multi_gpu_model(model, gpus=2)
+    first.predict(x, verbose=0)
+    second = multi_gpu_model(model, gpus=2, home="/cpu:2")
+    model.set_weights([w * 0 for w in model.get_weights()])
+    np.testing.assert_allclose(
+        first.predict(x, verbose=0), second.predict(x, verbose=0), rtol=1e-6
+    )
+
+
+def test_xla_is_the_models_setting():
+    parallel = _compiled()
+    parallel.jit_compile = True
+    assert parallel.__wrapped__.jit_compile
+    assert not parallel.jit_compile
+    assert parallel.fit(*_data(), verbose=0).history["loss"][0] > 0

@@ -211,7 +211,8 @@ def test_what_a_run_says(trained):
 
 def test_stderr_has_no_chatter(trained):
     # TFDS speaks at INFO, draws bars; absl's marks of the level begin the line.
-    assert not re.search(r"^I\d{4} [\d:.]+ \d+ \w+\.py:", trained.stderr, re.M)
+    # Lines of TensorFlow's own C++ come before anything of ours runs.
+    assert not re.search(r"^[IW]\d{4} [\d:.]+ \d+ \w+\.py:", trained.stderr, re.M)
     assert "examples/s" not in trained.stderr
 
 
@@ -445,6 +446,9 @@ class TestInProcess:
             ({"learning_rate": float("nan")}, "--learning_rate=nan; expected at least"),
             ({"steps_per_loop": 0}, "--steps_per_loop=0; expected at least 1"),
             ({"image_size": "8x"}, "--image_size=8x; expected pixels"),
+            ({"seed": 2**32}, "--seed=4294967296; expected 0 to 4294967295"),
+            ({"momentum": 2.0}, "--momentum=2.0; expected 0 to 1"),
+            ({"optimizer": "multioptimizer"}, "expected an optimizer of"),
             ({"gpu_indices": ["a"]}, "--gpu_indices=a; expected numbers"),
             ({"eval_only": True, "clean": True}, "--clean and --eval_only; expected"),
         ],
@@ -460,9 +464,27 @@ class TestInProcess:
             input_pipeline.open_source(f"folder:{tmp_path / name}")
             for name in ("train", "test")
         )
-        train.check_same_classes(ours, ours)
+        train.check_same_kind(ours, ours)
         with pytest.raises(ValueError, match=r"label 1 is 'cat' .* but 'bee'"):
-            train.check_same_classes(ours, theirs)
+            train.check_same_kind(ours, theirs)
+
+    def test_data_sets_with_other_sizes(self):
+        ours, theirs = (
+            input_pipeline.open_source(f"synthetic:{size}x{size}x1:10")
+            for size in (8, 9)
+        )
+        with pytest.raises(ValueError, match=r"\(9, 9, 1\), but .* \(8, 8, 1\)"):
+            train.check_same_kind(ours, theirs)
+        with flagsaver.flagsaver(image_size="8"):
+            train.check_same_kind(ours, theirs)
+
+    @pytest.mark.parametrize("head", [None, "softmax", "nested"])
+    def test_logits_are_told_from_probabilities(self, head):
+        dense = keras.layers.Dense(4, activation=None if head is None else "softmax")
+        last = keras.Sequential([dense]) if head == "nested" else dense
+        flatten = keras.layers.Flatten()
+        model = keras.Sequential([keras.Input((3, 3, 1)), flatten, last])
+        assert train.returns_logits(model) == (head is None)
 
     def test_gpus_that_do_not_exist(self, monkeypatch, capsys, tmp_path):
         gpus = [
@@ -667,7 +689,7 @@ def check_bad(done, words, model_dir):
         ("--optimizer=sdg", ["--optimizer=sdg", "sgd"]),
         ("--dtype=fp8", ["--dtype=fp8", "fp32|fp16|bf16"]),
         ("--batch_size=0", ["--batch_size=0", "at least 1"]),
-        ("--optimizer=sgd --momentum=2", ["momentum", "[0, 1]"]),
+        ("--optimizer=sgd --momentum=2", ["--momentum=2.0", "0 to 1"]),
         (
             "--allow_growth --gpu_memory_limit_mb=100",
             ["allow_growth", "gpu_memory_limit_mb"],
@@ -756,6 +778,17 @@ def test_truncated_checkpoint(trained, data_dir, tmp_path):
 
 
 # What is found out only while training: named all the same.
+
+
+def test_divergence_is_no_success(data_dir, tmp_path):
+    done = run(
+        *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
+        *("--learning_rate=1e30", "--optimizer=sgd", "--train_epochs=1"),
+        code=1,
+    )
+    (said,) = ours(done)
+    assert "The loss is nan after epoch 1, so model.keras is not written" in said
+    assert not (tmp_path / "model.keras").exists()
 
 
 @pytest.mark.parametrize(

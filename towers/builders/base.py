@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import batch, tower
+from towers import batch, reduce, tower
 from towers.tower import TowerResult
 
 
@@ -62,6 +62,7 @@ class Builder(abc.ABC):
         data = keras.utils.unpack_x_y_sample_weight(data)
         results = self.run(self.forward(training=False), *self.read(), data[0])
         outputs = self.gather(results, data[0])
+        self.update_state(results, data[0])
         with tf.device(self.home):
             losses = self.sum_layer_losses(results)
             loss = self.whole_loss(data, outputs, losses, training=False)
@@ -81,6 +82,7 @@ class Builder(abc.ABC):
             with tf.init_scope(), tf.device(self.home):
                 self.model(_symbolic(x))
         results = self.run(self.forward(training=False), *self.read(), x)
+        self.update_state(results, x)
         return self.gather(results, x)
 
     def build(self, data: Any) -> None:
@@ -165,6 +167,12 @@ class Builder(abc.ABC):
         Returns:
             The outputs for the whole batch: a nest of tensors, one row an example.
         """
+        for output in tf.nest.flatten(results[0].outputs):
+            if output is not None and output.shape.rank == 0:
+                raise tower.ModelError(
+                    f"Model '{self.model.name}' returns a scalar, which towers cannot "
+                    "join; expected outputs with one row an example."
+                )
         bounds = batch.share_bounds(batch.batch_size(whole), len(self.devices))
         sizes = [end - start for start, end in bounds[: len(results)]]
         with tf.device(self.home), tf.name_scope("gather"):
@@ -181,6 +189,22 @@ class Builder(abc.ABC):
         """Adds the towers' parts of each loss that layers added."""
         by_loss = zip(*(result.losses for result in results), strict=True)
         return [tf.add_n(parts) for parts in by_loss]
+
+    def update_state(self, results: Sequence[TowerResult], whole: Any) -> None:
+        """Assigns what the towers made of the model's non-trainable variables.
+
+        Args:
+            results: The towers' results.
+            whole: The batch that was cut.
+        """
+        fractions = batch.fractions(whole, len(self.devices))[: len(results)]
+        with tf.device(self.home), tf.name_scope("state"):
+            state = reduce.combine_states([r.state for r in results], fractions)
+            for variable, value in zip(
+                self.model.non_trainable_variables, state, strict=True
+            ):
+                if value is not None:
+                    variable.assign(value)
 
     def whole_loss(
         self, data: Any, outputs: Any, losses: Sequence[tf.Tensor], training: bool
@@ -226,7 +250,16 @@ class Builder(abc.ABC):
 
 def _symbolic(data):
     return tf.nest.map_structure(
-        lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), data
+        lambda t: None if t is None else _symbolic_tensor(t), data
+    )
+
+
+def _symbolic_tensor(tensor):
+    return keras.KerasTensor(
+        tensor.shape,
+        tensor.dtype.name,
+        sparse=isinstance(tensor, tf.SparseTensor),
+        ragged=isinstance(tensor, tf.RaggedTensor),
     )
 
 

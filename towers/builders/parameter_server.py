@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import batch, reduce, tower
+from towers import reduce, tower
 from towers.builders.base import Builder
 from towers.loss import is_separable
 
@@ -27,15 +27,17 @@ class ParameterServer(Builder):
         data = keras.utils.unpack_x_y_sample_weight(data)
         values = self.read()
         with tf.device(self.home):
-            scale = self.model.optimizer.scale_loss(tf.ones([]))
+            scale = tf.ones([])
+            if self.model.optimizer is not None:
+                scale = self.model.optimizer.scale_loss(scale)
 
         results = None
         if is_separable(self.model):
             function = functools.partial(tower.forward_backward, self.model)
             results = self.run(function, *values, data, scale)
-            if _has_mask(results[0]):
-                # A mask makes examples count unequally. Nothing was assigned, so these
-                # results can be dropped; the graph leaves out what nobody uses.
+            if not _counts_equally(results[0]):
+                # Nothing was assigned, so these results can be dropped; the graph
+                # leaves out what nobody uses.
                 results = None
         if results is not None:
             outputs, loss = self._sum_losses(results, data)
@@ -43,7 +45,7 @@ class ParameterServer(Builder):
             results, outputs, loss = self._gathered(values, data, scale)
 
         self._update_weights(results)
-        self._update_state(results, data)
+        self.update_state(results, data[0])
         with tf.device(self.home):
             return self.update_metrics(data, outputs, loss)
 
@@ -97,19 +99,18 @@ class ParameterServer(Builder):
         with tf.device(self.home), tf.name_scope("apply"):
             self.model.optimizer.apply(gradients, variables)
 
-    def _update_state(self, results, data):
-        fractions = batch.fractions(data[0], len(self.devices))[: len(results)]
-        with tf.device(self.home), tf.name_scope("state"):
-            state = reduce.combine_states([r.state for r in results], fractions)
-            for variable, value in zip(
-                self.model.non_trainable_variables, state, strict=True
-            ):
-                if value is not None:
-                    variable.assign(value)
 
+def _counts_equally(result):
+    """Whether each example weighs the same in the loss of these outputs.
 
-def _has_mask(result):
-    return any(mask is not None for mask in tf.nest.flatten(result.masks))
+    With a mask it does not. Without a second axis, Keras takes the examples themselves
+    for the values of one.
+    """
+    masks = tf.nest.flatten(result.masks)
+    ranks = [output.shape.rank for output in tf.nest.flatten(result.outputs)]
+    return all(mask is None for mask in masks) and all(
+        rank is not None and rank > 1 for rank in ranks
+    )
 
 
 def _dense(gradient):
