@@ -286,7 +286,7 @@ def run(job: Job) -> None:
     if not math.isfinite(loss):
         raise Diverged(
             f"The loss is {loss} after epoch {job.checkpoint.epoch}, so model.keras is "
-            "not written; choose a smaller --learning_rate, and start over with --clean."
+            "not written; start over with --clean and a smaller --learning_rate."
         )
     # Renamed when whole, so that an earlier model.keras is good until then.
     unfinished = os.path.join(job.model_dir, "unfinished.keras")
