@@ -25,15 +25,15 @@ def build(
     and fed [0, 255] where it does not (EfficientNetB0 to B7).
 
     Args:
-      name: A key of `functions()`.
-      input_shape: Height, width and channels of one example.
-      num_classes: Number of logits.
+        name: A key of `functions()`.
+        input_shape: Height, width and channels of one example.
+        num_classes: Number of logits.
 
     Returns:
-      A model from [batch, *input_shape] to float32 logits [batch, num_classes].
+        A model from [batch, *input_shape] to float32 logits [batch, num_classes].
 
     Raises:
-      ValueError: If Keras refuses the input shape, most often as too small.
+        ValueError: If Keras refuses the input shape, most often as too small.
     """
     function = functions()[name]
     options = {}

@@ -21,13 +21,13 @@ def build(
     4x4), while 28x28 and 32x32 have three (the last at 7x7 and 8x8).
 
     Args:
-      input_shape: Height, width and channels of one example.
-      num_classes: Number of logits.
-      widths: Filters of each stage.
-      dropout: Share of the features dropped before the logits, in training.
+        input_shape: Height, width and channels of one example.
+        num_classes: Number of logits.
+        widths: Filters of each stage.
+        dropout: Share of the features dropped before the logits, in training.
 
     Returns:
-      A model from [batch, *input_shape] to float32 logits [batch, num_classes].
+        A model from [batch, *input_shape] to float32 logits [batch, num_classes].
     """
     inputs = keras.Input(input_shape)
     x = inputs

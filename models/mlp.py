@@ -15,12 +15,12 @@ def build(
     random numbers, so any number of towers must give one device's numbers.
 
     Args:
-      input_shape: Shape of one example, of any rank.
-      num_classes: Number of logits.
-      widths: Units of each hidden layer.
+        input_shape: Shape of one example, of any rank.
+        num_classes: Number of logits.
+        widths: Units of each hidden layer.
 
     Returns:
-      A model from [batch, *input_shape] to float32 logits [batch, num_classes].
+        A model from [batch, *input_shape] to float32 logits [batch, num_classes].
     """
     inputs = keras.Input(input_shape)
     x = keras.layers.Flatten()(inputs)

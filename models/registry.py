@@ -59,21 +59,21 @@ def build(
     """Builds a model by name.
 
     Args:
-      name: A name from `names()`, in any case, or `file.py:function`, where
-        `function(input_shape, num_classes)` returns a Keras model.
-      input_shape: Shape of one example, without the batch: (height, width,
-        channels) for images.
-      num_classes: Number of logits.
-      seed: Makes the first weights and the dropout reproducible. The caller's
-        own random state is left as it was. None draws from that state.
+        name: A name from `names()`, in any case, or `file.py:function`, where
+            `function(input_shape, num_classes)` returns a Keras model.
+        input_shape: Shape of one example, without the batch: (height, width,
+            channels) for images.
+        num_classes: Number of logits.
+        seed: Makes the first weights and the dropout reproducible. The caller's
+            own random state is left as it was. None draws from that state.
 
     Returns:
-      A model from [batch, *input_shape] to float32 logits [batch, num_classes];
-      a model from the user's own file is returned as it is.
+        A model from [batch, *input_shape] to float32 logits [batch, num_classes];
+        a model from the user's own file is returned as it is.
 
     Raises:
-      ValueError: If the name, the shape or the number of classes is wrong, or
-        the user's file or function fails.
+        ValueError: If the name, the shape or the number of classes is wrong, or
+            the user's file or function fails.
     """
     check(name)
     shape = _checked_shape(input_shape)
@@ -92,10 +92,10 @@ def check(name: str) -> None:
     No device is touched, so flags can be checked before TensorFlow initialises.
 
     Args:
-      name: As for `build`.
+        name: As for `build`.
 
     Raises:
-      ValueError: If there is no such model, file or function.
+        ValueError: If there is no such model, file or function.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(

@@ -22,15 +22,15 @@ def build(
     """Builds one network of the family.
 
     Args:
-      input_shape: Height, width and channels of one example.
-      num_classes: Number of logits.
-      depth: Layers with weights, 6n + 2 for a whole n >= 1.
+        input_shape: Height, width and channels of one example.
+        num_classes: Number of logits.
+        depth: Layers with weights, 6n + 2 for a whole n >= 1.
 
     Returns:
-      A model from [batch, *input_shape] to float32 logits [batch, num_classes].
+        A model from [batch, *input_shape] to float32 logits [batch, num_classes].
 
     Raises:
-      ValueError: If `depth` is not 6n + 2.
+        ValueError: If `depth` is not 6n + 2.
     """
     blocks, rest = divmod(depth - 2, 6)
     if blocks < 1 or rest:

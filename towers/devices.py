@@ -38,13 +38,13 @@ class Devices:
     """The devices of one process, as configured.
 
     Attributes:
-      towers: One device string for each tower, such as "/device:GPU:0".
-      home: Device of the shared variables.
-      physical: For each tower on a GPU, the index of that GPU among all that
-        TensorFlow found; empty for towers on the CPU.
-      local_parameter_device: The wish `home` comes from, "cpu" or "gpu".
-      memory: What one tower may use, in words.
-      note: What the user should know besides, as sentences; may be empty.
+        towers: One device string for each tower, such as "/device:GPU:0".
+        home: Device of the shared variables.
+        physical: For each tower on a GPU, the index of that GPU among all that
+            TensorFlow found; empty for towers on the CPU.
+        local_parameter_device: The wish `home` comes from, "cpu" or "gpu".
+        memory: What one tower may use, in words.
+        note: What the user should know besides, as sentences; may be empty.
     """
 
     towers: tuple[str, ...]
@@ -72,26 +72,26 @@ def configure(
     initialised already, what it has is accepted if it fits the wish.
 
     Args:
-      num_gpus: GPUs to use; None means all visible ones, or one CPU tower where
-        there are none. More than there are is an error where there are any.
-      gpu_indices: Which GPUs to use, by TensorFlow's index, in the order of the
-        towers. None means the first `num_gpus`.
-      allow_growth: Whether TensorFlow takes a GPU's memory as needed (True) or
-        all at once (False). None means True unless there is a limit.
-      gpu_memory_limit_mb: Most memory one tower may take on its GPU, in MB.
-      gpu_split: Logical GPUs, and so towers, on each GPU; above 1 it needs a
-        limit. Logical CPUs that stand in are multiplied likewise.
-      local_parameter_device: Home of the shared variables: "cpu", or "gpu" for
-        the first tower's device (also where that is a logical CPU).
-      soft_placement: Whether an op that its device lacks may run elsewhere.
-      log_device_placement: Whether TensorFlow logs where each op runs.
+        num_gpus: GPUs to use; None means all visible ones, or one CPU tower where
+            there are none. More than there are is an error where there are any.
+        gpu_indices: Which GPUs to use, by TensorFlow's index, in the order of the
+            towers. None means the first `num_gpus`.
+        allow_growth: Whether TensorFlow takes a GPU's memory as needed (True) or
+            all at once (False). None means True unless there is a limit.
+        gpu_memory_limit_mb: Most memory one tower may take on its GPU, in MB.
+        gpu_split: Logical GPUs, and so towers, on each GPU; above 1 it needs a
+            limit. Logical CPUs that stand in are multiplied likewise.
+        local_parameter_device: Home of the shared variables: "cpu", or "gpu" for
+            the first tower's device (also where that is a logical CPU).
+        soft_placement: Whether an op that its device lacks may run elsewhere.
+        log_device_placement: Whether TensorFlow logs where each op runs.
 
     Returns:
-      The devices, len(towers) == number of GPUs times `gpu_split`.
+        The devices, len(towers) == number of GPUs times `gpu_split`.
 
     Raises:
-      ValueError: If the wish contradicts itself or the machine.
-      RuntimeError: If TensorFlow was initialised before, with other devices.
+        ValueError: If the wish contradicts itself or the machine.
+        RuntimeError: If TensorFlow was initialised before, with other devices.
     """
     _check_counts(num_gpus, gpu_memory_limit_mb, gpu_split)
     _check_indices(num_gpus, gpu_indices)
@@ -139,14 +139,14 @@ def resolve(gpus: int | Sequence[int | str] | None = None) -> tuple[str, ...]:
     ('/device:CPU:0',)
 
     Args:
-      gpus: None for all; how many, counted from the first; or a list of indices
-        and of strings such as "/gpu:0", "GPU:0" or "/device:GPU:0".
+        gpus: None for all; how many, counted from the first; or a list of indices
+            and of strings such as "/gpu:0", "GPU:0" or "/device:GPU:0".
 
     Returns:
-      One string for each tower, such as "/device:GPU:0".
+        One string for each tower, such as "/device:GPU:0".
 
     Raises:
-      ValueError: If a device does not exist, comes twice or is not understood.
+        ValueError: If a device does not exist, comes twice or is not understood.
     """
     existing = _logical_devices()
     numbered = [d for d in existing if ":GPU:" in d] or [
@@ -177,15 +177,15 @@ def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str
     """Describes the towers in plain text of at most 100 columns.
 
     Args:
-      devices: What `configure` returned.
-      per_tower_batch: Each tower's share of the global batch, in examples.
+        devices: What `configure` returned.
+        per_tower_batch: Each tower's share of the global batch, in examples.
 
     Returns:
-      Lines without a final newline: a row for each tower, then the home of the
-      variables, the numbering of the GPUs and the note.
+        Lines without a final newline: a row for each tower, then the home of the
+        variables, the numbering of the GPUs and the note.
 
     Raises:
-      ValueError: If there is not one share for each tower.
+        ValueError: If there is not one share for each tower.
     """
     if per_tower_batch is not None and len(per_tower_batch) != len(devices.towers):
         raise ValueError(
@@ -303,16 +303,16 @@ def _choose(
     """Chooses among the GPUs by index; nothing means towers on the CPU.
 
     Args:
-      found: How many GPUs TensorFlow found.
-      visible: Indices of those not hidden by `tf.config.set_visible_devices`.
-      num_gpus: As for `configure`.
-      gpu_indices: As for `configure`.
+        found: How many GPUs TensorFlow found.
+        visible: Indices of those not hidden by `tf.config.set_visible_devices`.
+        num_gpus: As for `configure`.
+        gpu_indices: As for `configure`.
 
     Returns:
-      Indices of the GPUs, in the order of the towers.
+        Indices of the GPUs, in the order of the towers.
 
     Raises:
-      ValueError: If the machine has not what was wished for.
+        ValueError: If the machine has not what was wished for.
     """
     if gpu_indices is not None:
         absent = [index for index in gpu_indices if index >= found]
@@ -384,7 +384,7 @@ def _name_gpus(
     GPUs [2, 0] become GPU:0 for 0 and GPU:1 for 2.
 
     Returns:
-      For each tower its device string, and the index of its physical GPU.
+        For each tower its device string, and the index of its physical GPU.
     """
     first, count = {}, 0
     for gpu in gpus:
