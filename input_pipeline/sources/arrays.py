@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources.base import Source, shuffle_all
+from input_pipeline.sources.base import IndexedSource
 
 
-class ArraySource(Source):
+class ArraySource(IndexedSource):
     """NumPy arrays as a source.
 
     Args:
@@ -65,17 +65,6 @@ class ArraySource(Source):
         self.class_names = tuple(class_names) if class_names is not None else None
         self.image_shape = shapes.pop()
         self.splits = {split: len(labels) for split, (_, labels) in pairs.items()}
-
-    def records(
-        self, split: str, shuffle_seed: int | tf.Tensor | None = None
-    ) -> tf.data.Dataset:
-        """Indices: shuffling them is cheap and complete."""
-        # The test images follow the training images.
-        start = 0 if split == "train" else self.splits["train"]
-        size = self.splits[split]
-        return shuffle_all(
-            tf.data.Dataset.range(start, start + size), size, shuffle_seed
-        )
 
     def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """(uint8 image [H, W, C], int64 label [])."""

@@ -4,7 +4,7 @@ import re
 
 import tensorflow as tf
 
-from input_pipeline.sources.base import Source, shuffle_all
+from input_pipeline.sources.base import IndexedSource
 
 _DEFAULT_COUNT = 1024
 _TEST_FRACTION = 4  # one test image for so many training images
@@ -30,7 +30,7 @@ def open_synthetic(rest: str, seed: int) -> "SyntheticSource":
     return SyntheticSource(tuple(shape), classes, count, seed)
 
 
-class SyntheticSource(Source):
+class SyntheticSource(IndexedSource):
     """Each class is a random pattern; each image is its class's pattern and noise.
 
     An image depends on nothing but the seed and its index, so every run, thread and
@@ -56,17 +56,6 @@ class SyntheticSource(Source):
         sizes = {"train": count, "test": count // _TEST_FRACTION}
         self.splits = {split: size for split, size in sizes.items() if size}
         self._seed = seed
-
-    def records(
-        self, split: str, shuffle_seed: int | tf.Tensor | None = None
-    ) -> tf.data.Dataset:
-        """Indices: the images are made by the parallel ``decode``."""
-        # The test images' indices follow the training images'.
-        start = 0 if split == "train" else self.splits["train"]
-        size = self.splits[split]
-        return shuffle_all(
-            tf.data.Dataset.range(start, start + size), size, shuffle_seed
-        )
 
     def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """(uint8 image [H, W, C], int64 label [])."""

@@ -780,6 +780,33 @@ def test_truncated_checkpoint(trained, data_dir, tmp_path):
 # What is found out only while training: named all the same.
 
 
+def test_a_model_that_cannot_be_a_tower(data_dir, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            import keras
+
+            class Unseeded(keras.layers.Layer):
+                def call(self, x):
+                    return x + keras.random.normal(keras.ops.shape(x))
+
+            def build(input_shape, num_classes):
+                layers = [keras.layers.Flatten(), Unseeded()]
+                dense = keras.layers.Dense(num_classes)
+                return keras.Sequential([keras.Input(input_shape), *layers, dense])
+            """
+        )
+    )
+    done = run(
+        *(f"--data_dir={data_dir}", f"--model_dir={tmp_path / 'run'}"),
+        f"--model={tmp_path / 'mine.py'}:build",
+        code=1,
+    )
+    (said,) = ours(done)
+    assert "Keras's global random seed" in said
+    assert "Traceback" not in done.stderr
+
+
 def test_divergence_is_no_success(data_dir, tmp_path):
     done = run(
         *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),

@@ -12,10 +12,11 @@ class TensorBoard(keras.callbacks.Callback):
     """Writes scalars, the graph, texts and pictures, in the runs `train`, `validation`.
 
     Scalars have the names of Keras's own callback, `epoch_*` and `batch_*`: what is in
-    Keras's logs, the learning rate, and each tower's images per second. Steps are the
-    optimizer's, so they go on counting in a resumed run; validation is at the step it
-    was made at. (It is no subclass of Keras's callback, which with an interval of
-    batches drops the scalars of epochs, in 3.15, and counts calls instead of steps.)
+    Keras's logs, the learning rate, and each tower's images per second. Batches are at
+    the optimizer's step, which goes on counting in a resumed run, and so is validation;
+    epochs are at the epoch's number. (It is no subclass of Keras's callback, which with
+    an interval of batches drops the scalars of epochs, in 3.15, and counts calls
+    instead of steps.)
     """
 
     def __init__(
