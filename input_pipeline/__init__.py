@@ -9,5 +9,13 @@ or devices.
 from input_pipeline.checks import find_bad_record, scan_labels
 from input_pipeline.pipeline import make_dataset
 from input_pipeline.sources import Source, open_source
+from input_pipeline.sources.arrays import ArraySource
 
-__all__ = ["Source", "find_bad_record", "make_dataset", "open_source", "scan_labels"]
+__all__ = [
+    "ArraySource",
+    "Source",
+    "find_bad_record",
+    "make_dataset",
+    "open_source",
+    "scan_labels",
+]

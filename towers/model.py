@@ -70,7 +70,10 @@ def multi_gpu_model(
         home = devices.HOST if cpu_relocation else _where(model)
     (home,) = devices.resolve([home])
     _move_weights(model, home)
-    merge = devices.HOST if cpu_merge else towers[0]
+    merge = towers[0]
+    if cpu_merge:
+        # Home, where the sum is needed, if that is a CPU.
+        merge = home if "CPU" in home else devices.HOST
     return TowerModel(model, BUILDERS[builder](model, towers, home, merge))
 
 

@@ -82,11 +82,9 @@ def test_towers_compute_and_home_keeps():
         assert variable.value.device.endswith(HOME), variable.path
 
 
-@pytest.mark.parametrize(
-    ("cpu_merge", "merge"), [(True, "/device:CPU:0"), (False, "/device:CPU:1")]
-)
+@pytest.mark.parametrize(("cpu_merge", "merge"), [(True, HOME), (False, TOWERS[0])])
 def test_gradients_are_added_where_asked(cpu_merge, merge):
-    _, nodes = _step(["/device:CPU:1", "/device:CPU:2"], "/device:CPU:3", cpu_merge)
+    _, nodes = _step(TOWERS, HOME, cpu_merge)
     reduced = {
         device
         for device, found in nodes.items()
