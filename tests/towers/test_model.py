@@ -511,3 +511,36 @@ def test_xla_is_the_models_setting():
     assert parallel.__wrapped__.jit_compile
     assert not parallel.jit_compile
     assert parallel.fit(*_data(), verbose=0).history["loss"][0] > 0
+
+
+def test_one_sample_weight_for_all():
+    x, y = _data(10)
+    plain, parallel = _model(), _compiled()
+    plain.compile(
+        keras.optimizers.Adam(0.01),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+    )
+    half = np.float32(0.5)
+    np.testing.assert_allclose(
+        parallel.train_on_batch(x, y, sample_weight=half),
+        plain.train_on_batch(x, y, sample_weight=half),
+        rtol=1e-5,
+    )
+
+
+class RaggedMean(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(tf.reduce_mean(x, axis=1)[:, None])
+
+
+def test_an_unbuilt_model_of_ragged_inputs_predicts():
+    rows = tf.ragged.constant([[1.0], [2.0, 4.0], [3.0, 3.0, 3.0], [5.0], [7.0]])
+    model = RaggedMean()
+    data = tf.data.Dataset.from_tensors(rows)
+    ours = multi_gpu_model(model, gpus=2).predict(data, verbose=0)
+    np.testing.assert_allclose(ours, model.predict(data, verbose=0), rtol=1e-6)
