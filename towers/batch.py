@@ -37,11 +37,11 @@ def even_shares(total: int, towers: int) -> list[int]:
             f"Received total={total} and towers={towers}; expected at least 0 examples "
             "and at least 1 tower."
         )
-    return [total // towers + (k < total % towers) for k in range(towers)]
+    return [end - start for start, end in share_bounds(total, towers)]
 
 
 def share_bounds(total: tf.Tensor | int, towers: int) -> list[tuple[Any, Any]]:
-    """Computes where each tower's share starts and ends.
+    """Computes where each tower's share starts and ends; see `even_shares`.
 
     Args:
         total: Number of examples: an int, or a scalar integer tensor.

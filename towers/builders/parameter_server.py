@@ -31,23 +31,26 @@ class ParameterServer(Builder):
             if self.model.optimizer is not None:
                 scale = self.model.optimizer.scale_loss(scale)
 
-        results = None
-        if is_separable(self.model):
-            function = functools.partial(tower.forward_backward, self.model)
-            results = self.run(function, *values, data, scale)
-            if not _counts_equally(results[0]):
-                # Nothing was assigned, so these results can be dropped; the graph
-                # leaves out what nobody uses.
-                results = None
-        if results is not None:
-            outputs, loss = self._sum_losses(results, data)
-        else:
+        results = self._separate(values, data, scale)
+        if results is None:
             results, outputs, loss = self._gathered(values, data, scale)
+        else:
+            outputs, loss = self._sum_losses(results, data)
 
         self._update_weights(results)
         self.update_state(results, data[0])
         with tf.device(self.home):
             return self.update_metrics(data, outputs, loss)
+
+    def _separate(self, values, data, scale):
+        """Computes the loss on the towers; returns `None` if it cannot be cut."""
+        if not is_separable(self.model):
+            return None
+        function = functools.partial(tower.forward_backward, self.model)
+        results = self.run(function, *values, data, scale)
+        # What the outputs are like shows only now. Nothing was assigned, so results can
+        # be dropped; the graph leaves out what nobody uses.
+        return results if _counts_equally(results[0]) else None
 
     def _sum_losses(self, results, data):
         """Adds the towers' parts of the loss, and tracks it."""
