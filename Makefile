@@ -3,13 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: train test lint format clean
+.PHONY: train test lint format clean parity-report
 
 train: $(VENV)/.ready
 	$(RUN) -m towers.train $(FLAGS)
 
 test: $(VENV)/.ready
 	$(RUN) -m pytest --numprocesses=logical --maxprocesses=4 $(PYTEST_FLAGS)
+
+# The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
+parity-report: $(VENV)/.ready
+	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
+	$(RUN) -m pytest --numprocesses=logical --maxprocesses=4 tests/towers/test_exact_cases.py
+	$(RUN) scripts/parity_report.py --mirrored
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

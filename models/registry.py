@@ -22,12 +22,13 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from models import applications, cnn, mlp, resnet_cifar
+from models import applications, cnn, lstm, mlp, resnet_cifar
 
 Builder = Callable[[tuple[int, ...], int], keras.Model]
 
 _OWN: dict[str, Builder] = {
     "cnn": cnn.build,
+    "lstm": lstm.build,
     "mlp": mlp.build,
     **{
         f"resnet{depth}": functools.partial(resnet_cifar.build, depth=depth)

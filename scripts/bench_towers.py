@@ -12,6 +12,7 @@ median over rounds of the ratio to the first one. Nothing else may run meanwhile
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,8 @@ CONTENDERS = {
     "one_device": "Keras fit, one device, whole batch",
 }
 # Examples a tower, warm-up steps and steps in a round.
-WORK = {"mlp": (32, 60, 300), "resnet20": (64, 5, 12)}
+WORK = {"mlp": (32, 60, 300), "resnet20": (64, 5, 12), "embedding": (128, 5, 30)}
+ROWS = 1_000_000  # of the embedding
 
 flags.DEFINE_list("work", list(WORK), f"What to train: {', '.join(WORK)}.")
 flags.DEFINE_list(
@@ -51,14 +53,15 @@ def main(argv):
         app.usage(shorthelp=True, detailed_error=f"unknown: {unknown or argv[1:]}")
         sys.exit(1)
     print(f"{describe_machine()}\n")
-    print("| work | contender | ms a step | images/s | its time / ours |")
-    print("|---|---|---|---|---|")
+    print("| work | contender | ms a step | images/s | peak MB | its time / ours |")
+    print("|---|---|---|---|---|---|")
     for work in FLAGS.work:
         for result in compare(work):
             print(
                 f"| {work}, {FLAGS.towers} x {WORK[work][0]} "
                 f"| {CONTENDERS[result['contender']]} | {result['step_ms']:.2f} "
-                f"| {result['images_per_sec']:,.0f} | {result['ratio']:.2f} |",
+                f"| {result['images_per_sec']:,.0f} | {result['peak_mb']:,.0f} "
+                f"| {result['ratio']:.2f} |",
                 flush=True,
             )
             if FLAGS.json:
@@ -96,8 +99,12 @@ def compare(work):
     examples = WORK[work][0] * FLAGS.towers
     results = []
     for name in FLAGS.contenders:
-        step_ms = statistics.median(times[name] for times in rounds)
-        ratio = statistics.median(times[name] / times[first] for times in rounds)
+        times = [answers[name]["step_ms"] for answers in rounds]
+        ratios = [
+            ms / answers[first]["step_ms"]
+            for ms, answers in zip(times, rounds, strict=True)
+        ]
+        step_ms = statistics.median(times)
         results.append(
             {
                 "work": work,
@@ -105,8 +112,9 @@ def compare(work):
                 "contender": name,
                 "step_ms": step_ms,
                 "images_per_sec": examples / step_ms * 1000,
-                "ratio": ratio,
-                "rounds_ms": [times[name] for times in rounds],
+                "ratio": statistics.median(ratios),
+                "peak_mb": rounds[-1][name]["peak_mb"],
+                "rounds_ms": times,
             }
         )
     return results
@@ -134,10 +142,14 @@ def start(name, work):
 
 
 def ask(process):
-    """Has a contender run one round; returns its median step time in ms."""
+    """Has a contender run one round.
+
+    Returns:
+        Its median `step_ms` and the most host memory it has used, `peak_mb`.
+    """
     process.stdin.write("go\n")
     process.stdin.flush()
-    return float(process.stdout.readline())
+    return json.loads(process.stdout.readline())
 
 
 def serve(name, work):
@@ -149,7 +161,10 @@ def serve(name, work):
     fit(warmup)
     print("warm", file=answers, flush=True)
     for _ in sys.stdin:
-        print(1000 * statistics.median(fit(steps)), file=answers, flush=True)
+        step_ms = 1000 * statistics.median(fit(steps))
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        answer = {"step_ms": step_ms, "peak_mb": peak_mb}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def prepare(name, work):
@@ -168,9 +183,18 @@ def prepare(name, work):
     placed = devices.configure(FLAGS.towers)
     keras.utils.set_random_seed(0)
     examples = WORK[work][0] * FLAGS.towers
-    shape = (784,) if work == "mlp" else (32, 32, 3)
+    shape = {"mlp": (784,), "resnet20": (32, 32, 3), "embedding": (20,)}[work]
 
     def build():
+        if work == "embedding":
+            return keras.Sequential(
+                [
+                    keras.Input(shape, dtype="int32"),
+                    keras.layers.Embedding(ROWS, 64),
+                    keras.layers.GlobalAveragePooling1D(),
+                    keras.layers.Dense(10),
+                ]
+            )
         if work == "resnet20":
             return models.build("resnet20", input_shape=shape, num_classes=10, seed=0)
         layers = [keras.layers.Dense(512, activation="relu") for _ in range(3)]
@@ -185,16 +209,18 @@ def prepare(name, work):
         if name == "towers":
             model = multi_gpu_model(model, gpus=placed.towers)
         model.compile(
-            keras.optimizers.SGD(0.01, momentum=0.9),
+            # Momentum would touch each row of an embedding in every step.
+            keras.optimizers.SGD(0.01, momentum=0.0 if work == "embedding" else 0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             steps_per_execution=FLAGS.steps_per_loop if name == "towers" else 1,
         )
     random = np.random.default_rng(0)
-    batch = (
-        random.normal(size=(examples, *shape)).astype("float32"),
-        random.integers(0, 10, examples),
-    )
+    if work == "embedding":
+        x = random.integers(0, ROWS, (examples, *shape)).astype("int32")
+    else:
+        x = random.normal(size=(examples, *shape)).astype("float32")
+    batch = x, random.integers(0, 10, examples)
     data = tf.data.Dataset.from_tensors(batch).repeat()
     data = data.prefetch(tf.data.AUTOTUNE)
 

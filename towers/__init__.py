@@ -1,10 +1,12 @@
 """Multi-tower training for Keras on TensorFlow: as on one big device.
 
 The door for Python users is `multi_gpu_model`, with `configure` before it to choose the
-devices; for the command line it is `towers.train`.
+devices; `check_parity` shows that nothing else changes. For the command line there are
+`towers.train` and `towers.parity`.
 """
 
 from towers.devices import configure
 from towers.model import TowerModel, multi_gpu_model
+from towers.parity import Parity, check_parity
 
-__all__ = ["TowerModel", "configure", "multi_gpu_model"]
+__all__ = ["Parity", "TowerModel", "check_parity", "configure", "multi_gpu_model"]

@@ -1,4 +1,4 @@
-"""Even shares of a global batch, as integers and as tensors.
+"""The shares of a global batch, as integers and as tensors.
 
 Knows how a batch is cut and put together again. Which device gets which share is
 `tower.py`'s business, what a share weighs in the loss the builders'.
@@ -11,48 +11,56 @@ from typing import Any
 import tensorflow as tf
 
 
-def even_shares(total: int, towers: int) -> list[int]:
-    """Cuts `total` examples into `towers` shares that differ by at most one.
+def cut(total: int, shares: Sequence[int]) -> list[int]:
+    """Cuts `total` examples into one share for each tower.
 
-    The first shares are the larger ones, so a batch smaller than the number of
-    towers leaves the last towers idle instead of overloading one.
+    What does not divide goes to the first towers, one example each. Even shares then
+    differ by at most one, and a batch smaller than the number of towers leaves the last
+    of them idle instead of overloading one; the first is idle in an empty batch only.
 
-    >>> even_shares(11, 4)
+    >>> cut(11, (1, 1, 1, 1))
     [3, 3, 3, 2]
-    >>> even_shares(2, 4)
+    >>> cut(2, (1, 1, 1, 1))
     [1, 1, 0, 0]
+    >>> cut(64, (2, 3, 3))
+    [16, 24, 24]
 
     Args:
         total: Number of examples, 0 or more.
-        towers: Number of towers, 1 or more.
+        shares: How much each tower gets, relative to the others: positive integers.
 
     Returns:
         One size for each tower; they sum to `total`.
 
     Raises:
-        ValueError: If `total` is negative or `towers` is below 1.
+        ValueError: If `total` is negative, or a share is not positive.
     """
-    if total < 0 or towers < 1:
+    if total < 0 or not shares or min(shares) < 1:
         raise ValueError(
-            f"Received total={total} and towers={towers}; expected at least 0 examples "
-            "and at least 1 tower."
+            f"Received total={total} and shares={tuple(shares)}; expected at least 0 "
+            "examples, and a positive share for each tower."
         )
-    return [end - start for start, end in share_bounds(total, towers)]
+    return [end - start for start, end in share_bounds(total, shares)]
 
 
-def share_bounds(total: tf.Tensor | int, towers: int) -> list[tuple[Any, Any]]:
-    """Computes where each tower's share starts and ends; see `even_shares`.
+def share_bounds(
+    total: tf.Tensor | int, shares: Sequence[int]
+) -> list[tuple[Any, Any]]:
+    """Computes where each tower's share starts and ends; see `cut`.
 
     Args:
         total: Number of examples: an int, or a scalar integer tensor.
-        towers: Number of towers.
+        shares: How much each tower gets, relative to the others: positive integers.
 
     Returns:
         One pair (start, end) for each tower, of the type of `total`.
     """
-    each, left = total // towers, total % towers
+    whole = sum(shares)
+    sizes = [total * share // whole for share in shares]
+    left = total - sum(sizes)
     smaller = min if isinstance(total, int) else tf.minimum
-    edges = [k * each + smaller(k, left) for k in range(towers + 1)]
+    before = itertools.accumulate(sizes, initial=0)
+    edges = [edge + smaller(k, left) for k, edge in enumerate(before)]
     return list(itertools.pairwise(edges))
 
 
@@ -84,6 +92,35 @@ def batch_size(batch: Any) -> int | tf.Tensor:
     if isinstance(first, tf.SparseTensor):
         return tf.cast(first.dense_shape[0], tf.int32)
     return tf.shape(first)[0]
+
+
+def check_rows(batch: Any) -> None:
+    """Checks that all tensors of a batch have the same number of rows.
+
+    Where a number is not known when the graph is built, the graph checks it.
+
+    Args:
+        batch: A nest of tensors with one row an example; `None` entries and scalars
+            are passed over.
+
+    Raises:
+        ValueError: If they differ; `tf.errors.InvalidArgumentError` from the graph.
+    """
+    tensors = [t for t in tf.nest.flatten(batch) if t is not None and not _is_scalar(t)]
+    sizes = [batch_size(tensor) for tensor in tensors]
+    known = {size for size in sizes if isinstance(size, int)}
+    if len(known) > 1:
+        raise ValueError(
+            f"Received a batch of {sizes[0]} inputs with tensors of {sorted(known)} "
+            "rows; expected inputs, targets and weights to have as many rows."
+        )
+    for size in sizes[1:]:
+        if not (isinstance(sizes[0], int) and isinstance(size, int)):
+            tf.debugging.assert_equal(
+                size,
+                sizes[0],
+                "Expected inputs, targets and weights of a batch to have as many rows.",
+            )
 
 
 def take(batch: Any, start: Any, end: Any) -> Any:
@@ -190,12 +227,12 @@ def share_spec(batch: Any, rows: int | None) -> Any:
     return tf.nest.map_structure(spec, batch)
 
 
-def fractions(batch: Any, towers: int) -> list[tf.Tensor]:
+def fractions(batch: Any, shares: Sequence[int]) -> list[tf.Tensor]:
     """Returns the part of a batch that each tower's share is.
 
     Args:
         batch: A nest of tensors with one row an example.
-        towers: Number of towers.
+        shares: How much each tower gets, relative to the others: positive integers.
 
     Returns:
         One float32 scalar for each tower; they sum to 1, or to 0 if there is no row.
@@ -205,5 +242,5 @@ def fractions(batch: Any, towers: int) -> list[tf.Tensor]:
         tf.math.divide_no_nan(
             tf.cast(end - start, tf.float32), tf.cast(size, tf.float32)
         )
-        for start, end in share_bounds(size, towers)
+        for start, end in share_bounds(size, shares)
     ]

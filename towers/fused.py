@@ -5,6 +5,7 @@ kernel `FusedBatchNormV3` (cuDNN's on a GPU) does it in one, forward and backwar
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ import tensorflow as tf
 _LEAST_EPSILON = 1.001e-5
 
 _keras_call = keras.layers.BatchNormalization.call
+# Towers that run together are traced by turns, in threads.
+_lock = threading.Lock()
+_depth = 0
 
 
 @contextlib.contextmanager
@@ -25,15 +29,30 @@ def batch_normalization() -> Iterator[None]:
     without mask, renormalisation or synchronisation. Elsewhere, and in subclasses, the
     layer is Keras's own. The class is changed meanwhile, for all threads.
     """
-    layer_class = keras.layers.BatchNormalization
-    before, layer_class.call = layer_class.call, _call
+    _enter(1)
     try:
         yield
     finally:
-        layer_class.call = before
+        _enter(-1)
+
+
+def _enter(step):
+    global _depth
+    with _lock:
+        _depth += step
+        call = _call if _depth else _keras_call
+        keras.layers.BatchNormalization.call = call
 
 
 def _call(layer, inputs, training=None, mask=None):
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if training and layer.synchronized and mask is not None and replicas > 1:
+        # Keras would leave the other towers out.
+        raise ValueError(
+            f"The layer '{layer.name}' has synchronized=True and gets a mask, with "
+            "which Keras normalises each tower's share by itself; use "
+            "synchronized=False, or remove the mask."
+        )
     if not (training and layer.trainable and mask is None and _fits(layer, inputs)):
         return _keras_call(layer, inputs, training=training, mask=mask)
     mean, variance = layer.moving_mean.value, layer.moving_variance.value

@@ -28,6 +28,9 @@ def multi_gpu_model(
     *,
     builder: str = "parameter_server",
     home: str | None = None,
+    shares: Sequence[int] | None = None,
+    loss_placement: str = "auto",
+    strict: bool = True,
 ) -> "TowerModel":
     """Makes a model train, evaluate and predict on several devices.
 
@@ -53,19 +56,45 @@ def multi_gpu_model(
             they are.
         builder: How the variables are updated: "parameter_server".
         home: A device string to move the variables to, instead of `cpu_relocation`.
+        shares: How much of a batch each tower gets, relative to the others: positive
+            integers, such as (2, 3, 3) where the first GPU has less room. Even by
+            default.
+        loss_placement: Where the loss is computed: "tower", each the part of its share;
+            "gathered", at home from the outputs of all towers. "auto" does so on the
+            towers where the loss is proved to be a mean or a sum over examples. "tower"
+            takes any loss for a mean over examples, also those that layers add.
+        strict: Whether to refuse a model where it is seen that towers would compute
+            other numbers than one device: a layer that lets examples depend on one
+            another, or assigns what cannot be put together from shares. If not, each
+            tower goes by its share, and assigned values are averaged.
+            BatchNormalization, of which that is known, is never refused.
 
     Returns:
         A model that computes on towers.
 
     Raises:
-        ValueError: If a device does not exist, or the model cannot run as a tower.
+        ValueError: If a device does not exist, the model cannot run as a tower, or
+            another argument is not as described.
     """
     _check_model(model)
+    if loss_placement not in ("auto", "tower", "gathered"):
+        raise ValueError(
+            f"Received loss_placement={loss_placement!r}; expected 'auto', 'tower' or "
+            "'gathered'."
+        )
     if builder not in BUILDERS:
         raise ValueError(
             f"Received builder='{builder}'; expected one of {sorted(BUILDERS)}."
         )
     towers = devices.resolve(gpus)
+    shares = tuple(shares) if shares is not None else (1,) * len(towers)
+    if len(shares) != len(towers) or not all(
+        isinstance(share, int) and share > 0 for share in shares
+    ):
+        raise ValueError(
+            f"Received shares={shares} for {len(towers)} towers; expected a positive "
+            "integer for each, such as (2, 3, 3)."
+        )
     if home is None:
         home = devices.HOST if cpu_relocation else _where(model)
     (home,) = devices.resolve([home])
@@ -74,7 +103,10 @@ def multi_gpu_model(
     if cpu_merge:
         # Home, where the sum is needed, if that is a CPU.
         merge = home if "CPU" in home else devices.HOST
-    return TowerModel(model, BUILDERS[builder](model, towers, home, merge))
+    build = BUILDERS[builder]
+    return TowerModel(
+        model, build(model, towers, home, merge, shares, loss_placement, strict)
+    )
 
 
 class TowerModel(wrapt.CallableObjectProxy):
@@ -100,6 +132,11 @@ class TowerModel(wrapt.CallableObjectProxy):
         """The builder, which knows towers and home."""
         return self._self_builder
 
+    @property
+    def loss_placement(self) -> str | None:
+        """Where the loss is computed, "tower" or "gathered"; `None` before a step."""
+        return self._self_builder.loss_placed
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model; see `keras.Model.compile`."""
         self.__wrapped__.compile(*args, **kwargs)
@@ -123,6 +160,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         if len(seen) == len(before) and all(map(operator.is_, seen, before)):
             return
         self.train_function = self.test_function = self.predict_function = None
+        self._self_builder.forget()
         # A step count, a learning rate and means were created where the user was.
         optimizer = getattr(model, "optimizer", None)
         variables = [*model.metrics_variables]

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.dependence import Dependence
+
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
@@ -17,8 +19,9 @@ def sum_gradients(towers: Sequence[Sequence[Gradient]]) -> list[Gradient]:
 
     Args:
         towers: K x N gradients, in the same order on each tower. A sparse gradient
-            (`tf.IndexedSlices`) stays sparse; `None`, for a variable that does not
-            touch the loss, must be `None` on every tower.
+            (`tf.IndexedSlices`) stays sparse; those of 16 bits are added in float32;
+            `None`, for a variable that does not touch the loss, must be `None` on every
+            tower.
 
     Returns:
         N sums.
@@ -38,36 +41,49 @@ def _sum(gradients: Sequence[Gradient]) -> Gradient:
             indices=tf.concat([g.indices for g in gradients], axis=0),
             dense_shape=first.dense_shape,
         )
+    if first.dtype in (tf.float16, tf.bfloat16):
+        total = tf.add_n([tf.cast(gradient, tf.float32) for gradient in gradients])
+        return tf.cast(total, first.dtype)
     return tf.add_n(gradients)
 
 
 def combine_states(
-    towers: Sequence[Sequence[tf.Tensor | None]], fractions: Sequence[tf.Tensor]
+    towers: Sequence[Sequence[tf.Tensor | None]],
+    fractions: Sequence[tf.Tensor],
+    rules: Sequence[Dependence | None],
 ) -> list[tf.Tensor | None]:
-    """Combines what the towers made of the model's non-trainable state.
+    """Combines what the towers made of the model's variables.
 
-    The rule: a float value becomes the mean of the towers' values, weighted by their
-    shares of the batch. For a moving mean m <- a m + (1 - a) mean(share) that is what
-    one device does, to the last digit of the sum; for a moving variance it is the mean
-    of the shares' variances, without the variance between shares, which is what the
-    towers normalised by. Any other value (the state of a random seed) is the first
-    tower's, which always has examples.
+    What no example touches is the same on all towers, and the first one's is taken (of
+    a random seed, too, of which each tower has its own). A sum over examples is the sum
+    of the towers'. A mean is theirs, weighted by their shares. For a moving mean
+    m <- a m + (1 - a) mean(share) that is what one device does, to the last digit of
+    the sum; for BatchNormalization's moving variance it is, by design, the mean of the
+    shares' variances, without the variance between shares, which is what the towers
+    normalised by.
 
     Args:
         towers: K x M new values; `None` for a variable that no tower changed.
         fractions: Each tower's part of the global batch, float32 scalars that sum
             to 1.
+        rules: M rules, `None` for what did not change.
 
     Returns:
         M combined values, `None` where nothing changed.
     """
-    return [_combine(values, fractions) for values in zip(*towers, strict=True)]
+    by_variable = zip(*towers, strict=True)
+    return [
+        _combine(values, fractions, rule)
+        for values, rule in zip(by_variable, rules, strict=True)
+    ]
 
 
-def _combine(values, fractions):
+def _combine(values, fractions, rule):
     first = values[0]
-    if first is None or len(values) == 1 or not first.dtype.is_floating:
+    if first is None or len(values) == 1 or rule is Dependence.NONE:
         return first
+    if rule is Dependence.SUM:
+        return tf.add_n(values)
     weighted = [
         value * tf.cast(fraction, value.dtype)
         for value, fraction in zip(values, fractions, strict=True)

@@ -8,6 +8,7 @@ batch is `batch.py`'s business, adding parts `reduce.py`'s, and applying them a
 builder's.
 """
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +17,16 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers import batch, fused
+from towers import fused
+from towers.rules import NoRuleError, Rules
 
 
 class ModelError(ValueError):
     """A model does something that a tower, as a pure function, cannot do."""
+
+
+# The mask of padded positions, and what a sigmoid or softmax was made of.
+TAGS = "_keras_mask", "_keras_logits"
 
 
 class TowerResult(NamedTuple):
@@ -29,10 +35,10 @@ class TowerResult(NamedTuple):
     Attributes:
         outputs: The model's outputs for the share: a nest of tensors, one row an
             example.
-        masks: The Keras masks of the outputs: the same nest, `None` where an output has
-            no mask.
-        state: New values of the model's non-trainable variables, `None` for those that
-            the tower did not change.
+        tags: What Keras keeps beside an output, for losses and metrics: for each of
+            `TAGS`, the same nest, `None` where an output has no such tag.
+        state: New values of the model's variables, trainable ones first; `None` for
+            those that the model did not assign.
         loss: This tower's part of the global batch's loss: a scalar, `None` from
             `forward`.
         losses: This tower's parts of the losses that layers add (regularizers,
@@ -40,19 +46,25 @@ class TowerResult(NamedTuple):
         gradients: One part for each trainable variable: of the loss's gradient, sparse
             ones sparse, `None` where the loss does not depend on the variable. Empty
             from `forward`.
+        size: Number of examples in the share: an int or a scalar tensor. Filled in by
+            `run`, as is
+        fraction: Size of the share over that of the global batch: a float32 scalar.
     """
 
     outputs: Any = ()
-    masks: Any = ()
+    tags: Sequence[Any] = ()
     state: Sequence[tf.Tensor | None] = ()
     loss: tf.Tensor | None = None
     losses: Sequence[tf.Tensor] = ()
     gradients: Sequence[tf.Tensor | tf.IndexedSlices | None] = ()
+    size: int | tf.Tensor | None = None
+    fraction: tf.Tensor | None = None
 
 
 def forward(
     model: keras.Model,
     training: bool,
+    rules: Rules,
     params: Sequence[tf.Tensor],
     state: Sequence[tf.Tensor],
     x: Any,
@@ -63,23 +75,22 @@ def forward(
     Args:
         model: A built Keras model. Its variables are not read.
         training: Whether layers behave as in training.
+        rules: How losses and state of all towers combine.
         params: Values of `model.trainable_variables`.
         state: Values of `model.non_trainable_variables`.
         x: The share's inputs: a nest of tensors with one row an example.
         fraction: Size of the share over that of the global batch: a float32 scalar.
 
     Returns:
-        Outputs, masks, new state and the parts of the layers' losses.
+        Outputs, tags, new state and the parts of the layers' losses.
     """
-    with _stateless(model, params, state) as scope:
-        outputs = _call(model, x, training)
-        losses = [loss * tf.cast(fraction, loss.dtype) for loss in _layer_losses(model)]
-        new_state = _new_state(model, params, state, scope)
-    return TowerResult(outputs, _masks(outputs), new_state, losses=losses)
+    with rules.reading(x), _stateless(model, params, state) as scope:
+        return _forward(model, training, rules, scope, x, fraction)
 
 
 def forward_backward(
     model: keras.Model,
+    rules: Rules,
     params: Sequence[tf.Tensor],
     state: Sequence[tf.Tensor],
     share: Any,
@@ -94,6 +105,7 @@ def forward_backward(
 
     Args:
         model: A built, compiled Keras model. Its variables are not read.
+        rules: How losses and state of all towers combine.
         params: Values of `model.trainable_variables`.
         state: Values of `model.non_trainable_variables`.
         share: (x, y, sample_weight), each a nest of tensors with one row an example.
@@ -101,25 +113,34 @@ def forward_backward(
         scale: The optimizer's loss scale, 1 without one: a float32 scalar.
 
     Returns:
-        Outputs, masks, new state, the part of the loss (not scaled) and the parts of
+        Outputs, tags, new state, the part of the loss (not scaled) and the parts of
         the gradients (scaled).
+
+    Raises:
+        NoRuleError: While tracing, if the loss cannot be put together from parts.
     """
     x, y, sample_weight = share
-    with tf.GradientTape() as tape:
-        tape.watch(params)
-        with _stateless(model, params, state) as scope:
-            outputs = _call(model, x, training=True)
-            _layer_losses(model)
-            loss = model._compute_loss(x, y, outputs, sample_weight, training=True)
-            new_state = _new_state(model, params, state, scope)
-        loss = loss * tf.cast(fraction, loss.dtype)
+    with (
+        rules.reading(share),
+        tf.GradientTape() as tape,
+        _stateless(model, params, state, tape) as scope,
+    ):
+        result = _forward(model, True, rules, scope, x, fraction)
+        losses = [*result.losses]
+        if model._compile_loss is not None:
+            loss = model._compile_loss(y, result.outputs, sample_weight)
+            if loss.shape.rank != 0:
+                raise NoRuleError("a loss with several values")
+            losses.insert(0, rules.part("loss", loss, fraction))
+        loss = tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses])
         scaled = loss * tf.cast(scale, loss.dtype)
-    gradients = _gradients(tape, scaled, params)
-    return TowerResult(outputs, _masks(outputs), new_state, loss, (), gradients)
+    gradients = _gradients(tape, scaled, model, params, scope)
+    return result._replace(loss=loss, losses=(), gradients=gradients)
 
 
 def backward(
     model: keras.Model,
+    rules: Rules,
     params: Sequence[tf.Tensor],
     state: Sequence[tf.Tensor],
     share: Any,
@@ -133,10 +154,11 @@ def backward(
 
     Args:
         model: A built Keras model. Its variables are not read.
+        rules: How losses and state of all towers combine.
         params: Values of `model.trainable_variables`.
         state: Values of `model.non_trainable_variables`, the same as for `forward`.
         share: (x, output_gradients): the share's inputs, and its rows of the loss's
-            gradient for each output, flattened.
+            gradient for each of the `differentiable` outputs.
         fraction: Size of the share over that of the global batch: a float32 scalar.
         loss_gradients: The loss's gradient for each of the layers' losses.
 
@@ -144,38 +166,36 @@ def backward(
         The parts of the gradients, and nothing else.
     """
     x, output_gradients = share
-    with tf.GradientTape() as tape:
-        tape.watch(params)
-        again = forward(model, True, params, state, x, fraction)
-    targets = [*tf.nest.flatten(again.outputs), *again.losses]
+    with tf.GradientTape() as tape, _stateless(model, params, state, tape) as scope:
+        again = _forward(model, True, rules, scope, x, fraction)
+    targets = [*differentiable(again.outputs), *again.losses]
     seeds = [*output_gradients, *loss_gradients]
     used = [(t, s) for t, s in zip(targets, seeds, strict=True) if s is not None]
-    gradients = _gradients(tape, [t for t, _ in used], params, [s for _, s in used])
+    targets, seeds = [t for t, _ in used], [s for _, s in used]
+    gradients = _gradients(tape, targets, model, params, scope, seeds)
     return TowerResult(gradients=gradients)
 
 
-def _gradients(tape, targets, params, seeds=None):
-    gradients = tape.gradient(targets, params, seeds)
-    for gradient, param in zip(gradients, params, strict=True):
-        # TensorFlow does not always infer it, and an idle tower has to know it.
-        if isinstance(gradient, tf.IndexedSlices):
-            gradient.values.set_shape([None, *param.shape[1:]])
-        elif gradient is not None:
-            gradient.set_shape(param.shape)
-    return gradients
+def differentiable(outputs: Any) -> list[tf.Tensor]:
+    """Returns all that a loss of these outputs may depend on: them, and their logits.
+
+    Args:
+        outputs: The nest of tensors that a model returned.
+    """
+    flat = tf.nest.flatten(outputs)
+    logits = [getattr(output, "_keras_logits", None) for output in flat]
+    return [*flat, *(tensor for tensor in logits if tensor is not None)]
 
 
-def _layer_losses(model):
-    """The losses that layers add, which all have to be means over the examples."""
-    losses = list(model.losses)
-    for loss in losses:
-        if loss.shape.rank != 0:
-            raise ModelError(
-                f"A layer of model '{model.name}' adds a loss of shape {loss.shape}; "
-                "expected a scalar, the mean over the examples, so call "
-                "`add_loss(ops.mean(loss))`."
-            )
-    return losses
+def _forward(model, training, rules, scope, x, fraction):
+    outputs = _call(model, x, training)
+    rules.look_at(outputs)
+    losses = [
+        _layer_loss(model, rules, f"loss {i}", loss, fraction)
+        for i, loss in enumerate(model.losses)
+    ]
+    state = _new_state(model, rules, scope)
+    return TowerResult(outputs, _tags(outputs), state, losses=losses)
 
 
 def _call(model, x, training):
@@ -185,22 +205,58 @@ def _call(model, x, training):
     return model(x)
 
 
-def _masks(outputs):
-    return tf.nest.map_structure(lambda t: getattr(t, "_keras_mask", None), outputs)
+def _layer_loss(model, rules, name, loss, fraction):
+    # Keras adds up a loss with several values.
+    loss = model._aggregate_additional_loss(loss)
+    try:
+        return rules.part(name, loss, fraction)
+    except NoRuleError as error:
+        raise ModelError(
+            f"A layer of model '{model.name}' calls add_loss with a value that towers "
+            f"cannot put together from their shares of the batch, because of {error}; "
+            "expected a mean or a sum over examples, so move the loss to "
+            "`compile(loss=...)`, or pass loss_placement='tower' to multi_gpu_model if "
+            "it is a mean all the same."
+        ) from error
+
+
+def _tags(outputs):
+    return [
+        tf.nest.map_structure(lambda t, name=name: getattr(t, name, None), outputs)
+        for name in TAGS
+    ]
+
+
+class _Scope(keras.StatelessScope):
+    """A stateless scope in which assigning means what it does to a variable."""
+
+    def __init__(self, mapping, tape):
+        super().__init__(mapping, collect_losses=True)
+        self._tape = tape
+        # By id of the variable, the values that it was assigned, in order.
+        self.assigned = collections.defaultdict(list)
+
+    def add_update(self, update):
+        variable, value = update
+        # No gradient flows through an assignment; it ends at the value assigned.
+        value = tf.stop_gradient(value)
+        if self._tape is not None and value.dtype.is_floating:
+            self._tape.watch(value)
+        self.assigned[id(variable)].append(value)
+        super().add_update((variable, value))
 
 
 @contextlib.contextmanager
-def _stateless(model, params, state) -> Iterator[keras.StatelessScope]:
+def _stateless(model, params, state, tape=None) -> Iterator[_Scope]:
     """Inside, the model computes with the given values and assigns nothing."""
+    if tape is not None:
+        tape.watch(params)
     mapping = [
         *zip(model.trainable_variables, params, strict=True),
         *zip(model.non_trainable_variables, state, strict=True),
     ]
     try:
-        with (
-            keras.StatelessScope(mapping, collect_losses=True) as scope,
-            fused.batch_normalization(),
-        ):
+        with _Scope(mapping, tape) as scope, fused.batch_normalization():
             yield scope
     except ValueError as error:
         if "stateless scope" not in str(error):
@@ -211,28 +267,63 @@ def _stateless(model, params, state) -> Iterator[keras.StatelessScope]:
         ) from error
 
 
-def _new_state(model, params, state, scope):
-    """Reads from `scope` what the call made of the state."""
-    _refuse_others(model, params, scope)
-    seeds = _seed_ids(model)
-    new_state = []
-    for variable, old in zip(model.non_trainable_variables, state, strict=True):
-        new = scope.get_current_value(variable)
-        if new is old:
-            new_state.append(None)
+def _gradients(tape, targets, model, params, scope, seeds=None):
+    """The gradient for each trainable variable: of all the values that it has had."""
+    values = [
+        [param, *scope.assigned.get(id(variable), ())]
+        for variable, param in zip(model.trainable_variables, params, strict=True)
+    ]
+    gradients = []
+    for of_values in tape.gradient(targets, values, seeds):
+        present = [gradient for gradient in of_values if gradient is not None]
+        if not present:
+            gradients.append(None)
             continue
-        if not new.dtype.is_floating and id(variable) not in seeds:
+        total = present[0] if len(present) == 1 else tf.add_n(present)
+        gradients.append(total)
+    for gradient, param in zip(gradients, params, strict=True):
+        # TensorFlow does not always infer it, and an idle tower has to know it.
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient.values.set_shape([None, *param.shape[1:]])
+        elif gradient is not None:
+            gradient.set_shape(param.shape)
+    return gradients
+
+
+def _new_state(model, rules, scope):
+    """Reads what the call made of the model's variables, and finds the rules."""
+    _refuse_others(model, scope)
+    normalized = {
+        id(variable)
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+        for variable in layer.non_trainable_variables
+    }
+    new_state = []
+    variables = model.trainable_variables + model.non_trainable_variables
+    for i, variable in enumerate(variables):
+        assigned = scope.assigned.get(id(variable))
+        new_state.append(assigned[-1] if assigned else None)
+        if not assigned:
+            continue
+        if id(variable) in normalized:
+            rules.mean(f"state {i}")
+            continue
+        try:
+            rules.state(f"state {i}", assigned[-1])
+        except NoRuleError as error:
             raise ModelError(
-                f"Model '{model.name}' changes the variable '{variable.path}' of type "
-                f"{new.dtype.name} while it is called, and no rule combines the "
-                "towers' values of it; expected a float variable, whose mean is taken."
-            )
-        new_state.append(new)
+                f"Model '{model.name}' assigns '{variable.path}' a value that towers "
+                f"cannot put together from their shares of the batch, because of "
+                f"{error}; expected a mean or a sum over examples, or a mean added to "
+                "what does not depend on them, so pass strict=False to multi_gpu_model "
+                "to accept the mean of the towers' values."
+            ) from error
     return new_state
 
 
-def refuse_synchronized(model: keras.Model) -> None:
-    """Refuses layers that ask to be computed for all towers together.
+def refuse_stateful(model: keras.Model) -> None:
+    """Refuses layers that keep a state for each row of the batch.
 
     Args:
         model: A model that is to run on several towers.
@@ -241,26 +332,26 @@ def refuse_synchronized(model: keras.Model) -> None:
         ModelError: If there is such a layer.
     """
     for layer in model._flatten_layers():
-        if getattr(layer, "synchronized", False):
+        if getattr(layer, "stateful", False):
             raise ModelError(
-                f"The layer '{layer.name}' has synchronized=True, which towers cannot "
-                "do yet; use synchronized=False, and each tower normalises its share."
+                f"The layer '{layer.name}' is stateful: it keeps a value for each row "
+                "of the batch, which towers cannot cut; use stateful=False."
             )
 
 
-def _refuse_others(model, params, scope):
+def is_synchronized(model: keras.Model) -> bool:
+    """Tells whether towers have to run together, as layers talk to one another."""
+    return any(
+        getattr(layer, "synchronized", False) for layer in model._flatten_layers()
+    )
+
+
+def _refuse_others(model, scope):
     """Raises if the call changed a variable that a tower does not carry."""
-    for variable, old in zip(model.trainable_variables, params, strict=True):
-        if scope.get_current_value(variable) is not old:
-            raise ModelError(
-                f"Model '{model.name}' assigns its trainable variable "
-                f"'{variable.path}' while it is called, which towers cannot carry; "
-                "leave trainable variables to the optimizer."
-            )
     # Those of the compiled losses are updated again, for the whole batch.
     known = [*model.variables]
     known += model._compile_loss.variables if model._compile_loss else []
-    unknown = scope.state_mapping.keys() - {id(variable) for variable in known}
+    unknown = scope.assigned.keys() - {id(variable) for variable in known}
     if not unknown:
         return
     for metric in model.metrics:
@@ -340,6 +431,11 @@ class Traced:
         """Adds one call of the tower to the graph, on the device of the scope."""
         return self._concrete(*arguments)
 
+    @property
+    def returned(self) -> TowerResult:
+        """What a call returns, in shapes and types."""
+        return self._concrete.structured_outputs
+
     def idle(self, none: tf.Tensor) -> TowerResult:
         """Returns what a tower without examples contributes: zeros, and no rows.
 
@@ -356,9 +452,7 @@ class Traced:
                 tf.stack(sizes) if sizes else [], tf.cast(none, tensor.dtype)
             )
 
-        return tf.nest.map_structure(
-            nothing, self._concrete.structured_outputs, expand_composites=True
-        )
+        return tf.nest.map_structure(nothing, self.returned, expand_composites=True)
 
 
 def _refuse_assignments(graph):
@@ -371,38 +465,112 @@ def _refuse_assignments(graph):
         )
 
 
-def run(
-    tower: Traced,
-    devices: Sequence[str],
-    size: int | tf.Tensor,
-    arguments: Callable[[int, Any, Any], Sequence[Any]],
-) -> list[TowerResult]:
-    """Runs one tower on each device, each for its even share of a batch.
+class Share(NamedTuple):
+    """What one tower is to compute.
+
+    Attributes:
+        device: Where, as a string.
+        size: Number of its examples: an int where it is known when the graph is built,
+            else a scalar tensor.
+        fraction: Size over that of the global batch: a float32 scalar.
+        arguments: The arguments of the tower function.
+    """
+
+    device: str
+    size: int | tf.Tensor
+    fraction: tf.Tensor
+    arguments: Sequence[Any]
+
+
+def run(tower: Traced, shares: Sequence[Share]) -> list[TowerResult]:
+    """Runs one tower on each device, none waiting for another.
 
     Args:
         tower: The traced tower, or in eager execution its plain function.
-        devices: One device string for each tower.
-        size: Number of examples in the global batch: an int where it is known when
-            the graph is built, else a scalar tensor.
-        arguments: Given a tower's index and the bounds of its share, returns the
-            arguments of its call. What it computes stays on the caller's device.
+        shares: One for each tower.
 
     Returns:
         The towers' results, in order. Towers known to be idle when the graph is built
         are left out; towers that turn out to be idle compute nothing and return zeros.
     """
     results = []
-    bounds = batch.share_bounds(size, len(devices))
-    for k, (device, (start, end)) in enumerate(zip(devices, bounds, strict=True)):
-        if k > 0 and isinstance(size, int) and start == end:
-            break
-        values = arguments(k, start, end)
-        call = functools.partial(tower, *values)
-        with tf.name_scope(f"tower_{k}"), tf.device(device):
-            # The first tower always has an example, unless there is none at all.
-            if k == 0 or isinstance(size, int):
-                results.append(call())
+    for k, share in enumerate(shares):
+        known = isinstance(share.size, int)
+        # The first tower always has an example, unless there is none at all.
+        if k > 0 and known and share.size == 0:
+            continue
+        call = functools.partial(tower, *share.arguments)
+        with tf.name_scope(f"tower_{k}"), tf.device(share.device):
+            if k == 0 or known:
+                result = call()
             else:
-                idle = functools.partial(tower.idle, end - start)
-                results.append(tf.cond(end > start, call, idle))
+                idle = functools.partial(tower.idle, share.size)
+                result = tf.cond(share.size > 0, call, idle)
+        results.append(result._replace(size=share.size, fraction=share.fraction))
     return results
+
+
+def run_together(
+    tower: Callable[..., TowerResult],
+    traced: Traced,
+    shares: Sequence[Share],
+    whole: Share,
+) -> list[TowerResult]:
+    """Runs towers whose layers talk to one another, such as synchronized normalisation.
+
+    `tf.distribute.MirroredStrategy` runs them, as replicas, for which Keras has written
+    such layers. No variable is mirrored, as towers have none. A batch that would leave
+    a tower idle is computed by one alone, as nobody would answer for the idle one.
+
+    Args:
+        tower: The plain tower function.
+        traced: The same, traced.
+        shares: One for each tower.
+        whole: All of them in one.
+
+    Returns:
+        The towers' results, in order.
+    """
+
+    def together():
+        return _replicated(tower, shares)
+
+    def alone():
+        with tf.name_scope("tower_0"), tf.device(whole.device):
+            result = traced(*whole.arguments)
+        idle = [traced.idle(tf.zeros([], tf.int32)) for _ in shares[1:]]
+        weights = [(whole.size, whole.fraction)] + [(0, tf.zeros([]))] * len(idle)
+        return [
+            one._replace(size=tf.convert_to_tensor(size), fraction=fraction)
+            for one, (size, fraction) in zip([result, *idle], weights, strict=True)
+        ]
+
+    sizes = [share.size for share in shares]
+    if all(isinstance(size, int) for size in sizes):
+        return together() if min(sizes) > 0 else alone()
+    return tf.cond(tf.reduce_min(tf.stack(sizes)) > 0, together, alone)
+
+
+def _replicated(tower, shares):
+    results = {}
+
+    @tf.autograph.experimental.do_not_convert
+    def replica():
+        context = tf.distribute.get_replica_context()
+        k = int(tf.get_static_value(context.replica_id_in_sync_group))
+        with tf.name_scope(f"tower_{k}"):
+            results[k] = tower(*shares[k].arguments)
+
+    _strategy(tuple(share.device for share in shares)).run(replica)
+    return [
+        results[k]._replace(size=share.size, fraction=share.fraction)
+        for k, share in enumerate(shares)
+    ]
+
+
+@functools.cache
+def _strategy(devices):
+    # NCCL would not take several logical devices of one GPU.
+    return tf.distribute.MirroredStrategy(
+        devices, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )

@@ -44,8 +44,8 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     "model",
     "cnn",
-    "mlp, cnn, resnet20/32/56, a keras.applications network such as MobileNetV2, or "
-    "your own as file.py:function.",
+    "mlp, cnn, lstm, resnet20/32/56, a keras.applications network such as "
+    "MobileNetV2, or your own as file.py:function.",
 )
 flags.DEFINE_string(
     "dataset",
@@ -116,6 +116,21 @@ flags.DEFINE_enum(
     "Where the variables live; gpu is the first tower.",
     **_MORE,
 )
+flags.DEFINE_list(
+    "tower_shares",
+    None,
+    "Each tower's part of a batch, relative to the others', such as 2,3,3. Default: "
+    "even.",
+    **_MORE,
+)
+flags.DEFINE_enum(
+    "loss_placement",
+    "auto",
+    ["auto", "tower", "gathered"],
+    "Where the loss is computed: on the towers, on the gathered outputs of all, or "
+    "where it is exact.",
+    **_MORE,
+)
 flags.DEFINE_list("gpu_indices", None, "Which GPUs, such as 0,2.", **_MORE)
 flags.DEFINE_integer("gpu_split", 1, "Logical GPUs to make of each.", **_MORE)
 flags.DEFINE_bool(
@@ -132,6 +147,7 @@ flags.DEFINE_bool("log_device_placement", False, "Log where ops run.", **_MORE)
 flags.DEFINE_integer("seed", 0, "Of weights, order of examples, dropout.", **_MORE)
 flags.DEFINE_bool("deterministic", False, "Same flags, same bits; slower.", **_MORE)
 flags.DEFINE_integer("log_steps", 100, "Steps between lines and scalars.", **_MORE)
+flags.DEFINE_integer("parity_steps", 3, "Steps that towers.parity compares.", **_MORE)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -144,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
         The exit code.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    _quieten()
+    quieten()
     job = None
     try:
         job = set_up(argv)
@@ -156,13 +172,13 @@ def main(argv: Sequence[str]) -> int:
         _say_stopped(job, "SIGTERM")
         return 143
     except (ModelError, Diverged) as error:
-        return _fail(error)
+        return fail(error)
     except (ValueError, OSError) as error:
         # While setting up, what goes wrong is the user's input, and said in one
         # sentence. Later, it is worth a traceback.
         if job is not None:
             raise
-        return _fail(error)
+        return fail(error)
     except (
         tf.errors.DataLossError,
         tf.errors.InvalidArgumentError,
@@ -171,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
         reason = job and _find_bad_record(job)
         if not reason:
             raise
-        return _fail(reason)
+        return fail(reason)
     finally:
         # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
         gc.collect()
@@ -240,6 +256,7 @@ def set_up(argv: Sequence[str]) -> Job:
     checkpoints = os.path.join(model_dir, "checkpoints")
     # Before the data, which TensorFlow may be asked to read.
     placed = configure_devices()
+    shares = tower_shares(placed)
     source = open_source(FLAGS.dataset, FLAGS.num_classes)
     held_out = None
     if FLAGS.eval_dataset is not None:
@@ -258,6 +275,8 @@ def set_up(argv: Sequence[str]) -> Job:
         gpus=placed.towers,
         cpu_merge=FLAGS.local_parameter_device == "cpu",
         builder=FLAGS.variable_update,
+        shares=shares,
+        loss_placement=FLAGS.loss_placement,
     )
     checkpoint = Checkpoint(checkpoints, model)
     if not FLAGS.clean and not checkpoint.restore() and FLAGS.eval_only:
@@ -309,14 +328,14 @@ def train(job: Job) -> float | None:
         )
         return None
     throughput = Throughput(FLAGS.batch_size, job.source.splits["train"])
-    shares = batch.even_shares(FLAGS.batch_size, len(job.placed.towers))
+    sizes = batch.cut(FLAGS.batch_size, tower_shares(job.placed))
     # The order matters: what one callback adds to the logs, the later ones see.
     callbacks = [
         throughput,
         TensorBoard(
             job.model_dir,
             every_steps=FLAGS.log_steps,
-            fractions=[share / FLAGS.batch_size for share in shares],
+            fractions=[size / FLAGS.batch_size for size in sizes],
             texts={"flags": as_markdown(flags_text())},
             sample=job.eval_data(),
             class_names=job.source.class_names,
@@ -377,6 +396,7 @@ def check_flags(argv: Sequence[str]) -> None:
         ("num_classes", 1, None),
         ("steps_per_loop", 1, None),
         ("log_steps", 1, None),
+        ("parity_steps", 1, None),
         ("seed", 0, 2**32 - 1),
         ("learning_rate", 0, None),
         ("momentum", 0, 1),
@@ -398,6 +418,12 @@ def check_flags(argv: Sequence[str]) -> None:
             f"Received --gpu_indices={','.join(FLAGS.gpu_indices)}; expected numbers "
             "of GPUs, such as --gpu_indices=0,2."
         )
+    for share in FLAGS.tower_shares or []:
+        if not (share.isdecimal() and int(share)):
+            raise ValueError(
+                f"Received --tower_shares={','.join(FLAGS.tower_shares)}; expected a "
+                "positive integer for each tower, such as --tower_shares=2,3,3."
+            )
     models.check(FLAGS.model)
     optimizer_class()
     asked_image_size()
@@ -545,6 +571,20 @@ def configure_devices() -> devices.Devices:
     return placed
 
 
+def tower_shares(placed: devices.Devices) -> tuple[int, ...]:
+    """Reads how much of a batch each tower gets, relative to the others."""
+    towers = len(placed.towers)
+    if not FLAGS.tower_shares:
+        return (1,) * towers
+    if len(FLAGS.tower_shares) != towers:
+        raise ValueError(
+            f"Received --tower_shares={','.join(FLAGS.tower_shares)} for {towers} "
+            f"towers; expected one share for each, so give {towers} of them, or "
+            f"--num_gpus={len(FLAGS.tower_shares)}."
+        )
+    return tuple(int(share) for share in FLAGS.tower_shares)
+
+
 def choose_image_shape(source: input_pipeline.Source) -> tuple[int, int, int]:
     """Decides the images' size: what --image_size says, else as they are."""
     height, width, channels = source.image_shape
@@ -684,11 +724,11 @@ def remove_run(model_dir: str) -> None:
 
 def start_text(job: Job) -> str:
     """Says what will run where."""
-    shares = batch.even_shares(FLAGS.batch_size, len(job.placed.towers))
+    sizes = batch.cut(FLAGS.batch_size, tower_shares(job.placed))
     examples = job.source.splits["train"]
     count = "an unknown number of" if examples is None else f"{examples:,}"
     lines = [
-        devices.table(job.placed, shares),
+        devices.table(job.placed, sizes),
         f"Model {FLAGS.model}: {job.model.count_params():,} parameters.",
         f"Data {job.source.name}: {count} training images of "
         f"{'x'.join(map(str, job.image_shape))}, {job.source.num_classes} classes.",
@@ -794,12 +834,13 @@ def _say_stopped(job: Job | None, cause: str) -> None:
     print(f"towers.train: Stopped by {cause}: {again}.", file=sys.stderr)
 
 
-def _fail(reason: object) -> int:
-    print(f"towers.train: {' '.join(str(reason).split())}", file=sys.stderr)
+def fail(reason: object, program: str = "towers.train") -> int:
+    """Says in one line why a program ends, and returns its exit code."""
+    print(f"{program}: {' '.join(str(reason).split())}", file=sys.stderr)
     return 1
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Leaves out what TFDS tells its own authors."""
     if not FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
@@ -811,12 +852,12 @@ def _quieten() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")
 
 
-def _parse_flags(argv: Sequence[str]) -> list[str]:
+def parse_flags(argv: Sequence[str], program: str = "towers.train") -> list[str]:
     """Reads the flags, as absl does, but for what is said of a bad one."""
     try:
         return FLAGS(argv)
     except flags.Error as error:
-        sys.exit(_fail(f"{error}; see --help."))
+        sys.exit(fail(f"{error}; see --help.", program))
     except SystemExit:
         sys.exit(0)  # absl has shown the help, and calls that an error
 
@@ -832,4 +873,4 @@ def _find_bad_record(job: Job) -> str | None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=parse_flags)

@@ -14,7 +14,7 @@ import pytest
 import models
 from models import applications, resnet_cifar
 
-OWN = ("cnn", "mlp", "resnet20", "resnet32", "resnet56")
+OWN = ("cnn", "lstm", "mlp", "resnet20", "resnet32", "resnet56")
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def count(weights) -> int:
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 1), (28, 28, 1), (32, 32, 3), (7, 5, 2)])
-@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet20"])
+@pytest.mark.parametrize("name", ["cnn", "lstm", "mlp", "resnet20"])
 def test_own_families_on_any_size(name, shape):
     model = models.build(name, input_shape=shape, num_classes=7)
     logits = keras.ops.convert_to_numpy(model(images(3, *shape)))
@@ -61,6 +61,16 @@ def test_own_families_on_any_size(name, shape):
 def test_mlp_takes_data_that_are_not_images():
     model = models.build("mlp", input_shape=[20], num_classes=3)
     assert model.output_shape == (None, 3)
+
+
+def test_lstm_reads_rows_from_top_to_bottom():
+    model = models.build("lstm", input_shape=(5, 4, 3), num_classes=2)
+    recurrent = next(x for x in model.layers if isinstance(x, keras.layers.LSTM))
+    assert recurrent.input.shape == (None, 5, 4 * 3)
+    probe = keras.Model(model.input, recurrent.input)
+    picture = images(1, 5, 4, 3)
+    rows = keras.ops.convert_to_numpy(probe(picture))
+    np.testing.assert_array_equal(rows[0, 2], picture[0, 2].ravel())
 
 
 @pytest.mark.parametrize(("side", "last"), [(8, 4), (28, 7), (32, 8), (2, 2)])
@@ -113,7 +123,7 @@ def test_resnet_shortcut_is_option_a():
     assert not end[..., 40:].any()
 
 
-@pytest.mark.parametrize("name", ["cnn", "resnet20"])
+@pytest.mark.parametrize("name", ["cnn", "lstm", "resnet20"])
 def test_saved_and_loaded(name, tmp_path):
     model = models.build(name, input_shape=(8, 8, 1), num_classes=10)
     model.save(tmp_path / "model.keras")
@@ -124,7 +134,7 @@ def test_saved_and_loaded(name, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet20", "MobileNetV2"])
+@pytest.mark.parametrize("name", ["cnn", "lstm", "mlp", "resnet20", "MobileNetV2"])
 @pytest.mark.usefixtures("mixed_precision")
 def test_logits_are_float32_under_mixed_precision(name):
     model = models.build(name, input_shape=(32, 32, 3), num_classes=4)
@@ -283,7 +293,7 @@ def test_user_file_errors_found_by_build(user_file, text, message):
             r"no model 'resnet21' \(did you mean .*resnet20.*file.py:function",
         ),
         ("mobilnet", r"did you mean MobileNet"),
-        ("qqqqqq", r"no model 'qqqqqq'; use one of cnn, mlp"),
+        ("qqqqqq", r"no model 'qqqqqq'; use one of cnn, lstm"),
         ("", "must be text"),
         (None, "name must be text, but None"),
         ("nosuch.py:f", r"no file 'nosuch.py' \(looked for as '/.*correct the path"),
@@ -299,7 +309,7 @@ def test_wrong_names(name, message):
         models.build(name, input_shape=(8, 8, 1), num_classes=10)
 
 
-@pytest.mark.parametrize("name", ["cnn", "resnet20", "ResNet50"])
+@pytest.mark.parametrize("name", ["cnn", "lstm", "resnet20", "ResNet50"])
 def test_images_are_needed(name):
     with pytest.raises(ValueError, match=r"\(height, width, channels\).*\(64,\).*mlp"):
         models.build(name, input_shape=(64,), num_classes=10)

@@ -6,33 +6,39 @@ from towers import batch
 
 
 @pytest.mark.parametrize(
-    ("total", "towers", "shares"),
+    ("total", "shares", "sizes"),
     [
-        (11, 4, [3, 3, 3, 2]),
-        (2, 4, [1, 1, 0, 0]),
+        (11, (1, 1, 1, 1), [3, 3, 3, 2]),
+        (2, (1, 1, 1, 1), [1, 1, 0, 0]),
         # Keras's old get_slice gave 0, 0, 0, 3.
-        (3, 4, [1, 1, 1, 0]),
-        (8, 4, [2, 2, 2, 2]),
-        (0, 2, [0, 0]),
-        (7, 1, [7]),
+        (3, (1, 1, 1, 1), [1, 1, 1, 0]),
+        (8, (1, 1, 1, 1), [2, 2, 2, 2]),
+        (0, (1, 1), [0, 0]),
+        (7, (1,), [7]),
+        (64, (2, 3, 3), [16, 24, 24]),
+        (65, (2, 3, 3), [17, 24, 24]),
+        (5, (1, 1, 10), [1, 0, 4]),
+        (1, (1, 10), [1, 0]),
     ],
 )
-def test_even_shares(total, towers, shares):
-    assert batch.even_shares(total, towers) == shares
+def test_cut(total, shares, sizes):
+    assert batch.cut(total, shares) == sizes
 
 
-@pytest.mark.parametrize(("total", "towers"), [(-1, 2), (3, 0)])
-def test_even_shares_refuses(total, towers):
-    with pytest.raises(ValueError, match=f"total={total} and towers={towers}"):
-        batch.even_shares(total, towers)
+@pytest.mark.parametrize(("total", "shares"), [(-1, (1, 1)), (3, ()), (3, (1, 0))])
+def test_cut_refuses(total, shares):
+    with pytest.raises(ValueError, match=f"total={total} and shares="):
+        batch.cut(total, shares)
 
 
+@pytest.mark.parametrize("shares", [(1, 1, 1, 1), (2, 3, 3, 1)])
 @pytest.mark.parametrize("total", range(12))
-def test_bounds_of_tensors_equal_those_of_integers(total):
-    of_int = batch.share_bounds(total, 4)
-    of_tensor = batch.share_bounds(tf.constant(total), 4)
+def test_bounds_of_tensors_equal_those_of_integers(total, shares):
+    of_int = batch.share_bounds(total, shares)
+    of_tensor = batch.share_bounds(tf.constant(total), shares)
     assert of_int == [(int(a), int(b)) for a, b in of_tensor]
-    assert [end - start for start, end in of_int] == batch.even_shares(total, 4)
+    assert [end - start for start, end in of_int] == batch.cut(total, shares)
+    assert total == 0 or of_int[0] != (0, 0)
 
 
 def _nest():
@@ -47,7 +53,7 @@ def _nest():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_shares_join_to_the_batch(compiled):
     def cut_and_join(whole):
-        bounds = batch.share_bounds(batch.batch_size(whole), 3)
+        bounds = batch.share_bounds(batch.batch_size(whole), (1, 1, 1))
         shares = [batch.take(whole, start, end) for start, end in bounds]
         return batch.join(shares, [end - start for start, end in bounds])
 
@@ -88,5 +94,5 @@ def test_batch_size_of_nothing():
 
 
 def test_fractions_sum_to_one():
-    fractions = batch.fractions(tf.zeros([11, 2]), 4)
+    fractions = batch.fractions(tf.zeros([11, 2]), (1, 1, 1, 1))
     np.testing.assert_allclose(fractions, np.array([3, 3, 3, 2]) / 11, rtol=1e-6)

@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
-from towers import multi_gpu_model
+from towers import multi_gpu_model, tower
+from towers.rules import Rules
 
 
 def _data(rows=60):
@@ -355,14 +356,18 @@ def test_a_subclassed_model_is_built_and_trains():
 def test_dropout_inside_a_subclassed_model_is_active_in_training():
     keras.utils.set_random_seed(0)
     model = Custom()
-    parallel = multi_gpu_model(model, gpus=2)
     model(np.ones((1, 6), "float32"))
     params = [v.value for v in model.trainable_variables]
     state = [v.value for v in model.non_trainable_variables]
-    forward = parallel.builder.forward
-    x, one = tf.ones([4, 6]), tf.ones([])
-    dropped = forward(training=True)(params, state, x, one).outputs
-    kept = forward(training=False)(params, state, x, one).outputs
+    values = (
+        Rules(towers=1),
+        params,
+        state,
+        tf.ones([4, 6]),
+        tf.ones([]),
+    )
+    dropped = tower.forward(model, True, *values).outputs
+    kept = tower.forward(model, False, *values).outputs
     assert not np.allclose(dropped, kept)
 
 
@@ -386,14 +391,12 @@ class _AssignsTensorFlow(keras.layers.Layer):
         return x + self.count
 
 
-class _Counts(keras.layers.Layer):
+class _SumsUp(keras.layers.Layer):
     def build(self, shape):
-        self.count = self.add_weight(
-            shape=(), dtype="int32", trainable=False, initializer="zeros"
-        )
+        self.total = self.add_weight(shape=(), trainable=False, initializer="zeros")
 
     def call(self, x):
-        self.count.assign(self.count + 1)
+        self.total.assign(self.total + keras.ops.sum(x))
         return x
 
 
@@ -412,9 +415,9 @@ class _Unseeded(keras.layers.Layer):
         return x + keras.random.normal(keras.ops.shape(x))
 
 
-class _AddsVector(keras.layers.Layer):
+class _AddsVariance(keras.layers.Layer):
     def call(self, x):
-        self.add_loss(tf.reduce_sum(x, axis=-1))
+        self.add_loss(keras.ops.var(x))
         return x
 
 
@@ -422,18 +425,10 @@ class _AddsVector(keras.layers.Layer):
     ("layer", "words"),
     [
         (_AssignsTensorFlow, "assigns a tf.Variable"),
-        (_Counts, "no rule combines"),
+        (_SumsUp, "assigns .*sums_up.* a value that towers cannot put"),
         (_Measures, "updates its metric 'mean_input'"),
-        (_AddsVector, "expected a scalar"),
+        (_AddsVariance, "calls add_loss with a value that towers cannot"),
         (_Unseeded, "global random seed"),
-        (
-            lambda: keras.layers.SpectralNormalization(keras.layers.Dense(4)),
-            "assigns its trainable variable",
-        ),
-        (
-            lambda: keras.layers.BatchNormalization(synchronized=True),
-            "has synchronized=True",
-        ),
     ],
 )
 def test_what_a_tower_cannot_do_is_said(layer, words):
@@ -455,6 +450,9 @@ def test_what_a_tower_cannot_do_is_said(layer, words):
         (_model, {"gpus": ["/gpu:7"]}, "gpu:7"),
         (_model, {"builder": "magic"}, "builder='magic'"),
         (_model, {"home": "/gpu:3"}, "gpu:3"),
+        (_model, {"shares": (1, 2, 3)}, "shares=.1, 2, 3. for 2 towers"),
+        (_model, {"shares": (1, 0)}, "a positive integer for each"),
+        (_model, {"loss_placement": "gpu"}, "loss_placement='gpu'"),
     ],
 )
 def test_bad_arguments(make, options, words):
@@ -486,11 +484,48 @@ def test_a_model_without_an_optimizer_is_evaluated():
     assert parallel.evaluate(x, y, verbose=0) > 0
 
 
-def test_a_scalar_output_is_refused():
+class _Centres(keras.layers.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0)
+
+
+@pytest.mark.parametrize("layer", [_Centres, _SumsUp])
+def test_strictness_can_be_waived(layer):
+    x, y = _data()
+    model = keras.Sequential([keras.Input((6,)), layer(), keras.layers.Dense(3)])
+    strict = multi_gpu_model(model, gpus=2)
+    strict.compile("sgd", "sparse_categorical_crossentropy")
+    with pytest.raises(ValueError, match="strict=False"):
+        strict.fit(x, y, verbose=0)
+    lax = multi_gpu_model(model, gpus=2, strict=False)
+    lax.compile("sgd", "sparse_categorical_crossentropy")
+    lax.fit(x, y, verbose=0)
+
+
+def test_a_stateful_layer_is_refused():
+    model = keras.Sequential(
+        [keras.Input(batch_shape=(8, 5, 6)), keras.layers.LSTM(3, stateful=True)]
+    )
+    x = np.zeros((8, 5, 6), "float32")
+    with pytest.raises(ValueError, match="'lstm' is stateful"):
+        multi_gpu_model(model, gpus=2).predict(x, batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_outputs_for_the_whole_batch_are_refused(axis):
     inputs = keras.Input((6,))
-    parallel = multi_gpu_model(keras.Model(inputs, keras.ops.sum(inputs)), gpus=2)
-    with pytest.raises(ValueError, match="returns a scalar"):
+    outputs = keras.ops.sum(inputs, axis=axis)
+    parallel = multi_gpu_model(keras.Model(inputs, outputs), gpus=2)
+    with pytest.raises(ValueError, match="expected outputs with one row an example"):
         parallel.predict(_data()[0], verbose=0)
+
+
+def test_targets_have_as_many_rows_as_inputs():
+    parallel = _compiled()
+    rows = tf.data.Dataset.from_tensors((tf.ones([8, 6]), tf.zeros([4], tf.int32)))
+    for data in (rows, rows.map(lambda *t: [tf.repeat(i, 2, axis=0) for i in t])):
+        with pytest.raises(Exception, match="as many rows"):
+            parallel.fit(data, verbose=0)
 
 
 def test_moving_the_model_again_is_noticed():

@@ -21,7 +21,7 @@ from absl.testing import flagsaver
 from PIL import Image
 
 import input_pipeline
-from towers import train
+from towers import devices, train
 
 ROOT = Path(__file__).parents[2]
 # Of an epoch of digits: 1,437 images at 64 a batch.
@@ -358,6 +358,29 @@ def test_flags_at_work(data_dir, tmp_path, flags, steps):
     assert ours(done) == []
 
 
+def test_shares_and_loss_placement(data_dir, tmp_path):
+    flags = (f"--data_dir={data_dir}", "--model=mlp", "--deterministic")
+    even, uneven = tmp_path / "even", tmp_path / "uneven"
+    run(*flags, f"--model_dir={even}", "--train_epochs=1")
+    done = run(
+        *(*flags, f"--model_dir={uneven}", "--train_epochs=1", "--num_gpus=3"),
+        *("--tower_shares=2,3,3", "--loss_placement=gathered"),
+    )
+    for tower, size in enumerate((16, 24, 24)):
+        assert re.search(
+            rf"^ +{tower} +/device:CPU:{tower} .* {size}$", done.stdout, re.M
+        )
+    for name in ("test_loss", "test_accuracy"):
+        expected, found = (
+            json.loads((path / "summary.json").read_text())[name]
+            for path in (even, uneven)
+        )
+        assert found == pytest.approx(expected, rel=1e-4)
+    # Shares are no part of what is saved.
+    again = run(*flags, f"--model_dir={uneven}", "--train_epochs=2")
+    assert continued(again, uneven) == 1
+
+
 def test_images_in_folders(tmp_path):
     write_folder(tmp_path / "images", ant=12, bee=11)
     run(
@@ -444,6 +467,7 @@ class TestInProcess:
         ("flags", "message"),
         [
             ({"learning_rate": float("nan")}, "--learning_rate=nan; expected at least"),
+            ({"parity_steps": 0}, "--parity_steps=0; expected at least 1"),
             ({"steps_per_loop": 0}, "--steps_per_loop=0; expected at least 1"),
             ({"image_size": "8x"}, "--image_size=8x; expected pixels"),
             ({"seed": 2**32}, "--seed=4294967296; expected 0 to 4294967295"),
@@ -451,11 +475,24 @@ class TestInProcess:
             ({"optimizer": "multioptimizer"}, "expected an optimizer of"),
             ({"gpu_indices": ["a"]}, "--gpu_indices=a; expected numbers"),
             ({"eval_only": True, "clean": True}, "--clean and --eval_only; expected"),
+            ({"tower_shares": ["2", "x"]}, "--tower_shares=2,x; expected a positive"),
+            ({"tower_shares": ["2", "0"]}, "--tower_shares=2,0; expected a positive"),
+            ({"tower_shares": ["-1"]}, "--tower_shares=-1; expected a positive"),
+            ({"tower_shares": ["1.5"]}, "--tower_shares=1.5; expected a positive"),
         ],
     )
     def test_bad_flags(self, flags, message):
         with flagsaver.flagsaver(**flags), pytest.raises(ValueError, match=message):
             train.check_flags(["towers.train"])
+
+    def test_tower_shares(self):
+        placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
+        assert train.tower_shares(placed) == (1, 1)
+        train.FLAGS.tower_shares = ["3", "10"]
+        assert train.tower_shares(placed) == (3, 10)
+        train.FLAGS.tower_shares = ["3"]
+        with pytest.raises(ValueError, match=r"=3 for 2 towers; .* or --num_gpus=1\."):
+            train.tower_shares(placed)
 
     def test_data_sets_with_other_classes(self, tmp_path):
         write_folder(tmp_path / "train", ant=1, bee=1)
@@ -716,6 +753,8 @@ def check_bad(done, words, model_dir):
             ["another_shape", "(None, 5, 6, 1)", "(8, 8, 1)", "--image_size"],
         ),
         ("--model=MobileNetV2", ["MobileNetV2", "32x32", "(8, 8, 1)"]),
+        ("--tower_shares=2,3,3", ["--tower_shares=2,3,3", "2 towers", "--num_gpus=3"]),
+        ("--loss_placement=home", ["--loss_placement=home", "auto|tower|gathered"]),
         (
             "--eval_dataset=synthetic:8x8x1:12",
             ["synthetic:8x8x1:12", "12 classes", "digits has 10"],

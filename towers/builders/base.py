@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from towers import batch, reduce, tower
+from towers.rules import Rules
 from towers.tower import TowerResult
 
 
@@ -27,15 +30,35 @@ class Builder(abc.ABC):
         home: The device of the shared variables: updates, losses of gathered outputs
             and metrics are computed there.
         merge: The device on which gradients are added.
+        shares: How much of a batch each tower gets, relative to the others.
+        loss_placement: Where the loss is to be computed: "auto", "tower" or "gathered".
+        strict: Whether to refuse a model that towers are seen to compute differently.
+        loss_placed: Where it is: "tower" or "gathered"; `None` before the first step.
     """
 
     def __init__(
-        self, model: keras.Model, devices: Sequence[str], home: str, merge: str
+        self,
+        model: keras.Model,
+        devices: Sequence[str],
+        home: str,
+        merge: str,
+        shares: Sequence[int],
+        loss_placement: str,
+        strict: bool,
     ):
         self.model = model
         self.devices = tuple(devices)
         self.home = home
         self.merge = merge
+        self.shares = tuple(shares)
+        self.loss_placement = loss_placement
+        self.strict = strict
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was found out about the model, which has changed."""
+        self.loss_placed = None
+        self._eager_rules = {}
 
     @abc.abstractmethod
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
@@ -60,9 +83,11 @@ class Builder(abc.ABC):
         """
         self.build(data)
         data = keras.utils.unpack_x_y_sample_weight(data)
-        results = self.run(self.forward(training=False), *self.read(), data[0])
-        outputs = self.gather(results, data[0])
-        self.update_state(results, data[0])
+        rules = self.rules("test")
+        forward = functools.partial(tower.forward, self.model, False, rules)
+        results = self.run(forward, rules, *self.read(), data[0])
+        outputs = self.gather(results)
+        self.update_state(results, rules)
         with tf.device(self.home):
             losses = self.sum_layer_losses(results)
             loss = self.whole_loss(data, outputs, losses, training=False)
@@ -78,12 +103,15 @@ class Builder(abc.ABC):
             The model's outputs: a nest of tensors, one row an example, in order.
         """
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        batch.check_rows(x)
         if not self.model.built:
             with tf.init_scope(), tf.device(self.home):
                 self.model(_symbolic(x))
-        results = self.run(self.forward(training=False), *self.read(), x)
-        self.update_state(results, x)
-        return self.gather(results, x)
+        rules = self.rules("predict")
+        forward = functools.partial(tower.forward, self.model, False, rules)
+        results = self.run(forward, rules, *self.read(), x)
+        self.update_state(results, rules)
+        return self.gather(results)
 
     def build(self, data: Any) -> None:
         """Creates what Keras creates late: variables of model, metrics and optimizer.
@@ -91,14 +119,57 @@ class Builder(abc.ABC):
         A tower cannot create a variable, so all have to exist before one is traced.
 
         Args:
-            data: A batch; only its shapes and types are used.
+            data: A batch; only its shapes and types are used. They are checked.
         """
+        batch.check_rows(data)
         with tf.init_scope(), tf.device(self.home):
             self.model._symbolic_build(data_batch=_symbolic(data))
 
-    def forward(self, training: bool) -> Callable[..., TowerResult]:
-        """Returns the tower function that only computes outputs."""
-        return functools.partial(tower.forward, self.model, training)
+    def rules(self, step: str) -> Rules:
+        """Returns the rules for the towers of one step, to be read when it is traced.
+
+        Args:
+            step: Name of the step. In eager execution its rules are read once.
+        """
+        mean_loss = self.loss_placement == "tower"
+        rules = Rules(len(self.devices), mean_loss, mean_state=not self.strict)
+        if self.model.run_eagerly:
+            return self._eager_rules.setdefault(step, rules)
+        return rules
+
+    def place_loss(self) -> str:
+        """Decides where to try to compute the loss: "tower" or "gathered"."""
+        if self.loss_placement == "gathered" or self.loss_placed == "gathered":
+            self.loss_placed = "gathered"
+        elif type(self.model).compute_loss is not keras.Model.compute_loss:
+            self.gather_loss("its own compute_loss")
+        elif len(self.devices) > 1 and tower.is_synchronized(self.model):
+            self.gather_loss("layers that are synchronized")
+        else:
+            self.loss_placed = "tower"
+        return self.loss_placed
+
+    def gather_loss(self, reason: str) -> None:
+        """Has the loss computed on gathered outputs from now on, and says so.
+
+        Args:
+            reason: What hinders the towers.
+
+        Raises:
+            ValueError: If the user asked for the towers.
+        """
+        if self.loss_placement == "tower":
+            raise ValueError(
+                f"Received loss_placement='tower', but towers cannot compute the loss "
+                f"of model '{self.model.name}', because of {reason}; use "
+                "loss_placement='auto'."
+            )
+        self.loss_placed = "gathered"
+        logging.warning(
+            "The loss of model '%s' is computed on gathered outputs, because of %s.",
+            self.model.name,
+            reason,
+        )
 
     def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Reads parameters and state, once for all towers.
@@ -118,6 +189,7 @@ class Builder(abc.ABC):
     def run(
         self,
         function: Callable[..., TowerResult],
+        rules: Rules,
         params: Sequence[tf.Tensor],
         state: Sequence[tf.Tensor],
         whole: Any,
@@ -128,6 +200,7 @@ class Builder(abc.ABC):
         Args:
             function: A function of `towers.tower`, its model bound. It takes params,
                 state, share, fraction and `extra`.
+            rules: The rules that the function reads or follows.
             params: Values of the trainable variables.
             state: Values of the non-trainable variables.
             whole: The batch to cut: a nest of tensors with one row an example.
@@ -136,53 +209,82 @@ class Builder(abc.ABC):
         Returns:
             The results of the towers that have a share, or may have one.
         """
-        if len(self.devices) > 1:
-            tower.refuse_synchronized(self.model)
+        alone = len(self.devices) == 1
+        if not alone:
+            tower.refuse_stateful(self.model)
+        together = not alone and tower.is_synchronized(self.model)
+        plain = together or self.model.run_eagerly
+        # Keras gives arrays to eager steps.
+        whole = tf.nest.map_structure(_as_tensor, whole)
         size = batch.batch_size(whole)
-        fractions = batch.fractions(whole, len(self.devices))
-        if not self.model.run_eagerly:
-            even = isinstance(size, int) and size % len(self.devices) == 0
+        fractions = batch.fractions(whole, self.shares)
+        traced = None
+        if not plain or not rules.complete or together:
+            # Rules are read from a graph that does not know the number of examples.
+            rows = size if alone and isinstance(size, int) else None
             specs = [
                 *_specs([params, state]),
-                batch.share_spec(whole, size // len(self.devices) if even else None),
+                batch.share_spec(whole, rows),
                 tf.TensorSpec([], tf.float32),
                 *_specs(extra),
             ]
-            function = tower.Traced(function, specs, bool(self.model.jit_compile))
+            xla = bool(self.model.jit_compile) and not plain
+            traced = tower.Traced(function, specs, xla)
+            if rows is None:
+                self._check_outputs(traced.returned.outputs, rules)
 
-        def arguments(k, start, end):
-            share = batch.take(whole, start, end)
+        def share(k, rows, size, fraction):
             seeded = tower.own_seeds(self.model, state, k)
-            return params, seeded, share, fractions[k], *extra
+            arguments = params, seeded, rows, fraction, *extra
+            return tower.Share(self.devices[k], size, fraction, arguments)
 
-        return tower.run(function, self.devices, size, arguments)
+        shares = [
+            share(k, batch.take(whole, start, end), end - start, fractions[k])
+            for k, (start, end) in enumerate(batch.share_bounds(size, self.shares))
+        ]
+        if together:
+            everything = share(0, whole, size, tf.ones([]))
+            return tower.run_together(function, traced, shares, everything)
+        return tower.run(function if plain else traced, shares)
 
-    def gather(self, results: Sequence[TowerResult], whole: Any) -> Any:
-        """Joins the towers' outputs at home, with their masks.
+    def _check_outputs(self, outputs, rules):
+        if rules.coupling is not None and self.strict:
+            raise tower.ModelError(
+                f"Model '{self.model.name}' makes an example's output depend on other "
+                f"examples, by {rules.coupling}, of which a tower sees its share only; "
+                "expected a model that treats each example by itself, so pass "
+                "strict=False to multi_gpu_model to accept other numbers than one "
+                "device's."
+            )
+        for output in tf.nest.flatten(outputs):
+            if output is not None and (
+                output.shape.rank == 0 or output.shape[0] is not None
+            ):
+                raise tower.ModelError(
+                    f"Model '{self.model.name}' returns an output of shape "
+                    f"{output.shape}, whatever the size of the batch, which towers "
+                    "cannot join; expected outputs with one row an example."
+                )
+
+    def gather(self, results: Sequence[TowerResult]) -> Any:
+        """Joins the towers' outputs at home, with their tags.
 
         Args:
             results: The towers' results.
-            whole: The batch that was cut.
 
         Returns:
             The outputs for the whole batch: a nest of tensors, one row an example.
         """
-        for output in tf.nest.flatten(results[0].outputs):
-            if output is not None and output.shape.rank == 0:
-                raise tower.ModelError(
-                    f"Model '{self.model.name}' returns a scalar, which towers cannot "
-                    "join; expected outputs with one row an example."
-                )
-        bounds = batch.share_bounds(batch.batch_size(whole), len(self.devices))
-        sizes = [end - start for start, end in bounds[: len(results)]]
+        sizes = [result.size for result in results]
         with tf.device(self.home), tf.name_scope("gather"):
             outputs = batch.join([r.outputs for r in results], sizes)
-            masks = batch.join([r.masks for r in results], sizes)
-        for output, mask in zip(
-            tf.nest.flatten(outputs), tf.nest.flatten(masks), strict=True
-        ):
-            if mask is not None:
-                output._keras_mask = mask
+            tags = batch.join([r.tags for r in results], sizes)
+        for name, values in zip(tower.TAGS, tags, strict=True):
+            for output, value in zip(
+                tf.nest.flatten(outputs), tf.nest.flatten(values), strict=True
+            ):
+                if value is not None:
+                    setattr(output, name, value)
         return outputs
 
     def sum_layer_losses(self, results: Sequence[TowerResult]) -> list[tf.Tensor]:
@@ -190,19 +292,21 @@ class Builder(abc.ABC):
         by_loss = zip(*(result.losses for result in results), strict=True)
         return [tf.add_n(parts) for parts in by_loss]
 
-    def update_state(self, results: Sequence[TowerResult], whole: Any) -> None:
-        """Assigns what the towers made of the model's non-trainable variables.
+    def update_state(self, results: Sequence[TowerResult], rules: Rules) -> None:
+        """Assigns what the towers made of the model's variables.
 
         Args:
             results: The towers' results.
-            whole: The batch that was cut.
+            rules: The rules that combine them.
         """
-        fractions = batch.fractions(whole, len(self.devices))[: len(results)]
+        variables = self.model.trainable_variables + self.model.non_trainable_variables
         with tf.device(self.home), tf.name_scope("state"):
-            state = reduce.combine_states([r.state for r in results], fractions)
-            for variable, value in zip(
-                self.model.non_trainable_variables, state, strict=True
-            ):
+            state = reduce.combine_states(
+                [result.state for result in results],
+                [result.fraction for result in results],
+                [rules[f"state {i}"] for i in range(len(variables))],
+            )
+            for variable, value in zip(variables, state, strict=True):
                 if value is not None:
                     variable.assign(value)
 
@@ -261,6 +365,10 @@ def _symbolic_tensor(tensor):
         sparse=isinstance(tensor, tf.SparseTensor),
         ragged=isinstance(tensor, tf.RaggedTensor),
     )
+
+
+def _as_tensor(value):
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def _specs(tensors):

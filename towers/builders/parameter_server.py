@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from towers import reduce, tower
 from towers.builders.base import Builder
-from towers.loss import is_separable
+from towers.rules import NoRuleError
 
 
 class ParameterServer(Builder):
@@ -31,30 +31,32 @@ class ParameterServer(Builder):
             if self.model.optimizer is not None:
                 scale = self.model.optimizer.scale_loss(scale)
 
-        results = self._separate(values, data, scale)
-        if results is None:
-            results, outputs, loss = self._gathered(values, data, scale)
-        else:
+        rules = self.rules("train")
+        if self.place_loss() == "tower":
+            try:
+                results = self._separate(rules, values, data, scale)
+            except NoRuleError as error:
+                self.gather_loss(str(error))
+        if self.loss_placed == "tower":
             outputs, loss = self._sum_losses(results, data)
+        else:
+            rules = self.rules("train, gathered")
+            results, outputs, loss = self._gathered(rules, values, data, scale)
 
+        # In this order, as on one device: layers assign before the optimizer does.
+        self.update_state(results, rules)
         self._update_weights(results)
-        self.update_state(results, data[0])
         with tf.device(self.home):
             return self.update_metrics(data, outputs, loss)
 
-    def _separate(self, values, data, scale):
-        """Computes the loss on the towers; returns `None` if it cannot be cut."""
-        if not is_separable(self.model):
-            return None
-        function = functools.partial(tower.forward_backward, self.model)
-        results = self.run(function, *values, data, scale)
-        # What the outputs are like shows only now. Nothing was assigned, so results can
-        # be dropped; the graph leaves out what nobody uses.
-        return results if _counts_equally(results[0]) else None
+    def _separate(self, rules, values, data, scale):
+        """Computes loss and gradient on the towers, each its part."""
+        function = functools.partial(tower.forward_backward, self.model, rules)
+        return self.run(function, rules, *values, data, scale)
 
     def _sum_losses(self, results, data):
         """Adds the towers' parts of the loss, and tracks it."""
-        outputs = self.gather(results, data[0])
+        outputs = self.gather(results)
         with tf.device(self.home):
             loss = tf.add_n([result.loss for result in results])
             losses = self.model._compile_loss
@@ -64,26 +66,27 @@ class ParameterServer(Builder):
                 losses(data[1], outputs, data[2])
         return outputs, loss
 
-    def _gathered(self, values, data, scale):
+    def _gathered(self, rules, values, data, scale):
         """Computes the loss at home, from the outputs of all towers.
 
         The towers run forward; home computes the loss and its gradient for the outputs;
         the towers carry that gradient back.
         """
         x = data[0]
-        results = self.run(self.forward(training=True), *values, x)
-        outputs = self.gather(results, x)
+        forward = functools.partial(tower.forward, self.model, True, rules)
+        results = self.run(forward, rules, *values, x)
+        outputs = self.gather(results)
         with tf.device(self.home):
             losses = self.sum_layer_losses(results)
-            targets = tf.nest.flatten(outputs)
+            targets = tower.differentiable(outputs)
             with tf.GradientTape() as tape:
                 tape.watch([targets, losses])
                 loss = self.whole_loss(data, outputs, losses, training=True)
                 scaled = loss * tf.cast(scale, loss.dtype)
             wanted = tape.gradient(scaled, [targets, losses])
             for_outputs, for_losses = tf.nest.map_structure(_dense, wanted)
-        function = functools.partial(tower.backward, self.model)
-        back = self.run(function, *values, (x, for_outputs), for_losses)
+        backward = functools.partial(tower.backward, self.model, rules)
+        back = self.run(backward, rules, *values, (x, for_outputs), for_losses)
         results = [
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
@@ -101,19 +104,6 @@ class ParameterServer(Builder):
             gradients = reduce.sum_gradients([r.gradients for r in results])
         with tf.device(self.home), tf.name_scope("apply"):
             self.model.optimizer.apply(gradients, variables)
-
-
-def _counts_equally(result):
-    """Whether each example weighs the same in the loss of these outputs.
-
-    With a mask it does not. Without a second axis, Keras takes the examples themselves
-    for the values of one.
-    """
-    masks = tf.nest.flatten(result.masks)
-    ranks = [output.shape.rank for output in tf.nest.flatten(result.outputs)]
-    return all(mask is None for mask in masks) and all(
-        rank is not None and rank > 1 for rank in ranks
-    )
 
 
 def _dense(gradient):

@@ -1,0 +1,167 @@
+"""Runs a case by plain Keras on one device, without a line of ours."""
+
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.exact.cases import Case
+
+EPOCHS = 2
+# Arrays smaller than this are sums that cancel: zero, but for rounding.
+NOTHING = 1e-4
+
+
+def run(
+    case: Case,
+    wrap: Callable[[keras.Model], Any] = lambda model: model,
+    scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> dict[str, np.ndarray]:
+    """Trains, evaluates and predicts.
+
+    Args:
+        case: What to run.
+        wrap: Makes of the model what is compiled and fitted.
+        scope: Makes the context that the model is built and compiled in.
+
+    Returns:
+        All that has to be equal, by name: history, results of `evaluate`, predictions,
+        variables of the model and of its optimizer.
+    """
+    keras.backend.clear_session()
+    keras.config.set_dtype_policy(case.policy)
+    keras.utils.set_random_seed(7)
+    with scope():
+        model = case.make()
+        trained = wrap(model)
+        trained.compile(optimizer=case.optimizer(), loss=case.loss, **case.compile())
+    data = dataset(case.batches())
+    fit = {"epochs": EPOCHS, "verbose": 0} | case.fit
+    fit.setdefault("x", data)
+    found = {}
+    for round in range(2 if case.between else 1):
+        if round:
+            with scope():
+                case.between(trained)
+        history = trained.fit(**fit).history
+        found |= {f"history {name} {round}": v for name, v in history.items()}
+    results = trained.evaluate(data, return_dict=True, verbose=0)
+    found |= {f"evaluate {name}": value for name, value in results.items()}
+    outputs = keras.tree.flatten(trained.predict(data, verbose=0))
+    found |= {f"predict {i}": value for i, value in enumerate(outputs)}
+    found |= {f"{v.path} {i}": v.value for i, v in enumerate(model.variables)}
+    # Their paths hang on where Keras built them; names and order do not.
+    slots = enumerate(model.optimizer.variables)
+    found |= {f"slot {i} {v.path.split('/')[-1]}": v.value for i, v in slots}
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+def dataset(batches: list[tuple]) -> tf.data.Dataset:
+    """Makes a dataset of these batches, as a user's pipeline would if it can."""
+    first = keras.tree.flatten(batches[0])
+    sizes = [len(keras.tree.flatten(b)[0]) for b in batches if _is_dense(b)]
+    uniform = len(set(sizes[:-1])) == 1 and sizes[-1] <= sizes[0]
+    if uniform and all(isinstance(a, np.ndarray) for a in first):
+        whole = keras.tree.map_structure(lambda *a: np.concatenate(a), *batches)
+        even = sizes[-1] == sizes[0]
+        rows = tf.data.Dataset.from_tensor_slices(whole)
+        return rows.batch(sizes[0], drop_remainder=even)
+    parts = [tf.data.Dataset.from_tensors(batch) for batch in batches]
+    return functools.reduce(tf.data.Dataset.concatenate, parts)
+
+
+def _is_dense(batch):
+    return isinstance(keras.tree.flatten(batch)[0], np.ndarray)
+
+
+def differences(
+    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """Returns the largest difference in each array, relative to the array's size.
+
+    Infinite where only one has it, or its shape or what is not finite differs.
+    """
+    return {
+        name: _difference(ours.get(name), theirs.get(name))
+        for name in [*theirs, *(ours.keys() - theirs.keys())]
+    }
+
+
+def _difference(ours, theirs):
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return np.inf
+    ours, theirs = ours.astype("float64"), theirs.astype("float64")
+    finite = np.isfinite(theirs)
+    if not np.array_equal(ours[~finite], theirs[~finite], equal_nan=True):
+        return np.inf
+    apart = np.abs(ours - theirs)[finite]
+    if not apart.size or not np.all(np.isfinite(apart)):
+        return np.inf if apart.size else 0.0
+    return float(apart.max() / max(np.abs(theirs[finite]).max(), NOTHING))
+
+
+def outcome(
+    case: Case,
+    wrap: Callable[[keras.Model], Any] = lambda model: model,
+    scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> dict[str, Any]:
+    """Runs a case another way, and compares it with one device.
+
+    Args:
+        case: What to run.
+        wrap: See `run`.
+        scope: See `run`.
+
+    Returns:
+        A record for a report. Its "verdict" is "equal", "rule", "clear error" (all
+        three only where the case expects them), "differs" or "raises".
+    """
+    record = {"group": case.group, "case": case.name, "towers": case.towers}
+    try:
+        ours = run(case, wrap, scope)
+    except Exception as error:
+        clear = case.verdict == "clear error" and isinstance(error, ValueError)
+        clear = clear and case.expect in str(error)
+        if not clear:
+            traceback.print_exc()
+        verdict = "clear error" if clear else "raises"
+        message = f"{type(error).__name__}: {_words(error)}"
+        return record | {"verdict": verdict, "message": message}
+    each = {
+        name: value
+        for name, value in differences(ours, _one_device(case)).items()
+        if case.only in name
+    }
+    where = max(each, key=each.get)
+    equal = each[where] <= case.tolerance
+    record["verdict"] = ("rule" if case.only else "equal") if equal else "differs"
+    record |= {"difference": each[where], "where": where}
+    return record | ({"metrics": _by_metric(each)} if case.group == "metrics" else {})
+
+
+_one_device = functools.lru_cache(maxsize=1)(run)
+
+
+def _words(error):
+    """What an error says, without where TensorFlow was."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [
+        line
+        for line in lines
+        if line and not line.startswith(("File ", "Graph ", "Detected ", "[[", "<"))
+    ]
+    return (said[-1] if "Graph execution" in str(error) else " ".join(said))[:300]
+
+
+def _by_metric(found):
+    metrics = {}
+    for name, value in found.items():
+        kind, *metric = name.split()
+        if kind in ("history", "evaluate"):
+            metrics[metric[0]] = max(value, metrics.get(metric[0], 0.0))
+    return metrics

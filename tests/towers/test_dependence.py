@@ -1,0 +1,143 @@
+"""How a traced value depends on the examples: proved, or not at all."""
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from towers.dependence import Dependence, Reader, recorded_layers
+
+SUM, MEAN, ROWS, NONE = (
+    Dependence.SUM,
+    Dependence.MEAN,
+    Dependence.ROWS,
+    Dependence.NONE,
+)
+COUPLED, UNKNOWN = Dependence.COUPLED, Dependence.UNKNOWN
+
+
+def _read(function):
+    """Reads what a function of x (n, 4), y (n,) and weights (4, 2) returns."""
+
+    @tf.function(autograph=False)
+    def trace(x, y, weights):
+        with recorded_layers() as calls:
+            value = function(x, y, weights)
+        trace.found = Reader([x, y], calls).of(tf.convert_to_tensor(value))
+
+    trace.get_concrete_function(
+        tf.TensorSpec([None, 4]), tf.TensorSpec([None]), tf.TensorSpec([4, 2])
+    )
+    return trace.found
+
+
+def _size(x):
+    return ops.cast(ops.shape(x)[0], "float32")
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda x, y, w: ops.sum(w), NONE),
+        (lambda x, y, w: x * 2 + 1, ROWS),
+        (lambda x, y, w: ops.matmul(x, w), ROWS),
+        (lambda x, y, w: ops.softmax(x), ROWS),
+        (lambda x, y, w: ops.max(x, axis=-1), ROWS),
+        (lambda x, y, w: ops.reshape(x, [-1, 2]), ROWS),
+        (lambda x, y, w: x[..., 0] * y, ROWS),
+        (lambda x, y, w: x[:, 1:3], ROWS),
+        (lambda x, y, w: ops.zeros_like(x), ROWS),
+        (lambda x, y, w: ops.sum(x), SUM),
+        (lambda x, y, w: ops.sum(x, axis=0), SUM),
+        (lambda x, y, w: 2 * ops.sum(x**2) + ops.sum(y), SUM),
+        (lambda x, y, w: ops.matmul(ops.transpose(x), x), UNKNOWN),
+        (lambda x, y, w: tf.matmul(x, x, transpose_a=True), SUM),
+        (lambda x, y, w: ops.mean(x), MEAN),
+        (lambda x, y, w: ops.mean(ops.sum(x, axis=-1)), MEAN),
+        (lambda x, y, w: ops.mean(x) + ops.sum(w**2), MEAN),
+        (lambda x, y, w: ops.sum(x) / _size(x), MEAN),
+        (lambda x, y, w: 0.9 * ops.sum(w) - 0.1 * ops.mean(y), MEAN),
+        (lambda x, y, w: ops.sum(ops.stack([ops.mean(x), ops.sum(w)])), MEAN),
+        (lambda x, y, w: keras.losses.MeanSquaredError()(y, x[:, 0]), MEAN),
+        (lambda x, y, w: keras.losses.MeanSquaredError("sum")(x, 2 * x), SUM),
+        (
+            lambda x, y, w: keras.losses.SparseCategoricalCrossentropy()(
+                y, ops.softmax(x), sample_weight=y
+            ),
+            MEAN,
+        ),
+        # None of these can be put together from shares.
+        (lambda x, y, w: ops.sum(x) + ops.sum(w), COUPLED),
+        (lambda x, y, w: ops.sum(x) + ops.mean(x), COUPLED),
+        (lambda x, y, w: ops.sqrt(ops.mean(x**2)), COUPLED),
+        (lambda x, y, w: ops.mean(x) * ops.mean(y), COUPLED),
+        (lambda x, y, w: ops.sum(x) / ops.sum(y), COUPLED),
+        (lambda x, y, w: ops.var(x), COUPLED),
+        (lambda x, y, w: ops.max(x), COUPLED),
+        (lambda x, y, w: x - ops.mean(x, axis=0), COUPLED),
+        (lambda x, y, w: x / _size(x), COUPLED),
+        (lambda x, y, w: tf.matmul(x, x, transpose_b=True), COUPLED),
+        (lambda x, y, w: ops.sum(y * ops.expand_dims(y, -1)), UNKNOWN),
+        (lambda x, y, w: ops.sum(x * ops.reshape(w, [8, 1])[:4]), UNKNOWN),
+        (lambda x, y, w: ops.sum(ops.cumsum(x, axis=0)), UNKNOWN),
+        (lambda x, y, w: ops.sum(x[1:]), UNKNOWN),
+        (lambda x, y, w: ops.sum(x[::2]), UNKNOWN),
+        (lambda x, y, w: ops.sum(x[0]), UNKNOWN),
+        (lambda x, y, w: tf.reduce_mean(tf.cast(y, "int32")), UNKNOWN),
+        (lambda x, y, w: ops.sum(ops.reshape(x, [-1, 3]) ** 2), UNKNOWN),
+        (lambda x, y, w: ops.concatenate([x, x], axis=0), UNKNOWN),
+        (lambda x, y, w: ops.sum(ops.softmax(x, axis=0)), UNKNOWN),
+    ],
+)
+def test_reading(function, found):
+    read = _read(function)
+    # What cannot be read is as good as coupled.
+    assert read is found or {read, found} == {COUPLED, UNKNOWN}
+
+
+class Centred(keras.layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=0)
+
+
+class Sorted(keras.layers.Layer):
+    def call(self, x):
+        return ops.sort(x, axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "found"),
+    [
+        (lambda: keras.layers.LSTM(3), ROWS),
+        (lambda: keras.layers.BatchNormalization(), ROWS),
+        (Sorted, ROWS),
+        (Centred, COUPLED),
+        (lambda: keras.layers.Lambda(lambda x: x / ops.max(x)), COUPLED),
+        (lambda: keras.Sequential([keras.layers.Dense(4), Centred()]), COUPLED),
+    ],
+)
+def test_layers(layer, found):
+    layer = layer()
+    layer.build((None, 4, 1) if isinstance(layer, keras.layers.LSTM) else (None, 4))
+
+    def call(x, y, w):
+        if isinstance(layer, keras.layers.LSTM):
+            x = ops.expand_dims(x, -1)
+        return layer(x, training=True)
+
+    with keras.StatelessScope():
+        assert _read(call) is found
+
+
+def test_the_culprit_is_named():
+    @tf.function(autograph=False)
+    def trace(x):
+        with tf.name_scope("norm"):
+            centred = tf.subtract(x, tf.reduce_mean(x, axis=0), name="centre")
+        reader = Reader(x, {})
+        loss = tf.reduce_mean(tf.square(centred))
+        assert reader.of(loss) is COUPLED
+        trace.why = reader.why(loss)
+
+    trace.get_concrete_function(tf.TensorSpec([None, 4]))
+    assert trace.why == "'norm/centre' (Sub)"

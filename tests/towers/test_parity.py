@@ -1,0 +1,559 @@
+"""check_parity: what it finds equal, what it finds different, and why it says so."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import input_pipeline
+from towers import multi_gpu_model, reduce
+from towers.parity import check_parity
+from towers.parity.report import (
+    DIFFERS,
+    EQUAL,
+    ROUNDING,
+    Entry,
+    compare,
+    difference,
+    differences,
+)
+from towers.tower import ModelError
+
+ROOT = Path(__file__).parents[2]
+layers = keras.layers
+
+
+def data(rows=12, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 6)).astype("float32")
+    return x, rng.normal(size=(rows, 2)).astype("float32")
+
+
+def compiled(*middle, optimizer="sgd", **options):
+    """A small model with the given layers in the middle."""
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="tanh", name="first"),
+            *middle,
+            layers.Dense(2, name="last"),
+        ],
+        name="net",
+    )
+    model.compile(optimizer, "mse", **{"metrics": ["mae"], **options})
+    return model
+
+
+def verdicts(parity):
+    return {(row.kind, row.name): row.verdict for row in parity.rows}
+
+
+# Layers that are not exact on towers, or not to be silenced.
+
+
+class Centre(layers.Layer):
+    """Looks at the whole batch."""
+
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0)
+
+
+class FromFirst(layers.Layer):
+    """Looks at the first example, so that the order of rows matters."""
+
+    def call(self, x):
+        return x - x[:1]
+
+
+class Noise(layers.Layer):
+    """Random, with no argument to say that this is not training."""
+
+    def __init__(self, size, **options):
+        super().__init__(**options)
+        self.seed_generator = keras.random.SeedGenerator(3)
+        self.size = size
+
+    def call(self, x):
+        noise = keras.random.normal(keras.ops.shape(x), seed=self.seed_generator)
+        return x + self.size * noise
+
+
+class NoiseInTraining(Noise):
+    """The same with the argument."""
+
+    def call(self, x, training=False):
+        return super().call(x) if training else x
+
+
+# What is equal.
+
+
+def test_equal():
+    model = compiled(optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+    x, y = data()
+    parity = check_parity(model, (x, y, np.arange(12.0) / 6), gpus=2)
+    assert parity.equal, parity
+    assert parity.reasons == ()
+    assert parity.loss_placement == "tower"
+    found = verdicts(parity)
+    for key in [
+        *(("loss", f"step {step}") for step in (1, 2, 3)),
+        ("metric", "mae"),
+        ("variable", "net/first/kernel"),
+        ("optimizer", "sgd/net_last_bias_momentum"),
+        ("optimizer", "sgd/iteration"),
+        ("prediction", "output 0"),
+    ]:
+        assert found[key] == EQUAL
+    # Exactly the same bits nowhere would be no comparison of two computations.
+    assert any(row.difference > 0 for row in parity.rows)
+    text = str(parity)
+    assert "loss        step 1" in text
+    assert "The loss was computed on the towers." in text
+    assert text.endswith("Equal: 2 towers give the numbers of one device.")
+
+
+def test_batches_of_several_sizes_and_uneven_shares():
+    batches = [data(12), data(7, seed=1), data(2, seed=2), data(12, seed=3)]
+    parity = check_parity(
+        compiled(), batches, gpus=3, shares=(1, 3, 2), loss_placement="gathered"
+    )
+    assert parity.equal, parity
+    assert sum(row.kind == "loss" for row in parity.rows) == 4
+    assert "The loss was computed on gathered outputs." in str(parity)
+
+
+def test_several_inputs_and_outputs():
+    a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
+    joined = layers.Concatenate()([a, b])
+    outputs = {"p": layers.Dense(1, name="p")(joined), "q": layers.Dense(3)(joined)}
+    model = keras.Model({"a": a, "b": b}, outputs)
+    model.compile("adam", {"p": "mse", "q": "mae"})
+    rng = np.random.default_rng(0)
+    x = {name: rng.normal(size=(9, n)) for name, n in (("a", 6), ("b", 4))}
+    y = {name: rng.normal(size=(9, n)) for name, n in (("p", 1), ("q", 3))}
+    parity = check_parity(model, (x, y), gpus=2)
+    assert parity.equal, parity
+    assert ("prediction", "output 1") in verdicts(parity)
+
+
+def test_only_rounding():
+    # The gradient of the first bias is zero but for rounding, which Adam blows up.
+    model = compiled(
+        layers.BatchNormalization(synchronized=True), optimizer="adam", metrics=[]
+    )
+    model.layers[0].activation = keras.activations.linear
+    parity = check_parity(model, data(), gpus=2)
+    assert parity.equal, parity
+    assert verdicts(parity)["variable", "net/first/bias"] == ROUNDING
+    assert verdicts(parity)["loss", "step 1"] == EQUAL
+    (remark,) = parity.reasons
+    assert "equal to rounding" in remark and "net/first/bias" in remark
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer"), [("mixed_bfloat16", "adam"), ("mixed_float16", "adam")]
+)
+def test_16_bits(policy, optimizer):
+    keras.config.set_dtype_policy(policy)
+    model = compiled(optimizer=optimizer)
+    assert check_parity(model, data(), gpus=2).equal
+    # The tolerance is wider, and still finds what is wrong.
+    assert not check_parity(compiled(Centre()), data(), gpus=2).equal
+
+
+def test_nothing_trained_says_little():
+    parity = check_parity(compiled(optimizer=keras.optimizers.SGD(0.0)), data(), gpus=2)
+    assert parity.equal
+    assert parity.reasons == (
+        "No trainable variable changed, so that this says little.",
+    )
+
+
+# What differs by design.
+
+
+def test_batch_normalization():
+    norms = [layers.BatchNormalization(name=f"norm_{i}") for i in range(5)]
+    # One that is frozen normalises nothing by the batch.
+    norms[1].trainable = False
+    parity = check_parity(compiled(*norms), data(), gpus=2)
+    assert not parity.equal
+    design, tried = parity.reasons
+    assert design == (
+        "Differs by design: BatchNormalization normalises each tower's share by itself "
+        "(norm_0, norm_2, norm_3 and 1 more)."
+    )
+    assert tried.startswith("Tried with synchronized=True on BatchNormalization, all")
+    assert verdicts(parity)["state", "net/norm_0/moving_variance"] == DIFFERS
+
+
+@pytest.mark.parametrize(
+    ("middle", "name"),
+    [
+        ([layers.Dropout], "draws"),
+        ([layers.GaussianNoise], "draws"),
+        ([NoiseInTraining], "draws"),
+    ],
+    ids=lambda value: value[0].__name__ if isinstance(value, list) else "",
+)
+def test_random_layers(middle, name):
+    (layer,) = middle
+    # A layer that would be random if it were asked to is not named.
+    idle = layers.Dropout(0.0, name="idle")
+    parity = check_parity(compiled(layer(0.4, name=name), idle), data(), gpus=2)
+    assert not parity.equal
+    design, tried = parity.reasons
+    assert design == (
+        "Differs by design: random layers draw differently on each tower (draws)."
+    )
+    assert tried.startswith("Tried with random layers silenced, all is equal")
+
+
+def test_dropout_in_a_recurrent_cell():
+    model = keras.Sequential(
+        [keras.Input((3, 2)), layers.LSTM(4, dropout=0.4), layers.Dense(2)]
+    )
+    model.compile("sgd", "mse")
+    x, y = data()
+    parity = check_parity(model, (x.reshape(12, 3, 2), y), gpus=2)
+    assert not parity.equal
+    design, tried = parity.reasons
+    assert "random layers draw differently" in design
+    assert tried.startswith("Tried with random layers silenced, all is equal")
+
+
+def test_both():
+    middle = [layers.BatchNormalization(name="norm"), layers.Dropout(0.4, name="drop")]
+    parity = check_parity(compiled(*middle), data(), gpus=2)
+    norm, drop, tried = parity.reasons
+    assert "(norm)" in norm and "(drop)" in drop
+    assert tried.startswith(
+        "Tried with synchronized=True on BatchNormalization and random layers silenced,"
+    )
+
+
+def test_only_what_is_needed_is_named():
+    # The noise is drawn and comes to nothing.
+    middle = [layers.BatchNormalization(name="norm"), NoiseInTraining(0.0)]
+    parity = check_parity(compiled(*middle), data(), gpus=2)
+    norm, tried = parity.reasons
+    assert "(norm)" in norm
+    assert tried.startswith("Tried with synchronized=True on BatchNormalization, all")
+
+
+# What differs for another reason.
+
+
+def test_a_layer_that_mixes_examples():
+    parity = check_parity(compiled(Centre(name="centre")), data(), gpus=2)
+    assert not parity.equal
+    refusal, mixing = parity.reasons
+    assert "strict=False" in refusal
+    assert mixing.startswith("Layer 'centre' mixes the examples of a batch:")
+    # The numbers are compared all the same.
+    assert verdicts(parity)["loss", "step 1"] == DIFFERS
+
+
+def test_a_layer_that_mixes_examples_beside_known_causes():
+    middle = [
+        layers.BatchNormalization(),
+        layers.Dropout(0.4),
+        keras.Sequential([layers.Dense(8), Centre(name="centre")], name="outer"),
+    ]
+    parity = check_parity(compiled(*middle), data(), gpus=2, strict=False)
+    remains, mixing = parity.reasons
+    assert remains.startswith("Some of it remains with synchronized=True on Batch")
+    # The innermost layer is named, and no other.
+    assert mixing.startswith("Layer 'centre' mixes")
+
+
+def test_refused_without_need():
+    # Centred in shares, and then what depends on it is thrown away.
+    model = compiled(Centre(), layers.Rescaling(0.0))
+    parity = check_parity(model, data(), gpus=2)
+    assert not parity.equal
+    refusal, same = parity.reasons
+    assert "strict=False" in refusal
+    assert same == "Here the numbers are equal all the same, with strict=False."
+    assert check_parity(model, data(), gpus=2, strict=False).equal
+
+
+def test_a_model_that_looks_at_the_order_is_not_rounding():
+    # Another order of rows changes its loss a lot, which is no excuse.
+    parity = check_parity(compiled(FromFirst()), data(), gpus=2)
+    assert not parity.equal
+    assert parity.rows
+    assert all(row.rounding == 0 for row in parity.rows)
+
+
+def test_noise_that_cannot_be_silenced():
+    parity = check_parity(compiled(Noise(0.5, name="noise")), data(), gpus=2)
+    assert not parity.equal
+    unknown, stubborn = parity.reasons
+    assert "cause unknown" in unknown
+    assert "without a training argument (noise) cannot be silenced" in stubborn
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    """A bug of ours, of a thousandth, in one variable."""
+    right = reduce.sum_gradients
+
+    def wrong(gradients):
+        first, *others = right(gradients)
+        return [first * 1.001, *others]
+
+    monkeypatch.setattr(reduce, "sum_gradients", wrong)
+    model = compiled(optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+    parity = check_parity(model, data(), gpus=2)
+    assert not parity.equal
+    found = verdicts(parity)
+    assert found["optimizer", "sgd/net_first_kernel_momentum"] == DIFFERS
+    assert "the first layers whose variables differ are first" in parity.reasons[0]
+
+
+# What cannot be a tower, and bad input.
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class Unseeded(layers.Layer):
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x))
+
+
+def test_a_model_that_cannot_be_a_tower():
+    own_step = OwnStep([keras.Input((6,)), layers.Dense(2)])
+    own_step.compile("sgd", "mse")
+    for model, word in (
+        (own_step, "train_step"),
+        (compiled(Unseeded()), "random seed"),
+    ):
+        with pytest.raises(ValueError) as error:
+            multi_gpu_model(model, gpus=2).train_on_batch(*data())
+        parity = check_parity(model, data(), gpus=2)
+        assert not parity.equal
+        assert parity.rows == ()
+        assert parity.reasons == (str(error.value),)
+        assert word in str(parity)
+    assert isinstance(error.value, ModelError)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 9}, "gpus=9"),
+        ({"gpus": 2, "shares": (1, 2, 3)}, r"shares=\(1, 2, 3\) for 2 towers"),
+        ({"gpus": 2, "steps": 0}, "steps=0; expected at least 1"),
+        ({"gpus": 2, "builder": "none"}, "builder='none'"),
+        ({"gpus": 2, "loss_placement": "home"}, "loss_placement='home'"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        check_parity(compiled(), data(), **options)
+
+
+def test_a_model_that_is_not_compiled():
+    with pytest.raises(ValueError, match=r"Sequential; .* call `compile` first"):
+        check_parity(keras.Sequential([layers.Dense(2)]), data(), gpus=2)
+
+
+def test_divergence():
+    with pytest.raises(ValueError, match=r"(nan|inf) at step \d; expected a finite"):
+        check_parity(compiled(optimizer=keras.optimizers.SGD(1e20)), data(), gpus=2)
+
+
+# The model is left as it was found.
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm = layers.Dense(4), layers.BatchNormalization()
+        self.dropout, self.out = layers.Dropout(0.3), layers.Dense(2)
+
+    def call(self, x, training=False):
+        x = self.norm(self.dense(x), training=training)
+        return self.out(self.dropout(x, training=training))
+
+
+def everything(model):
+    found = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return [variable.numpy() for variable in found]
+
+
+def test_the_model_is_unchanged():
+    model = Subclassed()
+    model.compile(keras.optimizers.Adam(0.01, use_ema=True), "mse", metrics=["mae"])
+    model.train_on_batch(*data())
+    before = everything(model)
+    own = [dict(vars(layer)) for layer in model._flatten_layers()]
+    functions = model.train_function, model.test_function, model.predict_function
+    parity = check_parity(model, data(seed=1), gpus=2)
+    assert len(parity.reasons) == 3, "both kinds of layers were to be changed"
+    for ours, theirs in zip(everything(model), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for layer, attributes in zip(model._flatten_layers(), own, strict=True):
+        assert "call" not in vars(layer)
+        assert vars(layer).keys() == attributes.keys()
+    assert not model.norm.synchronized
+    assert functions == (
+        model.train_function,
+        model.test_function,
+        model.predict_function,
+    )
+    # It goes on as a model that was never checked.
+    keras.utils.set_random_seed(1)
+    again = Subclassed()
+    again.compile(keras.optimizers.Adam(0.01, use_ema=True), "mse", metrics=["mae"])
+    again.train_on_batch(*data())
+    assert model.train_on_batch(*data(seed=2)) == again.train_on_batch(*data(seed=2))
+
+
+def test_a_model_that_is_not_built():
+    model = Subclassed()
+    model.compile("adam", "mse")
+    assert not model.built
+    check_parity(model, data(), gpus=2)
+    assert model.built
+    assert int(model.optimizer.iterations) == 0
+    np.testing.assert_array_equal(model.norm.moving_mean, np.zeros(4))
+
+
+def test_the_model_is_unchanged_after_an_error():
+    model = compiled(Unseeded())
+    before = everything(model)
+    check_parity(model, data(), gpus=2)
+    for ours, theirs in zip(everything(model)[: len(before)], before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+# How differences are measured.
+
+
+def test_difference():
+    one = np.array([0.0, 2.0, -4.0])
+    assert difference(one, one) == 0
+    assert difference(one + [0.0, 0.0, 0.5], one) == 0.125
+    assert difference(np.zeros(2), np.zeros(2)) == 0
+    assert difference(np.array([1.0]), np.array([1e-9]), least=10.0) < 0.11
+    assert difference(np.ones(1), np.zeros(1)) == 1
+    assert difference(np.zeros(2), np.zeros(3)) == float("inf")
+    # What is not finite has to be so on both sides.
+    odd = np.array([np.nan, 1.0])
+    assert difference(odd, odd) == 0
+    assert difference(odd, np.ones(2)) == float("inf")
+    assert difference(np.ones(2), odd) == float("inf")
+    # Integers that do not fit in their own type's difference.
+    big = np.array([2**32 - 1], np.uint32)
+    assert difference(np.array([0], np.uint32), big) == 1
+
+
+def entries(**values):
+    return [
+        Entry("variable", name, 0, np.asarray(value)) for name, value in values.items()
+    ]
+
+
+def test_rounding_is_measured_by_its_group():
+    ours = entries(kernel=[1.0, 2.0], bias=[1e-9])
+    theirs = entries(kernel=[1.0, 2.0], bias=[-1e-9])
+    assert differences(ours, theirs) == [0.0, pytest.approx(1e-6)]
+
+
+def test_the_step_that_tells_most_is_shown():
+    found = [Entry("variable", "v", step, np.ones(1)) for step in (0, 2)]
+    (row,) = compare(found, [2e-4, 0.5], [1e-6, 0.4], tolerance=1e-5)
+    assert (row.difference, row.verdict) == (2e-4, DIFFERS)
+    (row,) = compare(found, [2e-6, 0.5], [1e-6, 0.4], tolerance=1e-5)
+    assert (row.difference, row.verdict) == (0.5, ROUNDING)
+
+
+# The command.
+
+
+def run(*flags, code):
+    done = subprocess.run(
+        [sys.executable, "-m", "towers.parity", *map(str, flags)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr
+    assert "retracing" not in done.stderr
+    assert "RuntimeWarning" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    input_pipeline.open_source("digits", data_dir=path).prepare()
+    return path
+
+
+def test_command_equal(data_dir, tmp_path):
+    done = run(
+        *("--model=lstm", f"--data_dir={data_dir}", f"--model_dir={tmp_path / 'run'}"),
+        *("--num_gpus=3", "--tower_shares=2,3,3", "--parity_steps=2"),
+        code=0,
+    )
+    assert "24\n" in done.stdout, "the table of devices"
+    assert "Model lstm, data digits: towers and one device." in done.stdout
+    assert "loss        step 2" in done.stdout
+    assert done.stdout.endswith("Equal: 3 towers give the numbers of one device.\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_command_not_equal(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            from keras import Input, Sequential, layers
+
+            def build(input_shape, num_classes):
+                norm = layers.BatchNormalization(name="norm")
+                dense = layers.Dense(num_classes)
+                return Sequential([Input(input_shape), layers.Flatten(), norm, dense])
+            """
+        )
+    )
+    done = run(
+        f"--model={tmp_path / 'mine.py'}:build",
+        *("--dataset=synthetic:4x4x1:3:64", "--batch_size=16", "--dtype=bf16"),
+        code=2,
+    )
+    assert "\nNot equal.\nDiffers by design: BatchNormalization" in done.stdout
+    assert "(norm)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tower_shares=1,2,3", ["--tower_shares=1,2,3", "2 towers"]),
+        ("--no_such_flag=1", ["no_such_flag", "--help"]),
+    ],
+)
+def test_command_with_bad_input(flags, words):
+    done = run("--dataset=synthetic:4x4x1:3:64", "--model=mlp", flags, code=1)
+    (said,) = [x for x in done.stderr.splitlines() if x.startswith("towers.parity: ")]
+    for word in words:
+        assert word in said
+
+
+def test_command_help():
+    text = run("--help", code=0).stdout
+    assert "Exit codes: 0 equal" in text
+    assert "--model:" in text

@@ -1,0 +1,467 @@
+"""Tells how a traced value depends on the examples of the batch.
+
+A mean over examples is the weighted mean of the shares' means, a sum the sum of the
+shares' sums, and a value that no example touches is the same on every tower. Anything
+else (a maximum, a variance, a ratio of sums) cannot be put together from shares. To
+tell which it is, the graph is read from the value back to the batch. Only what is
+proved counts: an operation that is not listed here makes a value unknown, never wrong.
+
+Keras's own layers are taken to treat every example by itself, as all of them do but
+BatchNormalization, which differs by design. Other layers are taken to do so unless they
+are seen not to. Losses that layers add, and state that they assign, are read operation
+by operation.
+"""
+
+import contextlib
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+
+class Dependence(enum.Enum):
+    """How a tensor depends on the examples of a batch.
+
+    Attributes:
+        NONE: Not at all.
+        ROWS: The first axis is the examples', in order, each with the same number of
+            rows; no row depends on another example.
+        SHAPE: A vector of integers; the first is the number of rows, no other depends
+            on it.
+        SIZE: The number of examples, times something that does not depend on them.
+        SUM: A sum over the examples.
+        MEAN: A mean over the examples, perhaps with something added that does not
+            depend on them.
+        PACKED: Part of a ragged or sparse tensor of examples.
+        COUPLED: On several examples, in a way that is none of these.
+        UNKNOWN: In a way that cannot be told.
+    """
+
+    NONE = enum.auto()
+    ROWS = enum.auto()
+    SHAPE = enum.auto()
+    SIZE = enum.auto()
+    SUM = enum.auto()
+    MEAN = enum.auto()
+    PACKED = enum.auto()
+    COUPLED = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+NONE, ROWS, SHAPE, SIZE, SUM, MEAN, PACKED, COUPLED, UNKNOWN = Dependence
+
+_ELEMENTWISE = set(
+    """Abs Acos Acosh AddN AddV2 Add Asin Asinh Atan Atan2 Atanh Cast Ceil
+    CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu Equal Erf Erfc Exp
+    Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity IdentityN Inv IsFinite
+    IsInf IsNan LeakyRelu Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot
+    LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NotEqual OnesLike Pow
+    PreventGradient RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu
+    Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference StopGradient
+    Sub Tan Tanh TruncateDiv Xdivy Xlog1py Xlogy ZerosLike""".split()
+)
+# Their result for a sum is the sum of their results, wherever the axes are.
+_LINEAR = set(
+    "Cast ExpandDims Identity Mean Neg Reshape Squeeze StopGradient StridedSlice Sum "
+    "Transpose".split()
+)
+_REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
+
+
+class _Call(NamedTuple):
+    """How a layer made a tensor.
+
+    Attributes:
+        inputs: The tensors that it was called with.
+        packed: Whether the tensor is part of a ragged or sparse one.
+        trusted: Whether the layer is known to treat each example by itself.
+    """
+
+    inputs: Sequence[tf.Tensor]
+    packed: bool
+    trusted: bool
+
+
+@contextlib.contextmanager
+def recorded_layers() -> Iterator[dict[str, _Call]]:
+    """Inside, remembers what layers made of what.
+
+    Yields:
+        For the name of each tensor that a layer returned, how it was made.
+    """
+    calls = {}
+    original = keras.layers.Layer.__call__
+
+    def record(layer, *args, **kwargs):
+        outputs = original(layer, *args, **kwargs)
+        inputs = [part for _, part in _parts([args, kwargs])]
+        names = {tensor.name for tensor in inputs}
+        for packed, output in _parts(outputs):
+            # What is passed through stays what it was; and of nested layers, the
+            # innermost tells most.
+            if output.name not in names:
+                call = _Call(inputs, packed, _is_trusted(layer))
+                calls.setdefault(output.name, call)
+        return outputs
+
+    keras.layers.Layer.__call__ = record
+    try:
+        yield calls
+    finally:
+        keras.layers.Layer.__call__ = original
+
+
+def _is_trusted(layer):
+    of_keras = type(layer).__module__.startswith("keras.")
+    return of_keras and not isinstance(layer, keras.Model | keras.layers.Lambda)
+
+
+def _parts(nest: Any) -> Iterator[tuple[bool, tf.Tensor]]:
+    """The tensors of a nest; of ragged and sparse ones (True) their components."""
+    for leaf in tf.nest.flatten(nest):
+        packed = isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
+        for part in tf.nest.flatten(leaf, expand_composites=True):
+            if tf.is_symbolic_tensor(part):
+                yield packed, part
+
+
+class Reader:
+    """Reads from a graph how its tensors depend on the examples."""
+
+    def __init__(self, share: Any, calls: dict[str, _Call]):
+        """Prepares to read.
+
+        Args:
+            share: The nest of tensors that holds the examples, one row each; their
+                number must not be known to the graph.
+            calls: What `recorded_layers` remembered.
+        """
+        self._calls = calls
+        self._culprits = {}
+        self._known = {
+            part.name: PACKED if packed else NONE if part.shape.rank == 0 else ROWS
+            for packed, part in _parts(share)
+        }
+
+    def of(self, tensor: tf.Tensor) -> Dependence:
+        """Returns how `tensor` depends on the examples."""
+        # No recursion: a network is deeper than Python's stack.
+        waiting = [tensor]
+        while waiting:
+            current = waiting[-1]
+            inputs = self._inputs(current)
+            missing = [t for t in inputs if t.name not in self._known]
+            if current.name not in self._known and missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            if current.name not in self._known:
+                self._known[current.name] = self._combine(current)
+        return self._known[tensor.name]
+
+    def why(self, tensor: tf.Tensor) -> str:
+        """Names the operation that made `tensor` coupled or unknown."""
+        op = self._culprits[tensor.name]
+        return f"'{op.name}' ({op.type})"
+
+    def _inputs(self, tensor):
+        call = self._calls.get(tensor.name)
+        if call is None:
+            return list(tensor.op.inputs)
+        return [*call.inputs, *(() if call.trusted else tensor.op.inputs)]
+
+    def _combine(self, tensor):
+        call = self._calls.get(tensor.name)
+        if call is None:
+            return self._of(tensor.op.inputs, _of_operation, tensor)
+        if not call.trusted:
+            # An operation that cannot be read says nothing against a layer.
+            seen = self._of(tensor.op.inputs, _of_operation, tensor)
+            if seen is COUPLED:
+                return COUPLED
+        return self._of(call.inputs, _of_layer, tensor, call.packed)
+
+    def _of(self, inputs, rule, tensor, *extra):
+        kinds = [self._known[t.name] for t in inputs]
+        if all(kind is NONE for kind in kinds):
+            return NONE
+        for kind in (COUPLED, UNKNOWN):
+            if kind in kinds:
+                origin = inputs[kinds.index(kind)].name
+                self._culprits[tensor.name] = self._culprits[origin]
+                return kind
+        found = rule(tensor, list(inputs), kinds, *extra)
+        if found in (COUPLED, UNKNOWN):
+            self._culprits[tensor.name] = tensor.op
+        return found
+
+
+def _of_layer(tensor, inputs, kinds, packed):
+    """A layer treats each example by itself, but for what it returns as a whole."""
+    if not set(kinds) <= {NONE, ROWS, PACKED}:
+        return UNKNOWN
+    if packed:
+        return PACKED
+    if tensor.shape.rank in (0, None) or tensor.shape[0] is not None:
+        return UNKNOWN
+    # How far ragged rows are padded depends on the longest of them.
+    if PACKED in kinds and None in tensor.shape[1:]:
+        return UNKNOWN
+    return ROWS
+
+
+def _of_operation(tensor, inputs, kinds):
+    op = tensor.op
+    present = set(kinds) - {NONE}
+    if present == {PACKED}:
+        unary = op.type in _ELEMENTWISE and len(inputs) == 1
+        return PACKED if unary else UNKNOWN
+    if op.type == "IdentityN":
+        return kinds[tensor.value_index]
+    if op.type in ("Pack", "ConcatV2"):
+        return _of_parts(op, inputs, kinds)
+    found = UNKNOWN
+    if present <= {SUM, MEAN}:
+        found = _of_totals(tensor, op, kinds, present)
+    elif present <= {SIZE, SHAPE}:
+        found = _of_sizes(op, inputs, kinds)
+    elif op.type in ("RealDiv", "DivNoNan") and kinds == [SUM, SIZE]:
+        found = MEAN
+    elif present <= {ROWS, SHAPE}:
+        found = _of_rows(tensor, op, inputs, kinds)
+    if found is UNKNOWN and op.type in _ELEMENTWISE:
+        # It knows no axis: where it takes a total and does none of the above, examples
+        # meet. Integers are sizes for shapes, of which nothing is said.
+        meeting = {SUM, MEAN, SIZE} if tensor.dtype.is_floating else set()
+        return COUPLED if present & meeting else UNKNOWN
+    return found
+
+
+def _of_parts(op, inputs, kinds):
+    """Of values put side by side."""
+    if op.type == "Pack":
+        axis = op.get_attr("axis")
+    else:
+        axis, inputs, kinds = tf.get_static_value(inputs[-1]), inputs[:-1], kinds[:-1]
+    if axis is None or inputs[0].shape.rank is None:
+        return UNKNOWN
+    present = set(kinds) - {NONE}
+    if present <= {SIZE, SHAPE}:
+        ahead = kinds[0] is not NONE and all(kind is NONE for kind in kinds[1:])
+        return SHAPE if ahead else UNKNOWN
+    if present == {MEAN}:
+        return MEAN
+    if present == {SUM} and NONE not in kinds:
+        return SUM
+    rank = inputs[0].shape.rank + (op.type == "Pack")
+    if present == {ROWS} and NONE not in kinds and int(axis) % rank != 0:
+        return ROWS
+    return UNKNOWN
+
+
+def _of_totals(tensor, op, kinds, present):
+    """Of sums and of means, where only what is linear leaves them so."""
+    if op.type in ("Shape", "Size", "Rank"):
+        return NONE
+    if op.type in ("Cast", "Mean") and not tensor.dtype.is_floating:
+        return UNKNOWN
+    if op.type in _LINEAR:
+        # All but the first are axes and shapes.
+        return kinds[0] if all(kind is NONE for kind in kinds[1:]) else UNKNOWN
+    if op.type == "Mul":
+        return next(iter(present)) if NONE in kinds else UNKNOWN
+    if op.type in ("RealDiv", "DivNoNan"):
+        return kinds[0] if kinds[1] is NONE else UNKNOWN
+    if op.type in ("AddV2", "Add", "Sub", "AddN"):
+        if present == {MEAN}:
+            return MEAN
+        if present == {SUM} and NONE not in kinds:
+            return SUM
+    return UNKNOWN
+
+
+def _of_sizes(op, inputs, kinds):
+    """Of numbers of examples, and of shapes."""
+    if op.type in ("Cast", "Identity"):
+        return kinds[0]
+    if op.type == "StridedSlice" and kinds[0] is SHAPE:
+        begin, end, step = (tf.get_static_value(t) for t in inputs[1:4])
+        if begin is None or end is None or step is None or len(begin) != 1:
+            return UNKNOWN
+        first = 0 if op.get_attr("begin_mask") & 1 else int(begin[0])
+        if first < 0 or int(step[0]) != 1 or op.get_attr("new_axis_mask"):
+            return UNKNOWN
+        if first > 0:
+            return NONE
+        return SIZE if op.get_attr("shrink_axis_mask") & 1 else SHAPE
+    if op.type == "Prod" and kinds[0] is SHAPE:
+        return SIZE
+    if op.type in ("Squeeze", "Reshape") and kinds[0] is SIZE:
+        return SIZE if all(kind is NONE for kind in kinds[1:]) else UNKNOWN
+    if op.type == "Mul" and set(kinds) == {SIZE, NONE}:
+        return SIZE
+    if op.type == "Maximum" and set(kinds) == {SIZE, NONE}:
+        # Keeps a divisor from being zero.
+        constant = tf.get_static_value(inputs[kinds.index(NONE)])
+        return SIZE if constant is not None and constant <= 1 else UNKNOWN
+    if op.type == "Fill" and kinds == [SHAPE, NONE]:
+        return ROWS
+    return UNKNOWN
+
+
+def _of_rows(tensor, op, inputs, kinds):
+    """Of rows: what treats each by itself gives rows, what adds them up a total."""
+    if op.type == "Shape":
+        return SHAPE
+    if op.type == "Size":
+        return SIZE
+    if op.type == "Rank":
+        return NONE
+    if op.type in _ELEMENTWISE:
+        return _of_elements(inputs, kinds)
+    if op.type in _REDUCTIONS:
+        return _of_reduction(op, inputs)
+    first_only = kinds[0] is ROWS and all(kind is NONE for kind in kinds[1:])
+    rank = inputs[0].shape.rank
+    if op.type in ("Softmax", "LogSoftmax"):
+        return ROWS if rank is not None and rank > 1 else UNKNOWN
+    if op.type in (
+        "SparseSoftmaxCrossEntropyWithLogits",
+        "SoftmaxCrossEntropyWithLogits",
+    ):
+        return ROWS if kinds == [ROWS, ROWS] else UNKNOWN
+    if op.type in ("MatMul", "BatchMatMulV2"):
+        return _of_product(op, inputs, kinds)
+    if op.type == "BroadcastTo":
+        same = first_only or kinds == [ROWS, SHAPE]
+        return ROWS if same and tensor.shape.rank == rank else UNKNOWN
+    if op.type == "Reshape":
+        return _of_reshape(tensor, inputs, kinds)
+    if op.type == "OneHot":
+        return ROWS if first_only and op.get_attr("axis") == -1 else UNKNOWN
+    if op.type == "GatherV2":
+        return _of_gather(op, inputs, kinds)
+    if op.type == "BiasAdd":
+        return ROWS if first_only else UNKNOWN
+    if not first_only:
+        return UNKNOWN
+    if op.type == "ExpandDims":
+        axis = tf.get_static_value(inputs[1])
+        if axis is None or rank is None:
+            return UNKNOWN
+        return ROWS if int(axis) % (rank + 1) != 0 else UNKNOWN
+    if op.type == "Squeeze":
+        axes = op.get_attr("squeeze_dims")
+        if rank is None or not axes:
+            return UNKNOWN
+        return ROWS if all(axis % rank != 0 for axis in axes) else UNKNOWN
+    if op.type == "Transpose":
+        order = tf.get_static_value(inputs[1])
+        return ROWS if order is not None and order[0] == 0 else UNKNOWN
+    if op.type == "StridedSlice":
+        return _of_slice(op, inputs)
+    return UNKNOWN
+
+
+def _of_elements(inputs, kinds):
+    """Of operations on elements, where broadcasting must not pair two examples."""
+    if not set(kinds) <= {ROWS, NONE}:
+        return UNKNOWN
+    ranks = {
+        t.shape.rank for t, kind in zip(inputs, kinds, strict=True) if kind is ROWS
+    }
+    if None in ranks or len(ranks) != 1:
+        return UNKNOWN
+    (rank,) = ranks
+    for other, kind in zip(inputs, kinds, strict=True):
+        if kind is ROWS:
+            continue
+        if other.shape.rank is None or other.shape.rank > rank:
+            return UNKNOWN
+        if other.shape.rank == rank and other.shape[0] != 1:
+            return UNKNOWN
+    return ROWS
+
+
+def _of_reduction(op, inputs):
+    axes = tf.get_static_value(inputs[1])
+    rank = inputs[0].shape.rank
+    if axes is None or rank is None:
+        return UNKNOWN
+    if all(int(axis) % rank != 0 for axis in axes.ravel()):
+        return ROWS
+    if op.type == "Mean" and inputs[0].dtype.is_floating:
+        return MEAN
+    if op.type == "Sum":
+        return SUM
+    # A largest integer may be the longest row, and that no more than a shape.
+    return COUPLED if inputs[0].dtype.is_floating else UNKNOWN
+
+
+def _of_product(op, inputs, kinds):
+    matmul = op.type == "MatMul"
+    flip = op.get_attr("transpose_a" if matmul else "adj_x")
+    flip_other = op.get_attr("transpose_b" if matmul else "adj_y")
+    rank, other = inputs[0].shape.rank, inputs[1].shape.rank
+    if rank is None or other is None:
+        return UNKNOWN
+    if rank == other == 2:
+        if kinds == [ROWS, ROWS] and flip and not flip_other:
+            return SUM  # over the examples, of products of their rows
+        if kinds == [ROWS, ROWS] and flip_other and not flip:
+            return COUPLED  # each with each
+        return ROWS if kinds == [ROWS, NONE] and not flip else UNKNOWN
+    if kinds == [ROWS, ROWS] and rank == other:
+        return ROWS
+    if kinds == [ROWS, NONE] and other == 2:
+        return ROWS
+    return UNKNOWN
+
+
+def _of_reshape(tensor, inputs, kinds):
+    """The first axis stays if each example becomes a whole number of rows."""
+    if kinds[0] is not ROWS:
+        return UNKNOWN
+    if kinds[1] is SHAPE:
+        return ROWS
+    if kinds[1] is not NONE or tensor.shape.rank in (None, 0):
+        return UNKNOWN
+    old, new = inputs[0].shape[1:].as_list(), tensor.shape[1:].as_list()
+    if tensor.shape[0] is not None or None in new:
+        return UNKNOWN
+    if new == old[len(old) - len(new) :]:
+        return ROWS
+    size = tf.TensorShape(old).num_elements()
+    parts = tf.TensorShape(new).num_elements()
+    return ROWS if size is not None and parts and size % parts == 0 else UNKNOWN
+
+
+def _of_gather(op, inputs, kinds):
+    axis = tf.get_static_value(inputs[2])
+    if axis is None or op.get_attr("batch_dims") != 0:
+        return UNKNOWN
+    if kinds[:2] == [NONE, ROWS]:
+        return ROWS if int(axis) == 0 else UNKNOWN
+    if kinds[:2] == [ROWS, NONE]:
+        return ROWS if int(axis) > 0 else UNKNOWN
+    return UNKNOWN
+
+
+def _of_slice(op, inputs):
+    """Rows stay if the slice takes all of the first axis."""
+    begin = tf.get_static_value(inputs[1])
+    steps = tf.get_static_value(inputs[3])
+    if begin is None or steps is None or op.get_attr("new_axis_mask") & 1:
+        return UNKNOWN
+    if op.get_attr("ellipsis_mask") & 1:
+        rank = inputs[0].shape.rank
+        return ROWS if rank is not None and len(begin) - 1 < rank else UNKNOWN
+    whole = (
+        op.get_attr("begin_mask") & 1
+        and op.get_attr("end_mask") & 1
+        and not op.get_attr("shrink_axis_mask") & 1
+        and int(steps[0]) == 1
+    )
+    return ROWS if whole else UNKNOWN

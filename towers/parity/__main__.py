@@ -1,0 +1,131 @@
+"""Checks that a model trains on towers as on one device; writes nothing.
+
+    python -m towers.parity --model=resnet20 --dataset=digits --num_gpus=2
+
+The flags are those of towers.train; --parity_steps says how many steps are compared.
+The last of them has a short batch, so that the towers' shares are uneven.
+Exit codes: 0 equal; 1 error; 2 not equal; 130 stopped by Ctrl-C.
+"""
+
+import functools
+import gc
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import app, flags
+
+import input_pipeline
+from towers import batch, devices, train
+from towers.parity import check_parity
+
+FLAGS = flags.FLAGS
+_PROGRAM = "towers.parity"
+
+# They are shown by --help.
+flags.adopt_module_key_flags(train)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Checks the model that the flags describe.
+
+    Args:
+        argv: The program's name, and nothing else.
+
+    Returns:
+        The exit code.
+    """
+    train.quieten()
+    try:
+        return check(argv)
+    except KeyboardInterrupt:
+        print()
+        train.fail("Stopped by Ctrl-C.", _PROGRAM)
+        return 130
+    except (ValueError, OSError) as error:
+        return train.fail(error, _PROGRAM)
+    finally:
+        # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
+        gc.collect()
+
+
+def check(argv: Sequence[str]) -> int:
+    """Builds what the flags describe, checks it and says what was found.
+
+    Args:
+        argv: As for `main`.
+
+    Returns:
+        0 if towers equal one device, else 2.
+
+    Raises:
+        ValueError: If any input is bad.
+    """
+    train.check_flags(argv)
+    placed = train.configure_devices()
+    shares = train.tower_shares(placed)
+    source = train.open_source(FLAGS.dataset, FLAGS.num_classes)
+    image_shape = train.choose_image_shape(source)
+    model = train.build_model(source, image_shape, placed.home)
+    train.prepare_data(source, None)
+    with tf.device(placed.home):
+        train.compile_model(model, source.splits["train"])
+    print(devices.table(placed, batch.cut(FLAGS.batch_size, shares)), flush=True)
+    parity = check_parity(
+        model,
+        read_batches(source, image_shape, len(placed.towers)),
+        placed.towers,
+        builder=FLAGS.variable_update,
+        shares=shares,
+        loss_placement=FLAGS.loss_placement,
+    )
+    print(f"Model {FLAGS.model}, data {source.name}: towers and one device.\n{parity}")
+    return 0 if parity.equal else 2
+
+
+def read_batches(
+    source: input_pipeline.Source, image_shape: tuple[int, int, int], towers: int
+) -> list[Any]:
+    """Reads the first batches of training data, and makes the last one short.
+
+    Args:
+        source: The data.
+        image_shape: (height, width, channels) of the images.
+        towers: Number of towers, among which the last batch is not to divide evenly.
+
+    Returns:
+        As many batches as --parity_steps says.
+
+    Raises:
+        ValueError: If a record is bad.
+    """
+    data = input_pipeline.make_dataset(
+        source,
+        "train",
+        batch_size=FLAGS.batch_size,
+        image_shape=image_shape,
+        training=True,
+        seed=FLAGS.seed,
+        deterministic=True,
+        start_epoch=0,
+    )
+    try:
+        batches = list(itertools.islice(data.repeat(), FLAGS.parity_steps))
+    except (
+        tf.errors.DataLossError,
+        tf.errors.InvalidArgumentError,
+        tf.errors.NotFoundError,
+    ) as error:
+        reason = input_pipeline.find_bad_record(source, "train")
+        raise ValueError(reason or error) from error
+    if len(batches) > 1:
+        size = int(batch.batch_size(batches[-1]))
+        # One example more than divides.
+        rows = (size * 3 // 4 - 1) // towers * towers + 1
+        batches[-1] = batch.take(batches[-1], 0, max(rows, 1))
+    return batches
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=functools.partial(train.parse_flags, program=_PROGRAM))

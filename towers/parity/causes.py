@@ -1,0 +1,253 @@
+"""Finds out why towers differ from one device: by trying, not by guessing."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import batch
+from towers.parity.report import (
+    DIFFERS,
+    ROUNDING,
+    Row,
+    compare,
+    difference,
+    differences,
+    is_equal,
+)
+from towers.parity.trials import (
+    DISTURBANCES,
+    Setting,
+    Trials,
+    attribute,
+    can_be_silenced,
+)
+from towers.tower import ModelError
+
+# Names in a sentence.
+_NAMED = 3
+
+
+def judge(trials: Trials, setting: Setting) -> tuple[Row, ...]:
+    """Compares towers with one device.
+
+    Args:
+        trials: The trials of the model.
+        setting: What to change in the model, on both sides.
+
+    Returns:
+        One row for each thing compared.
+    """
+    theirs = list(trials.on_one_device(setting))
+    rounding = _rounding(trials, setting)
+    found = differences(trials.on_towers(setting), theirs)
+    rows = compare(theirs, found, rounding, trials.tolerance)
+    for disturbance in DISTURBANCES:
+        if is_equal(rows):
+            break
+        # Rounding may have carried the input of a ReLU over zero in this run only. What
+        # is more than rounding is there in any.
+        again = differences(trials.on_towers(setting, disturbance), theirs)
+        found = list(map(min, found, again))
+        rows = compare(theirs, found, rounding, trials.tolerance)
+    return rows
+
+
+def _rounding(trials, setting):
+    """What rounding changes in each entry; nothing where that cannot be told."""
+    random = trials.random_layers
+    found = trials.rounding(setting._replace(silent=bool(random)))
+    # Before the first update nothing has amplified it yet. What is large there is the
+    # model's own: it looks at the order, or draws noise that cannot be silenced.
+    if found[0] > 10 * trials.tolerance or not all(map(can_be_silenced, random)):
+        return [0.0] * len(found)
+    return found
+
+
+def explain(
+    trials: Trials, rows: Sequence[Row], shares: Sequence[int]
+) -> Iterator[str]:
+    """Says why towers differ from one device.
+
+    Args:
+        trials: The trials of the model.
+        rows: What the comparison found.
+        shares: How much each tower gets, relative to the others.
+
+    Yields:
+        Sentences.
+    """
+    silent = any(map(can_be_silenced, trials.random_layers))
+    every = Setting(bool(trials.batch_norms), silent)
+    if any(every):
+        try:
+            rows = judge(trials, every)
+        except ModelError as error:
+            yield f"Could not try {_in_words(every)}: {error}"
+        else:
+            if is_equal(rows):
+                yield from _by_design(trials, every, rows)
+                return
+            yield f"Some of it remains {_in_words(every)}."
+    yield from list(_mixing(trials, shares)) or _unknown(trials, rows)
+
+
+def _by_design(trials, every, rows):
+    """Which of the known kinds of layers it takes to explain all."""
+    needed = every
+    for alone in [Setting(synchronized=True), Setting(silent=True)] * all(every):
+        found = judge(trials, alone)
+        if is_equal(found):
+            needed, rows = alone, found
+            break
+    if needed.synchronized:
+        yield (
+            "Differs by design: BatchNormalization normalises each tower's share by "
+            f"itself ({_names(trials.batch_norms)})."
+        )
+    if needed.silent:
+        yield (
+            "Differs by design: random layers draw differently on each tower "
+            f"({_names(trials.random_layers)})."
+        )
+    most = max(rows, key=lambda row: row.difference)
+    how = f"(at most {most.difference:.1e})"
+    if any(row.verdict == ROUNDING for row in rows):
+        how = (
+            f"to rounding (at most {most.difference:.1e}, where one device, rounded "
+            f"otherwise, differs by {most.rounding:.1e} from itself)"
+        )
+    yield f"Tried {_in_words(needed)}, all is equal {how}."
+
+
+def _in_words(setting):
+    parts = ["synchronized=True on BatchNormalization"] * setting.synchronized
+    parts += ["random layers silenced"] * setting.silent
+    return f"with {' and '.join(parts)}"
+
+
+def _unknown(trials, rows):
+    differing = {
+        id(variable)
+        for kind, variables in (
+            ("variable", trials.model.trainable_variables),
+            ("state", trials.model.non_trainable_variables),
+        )
+        for variable, row in zip(
+            variables, (row for row in rows if row.kind == kind), strict=True
+        )
+        if row.verdict == DIFFERS
+    }
+    layers = [
+        layer
+        for layer in trials.model._flatten_layers()
+        for own in [layer._trainable_variables + layer._non_trainable_variables]
+        if any(id(variable) in differing for variable in own)
+    ]
+    if layers:
+        what = f"the first layers whose variables differ are {_names(layers)}"
+    else:
+        names = [f"{row.kind} {row.name}" for row in rows if row.verdict == DIFFERS]
+        what = f"the variables are equal, but {', '.join(names[:_NAMED])} differ"
+    yield f"Differs, cause unknown: {what}."
+    stubborn = [x for x in trials.random_layers if not can_be_silenced(x)]
+    if stubborn:
+        yield (
+            f"Random layers without a training argument ({_names(stubborn)}) cannot be "
+            "silenced, so whether they are the cause cannot be tried."
+        )
+
+
+def _names(layers):
+    names = [layer.name for layer in layers]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+# Layers that look at several examples at once.
+
+
+def _mixing(trials, shares):
+    """Names layers whose outputs for a share depend on the other shares."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(trials.batches[0])
+    bounds = batch.share_bounds(int(batch.batch_size(x)), shares)
+    # These differ anyway, and so does what they are part of.
+    known = {id(layer) for layer in [*trials.batch_norms, *trials.random_layers]}
+    layers = [
+        layer
+        for layer in trials.model._flatten_layers()
+        if known.isdisjoint(map(id, layer._flatten_layers()))
+    ]
+    found = _call_with_shares(trials.model, x, layers, bounds)
+    mixing = {key for key, gap in found.items() if gap > 10 * trials.tolerance}
+    for layer in layers:
+        parts = map(id, layer._flatten_layers(include_self=False))
+        if id(layer) in mixing and mixing.isdisjoint(parts):
+            yield (
+                f"Layer '{layer.name}' mixes the examples of a batch: called with each "
+                "tower's share by itself, its outputs differ by "
+                f"{found[id(layer)]:.1e}."
+            )
+
+
+def _call_with_shares(model, x, layers, bounds):
+    """Calls the model, and each layer also with the shares of its own inputs.
+
+    Returns:
+        For the id of each layer that was called, the difference between its outputs.
+    """
+    found = {}
+    busy = []
+
+    def probed(layer):
+        call = layer.call
+
+        @functools.wraps(call)
+        def wrapper(*args, **kwargs):
+            outputs = call(*args, **kwargs)
+            # Not the parts of a layer that is being called with shares.
+            if id(layer) not in found and not busy:
+                busy.append(layer)
+                found[id(layer)] = _share_difference(
+                    call, (args, kwargs), outputs, bounds
+                )
+                busy.pop()
+            return outputs
+
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(keras.StatelessScope(collect_losses=True))
+        for layer in layers:
+            stack.enter_context(attribute(layer, "call", probed(layer)))
+        model(x, **({"training": True} if model._call_has_training_arg else {}))
+    return found
+
+
+def _share_difference(call, arguments, outputs, bounds):
+    """Calls with the rows of each share, and compares the outputs put together."""
+    total = bounds[-1][1]
+
+    def rows(tensor, start, end):
+        sized = isinstance(tensor, tf.Tensor) and tensor.shape.rank
+        return tensor[start:end] if sized and tensor.shape[0] == total else tensor
+
+    parts = []
+    for start, end in bounds:
+        if end > start:
+            args, kwargs = tf.nest.map_structure(
+                functools.partial(rows, start=start, end=end), arguments
+            )
+            try:
+                parts.append(tf.nest.flatten(call(*args, **kwargs)))
+            except (ValueError, tf.errors.InvalidArgumentError):
+                return 0.0  # It takes no other size, so that nothing can be said.
+    gaps = [
+        difference(np.concatenate(found), np.asarray(output, np.float64))
+        for output, *found in zip(tf.nest.flatten(outputs), *parts, strict=True)
+        if isinstance(output, tf.Tensor) and output.shape.rank
+    ]
+    return max(gaps, default=0.0)

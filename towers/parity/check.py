@@ -1,0 +1,154 @@
+"""The check itself: the same steps on one device and on towers, from the same start."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import devices
+from towers.model import multi_gpu_model
+from towers.parity.causes import explain, judge
+from towers.parity.report import ROUNDING, Parity, is_equal
+from towers.parity.trials import Setting, Trials, kept, quietly
+from towers.tower import ModelError
+
+
+def check_parity(
+    model: keras.Model,
+    batch: Any,
+    gpus: int | Sequence[int] | Sequence[str] | None = None,
+    *,
+    steps: int = 3,
+    builder: str = "parameter_server",
+    shares: Sequence[int] | None = None,
+    loss_placement: str = "auto",
+    strict: bool = True,
+    tolerance: float | None = None,
+) -> Parity:
+    """Checks that a model trains on towers as it does on one device.
+
+    It trains some steps on one device, as plain Keras does, and the same on towers from
+    the same start, and compares losses, metrics, variables, state, optimizer and
+    predictions. Training amplifies rounding in some models, so it also trains on one
+    device with each batch disturbed: its rows in another order, its inputs changed by a
+    tenth of the tolerance. What differs no more than ten times as much is equal to
+    rounding.
+
+    Where towers differ, it finds out why by trying: with `synchronized=True` on
+    BatchNormalization layers, and with random layers silenced.
+
+    The model is left as it was found, but for what training would have created: all
+    variables that it did not have yet.
+
+    Example:
+    >>> model.compile("adam", "mse")
+    >>> print(check_parity(model, (x[:64], y[:64]), gpus=2))
+
+    Args:
+        model: A compiled Keras model.
+        batch: A batch to train each step on: x, y and perhaps sample weights, as a
+            tuple of nests of arrays with one row an example. Or a list of such batches,
+            one for each step.
+        gpus: As for `multi_gpu_model`.
+        steps: How many steps to train, if there is one batch.
+        builder: As for `multi_gpu_model`.
+        shares: As for `multi_gpu_model`.
+        loss_placement: As for `multi_gpu_model`.
+        strict: As for `multi_gpu_model`. What is refused for it is not equal; the
+            numbers that towers would give are compared all the same.
+        tolerance: Up to which difference numbers are equal, relative to the largest of
+            an array. By default 1e-5, and 1e-2 for models that compute in 16 bits.
+
+    Returns:
+        What was compared, the verdict, and why.
+
+    Raises:
+        ValueError: If an argument is not as described, or the loss on one device is not
+            finite.
+    """
+    _check_arguments(model, steps)
+    batches = batch if isinstance(batch, list) else [batch] * steps
+    batches = [tf.nest.map_structure(_tensor, each) for each in batches]
+    if tolerance is None:
+        tolerance = 1e-2 if _computes_in_16_bits(model) else 1e-5
+    towers = devices.resolve(gpus)
+    try:
+        # What is wrong now is the model; with the other arguments, it is these.
+        multi_gpu_model(model, towers)
+    except ValueError as error:
+        return Parity(False, (str(error),), towers=len(towers))
+
+    def make_parallel(strict=False):
+        return multi_gpu_model(
+            model,
+            towers,
+            builder=builder,
+            shares=shares,
+            loss_placement=loss_placement,
+            strict=strict,
+        )
+
+    refusals = []
+    with quietly(), kept(model, lambda: make_parallel().builder.build(batches[0])):
+        for way in [True, False] if strict else [False]:
+            make = functools.partial(make_parallel, way)
+            trials = Trials(model, batches, make, tolerance)
+            try:
+                rows = judge(trials, Setting())
+                break
+            except ModelError as error:
+                refusals.append(str(error))
+        else:
+            return Parity(False, (refusals[-1],), towers=len(towers))
+        placement = trials.loss_placement
+        if not is_equal(rows):
+            reasons = explain(trials, rows, shares or (1,) * len(towers))
+        elif refusals:
+            reasons = ["Here the numbers are equal all the same, with strict=False."]
+        else:
+            reasons = _remarks(trials, rows)
+        return Parity(
+            is_equal(rows) and not refusals,
+            (*refusals, *reasons),
+            rows,
+            len(towers),
+            placement,
+        )
+
+
+def _check_arguments(model, steps):
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise ValueError(
+            f"Received {type(model).__name__}; expected a keras.Model that is "
+            "compiled, so call `compile` first."
+        )
+    if steps < 1:
+        raise ValueError(f"Received steps={steps}; expected at least 1.")
+
+
+def _tensor(array):
+    return array if array is None else tf.convert_to_tensor(array)
+
+
+def _computes_in_16_bits(model):
+    return any(
+        layer.compute_dtype in ("float16", "bfloat16")
+        for layer in model._flatten_layers()
+    )
+
+
+def _remarks(trials, rows):
+    """What should be known of models that are equal."""
+    if not trials.changes_variables:
+        yield "No trainable variable changed, so that this says little."
+    rounded = [row for row in rows if row.verdict == ROUNDING]
+    if rounded:
+        most = max(rounded, key=lambda row: row.difference)
+        yield (
+            f"{len(rounded)} of {len(rows)} are equal to rounding, which training "
+            f"amplifies here: {most.kind} {most.name} differs by {most.difference:.1e},"
+            f" where one device, rounded otherwise, differs by {most.rounding:.1e} from "
+            "itself."
+        )

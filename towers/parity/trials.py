@@ -1,0 +1,325 @@
+"""Trains a model time and again from the same start, and leaves it as it was."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from towers import batch
+from towers.model import TowerModel
+from towers.parity.report import Entry, differences
+
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+# Seeds of the disturbances that show what rounding does. Several, as it may do much, but
+# rarely: where it carries the input of a ReLU over zero.
+DISTURBANCES = range(4)
+
+
+class Setting(NamedTuple):
+    """What is changed in the model for a trial.
+
+    Attributes:
+        synchronized: BatchNormalization uses the statistics of the whole batch.
+        silent: Random layers are called as if this were not training.
+    """
+
+    synchronized: bool = False
+    silent: bool = False
+
+
+@contextlib.contextmanager
+def kept(model: keras.Model, build: Callable[[], None]) -> Iterator[None]:
+    """Builds the model, and leaves it as it was when the block ends.
+
+    Args:
+        model: A compiled model.
+        build: Creates what the model does not have yet, as training would.
+    """
+    # Towers may move variables to another device, and back they go as they were.
+    places = [(variable, variable._value) for variable in variables(model)]
+    functions = [(name, getattr(model, name)) for name in _FUNCTIONS]
+    try:
+        build()
+        start = values(model)
+        try:
+            yield
+        finally:
+            assign(model, start)
+    finally:
+        for variable, place in places:
+            variable._value = place
+        for name, function in functions:
+            setattr(model, name, function)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Inside, nothing warns of what trials do on purpose."""
+    expected = "tf.function retracing", "computed on gathered outputs"
+
+    def is_news(record):
+        return not any(text in record.getMessage() for text in expected)
+
+    loggers = tf.get_logger(), logging.get_absl_logger()
+    for logger in loggers:
+        logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_news)
+
+
+def variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns all that training changes: of model, optimizer, metrics and loss."""
+    found = [*model.variables, *model.metrics_variables]
+    for part in (model.optimizer, model._compile_loss):
+        found += part.variables if part is not None else []
+    return list({id(variable): variable for variable in found}.values())
+
+
+def values(model: keras.Model) -> list[np.ndarray]:
+    """Returns the values of `variables`."""
+    return [variable.numpy() for variable in variables(model)]
+
+
+def assign(model: keras.Model, start: Sequence[np.ndarray]) -> None:
+    """Assigns what `values` returned."""
+    for variable, value in zip(variables(model), start, strict=True):
+        variable.assign(value)
+
+
+class Trials:
+    """Trials of one model on the same batches.
+
+    What runs leave is yielded piece by piece, as a large model's is large.
+
+    Attributes:
+        model: The model, on one device.
+        batches: One batch for each step.
+        tolerance: The relative difference up to which numbers are equal.
+        loss_placement: Where towers computed the loss.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        batches: Sequence[Any],
+        make_parallel: Callable[[], TowerModel],
+        tolerance: float,
+    ):
+        """Prepares; runs nothing.
+
+        Args:
+            model: A compiled model with all its variables.
+            batches: One batch for each step.
+            make_parallel: Returns the model on towers.
+            tolerance: The relative difference up to which numbers are equal.
+        """
+        self.model = model
+        self.batches = batches
+        self.loss_placement = None
+        self.tolerance = tolerance
+        self._make_parallel = make_parallel
+        self._start = values(model)
+        self._parallel = {}
+        self._traced = {}
+        self._rounding = {}
+
+    def on_towers(
+        self, setting: Setting, disturbance: int | None = None
+    ) -> Iterator[Entry]:
+        """Trains on towers, and yields what that leaves.
+
+        Args:
+            setting: What to change in the model.
+            disturbance: Seed of a disturbance of the batches, if there is to be one.
+        """
+        if setting not in self._parallel:
+            self._parallel[setting] = self._make_parallel()
+        parallel = self._parallel[setting]
+        with self._set(setting):
+            yield from self._train(parallel, disturbance)
+        self.loss_placement = parallel.loss_placement
+
+    def on_one_device(
+        self, setting: Setting, disturbance: int | None = None
+    ) -> Iterator[Entry]:
+        """Trains as plain Keras does, and yields what that leaves.
+
+        Args:
+            setting: What to change in the model.
+            disturbance: Seed of a disturbance of the batches, if there is to be one.
+
+        Raises:
+            ValueError: If a loss is not finite.
+        """
+        model = self.model
+        traced = self._traced.get(setting, (None, None))
+        model.train_function, model.predict_function = traced
+        with self._set(setting):
+            for entry in self._train(model, disturbance):
+                _check_finite(entry)
+                yield entry
+        self._traced[setting] = model.train_function, model.predict_function
+
+    def rounding(self, setting: Setting) -> list[float]:
+        """Returns how much each entry changes, at most, if batches are disturbed.
+
+        A disturbance puts rows in another order, which changes the order of sums, and
+        changes inputs by a tenth of the tolerance. For most models that is nothing but
+        other rounding; not so with random layers that are not silenced, or where a
+        layer looks at the order.
+        """
+        if setting not in self._rounding:
+            plain = list(self.on_one_device(setting))
+            runs = (self.on_one_device(setting, each) for each in DISTURBANCES)
+            found = [differences(run, plain) for run in runs]
+            self._rounding[setting] = [max(each) for each in zip(*found, strict=True)]
+        return self._rounding[setting]
+
+    @functools.cached_property
+    def batch_norms(self) -> list[keras.layers.Layer]:
+        """The BatchNormalization layers that normalise each share by itself."""
+        return [
+            layer
+            for layer in self.model._flatten_layers()
+            if isinstance(layer, keras.layers.BatchNormalization)
+            and not layer.synchronized
+            and any(id(v) in self._changed for v in layer._non_trainable_variables)
+        ]
+
+    @functools.cached_property
+    def random_layers(self) -> list[keras.layers.Layer]:
+        """The layers that draw random numbers in training."""
+        return [
+            layer
+            for layer in self.model._flatten_layers()
+            if any(id(g.state) in self._changed for g in layer._seed_generators)
+        ]
+
+    @property
+    def changes_variables(self) -> bool:
+        """Whether training changes any trainable variable."""
+        return any(id(v) in self._changed for v in self.model.trainable_variables)
+
+    @functools.cached_property
+    def _changed(self):
+        """Ids of the variables that training on one device changes."""
+        for _ in self.on_one_device(Setting()):
+            pass
+        now = zip(variables(self.model), self._start, strict=True)
+        return {id(v) for v, start in now if not np.array_equal(v.numpy(), start)}
+
+    def _train(self, trainer, disturbance):
+        assign(self.model, self._start)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(self.batches[0])
+        for step, data in enumerate(self.batches):
+            data = keras.utils.unpack_x_y_sample_weight(data)
+            data = _disturbed(data, disturbance, self.tolerance / 10)
+            logs = trainer.train_on_batch(*data, return_dict=True)
+            yield Entry("loss", f"step {step + 1}", step, logs.pop("loss"))
+            for name, value in logs.items():
+                yield Entry("metric", name, step, np.asarray(value))
+            # After the first step, as rounding has not been amplified, and at the end.
+            if step in (0, len(self.batches) - 1):
+                yield from self._variables(step)
+                outputs = trainer.predict_on_batch(x)
+                flat = tf.nest.flatten(outputs, expand_composites=True)
+                for number, output in enumerate(flat):
+                    name = f"output {number}"
+                    yield Entry("prediction", name, step, np.asarray(output))
+
+    def _variables(self, step):
+        for kind, found in (
+            ("variable", self.model.trainable_variables),
+            ("state", self.model.non_trainable_variables),
+            ("optimizer", getattr(self.model.optimizer, "variables", [])),
+        ):
+            for variable in found:
+                yield Entry(kind, variable.path, step, variable.numpy())
+
+    @contextlib.contextmanager
+    def _set(self, setting):
+        with contextlib.ExitStack() as stack:
+            if setting.synchronized:
+                for layer in self.batch_norms:
+                    stack.enter_context(attribute(layer, "synchronized", True))
+            if setting.silent:
+                for layer in filter(can_be_silenced, self.random_layers):
+                    stack.enter_context(attribute(layer, "call", _silenced(layer)))
+            yield
+
+
+def can_be_silenced(layer: keras.layers.Layer) -> bool:
+    """Tells whether a random layer can be told that this is not training."""
+    return layer._call_has_training_arg
+
+
+def _silenced(layer):
+    """The layer's call, never in training."""
+    call = layer.call
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def silenced(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["training"] = False
+        return call(*bound.args, **bound.kwargs)
+
+    return silenced
+
+
+@contextlib.contextmanager
+def attribute(layer: keras.layers.Layer, name: str, value: Any) -> Iterator[None]:
+    """Inside, the layer has another attribute, behind the back of Keras's tracking."""
+    own = vars(layer)
+    had = name in own
+    before, own[name] = own.get(name), value
+    try:
+        yield
+    finally:
+        if had:
+            own[name] = before
+        else:
+            del own[name]
+
+
+def _check_finite(entry):
+    if entry.kind == "loss" and not np.isfinite(entry.value):
+        raise ValueError(
+            f"The loss on one device is {entry.value} at {entry.name}; expected a "
+            "finite one, so use fewer steps or a smaller learning rate."
+        )
+
+
+def _disturbed(data, seed, noise):
+    """Puts the rows of a batch in another order, and changes its inputs a little."""
+    if seed is None:
+        return data
+    random = np.random.default_rng(seed)
+    rows = random.permutation(int(batch.batch_size(data)))
+
+    def reorder(tensor):
+        if tensor is None or tensor.shape.rank == 0:
+            return tensor
+        if isinstance(tensor, tf.SparseTensor):
+            return tf.sparse.concat(0, [batch.take(tensor, i, i + 1) for i in rows])
+        return tf.gather(tensor, rows)
+
+    def disturb(tensor):
+        if not isinstance(tensor, tf.Tensor) or not tensor.dtype.is_floating:
+            return tensor
+        # What is zero stays zero: it may be a mask.
+        factors = 1 + noise * random.standard_normal(tensor.shape)
+        return tensor * tf.cast(factors, tensor.dtype)
+
+    x, y, sample_weight = tf.nest.map_structure(reorder, data)
+    return tf.nest.map_structure(disturb, x), y, sample_weight
