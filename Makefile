@@ -15,7 +15,7 @@ test: $(VENV)/.ready
 parity-report: $(VENV)/.ready
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
 	$(RUN) -m pytest --numprocesses=logical --maxprocesses=4 tests/towers/test_exact_cases.py
-	$(RUN) scripts/parity_report.py --mirrored
+	$(RUN) -m scripts.parity_report --mirrored
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

@@ -84,6 +84,8 @@ def _combine(values, fractions, rule):
         return first
     if rule is Dependence.SUM:
         return tf.add_n(values)
+    if not first.dtype.is_floating:
+        return first  # only where the user has waived the rules: integers have no mean
     weighted = [
         value * tf.cast(fraction, value.dtype)
         for value, fraction in zip(values, fractions, strict=True)
