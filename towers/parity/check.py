@@ -1,5 +1,6 @@
 """The check itself: the same steps on one device and on towers, from the same start."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from towers import devices
 from towers.model import multi_gpu_model
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
-from towers.parity.trials import Setting, Trials, kept, quietly
+from towers.parity.trials import Setting, Trials, in_place, quietly, unchanged
 from towers.tower import ModelError
 
 
@@ -74,13 +75,10 @@ def check_parity(
     if tolerance is None:
         tolerance = 1e-2 if _computes_in_16_bits(model) else 1e-5
     towers = devices.resolve(gpus)
-    try:
-        # What is wrong now is the model; with the other arguments, it is these.
-        multi_gpu_model(model, towers)
-    except ValueError as error:
-        return Parity(False, (str(error),), towers=len(towers))
+    if shares is None:
+        shares = (1,) * len(towers)
 
-    def make_parallel(strict=False):
+    def make_parallel(strict=strict):
         return multi_gpu_model(
             model,
             towers,
@@ -90,32 +88,45 @@ def check_parity(
             strict=strict,
         )
 
-    refusals = []
-    with quietly(), kept(model, lambda: make_parallel().builder.build(batches[0])):
-        for way in [True, False] if strict else [False]:
-            make = functools.partial(make_parallel, way)
-            trials = Trials(model, batches, make, tolerance)
-            try:
-                rows = judge(trials, Setting())
-                break
-            except ModelError as error:
-                refusals.append(str(error))
-        else:
-            return Parity(False, (refusals[-1],), towers=len(towers))
-        placement = trials.loss_placement
-        if not is_equal(rows):
-            reasons = explain(trials, rows, shares or (1,) * len(towers))
-        elif refusals:
-            reasons = ["Here the numbers are equal all the same, with strict=False."]
-        else:
-            reasons = _remarks(trials, rows)
-        return Parity(
-            is_equal(rows) and not refusals,
-            (*refusals, *reasons),
-            rows,
-            len(towers),
-            placement,
-        )
+    with quietly(), in_place(model):
+        try:
+            # What is wrong now is the model; later, it is the other arguments.
+            multi_gpu_model(model, towers)
+        except ValueError as error:
+            return Parity(False, (str(error),), towers=len(towers))
+        make_parallel().builder.build(batches[0])
+        with unchanged(model):
+            trials = Trials(model, batches, make_parallel, tolerance)
+            found = _check(trials, shares)
+            if found.rows or not strict:
+                return found
+            make_lenient = functools.partial(make_parallel, strict=False)
+            trials = Trials(model, batches, make_lenient, tolerance)
+            return _check_refused(found, _check(trials, shares))
+
+
+def _check(trials, shares):
+    try:
+        rows = judge(trials, Setting())
+    except ModelError as error:
+        return Parity(False, (str(error),), towers=len(shares))
+    # Where it is in the model as it is; causes are looked for in others.
+    placement = trials.loss_placement
+    equal = is_equal(rows)
+    reasons = _remarks(trials, rows) if equal else explain(trials, rows, shares)
+    return Parity(equal, tuple(reasons), rows, len(shares), placement)
+
+
+def _check_refused(refused, lenient):
+    """Puts a refusal together with what towers would compute all the same."""
+    if not lenient.rows:
+        return lenient
+    reasons = lenient.reasons
+    if lenient.equal:
+        reasons = ("Here the numbers are equal all the same, with strict=False.",)
+    return dataclasses.replace(
+        lenient, equal=False, reasons=(*refused.reasons, *reasons)
+    )
 
 
 def _check_arguments(model, steps):
@@ -149,6 +160,6 @@ def _remarks(trials, rows):
         yield (
             f"{len(rounded)} of {len(rows)} are equal to rounding, which training "
             f"amplifies here: {most.kind} {most.name} differs by {most.difference:.1e},"
-            f" where one device, rounded otherwise, differs by {most.rounding:.1e} from "
-            "itself."
+            " where one device, rounded otherwise, differs by "
+            f"{most.rounding:.1e} from itself."
         )

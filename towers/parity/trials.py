@@ -17,8 +17,8 @@ from towers.parity.report import Entry, differences
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
-# Seeds of the disturbances that show what rounding does. Several, as it may do much, but
-# rarely: where it carries the input of a ReLU over zero.
+# Seeds of the disturbances that show what rounding does. Several, as it may do much,
+# but rarely: where it carries the input of a ReLU over zero.
 DISTURBANCES = range(4)
 
 
@@ -35,28 +35,28 @@ class Setting(NamedTuple):
 
 
 @contextlib.contextmanager
-def kept(model: keras.Model, build: Callable[[], None]) -> Iterator[None]:
-    """Builds the model, and leaves it as it was when the block ends.
-
-    Args:
-        model: A compiled model.
-        build: Creates what the model does not have yet, as training would.
-    """
-    # Towers may move variables to another device, and back they go as they were.
+def in_place(model: keras.Model) -> Iterator[None]:
+    """Leaves the model's variables where they are, and its functions as they are."""
+    # Towers may move variables to another device, and back they go.
     places = [(variable, variable._value) for variable in variables(model)]
     functions = [(name, getattr(model, name)) for name in _FUNCTIONS]
     try:
-        build()
-        start = values(model)
-        try:
-            yield
-        finally:
-            assign(model, start)
+        yield
     finally:
         for variable, place in places:
             variable._value = place
         for name, function in functions:
             setattr(model, name, function)
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """Leaves the values of all that training changes as they are."""
+    start = values(model)
+    try:
+        yield
+    finally:
+        assign(model, start)
 
 
 @contextlib.contextmanager
