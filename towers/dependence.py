@@ -62,6 +62,12 @@ _ELEMENTWISE = set(
     Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference StopGradient
     Sub Tan Tanh TruncateDiv Xdivy Xlog1py Xlogy ZerosLike""".split()
 )
+# They treat the rows of their first input each by itself.
+_ROWWISE = set(
+    """AvgPool AvgPool3D BiasAdd Conv2D Conv3D DepthToSpace DepthwiseConv2dNative
+    MaxPool MaxPool3D ResizeBicubic ResizeBilinear ResizeNearestNeighbor
+    SpaceToDepth""".split()
+)
 # Their result for a sum is the sum of their results, wherever the axes are.
 _LINEAR = set(
     "Cast ExpandDims Identity Mean Neg Reshape Squeeze StopGradient StridedSlice Sum "
@@ -343,10 +349,18 @@ def _of_rows(tensor, op, inputs, kinds):
         return ROWS if first_only and op.get_attr("axis") == -1 else UNKNOWN
     if op.type == "GatherV2":
         return _of_gather(op, inputs, kinds)
-    if op.type == "BiasAdd":
-        return ROWS if first_only else UNKNOWN
     if not first_only:
         return UNKNOWN
+    if op.type in _ROWWISE:
+        return ROWS
+    if op.type in ("MirrorPad", "Pad", "PadV2"):
+        paddings = tf.get_static_value(inputs[1])
+        return ROWS if paddings is not None and not any(paddings[0]) else UNKNOWN
+    if op.type == "Tile":
+        multiples = tf.get_static_value(inputs[1])
+        return ROWS if multiples is not None and multiples[0] == 1 else UNKNOWN
+    if op.type == "TopKV2":
+        return ROWS if rank is not None and rank > 1 else UNKNOWN
     if op.type == "ExpandDims":
         axis = tf.get_static_value(inputs[1])
         if axis is None or rank is None:

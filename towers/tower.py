@@ -13,9 +13,11 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops import custom_gradient
 
 from towers import fused
 from towers.rules import NoRuleError, Rules
@@ -561,7 +563,13 @@ def _replicated(tower, shares):
         with tf.name_scope(f"tower_{k}"):
             results[k] = tower(*shares[k].arguments)
 
-    _strategy(tuple(share.device for share in shares)).run(replica)
+    # Keras's all-reduce is a custom gradient; TensorFlow would search the graph behind
+    # each for variables, of which towers have none: minutes for a deep network.
+    searching = mock.patch.object(
+        custom_gradient, "_get_dependent_variables", lambda **_: []
+    )
+    with searching:
+        _strategy(tuple(share.device for share in shares)).run(replica)
     return [
         results[k]._replace(size=share.size, fraction=share.fraction)
         for k, share in enumerate(shares)

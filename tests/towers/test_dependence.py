@@ -35,6 +35,11 @@ def _size(x):
     return ops.cast(ops.shape(x)[0], "float32")
 
 
+def _convolve(x, w):
+    kernel = tf.reshape(w, [2, 2, 1, 2])
+    return tf.nn.conv2d(x[:, None, :, None], kernel, 1, "SAME")
+
+
 @pytest.mark.parametrize(
     ("function", "found"),
     [
@@ -47,6 +52,15 @@ def _size(x):
         (lambda x, y, w: x[..., 0] * y, ROWS),
         (lambda x, y, w: x[:, 1:3], ROWS),
         (lambda x, y, w: ops.zeros_like(x), ROWS),
+        (lambda x, y, w: ops.pad(x, [[0, 0], [1, 2]]), ROWS),
+        (lambda x, y, w: tf.tile(x, [1, 3]), ROWS),
+        (lambda x, y, w: ops.top_k(x, 2)[0], ROWS),
+        (
+            lambda x, y, w: tf.nn.conv2d(
+                x[:, None, :, None], tf.reshape(w, [2, 2, 1, 2]), 1, "SAME"
+            ),
+            ROWS,
+        ),
         (lambda x, y, w: ops.sum(x), SUM),
         (lambda x, y, w: ops.sum(x, axis=0), SUM),
         (lambda x, y, w: 2 * ops.sum(x**2) + ops.sum(y), SUM),
@@ -81,6 +95,8 @@ def _size(x):
         (lambda x, y, w: ops.sum(x * ops.reshape(w, [8, 1])[:4]), UNKNOWN),
         (lambda x, y, w: ops.sum(ops.cumsum(x, axis=0)), UNKNOWN),
         (lambda x, y, w: ops.sum(x[1:]), UNKNOWN),
+        (lambda x, y, w: ops.sum(tf.tile(x, [2, 1])), UNKNOWN),
+        (lambda x, y, w: ops.sum(ops.pad(x, [[1, 0], [0, 0]]) ** 2), UNKNOWN),
         (lambda x, y, w: ops.sum(x[::2]), UNKNOWN),
         (lambda x, y, w: ops.sum(x[0]), UNKNOWN),
         (lambda x, y, w: tf.reduce_mean(tf.cast(y, "int32")), UNKNOWN),
