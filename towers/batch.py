@@ -197,6 +197,26 @@ def join(shares: Sequence[Any], sizes: Sequence[Any]) -> Any:
     return tf.nest.map_structure(rows, *shares)
 
 
+def by_example(rows: tf.Tensor | None, size: int | tf.Tensor) -> tf.Tensor | None:
+    """Groups rows by the example that they belong to.
+
+    Args:
+        rows: A tensor with the same number of rows for each example, in order, such as
+            (batch x time, classes); or `None`.
+        size: Number of examples.
+
+    Returns:
+        The same values, of shape (size, rows of an example, ...).
+    """
+    if rows is None:
+        return None
+    shape = tf.shape(rows)
+    each = shape[0] // tf.maximum(size, 1)
+    grouped = tf.reshape(rows, tf.concat([[size, each], shape[1:]], axis=0))
+    grouped.set_shape([None, None, *rows.shape[1:]])
+    return grouped
+
+
 def share_spec(batch: Any, rows: int | None) -> Any:
     """Describes one share of a batch, for tracing.
 

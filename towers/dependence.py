@@ -6,10 +6,10 @@ else (a maximum, a variance, a ratio of sums) cannot be put together from shares
 tell which it is, the graph is read from the value back to the batch. Only what is
 proved counts: an operation that is not listed here makes a value unknown, never wrong.
 
-Keras's own layers are taken to treat every example by itself, as all of them do but
-BatchNormalization, which differs by design. Other layers are taken to do so unless they
-are seen not to. Losses that layers add, and state that they assign, are read operation
-by operation.
+Keras's own layers are taken to treat every example by itself, as they do but for
+BatchNormalization, which differs by design, and a few that are read like other layers:
+those are taken to do so, too, unless they are seen not to. Losses that layers add, and
+state that they assign, are read operation by operation.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ class Dependence(enum.Enum):
         NONE: Not at all.
         ROWS: The first axis is the examples', in order, each with the same number of
             rows; no row depends on another example.
+        COLUMNS: Like ROWS, transposed: of two axes, the second is the examples'.
         SHAPE: A vector of integers; the first is the number of rows, no other depends
             on it.
         SIZE: The number of examples, times something that does not depend on them.
@@ -41,6 +42,7 @@ class Dependence(enum.Enum):
 
     NONE = enum.auto()
     ROWS = enum.auto()
+    COLUMNS = enum.auto()
     SHAPE = enum.auto()
     SIZE = enum.auto()
     SUM = enum.auto()
@@ -50,12 +52,12 @@ class Dependence(enum.Enum):
     UNKNOWN = enum.auto()
 
 
-NONE, ROWS, SHAPE, SIZE, SUM, MEAN, PACKED, COUPLED, UNKNOWN = Dependence
+NONE, ROWS, COLUMNS, SHAPE, SIZE, SUM, MEAN, PACKED, COUPLED, UNKNOWN = Dependence
 
 _ELEMENTWISE = set(
     """Abs Acos Acosh AddN AddV2 Add Asin Asinh Atan Atan2 Atanh Cast Ceil
     CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu Equal Erf Erfc Exp
-    Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity IdentityN Inv IsFinite
+    Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity Inv IsFinite
     IsInf IsNan LeakyRelu Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot
     LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NotEqual OnesLike Pow
     PreventGradient RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu
@@ -91,11 +93,11 @@ class _Call(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded_layers() -> Iterator[dict[str, _Call]]:
+def recorded_layers() -> Iterator[dict[Any, _Call]]:
     """Inside, remembers what layers made of what.
 
     Yields:
-        For the name of each tensor that a layer returned, how it was made.
+        For the key of each tensor that a layer returned, how it was made.
     """
     calls = {}
     original = keras.layers.Layer.__call__
@@ -103,13 +105,13 @@ def recorded_layers() -> Iterator[dict[str, _Call]]:
     def record(layer, *args, **kwargs):
         outputs = original(layer, *args, **kwargs)
         inputs = [part for _, part in _parts([args, kwargs])]
-        names = {tensor.name for tensor in inputs}
+        known = {_key(tensor) for tensor in inputs}
         for packed, output in _parts(outputs):
             # What is passed through stays what it was; and of nested layers, the
             # innermost tells most.
-            if output.name not in names:
+            if _key(output) not in known:
                 call = _Call(inputs, packed, _is_trusted(layer))
-                calls.setdefault(output.name, call)
+                calls.setdefault(_key(output), call)
         return outputs
 
     keras.layers.Layer.__call__ = record
@@ -120,8 +122,27 @@ def recorded_layers() -> Iterator[dict[str, _Call]]:
 
 
 def _is_trusted(layer):
-    of_keras = type(layer).__module__.startswith("keras.")
-    return of_keras and not isinstance(layer, keras.Model | keras.layers.Lambda)
+    """Whether a layer and its parts are Keras's, and no exception among those."""
+    activation = getattr(layer, "activation", None) or keras.activations.linear
+    axes = tf.nest.flatten(getattr(layer, "axis", None))
+    return (
+        type(layer).__module__.startswith("keras.")
+        and getattr(activation, "__module__", "").startswith("keras.")
+        and 0 not in axes
+        and not isinstance(layer, _READ)
+        # How far texts are padded depends on the longest of them.
+        and getattr(layer, "_output_sequence_length", 0) is not None
+        and all(map(_is_trusted, layer._flatten_layers(False, recursive=False)))
+    )
+
+
+# What users write into Keras's classes, and a layer that looks for the loudest example.
+_READ = keras.Model, keras.layers.Lambda, keras.layers.MelSpectrogram
+
+
+def _key(tensor):
+    """A tensor's name is its own in one graph only."""
+    return id(tensor.graph), tensor.name
 
 
 def _parts(nest: Any) -> Iterator[tuple[bool, tf.Tensor]]:
@@ -136,7 +157,7 @@ def _parts(nest: Any) -> Iterator[tuple[bool, tf.Tensor]]:
 class Reader:
     """Reads from a graph how its tensors depend on the examples."""
 
-    def __init__(self, share: Any, calls: dict[str, _Call]):
+    def __init__(self, share: Any, calls: dict[Any, _Call]):
         """Prepares to read.
 
         Args:
@@ -146,8 +167,9 @@ class Reader:
         """
         self._calls = calls
         self._culprits = {}
+        self._doubts = []
         self._known = {
-            part.name: PACKED if packed else NONE if part.shape.rank == 0 else ROWS
+            _key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in _parts(share)
         }
 
@@ -158,56 +180,66 @@ class Reader:
         while waiting:
             current = waiting[-1]
             inputs = self._inputs(current)
-            missing = [t for t in inputs if t.name not in self._known]
-            if current.name not in self._known and missing:
+            missing = [t for t in inputs if _key(t) not in self._known]
+            if _key(current) not in self._known and missing:
                 waiting.extend(missing)
                 continue
             waiting.pop()
-            if current.name not in self._known:
-                self._known[current.name] = self._combine(current)
-        return self._known[tensor.name]
+            if _key(current) not in self._known:
+                self._known[_key(current)] = self._combine(current)
+        return self._known[_key(tensor)]
 
     def why(self, tensor: tf.Tensor) -> str:
         """Names the operation that made `tensor` coupled or unknown."""
-        op = self._culprits[tensor.name]
+        op = self._culprits[_key(tensor)]
         return f"'{op.name}' ({op.type})"
 
+    @property
+    def doubts(self) -> list[str]:
+        """Names the operations that could not be read in layers taken on trust."""
+        return [f"'{op.name}' ({op.type})" for op in self._doubts]
+
     def _inputs(self, tensor):
-        call = self._calls.get(tensor.name)
+        call = self._calls.get(_key(tensor))
         if call is None:
             return list(tensor.op.inputs)
         return [*call.inputs, *(() if call.trusted else tensor.op.inputs)]
 
     def _combine(self, tensor):
-        call = self._calls.get(tensor.name)
+        call = self._calls.get(_key(tensor))
         if call is None:
             return self._of(tensor.op.inputs, _of_operation, tensor)
         if not call.trusted:
-            # An operation that cannot be read says nothing against a layer.
             seen = self._of(tensor.op.inputs, _of_operation, tensor)
-            if seen is COUPLED:
-                return COUPLED
+            if seen is not UNKNOWN:
+                return seen
+            # That an operation cannot be read says nothing against the layer.
+            culprit = self._culprits.pop(_key(tensor))
+            taken = self._of(call.inputs, _of_layer, tensor, call.packed)
+            if taken is ROWS and culprit not in self._doubts:
+                self._doubts.append(culprit)
+            return taken
         return self._of(call.inputs, _of_layer, tensor, call.packed)
 
     def _of(self, inputs, rule, tensor, *extra):
-        kinds = [self._known[t.name] for t in inputs]
+        kinds = [self._known[_key(t)] for t in inputs]
         if all(kind is NONE for kind in kinds):
             return NONE
         for kind in (COUPLED, UNKNOWN):
             if kind in kinds:
-                origin = inputs[kinds.index(kind)].name
-                self._culprits[tensor.name] = self._culprits[origin]
+                origin = _key(inputs[kinds.index(kind)])
+                self._culprits[_key(tensor)] = self._culprits[origin]
                 return kind
         found = rule(tensor, list(inputs), kinds, *extra)
         if found in (COUPLED, UNKNOWN):
-            self._culprits[tensor.name] = tensor.op
+            self._culprits[_key(tensor)] = tensor.op
         return found
 
 
 def _of_layer(tensor, inputs, kinds, packed):
     """A layer treats each example by itself, but for what it returns as a whole."""
     if not set(kinds) <= {NONE, ROWS, PACKED}:
-        return UNKNOWN
+        return COUPLED if set(kinds) & {SUM, MEAN} else UNKNOWN
     if packed:
         return PACKED
     if tensor.shape.rank in (0, None) or tensor.shape[0] is not None:
@@ -224,13 +256,13 @@ def _of_operation(tensor, inputs, kinds):
     if present == {PACKED}:
         unary = op.type in _ELEMENTWISE and len(inputs) == 1
         return PACKED if unary else UNKNOWN
-    if op.type == "IdentityN":
-        return kinds[tensor.value_index]
+    if present == {COLUMNS} or present == {COLUMNS, ROWS}:
+        return _of_columns(tensor, op, inputs, kinds)
     if op.type in ("Pack", "ConcatV2"):
         return _of_parts(op, inputs, kinds)
     found = UNKNOWN
     if present <= {SUM, MEAN}:
-        found = _of_totals(tensor, op, kinds, present)
+        found = _of_totals(tensor, op, inputs, kinds, present)
     elif present <= {SIZE, SHAPE}:
         found = _of_sizes(op, inputs, kinds)
     elif op.type in ("RealDiv", "DivNoNan") and kinds == [SUM, SIZE]:
@@ -243,6 +275,22 @@ def _of_operation(tensor, inputs, kinds):
         meeting = {SUM, MEAN, SIZE} if tensor.dtype.is_floating else set()
         return COUPLED if present & meeting else UNKNOWN
     return found
+
+
+def _of_columns(tensor, op, inputs, kinds):
+    """Of transposed matrices, which are made to be multiplied."""
+    if op.type == "MatMul" and not (
+        op.get_attr("transpose_a") or op.get_attr("transpose_b")
+    ):
+        # Over the examples; or each with each.
+        return {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(
+            tuple(kinds), UNKNOWN
+        )
+    if op.type in _ELEMENTWISE and len(inputs) == 1:
+        return COLUMNS
+    if op.type == "Transpose" and tensor.shape.rank == 2:
+        return ROWS
+    return UNKNOWN
 
 
 def _of_parts(op, inputs, kinds):
@@ -267,7 +315,7 @@ def _of_parts(op, inputs, kinds):
     return UNKNOWN
 
 
-def _of_totals(tensor, op, kinds, present):
+def _of_totals(tensor, op, inputs, kinds, present):
     """Of sums and of means, where only what is linear leaves them so."""
     if op.type in ("Shape", "Size", "Rank"):
         return NONE
@@ -283,13 +331,21 @@ def _of_totals(tensor, op, kinds, present):
     if op.type in ("AddV2", "Add", "Sub", "AddN"):
         if present == {MEAN}:
             return MEAN
-        if present == {SUM} and NONE not in kinds:
+        others = [t for t, kind in zip(inputs, kinds, strict=True) if kind is NONE]
+        if present == {SUM} and all(map(_is_zero, others)):
             return SUM
     return UNKNOWN
 
 
+def _is_zero(tensor):
+    value = tf.get_static_value(tensor)
+    return value is not None and not value.any()
+
+
 def _of_sizes(op, inputs, kinds):
     """Of numbers of examples, and of shapes."""
+    if op.type == "Cast" and not inputs[0].dtype.is_integer:
+        return UNKNOWN
     if op.type in ("Cast", "Identity"):
         return kinds[0]
     if op.type == "StridedSlice" and kinds[0] is SHAPE:
@@ -297,6 +353,8 @@ def _of_sizes(op, inputs, kinds):
         if begin is None or end is None or step is None or len(begin) != 1:
             return UNKNOWN
         first = 0 if op.get_attr("begin_mask") & 1 else int(begin[0])
+        if first < 0 and inputs[0].shape[0] is not None:
+            first += inputs[0].shape[0]
         if first < 0 or int(step[0]) != 1 or op.get_attr("new_axis_mask"):
             return UNKNOWN
         if first > 0:
@@ -308,10 +366,6 @@ def _of_sizes(op, inputs, kinds):
         return SIZE if all(kind is NONE for kind in kinds[1:]) else UNKNOWN
     if op.type == "Mul" and set(kinds) == {SIZE, NONE}:
         return SIZE
-    if op.type == "Maximum" and set(kinds) == {SIZE, NONE}:
-        # Keeps a divisor from being zero.
-        constant = tf.get_static_value(inputs[kinds.index(NONE)])
-        return SIZE if constant is not None and constant <= 1 else UNKNOWN
     if op.type == "Fill" and kinds == [SHAPE, NONE]:
         return ROWS
     return UNKNOWN
@@ -329,6 +383,12 @@ def _of_rows(tensor, op, inputs, kinds):
         return _of_elements(inputs, kinds)
     if op.type in _REDUCTIONS:
         return _of_reduction(op, inputs)
+    if op.type == "L2Loss":
+        return SUM
+    if op.type == "Split" and inputs[1].shape.rank is not None:
+        axis = tf.get_static_value(inputs[0])
+        apart = axis is not None and int(axis) % inputs[1].shape.rank != 0
+        return ROWS if apart else UNKNOWN
     first_only = kinds[0] is ROWS and all(kind is NONE for kind in kinds[1:])
     rank = inputs[0].shape.rank
     if op.type in ("Softmax", "LogSoftmax"):
@@ -373,7 +433,17 @@ def _of_rows(tensor, op, inputs, kinds):
         return ROWS if all(axis % rank != 0 for axis in axes) else UNKNOWN
     if op.type == "Transpose":
         order = tf.get_static_value(inputs[1])
-        return ROWS if order is not None and order[0] == 0 else UNKNOWN
+        if order is None or order[0] == 0:
+            return UNKNOWN if order is None else ROWS
+        return COLUMNS if rank == 2 else UNKNOWN
+    if op.type == "Unpack":
+        return ROWS if rank and op.get_attr("axis") % rank != 0 else UNKNOWN
+    if op.type in ("Cumprod", "Cumsum", "ReverseV2", "Roll"):
+        # They move values along axes.
+        axes = tf.get_static_value(inputs[-1])
+        if axes is None or rank is None:
+            return UNKNOWN
+        return COUPLED if any(int(axis) % rank == 0 for axis in axes.flat) else ROWS
     if op.type == "StridedSlice":
         return _of_slice(op, inputs)
     return UNKNOWN
@@ -473,9 +543,10 @@ def _of_slice(op, inputs):
         rank = inputs[0].shape.rank
         return ROWS if rank is not None and len(begin) - 1 < rank else UNKNOWN
     whole = (
-        op.get_attr("begin_mask") & 1
+        (op.get_attr("begin_mask") & 1 or int(begin[0]) == 0)
         and op.get_attr("end_mask") & 1
         and not op.get_attr("shrink_axis_mask") & 1
         and int(steps[0]) == 1
     )
-    return ROWS if whole else UNKNOWN
+    # Some examples picked out; of integers, perhaps for a shape.
+    return ROWS if whole else COUPLED if inputs[0].dtype.is_floating else UNKNOWN

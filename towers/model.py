@@ -5,6 +5,7 @@ steps, which a builder computes on towers; `fit` and its siblings, callbacks, me
 and saving stay Keras's own.
 """
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +15,9 @@ import tensorflow as tf
 import wrapt
 
 from towers import devices
-from towers.builders.base import Builder
+from towers.builders.base import Builder, overrides
 from towers.builders.parameter_server import ParameterServer
+from towers.tower import ModelError
 
 BUILDERS: dict[str, type[Builder]] = {"parameter_server": ParameterServer}
 
@@ -87,14 +89,7 @@ def multi_gpu_model(
             f"Received builder='{builder}'; expected one of {sorted(BUILDERS)}."
         )
     towers = devices.resolve(gpus)
-    shares = tuple(shares) if shares is not None else (1,) * len(towers)
-    if len(shares) != len(towers) or not all(
-        isinstance(share, int) and share > 0 for share in shares
-    ):
-        raise ValueError(
-            f"Received shares={shares} for {len(towers)} towers; expected a positive "
-            "integer for each, such as (2, 3, 3)."
-        )
+    shares = _check_shares(shares, len(towers))
     if home is None:
         home = devices.HOST if cpu_relocation else _where(model)
     (home,) = devices.resolve([home])
@@ -154,9 +149,8 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _follow(self):
         """Starts anew if the model was compiled or moved, through whichever object."""
         model = self.__wrapped__
-        compiled = getattr(model, "_compile_config", None)
-        seen = [compiled, *(v.value for v in model.variables)]
-        before, self._self_seen = self._self_seen, seen
+        before, seen = self._self_seen, self._current()
+        self._self_seen = seen
         if len(seen) == len(before) and all(map(operator.is_, seen, before)):
             return
         self.train_function = self.test_function = self.predict_function = None
@@ -167,25 +161,43 @@ class TowerModel(wrapt.CallableObjectProxy):
         variables += optimizer.variables if optimizer is not None else []
         _move(model, variables, self._self_builder.home)
 
+    def _current(self):
+        model = self.__wrapped__
+        compiled = getattr(model, "_compile_config", None)
+        return [compiled, *(v.value for v in model.variables)]
+
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
-        with self._on_host():
+        with self._step():
             return self._self_builder.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates one global batch, on towers."""
-        with self._on_host():
+        with self._step():
             return self._self_builder.test_step(data)
 
     def predict_step(self, data: Any) -> Any:
         """Computes the outputs of one global batch, on towers."""
-        with self._on_host():
+        with self._step():
             return self._self_builder.predict_step(data)
 
-    def _on_host(self):
+    @contextlib.contextmanager
+    def _step(self):
         # Where TensorFlow is not told, it would choose the first GPU: for cutting a
         # batch that is on the host, and has to go to all of them.
-        return tf.device(devices.HOST)
+        with tf.device(devices.HOST):
+            try:
+                yield
+            except ValueError as error:
+                # TensorFlow has no public name for it.
+                if type(error).__name__ != "InaccessibleTensorError":
+                    raise
+                raise ModelError(
+                    f"Model '{self.__wrapped__.name}' keeps a tensor of one call for "
+                    "later, in an attribute, or in a variable that it assigns inside "
+                    "`tf.cond` or a `tf.function`; towers cannot carry it, so return "
+                    "it as an output, or assign outside."
+                ) from error
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()
@@ -194,7 +206,10 @@ class TowerModel(wrapt.CallableObjectProxy):
 def _loop_method(name):
     def method(self, *args, **kwargs):
         self._follow()
-        return getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
+        returned = getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
+        # What was built in the meantime is not a change.
+        self._self_seen = self._current()
+        return returned
 
     method.__name__ = name
     method.__doc__ = f"See `keras.Model.{name}`."
@@ -231,7 +246,7 @@ def _check_model(model: Any) -> None:
     for step in [f"{kind}_step" for kind in kinds] + [
         f"make_{kind}_function" for kind in kinds
     ]:
-        if getattr(type(model), step) is not getattr(keras.Model, step):
+        if overrides(model, step):
             raise ValueError(
                 f"{type(model).__name__} overrides `{step}`, which computes on one "
                 "device; expected Keras's own, so override `compute_loss` or "
@@ -242,6 +257,21 @@ def _check_model(model: Any) -> None:
             f"Called in the scope of {type(tf.distribute.get_strategy()).__name__}; "
             "towers replace tf.distribute, so leave the scope first."
         )
+
+
+def _check_shares(shares: Any, towers: int) -> tuple[int, ...]:
+    if shares is None:
+        return (1,) * towers
+    try:
+        found = tuple(map(operator.index, shares))
+    except TypeError:
+        found = ()
+    if len(found) != towers or min(found) < 1:
+        raise ValueError(
+            f"Received shares={shares} for {towers} towers; expected a positive "
+            "integer for each, such as (2, 3, 3)."
+        )
+    return found
 
 
 def _where(model: keras.Model) -> str:

@@ -20,8 +20,7 @@ def sum_gradients(towers: Sequence[Sequence[Gradient]]) -> list[Gradient]:
     Args:
         towers: K x N gradients, in the same order on each tower. A sparse gradient
             (`tf.IndexedSlices`) stays sparse; those of 16 bits are added in float32;
-            `None`, for a variable that does not touch the loss, must be `None` on every
-            tower.
+            `None`, for a variable that does not touch the loss, adds nothing.
 
     Returns:
         N sums.
@@ -30,10 +29,14 @@ def sum_gradients(towers: Sequence[Sequence[Gradient]]) -> list[Gradient]:
 
 
 def _sum(gradients: Sequence[Gradient]) -> Gradient:
+    gradients = [gradient for gradient in gradients if gradient is not None]
+    if len(gradients) < 2:
+        return gradients[0] if gradients else None
     first = gradients[0]
-    if first is None or len(gradients) == 1:
-        return first
-    if isinstance(first, tf.IndexedSlices):
+    sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+    if any(sparse) and not all(sparse):
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    elif all(sparse):
         # Adding sparse gradients is joining them: rows that several towers touched
         # appear several times, as within one batch.
         return tf.IndexedSlices(

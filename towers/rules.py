@@ -27,6 +27,7 @@ class Rules:
         complete: Whether all have been read, so that eager towers may follow them.
         coupling: The operation that makes an output depend on several examples; `None`
             where none is seen to.
+        doubts: The operations that could not be read, in layers taken on trust.
     """
 
     def __init__(self, towers: int, mean_loss: bool = False, mean_state: bool = False):
@@ -39,6 +40,7 @@ class Rules:
         """
         self.complete = towers == 1
         self.coupling = None
+        self.doubts: list[str] = []
         self._alone = towers == 1
         self._mean_loss = mean_loss
         self._mean_state = mean_state
@@ -102,6 +104,7 @@ class Rules:
                 continue
             if self._reader.of(output) is Dependence.COUPLED:
                 self.coupling = self._reader.why(output)
+            self.doubts = self._reader.doubts
 
     def __getitem__(self, name: str) -> Dependence | None:
         """Returns the rule of that name, `None` if there is none."""

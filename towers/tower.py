@@ -160,7 +160,7 @@ def backward(
         params: Values of `model.trainable_variables`.
         state: Values of `model.non_trainable_variables`, the same as for `forward`.
         share: (x, output_gradients): the share's inputs, and its rows of the loss's
-            gradient for each of the `differentiable` outputs.
+            gradient for each of the `differentiable` outputs, grouped by example.
         fraction: Size of the share over that of the global batch: a float32 scalar.
         loss_gradients: The loss's gradient for each of the layers' losses.
 
@@ -172,7 +172,11 @@ def backward(
         again = _forward(model, True, rules, scope, x, fraction)
     targets = [*differentiable(again.outputs), *again.losses]
     seeds = [*output_gradients, *loss_gradients]
-    used = [(t, s) for t, s in zip(targets, seeds, strict=True) if s is not None]
+    used = [
+        (target, tf.reshape(seed, tf.shape(target)))
+        for target, seed in zip(targets, seeds, strict=True)
+        if seed is not None
+    ]
     targets, seeds = [t for t, _ in used], [s for _, s in used]
     gradients = _gradients(tape, targets, model, params, scope, seeds)
     return TowerResult(gradients=gradients)
@@ -426,7 +430,18 @@ class Traced:
         # A trace remembers the device scope it was made in, and this one is for all.
         with tf.device(None):
             function = tf.function(tower, autograph=False, jit_compile=xla)
-            self._concrete = function.get_concrete_function(*specs)
+            try:
+                self._concrete = function.get_concrete_function(*specs)
+            except (TypeError, ValueError) as error:
+                if isinstance(error, ModelError | NoRuleError) or (
+                    "None" not in str(error)
+                ):
+                    raise
+                raise ModelError(
+                    "The model could not be called with an unknown number of examples, "
+                    "as towers do; expected no use of a static one, so write "
+                    f"ops.shape(x)[0] instead of x.shape[0]. It said: {error}"
+                ) from error
         _refuse_assignments(self._concrete.graph)
 
     def __call__(self, *arguments: Any) -> TowerResult:

@@ -73,7 +73,7 @@ class Case:
     @property
     def tolerance(self) -> float:
         """The largest difference that is rounding, relative to an array's size."""
-        return 1e-5 if self.policy == "float32" else 1e-2
+        return 1e-2 if "16" in self.policy else 1e-5
 
 
 # Data.
@@ -1476,12 +1476,13 @@ def _models():
             _functional(call, sequence),
             _numbers(shape=sequence),
         )
-    # Deep and normalised over so few examples, it magnifies rounding: two short steps.
+    # Deep and normalised over so few examples, it magnifies rounding. In float32 one
+    # device itself differs by half where the examples of a batch change places.
     pictures = _numbers((8, 5), shape=(32, 32, 3), out=(OUTPUTS,))
-    for name, norm in {
-        "synchronized": {"synchronized": True},
-        "frozen": {"trainable": False},
-    }.items():
+    for name, policy, norm in [
+        ("synchronized", "float64", {"synchronized": True}),
+        ("frozen", "float32", {"trainable": False}),
+    ]:
         yield _case(
             group,
             f"MobileNetV2, {name} BatchNormalization",
@@ -1490,6 +1491,7 @@ def _models():
             optimizer=lambda: optimizers.SGD(1e-3),
             fit={"epochs": 1},
             towers=2,
+            policy=policy,
         )
     yield _case(group, "train_step overridden", OwnStep, expect="train_step")
     eager = {"run_eagerly": True}

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -149,13 +150,12 @@ _one_device = functools.lru_cache(maxsize=1)(run)
 
 def _words(error):
     """What an error says, without where TensorFlow was."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    said = [
-        line
-        for line in lines
-        if line and not line.startswith(("File ", "Graph ", "Detected ", "[[", "<"))
-    ]
-    return (said[-1] if "Graph execution" in str(error) else " ".join(said))[:300]
+    # TensorFlow's marks of nodes, Keras's bold face.
+    text = re.sub(r"\{\{.*?\}\}\s*|\x1b\[\d*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines()]
+    where = "File ", "Graph ", "Detected ", "[[", "<", "0 ", "2 root"
+    said = [line for line in lines if line and not line.startswith(where)]
+    return " ".join(said[:1] if "Graph execution" in text else said)[:300]
 
 
 def _by_metric(found):

@@ -35,6 +35,15 @@ def _size(x):
     return ops.cast(ops.shape(x)[0], "float32")
 
 
+def _halved(x):
+    return ops.cast(ops.cast(0.5 * _size(x), "int32"), "float32")
+
+
+@tf.custom_gradient
+def _clipped(x):
+    return x, lambda gradient: tf.clip_by_norm(gradient, 0.1)
+
+
 def _convolve(x, w):
     kernel = tf.reshape(w, [2, 2, 1, 2])
     return tf.nn.conv2d(x[:, None, :, None], kernel, 1, "SAME")
@@ -54,6 +63,14 @@ def _convolve(x, w):
         (lambda x, y, w: ops.zeros_like(x), ROWS),
         (lambda x, y, w: ops.pad(x, [[0, 0], [1, 2]]), ROWS),
         (lambda x, y, w: tf.tile(x, [1, 3]), ROWS),
+        (lambda x, y, w: ops.cumsum(x, axis=-1), ROWS),
+        (
+            lambda x, y, w: (
+                tf.split(x, 2, axis=1)[1] + tf.unstack(x, axis=1)[0][:, None]
+            ),
+            ROWS,
+        ),
+        (lambda x, y, w: x[0:] / ops.cast(ops.shape(x)[-1], "float32"), ROWS),
         (lambda x, y, w: ops.top_k(x, 2)[0], ROWS),
         (
             lambda x, y, w: tf.nn.conv2d(
@@ -64,7 +81,10 @@ def _convolve(x, w):
         (lambda x, y, w: ops.sum(x), SUM),
         (lambda x, y, w: ops.sum(x, axis=0), SUM),
         (lambda x, y, w: 2 * ops.sum(x**2) + ops.sum(y), SUM),
-        (lambda x, y, w: ops.matmul(ops.transpose(x), x), UNKNOWN),
+        (lambda x, y, w: ops.matmul(ops.transpose(x), x), SUM),
+        (lambda x, y, w: tf.nn.l2_loss(x), SUM),
+        (lambda x, y, w: 0.0 + ops.sum(x), SUM),
+        (lambda x, y, w: ops.sum(ops.matmul(ops.transpose(x**2), x)), SUM),
         (lambda x, y, w: tf.matmul(x, x, transpose_a=True), SUM),
         (lambda x, y, w: ops.mean(x), MEAN),
         (lambda x, y, w: ops.mean(ops.sum(x, axis=-1)), MEAN),
@@ -93,7 +113,15 @@ def _convolve(x, w):
         (lambda x, y, w: tf.matmul(x, x, transpose_b=True), COUPLED),
         (lambda x, y, w: ops.sum(y * ops.expand_dims(y, -1)), UNKNOWN),
         (lambda x, y, w: ops.sum(x * ops.reshape(w, [8, 1])[:4]), UNKNOWN),
-        (lambda x, y, w: ops.sum(ops.cumsum(x, axis=0)), UNKNOWN),
+        (lambda x, y, w: ops.sum(ops.cumsum(x, axis=0)), COUPLED),
+        (lambda x, y, w: ops.flip(x, axis=0), COUPLED),
+        (lambda x, y, w: tf.roll(x, 1, 0), COUPLED),
+        (lambda x, y, w: ops.matmul(x, ops.transpose(x)), COUPLED),
+        (lambda x, y, w: x - x[:1], COUPLED),
+        (lambda x, y, w: ops.sum(x) / tf.maximum(0.1 * _size(x), 1.0), UNKNOWN),
+        (lambda x, y, w: ops.sum(x) / _size(x[:, None] * 0.5), MEAN),
+        (lambda x, y, w: ops.sum(x) / _halved(x), UNKNOWN),
+        (lambda x, y, w: _clipped(ops.mean(x)), UNKNOWN),
         (lambda x, y, w: ops.sum(x[1:]), UNKNOWN),
         (lambda x, y, w: ops.sum(tf.tile(x, [2, 1])), UNKNOWN),
         (lambda x, y, w: ops.sum(ops.pad(x, [[1, 0], [0, 0]]) ** 2), UNKNOWN),
@@ -126,6 +154,9 @@ class Sorted(keras.layers.Layer):
     [
         (lambda: keras.layers.LSTM(3), ROWS),
         (lambda: keras.layers.BatchNormalization(), ROWS),
+        (lambda: keras.layers.Softmax(), ROWS),
+        (lambda: keras.layers.UnitNormalization(axis=0), COUPLED),
+        (lambda: keras.layers.Activation(lambda x: x - ops.mean(x, axis=0)), COUPLED),
         (Sorted, ROWS),
         (Centred, COUPLED),
         (lambda: keras.layers.Lambda(lambda x: x / ops.max(x)), COUPLED),

@@ -53,6 +53,7 @@ class Builder(abc.ABC):
         self.shares = tuple(shares)
         self.loss_placement = loss_placement
         self.strict = strict
+        self._said = set()
         self.forget()
 
     def forget(self) -> None:
@@ -141,7 +142,7 @@ class Builder(abc.ABC):
         """Decides where to try to compute the loss: "tower" or "gathered"."""
         if self.loss_placement == "gathered" or self.loss_placed == "gathered":
             self.loss_placed = "gathered"
-        elif type(self.model).compute_loss is not keras.Model.compute_loss:
+        elif overrides(self.model, "compute_loss"):
             self.gather_loss("its own compute_loss")
         elif len(self.devices) > 1 and tower.is_synchronized(self.model):
             self.gather_loss("layers that are synchronized")
@@ -165,11 +166,16 @@ class Builder(abc.ABC):
                 "loss_placement='auto'."
             )
         self.loss_placed = "gathered"
-        logging.warning(
-            "The loss of model '%s' is computed on gathered outputs, because of %s.",
-            self.model.name,
-            reason,
+        self._say(
+            f"The loss of model '{self.model.name}' is computed on gathered outputs, "
+            f"because of {reason}."
         )
+
+    def _say(self, line):
+        # Each step has rules of its own, and finds the same.
+        if line not in self._said:
+            logging.warning(line)
+            self._said.add(line)
 
     def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Reads parameters and state, once for all towers.
@@ -255,6 +261,13 @@ class Builder(abc.ABC):
                 "expected a model that treats each example by itself, so pass "
                 "strict=False to multi_gpu_model to accept other numbers than one "
                 "device's."
+            )
+        if rules.doubts:
+            self._say(
+                f"Model '{self.model.name}' has layers of which it cannot be told "
+                f"whether they treat each example by itself, because of "
+                f"{rules.doubts[0]}; towers take it that they do, and "
+                "towers.check_parity shows whether they are right."
             )
         for output in tf.nest.flatten(outputs):
             if output is not None and (
@@ -350,6 +363,17 @@ class Builder(abc.ABC):
         x, y, sample_weight = data
         self.model._loss_tracker.update_state(loss, sample_weight=batch.batch_size(x))
         return self.model.compute_metrics(x, y, outputs, sample_weight)
+
+
+def overrides(model: keras.Model, method: str) -> bool:
+    """Tells whether a model, or its class, has a method of its own in place of Keras's.
+
+    Args:
+        model: A Keras model.
+        method: The name of a method of `keras.Model`.
+    """
+    found = getattr(model, method)
+    return getattr(found, "__func__", found) is not getattr(keras.Model, method)
 
 
 def _symbolic(data):

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import reduce, tower
+from towers import batch, reduce, tower
 from towers.builders.base import Builder
 from towers.rules import NoRuleError
 
@@ -37,15 +37,17 @@ class ParameterServer(Builder):
                 results = self._separate(rules, values, data, scale)
             except NoRuleError as error:
                 self.gather_loss(str(error))
+        direct = []
         if self.loss_placed == "tower":
             outputs, loss = self._sum_losses(results, data)
         else:
             rules = self.rules("train, gathered")
-            results, outputs, loss = self._gathered(rules, values, data, scale)
+            gathered = self._gathered(rules, values, data, scale)
+            results, outputs, loss, direct = gathered
 
         # In this order, as on one device: layers assign before the optimizer does.
         self.update_state(results, rules)
-        self._update_weights(results)
+        self._update_weights([*(result.gradients for result in results), *direct])
         with tf.device(self.home):
             return self.update_metrics(data, outputs, loss)
 
@@ -70,9 +72,11 @@ class ParameterServer(Builder):
         """Computes the loss at home, from the outputs of all towers.
 
         The towers run forward; home computes the loss and its gradient for the outputs;
-        the towers carry that gradient back.
+        the towers carry that gradient back. Where the loss looks at variables, too,
+        there is a gradient of home's own.
         """
         x = data[0]
+        variables = [v.value for v in self.model.trainable_variables]
         forward = functools.partial(tower.forward, self.model, True, rules)
         results = self.run(forward, rules, *values, x)
         outputs = self.gather(results)
@@ -83,17 +87,19 @@ class ParameterServer(Builder):
                 tape.watch([targets, losses])
                 loss = self.whole_loss(data, outputs, losses, training=True)
                 scaled = loss * tf.cast(scale, loss.dtype)
-            wanted = tape.gradient(scaled, [targets, losses])
-            for_outputs, for_losses = tf.nest.map_structure(_dense, wanted)
+            wanted = tape.gradient(scaled, [targets, losses, variables])
+            for_outputs, for_losses = tf.nest.map_structure(_dense, wanted[:2])
+            size = batch.batch_size(x)
+            for_outputs = [batch.by_example(rows, size) for rows in for_outputs]
         backward = functools.partial(tower.backward, self.model, rules)
         back = self.run(backward, rules, *values, (x, for_outputs), for_losses)
         results = [
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
         ]
-        return results, outputs, loss
+        return results, outputs, loss, [wanted[2]]
 
-    def _update_weights(self, results):
+    def _update_weights(self, gradients):
         variables = self.model.trainable_variables
         if not variables:
             warnings.warn(
@@ -101,7 +107,7 @@ class ParameterServer(Builder):
             )
             return
         with tf.device(self.merge), tf.name_scope("reduce"):
-            gradients = reduce.sum_gradients([r.gradients for r in results])
+            gradients = reduce.sum_gradients(gradients)
         with tf.device(self.home), tf.name_scope("apply"):
             self.model.optimizer.apply(gradients, variables)
 
