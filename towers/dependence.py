@@ -400,6 +400,8 @@ def _of_rows(tensor, op, inputs, kinds):
         return ROWS if kinds == [ROWS, ROWS] else UNKNOWN
     if op.type in ("MatMul", "BatchMatMulV2"):
         return _of_product(op, inputs, kinds)
+    if op.type == "Einsum":
+        return _of_einsum(op, kinds)
     if op.type == "BroadcastTo":
         same = first_only or kinds == [ROWS, SHAPE]
         return ROWS if same and tensor.shape.rank == rank else UNKNOWN
@@ -502,6 +504,26 @@ def _of_product(op, inputs, kinds):
     if kinds == [ROWS, NONE] and other == 2:
         return ROWS
     return UNKNOWN
+
+
+def _of_einsum(op, kinds):
+    terms, result = op.get_attr("equation").decode().replace(" ", "").split("->")
+    terms = terms.split(",")
+    if "..." in result or any("..." in term for term in terms):
+        return UNKNOWN
+    firsts = {term[:1] for term, kind in zip(terms, kinds, strict=True) if kind is ROWS}
+    others = [
+        term[1:] if kind is ROWS else term
+        for term, kind in zip(terms, kinds, strict=True)
+    ]
+    if len(firsts) > 1:
+        return COUPLED  # each with each
+    (examples,) = firsts
+    if any(examples in other for other in others):
+        return UNKNOWN
+    if examples not in result:
+        return SUM
+    return ROWS if result.startswith(examples) else UNKNOWN
 
 
 def _of_reshape(tensor, inputs, kinds):

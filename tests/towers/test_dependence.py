@@ -64,6 +64,10 @@ def _convolve(x, w):
         (lambda x, y, w: ops.pad(x, [[0, 0], [1, 2]]), ROWS),
         (lambda x, y, w: tf.tile(x, [1, 3]), ROWS),
         (lambda x, y, w: ops.cumsum(x, axis=-1), ROWS),
+        (lambda x, y, w: tf.einsum("bi,io->bo", x, w), ROWS),
+        (lambda x, y, w: tf.einsum("bi,bj->bij", x, x), ROWS),
+        (lambda x, y, w: tf.einsum("bi,bj->ij", x, x), SUM),
+        (lambda x, y, w: tf.einsum("bi,ci->bc", x, x), COUPLED),
         (
             lambda x, y, w: (
                 tf.split(x, 2, axis=1)[1] + tf.unstack(x, axis=1)[0][:, None]

@@ -284,12 +284,15 @@ def test_refused_without_need():
     assert check_parity(model, data(), gpus=2, strict=False).equal
 
 
-def test_a_model_that_looks_at_the_order_is_not_rounding():
-    # Another order of rows changes its loss a lot, which is no excuse.
-    parity = check_parity(compiled(FromFirst()), data(), gpus=2)
+@pytest.mark.parametrize("initializer", ["glorot_uniform", "zeros"])
+def test_a_model_that_looks_at_the_order_is_not_rounding(initializer):
+    # With a head of zeros, the first loss does not show it.
+    model = compiled(FromFirst())
+    head = model.layers[-1].kernel
+    head.assign(keras.initializers.get(initializer)(head.shape))
+    parity = check_parity(model, data(), gpus=2)
     assert not parity.equal
     assert parity.rows
-    assert all(row.rounding == 0 for row in parity.rows)
 
 
 def test_noise_that_cannot_be_silenced():

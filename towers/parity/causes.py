@@ -61,7 +61,7 @@ def _rounding(trials, setting):
     random = trials.random_layers
     found = trials.rounding(setting._replace(silent=bool(random)))
     # Before the first update nothing has amplified it yet. What is large there is the
-    # model's own: it looks at the order, or draws noise that cannot be silenced.
+    # model's own: it draws noise that cannot be silenced.
     if found[0] > 10 * trials.tolerance or not all(map(can_be_silenced, random)):
         return [0.0] * len(found)
     return found

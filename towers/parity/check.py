@@ -33,9 +33,8 @@ def check_parity(
     It trains some steps on one device, as plain Keras does, and the same on towers from
     the same start, and compares losses, metrics, variables, state, optimizer and
     predictions. Training amplifies rounding in some models, so it also trains on one
-    device with each batch disturbed: its rows in another order, its inputs changed by a
-    tenth of the tolerance. What differs no more than ten times as much is equal to
-    rounding.
+    device from variables changed by a tenth of the tolerance. What differs no more than
+    ten times as much is equal to rounding.
 
     Where towers differ, it finds out why by trying: with `synchronized=True` on
     BatchNormalization layers, and with random layers silenced.

@@ -44,9 +44,8 @@ class Row:
         difference: The largest difference between towers and one device, relative to
             the largest value, at the step where it tells most. Where it is more than
             rounding, the least of several runs on towers.
-        rounding: The most that one device differs from itself if batches are disturbed
-            as by rounding: rows in another order, inputs changed by a tenth of the
-            tolerance.
+        rounding: The most that one device differs from itself if the variables that it
+            starts from are changed by a tenth of the tolerance, as by rounding.
         verdict: "equal", "equal to rounding" or "differs".
     """
 

@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from towers import batch
 from towers.model import TowerModel
 from towers.parity.report import Entry, differences
 
@@ -140,7 +139,7 @@ class Trials:
 
         Args:
             setting: What to change in the model.
-            disturbance: Seed of a disturbance of the batches, if there is to be one.
+            disturbance: Seed of a disturbance of the start, if there is to be one.
         """
         if setting not in self._parallel:
             self._parallel[setting] = self._make_parallel()
@@ -156,7 +155,7 @@ class Trials:
 
         Args:
             setting: What to change in the model.
-            disturbance: Seed of a disturbance of the batches, if there is to be one.
+            disturbance: Seed of a disturbance of the start, if there is to be one.
 
         Raises:
             ValueError: If a loss is not finite.
@@ -171,12 +170,10 @@ class Trials:
         self._traced[setting] = model.train_function, model.predict_function
 
     def rounding(self, setting: Setting) -> list[float]:
-        """Returns how much each entry changes, at most, if batches are disturbed.
+        """Returns how much each entry changes, at most, if the start is disturbed.
 
-        A disturbance puts rows in another order, which changes the order of sums, and
-        changes inputs by a tenth of the tolerance. For most models that is nothing but
-        other rounding; not so with random layers that are not silenced, or where a
-        layer looks at the order.
+        A disturbance changes the trainable variables that training starts from by a
+        tenth of the tolerance, as rounding would.
         """
         if setting not in self._rounding:
             plain = list(self.on_one_device(setting))
@@ -220,10 +217,11 @@ class Trials:
 
     def _train(self, trainer, disturbance):
         assign(self.model, self._start)
+        if disturbance is not None:
+            self._disturb(disturbance)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(self.batches[0])
         for step, data in enumerate(self.batches):
             data = keras.utils.unpack_x_y_sample_weight(data)
-            data = _disturbed(data, disturbance, self.tolerance / 10)
             logs = trainer.train_on_batch(*data, return_dict=True)
             yield Entry("loss", f"step {step + 1}", step, logs.pop("loss"))
             for name, value in logs.items():
@@ -236,6 +234,12 @@ class Trials:
                 for number, output in enumerate(flat):
                     name = f"output {number}"
                     yield Entry("prediction", name, step, np.asarray(output))
+
+    def _disturb(self, seed):
+        random = np.random.default_rng(seed)
+        for variable in self.model.trainable_variables:
+            factors = 1 + self.tolerance / 10 * random.standard_normal(variable.shape)
+            variable.assign(variable.numpy() * factors.astype(variable.dtype))
 
     def _variables(self, step):
         for kind, found in (
@@ -298,28 +302,3 @@ def _check_finite(entry):
             f"The loss on one device is {entry.value} at {entry.name}; expected a "
             "finite one, so use fewer steps or a smaller learning rate."
         )
-
-
-def _disturbed(data, seed, noise):
-    """Puts the rows of a batch in another order, and changes its inputs a little."""
-    if seed is None:
-        return data
-    random = np.random.default_rng(seed)
-    rows = random.permutation(int(batch.batch_size(data)))
-
-    def reorder(tensor):
-        if tensor is None or tensor.shape.rank == 0:
-            return tensor
-        if isinstance(tensor, tf.SparseTensor):
-            return tf.sparse.concat(0, [batch.take(tensor, i, i + 1) for i in rows])
-        return tf.gather(tensor, rows)
-
-    def disturb(tensor):
-        if not isinstance(tensor, tf.Tensor) or not tensor.dtype.is_floating:
-            return tensor
-        # What is zero stays zero: it may be a mask.
-        factors = 1 + noise * random.standard_normal(tensor.shape)
-        return tensor * tf.cast(factors, tensor.dtype)
-
-    x, y, sample_weight = tf.nest.map_structure(reorder, data)
-    return tf.nest.map_structure(disturb, x), y, sample_weight
