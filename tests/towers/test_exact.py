@@ -157,3 +157,61 @@ def test_an_empty_batch():
     model.compile(_sgd(), _cross_entropy())
     expected = model.test_on_batch(none, np.zeros((0,), "int32"))
     assert parallel.test_on_batch(none, np.zeros((0,), "int32")) == expected
+
+
+class OwnLoss(keras.Sequential):
+    """Its loss looks at the variables, past the outputs."""
+
+    def compute_loss(self, x, y, y_pred, *others, **more):
+        loss = super().compute_loss(x, y, y_pred, *others, **more)
+        norms = [keras.ops.sum(v**2) for v in self.trainable_variables]
+        return loss + 0.1 * keras.ops.sum(keras.ops.stack(norms))
+
+
+class CallsAgain(keras.Sequential):
+    """Its loss calls the model."""
+
+    def compute_loss(self, x, y, y_pred, *others, **more):
+        return keras.ops.mean((self(x) - keras.ops.one_hot(y, CLASSES)) ** 2)
+
+
+@pytest.mark.parametrize("make", [OwnLoss, CallsAgain])
+def test_gathered_losses_of_variables(make):
+    x, y, _ = _data(70)
+    weights = []
+    for towers in (0, 3):
+        keras.utils.set_random_seed(7)
+        model = make([keras.Input((12,)), keras.layers.Dense(CLASSES)])
+        trained = multi_gpu_model(model, gpus=towers) if towers else model
+        trained.compile(_sgd(), _cross_entropy())
+        trained.fit(x, y, batch_size=50, epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert trained.loss_placement == "gathered"
+    assert oracle.largest_difference(*weights) <= 1e-5
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_outputs_with_several_rows_an_example(coupled):
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(70, 5, 4)), random.normal(size=(70, 10))
+
+    def loss(y, outputs):
+        error = keras.ops.mean((keras.ops.reshape(y, [-1, 2]) - outputs) ** 2)
+        return keras.ops.sqrt(error) if coupled else error
+
+    def make():
+        keras.utils.set_random_seed(7)
+        inputs = keras.Input((5, 4))
+        rows = keras.ops.reshape(keras.layers.Dense(2)(inputs), [-1, 2])
+        return keras.Model(inputs, rows)
+
+    found = []
+    for towers in (0, 3):
+        model = make()
+        trained = multi_gpu_model(model, gpus=towers) if towers else model
+        trained.compile(_sgd(), loss)
+        fit = trained.fit(x, y, batch_size=50, shuffle=False, verbose=0)
+        rows = trained.predict(x, batch_size=50, verbose=0)
+        found.append([*model.get_weights(), fit.history["loss"], rows])
+    assert trained.loss_placement == ("gathered" if coupled else "tower")
+    assert oracle.largest_difference(*found) <= 1e-5

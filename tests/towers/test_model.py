@@ -484,6 +484,68 @@ def test_a_model_without_an_optimizer_is_evaluated():
     assert parallel.evaluate(x, y, verbose=0) > 0
 
 
+@pytest.mark.parametrize("step", ["train_step", "compute_loss"])
+def test_methods_of_the_object_count_as_overridden(step):
+    model = _model()
+    setattr(model, step, lambda x, y, y_pred, *others, **more: keras.ops.mean(y_pred))
+    if step == "train_step":
+        with pytest.raises(ValueError, match="overrides `train_step`"):
+            multi_gpu_model(model, gpus=2)
+        return
+    parallel = _compiled(model)
+    # Each row of a softmax adds up to 1.
+    assert parallel.train_on_batch(*_data())[0] == pytest.approx(1 / 3)
+    assert parallel.loss_placement == "gathered"
+
+
+class Keeps(Custom):
+    def call(self, x):
+        self.kept = super().call(x)
+        return self.kept
+
+    def compute_loss(self, x, y, y_pred, *others, **more):
+        return keras.ops.mean(self.kept)
+
+
+def test_a_tensor_kept_for_later_is_said():
+    parallel = _compiled(Keeps())
+    with pytest.raises(ValueError, match="keeps a tensor of one call for later"):
+        parallel.fit(*_data(), verbose=0)
+
+
+class _Static(keras.layers.Layer):
+    def call(self, x):
+        return tf.reshape(x, [x.shape[0], 2, 3])[:, 0]
+
+    def compute_output_shape(self, shape):
+        return (*shape[:1], 3)
+
+
+def test_a_static_batch_size_is_said():
+    model = keras.Sequential([keras.Input(batch_shape=(8, 6)), _Static()])
+    parallel = multi_gpu_model(model, gpus=2)
+    with pytest.raises(ValueError, match="unknown number of examples"):
+        parallel.predict(np.zeros((8, 6), "float32"), batch_size=8, verbose=0)
+
+
+class _Unreadable(keras.layers.Layer):
+    def call(self, x):
+        return tf.map_fn(lambda row: 2 * row, x)
+
+
+def test_doubts_and_placement_are_said_once(caplog):
+    x, y = _data()
+    model = Custom()
+    model.dense = keras.Sequential([_Unreadable(), model.dense])
+    parallel = _compiled(model)
+    parallel.fit(x, y, epochs=2, verbose=0)
+    parallel.evaluate(x, y, verbose=0)
+    parallel.predict(x, verbose=0)
+    said = [r.getMessage() for r in caplog.records if "treat each" in r.getMessage()]
+    assert len(said) == 1
+    assert parallel.loss_placement == "tower"
+
+
 class _Centres(keras.layers.Layer):
     def call(self, x):
         return x - keras.ops.mean(x, axis=0)
