@@ -131,6 +131,12 @@ flags.DEFINE_enum(
     "where it is exact.",
     **_MORE,
 )
+flags.DEFINE_bool(
+    "strict",
+    True,
+    "Refuse a model that towers are seen to compute differently from one device.",
+    **_MORE,
+)
 flags.DEFINE_list("gpu_indices", None, "Which GPUs, such as 0,2.", **_MORE)
 flags.DEFINE_integer("gpu_split", 1, "Logical GPUs to make of each.", **_MORE)
 flags.DEFINE_bool(
@@ -277,6 +283,7 @@ def set_up(argv: Sequence[str]) -> Job:
         builder=FLAGS.variable_update,
         shares=shares,
         loss_placement=FLAGS.loss_placement,
+        strict=FLAGS.strict,
     )
     checkpoint = Checkpoint(checkpoints, model)
     if not FLAGS.clean and not checkpoint.restore() and FLAGS.eval_only:
@@ -552,7 +559,7 @@ def configure_devices() -> devices.Devices:
         indices = [int(index) for index in FLAGS.gpu_indices]
     elif num_gpus is None and not tf.config.list_physical_devices("GPU"):
         # Two, so that towers can be seen at work on any machine.
-        num_gpus = 2
+        num_gpus = len(FLAGS.tower_shares or (1, 1))
     placed = devices.configure(
         num_gpus,
         gpu_indices=indices,

@@ -1260,6 +1260,7 @@ def _state():
             )
         },
         "mask": {
+            "expect": "gets a mask",
             "make": _of(
                 _layer(layers.Embedding, 12, 4, mask_zero=True),
                 _layer(layers.BatchNormalization, synchronized=True),

@@ -79,6 +79,7 @@ def check(argv: Sequence[str]) -> int:
         builder=FLAGS.variable_update,
         shares=shares,
         loss_placement=FLAGS.loss_placement,
+        strict=FLAGS.strict,
     )
     print(f"Model {FLAGS.model}, data {source.name}: towers and one device.\n{parity}")
     return 0 if parity.equal else 2
