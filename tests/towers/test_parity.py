@@ -545,12 +545,15 @@ def test_command_not_equal(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--tower_shares=1,2,3", ["--tower_shares=1,2,3", "2 towers"]),
+        (
+            "--tower_shares=1,2,3 --num_gpus=2",
+            ["--tower_shares=1,2,3", "2 towers"],
+        ),
         ("--no_such_flag=1", ["no_such_flag", "--help"]),
     ],
 )
 def test_command_with_bad_input(flags, words):
-    done = run("--dataset=synthetic:4x4x1:3:64", "--model=mlp", flags, code=1)
+    done = run("--dataset=synthetic:4x4x1:3:64", "--model=mlp", *flags.split(), code=1)
     (said,) = [x for x in done.stderr.splitlines() if x.startswith("towers.parity: ")]
     for word in words:
         assert word in said
