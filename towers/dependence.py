@@ -76,6 +76,8 @@ _LINEAR = set(
     "Transpose".split()
 )
 _REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
+# What users write into Keras's classes, and a layer that looks for the loudest example.
+_READ = keras.Model, keras.layers.Lambda, keras.layers.MelSpectrogram
 
 
 class _Call(NamedTuple):
@@ -134,10 +136,6 @@ def _is_trusted(layer):
         and getattr(layer, "_output_sequence_length", 0) is not None
         and all(map(_is_trusted, layer._flatten_layers(False, recursive=False)))
     )
-
-
-# What users write into Keras's classes, and a layer that looks for the loudest example.
-_READ = keras.Model, keras.layers.Lambda, keras.layers.MelSpectrogram
 
 
 def _key(tensor):

@@ -25,10 +25,11 @@ def sum_gradients(towers: Sequence[Sequence[Gradient]]) -> list[Gradient]:
     Returns:
         N sums.
     """
-    return [_sum(gradients) for gradients in zip(*towers, strict=True)]
+    return [add(gradients) for gradients in zip(*towers, strict=True)]
 
 
-def _sum(gradients: Sequence[Gradient]) -> Gradient:
+def add(gradients: Sequence[Gradient]) -> Gradient:
+    """Adds gradients of one variable; see `sum_gradients`."""
     gradients = [gradient for gradient in gradients if gradient is not None]
     if len(gradients) < 2:
         return gradients[0] if gradients else None

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
-from towers import fused
+from towers import fused, reduce
 from towers.rules import NoRuleError, Rules
 
 
@@ -48,9 +48,10 @@ class TowerResult(NamedTuple):
         gradients: One part for each trainable variable: of the loss's gradient, sparse
             ones sparse, `None` where the loss does not depend on the variable. Empty
             from `forward`.
-        size: Number of examples in the share: an int or a scalar tensor. Filled in by
-            `run`, as is
+        size: Number of examples in the share: an int or a scalar tensor. `run` fills it
+            in.
         fraction: Size of the share over that of the global batch: a float32 scalar.
+            `run` fills it in.
     """
 
     outputs: Any = ()
@@ -279,14 +280,7 @@ def _gradients(tape, targets, model, params, scope, seeds=None):
         [param, *scope.assigned.get(id(variable), ())]
         for variable, param in zip(model.trainable_variables, params, strict=True)
     ]
-    gradients = []
-    for of_values in tape.gradient(targets, values, seeds):
-        present = [gradient for gradient in of_values if gradient is not None]
-        if not present:
-            gradients.append(None)
-            continue
-        total = present[0] if len(present) == 1 else tf.add_n(present)
-        gradients.append(total)
+    gradients = [reduce.add(each) for each in tape.gradient(targets, values, seeds)]
     for gradient, param in zip(gradients, params, strict=True):
         # TensorFlow does not always infer it, and an idle tower has to know it.
         if isinstance(gradient, tf.IndexedSlices):

@@ -219,13 +219,13 @@ class Builder(abc.ABC):
         if not alone:
             tower.refuse_stateful(self.model)
         together = not alone and tower.is_synchronized(self.model)
-        plain = together or self.model.run_eagerly
+        eager = self.model.run_eagerly
         # Keras gives arrays to eager steps.
         whole = tf.nest.map_structure(_as_tensor, whole)
         size = batch.batch_size(whole)
         fractions = batch.fractions(whole, self.shares)
         traced = None
-        if not plain or not rules.complete or together:
+        if together or not (eager and rules.complete):
             # Rules are read from a graph that does not know the number of examples.
             rows = size if alone and isinstance(size, int) else None
             specs = [
@@ -234,7 +234,7 @@ class Builder(abc.ABC):
                 tf.TensorSpec([], tf.float32),
                 *_specs(extra),
             ]
-            xla = bool(self.model.jit_compile) and not plain
+            xla = bool(self.model.jit_compile) and not (eager or together)
             traced = tower.Traced(function, specs, xla)
             if rows is None:
                 self._check_outputs(traced.returned.outputs, rules)
@@ -251,7 +251,7 @@ class Builder(abc.ABC):
         if together:
             everything = share(0, whole, size, tf.ones([]))
             return tower.run_together(function, traced, shares, everything)
-        return tower.run(function if plain else traced, shares)
+        return tower.run(function if eager else traced, shares)
 
     def _check_outputs(self, outputs, rules):
         if rules.coupling is not None and self.strict:
