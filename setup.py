@@ -32,5 +32,12 @@ setup(
             "pillow>=11,<14",
             "ruff>=0.14,<0.18",
         ],
+        # What peers in scripts/bench_towers.py need, and its plot.
+        "bench": [
+            "jax>=0.10,<0.11",
+            "torch>=2.14,<3",
+            "tf_keras>=2.21,<2.22",
+            "matplotlib>=3.10,<4",
+        ],
     },
 )

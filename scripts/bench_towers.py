@@ -1,245 +1,185 @@
-"""Times `fit` on towers against `fit` of peers, alternately, on the same machine.
+"""Times towers against their peers, alternately, on the same machine.
 
-Each contender runs in a process of its own, built and warmed up before the first round.
-In each round every contender trains in turn, while the others wait; so a drift of the
-machine's speed meets all of them. Reported is the median step time of each, and the
-median over rounds of the ratio to the first one. Nothing else may run meanwhile.
+Each contender is a process of its own. They start one after the other, for the time to
+the end of the first step, and warm up. Then, in each round, every one trains in turn
+while the others wait; so a drift of the machine's speed meets all of them. Reported are
+medians, and the median over rounds of the ratio to the first contender. Nothing else
+may run meanwhile.
 
     python scripts/bench_towers.py
-    python scripts/bench_towers.py --work=mlp --towers=4 --rounds=11
+    python scripts/bench_towers.py --work=mlp --contenders=towers@10,one_device@10
+    python scripts/bench_towers.py --scaling=1,2,4,8 --plot=scaling.png
+
+Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
+
+    towers                      what --variable_update=auto does
+    towers:BUILDER              builder=BUILDER of multi_gpu_model
+    one_device                  Keras fit, one device, the whole batch
+    mirrored, mirrored_loop     MirroredStrategy: Keras fit; a loop by hand, no metrics
+    jax                         Keras fit on JAX, DataParallel (needs jax)
+    ddp                         PyTorch DistributedDataParallel, a loop by hand, no
+                                metrics, on mlp and resnet20 (needs torch)
+    tf_cnn:MODE                 tf_cnn_benchmarks on input that stays on the devices, no
+                                metrics, not on embedding; parameter_server, replicated
+                                or independent, which never synchronizes (needs
+                                tf_keras and --tf_cnn_dir)
+    tensorpack:MODE             tensorpack on constant input, no metrics, on mlp and
+                                resnet20; parameter_server, replicated or asynchronous
+                                (needs tf_keras, tabulate, msgpack, msgpack-numpy,
+                                pyzmq, tqdm, and --tensorpack_dir)
+
+Behind towers and one_device: +xla compiles with XLA, @N trains N steps a call, as in
+towers:parameter_server+xla@10. The first step is then the first N.
 """
 
+import importlib.util
+import itertools
 import json
 import os
-import platform
-import resource
-import statistics
-import subprocess
 import sys
-import time
 
 from absl import app, flags
+from bench import contenders, race, report
+from bench.worker import Job
+from bench.works import WORKS
 
 FLAGS = flags.FLAGS
 
-CONTENDERS = {
-    "towers": "Towers, parameter_server",
-    "mirrored": "Keras fit, MirroredStrategy",
-    "one_device": "Keras fit, one device, whole batch",
-}
-# Examples a tower, warm-up steps and steps in a round.
-WORK = {"mlp": (32, 60, 300), "resnet20": (64, 5, 12), "embedding": (128, 5, 30)}
-ROWS = 1_000_000  # of the embedding
-
-flags.DEFINE_list("work", list(WORK), f"What to train: {', '.join(WORK)}.")
 flags.DEFINE_list(
-    "contenders", ["towers", "mirrored"], f"Who trains: {', '.join(CONTENDERS)}."
+    "work",
+    ["mlp", "resnet20", "embedding"],
+    f"What to train: {', '.join(WORKS)}. resnet50 is for the first step and memory, "
+    "resnet50_224 for GPUs.",
+)
+flags.DEFINE_list(
+    "contenders", ["towers", "mirrored", "one_device"], "Who trains; see above."
 )
 flags.DEFINE_integer("towers", 2, "Towers, or replicas.", lower_bound=1)
 flags.DEFINE_integer("rounds", 9, "Rounds.", lower_bound=1)
-flags.DEFINE_integer("steps_per_loop", 1, "Steps in a call; towers only.")
+flags.DEFINE_integer(
+    "fresh_starts",
+    1,
+    "How many times each contender is started, for the first step and memory.",
+    lower_bound=1,
+)
+flags.DEFINE_integer(
+    "warmup", None, "Steps before the first round; the work's own.", lower_bound=0
+)
+flags.DEFINE_integer(
+    "steps", None, "Timed steps of a round; the work's own.", lower_bound=1
+)
+flags.DEFINE_list("scaling", None, "Numbers of towers to compare, such as 1,2,4,8.")
+flags.DEFINE_string("plot", None, "PNG file for the plot of --scaling (matplotlib).")
 flags.DEFINE_string("json", None, "File to append a JSON line for each result to.")
-flags.DEFINE_string("worker", None, "Internal: the contender that this process is.")
+flags.DEFINE_string(
+    "tf_cnn_dir",
+    None,
+    "scripts/tf_cnn_benchmarks of a checkout of tensorflow/benchmarks.",
+)
+flags.DEFINE_string("tensorpack_dir", None, "A checkout of tensorpack.")
 
 
 def main(argv):
-    """Runs the benchmark, or one contender of it."""
-    if FLAGS.worker:
-        serve(FLAGS.worker, FLAGS.work[0])
-        return
-    unknown = [n for n in FLAGS.contenders if n not in CONTENDERS]
-    unknown += [n for n in FLAGS.work if n not in WORK]
-    if unknown or len(argv) > 1:
-        app.usage(shorthelp=True, detailed_error=f"unknown: {unknown or argv[1:]}")
-        sys.exit(1)
-    print(f"{describe_machine()}\n")
-    print("| work | contender | ms a step | images/s | peak MB | its time / ours |")
-    print("|---|---|---|---|---|---|")
-    for work in FLAGS.work:
-        for result in compare(work):
-            print(
-                f"| {work}, {FLAGS.towers} x {WORK[work][0]} "
-                f"| {CONTENDERS[result['contender']]} | {result['step_ms']:.2f} "
-                f"| {result['images_per_sec']:,.0f} | {result['peak_mb']:,.0f} "
-                f"| {result['ratio']:.2f} |",
-                flush=True,
-            )
+    """Runs the benchmark."""
+    try:
+        counts = check_flags(argv)
+    except ValueError as error:
+        sys.exit(str(error))
+    machine = report.machine()
+    print(f"{machine}\n\n{report.head(report.COLUMNS)}", flush=True)
+    results = []
+    for work, towers in itertools.product(FLAGS.work, counts):
+        for result in compare(work, towers):
+            results.append(result)
+            print(report.row(report.cells(result)), flush=True)
             if FLAGS.json:
                 with open(FLAGS.json, "a") as file:
-                    file.write(json.dumps(result) + "\n")
+                    file.write(json.dumps(result | {"machine": machine}) + "\n")
+    if not results:
+        sys.exit("No contender could train.")
+    if FLAGS.scaling:
+        rows = report.scaling(results)
+        print("", *report.scaling_table(rows), sep="\n")
+        if FLAGS.plot:
+            report.plot(rows, FLAGS.plot)
 
 
-def describe_machine():
-    """Says what this was measured on."""
-    from importlib.metadata import version
+def check_flags(argv) -> list[int]:
+    """Checks the flags before anything starts.
 
-    versions = ", ".join(f"{name} {version(name)}" for name in ("tensorflow", "keras"))
-    today = time.strftime("%Y-%m-%d")
-    return f"{today}: {os.cpu_count()} CPUs {platform.machine()}, {versions}"
+    Returns:
+        The numbers of towers to train on.
+
+    Raises:
+        ValueError: If a flag is wrong.
+    """
+    if len(argv) > 1:
+        raise ValueError(f"Received {argv[1]!r}, which is not a flag; see --help.")
+    for name in FLAGS.contenders:
+        contenders.parse(name)
+    for name in FLAGS.work:
+        if name not in WORKS:
+            raise ValueError(f"There is no work {name!r}; use {', '.join(WORKS)}.")
+    for flag in ("contenders", "work"):
+        names = FLAGS[flag].value
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"--{flag} has to name one or more, and none twice; it is "
+                f"{','.join(names)!r}."
+            )
+    if FLAGS.plot and not FLAGS.scaling:
+        raise ValueError("--plot is drawn of --scaling; give both, or neither.")
+    if FLAGS.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"--plot needs matplotlib; {contenders.PACKAGES} brings it.")
+    if not FLAGS.scaling:
+        return [FLAGS.towers]
+    if not all(count.isdecimal() and int(count) for count in FLAGS.scaling):
+        raise ValueError(
+            "--scaling has to be numbers of towers, such as 1,2,4,8; it is "
+            f"{','.join(FLAGS.scaling)!r}."
+        )
+    return sorted({int(count) for count in FLAGS.scaling})
 
 
-def compare(work):
+def compare(work, towers):
     """Times all contenders on one kind of work.
 
+    Args:
+        work: The work.
+        towers: How many towers.
+
     Returns:
-        A dict for each contender; `ratio` is its step time over the first one's, the
-        median over rounds.
+        A dict for each contender that could train, as from `race.summary`.
     """
-    processes = {name: start(name, work) for name in FLAGS.contenders}
-    try:
-        rounds = [
-            {name: ask(process) for name, process in processes.items()}
-            for _ in range(FLAGS.rounds)
-        ]
-    finally:
-        for process in processes.values():
-            process.stdin.close()
-            process.wait()
-    first = FLAGS.contenders[0]
-    examples = WORK[work][0] * FLAGS.towers
-    results = []
-    for name in FLAGS.contenders:
-        times = [answers[name]["step_ms"] for answers in rounds]
-        ratios = [
-            ms / answers[first]["step_ms"]
-            for ms, answers in zip(times, rounds, strict=True)
-        ]
-        step_ms = statistics.median(times)
-        results.append(
-            {
-                "work": work,
-                "towers": FLAGS.towers,
-                "contender": name,
-                "step_ms": step_ms,
-                "images_per_sec": examples / step_ms * 1000,
-                "ratio": statistics.median(ratios),
-                "peak_mb": rounds[-1][name]["peak_mb"],
-                "rounds_ms": times,
-            }
+    usual = WORKS[work]
+    jobs = [
+        Job(
+            contender=name,
+            work=work,
+            towers=towers,
+            warmup=usual.warmup if FLAGS.warmup is None else FLAGS.warmup,
+            steps=FLAGS.steps or usual.steps,
+            checkout=checkout(contenders.parse(name).name),
         )
-    return results
+        for name in FLAGS.contenders
+    ]
 
+    def failed(job, reason):
+        print(
+            f"{job.contender} is left out of {work}, {towers} towers: {reason}",
+            file=sys.stderr,
+        )
 
-def start(name, work):
-    """Starts a contender and waits until it is warm."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            os.path.abspath(__file__),
-            f"--worker={name}",
-            f"--work={work}",
-            f"--towers={FLAGS.towers}",
-            f"--steps_per_loop={FLAGS.steps_per_loop}",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None if FLAGS.verbosity > 0 else subprocess.DEVNULL,
-        text=True,
+    return race.race(
+        jobs, FLAGS.rounds, FLAGS.fresh_starts, failed, verbose=FLAGS.verbosity > 0
     )
-    if process.stdout.readline() != "warm\n":
-        raise SystemExit(f"{name} could not start; --verbosity=1 shows why.")
-    return process
 
 
-def ask(process):
-    """Has a contender run one round.
-
-    Returns:
-        Its median `step_ms` and the most host memory it has used, `peak_mb`.
-    """
-    process.stdin.write("go\n")
-    process.stdin.flush()
-    return json.loads(process.stdout.readline())
-
-
-def serve(name, work):
-    """Is a contender: trains a round for each line of standard input."""
-    # Keras's own prints must not mix with the answers.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    fit = prepare(name, work)
-    _, warmup, steps = WORK[work]
-    fit(warmup)
-    print("warm", file=answers, flush=True)
-    for _ in sys.stdin:
-        step_ms = 1000 * statistics.median(fit(steps))
-        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        answer = {"step_ms": step_ms, "peak_mb": peak_mb}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-def prepare(name, work):
-    """Builds a contender.
-
-    Returns:
-        A function that trains so many steps and returns seconds a step, for each call.
-    """
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
-    import models
-    from towers import devices, multi_gpu_model
-
-    placed = devices.configure(FLAGS.towers)
-    keras.utils.set_random_seed(0)
-    examples = WORK[work][0] * FLAGS.towers
-    shape = {"mlp": (784,), "resnet20": (32, 32, 3), "embedding": (20,)}[work]
-
-    def build():
-        if work == "embedding":
-            return keras.Sequential(
-                [
-                    keras.Input(shape, dtype="int32"),
-                    keras.layers.Embedding(ROWS, 64),
-                    keras.layers.GlobalAveragePooling1D(),
-                    keras.layers.Dense(10),
-                ]
-            )
-        if work == "resnet20":
-            return models.build("resnet20", input_shape=shape, num_classes=10, seed=0)
-        layers = [keras.layers.Dense(512, activation="relu") for _ in range(3)]
-        return keras.Sequential([keras.Input(shape), *layers, keras.layers.Dense(10)])
-
-    if name == "mirrored":
-        scope = tf.distribute.MirroredStrategy(placed.towers).scope()
-    else:
-        scope = tf.device(placed.home if name == "towers" else placed.towers[0])
-    with scope:
-        model = build()
-        if name == "towers":
-            model = multi_gpu_model(model, gpus=placed.towers)
-        model.compile(
-            # Momentum would touch each row of an embedding in every step.
-            keras.optimizers.SGD(0.01, momentum=0.0 if work == "embedding" else 0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            steps_per_execution=FLAGS.steps_per_loop if name == "towers" else 1,
-        )
-    random = np.random.default_rng(0)
-    if work == "embedding":
-        x = random.integers(0, ROWS, (examples, *shape)).astype("int32")
-    else:
-        x = random.normal(size=(examples, *shape)).astype("float32")
-    batch = x, random.integers(0, 10, examples)
-    data = tf.data.Dataset.from_tensors(batch).repeat()
-    data = data.prefetch(tf.data.AUTOTUNE)
-
-    class Clock(keras.callbacks.Callback):
-        def on_train_begin(self, logs=None):
-            self.seconds, self.before, self.batch = [], None, -1
-
-        def on_train_batch_end(self, batch, logs=None):
-            now = time.perf_counter()
-            if self.before is not None:
-                self.seconds.append((now - self.before) / (batch - self.batch))
-            self.before, self.batch = now, batch
-
-    def fit(steps):
-        clock = Clock()
-        model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[clock])
-        return clock.seconds
-
-    return fit
+def checkout(name):
+    """Returns where a contender's own program lies, if it has one."""
+    flag = f"{name}_dir"
+    path = FLAGS[flag].value if flag in FLAGS else None
+    return path and os.path.abspath(path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""Who can train: the contenders' names, and the modules that run them."""
+
+import dataclasses
+import functools
+import re
+
+PACKAGES = "pip install -e '.[bench]'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of contender.
+
+    Attributes:
+        label: What tables call it.
+        module: The module of this package that runs it.
+        ways: What may follow the colon; None if nothing, an empty tuple if the module
+            decides.
+        suffixes: Whether +xla and @N are understood.
+        works: What it can train; all if empty.
+    """
+
+    label: str
+    module: str
+    ways: tuple[str, ...] | None = None
+    suffixes: bool = False
+    works: tuple[str, ...] = ()
+
+
+_IMAGES = "mlp", "resnet20", "resnet50", "resnet50_224"
+KINDS = {
+    "towers": Kind("Towers", "keras_fit", ways=(), suffixes=True),
+    "one_device": Kind(
+        "Keras fit, one device, whole batch", "keras_fit", suffixes=True
+    ),
+    "mirrored": Kind("Keras fit, MirroredStrategy", "keras_fit"),
+    "mirrored_loop": Kind("MirroredStrategy, loop by hand", "mirrored_loop"),
+    "jax": Kind("Keras fit, JAX DataParallel", "jax_fit"),
+    "ddp": Kind(
+        "PyTorch DistributedDataParallel",
+        "torch_ddp",
+        works=("mlp", "resnet20"),
+    ),
+    "tf_cnn": Kind(
+        "tf_cnn_benchmarks",
+        "tf_cnn",
+        ways=("parameter_server", "replicated", "independent"),
+        works=_IMAGES,
+    ),
+    "tensorpack": Kind(
+        "tensorpack",
+        "tensorpack_towers",
+        ways=("parameter_server", "replicated", "asynchronous"),
+        works=("mlp", "resnet20"),
+    ),
+}
+_FORM = re.compile(
+    r"(?P<name>\w+)(:(?P<way>\w+))?(?P<xla>\+xla)?(@(?P<steps>[1-9]\d*))?"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One contender.
+
+    Attributes:
+        text: What it was called on the command line.
+        name: Its kind.
+        way: How variables are updated; None if that is not said.
+        xla: Whether XLA was asked for.
+        steps_per_call: Steps that one call of the compiled function trains.
+    """
+
+    text: str
+    name: str
+    way: str | None
+    xla: bool
+    steps_per_call: int
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of contender."""
+        return KINDS[self.name]
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        parts = [self.kind.label, self.way, "XLA" if self.xla else None]
+        if self.steps_per_call > 1:
+            parts.append(f"{self.steps_per_call} steps a call")
+        return ", ".join(part for part in parts if part)
+
+
+@functools.cache
+def parse(text: str) -> Contender:
+    """Reads a contender such as `towers:replicated+xla@10`.
+
+    Raises:
+        ValueError: If there is no such contender.
+    """
+    match = _FORM.fullmatch(text)
+    if match is None or match["name"] not in KINDS:
+        raise ValueError(
+            f"There is no contender {text!r}; use {', '.join(KINDS)}, some with :WAY, "
+            "+xla or @STEPS_A_CALL behind it."
+        )
+    kind = KINDS[match["name"]]
+    if kind.ways is None and match["way"]:
+        raise ValueError(
+            f"The contender {text!r} has a way behind a colon, but {match['name']} has "
+            "none; leave it out."
+        )
+    if kind.ways and match["way"] not in kind.ways:
+        ways = ", ".join(f"{match['name']}:{way}" for way in kind.ways)
+        raise ValueError(f"The contender {text!r} has to be one of {ways}.")
+    if not kind.suffixes and (match["xla"] or match["steps"]):
+        raise ValueError(
+            f"The contender {text!r} has +xla or @STEPS_A_CALL, which only "
+            f"{', '.join(n for n, k in KINDS.items() if k.suffixes)} understand."
+        )
+    return Contender(
+        text,
+        match["name"],
+        match["way"],
+        bool(match["xla"]),
+        int(match["steps"] or 1),
+    )

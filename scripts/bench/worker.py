@@ -1,0 +1,177 @@
+"""What all contenders share: they train in turn, and say what it took.
+
+A contender is a process. It gets its job as JSON in its only argument, builds a model
+and trains for ever, and after each call of its training function tells a `Clock`. The
+clock holds it up while it is not its turn: it answers a line of JSON when the process
+is warm, and then one for each line of its standard input, which asks for a round. At
+the end of its input, the process ends.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from .contenders import PACKAGES, Contender, parse
+
+Memory = Callable[[], tuple[float, float | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a contender is to do.
+
+    Attributes:
+        contender: Who it is, as on the command line.
+        work: What it trains, a name in `works.WORKS`.
+        towers: How many devices it trains on.
+        warmup: Steps before the first round, after the very first step.
+        steps: Timed steps of a round.
+        checkout: Where the contender's own program lies, for those that have one.
+    """
+
+    contender: str
+    work: str
+    towers: int
+    warmup: int
+    steps: int
+    checkout: str | None = None
+
+    @property
+    def parsed(self) -> Contender:
+        """The contender."""
+        return parse(self.contender)
+
+
+class Clock:
+    """Measures calls of a training function, and holds them up between turns.
+
+    Attributes:
+        memory_mb: Returns the most host memory and the most device memory in use, in
+            MB; None for the latter where the host is the device. A contender may
+            replace it before the first turn, and so `on_turn`.
+        on_turn: Is told before each turn how many calls it has, and 0 at the end; for
+            contenders of several processes.
+    """
+
+    def __init__(self, job: Job, answers: TextIO):
+        """Makes a clock that writes to `answers`."""
+        self.memory_mb: Memory = lambda: (host_mb(), None)
+        self.on_turn: Callable[[int], None] = lambda calls: None
+        self._steps_per_call = job.parsed.steps_per_call
+        self._warmup = math.ceil(job.warmup / self._steps_per_call)
+        self._timed = math.ceil(job.steps / self._steps_per_call)
+        self._answers = answers
+        self._turns = self._take_turns()
+
+    def start(self) -> None:
+        """Is called just before the model is built."""
+        self._next_turn()
+
+    def call_ended(self) -> None:
+        """Is called at the end of each call; returns when the next one may begin.
+
+        Raises:
+            SystemExit: When nothing more is wanted.
+        """
+        now = time.perf_counter()
+        self._seconds.append(now - self._before)
+        self._before = now
+        if len(self._seconds) == self._calls:
+            self._next_turn()
+
+    def _next_turn(self):
+        self._calls = next(self._turns, 0)
+        self.on_turn(self._calls)
+        if not self._calls:
+            sys.exit()
+        self._seconds = []
+        self._before = time.perf_counter()
+
+    def _take_turns(self) -> Iterator[int]:
+        """Yields how many calls a turn has; goes on when they are over."""
+        yield 1 + self._warmup
+        # The first call began when there was no model yet.
+        self._answer(first_step_s=self._seconds[0])
+        for _ in sys.stdin:
+            yield self._timed
+            call_s = statistics.median(self._seconds)
+            self._answer(step_ms=1000 * call_s / self._steps_per_call)
+
+    def _answer(self, **measured):
+        host, device = self.memory_mb()
+        write(self._answers, measured | {"host_mb": host, "device_mb": device})
+
+
+def main() -> None:
+    """Is a contender: trains until nothing more is wanted.
+
+    The contender's module has a function `run`, which takes a job and a clock.
+    """
+    job = Job(**json.loads(sys.argv[1]))
+    # What libraries print, in Python or not, must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if job.parsed.name != "jax":
+        # Where it is installed, TensorFlow imports it, which takes host memory.
+        sys.modules["jax"] = None
+    try:
+        module = importlib.import_module(f".{job.parsed.kind.module}", __package__)
+        module.run(job, Clock(job, answers))
+    except Exception as error:
+        write(answers, {"error": _said(error)})
+        raise
+
+
+def write(answers: TextIO, content: dict) -> None:
+    """Writes a line."""
+    print(json.dumps(content), file=answers, flush=True)
+
+
+def _said(error: Exception) -> str:
+    """Returns an error in one line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; {PACKAGES} brings it"
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
+
+
+def use_checkout(job: Job, flag: str, file: str) -> None:
+    """Makes a contender's own program importable, and leaves it as it is.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    if job.checkout is None or not os.path.exists(os.path.join(job.checkout, file)):
+        raise ValueError(
+            f"--{flag} must be a folder with {file}, but is {job.checkout}."
+        )
+    sys.path.insert(0, job.checkout)
+    sys.dont_write_bytecode = True
+
+
+def host_mb() -> float:
+    """Returns the most host memory that this process has had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def tensorflow_memory_mb() -> tuple[float, float | None]:
+    """Returns the most memory of the host, and of a GPU that TensorFlow uses, in MB."""
+    import tensorflow as tf
+
+    # Not the logical ones: to list them makes devices, which those that run sessions
+    # have already.
+    if not tf.config.list_physical_devices("GPU"):
+        return host_mb(), None
+    gpus = tf.config.list_logical_devices("GPU")
+    info = tf.config.experimental.get_memory_info
+    # It wants no more of the name than the device.
+    peaks = [info(gpu.name.rpartition("/device:")[2])["peak"] for gpu in gpus]
+    return host_mb(), max(peaks) / 2**20

@@ -1,0 +1,110 @@
+"""What is trained: models, batches and how many steps of them.
+
+All contenders train the same: the same shapes, one constant batch, and stochastic
+gradient descent. What is in Keras is built here, on any backend.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One kind of work.
+
+    Attributes:
+        shape: The shape of one example.
+        examples: Examples a tower.
+        warmup: Steps before the first round, after the very first step.
+        steps: Timed steps of a round.
+        classes: How many classes there are.
+        policy: Keras's policy of types.
+    """
+
+    shape: tuple[int, ...]
+    examples: int
+    warmup: int
+    steps: int
+    classes: int = 10
+    policy: str = "float32"
+
+
+WORKS = {
+    "mlp": Work((784,), 32, warmup=60, steps=300),
+    "resnet20": Work((32, 32, 3), 64, warmup=5, steps=12),
+    "embedding": Work((20,), 128, warmup=5, steps=30),
+    # For the time to the first step, and for memory.
+    "resnet50": Work((64, 64, 3), 2, warmup=1, steps=2),
+    # For GPUs.
+    "resnet50_224": Work(
+        (224, 224, 3), 128, warmup=10, steps=20, classes=1000, policy="mixed_float16"
+    ),
+}
+ROWS = 1_000_000  # of the embedding
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+
+
+def batch(name: str, towers: int):
+    """Makes the batch that each step trains on.
+
+    Returns:
+        Two arrays: examples [towers * examples a tower, *shape], and labels.
+    """
+    import numpy as np
+
+    work = WORKS[name]
+    count = work.examples * towers
+    random = np.random.default_rng(0)
+    if name == "embedding":
+        x = random.integers(0, ROWS, (count, *work.shape)).astype("int32")
+    else:
+        x = random.standard_normal((count, *work.shape), "float32")
+    return x, random.integers(0, work.classes, count).astype("int32")
+
+
+def build(name: str):
+    """Builds the Keras model, from examples to logits."""
+    import keras
+
+    import models
+
+    work = WORKS[name]
+    keras.config.set_dtype_policy(work.policy)
+    keras.utils.set_random_seed(0)
+    if name == "resnet20":
+        return models.build(
+            name, input_shape=work.shape, num_classes=work.classes, seed=0
+        )
+    if name.startswith("resnet50"):
+        return keras.applications.ResNet50(
+            weights=None,
+            input_shape=work.shape,
+            classes=work.classes,
+            classifier_activation=None,
+        )
+    if name == "embedding":
+        inputs = keras.Input(work.shape, dtype="int32")
+        hidden = [
+            keras.layers.Embedding(ROWS, 64),
+            keras.layers.GlobalAveragePooling1D(),
+        ]
+    else:
+        inputs = keras.Input(work.shape)
+        hidden = [keras.layers.Dense(512, activation="relu") for _ in range(3)]
+    return keras.Sequential([inputs, *hidden, keras.layers.Dense(work.classes)])
+
+
+def optimizer(name: str):
+    """Makes the Keras optimizer."""
+    import keras
+
+    # Momentum would touch each row of an embedding in every step.
+    momentum = 0.0 if name == "embedding" else MOMENTUM
+    return keras.optimizers.SGD(LEARNING_RATE, momentum=momentum)
+
+
+def loss(**options):
+    """Makes the Keras loss."""
+    import keras
+
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
