@@ -100,13 +100,15 @@ def check_rows(batch: Any) -> None:
     Where a number is not known when the graph is built, the graph checks it.
 
     Args:
-        batch: A nest of tensors with one row an example; `None` entries and scalars
-            are passed over.
+        batch: A nest of tensors with one row an example, or of their `tf.TypeSpec`s;
+            `None` entries and scalars are passed over.
 
     Raises:
         ValueError: If they differ; `tf.errors.InvalidArgumentError` from the graph.
     """
     tensors = [t for t in tf.nest.flatten(batch) if t is not None and not _is_scalar(t)]
+    # Of a spec, only what it says.
+    tensors = [t for t in tensors if not isinstance(t, tf.TypeSpec) or t.shape[0]]
     sizes = [batch_size(tensor) for tensor in tensors]
     known = {size for size in sizes if isinstance(size, int)}
     if len(known) > 1:

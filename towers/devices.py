@@ -408,7 +408,22 @@ def _set_up_cpus(count: int) -> tuple[str, ...]:
             tf.config.set_logical_device_configuration(cpu, parts)
         except RuntimeError as error:
             raise _too_late(f"{count} logical CPUs") from error
+        _divide_threads(count)
     return tuple(f"/device:CPU:{index}" for index in range(count))
+
+
+def _divide_threads(towers: int) -> None:
+    """Gives each tower its part of the cores, unless the user has divided them.
+
+    Otherwise each operation of each tower would spread over all cores, and towers that
+    run side by side would wait for one another there: a step of a small network then
+    takes half as long again (BENCHMARKS.md).
+    """
+    threads = tf.config.threading
+    chosen = threads.get_intra_op_parallelism_threads()
+    if not (chosen or "TF_NUM_INTRAOP_THREADS" in os.environ):
+        cores = os.cpu_count() or 1
+        threads.set_intra_op_parallelism_threads(max(1, cores // towers))
 
 
 def _too_late(wish: str) -> RuntimeError:

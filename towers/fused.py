@@ -5,20 +5,18 @@ kernel `FusedBatchNormV3` (cuDNN's on a GPU) does it in one, forward and backwar
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from towers.replace import Replacement
+
 # cuDNN accepts no smaller one.
 _LEAST_EPSILON = 1.001e-5
 
 _keras_call = keras.layers.BatchNormalization.call
-# Towers that run together are traced by turns, in threads.
-_lock = threading.Lock()
-_depth = 0
 
 
 @contextlib.contextmanager
@@ -29,19 +27,8 @@ def batch_normalization() -> Iterator[None]:
     without mask, renormalisation or synchronisation. Elsewhere, and in subclasses, the
     layer is Keras's own. The class is changed meanwhile, for all threads.
     """
-    _enter(1)
-    try:
+    with _replacement:
         yield
-    finally:
-        _enter(-1)
-
-
-def _enter(step):
-    global _depth
-    with _lock:
-        _depth += step
-        call = _call if _depth else _keras_call
-        keras.layers.BatchNormalization.call = call
 
 
 def _call(layer, inputs, training=None, mask=None):
@@ -88,3 +75,6 @@ def _fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
         and not layer.renorm
         and not layer.synchronized
     )
+
+
+_replacement = Replacement(keras.layers.BatchNormalization, _call)

@@ -166,6 +166,12 @@ class TowerModel(wrapt.CallableObjectProxy):
         compiled = getattr(model, "_compile_config", None)
         return [compiled, *(v.value for v in model.variables)]
 
+    def make_train_function(self, force: bool = False) -> None:
+        """Makes what `fit` calls with an iterator; see `keras.Model`."""
+        self._follow()
+        if force or self.train_function is None:
+            self.train_function = self._self_builder.train_function(self._step)
+
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
         with self._step():
@@ -188,6 +194,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         with tf.device(devices.HOST):
             try:
                 yield
+                # What was built in the meantime is not a change.
+                self._self_seen = self._current()
             except ValueError as error:
                 # TensorFlow has no public name for it.
                 if type(error).__name__ != "InaccessibleTensorError":
@@ -206,10 +214,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 def _loop_method(name):
     def method(self, *args, **kwargs):
         self._follow()
-        returned = getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
-        # What was built in the meantime is not a change.
-        self._self_seen = self._current()
-        return returned
+        return getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
 
     method.__name__ = name
     method.__doc__ = f"See `keras.Model.{name}`."
@@ -223,7 +228,6 @@ for _name in (
     "train_on_batch",
     "test_on_batch",
     "predict_on_batch",
-    "make_train_function",
     "make_test_function",
     "make_predict_function",
     "_make_function",

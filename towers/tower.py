@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
-from towers import fused, reduce
+from towers import fused, lookup, reduce
 from towers.rules import NoRuleError, Rules
 
 
@@ -68,7 +68,7 @@ def forward(
     model: keras.Model,
     training: bool,
     rules: Rules,
-    params: Sequence[tf.Tensor],
+    params: Sequence[tf.Tensor | None],
     state: Sequence[tf.Tensor],
     x: Any,
     fraction: tf.Tensor,
@@ -79,7 +79,8 @@ def forward(
         model: A built Keras model. Its variables are not read.
         training: Whether layers behave as in training.
         rules: How losses and state of all towers combine.
-        params: Values of `model.trainable_variables`.
+        params: Values of `model.trainable_variables`; `None` for tables of which rows
+            are looked up, and nothing else (see `lookup.py`).
         state: Values of `model.non_trainable_variables`.
         x: The share's inputs: a nest of tensors with one row an example.
         fraction: Size of the share over that of the global batch: a float32 scalar.
@@ -87,6 +88,7 @@ def forward(
     Returns:
         Outputs, tags, new state and the parts of the layers' losses.
     """
+    params = _stand_in(model, params)
     with rules.reading(x), _stateless(model, params, state) as scope:
         return _forward(model, training, rules, scope, x, fraction)
 
@@ -94,7 +96,7 @@ def forward(
 def forward_backward(
     model: keras.Model,
     rules: Rules,
-    params: Sequence[tf.Tensor],
+    params: Sequence[tf.Tensor | None],
     state: Sequence[tf.Tensor],
     share: Any,
     fraction: tf.Tensor,
@@ -109,7 +111,8 @@ def forward_backward(
     Args:
         model: A built, compiled Keras model. Its variables are not read.
         rules: How losses and state of all towers combine.
-        params: Values of `model.trainable_variables`.
+        params: Values of `model.trainable_variables`; `None` for tables of which rows
+            are looked up, and nothing else (see `lookup.py`).
         state: Values of `model.non_trainable_variables`.
         share: (x, y, sample_weight), each a nest of tensors with one row an example.
         fraction: Size of the share over that of the global batch: a float32 scalar.
@@ -123,6 +126,7 @@ def forward_backward(
         NoRuleError: While tracing, if the loss cannot be put together from parts.
     """
     x, y, sample_weight = share
+    params = _stand_in(model, params)
     with (
         rules.reading(share),
         tf.GradientTape() as tape,
@@ -144,7 +148,7 @@ def forward_backward(
 def backward(
     model: keras.Model,
     rules: Rules,
-    params: Sequence[tf.Tensor],
+    params: Sequence[tf.Tensor | None],
     state: Sequence[tf.Tensor],
     share: Any,
     fraction: tf.Tensor,
@@ -158,7 +162,8 @@ def backward(
     Args:
         model: A built Keras model. Its variables are not read.
         rules: How losses and state of all towers combine.
-        params: Values of `model.trainable_variables`.
+        params: Values of `model.trainable_variables`; `None` for tables of which rows
+            are looked up, and nothing else (see `lookup.py`).
         state: Values of `model.non_trainable_variables`, the same as for `forward`.
         share: (x, output_gradients): the share's inputs, and its rows of the loss's
             gradient for each of the `differentiable` outputs, grouped by example.
@@ -169,6 +174,7 @@ def backward(
         The parts of the gradients, and nothing else.
     """
     x, output_gradients = share
+    params = _stand_in(model, params)
     with tf.GradientTape() as tape, _stateless(model, params, state, tape) as scope:
         again = _forward(model, True, rules, scope, x, fraction)
     targets = [*differentiable(again.outputs), *again.losses]
@@ -240,8 +246,19 @@ class _Scope(keras.StatelessScope):
     def __init__(self, mapping, tape):
         super().__init__(mapping, collect_losses=True)
         self._tape = tape
-        # By id of the variable, the values that it was assigned, in order.
+        # By id of the variable: the values that it was assigned, in order, and the rows
+        # that were looked up, with their indices.
         self.assigned = collections.defaultdict(list)
+        self.looked_up = collections.defaultdict(list)
+
+    def rows_of(self, variable, ids):
+        """Looks up rows of a table in the variable itself; see `lookup.py`."""
+        with tf.device(variable._value.device):
+            rows = tf.gather(variable._value, ids)
+        if self._tape is not None:
+            self._tape.watch(rows)
+        self.looked_up[id(variable)].append((rows, ids))
+        return rows
 
     def add_update(self, update):
         variable, value = update
@@ -274,13 +291,34 @@ def _stateless(model, params, state, tape=None) -> Iterator[_Scope]:
         ) from error
 
 
+_TABLE = "table_at_home"
+
+
+def _stand_in(model, params):
+    """Puts something that should not be used where a table stays at home."""
+    return [
+        tf.broadcast_to(tf.zeros([], v.dtype), v.shape, _TABLE) if p is None else p
+        for v, p in zip(model.trainable_variables, params, strict=True)
+    ]
+
+
 def _gradients(tape, targets, model, params, scope, seeds=None):
     """The gradient for each trainable variable: of all the values that it has had."""
+    variables = model.trainable_variables
     values = [
         [param, *scope.assigned.get(id(variable), ())]
-        for variable, param in zip(model.trainable_variables, params, strict=True)
+        for variable, param in zip(variables, params, strict=True)
     ]
-    gradients = [reduce.add(each) for each in tape.gradient(targets, values, seeds)]
+    looked_up = [scope.looked_up[id(variable)] for variable in variables]
+    rows = [[rows for rows, _ in each] for each in looked_up]
+    of_values, of_rows = tape.gradient(targets, [values, rows], seeds)
+    gradients = []
+    for i, variable in enumerate(variables):
+        tables = [
+            _of_table(variable, gradient, ids)
+            for gradient, (_, ids) in zip(of_rows[i], looked_up[i], strict=True)
+        ]
+        gradients.append(reduce.add([*of_values[i], *tables]))
     for gradient, param in zip(gradients, params, strict=True):
         # TensorFlow does not always infer it, and an idle tower has to know it.
         if isinstance(gradient, tf.IndexedSlices):
@@ -288,6 +326,17 @@ def _gradients(tape, targets, model, params, scope, seeds=None):
         elif gradient is not None:
             gradient.set_shape(param.shape)
     return gradients
+
+
+def _of_table(variable, gradient, ids):
+    """The gradient of a table, from that of its rows `ids`."""
+    if gradient is None:
+        return None
+    return tf.IndexedSlices(
+        values=tf.reshape(gradient, [-1, *variable.shape[1:]]),
+        indices=tf.reshape(ids, [-1]),
+        dense_shape=tf.constant(list(variable.shape), ids.dtype),
+    )
 
 
 def _new_state(model, rules, scope):
@@ -409,7 +458,11 @@ class Traced:
     """A tower traced once, to be called on any device for a share of any size."""
 
     def __init__(
-        self, tower: Callable[..., TowerResult], specs: Sequence[Any], xla: bool
+        self,
+        tower: Callable[..., TowerResult],
+        specs: Sequence[Any],
+        xla: bool,
+        apart: bool,
     ):
         """Traces `tower`.
 
@@ -417,30 +470,62 @@ class Traced:
             tower: A tower function with its model bound, that takes tensors.
             specs: A `tf.TensorSpec` (or a nest of them) for each argument.
             xla: Whether XLA compiles the tower: once for each device and size of share.
+            apart: Whether the tower stays a function of its own. Otherwise TensorFlow
+                copies it into the step's graph, once for each device, and optimises
+                them all together: a longer start for a slightly faster step.
 
         Raises:
             ModelError: If the model assigns a variable behind Keras's back.
         """
-        # A trace remembers the device scope it was made in, and this one is for all.
-        with tf.device(None):
-            function = tf.function(tower, autograph=False, jit_compile=xla)
-            try:
-                self._concrete = function.get_concrete_function(*specs)
-            except (TypeError, ValueError) as error:
-                if isinstance(error, ModelError | NoRuleError) or (
-                    "None" not in str(error)
-                ):
-                    raise
-                raise ModelError(
-                    "The model could not be called with an unknown number of examples, "
-                    "as towers do; expected no use of a static one, so write "
-                    f"ops.shape(x)[0] instead of x.shape[0]. It said: {error}"
-                ) from error
+        self._specs = specs
+        options = {"jit_compile": xla}
+        if apart:
+            options["experimental_attributes"] = {"_noinline": True}
+        try:
+            # XLA compiles for one device, and cannot look up what is on another.
+            with contextlib.nullcontext() if xla else lookup.at_home():
+                self._concrete = _trace(tower, *specs, **options)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ModelError | NoRuleError) or "None" not in str(error):
+                raise
+            raise ModelError(
+                "The model could not be called with an unknown number of examples, as "
+                "towers do; expected no use of a static one, so write ops.shape(x)[0] "
+                f"instead of x.shape[0]. It said: {error}"
+            ) from error
         _refuse_assignments(self._concrete.graph)
 
     def __call__(self, *arguments: Any) -> TowerResult:
         """Adds one call of the tower to the graph, on the device of the scope."""
         return self._concrete(*arguments)
+
+    def unless_idle(self, size: tf.Tensor, *arguments: Any) -> TowerResult:
+        """Adds one call of the tower, which computes nothing if it has no example.
+
+        Args:
+            size: Number of examples in the share.
+            *arguments: As for a call.
+        """
+        return self._guarded(size, *arguments)
+
+    @functools.cached_property
+    def _guarded(self):
+        # Traced once for all towers, too: an idle tower's branch is long.
+        def guarded(size, *arguments):
+            call = functools.partial(self._concrete, *arguments)
+            return tf.cond(size > 0, call, functools.partial(self.idle, size))
+
+        return _trace(guarded, tf.TensorSpec([], tf.int32), *self._specs)
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether a table is used otherwise than to look up rows."""
+        return any(
+            op.name.startswith(_TABLE)
+            and op.type == "BroadcastTo"
+            and op.outputs[0].consumers()
+            for op in self._concrete.graph.get_operations()
+        )
 
     @property
     def returned(self) -> TowerResult:
@@ -464,6 +549,14 @@ class Traced:
             )
 
         return tf.nest.map_structure(nothing, self.returned, expand_composites=True)
+
+
+def _trace(function, *specs, **options):
+    """Traces a function to be called on any device."""
+    # A trace remembers the device scope that it was made in.
+    with tf.device(None):
+        function = tf.function(function, autograph=False, **options)
+        return function.get_concrete_function(*specs)
 
 
 def _refuse_assignments(graph):
@@ -510,13 +603,11 @@ def run(tower: Traced, shares: Sequence[Share]) -> list[TowerResult]:
         # The first tower always has an example, unless there is none at all.
         if k > 0 and known and share.size == 0:
             continue
-        call = functools.partial(tower, *share.arguments)
         with tf.name_scope(f"tower_{k}"), tf.device(share.device):
             if k == 0 or known:
-                result = call()
+                result = tower(*share.arguments)
             else:
-                idle = functools.partial(tower.idle, share.size)
-                result = tf.cond(share.size > 0, call, idle)
+                result = tower.unless_idle(share.size, *share.arguments)
         results.append(result._replace(size=share.size, fraction=share.fraction))
     return results
 

@@ -8,7 +8,8 @@ recipe is that of the CIFAR-10 multi-GPU tutorial and of tf_cnn_benchmarks'
 
 import functools
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -16,59 +17,92 @@ import tensorflow as tf
 from towers import batch, reduce, tower
 from towers.builders.base import Builder
 from towers.rules import NoRuleError
+from towers.tower import TowerResult
+
+
+class Computed(NamedTuple):
+    """What the towers made of a batch, before anything is updated.
+
+    Attributes:
+        results: The towers' results.
+        state: The new values of the model's variables, combined; see
+            `Builder.combine_state`.
+        loss: The loss of the whole batch, a scalar.
+        direct: Gradients that come from the loss itself, past the outputs: none, or one
+            list as `TowerResult.gradients`.
+    """
+
+    results: Sequence[TowerResult]
+    state: Sequence[tf.Tensor | None]
+    loss: tf.Tensor
+    direct: Sequence[Sequence[tf.Tensor | tf.IndexedSlices | None]]
 
 
 class ParameterServer(Builder):
     """Towers that fetch the variables and send back gradients, synchronously."""
 
-    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+    def train_step(
+        self, data: Any, shares: Sequence[Any] | None = None
+    ) -> dict[str, tf.Tensor]:
         """Trains on one global batch; see `Builder.train_step`."""
         self.build(data)
+        return self.apply(data, self.compute(data, shares))
+
+    def compute(self, data: Any, shares: Sequence[Any] | None = None) -> Computed:
+        """Computes loss and gradients, changing nothing.
+
+        Args:
+            data: A global batch; see `train_step`.
+            shares: What `place` made of it, if that was done ahead.
+
+        Returns:
+            What the towers returned, and the loss.
+        """
         data = keras.utils.unpack_x_y_sample_weight(data)
+        shares = shares and [keras.utils.unpack_x_y_sample_weight(s) for s in shares]
         values = self.read()
         with tf.device(self.home):
             scale = tf.ones([])
             if self.model.optimizer is not None:
                 scale = self.model.optimizer.scale_loss(scale)
-
-        rules = self.rules("train")
         if self.place_loss() == "tower":
+            rules = self.rules("train")
+            function = functools.partial(tower.forward_backward, self.model, rules)
             try:
-                results = self._separate(rules, values, data, scale)
+                results = self.run(function, rules, *values, data, scale, placed=shares)
             except NoRuleError as error:
                 self.gather_loss(str(error))
-        direct = []
-        if self.loss_placed == "tower":
-            outputs, loss = self._sum_losses(results, data)
-        else:
-            rules = self.rules("train, gathered")
-            gathered = self._gathered(rules, values, data, scale)
-            results, outputs, loss, direct = gathered
+            else:
+                with tf.device(self.home):
+                    loss = tf.add_n([result.loss for result in results])
+                return Computed(results, self.combine_state(results, rules), loss, [])
+        return self._gathered(values, data, scale, shares and [s[0] for s in shares])
 
+    def apply(self, data: Any, computed: Computed) -> dict[str, tf.Tensor]:
+        """Updates variables and metrics.
+
+        Args:
+            data: The batch; see `train_step`.
+            computed: What `compute` made of it.
+
+        Returns:
+            The model's metrics, by name.
+        """
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        results, state, loss, direct = computed
+        outputs = self.gather(results)
         # In this order, as on one device: layers assign before the optimizer does.
-        self.update_state(results, rules)
+        self.assign_state(state)
         self._update_weights([*(result.gradients for result in results), *direct])
         with tf.device(self.home):
-            return self.update_metrics(data, outputs, loss)
-
-    def _separate(self, rules, values, data, scale):
-        """Computes loss and gradient on the towers, each its part."""
-        function = functools.partial(tower.forward_backward, self.model, rules)
-        return self.run(function, rules, *values, data, scale)
-
-    def _sum_losses(self, results, data):
-        """Adds the towers' parts of the loss, and tracks it."""
-        outputs = self.gather(results)
-        with tf.device(self.home):
-            loss = tf.add_n([result.loss for result in results])
             losses = self.model._compile_loss
-            if losses is not None and losses.metrics:
+            if self.loss_placed == "tower" and losses is not None and losses.metrics:
                 # With several outputs Keras also tracks each one's loss. A tower
                 # cannot, so this is done once more for the whole batch.
                 losses(data[1], outputs, data[2])
-        return outputs, loss
+            return self.update_metrics(data, outputs, loss)
 
-    def _gathered(self, rules, values, data, scale):
+    def _gathered(self, values, data, scale, x_shares):
         """Computes the loss at home, from the outputs of all towers.
 
         The towers run forward; home computes the loss and its gradient for the outputs;
@@ -76,9 +110,10 @@ class ParameterServer(Builder):
         there is a gradient of home's own.
         """
         x = data[0]
+        rules = self.rules("train, gathered")
         variables = [v.value for v in self.model.trainable_variables]
         forward = functools.partial(tower.forward, self.model, True, rules)
-        results = self.run(forward, rules, *values, x)
+        results = self.run(forward, rules, *values, x, placed=x_shares)
         outputs = self.gather(results)
         with tf.device(self.home):
             losses = self.sum_layer_losses(results)
@@ -97,7 +132,7 @@ class ParameterServer(Builder):
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
         ]
-        return results, outputs, loss, [wanted[2]]
+        return Computed(results, self.combine_state(results, rules), loss, [wanted[2]])
 
     def _update_weights(self, gradients):
         variables = self.model.trainable_variables

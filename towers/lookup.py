@@ -1,0 +1,65 @@
+"""Embeddings that stay at home: towers fetch the rows that they need.
+
+A tower gets the model's variables as values. For an embedding that would be the whole
+table in each step: TensorFlow copies a table that is updated row by row whenever it is
+read, and a tower on another device needs a copy. So, while a tower is traced,
+Keras's `Embedding` looks up its rows in the variable itself, on the device that has it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.replace import Replacement
+
+_keras_call = keras.layers.Embedding.call
+
+
+def tables(model: keras.Model) -> set[int]:
+    """Finds the variables of which a model's layers, as far as is seen, look up rows.
+
+    Args:
+        model: A built model.
+
+    Returns:
+        The ids of the variables: the tables of plain Embedding layers.
+    """
+    return {
+        id(layer._embeddings)
+        for layer in model._flatten_layers()
+        if _is_plain(layer) and layer._embeddings.trainable
+    }
+
+
+@contextlib.contextmanager
+def at_home() -> Iterator[None]:
+    """Inside, Embedding layers that are called in a tower look up rows at home."""
+    with _replacement:
+        yield
+
+
+def _is_plain(layer: Any) -> bool:
+    return (
+        type(layer) is keras.layers.Embedding
+        and layer.built
+        and not layer.lora_enabled
+        and layer.quantization_mode is None
+    )
+
+
+def _call(layer, inputs):
+    scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
+    rows_of = getattr(scope, "rows_of", None)
+    if rows_of is None or not _is_plain(layer) or not isinstance(inputs, tf.Tensor):
+        return _keras_call(layer, inputs)
+    ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+    # As Keras does: negative ones count from the end.
+    ids = tf.where(ids < 0, ids + layer.input_dim, ids)
+    rows = rows_of(layer._embeddings, ids)
+    return keras.ops.cast(rows, layer.compute_dtype)
+
+
+_replacement = Replacement(keras.layers.Embedding, _call)

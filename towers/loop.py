@@ -1,0 +1,127 @@
+"""Many training steps in one call of the graph, batches copied to towers ahead of use.
+
+Keras's `fit` calls a train function with an iterator, as often as there are calls in an
+epoch; this is that function. What a step is, and where shares go, is the builder's
+business; epochs, callbacks and the end of the data are Keras's.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+
+def train_function(
+    prepare: Callable[[Any], None],
+    place: Callable[[Any], Any],
+    step: Callable[[Any, Any], Any],
+    steps: int,
+    eager: bool,
+) -> Callable[[Iterator], Any]:
+    """Makes the function that Keras calls with an iterator over batches.
+
+    While a step computes, the next batch of the call is fetched and placed: nothing in
+    the graph makes one wait for the other.
+
+    Args:
+        prepare: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
+            that do not exist yet: a graph that has to create some is traced twice.
+        place: Cuts a batch and copies the shares to where they are needed.
+        step: Takes a batch and its placed shares, trains on it and returns its logs.
+        steps: Steps in a call; at the end of the data there may be fewer.
+        eager: Whether steps run op by op, outside of any graph.
+
+    Returns:
+        A function of an iterator that returns the last step's logs. It raises
+        `StopIteration` or `tf.errors.OutOfRangeError` if there is no batch left.
+    """
+
+    def one(data):
+        data = _without_optionals(data)
+        return step(data, place(data))
+
+    def many(iterator):
+        if steps == 1:
+            return one(iterator.get_next())
+        return _loop(place, step, steps, iterator)
+
+    if not eager:
+        one_in_graph = tf.function(one, autograph=False, reduce_retracing=True)
+        many = tf.function(many, autograph=False, reduce_retracing=True)
+
+    prepared = False
+
+    def prepare_once(data):
+        nonlocal prepared
+        if not prepared:
+            prepare(_without_optionals(data))
+            prepared = True
+
+    def function(iterator):
+        if not eager and isinstance(iterator, tf.data.Iterator):
+            prepare_once(iterator.element_spec)
+            return many(iterator)
+        logs = None
+        for _, data in zip(range(steps), iterator, strict=False):
+            prepare_once(data)
+            logs = (one if eager else one_in_graph)(data)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    return function
+
+
+def _loop(place, step, steps, iterator):
+    """Runs up to `steps` steps in a loop of the graph."""
+    first = _without_optionals(iterator.get_next())
+    shares = place(first)
+    traced = tf.function(step, autograph=False).get_concrete_function(first, shares)
+    logs_spec = tf.nest.map_structure(
+        tf.type_spec_from_value, traced.structured_outputs
+    )
+
+    def body(count, _, data, shares, logs):
+        data_now, shares_now = _pack(first, data), _pack(placed, shares)
+        following = tf.cond(
+            count + 1 < steps,
+            iterator.get_next_as_optional,
+            lambda: tf.experimental.Optional.empty(iterator.element_spec),
+        )
+        more = following.has_value()
+        # The choice is made on the host: what a branch returns passes through there.
+        data_next = tf.cond(
+            more, lambda: _flat(_without_optionals(following.get_value())), lambda: data
+        )
+        shares_next = _flat(place(_pack(first, data_next)))
+        logs = tf.experimental.Optional.from_value(traced(data_now, shares_now))
+        return count + 1, more, data_next, shares_next, logs
+
+    placed = shares
+    variables = (
+        tf.zeros([], tf.int32),
+        tf.constant(True),
+        _flat(first),
+        _flat(placed),
+        tf.experimental.Optional.empty(logs_spec),
+    )
+    *_, logs = tf.while_loop(lambda _, more, *__: more, body, variables)
+    return logs.get_value()
+
+
+def _without_optionals(data):
+    """Keras stands an Optional in for each `None` in a batch."""
+    optional = tf.experimental.Optional, tf.OptionalSpec
+    return tf.nest.map_structure(lambda t: None if isinstance(t, optional) else t, data)
+
+
+def _flat(nest):
+    flat = tf.nest.flatten(nest, expand_composites=True)
+    return [tensor for tensor in flat if tensor is not None]
+
+
+def _pack(like, flat):
+    flat = iter(flat)
+    every = tf.nest.flatten(like, expand_composites=True)
+    every = [None if tensor is None else next(flat) for tensor in every]
+    return tf.nest.pack_sequence_as(like, every, expand_composites=True)
