@@ -37,7 +37,7 @@ def train_function(
     """
 
     def one(data):
-        data = _without_optionals(data)
+        data = without_optionals(data)
         return step(data, place(data))
 
     def many(iterator):
@@ -54,7 +54,7 @@ def train_function(
     def prepare_once(data):
         nonlocal prepared
         if not prepared:
-            prepare(_without_optionals(data))
+            prepare(without_optionals(data))
             prepared = True
 
     def function(iterator):
@@ -74,7 +74,7 @@ def train_function(
 
 def _loop(place, step, steps, iterator):
     """Runs up to `steps` steps in a loop of the graph."""
-    first = _without_optionals(iterator.get_next())
+    first = without_optionals(iterator.get_next())
     shares = place(first)
     traced = tf.function(step, autograph=False).get_concrete_function(first, shares)
     logs_spec = tf.nest.map_structure(
@@ -91,7 +91,7 @@ def _loop(place, step, steps, iterator):
         more = following.has_value()
         # The choice is made on the host: what a branch returns passes through there.
         data_next = tf.cond(
-            more, lambda: _flat(_without_optionals(following.get_value())), lambda: data
+            more, lambda: _flat(without_optionals(following.get_value())), lambda: data
         )
         shares_next = _flat(place(_pack(first, data_next)))
         logs = tf.experimental.Optional.from_value(traced(data_now, shares_now))
@@ -109,10 +109,14 @@ def _loop(place, step, steps, iterator):
     return logs.get_value()
 
 
-def _without_optionals(data):
-    """Keras stands an Optional in for each `None` in a batch."""
-    optional = tf.experimental.Optional, tf.OptionalSpec
-    return tf.nest.map_structure(lambda t: None if isinstance(t, optional) else t, data)
+def without_optionals(data: Any) -> Any:
+    """Returns a batch, or its specs, with `None` for what Keras made an Optional."""
+
+    def is_none(part):
+        spec_of_none = isinstance(part, tf.TypeSpec) and not hasattr(part, "shape")
+        return spec_of_none or isinstance(part, tf.experimental.Optional)
+
+    return tf.nest.map_structure(lambda part: None if is_none(part) else part, data)
 
 
 def _flat(nest):

@@ -6,20 +6,29 @@ and saving stay Keras's own.
 """
 
 import contextlib
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 import wrapt
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from towers import devices
+from towers import auto, devices, reduce, start, tower
+from towers.auto import Choice
+from towers.builders.asynchronous import Asynchronous
 from towers.builders.base import Builder, overrides
 from towers.builders.parameter_server import ParameterServer
+from towers.builders.replicated import Replicated
 from towers.tower import ModelError
 
-BUILDERS: dict[str, type[Builder]] = {"parameter_server": ParameterServer}
+BUILDERS: dict[str, type[Builder]] = {
+    "asynchronous": Asynchronous,
+    "parameter_server": ParameterServer,
+    "replicated": Replicated,
+}
 
 
 def multi_gpu_model(
@@ -33,6 +42,10 @@ def multi_gpu_model(
     shares: Sequence[int] | None = None,
     loss_placement: str = "auto",
     strict: bool = True,
+    packed: bool | None = None,
+    all_reduce_alg: str = "auto",
+    choice_file: str | None = None,
+    max_staleness: int | None = None,
 ) -> "TowerModel":
     """Makes a model train, evaluate and predict on several devices.
 
@@ -56,7 +69,13 @@ def multi_gpu_model(
         cpu_merge: Whether gradients are added on the CPU; if not, on the first tower.
         cpu_relocation: Whether the variables move to the CPU; if not, they stay where
             they are.
-        builder: How the variables are updated: "parameter_server".
+        builder: How the variables are updated: "parameter_server", at home, by the sum
+            of all gradients; "replicated", by each tower in its own copy, of which the
+            first tower's are the model's variables; "asynchronous", at home, by each
+            tower with its own share, without waiting for the others. "auto" tries, at
+            the first call of training, for some seconds, what is faster, and changes no
+            variable by that; in a deterministic run, and in eager ones, it is
+            "parameter_server".
         home: A device string to move the variables to, instead of `cpu_relocation`.
         shares: How much of a batch each tower gets, relative to the others: positive
             integers, such as (2, 3, 3) where the first GPU has less room. Even by
@@ -70,6 +89,16 @@ def multi_gpu_model(
             another, or assigns what cannot be put together from shares. If not, each
             tower goes by its share, and assigned values are averaged.
             BatchNormalization, of which that is known, is never refused.
+        packed: Whether variables and gradients travel between home and towers in one
+            buffer for each type. By default where they travel: not between logical
+            CPUs.
+        all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
+            "device"; by "ring", each device a part; by "nccl", with several GPUs.
+            "auto" takes the first GPU, or else the CPU.
+        choice_file: Where "auto" keeps what it has chosen, to choose the same when
+            asked again.
+        max_staleness: With "asynchronous", how many updates other towers may make
+            between a tower's reading the variables and its update. Any by default.
 
     Returns:
         A model that computes on towers.
@@ -84,24 +113,42 @@ def multi_gpu_model(
             f"Received loss_placement={loss_placement!r}; expected 'auto', 'tower' or "
             "'gathered'."
         )
-    if builder not in BUILDERS:
+    if builder not in ("auto", *BUILDERS):
         raise ValueError(
-            f"Received builder='{builder}'; expected one of {sorted(BUILDERS)}."
+            f"Received builder='{builder}'; expected one of "
+            f"{['auto', *sorted(BUILDERS)]}."
         )
     towers = devices.resolve(gpus)
     shares = _check_shares(shares, len(towers))
+    if all_reduce_alg != "auto":
+        _check_all_reduce(all_reduce_alg, builder, towers)
+    if max_staleness is not None:
+        _check_max_staleness(max_staleness, builder)
+    if builder == "replicated":
+        home = _check_home_of_copies(home, cpu_relocation, towers)
     if home is None:
         home = devices.HOST if cpu_relocation else _where(model)
     (home,) = devices.resolve([home])
-    _move_weights(model, home)
-    merge = towers[0]
-    if cpu_merge:
-        # Home, where the sum is needed, if that is a CPU.
-        merge = home if "CPU" in home else devices.HOST
-    build = BUILDERS[builder]
-    return TowerModel(
-        model, build(model, towers, home, merge, shares, loss_placement, strict)
-    )
+
+    def make(choice: Choice) -> Builder:
+        where = towers[0] if choice.builder == "replicated" else home
+        _move(model, where)
+        merge = towers[0]
+        if cpu_merge:
+            # Home, where the sum is needed, if that is a CPU.
+            merge = where if "CPU" in where else devices.HOST
+        options = {"packed": packed}
+        if choice.builder == "replicated":
+            options["all_reduce_alg"] = choice.all_reduce_alg
+        if choice.builder == "asynchronous":
+            options["max_staleness"] = max_staleness
+        return BUILDERS[choice.builder](
+            model, towers, where, merge, shares, loss_placement, strict, **options
+        )
+
+    if builder == "auto":
+        return TowerModel(model, make, Choice(), chosen=False, file=choice_file)
+    return TowerModel(model, make, Choice(builder, all_reduce_alg))
 
 
 class TowerModel(wrapt.CallableObjectProxy):
@@ -116,15 +163,27 @@ class TowerModel(wrapt.CallableObjectProxy):
     test_function = None
     predict_function = None
 
-    def __init__(self, model: keras.Model, builder: Builder):
+    def __init__(
+        self,
+        model: keras.Model,
+        make: Callable[[Choice], Builder],
+        choice: Choice,
+        chosen: bool = True,
+        file: str | None = None,
+    ):
         super().__init__(model)
-        self._self_builder = builder
+        self._self_make = make
+        self._self_choice = choice
+        self._self_chosen = chosen
+        self._self_file = file
+        self._self_asked_xla = None
+        self._self_builder = make(choice)
         self._self_seen = []
         self._follow()
 
     @property
     def builder(self) -> Builder:
-        """The builder, which knows towers and home."""
+        """The builder, which knows towers and home. "auto" may put another here."""
         return self._self_builder
 
     @property
@@ -134,6 +193,8 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model; see `keras.Model.compile`."""
+        bound = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
+        self._self_asked_xla = bound.arguments.get("jit_compile", "auto")
         self.__wrapped__.compile(*args, **kwargs)
         self._follow()
 
@@ -156,10 +217,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         self.train_function = self.test_function = self.predict_function = None
         self._self_builder.forget()
         # A step count, a learning rate and means were created where the user was.
-        optimizer = getattr(model, "optimizer", None)
-        variables = [*model.metrics_variables]
-        variables += optimizer.variables if optimizer is not None else []
-        _move(model, variables, self._self_builder.home)
+        _move(model, self._self_builder.home)
 
     def _current(self):
         model = self.__wrapped__
@@ -169,8 +227,75 @@ class TowerModel(wrapt.CallableObjectProxy):
     def make_train_function(self, force: bool = False) -> None:
         """Makes what `fit` calls with an iterator; see `keras.Model`."""
         self._follow()
+        self._self_builder.refresh()
         if force or self.train_function is None:
-            self.train_function = self._self_builder.train_function(self._step)
+            builder = self._self_builder
+            if builder.xla or not self._self_chosen:
+                self.train_function = self._first_call
+            else:
+                self.train_function = builder.train_function(self._step)
+
+    def _first_call(self, iterator):
+        model = self.__wrapped__
+        batches = start.Batches(iterator, model.steps_per_execution)
+        self._build(batches.first)
+        function = None if self._self_chosen else self._choose(batches)
+        builder = self._self_builder
+
+        def train():
+            return function or builder.train_function(self._step)
+
+        self.train_function, logs = start.train_or_fall_back(builder, train, batches)
+        return logs
+
+    def _build(self, data):
+        with self._step():
+            self._self_builder.build(data)
+
+    def _choose(self, batches):
+        """Chooses a builder; returns its train function, if it has been made."""
+        model, builder = self.__wrapped__, self._self_builder
+        self._self_chosen = True
+        if model.run_eagerly or is_op_determinism_enabled():
+            return None  # such a run chooses nothing by measuring
+        asked = self._self_asked_xla
+        if asked is None:  # compiled before it was handed over
+            asked = model.jit_compile
+        ways = auto.candidates(
+            builder.devices,
+            _nccl_fits(builder.devices),
+            xla=None if asked == "auto" else bool(asked),
+            synchronized=tower.is_synchronized(model),
+        )
+        key = _describe(model, builder, batches.first, ways)
+        recalled = auto.recall(self._self_file, key) if self._self_file else None
+        made = {}
+
+        def make(way):
+            self._self_builder = self._self_make(way)
+            self._self_builder.xla = way.xla
+            self._build(batches.first)
+            function = self._self_builder.train_function(self._step)
+            made[way] = self._self_builder, function, self._current()
+            return function
+
+        if recalled is not None:
+            start.say(f"Updating the variables by {recalled}, as chosen before.")
+            return make(recalled)
+        trials = start.try_ways(ways, make, batches, model)
+        start.say(auto.table(trials))
+        if self._self_file:
+            auto.remember(self._self_file, key, trials)
+        self._self_choice = trials[0].choice
+        self._self_builder, function, seen = made[self._self_choice]
+        if any(map(operator.is_not, seen, self._current())):
+            return make(self._self_choice)  # the variables have been moved since
+        return function
+
+    def reset_metrics(self) -> None:
+        """Begins an epoch; see `keras.Model`."""
+        self._self_builder.refresh()
+        self.__wrapped__.reset_metrics()
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
@@ -263,6 +388,59 @@ def _check_model(model: Any) -> None:
         )
 
 
+def _check_all_reduce(algorithm: str, builder: str, towers: Sequence[str]) -> None:
+    if algorithm not in reduce.ALGORITHMS:
+        raise ValueError(
+            f"Received all_reduce_alg='{algorithm}'; expected one of "
+            f"{['auto', *reduce.ALGORITHMS]}."
+        )
+    if builder != "replicated":
+        raise ValueError(
+            f"Received all_reduce_alg='{algorithm}' with builder='{builder}'; it says "
+            "how builder='replicated' adds gradients, so give that as well."
+        )
+    if algorithm == "nccl" and not _nccl_fits(towers):
+        raise ValueError(
+            f"Received all_reduce_alg='nccl' for towers on {', '.join(towers)}; NCCL "
+            "needs several towers, each on a GPU of its own, so use 'ring'."
+        )
+
+
+def _nccl_fits(towers: Sequence[str]) -> bool:
+    physical = tf.config.list_physical_devices("GPU")
+    unsplit = len(physical) == len(tf.config.list_logical_devices("GPU"))
+    return len(towers) > 1 and unsplit and all("GPU" in tower for tower in towers)
+
+
+def _describe(model, builder, data, ways) -> dict[str, Any]:
+    """All that a choice was made for, as JSON."""
+    shapes = [str(t.shape) for t in tf.nest.flatten(data) if t is not None]
+    return {
+        "tensorflow": tf.__version__,
+        "parameters": model.count_params(),
+        "optimizer": type(model.optimizer).__name__,
+        "policy": str(model.dtype_policy.name),
+        "steps_per_execution": model.steps_per_execution,
+        "batch": shapes,
+        "devices": [*builder.devices],
+        "home": builder.home,
+        "shares": [*builder.shares],
+        "candidates": [str(way) for way in ways],
+    }
+
+
+def _check_home_of_copies(
+    home: str | None, cpu_relocation: bool, towers: Sequence[str]
+) -> str:
+    asked = devices.HOST if home is None and cpu_relocation else home
+    if asked is not None and devices.resolve([asked])[0] != towers[0]:
+        raise ValueError(
+            f"Received home {asked} with builder='replicated', where the variables are "
+            f"on each tower; expected none, or the first tower's, {towers[0]}."
+        )
+    return towers[0]
+
+
 def _check_shares(shares: Any, towers: int) -> tuple[int, ...]:
     if shares is None:
         return (1,) * towers
@@ -278,31 +456,39 @@ def _check_shares(shares: Any, towers: int) -> tuple[int, ...]:
     return found
 
 
+def _check_max_staleness(bound: Any, builder: str) -> None:
+    if builder != "asynchronous":
+        raise ValueError(
+            f"Received max_staleness={bound!r} and builder='{builder}', whose towers "
+            "wait for one another; expected None, or builder='asynchronous'."
+        )
+    if isinstance(bound, bool) or not isinstance(bound, int) or bound < 0:
+        raise ValueError(
+            f"Received max_staleness={bound!r}; expected None, for any, or a number "
+            "of updates, such as 0 to have them made in turn."
+        )
+
+
 def _where(model: keras.Model) -> str:
     """The device that the model's variables are on; the host's if it has none yet."""
     variables = model.trainable_variables or model.variables
     return variables[0].value.device if variables else devices.HOST
 
 
-def _move_weights(model: keras.Model, home: str) -> None:
-    """Moves the model's variables to `home`, keeping their values."""
+def _move(model: keras.Model, home: str) -> None:
+    """Moves a model's variables to `home`, with those of its optimizer and metrics."""
     optimizer = getattr(model, "optimizer", None)
-    if _elsewhere(model.variables, home) and optimizer is not None and optimizer.built:
-        raise ValueError(
-            f"Cannot move the variables to {home}: the model's optimizer is built for "
-            "them where they are; create or load the model under `tf.device` instead."
-        )
-    _move(model, model.variables, home)
-
-
-def _move(model: keras.Model, variables: Sequence[keras.Variable], home: str) -> None:
-    """Moves variables of a model to `home`, keeping their values."""
+    variables = [*model.variables, *model.metrics_variables]
+    variables += optimizer.variables if optimizer is not None else []
     for variable in _elsewhere(variables, home):
         old = variable.value
         with tf.device(home):
-            variable._value = tf.Variable(
+            new = tf.Variable(
                 old, trainable=old.trainable, name=variable.name, dtype=old.dtype
             )
+        # The optimizer knows its variables by it.
+        new._unique_id = old._unique_id
+        variable._value = new
         # What Keras has traced for one device refers to the old ones.
         model.train_function = model.test_function = model.predict_function = None
 

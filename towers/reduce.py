@@ -5,10 +5,13 @@ is nothing but adding. On which device is the caller's choice: these functions r
 they are called.
 """
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
+from tensorflow.python.ops import nccl_ops
 
+from towers import packing
 from towers.dependence import Dependence
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
@@ -26,6 +29,128 @@ def sum_gradients(towers: Sequence[Sequence[Gradient]]) -> list[Gradient]:
         N sums.
     """
     return [add(gradients) for gradients in zip(*towers, strict=True)]
+
+
+def sum_packed(
+    towers: Sequence[Sequence[Gradient]], sources: Sequence[str], device: str
+) -> list[Gradient]:
+    """Adds the gradients of all towers, which travel packed.
+
+    Args:
+        towers: See `sum_gradients`.
+        sources: The devices that have them.
+        device: The device that is to have the sums.
+    """
+    return all_reduce(towers, sources, [device], "device")[0]
+
+
+def all_reduce(
+    towers: Sequence[Sequence[Gradient]],
+    sources: Sequence[str],
+    devices: Sequence[str],
+    algorithm: str,
+) -> list[list[Gradient]]:
+    """Adds the gradients of all towers, and gives each device the sums.
+
+    Dense gradients travel packed. Every device gets the same bits.
+
+    Args:
+        towers: The gradients of each tower that has some; see `sum_gradients`.
+        sources: The devices that have them.
+        devices: The devices that are to have the sums.
+        algorithm: One of `ALGORITHMS`.
+
+    Returns:
+        For each of `devices`, N sums.
+    """
+    first = towers[0]
+    dense = [i for i in range(len(first)) if all(_is_dense(t[i]) for t in towers)]
+    if len(towers) == 1:
+        sums = [_copies(gradient, devices) for gradient in first]
+        return [list(each) for each in zip(*sums, strict=True)]
+    buffers = []
+    for gradients, device in zip(towers, sources, strict=True):
+        with tf.device(device):
+            buffers.append(packing.pack([gradients[i] for i in dense]))
+    sums = [
+        ALGORITHMS[algorithm](list(parts), devices)
+        for parts in zip(*buffers, strict=True)
+    ]
+    reduced = []
+    for k, device in enumerate(devices):
+        with tf.device(device):
+            mine = packing.unpack([each[k] for each in sums], [first[i] for i in dense])
+        reduced.append(dict(zip(dense, mine, strict=True)))
+    for i in set(range(len(first))) - set(dense):
+        with tf.device(devices[0]):
+            total = add([gradients[i] for gradients in towers])
+        for mine, copy in zip(reduced, _copies(total, devices), strict=True):
+            mine[i] = copy
+    return [[mine[i] for i in range(len(first))] for mine in reduced]
+
+
+def _is_dense(gradient):
+    return isinstance(gradient, tf.Tensor)
+
+
+def _copies(value, devices):
+    copies = []
+    for device in devices:
+        with tf.device(device):
+            copy = functools.partial(
+                tf.nest.map_structure, tf.identity, expand_composites=True
+            )
+            copies.append(None if value is None else copy(value))
+    return copies
+
+
+def _on_cpu(parts, devices):
+    with tf.device("/device:CPU:0"):
+        return _copies(add(parts), devices)
+
+
+def _on_device(parts, devices):
+    with tf.device(devices[0]):
+        return _copies(add(parts), devices)
+
+
+def _ring(parts, devices):
+    """Reduce-scatter and all-gather: each device adds one chunk of the buffer.
+
+    Each sends and receives as much as in a ring of devices (Patarasuk and Yuan 2009),
+    straight instead of by way of the neighbours.
+    """
+    length, count = parts[0].shape.num_elements(), len(devices)
+    sizes = [length // count + (k < length % count) for k in range(count)]
+    chunks = [tf.split(part, sizes) for part in parts]
+    sums = []
+    for k, device in enumerate(devices):
+        with tf.device(device):
+            sums.append(add([chunk[k] for chunk in chunks]))
+    gathered = []
+    for device in devices:
+        with tf.device(device):
+            gathered.append(tf.concat(sums, axis=0))
+    return gathered
+
+
+def _nccl(parts, devices):
+    if len(parts) < len(devices):
+        # All have to take part; a small batch is rare.
+        return _on_device(parts, devices)
+    wide, kind = [], parts[0].dtype
+    for part, device in zip(parts, devices, strict=True):
+        with tf.device(device):
+            wide.append(tf.cast(part, tf.float32))
+    sums = []
+    for total, device in zip(nccl_ops.all_sum(wide), devices, strict=True):
+        with tf.device(device):
+            sums.append(tf.cast(total, kind))
+    return sums
+
+
+# How packed gradients are added. NCCL's op is TensorFlow's, and takes GPUs only.
+ALGORITHMS = {"cpu": _on_cpu, "device": _on_device, "ring": _ring, "nccl": _nccl}
 
 
 def add(gradients: Sequence[Gradient]) -> Gradient:

@@ -37,6 +37,7 @@ from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.throughput import Throughput
 from towers.model import BUILDERS, TowerModel, multi_gpu_model
+from towers.reduce import ALGORITHMS
 from towers.tower import ModelError
 
 FLAGS = flags.FLAGS
@@ -87,8 +88,8 @@ flags.DEFINE_string("label_key", "image/class/label", "Field of the label.", **_
 flags.DEFINE_integer(
     "max_train_steps",
     None,
-    "Stop after so many steps in all. Continued later, the run goes on at the next "
-    "epoch.",
+    "Stop after so many steps of the optimizer in all; asynchronous towers make one "
+    "each for every batch. Continued later, the run goes on at the next epoch.",
     **_MORE,
 )
 flags.DEFINE_enum(
@@ -101,12 +102,36 @@ flags.DEFINE_enum(
 flags.DEFINE_float("momentum", 0.9, "Of the optimizers that have one.", **_MORE)
 flags.DEFINE_float("weight_decay", 0.0, "The optimizer's weight decay.", **_MORE)
 flags.DEFINE_integer("steps_per_loop", 1, "Steps in one call of the graph.", **_MORE)
-flags.DEFINE_bool("enable_xla", False, "Compile the towers with XLA.", **_MORE)
+flags.DEFINE_enum(
+    "enable_xla",
+    "auto",
+    ["auto", "true", "false"],
+    "Compile towers and update with XLA; auto: on GPUs, or as --variable_update=auto "
+    "finds it faster.",
+    **_MORE,
+)
 flags.DEFINE_enum(
     "variable_update",
-    "parameter_server",
-    list(BUILDERS),
-    "How the variables are updated.",
+    "auto",
+    ["auto", *BUILDERS],
+    "How the variables are updated: at home, in a copy on each tower, by each tower "
+    "without waiting for the others, or whichever of the first two is found faster at "
+    "the start.",
+    **_MORE,
+)
+flags.DEFINE_enum(
+    "all_reduce_alg",
+    "auto",
+    ["auto", *ALGORITHMS],
+    "How --variable_update=replicated adds gradients: on the CPU, on one device, on "
+    "all devices, or by NCCL on several GPUs.",
+    **_MORE,
+)
+flags.DEFINE_integer(
+    "max_staleness",
+    None,
+    "With --variable_update=asynchronous: updates that others may make between a "
+    "tower's reading the variables and its update. Default: any.",
     **_MORE,
 )
 flags.DEFINE_enum(
@@ -274,8 +299,6 @@ def set_up(argv: Sequence[str]) -> Job:
         check_checkpoint(checkpoints, model=model.variables)
 
     held_out = prepare_data(source, held_out)
-    with tf.device(placed.home):
-        compile_model(model, source.splits["train"])
     parallel = multi_gpu_model(
         model,
         gpus=placed.towers,
@@ -284,7 +307,15 @@ def set_up(argv: Sequence[str]) -> Job:
         shares=shares,
         loss_placement=FLAGS.loss_placement,
         strict=FLAGS.strict,
+        all_reduce_alg=FLAGS.all_reduce_alg,
+        choice_file=os.path.join(model_dir, "variable_update.json"),
+        max_staleness=FLAGS.max_staleness,
     )
+    # Towers that do not wait for one another make a step of the optimizer each.
+    asynchronous = FLAGS.variable_update == "asynchronous"
+    steps_per_batch = len(placed.towers) if asynchronous else 1
+    with tf.device(placed.home):
+        compile_model(parallel, source.splits["train"], steps_per_batch)
     checkpoint = Checkpoint(checkpoints, model)
     if not FLAGS.clean and not checkpoint.restore() and FLAGS.eval_only:
         raise ValueError(
@@ -346,6 +377,7 @@ def train(job: Job) -> float | None:
             texts={"flags": as_markdown(flags_text())},
             sample=job.eval_data(),
             class_names=job.source.class_names,
+            staleness=getattr(job.parallel.builder, "staleness", None),
         ),
         job.checkpoint,
     ]
@@ -399,6 +431,7 @@ def check_flags(argv: Sequence[str]) -> None:
         ("batch_size", 1, None),
         ("train_epochs", 1, None),
         ("max_train_steps", 1, None),
+        ("max_staleness", 0, None),
         ("num_gpus", 1, None),
         ("num_classes", 1, None),
         ("steps_per_loop", 1, None),
@@ -419,6 +452,25 @@ def check_flags(argv: Sequence[str]) -> None:
         raise ValueError(
             "Received --clean and --eval_only; expected one of them, as nothing is "
             "left to evaluate after --clean."
+        )
+    if FLAGS.all_reduce_alg != "auto" and FLAGS.variable_update != "replicated":
+        raise ValueError(
+            f"Received --all_reduce_alg={FLAGS.all_reduce_alg} with --variable_update="
+            f"{FLAGS.variable_update}; it says how replicated adds gradients, so give "
+            "--variable_update=replicated as well."
+        )
+    asynchronous = FLAGS.variable_update == "asynchronous"
+    if FLAGS.max_staleness is not None and not asynchronous:
+        raise ValueError(
+            f"Received --max_staleness={FLAGS.max_staleness} and "
+            f"--variable_update={FLAGS.variable_update}, whose towers wait for one "
+            "another; expected --variable_update=asynchronous, or none."
+        )
+    if FLAGS.deterministic and asynchronous:
+        raise ValueError(
+            "Received --deterministic and --variable_update=asynchronous, where the "
+            "order of updates is left to chance; expected one of them, so use "
+            "--variable_update=parameter_server."
         )
     if any(not index.isdigit() for index in FLAGS.gpu_indices or []):
         raise ValueError(
@@ -635,19 +687,22 @@ def build_model(
     return model
 
 
-def compile_model(model: keras.Model, examples: int | None) -> None:
+def compile_model(
+    model: keras.Model | TowerModel, examples: int | None, steps_per_batch: int = 1
+) -> None:
     """Compiles the model as the flags say, and builds its optimizer.
 
     Args:
         model: The model.
         examples: Examples in an epoch, if known.
+        steps_per_batch: Steps of the optimizer for a global batch.
     """
     model.compile(
-        build_optimizer(examples),
+        build_optimizer(examples, steps_per_batch),
         keras.losses.SparseCategoricalCrossentropy(from_logits=returns_logits(model)),
         metrics=["accuracy"],
         steps_per_execution=FLAGS.steps_per_loop,
-        jit_compile=FLAGS.enable_xla,
+        jit_compile={"auto": "auto", "true": True, "false": False}[FLAGS.enable_xla],
     )
     model.optimizer.build(model.trainable_variables)
 
@@ -660,14 +715,17 @@ def returns_logits(model: keras.Model) -> bool:
     return not bool(tf.reduce_all(adds_up) & tf.reduce_all(outputs >= 0))
 
 
-def build_optimizer(examples: int | None) -> keras.optimizers.Optimizer:
+def build_optimizer(
+    examples: int | None, steps_per_batch: int
+) -> keras.optimizers.Optimizer:
     """Builds the optimizer that the flags describe.
 
     Args:
         examples: Examples in an epoch, if known.
+        steps_per_batch: Steps of the optimizer for a global batch.
     """
     make = optimizer_class()
-    options = {"learning_rate": learning_rate(examples)}
+    options = {"learning_rate": learning_rate(examples, steps_per_batch)}
     if "momentum" in inspect.signature(make).parameters:
         options["momentum"] = FLAGS.momentum
     if FLAGS.weight_decay:
@@ -676,12 +734,13 @@ def build_optimizer(examples: int | None) -> keras.optimizers.Optimizer:
 
 
 def learning_rate(
-    examples: int | None,
+    examples: int | None, steps_per_batch: int
 ) -> float | keras.optimizers.schedules.LearningRateSchedule:
     """Builds the learning rate's schedule, over all the steps of the run.
 
     Args:
         examples: Examples in an epoch, if known.
+        steps_per_batch: Steps of the optimizer for a global batch.
     """
     high = FLAGS.learning_rate
     if FLAGS.lr_schedule == "constant":
@@ -693,7 +752,8 @@ def learning_rate(
                 f"Received --lr_schedule={FLAGS.lr_schedule} for data of unknown size; "
                 "expected a length to fit it to, so give --max_train_steps."
             )
-        steps = FLAGS.train_epochs * math.ceil(examples / FLAGS.batch_size)
+        batches = FLAGS.train_epochs * math.ceil(examples / FLAGS.batch_size)
+        steps = batches * steps_per_batch
     schedules = keras.optimizers.schedules
     if FLAGS.lr_schedule == "cosine":
         return schedules.CosineDecay(high, steps)
@@ -716,6 +776,7 @@ def remove_run(model_dir: str) -> None:
         "unfinished.keras",
         "summary.json",
         "flags.txt",
+        "variable_update.json",
     ):
         for path in glob.glob(os.path.join(glob.escape(model_dir), pattern)):
             # A save that was killed leaves a folder.

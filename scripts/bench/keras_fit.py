@@ -3,16 +3,18 @@
 import sys
 
 from . import works
-from .worker import Clock, Job, tensorflow_memory_mb
+from .worker import Clock, Job, leave_threads, tensorflow_memory_mb
 
 
 def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
     import tensorflow as tf
 
-    from towers import devices
+    from towers import devices, multi_gpu_model
 
     contender = job.parsed
+    if contender.name != "towers":
+        leave_threads()
     placed = devices.configure(job.towers)
     data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
     data = data.prefetch(tf.data.AUTOTUNE)
@@ -26,7 +28,9 @@ def run(job: Job, clock: Clock) -> None:
     with scope:
         model = works.build(job.work)
         if contender.name == "towers":
-            model = _on_towers(model, placed.towers, contender.way)
+            # What `--variable_update` says by default.
+            way = contender.way or "auto"
+            model = multi_gpu_model(model, placed.towers, builder=way)
         model.compile(
             works.optimizer(job.work),
             works.loss(),
@@ -46,19 +50,6 @@ def fit(model, data, clock: Clock) -> None:
             clock.call_ended()
 
     model.fit(data, steps_per_epoch=sys.maxsize, verbose=0, callbacks=[Turns()])
-
-
-def _on_towers(model, devices, builder):
-    from towers import multi_gpu_model
-
-    if builder is not None:
-        return multi_gpu_model(model, devices, builder=builder)
-    # What `--variable_update` says by default; until there is such a builder, the one
-    # that there is.
-    try:
-        return multi_gpu_model(model, devices, builder="auto")
-    except ValueError:
-        return multi_gpu_model(model, devices, builder="parameter_server")
 
 
 def _jit_compile(contender):

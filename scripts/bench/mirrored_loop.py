@@ -5,13 +5,14 @@ import tensorflow as tf
 from towers import devices
 
 from . import works
-from .worker import Clock, Job, tensorflow_memory_mb
+from .worker import Clock, Job, leave_threads, tensorflow_memory_mb
 
 
 def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
     import keras
 
+    leave_threads()
     placed = devices.configure(job.towers)
     strategy = tf.distribute.MirroredStrategy(placed.towers)
     share = tf.data.Dataset.from_tensors(works.batch(job.work, 1)).repeat()

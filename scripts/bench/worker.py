@@ -175,3 +175,13 @@ def tensorflow_memory_mb() -> tuple[float, float | None]:
     # It wants no more of the name than the device.
     peaks = [info(gpu.name.rpartition("/device:")[2])["peak"] for gpu in gpus]
     return host_mb(), max(peaks) / 2**20
+
+
+def leave_threads() -> None:
+    """Leaves a peer TensorFlow's own number of threads, which is one for each core.
+
+    Setting up logical CPUs as Towers does would divide them among the towers.
+    """
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(os.cpu_count())

@@ -385,18 +385,12 @@ class TestTensorBoard:
     def test_graph_shows_the_towers(self, run):
         run.train(build())
         (graph,) = run.read("train").graphs
-        called = [
-            function
-            for recorded in graph.function_graphs
-            for node in recorded.pre_optimization_graph.node
-            for function in recorded.pre_optimization_graph.library.function
-            if function.signature.name == node.attr["f"].func.name
-        ]
-        # The step is one function; the parts that it shows are its name scopes. In one
-        # process TensorFlow keeps graphs of earlier tests, so the last one is ours.
-        *_, step = (f for f in called if "one_step_on_data" in f.signature.name)
-        scopes = {node.name.split("/")[0] for node in step.node_def}
-        assert {"read", "tower_0", "tower_1", "gather", "reduce", "apply"} <= scopes
+        parts = {"read", "tower_0", "tower_1", "gather", "reduce", "apply"}
+        # The step is one function; the parts that it shows are its name scopes.
+        assert any(
+            parts <= {node.name.split("/")[0] for node in recorded.node}
+            for recorded in (f.pre_optimization_graph for f in graph.function_graphs)
+        )
 
     def test_texts_and_input_pictures(self, run):
         run.train(build())

@@ -136,13 +136,23 @@ def test_variables_live_at_home(relocated):
     assert not np.array_equal(model.get_weights()[0], weights[0])
 
 
-def test_relocation_after_the_optimizer_was_built_is_refused():
-    with tf.device("/device:CPU:3"):
-        model = _model()
-        model.compile("adam", "sparse_categorical_crossentropy")
-        model.fit(*_data(), epochs=1, verbose=0)
-    with pytest.raises(ValueError, match="optimizer is built"):
-        multi_gpu_model(model, gpus=2, cpu_relocation=True)
+def test_relocation_takes_the_optimizer_along():
+    weights = []
+    for relocation in (None, True):
+        keras.utils.set_random_seed(7)
+        with tf.device("/device:CPU:3"):
+            model = _model()
+            model.compile("adam", "sparse_categorical_crossentropy")
+            model.fit(*_data(), epochs=1, shuffle=False, verbose=0)
+        trained = model
+        if relocation:
+            trained = multi_gpu_model(model, gpus=2, cpu_relocation=relocation)
+            variables = [*model.variables, *model.optimizer.variables]
+            assert all(v.value.device.endswith("CPU:0") for v in variables)
+        trained.fit(*_data(), epochs=1, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 class _Seen(keras.callbacks.Callback):

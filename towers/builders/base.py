@@ -8,20 +8,33 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from towers import batch, lookup, loop, reduce, tower
+from towers import batch, lookup, loop, packing, reduce, tower
 from towers.rules import Rules
 from towers.tower import TowerResult
 
 # Above it, the start gets too long if towers are copied into the step's graph: with a
 # ResNet-50 and 8 towers by a third, for steps that are 2% faster. See `tower.Traced`.
 _MANY_LAYERS = 100
+
+
+class Values(NamedTuple):
+    """The values of a model's variables, for one tower.
+
+    Attributes:
+        params: Of the trainable variables; `None` for tables that stay at home (see
+            `lookup.py`).
+        state: Of the non-trainable variables.
+    """
+
+    params: Sequence[tf.Tensor | None]
+    state: Sequence[tf.Tensor]
 
 
 class Builder(abc.ABC):
@@ -38,7 +51,10 @@ class Builder(abc.ABC):
         shares: How much of a batch each tower gets, relative to the others.
         loss_placement: Where the loss is to be computed: "auto", "tower" or "gathered".
         strict: Whether to refuse a model that towers are seen to compute differently.
+        packed: Whether parameters and gradients travel in one buffer for each type;
+            `None` for where it pays.
         loss_placed: Where it is: "tower" or "gathered"; `None` before the first step.
+        compiled: Whether XLA is known to compile the model: by training it once.
     """
 
     def __init__(
@@ -50,6 +66,7 @@ class Builder(abc.ABC):
         shares: Sequence[int],
         loss_placement: str,
         strict: bool,
+        packed: bool | None = None,
     ):
         self.model = model
         self.devices = tuple(devices)
@@ -58,6 +75,9 @@ class Builder(abc.ABC):
         self.shares = tuple(shares)
         self.loss_placement = loss_placement
         self.strict = strict
+        self.packed = packed
+        self.compiled = False
+        self._xla = None
         self._said = set()
         self.forget()
 
@@ -124,7 +144,7 @@ class Builder(abc.ABC):
         data = keras.utils.unpack_x_y_sample_weight(data)
         rules = self.rules("test")
         forward = functools.partial(tower.forward, self.model, False, rules)
-        results = self.run(forward, rules, *self.read(), data[0])
+        results = self.run(forward, rules, self.read(), data[0])
         outputs = self.gather(results)
         self.assign_state(self.combine_state(results, rules))
         with tf.device(self.home):
@@ -148,7 +168,7 @@ class Builder(abc.ABC):
                 self.model(_symbolic(x))
         rules = self.rules("predict")
         forward = functools.partial(tower.forward, self.model, False, rules)
-        results = self.run(forward, rules, *self.read(), x)
+        results = self.run(forward, rules, self.read(), x)
         self.assign_state(self.combine_state(results, rules))
         return self.gather(results)
 
@@ -234,29 +254,75 @@ class Builder(abc.ABC):
             logging.warning(line)
             self._said.add(line)
 
-    def read(self) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
-        """Reads parameters and state, once for all towers.
+    @property
+    def xla(self) -> bool:
+        """Whether XLA compiles towers and update; by default what the model says."""
+        wanted = self.model.jit_compile if self._xla is None else self._xla
+        return bool(wanted) and not self.model.run_eagerly
+
+    @xla.setter
+    def xla(self, value: bool | None) -> None:
+        self._xla = value
+
+    def refresh(self) -> None:
+        """Is told that variables may have been changed from outside."""
+        # Most builders read them anew in each step.
+        return
+
+    def read(self, look_up: bool = True) -> list[Values]:
+        """Reads the variables at home, and hands each tower their values.
+
+        Args:
+            look_up: Whether towers may look up rows of tables that stay at home.
 
         Returns:
-            The values of the trainable and of the non-trainable variables, at home;
-            `None` for tables that stay there (see `lookup.py`).
+            The values for each tower. The random seeds among them are its own.
         """
         model = self.model
-        tables = lookup.tables(model) if self._looks_up() else ()
+        tables = lookup.tables(model) if look_up and self._looks_up() else ()
         with tf.device(self.home), tf.name_scope("read"):
-            return (
-                [
-                    None if id(v) in tables else tf.convert_to_tensor(v.value)
-                    for v in model.trainable_variables
-                ],
-                [tf.convert_to_tensor(v.value) for v in model.non_trainable_variables],
-            )
+            params = [
+                None if id(v) in tables else tf.convert_to_tensor(v.value)
+                for v in model.trainable_variables
+            ]
+            state = [
+                tf.convert_to_tensor(v.value) for v in model.non_trainable_variables
+            ]
+            buffers = None
+            if any(map(self.packs, self.devices)):
+                packed = [value for value in [*params, *state] if value is not None]
+                buffers = packing.pack(packed)
+        return [
+            self._values(k, params, state, buffers) for k in range(len(self.devices))
+        ]
+
+    def _values(self, k, params, state, buffers):
+        if self.packs(self.devices[k]):
+            sent = [value for value in [*params, *state] if value is not None]
+            with tf.device(self.devices[k]), tf.name_scope("read"):
+                received = iter(packing.unpack(buffers, sent))
+            params = [None if value is None else next(received) for value in params]
+            state = list(received)
+        return Values(params, tower.own_seeds(self.model, state, k))
+
+    def packs(self, device: str) -> bool:
+        """Tells whether values travel packed between home and a device.
+
+        That pays where they travel, from one memory to another. Between logical CPUs
+        nothing is copied, unless it is packed.
+
+        Args:
+            device: A device string.
+        """
+        if self.packed is not None:
+            return self.packed
+        return ("GPU" in device or "GPU" in self.home) and device != self.home
 
     def _looks_up(self):
         return not (
             self._reads_tables
             or self.model.run_eagerly
-            or self.model.jit_compile
+            or self.xla
             or (len(self.devices) > 1 and tower.is_synchronized(self.model))
         )
 
@@ -264,11 +330,11 @@ class Builder(abc.ABC):
         self,
         function: Callable[..., TowerResult],
         rules: Rules,
-        params: Sequence[tf.Tensor | None],
-        state: Sequence[tf.Tensor],
+        values: Sequence[Values],
         whole: Any,
         *extra: Any,
         placed: Sequence[Any] | None = None,
+        training: bool = False,
     ) -> list[TowerResult]:
         """Runs a tower function on all towers, each with its share of a batch.
 
@@ -276,11 +342,11 @@ class Builder(abc.ABC):
             function: A function of `towers.tower`, its model bound. It takes params,
                 state, share, fraction and `extra`.
             rules: The rules that the function reads or follows.
-            params: Values of the trainable variables, as `read` returns them.
-            state: Values of the non-trainable variables.
+            values: The variables' values for each tower; see `read`.
             whole: The batch to cut: a nest of tensors with one row an example.
             *extra: Tensors that all towers get alike.
             placed: What `place` made of the batch, if that was done ahead.
+            training: Whether this is a part of training.
 
         Returns:
             The results of the towers that have a share, or may have one.
@@ -298,11 +364,11 @@ class Builder(abc.ABC):
         if together or not (eager and rules.complete):
             # Rules are read from a graph that does not know the number of examples.
             rows = size if alone and isinstance(size, int) else None
-            xla = bool(self.model.jit_compile) and not (eager or together)
+            xla = self.xla and not together and (training or self.compiled)
 
             def trace():
                 specs = [
-                    *_specs([params, state]),
+                    *_specs(values[0]),
                     batch.share_spec(whole, rows),
                     tf.TensorSpec([], tf.float32),
                     *_specs(extra),
@@ -312,14 +378,13 @@ class Builder(abc.ABC):
             traced = trace()
             if traced.needs_tables:
                 self._reads_tables = True
-                params, _ = self.read()
+                values = self.read()
                 traced = trace()
             if rows is None:
                 self._check_outputs(traced.returned.outputs, rules)
 
         def share(k, rows, size, fraction):
-            seeded = tower.own_seeds(self.model, state, k)
-            arguments = params, seeded, rows, fraction, *extra
+            arguments = *values[k], rows, fraction, *extra
             return tower.Share(self.devices[k], size, fraction, arguments)
 
         placed = self.place(whole) if placed is None else placed

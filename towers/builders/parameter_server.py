@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from towers import batch, reduce, tower
-from towers.builders.base import Builder
+from towers.builders.base import Builder, Values
 from towers.rules import NoRuleError
 from towers.tower import TowerResult
 
@@ -38,6 +38,18 @@ class Computed(NamedTuple):
     direct: Sequence[Sequence[tf.Tensor | tf.IndexedSlices | None]]
 
 
+class Pulled(NamedTuple):
+    """What the towers compute with.
+
+    Attributes:
+        values: The variables' values for each tower; see `Builder.read`.
+        scale: The optimizer's loss scale, 1 without one: a float32 scalar.
+    """
+
+    values: Sequence[Values]
+    scale: tf.Tensor
+
+
 class ParameterServer(Builder):
     """Towers that fetch the variables and send back gradients, synchronously."""
 
@@ -48,28 +60,39 @@ class ParameterServer(Builder):
         self.build(data)
         return self.apply(data, self.compute(data, shares))
 
-    def compute(self, data: Any, shares: Sequence[Any] | None = None) -> Computed:
+    def pull(self) -> Pulled:
+        """Reads what the towers compute with."""
+        with tf.device(self.home):
+            scale = tf.ones([])
+            if self.model.optimizer is not None:
+                scale = self.model.optimizer.scale_loss(scale)
+        return Pulled(self.read_for_training(), scale)
+
+    def compute(
+        self,
+        data: Any,
+        shares: Sequence[Any] | None = None,
+        pulled: Pulled | None = None,
+    ) -> Computed:
         """Computes loss and gradients, changing nothing.
 
         Args:
             data: A global batch; see `train_step`.
             shares: What `place` made of it, if that was done ahead.
+            pulled: What `pull` returned, if that was done ahead.
 
         Returns:
             What the towers returned, and the loss.
         """
         data = keras.utils.unpack_x_y_sample_weight(data)
         shares = shares and [keras.utils.unpack_x_y_sample_weight(s) for s in shares]
-        values = self.read()
-        with tf.device(self.home):
-            scale = tf.ones([])
-            if self.model.optimizer is not None:
-                scale = self.model.optimizer.scale_loss(scale)
+        values, scale = self.pull() if pulled is None else pulled
+        run = functools.partial(self.run, training=True)
         if self.place_loss() == "tower":
             rules = self.rules("train")
             function = functools.partial(tower.forward_backward, self.model, rules)
             try:
-                results = self.run(function, rules, *values, data, scale, placed=shares)
+                results = run(function, rules, values, data, scale, placed=shares)
             except NoRuleError as error:
                 self.gather_loss(str(error))
             else:
@@ -77,6 +100,10 @@ class ParameterServer(Builder):
                     loss = tf.add_n([result.loss for result in results])
                 return Computed(results, self.combine_state(results, rules), loss, [])
         return self._gathered(values, data, scale, shares and [s[0] for s in shares])
+
+    def read_for_training(self) -> list[Values]:
+        """Returns the values that towers train on; see `Builder.read`."""
+        return self.read()
 
     def apply(self, data: Any, computed: Computed) -> dict[str, tf.Tensor]:
         """Updates variables and metrics.
@@ -93,7 +120,16 @@ class ParameterServer(Builder):
         outputs = self.gather(results)
         # In this order, as on one device: layers assign before the optimizer does.
         self.assign_state(state)
-        self._update_weights([*(result.gradients for result in results), *direct])
+        gradients = [result.gradients for result in results]
+        if direct:
+            with tf.device(self.home):
+                gradients[0] = reduce.sum_gradients([gradients[0], *direct])
+        if self.model.trainable_variables:
+            self.update_weights(gradients, self.devices[: len(results)])
+        else:
+            warnings.warn(
+                "The model does not have any trainable weights.", stacklevel=2
+            )
         with tf.device(self.home):
             losses = self.model._compile_loss
             if self.loss_placed == "tower" and losses is not None and losses.metrics:
@@ -111,9 +147,10 @@ class ParameterServer(Builder):
         """
         x = data[0]
         rules = self.rules("train, gathered")
+        run = functools.partial(self.run, training=True)
         variables = [v.value for v in self.model.trainable_variables]
         forward = functools.partial(tower.forward, self.model, True, rules)
-        results = self.run(forward, rules, *values, x, placed=x_shares)
+        results = run(forward, rules, values, x, placed=x_shares)
         outputs = self.gather(results)
         with tf.device(self.home):
             losses = self.sum_layer_losses(results)
@@ -127,24 +164,45 @@ class ParameterServer(Builder):
             size = batch.batch_size(x)
             for_outputs = [batch.by_example(rows, size) for rows in for_outputs]
         backward = functools.partial(tower.backward, self.model, rules)
-        back = self.run(backward, rules, *values, (x, for_outputs), for_losses)
+        back = run(backward, rules, values, (x, for_outputs), for_losses)
         results = [
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
         ]
         return Computed(results, self.combine_state(results, rules), loss, [wanted[2]])
 
-    def _update_weights(self, gradients):
-        variables = self.model.trainable_variables
-        if not variables:
-            warnings.warn(
-                "The model does not have any trainable weights.", stacklevel=2
-            )
-            return
-        with tf.device(self.merge), tf.name_scope("reduce"):
-            gradients = reduce.sum_gradients(gradients)
+    def update_weights(
+        self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
+    ) -> None:
+        """Adds gradients and applies the optimizer.
+
+        Args:
+            gradients: Lists of gradients; see `TowerResult.gradients`.
+            sources: The devices that they are on.
+        """
+        with tf.name_scope("reduce"):
+            if any(map(self.packs, sources)):
+                gradients = reduce.sum_packed(gradients, sources, self.merge)
+            else:
+                with tf.device(self.merge):
+                    gradients = reduce.sum_gradients(gradients)
         with tf.device(self.home), tf.name_scope("apply"):
-            self.model.optimizer.apply(gradients, variables)
+            self.apply_optimizer(gradients)
+
+    def apply_optimizer(self, gradients: Sequence[reduce.Gradient]) -> None:
+        """Applies the model's optimizer where it is called.
+
+        Args:
+            gradients: A gradient for each trainable variable.
+        """
+
+        def update(gradients):
+            model.optimizer.apply(gradients, model.trainable_variables)
+
+        model = self.model
+        if self.xla:
+            update = tf.function(update, autograph=False, jit_compile=True)
+        update(gradients)
 
 
 def _dense(gradient):

@@ -45,17 +45,19 @@ class Checkpoint(keras.callbacks.Callback):
         }
         with tf.device("/device:CPU:0"):
             self._about = tf.Variable("")
+        self.epoch = 0
+
+    def _make_checkpoint(self):
         # By position: Keras does not track random seeds as checkpoint children, and
-        # names of layers depend on how many were made before.
-        self._checkpoint = tf.train.Checkpoint(
+        # names of layers depend on how many were made before. Anew each time: variables
+        # may have been moved to another device, which makes others of them.
+        return tf.train.Checkpoint(
             about=self._about,
             **{
                 part: [v.value for v in variables]
                 for part, variables in self._variables.items()
             },
         )
-        self._manager = None
-        self.epoch = 0
 
     @property
     def latest(self) -> str | None:
@@ -76,7 +78,7 @@ class Checkpoint(keras.callbacks.Callback):
             return False
         check_checkpoint(self._directory, **self._variables)
         try:
-            self._checkpoint.restore(latest).assert_consumed()
+            self._make_checkpoint().restore(latest).assert_consumed()
         except (tf.errors.OpError, IndexError) as error:
             raise _unreadable(latest, error) from error
         self.epoch = _read_about(latest)["epoch"]
@@ -87,11 +89,10 @@ class Checkpoint(keras.callbacks.Callback):
         self.epoch = epoch + 1
         about = {part: _describe(v) for part, v in self._variables.items()}
         self._about.assign(json.dumps({"epoch": self.epoch, **about}))
-        if self._manager is None:
-            self._manager = tf.train.CheckpointManager(
-                self._checkpoint, self._directory, self._keep
-            )
-        self._manager.save(checkpoint_number=self.epoch)
+        manager = tf.train.CheckpointManager(
+            self._make_checkpoint(), self._directory, self._keep
+        )
+        manager.save(checkpoint_number=self.epoch)
 
 
 def check_checkpoint(

@@ -7,6 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.builders.asynchronous import Staleness
+
 
 class TensorBoard(keras.callbacks.Callback):
     """Writes scalars, the graph, texts and pictures, in the runs `train`, `validation`.
@@ -14,9 +16,10 @@ class TensorBoard(keras.callbacks.Callback):
     Scalars have the names of Keras's own callback, `epoch_*` and `batch_*`: what is in
     Keras's logs, the learning rate, and each tower's images per second. Batches are at
     the optimizer's step, which goes on counting in a resumed run, and so is validation;
-    epochs are at the epoch's number. (It is no subclass of Keras's callback, which with
-    an interval of batches drops the scalars of epochs, in 3.15, and counts calls
-    instead of steps.)
+    epochs are at the epoch's number. `towers/staleness_*`, of asynchronous towers, is
+    that of the updates since it was last written. (It is no subclass of Keras's
+    callback, which with an interval of batches drops the scalars of epochs, in 3.15,
+    and counts calls instead of steps.)
     """
 
     def __init__(
@@ -27,6 +30,7 @@ class TensorBoard(keras.callbacks.Callback):
         texts: Mapping[str, str],
         sample: tf.data.Dataset | None = None,
         class_names: Sequence[str] | None = None,
+        staleness: Staleness | None = None,
     ):
         """Initializes the callback; writes nothing.
 
@@ -38,6 +42,7 @@ class TensorBoard(keras.callbacks.Callback):
             sample: Batches of (images [B, H, W, C] in [-1, 1], labels [B]), always in
                 the same order, for the pictures. None: no pictures.
             class_names: Names of the classes; their numbers by default.
+            staleness: The asynchronous builder's.
         """
         super().__init__()
         self._log_dir = log_dir
@@ -46,6 +51,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._texts = texts
         self._sample = sample
         self._class_names = class_names
+        self._staleness = staleness
         self._writers = {}
         self._step = 0
         self._graph_state = "wanted"
@@ -76,6 +82,7 @@ class TensorBoard(keras.callbacks.Callback):
             self._graph_state = "written"
         if before // self._every_steps != self._step // self._every_steps:
             self._write_scalars("train", "batch", self._with_rates(logs), self._step)
+            self._write_staleness()
 
     def on_test_end(self, logs=None):
         """Writes the results of validation, at the step they belong to."""
@@ -88,6 +95,7 @@ class TensorBoard(keras.callbacks.Callback):
             run = "validation" if name.startswith("val_") else "train"
             parts[run][name.removeprefix("val_")] = value
         parts["train"] = self._with_rates(parts["train"])
+        self._write_staleness()
         for run, values in parts.items():
             if values:
                 self._write_scalars(run, "epoch", values, epoch)
@@ -111,6 +119,15 @@ class TensorBoard(keras.callbacks.Callback):
         with self._writer(run).as_default(step):
             for name, value in values.items():
                 tf.summary.scalar(f"{prefix}_{name}", value)
+
+    def _write_staleness(self):
+        staleness = self._staleness
+        if staleness is None or not staleness.updates:
+            return
+        with self._writer("train").as_default(self._step):
+            tf.summary.scalar("towers/staleness_mean", staleness.mean)
+            tf.summary.scalar("towers/staleness_max", staleness.maximum)
+        staleness.reset()
 
     def _with_rates(self, logs):
         """Adds the learning rate, and each tower's images per second."""

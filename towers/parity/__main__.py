@@ -72,11 +72,13 @@ def check(argv: Sequence[str]) -> int:
     with tf.device(placed.home):
         train.compile_model(model, source.splits["train"])
     print(devices.table(placed, batch.cut(FLAGS.batch_size, shares)), flush=True)
+    asked = FLAGS.variable_update
     parity = check_parity(
         model,
         read_batches(source, image_shape, len(placed.towers)),
         placed.towers,
-        builder=FLAGS.variable_update,
+        # To choose, auto would have to train.
+        builder="parameter_server" if asked == "auto" else asked,
         shares=shares,
         loss_placement=FLAGS.loss_placement,
         strict=FLAGS.strict,

@@ -68,7 +68,7 @@ def check_parity(
         ValueError: If an argument is not as described, or the loss on one device is not
             finite.
     """
-    _check_arguments(model, steps)
+    _check_arguments(model, steps, builder)
     batches = batch if isinstance(batch, list) else [batch] * steps
     batches = [tf.nest.map_structure(_tensor, each) for each in batches]
     if tolerance is None:
@@ -128,7 +128,7 @@ def _check_refused(refused, lenient):
     )
 
 
-def _check_arguments(model, steps):
+def _check_arguments(model, steps, builder):
     if not isinstance(model, keras.Model) or not model.compiled:
         raise ValueError(
             f"Received {type(model).__name__}; expected a keras.Model that is "
@@ -136,6 +136,12 @@ def _check_arguments(model, steps):
         )
     if steps < 1:
         raise ValueError(f"Received steps={steps}; expected at least 1.")
+    if builder == "asynchronous":
+        raise ValueError(
+            "Received builder='asynchronous', whose towers do not make one device's "
+            "updates; expected a builder whose towers wait for one another, so use "
+            "'parameter_server' to check the model."
+        )
 
 
 def _tensor(array):

@@ -1,0 +1,215 @@
+"""Chooses how variables are updated by trying: builder, reduction and XLA, in seconds.
+
+The candidates train on the first batches of the run, in turn; then every variable gets
+back the value that it had. What a candidate is made of is the builders' business, and
+where the choice is remembered the caller's.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from towers.reduce import ALGORITHMS
+
+# Seconds that trying may take. The first candidate is what the run falls back on, and
+# its start is not lost if it wins.
+BUDGET_S = 10.0
+# Compiling takes longer than starting without: by this factor, at a guess.
+_XLA_START = 5
+_WARM_UP, _CALLS = 3, 7
+# Another than the first has to be better by more than noise.
+_BETTER = 0.97
+
+
+class Choice(NamedTuple):
+    """One way to update the variables.
+
+    Attributes:
+        builder: Name of the builder.
+        all_reduce_alg: How `replicated` adds gradients.
+        xla: Whether XLA compiles towers and update.
+    """
+
+    builder: str = "parameter_server"
+    all_reduce_alg: str = "auto"
+    xla: bool = False
+
+    def __str__(self) -> str:
+        name = self.builder
+        if self.builder == "replicated":
+            name += f" ({self.all_reduce_alg})"
+        return f"{name} with XLA" if self.xla else name
+
+
+def candidates(
+    towers: Sequence[str], nccl: bool, xla: bool | None, synchronized: bool
+) -> list[Choice]:
+    """Lists what may be chosen, the simplest first.
+
+    Args:
+        towers: The towers' devices.
+        nccl: Whether NCCL can be used.
+        xla: Whether XLA is to be used; `None` for what is faster.
+        synchronized: Whether towers run together, which XLA cannot compile.
+    """
+    ways = [Choice()]
+    if synchronized:
+        xla = False
+    if len(towers) > 1:
+        gpus = "GPU" in towers[0]
+        algorithms = [
+            name
+            for name in ALGORITHMS
+            # Between logical CPUs, the first device is the CPU.
+            if (name != "nccl" or nccl) and (name != "device" or gpus)
+        ]
+        ways += [Choice("replicated", name) for name in algorithms]
+    return [
+        way._replace(xla=compiled)
+        for compiled in ([False, True] if xla is None else [xla])
+        for way in ways
+    ]
+
+
+class Trial(NamedTuple):
+    """What became of a candidate.
+
+    Attributes:
+        choice: The candidate.
+        step_s: Seconds of a step, `None` if it was not measured.
+        why: Why not.
+    """
+
+    choice: Choice
+    step_s: float | None
+    why: str = ""
+
+
+def choose(
+    choices: Sequence[Choice],
+    train: Callable[[Choice], Callable[[], Any]],
+    steps: int,
+    budget_s: float = BUDGET_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Trial]:
+    """Measures candidates as long as there is time.
+
+    Args:
+        choices: The candidates. The first is always tried.
+        train: Makes a candidate's function, which trains for one call.
+        steps: Steps in a call.
+        budget_s: Seconds that may be used.
+        clock: Returns seconds.
+
+    Returns:
+        What became of each, the fastest first; the first of `choices` where others
+        are not clearly faster.
+
+    Raises:
+        Exception: What the first candidate raises. Others are passed over.
+    """
+    begun_s = clock()
+    simplest, *others = choices
+    call = train(simplest)
+    call()
+    start_s = clock() - begun_s
+
+    def in_time(choice):
+        expected_s = start_s * (_XLA_START if choice.xla else 1)
+        return clock() - begun_s + expected_s <= budget_s
+
+    if not any(map(in_time, others)):
+        return [Trial(simplest, None, "nothing else could be tried in time")]
+    first = Trial(simplest, _measure(call, steps, clock))
+    trials = []
+    for choice in others:
+        if in_time(choice):
+            try:
+                trials.append(Trial(choice, _measure(train(choice), steps, clock)))
+            except (tf.errors.OpError, ValueError) as error:
+                reason = str(error).strip().splitlines()[0][:60]
+                trials.append(Trial(choice, None, f"it fails: {reason}"))
+        else:
+            trials.append(Trial(choice, None, "its start would take too long"))
+    better = [t for t in trials if t.step_s and t.step_s < first.step_s * _BETTER]
+    order = [*sorted(better, key=lambda t: t.step_s), first]
+    return order + [trial for trial in trials if trial not in order]
+
+
+def _measure(call, steps, clock):
+    """The median seconds of a step."""
+    times_s = []
+    for _ in range(_WARM_UP + _CALLS):
+        before_s = clock()
+        call()
+        times_s.append(clock() - before_s)
+    return statistics.median(times_s[_WARM_UP:]) / steps
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """Says what was measured, in a few lines."""
+    width = max(len(str(trial.choice)) for trial in trials)
+    lines = ["How to update the variables was tried; the first line is chosen."]
+    for choice, step_s, why in trials:
+        figure = (
+            f"{1000 * step_s:10.2f} ms a step" if step_s else f"not measured: {why}"
+        )
+        lines.append(f"  {choice!s:{width}}  {figure}")
+    return "\n".join(lines)
+
+
+def snapshot(model: keras.Model) -> Callable[[], None]:
+    """Keeps the values of all variables of a model, its optimizer and its metrics.
+
+    Args:
+        model: A built, compiled model.
+
+    Returns:
+        A function that gives every variable the value that it had.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *model.metrics_variables]
+    variables += optimizer.variables if optimizer is not None else []
+    with tf.device("/device:CPU:0"):
+        values = [tf.identity(variable.value) for variable in variables]
+
+    def restore():
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    return restore
+
+
+def remember(file: str, key: Any, trials: Sequence[Trial]) -> None:
+    """Writes a choice down.
+
+    Args:
+        file: Where to.
+        key: What it was made for: JSON.
+        trials: What `choose` returned.
+    """
+    chosen = trials[0].choice
+    measured = {str(t.choice): t.step_s and 1000 * t.step_s for t in trials}
+    text = json.dumps(
+        {"for": key, "chosen": chosen._asdict(), "step_ms": measured}, indent=2
+    )
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    with open(f"{file}.unfinished", "w") as written:
+        written.write(text + "\n")
+    os.replace(f"{file}.unfinished", file)
+
+
+def recall(file: str, key: Any) -> Choice | None:
+    """Reads a choice that was made before, `None` if there is none for this `key`."""
+    try:
+        with open(file) as read:
+            found = json.load(read)
+        return Choice(**found["chosen"]) if found["for"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # it is measured again

@@ -1,0 +1,486 @@
+"""The `asynchronous` builder: each tower updates the variables by itself.
+
+A tower reads the variables, computes the gradient of its own share of a batch, and
+applies it to what the variables have become by then. It never waits for another's
+gradient, as long as the call of `steps_per_execution` batches lasts; at the end of a
+call all towers have finished. The price is *staleness*: the gradient belongs to values
+that others have updated meanwhile. So the numbers are not those of one device, and not
+the same twice, but for one tower.
+
+The recipe is that of tensorpack's `AsyncMultiGPUTrainer` and of tf_cnn_benchmarks with
+`cross_replica_sync=False`; Recht et al. 2011 ("Hogwild!", NIPS) show when it converges.
+Unlike there, a tower reads all variables at one moment, and updates are made one at a
+time, so that staleness is a number that can be measured and bounded. Only the rows of
+embeddings that stay at home (`lookup.py`) are read later, and so may be newer.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from towers import batch, loop, packing, tower
+from towers.builders.base import Builder, Values
+from towers.builders.parameter_server import Computed, ParameterServer, Pulled
+from towers.tower import ModelError
+
+# Shares that wait for the fastest tower, so that it need not wait for them.
+_AHEAD = 2
+
+
+class Staleness:
+    """Measures how stale updates are, bounds it, and lets one tower in at a time.
+
+    The staleness of an update is the number of updates that other towers made after
+    this one had read the variables. Let `version` be the number of updates so far, and
+    v_0 <= v_1 <= ... the versions that the towers in flight have read, oldest first.
+    They could all update in this order within the bound if version + p - v_p <= bound
+    for every position p. A tower may read, or update, only if that still holds
+    afterwards.
+
+    Then no update exceeds the bound, as version - v_p <= bound for every tower that may
+    update. And some tower can always go on: the oldest in flight may update, since for
+    all others version grows by one as their position falls by one; and if none is in
+    flight, any may read.
+
+    With a bound of 0 updates are serialised. The rule is related to the Stale
+    Synchronous Parallel one (Ho et al. 2013, NIPS), which bounds how many steps the
+    fastest worker is ahead of the slowest instead.
+
+    Attributes:
+        bound: The largest staleness allowed, `None` for any.
+        updates: Number of updates since the last `reset`.
+        mean: Their mean staleness, 0 if there are none.
+        maximum: Their largest staleness, 0 if there are none.
+    """
+
+    def __init__(self, bound: int | None = None):
+        self.bound = bound
+        self._changed = threading.Condition()
+        self._version = 0
+        # By tower in flight, oldest first, the version that it has read.
+        self._read: dict[int, int] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts to measure anew."""
+        self.updates, self.maximum, self._total = 0, 0, 0
+
+    @property
+    def mean(self) -> float:
+        """The mean staleness of the updates since the last `reset`."""
+        return self._total / self.updates if self.updates else 0.0
+
+    @contextlib.contextmanager
+    def reading(self, tower: int) -> Iterator[None]:
+        """A context in which a tower reads the variables; it waits until it may.
+
+        Args:
+            tower: Index of the tower, which is in flight from now on.
+        """
+        with self._changed:
+            self._changed.wait_for(self._may_read)
+            self._read[tower] = self._version
+            yield
+
+    @contextlib.contextmanager
+    def updating(self, tower: int) -> Iterator[None]:
+        """A context in which a tower updates the variables; it waits until it may.
+
+        Args:
+            tower: Index of the tower, which has read before.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_update(tower))
+            yield
+            found = self._version - self._read.pop(tower)
+            self._version += 1
+            self.updates += 1
+            self.maximum = max(self.maximum, found)
+            self._total += found
+            self._changed.notify_all()
+
+    def drop(self, tower: int) -> None:
+        """Lets the others go on if a tower that has read will not update."""
+        with self._changed:
+            if self._read.pop(tower, None) is not None:
+                self._changed.notify_all()
+
+    def _may_read(self):
+        # As the newest, it comes behind all others.
+        return self.bound is None or len(self._read) <= self.bound
+
+    def _may_update(self, tower):
+        # Those that are newer move up.
+        older = itertools.takewhile(lambda other: other != tower, self._read)
+        return self.bound is None or all(
+            self._version + 1 + position - self._read[other] <= self.bound
+            for position, other in enumerate(older)
+        )
+
+
+class Streams:
+    """What the towers have still to do in a call: for each a queue of its own.
+
+    More is put in as the fastest tower needs it; of what is in memory, the rest is the
+    arrears of slower ones.
+    """
+
+    def __init__(self, towers: int):
+        """Starts without work.
+
+        Args:
+            towers: Number of towers.
+        """
+        self._queues = [collections.deque() for _ in range(towers)]
+        self._changed = threading.Condition()
+        self._open = True
+
+    def put(self, work: Sequence[Any]) -> bool:
+        """Adds work, when a tower is about to run out of it.
+
+        Args:
+            work: One piece for each tower.
+
+        Returns:
+            Whether more is wanted: not if a tower has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._open or min(map(len, self._queues)) < _AHEAD
+            )
+            if self._open:
+                for queue, piece in zip(self._queues, work, strict=True):
+                    queue.append(piece)
+                self._changed.notify_all()
+            return self._open
+
+    def of(self, tower: int) -> Iterator[Any]:
+        """Yields a tower's work, as it comes, until the end."""
+        queue = self._queues[tower]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: queue or not self._open)
+                if not queue:
+                    return
+                piece = queue.popleft()
+                self._changed.notify_all()
+            yield piece
+
+    def close(self) -> None:
+        """Says that there will be no more."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Takes back what has not been begun."""
+        with self._changed:
+            for queue in self._queues:
+                queue.clear()
+            self.close()
+
+
+class _Step(NamedTuple):
+    """The three parts of a tower's step, for shares of one kind.
+
+    Attributes:
+        pull: For each tower, a function that reads what it computes with.
+        compute: Takes a share and what was pulled; computes loss and gradients.
+        apply: Takes these, too, and updates variables and metrics.
+    """
+
+    pull: Sequence[Callable[[], Pulled]]
+    compute: Callable[[Any, Pulled], Computed]
+    apply: Callable[[Any, Pulled, Computed], dict[str, tf.Tensor]]
+
+
+class Asynchronous(Builder):
+    """Towers that update the variables without waiting for one another.
+
+    To a tower, its share is the batch: of that it computes the loss, wherever that is
+    placed, and its metrics are updated share by share. The optimizer's step count, and
+    with it a schedule of the learning rate, grows by one with each share: K for a batch
+    of K towers. Of variables that layers assign, such as moving averages and counters,
+    what a tower has added to its value is added to the shared one.
+
+    With `run_eagerly`, towers take turns. `test_step` and `predict_step` are those of
+    all builders.
+
+    Attributes:
+        staleness: Measures, and bounds, how stale updates are.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        devices: Sequence[str],
+        home: str,
+        merge: str,
+        shares: Sequence[int],
+        loss_placement: str,
+        strict: bool,
+        packed: bool | None = None,
+        max_staleness: int | None = None,
+    ):
+        # One tower, wherever it is called: that is decided by a thread's device.
+        self._tower = ParameterServer(
+            model, ("",), home, home, (1,), loss_placement, strict, packed=False
+        )
+        self.staleness = Staleness(max_staleness)
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            len(devices), thread_name_prefix="tower"
+        )
+        super().__init__(
+            model, devices, home, merge, shares, loss_placement, strict, packed
+        )
+
+    def forget(self) -> None:
+        """Forgets what was found out about the model; see `Builder.forget`."""
+        super().forget()
+        self._tower.forget()
+
+    def train_step(
+        self, data: Any, shares: Sequence[Any] | None = None
+    ) -> dict[str, tf.Tensor]:
+        """Trains on one global batch, of known size: towers take turns.
+
+        See `Builder.train_step`. `fit` uses this with `run_eagerly` only.
+        """
+        shares = self.place(data) if shares is None else shares
+        sizes = [batch.batch_size(share) for share in shares]
+        if not all(isinstance(size, int) for size in sizes):
+            raise ValueError(
+                f"Model '{self.model.name}' got a batch of unknown size in its "
+                "train_step; expected a known one with builder='asynchronous', so call "
+                "`fit` or `train_on_batch` instead."
+            )
+        self._check()
+        self.build(data)
+        pull = [functools.partial(self._pull, k) for k in range(len(self.devices))]
+        step = _Step(pull, self._compute, self._apply)
+        logs = {}
+        for k, share in enumerate(shares):
+            if sizes[k]:
+                self._run(k, step, share, logs)
+        self.loss_placed = self._tower.loss_placed
+        return logs
+
+    def train_function(
+        self, scope: Callable[[], contextlib.AbstractContextManager]
+    ) -> Callable[[Any], dict[str, tf.Tensor]]:
+        """Makes the function that Keras's `fit` calls with an iterator over batches.
+
+        The caller's thread fetches and cuts batches, and traces: Keras keeps what it
+        does by thread, and tracing changes classes for all. A thread for each tower
+        calls the graphs.
+
+        Args:
+            scope: Makes the context that steps are traced and run in.
+
+        Returns:
+            A function that takes as many batches as the model has steps in a call, and
+            returns the logs of the last update; see `loop.train_function`.
+        """
+        if self.model.run_eagerly:
+            return super().train_function(scope)
+        steps = self.model.steps_per_execution
+        self._tower.xla = self.xla
+
+        def compute(share, pulled):
+            # It runs where it is called: in a tower's thread, on the tower's device.
+            with tf.device(None):
+                return self._compute(share, pulled)
+
+        self._steps, self._graphs = {}, (_graph(compute), _graph(self._apply))
+
+        def function(iterator):
+            begun, logs = False, {}
+            streams, towers = Streams(len(self.devices)), []
+            try:
+                for k in range(len(self.devices)):
+                    towers.append(self._threads.submit(self._work, k, streams, logs))
+                for data in itertools.islice(iterator, steps):
+                    begun = True
+                    with scope():
+                        work = self._deal(loop.without_optionals(data))
+                    if not streams.put(work):
+                        break
+                streams.close()
+                for done in towers:
+                    done.result()
+            finally:
+                streams.stop()
+                concurrent.futures.wait(towers)
+            if not begun:
+                raise StopIteration
+            return logs
+
+        return function
+
+    def _work(self, k, streams, logs):
+        """One tower's part of a call, in its own thread."""
+        try:
+            for piece in streams.of(k):
+                if piece is not None:
+                    self._run(k, *piece, logs)
+        except BaseException:
+            streams.stop()
+            raise
+
+    def _run(self, k, step, share, logs):
+        """One step of one tower."""
+        try:
+            with self.staleness.reading(k), tf.device(self.home):
+                pulled = step.pull[k]()
+            with tf.device(self.devices[k]):
+                computed = step.compute(share, pulled)
+            with self.staleness.updating(k), tf.device(self.home):
+                logs.update(step.apply(share, pulled, computed))
+        finally:
+            self.staleness.drop(k)
+
+    def _deal(self, data):
+        """Cuts a batch: for each tower its step and share, or `None`."""
+        return [
+            (self._trace(share), share) if batch.batch_size(share) else None
+            for share in self.place(data)
+        ]
+
+    def _trace(self, share):
+        """Returns the step for shares like this one, traced if need be."""
+        spec = batch.share_spec(share, None)
+        key = str(spec)
+        if key not in self._steps:
+            self._check()
+            self.build(spec)
+            self._steps[key] = self._trace_step(spec)
+            self.loss_placed = self._tower.loss_placed
+        return self._steps[key]
+
+    def _trace_step(self, spec):
+        compute, apply = self._graphs
+        tables = self._tower._reads_tables
+        pull = [
+            _graph(functools.partial(self._pull, k)).get_concrete_function()
+            for k in range(len(self.devices))
+        ]
+        pulled = _specs(pull[0].structured_outputs)
+        compute = compute.get_concrete_function(spec, pulled)
+        if self._tower._reads_tables != tables:
+            # A table cannot stay at home, as it turns out.
+            return self._trace_step(spec)
+        computed = _specs(compute.structured_outputs)
+        apply = apply.get_concrete_function(spec, pulled, computed)
+        return _Step(pull, compute, apply)
+
+    def _check(self):
+        """Refuses layers that need the whole batch, or all towers at once."""
+        tower.refuse_stateful(self.model)
+        if len(self.devices) > 1 and tower.is_synchronized(self.model):
+            raise ModelError(
+                f"Model '{self.model.name}' has layers with synchronized=True, which "
+                "need all towers in the same step; expected none with "
+                "builder='asynchronous', so use builder='parameter_server'."
+            )
+
+    def _pull(self, k):
+        (values,), scale = self._tower.pull()
+        with tf.device(self.home):
+            seeded = tower.own_seeds(self.model, values.state, k)
+        return Pulled([values._replace(state=seeded)], scale)
+
+    def _compute(self, share, pulled):
+        packed = any(map(self.packs, self.devices))
+        if packed:
+            ((params, state),) = pulled.values
+            sent = _send([*params, *state], self.home, "")
+            values = Values(sent[: len(params)], sent[len(params) :])
+            pulled = pulled._replace(values=[values])
+        computed = self._tower.compute(share, [share], pulled)
+        if packed:
+            (result,) = computed.results
+            gradients = _send(result.gradients, "", self.home)
+            computed = _with_gradients(computed, gradients)
+        # On the way home others may update.
+        with tf.device(self.home):
+            return tf.nest.map_structure(
+                lambda t: None if t is None else tf.identity(t),
+                computed,
+                expand_composites=True,
+            )
+
+    def _apply(self, share, pulled, computed):
+        with tf.device(self.home):
+            model = self.model
+            variables = model.trainable_variables + model.non_trainable_variables
+            state = [
+                None if new is None else _add_change(variable.value, old, new)
+                for variable, old, new in zip(
+                    variables,
+                    [*pulled.values[0].params, *pulled.values[0].state],
+                    computed.state,
+                    strict=True,
+                )
+            ]
+            computed = computed._replace(state=state)
+            computed = self._scale_as_now(computed, pulled.scale)
+        return self._tower.apply(share, computed)
+
+    def _scale_as_now(self, computed, scale):
+        """Gives gradients the loss scale that the optimizer will take off again."""
+        optimizer = self.model.optimizer
+        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            return computed
+        factor = optimizer.scale_loss(tf.ones([])) / scale
+
+        def scaled(gradients):
+            return [
+                g if g is None else tf.math.scalar_mul(tf.cast(factor, g.dtype), g)
+                for g in gradients
+            ]
+
+        (result,) = computed.results
+        return _with_gradients(computed, scaled(result.gradients))._replace(
+            direct=[scaled(gradients) for gradients in computed.direct]
+        )
+
+
+def _add_change(now, old, new):
+    """What a variable is to become that a tower has changed from `old` to `new`."""
+    if old is None or not (new.dtype.is_floating or new.dtype.is_integer):
+        return new
+    # Unless others have changed it too, without any rounding.
+    return tf.where(now == old, new, now + (new - old))
+
+
+def _send(tensors, source, target):
+    """Moves those that are dense from one device to another in one piece."""
+    dense = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]
+    with tf.device(source):
+        buffers = packing.pack(dense)
+    with tf.device(target):
+        received = iter(packing.unpack(buffers, dense))
+    return [next(received) if isinstance(t, tf.Tensor) else t for t in tensors]
+
+
+def _with_gradients(computed, gradients):
+    (result,) = computed.results
+    return computed._replace(results=[result._replace(gradients=gradients)])
+
+
+def _graph(function):
+    return tf.function(function, autograph=False, reduce_retracing=True)
+
+
+def _specs(nest):
+    return tf.nest.map_structure(
+        lambda t: None if t is None else tf.type_spec_from_value(t), nest
+    )

@@ -1,0 +1,175 @@
+"""The `replicated` builder: every tower has a copy of the variables, and updates it.
+
+Each step, every tower computes its part of the gradient with its own copy; the parts
+are added by all-reduce, packed; then every tower applies the same update. So the copies
+stay equal, and only gradients travel. The recipe is that of Horovod (Sergeev and Del
+Balso 2018) and of tf_cnn_benchmarks' `variable_update=replicated`.
+
+The model's own variables are the first tower's copy, so whoever reads them finds them
+current. Where they may have been changed from outside, the other copies are made anew.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import packing, reduce
+from towers.builders.base import Values
+from towers.builders.parameter_server import ParameterServer
+
+
+class Replicated(ParameterServer):
+    """Towers that keep copies of the variables, and exchange gradients only.
+
+    Attributes:
+        all_reduce_alg: How gradients are added: a key of `reduce.ALGORITHMS`.
+    """
+
+    def __init__(self, *args: Any, all_reduce_alg: str = "auto", **kwargs: Any):
+        """See `Builder`; `home` has to be the first tower's device."""
+        super().__init__(*args, **kwargs)
+        if all_reduce_alg == "auto":
+            all_reduce_alg = "device" if "GPU" in self.home else "cpu"
+        self.all_reduce_alg = all_reduce_alg
+
+    def forget(self) -> None:
+        """Forgets the copies, too; see `Builder.forget`."""
+        super().forget()
+        self._copies = None
+        self._stale = True
+
+    def refresh(self) -> None:
+        """Has the copies made anew before the next step."""
+        self._stale = True
+
+    def build(self, data: Any) -> None:
+        """Creates the copies, too; see `Builder.build`."""
+        super().build(data)
+        if self._copies is None:
+            with tf.init_scope():
+                self._copies = [self._copy(device) for device in self.devices[1:]]
+            self._stale = False
+            for variable in self._replicated():
+                if not _is_learning_rate(variable, self.model.optimizer):
+                    refresh = weakref.WeakMethod(self.refresh)
+                    _call_on_assignment(variable.value, refresh)
+
+    def train_function(
+        self, scope: Callable[[], contextlib.AbstractContextManager]
+    ) -> Callable[[Any], dict[str, tf.Tensor]]:
+        """See `Builder.train_function`."""
+        train = super().train_function(scope)
+        spread = self._spread if self.model.run_eagerly else tf.function(self._spread)
+
+        def function(iterator):
+            if self._stale and self._copies is not None:
+                with scope():
+                    spread()
+                self._stale = False
+            return train(iterator)
+
+        return function
+
+    def read_for_training(self) -> list[Values]:
+        """Returns each tower's own parameters; see `Builder.read`."""
+        # An embedding's rows are looked up in the copy, as a whole: with lookups at
+        # home, only home could update them.
+        values = self.read(look_up=False)
+        trainable = len(self.model.trainable_variables)
+        for k, copy in enumerate(self._copies, start=1):
+            with tf.device(self.devices[k]), tf.name_scope("read"):
+                params = [tf.convert_to_tensor(v) for v in copy[:trainable]]
+            values[k] = values[k]._replace(params=params)
+        return values
+
+    def update_weights(
+        self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
+    ) -> None:
+        """Adds gradients, and applies the optimizer on each tower.
+
+        Args:
+            gradients: Lists of gradients; see `TowerResult.gradients`.
+            sources: The devices that they are on.
+        """
+        with tf.name_scope("reduce"):
+            sums = reduce.all_reduce(
+                gradients, sources, self.devices, self.all_reduce_alg
+            )
+        with tf.device(self.home), tf.name_scope("apply"):
+            self.apply_optimizer(sums[0])
+        for k, copy in enumerate(self._copies, start=1):
+            with tf.device(self.devices[k]), tf.name_scope(f"apply_{k}"):
+                for variable, mine in zip(self._replicated(), copy, strict=True):
+                    if _is_learning_rate(variable, self.model.optimizer):
+                        mine.assign(variable.value)
+                with _in_place_of(self._replicated(), copy):
+                    self.apply_optimizer(sums[k])
+
+    def _replicated(self):
+        """The variables of which each tower has a copy, trainable ones first."""
+        optimizer = self.model.optimizer
+        return [
+            *self.model.trainable_variables,
+            *(optimizer.variables if optimizer is not None else ()),
+        ]
+
+    def _copy(self, device):
+        copies = []
+        for variable in self._replicated():
+            original = variable.value
+            with tf.device(device):
+                copy = tf.Variable(original, name=variable.name, dtype=original.dtype)
+            # An optimizer knows its variables by it.
+            copy._unique_id = original._unique_id
+            copies.append(copy)
+        return copies
+
+    def _spread(self):
+        """Gives all copies the values of the model's own variables."""
+        originals = [variable.value for variable in self._replicated()]
+        with tf.device(self.home):
+            values = [tf.convert_to_tensor(original) for original in originals]
+            buffers = packing.pack(values)
+        for device, copies in zip(self.devices[1:], self._copies, strict=True):
+            with tf.device(device):
+                for copy, value in zip(
+                    copies, packing.unpack(buffers, values), strict=True
+                ):
+                    copy.assign(value)
+
+
+@contextlib.contextmanager
+def _in_place_of(variables, copies) -> Iterator[None]:
+    """Inside, Keras variables have other values: those of one tower."""
+    originals = [variable._value for variable in variables]
+    for variable, copy in zip(variables, copies, strict=True):
+        variable._value = copy
+    try:
+        yield
+    finally:
+        for variable, original in zip(variables, originals, strict=True):
+            variable._value = original
+
+
+def _is_learning_rate(variable: keras.Variable, optimizer: Any) -> bool:
+    # It is changed from outside all the time, and small.
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return variable is optimizer._learning_rate
+
+
+def _call_on_assignment(variable: tf.Variable, callback: weakref.WeakMethod) -> None:
+    """Has `callback`, while it lives, called when Python assigns a variable."""
+    for name in ("assign", "assign_add", "assign_sub"):
+        original = getattr(variable, name)
+
+        def assign(*args, original=original, **kwargs):
+            if tf.executing_eagerly() and (call := callback()):
+                call()
+            return original(*args, **kwargs)
+
+        setattr(variable, name, assign)

@@ -1,0 +1,141 @@
+"""The first call of training: it tries ways to update, and falls back from XLA.
+
+Both need the batches of that call more than once, while Keras hands out an iterator
+that is read once. So they are taken out of it, and what follows reads them as often as
+it likes: nothing of the data is lost.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import auto, loop
+from towers.builders.base import Builder
+
+# What TensorFlow says where XLA cannot compile.
+_XLA_WORDS = "XLA", "compil", "jit"
+
+
+class Batches:
+    """The batches of one call, to be read again and again.
+
+    Attributes:
+        first: The first of them.
+    """
+
+    def __init__(self, iterator: Iterator, steps: int):
+        """Takes batches from an iterator.
+
+        Args:
+            iterator: What Keras calls a train function with.
+            steps: How many to take; at the end of the data there may be fewer.
+
+        Raises:
+            StopIteration: If there is none left.
+        """
+        self._batches = list(itertools.islice(iterator, steps))
+        if not self._batches:
+            raise StopIteration
+        self._spec = getattr(iterator, "element_spec", None)
+        self.first = loop.without_optionals(self._batches[0])
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def read(self, repeat: bool = False) -> Iterator:
+        """Returns an iterator over them, of the kind that they came from.
+
+        Args:
+            repeat: Whether to begin again after the last, for ever.
+        """
+        if self._spec is not None:
+            try:
+                data = tf.data.Dataset.from_generator(
+                    lambda: iter(self._batches), output_signature=self._spec
+                )
+            except (TypeError, ValueError, NotImplementedError):
+                pass  # a kind of element that no generator yields
+            else:
+                # From memory, a batch costs next to nothing.
+                return iter(data.cache().repeat() if repeat else data)
+        return itertools.cycle(self._batches) if repeat else iter(self._batches)
+
+
+def train_or_fall_back(
+    builder: Builder, train: Callable[[], Callable[[Iterator], Any]], batches: Batches
+) -> tuple[Callable[[Iterator], Any], Any]:
+    """Makes the first call of a train function; without XLA if XLA cannot compile it.
+
+    Args:
+        builder: The builder, whose variables exist.
+        train: Makes the builder's train function.
+        batches: The batches of the call.
+
+    Returns:
+        The function to go on with, and the logs.
+    """
+    function = train()
+    if not builder.xla:
+        return function, function(batches.read())
+    restore = auto.snapshot(builder.model)
+    try:
+        logs = function(batches.read())
+    except tf.errors.OpError as error:
+        if not any(word in str(error) for word in _XLA_WORDS):
+            raise
+        restore()
+        builder.xla = False
+        builder.forget()
+        name = builder.model.name
+        say(f"XLA cannot compile model '{name}', which goes on without: {_why(error)}")
+        function = train()
+        logs = function(batches.read())
+    else:
+        builder.compiled = True
+    return function, logs
+
+
+def try_ways(
+    ways: Sequence[auto.Choice],
+    make: Callable[[auto.Choice], Callable[[Iterator], Any]],
+    batches: Batches,
+    model: keras.Model,
+) -> list[auto.Trial]:
+    """Tries ways to update the variables, on the first batches; changes no variable.
+
+    Args:
+        ways: The candidates.
+        make: Makes a candidate's train function.
+        batches: The batches of the first call.
+        model: The model, whose variables exist.
+
+    Returns:
+        What became of each; see `auto.choose`.
+    """
+
+    def train(way):
+        function, data = make(way), batches.read(repeat=True)
+        return lambda: function(data)
+
+    restore = auto.snapshot(model)
+    try:
+        return auto.choose(ways, train, len(batches))
+    finally:
+        restore()
+
+
+def say(text: str) -> None:
+    """Prints, unless Keras is asked to be silent."""
+    keras.src.utils.io_utils.print_msg(text)
+
+
+def _why(error):
+    """The line of an error of XLA that tells most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if any(word in line for word in _XLA_WORDS)]
+    noise = r"^\(\d+\) \w+:\s*|graph __inference\S+ "
+    return re.sub(noise, "", (telling or lines)[0])[:200]
