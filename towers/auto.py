@@ -22,9 +22,9 @@ from towers.reduce import ALGORITHMS
 BUDGET_S = 10.0
 # Compiling takes longer than starting without: by this factor, at a guess.
 _XLA_START = 5
-_WARM_UP, _CALLS = 3, 7
-# Another than the first has to be better by more than noise.
-_BETTER = 0.97
+_ROUNDS, _ROUND_S = 5, 0.1
+# Another than the first, the simplest, has to be better by more than noise.
+_BETTER = 0.9
 
 
 class Choice(NamedTuple):
@@ -116,40 +116,43 @@ def choose(
     """
     begun_s = clock()
     simplest, *others = choices
-    call = train(simplest)
-    call()
+    calls = {simplest: train(simplest)}
+    calls[simplest]()
     start_s = clock() - begun_s
-
-    def in_time(choice):
-        expected_s = start_s * (_XLA_START if choice.xla else 1)
-        return clock() - begun_s + expected_s <= budget_s
-
-    if not any(map(in_time, others)):
-        return [Trial(simplest, None, "nothing else could be tried in time")]
-    first = Trial(simplest, _measure(call, steps, clock))
-    trials = []
+    skipped = []
     for choice in others:
-        if in_time(choice):
-            try:
-                trials.append(Trial(choice, _measure(train(choice), steps, clock)))
-            except (tf.errors.OpError, ValueError) as error:
-                reason = str(error).strip().splitlines()[0][:60]
-                trials.append(Trial(choice, None, f"it fails: {reason}"))
-        else:
-            trials.append(Trial(choice, None, "its start would take too long"))
-    better = [t for t in trials if t.step_s and t.step_s < first.step_s * _BETTER]
-    order = [*sorted(better, key=lambda t: t.step_s), first]
-    return order + [trial for trial in trials if trial not in order]
+        expected_s = start_s * (_XLA_START if choice.xla else 1)
+        if clock() - begun_s + expected_s > budget_s:
+            skipped.append(Trial(choice, None, "its start would take too long"))
+            continue
+        try:
+            call = train(choice)
+            call()
+            calls[choice] = call
+        except (tf.errors.OpError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0][:60]
+            skipped.append(Trial(choice, None, f"it fails: {reason}"))
+    if len(calls) == 1:
+        return [Trial(simplest, None, "nothing to compare it with"), *skipped]
+    first, *trials = (
+        Trial(choice, call_s / steps) for choice, call_s in _race(calls, clock).items()
+    )
+    better = [trial for trial in trials if trial.step_s < first.step_s * _BETTER]
+    order = [*sorted(better, key=lambda trial: trial.step_s), first]
+    return order + [trial for trial in trials if trial not in order] + skipped
 
 
-def _measure(call, steps, clock):
-    """The median seconds of a step."""
-    times_s = []
-    for _ in range(_WARM_UP + _CALLS):
-        before_s = clock()
-        call()
-        times_s.append(clock() - before_s)
-    return statistics.median(times_s[_WARM_UP:]) / steps
+def _race(calls, clock):
+    """Seconds of a call of each, measured in turn: what drifts meets all."""
+    rounds = {choice: [] for choice in calls}
+    for _ in range(_ROUNDS):
+        for choice, call in calls.items():
+            count, before_s = 0, clock()
+            while count < 2 or clock() - before_s < _ROUND_S:
+                call()
+                count += 1
+            rounds[choice].append((clock() - before_s) / count)
+    return {choice: statistics.median(times_s) for choice, times_s in rounds.items()}
 
 
 def table(trials: Sequence[Trial]) -> str:

@@ -5,6 +5,7 @@ that is read once. So they are taken out of it, and what follows reads them as o
 it likes: nothing of the data is lost.
 """
 
+import gc
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -126,6 +127,7 @@ def try_ways(
         return auto.choose(ways, train, len(batches))
     finally:
         restore()
+        gc.collect()  # graphs, and copies of variables, that nobody needs any more
 
 
 def say(text: str) -> None:
