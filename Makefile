@@ -13,12 +13,12 @@ train: $(VENV)/.ready
 # slows down.
 test: $(VENV)/.ready
 	$(PYTEST) --ignore=tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
-	$(PYTEST) tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
+	$(PYTEST) --dist=loadgroup tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
 parity-report: $(VENV)/.ready
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
-	$(PYTEST) tests/towers/test_exact_cases.py
+	$(PYTEST) --dist=loadgroup tests/towers/test_exact_cases.py
 	$(RUN) -m scripts.parity_report --mirrored
 
 lint: $(VENV)/.ready
