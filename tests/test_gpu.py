@@ -9,6 +9,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 _EXACT = """
+import sys
+
 import keras
 import numpy as np
 import towers
@@ -23,14 +25,20 @@ def model():
     layers = [keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(5)]
     return keras.Sequential([keras.Input((12,)), *layers])
 
-def fit(model):
+def fit(model, steps=1, xla=False):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, jit_compile=False)
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(optimizer, loss, jit_compile=xla, steps_per_execution=steps)
     model.fit(x, y, batch_size=50, epochs=7, shuffle=False, verbose=0)
     return model.get_weights()
 
 expected = fit(model())
-ours = fit(towers.multi_gpu_model(model(), gpus=placed.towers, home=placed.home))
+builder, algorithm, xla = sys.argv[1:]
+home = placed.home if builder == "parameter_server" else None
+parallel = towers.multi_gpu_model(
+    model(), gpus=placed.towers, home=home, builder=builder, all_reduce_alg=algorithm
+)
+ours = fit(parallel, steps=4, xla=xla == "xla")
 for a, b in zip(ours, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 """
@@ -44,8 +52,18 @@ def _run(*command):
     return done.stdout
 
 
-def test_two_logical_gpus_equal_one():
-    _run("-c", _EXACT)
+@pytest.mark.parametrize("xla", ["xla", "plain"])
+@pytest.mark.parametrize(
+    ("builder", "algorithm"),
+    [
+        ("parameter_server", "auto"),
+        ("replicated", "cpu"),
+        ("replicated", "device"),
+        ("replicated", "ring"),
+    ],
+)
+def test_two_logical_gpus_equal_one(builder, algorithm, xla):
+    _run("-c", _EXACT, builder, algorithm, xla)
 
 
 @pytest.mark.slow
