@@ -95,47 +95,50 @@ def choose(
     choices: Sequence[Choice],
     train: Callable[[Choice], Callable[[], Any]],
     steps: int,
+    start_s: float,
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Trial]:
     """Measures candidates as long as there is time.
 
     Args:
-        choices: The candidates. The first is always tried.
+        choices: The candidates. The first is started already.
         train: Makes a candidate's function, which trains for one call.
         steps: Steps in a call.
+        start_s: Seconds that the first candidate's first call took.
         budget_s: Seconds that may be used.
         clock: Returns seconds.
 
     Returns:
         What became of each, the fastest first; the first of `choices` where others
         are not clearly faster.
-
-    Raises:
-        Exception: What the first candidate raises. Others are passed over.
     """
     begun_s = clock()
     simplest, *others = choices
+    if start_s > budget_s:
+        return [Trial(choice, None, "starts would take too long") for choice in choices]
     calls = {simplest: train(simplest)}
     calls[simplest]()
-    start_s = clock() - begun_s
+    call_s = clock() - begun_s
     skipped = []
     for choice in others:
         expected_s = start_s * (_XLA_START if choice.xla else 1)
+        expected_s += _ROUNDS * max(call_s, _ROUND_S) * (len(calls) + 1)
         if clock() - begun_s + expected_s > budget_s:
-            skipped.append(Trial(choice, None, "its start would take too long"))
+            skipped.append(Trial(choice, None, "it would take too long"))
             continue
         try:
             call = train(choice)
             call()
             calls[choice] = call
-        except (tf.errors.OpError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0][:60]
+        except Exception as error:  # whatever it is: the run can go on without
+            said = str(error).strip() or type(error).__name__
+            reason = said.splitlines()[0][:60]
             skipped.append(Trial(choice, None, f"it fails: {reason}"))
     if len(calls) == 1:
         return [Trial(simplest, None, "nothing to compare it with"), *skipped]
     first, *trials = (
-        Trial(choice, call_s / steps) for choice, call_s in _race(calls, clock).items()
+        Trial(choice, each_s / steps) for choice, each_s in _race(calls, clock).items()
     )
     better = [trial for trial in trials if trial.step_s < first.step_s * _BETTER]
     order = [*sorted(better, key=lambda trial: trial.step_s), first]
@@ -148,7 +151,7 @@ def _race(calls, clock):
     for _ in range(_ROUNDS):
         for choice, call in calls.items():
             count, before_s = 0, clock()
-            while count < 2 or clock() - before_s < _ROUND_S:
+            while count < 1 or clock() - before_s < _ROUND_S:
                 call()
                 count += 1
             rounds[choice].append((clock() - before_s) / count)
@@ -189,30 +192,45 @@ def snapshot(model: keras.Model) -> Callable[[], None]:
     return restore
 
 
-def remember(file: str, key: Any, trials: Sequence[Trial]) -> None:
+def remember(file: str | None, key: Any, trials: Sequence[Trial]) -> None:
     """Writes a choice down.
 
     Args:
-        file: Where to.
+        file: Where to, if anywhere.
         key: What it was made for: JSON.
         trials: What `choose` returned.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
+    if file is None:
+        return
     chosen = trials[0].choice
     measured = {str(t.choice): t.step_s and 1000 * t.step_s for t in trials}
     text = json.dumps(
         {"for": key, "chosen": chosen._asdict(), "step_ms": measured}, indent=2
     )
-    os.makedirs(os.path.dirname(file), exist_ok=True)
+    os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
     with open(f"{file}.unfinished", "w") as written:
         written.write(text + "\n")
     os.replace(f"{file}.unfinished", file)
 
 
-def recall(file: str, key: Any) -> Choice | None:
-    """Reads a choice that was made before, `None` if there is none for this `key`."""
+def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
+    """Reads a choice that was made before.
+
+    Args:
+        file: What `remember` wrote, if anything.
+        key: What a choice is wanted for.
+        ways: What may be chosen.
+
+    Returns:
+        The choice, `None` if there is none for this.
+    """
     try:
-        with open(file) as read:
+        with open(file or "") as read:
             found = json.load(read)
-        return Choice(**found["chosen"]) if found["for"] == key else None
+        choice = Choice(**found["chosen"])
+        return choice if found["for"] == key and choice in ways else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # it is measured again

@@ -59,6 +59,8 @@ def _call(layer, inputs):
     # As Keras does: negative ones count from the end.
     ids = tf.where(ids < 0, ids + layer.input_dim, ids)
     rows = rows_of(layer._embeddings, ids)
+    if rows is None:
+        return _keras_call(layer, inputs)
     return keras.ops.cast(rows, layer.compute_dtype)
 
 

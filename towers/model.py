@@ -6,8 +6,10 @@ and saving stay Keras's own.
 """
 
 import contextlib
+import functools
 import inspect
 import operator
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,7 +123,7 @@ def multi_gpu_model(
     towers = devices.resolve(gpus)
     shares = _check_shares(shares, len(towers))
     if all_reduce_alg != "auto":
-        _check_all_reduce(all_reduce_alg, builder, towers)
+        check_all_reduce(all_reduce_alg, builder, towers)
     if max_staleness is not None:
         _check_max_staleness(max_staleness, builder)
     if builder == "replicated":
@@ -173,10 +175,10 @@ class TowerModel(wrapt.CallableObjectProxy):
     ):
         super().__init__(model)
         self._self_make = make
-        self._self_choice = choice
         self._self_chosen = chosen
         self._self_file = file
         self._self_asked_xla = None
+        self._self_auto = not chosen
         self._self_builder = make(choice)
         self._self_seen = []
         self._follow()
@@ -216,6 +218,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             return
         self.train_function = self.test_function = self.predict_function = None
         self._self_builder.forget()
+        self._self_chosen = not self._self_auto
         # A step count, a learning rate and means were created where the user was.
         _move(model, self._self_builder.home)
 
@@ -238,59 +241,82 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _first_call(self, iterator):
         model = self.__wrapped__
         batches = start.Batches(iterator, model.steps_per_execution)
+        ways = [] if self._self_chosen else self._ways()
+        self._self_chosen = True
+        if ways:
+            self._self_builder.xla = ways[0].xla
         self._build(batches.first)
-        function = None if self._self_chosen else self._choose(batches)
+        key = _describe(model, self._self_builder, batches.first, ways)
+        recalled = auto.recall(self._self_file, key, ways)
+        if recalled is not None:
+            self._install(recalled, batches)
+            start.say(f"Updating the variables by {recalled}, as chosen before.")
+        begun_s = time.perf_counter()
         builder = self._self_builder
-
-        def train():
-            return function or builder.train_function(self._step)
-
+        train = functools.partial(builder.train_function, self._step)
         self.train_function, logs = start.train_or_fall_back(builder, train, batches)
+        start_s = time.perf_counter() - begun_s
+        if len(ways) > 1 and recalled is None and builder.xla == ways[0].xla:
+            trials = self._choose(ways, batches, start_s)
+            auto.remember(self._self_file, key, trials)
         return logs
 
-    def _build(self, data):
-        with self._step():
-            self._self_builder.build(data)
-
-    def _choose(self, batches):
-        """Chooses a builder; returns its train function, if it has been made."""
+    def _ways(self):
+        """The ways to choose from; none where nothing may hang on time."""
         model, builder = self.__wrapped__, self._self_builder
-        self._self_chosen = True
         if model.run_eagerly or is_op_determinism_enabled():
-            return None  # such a run chooses nothing by measuring
+            return []
         asked = self._self_asked_xla
         if asked is None:  # compiled before it was handed over
             asked = model.jit_compile
-        ways = auto.candidates(
+        return auto.candidates(
             builder.devices,
             _nccl_fits(builder.devices),
             xla=None if asked == "auto" else bool(asked),
             synchronized=tower.is_synchronized(model),
         )
-        key = _describe(model, builder, batches.first, ways)
-        recalled = auto.recall(self._self_file, key) if self._self_file else None
-        made = {}
+
+    def _choose(self, ways, batches, start_s):
+        """Tries ways, the first of which is in use, and goes on with the best."""
+        made = {ways[0]: (self._self_builder, self.train_function, self._current())}
 
         def make(way):
-            self._self_builder = self._self_make(way)
-            self._self_builder.xla = way.xla
-            self._build(batches.first)
-            function = self._self_builder.train_function(self._step)
-            made[way] = self._self_builder, function, self._current()
-            return function
+            if way not in made:
+                self._install(way, batches)
+                function = self._self_builder.train_function(self._step)
+                made[way] = self._self_builder, function, self._current()
+            return made[way][1]
 
-        if recalled is not None:
-            start.say(f"Updating the variables by {recalled}, as chosen before.")
-            return make(recalled)
-        trials = start.try_ways(ways, make, batches, model)
+        trials = start.try_ways(ways, make, batches, self.__wrapped__, start_s)
         start.say(auto.table(trials))
-        if self._self_file:
-            auto.remember(self._self_file, key, trials)
-        self._self_choice = trials[0].choice
-        self._self_builder, function, seen = made[self._self_choice]
+        chosen = trials[0].choice
+        self._self_builder, self.train_function, seen = made[chosen]
         if any(map(operator.is_not, seen, self._current())):
-            return make(self._self_choice)  # the variables have been moved since
-        return function
+            # The variables have been moved since.
+            self._install(chosen, batches)
+            self.train_function = self._self_builder.train_function(self._step)
+        self._self_builder.refresh()
+        return trials
+
+    def _install(self, way, batches):
+        watched = self._self_builder.watched
+        self._self_builder = self._self_make(way)
+        self._self_builder.xla = way.xla
+        self._self_builder.watched = watched
+        self._build(batches.first)
+
+    def _build(self, data):
+        with self._step():
+            self._self_builder.build(data)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """See `keras.Model.fit`."""
+        self._follow()
+        fit = type(self.__wrapped__).fit
+        given = inspect.signature(fit).bind(self, *args, **kwargs).arguments
+        watched = _watches_batches(given.get("callbacks"))
+        self._self_builder.watched = watched
+        return fit(self, *args, **kwargs)
 
     def reset_metrics(self) -> None:
         """Begins an epoch; see `keras.Model`."""
@@ -300,6 +326,8 @@ class TowerModel(wrapt.CallableObjectProxy):
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
         with self._step():
+            # Called from a loop of the user's, which may have changed variables.
+            self._self_builder.spread()
             return self._self_builder.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
@@ -336,6 +364,20 @@ class TowerModel(wrapt.CallableObjectProxy):
         return self.__wrapped__.__reduce__()
 
 
+def _watches_batches(callbacks: Any) -> bool:
+    """Tells whether a callback of the user's may change variables between calls."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    if isinstance(callbacks, keras.callbacks.Callback):
+        callbacks = [callbacks]
+    ours = "keras.", "towers."
+    return any(
+        isinstance(callback, keras.callbacks.LambdaCallback)
+        or not type(callback).__module__.startswith(ours)
+        for callback in callbacks or ()
+    )
+
+
 def _loop_method(name):
     def method(self, *args, **kwargs):
         self._follow()
@@ -347,7 +389,6 @@ def _loop_method(name):
 
 
 for _name in (
-    "fit",
     "evaluate",
     "predict",
     "train_on_batch",
@@ -388,7 +429,12 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _check_all_reduce(algorithm: str, builder: str, towers: Sequence[str]) -> None:
+def check_all_reduce(algorithm: str, builder: str, towers: Sequence[str]) -> None:
+    """Checks that a builder can add gradients that way; see `multi_gpu_model`.
+
+    Raises:
+        ValueError: If not.
+    """
     if algorithm not in reduce.ALGORITHMS:
         raise ValueError(
             f"Received all_reduce_alg='{algorithm}'; expected one of "

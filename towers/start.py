@@ -89,8 +89,8 @@ def train_or_fall_back(
         if not any(word in str(error) for word in _XLA_WORDS):
             raise
         restore()
-        builder.xla = False
         builder.forget()
+        builder.xla = False
         name = builder.model.name
         say(f"XLA cannot compile model '{name}', which goes on without: {_why(error)}")
         function = train()
@@ -105,6 +105,7 @@ def try_ways(
     make: Callable[[auto.Choice], Callable[[Iterator], Any]],
     batches: Batches,
     model: keras.Model,
+    start_s: float,
 ) -> list[auto.Trial]:
     """Tries ways to update the variables, on the first batches; changes no variable.
 
@@ -113,6 +114,7 @@ def try_ways(
         make: Makes a candidate's train function.
         batches: The batches of the first call.
         model: The model, whose variables exist.
+        start_s: Seconds that the first candidate's first call took.
 
     Returns:
         What became of each; see `auto.choose`.
@@ -124,7 +126,7 @@ def try_ways(
 
     restore = auto.snapshot(model)
     try:
-        return auto.choose(ways, train, len(batches))
+        return auto.choose(ways, train, len(batches), start_s)
     finally:
         restore()
         gc.collect()  # graphs, and copies of variables, that nobody needs any more

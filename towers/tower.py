@@ -88,7 +88,6 @@ def forward(
     Returns:
         Outputs, tags, new state and the parts of the layers' losses.
     """
-    params = _stand_in(model, params)
     with rules.reading(x), _stateless(model, params, state) as scope:
         return _forward(model, training, rules, scope, x, fraction)
 
@@ -126,7 +125,6 @@ def forward_backward(
         NoRuleError: While tracing, if the loss cannot be put together from parts.
     """
     x, y, sample_weight = share
-    params = _stand_in(model, params)
     with (
         rules.reading(share),
         tf.GradientTape() as tape,
@@ -141,7 +139,7 @@ def forward_backward(
             losses.insert(0, rules.part("loss", loss, fraction))
         loss = tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses])
         scaled = loss * tf.cast(scale, loss.dtype)
-    gradients = _gradients(tape, scaled, model, params, scope)
+    gradients = _gradients(tape, scaled, model, scope)
     return result._replace(loss=loss, losses=(), gradients=gradients)
 
 
@@ -174,7 +172,6 @@ def backward(
         The parts of the gradients, and nothing else.
     """
     x, output_gradients = share
-    params = _stand_in(model, params)
     with tf.GradientTape() as tape, _stateless(model, params, state, tape) as scope:
         again = _forward(model, True, rules, scope, x, fraction)
     targets = [*differentiable(again.outputs), *again.losses]
@@ -185,7 +182,7 @@ def backward(
         if seed is not None
     ]
     targets, seeds = [t for t, _ in used], [s for _, s in used]
-    gradients = _gradients(tape, targets, model, params, scope, seeds)
+    gradients = _gradients(tape, targets, model, scope, seeds)
     return TowerResult(gradients=gradients)
 
 
@@ -243,16 +240,27 @@ def _tags(outputs):
 class _Scope(keras.StatelessScope):
     """A stateless scope in which assigning means what it does to a variable."""
 
-    def __init__(self, mapping, tape):
+    def __init__(self, mapping, tape, tables=()):
         super().__init__(mapping, collect_losses=True)
         self._tape = tape
+        self._tables = tables
+        self._graph = tf.compat.v1.get_default_graph()
+        # The values of the trainable variables, or what stands in for them.
+        self.params = ()
         # By id of the variable: the values that it was assigned, in order, and the rows
         # that were looked up, with their indices.
         self.assigned = collections.defaultdict(list)
         self.looked_up = collections.defaultdict(list)
 
     def rows_of(self, variable, ids):
-        """Looks up rows of a table in the variable itself; see `lookup.py`."""
+        """Looks up rows of a table in the variable itself; see `lookup.py`.
+
+        Returns `None` where the tower has the table as a value, or gradients would be
+        lost: in a graph within the tower's, such as a branch of `tf.cond`.
+        """
+        inner = tf.compat.v1.get_default_graph() is not self._graph
+        if inner or id(variable) not in self._tables:
+            return None
         with tf.device(variable._value.device):
             rows = tf.gather(variable._value, ids)
         if self._tape is not None:
@@ -273,14 +281,18 @@ class _Scope(keras.StatelessScope):
 @contextlib.contextmanager
 def _stateless(model, params, state, tape=None) -> Iterator[_Scope]:
     """Inside, the model computes with the given values and assigns nothing."""
+    variables = model.trainable_variables
+    tables = {id(v) for v, p in zip(variables, params, strict=True) if p is None}
+    params = _stand_in(model, params)
     if tape is not None:
         tape.watch(params)
     mapping = [
-        *zip(model.trainable_variables, params, strict=True),
+        *zip(variables, params, strict=True),
         *zip(model.non_trainable_variables, state, strict=True),
     ]
     try:
-        with _Scope(mapping, tape) as scope, fused.batch_normalization():
+        with _Scope(mapping, tape, tables) as scope, fused.batch_normalization():
+            scope.params = params
             yield scope
     except ValueError as error:
         if "stateless scope" not in str(error):
@@ -302,9 +314,9 @@ def _stand_in(model, params):
     ]
 
 
-def _gradients(tape, targets, model, params, scope, seeds=None):
+def _gradients(tape, targets, model, scope, seeds=None):
     """The gradient for each trainable variable: of all the values that it has had."""
-    variables = model.trainable_variables
+    variables, params = model.trainable_variables, scope.params
     values = [
         [param, *scope.assigned.get(id(variable), ())]
         for variable, param in zip(variables, params, strict=True)

@@ -36,7 +36,12 @@ from towers.callbacks.lines import Lines
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.throughput import Throughput
-from towers.model import BUILDERS, TowerModel, multi_gpu_model
+from towers.model import (
+    BUILDERS,
+    TowerModel,
+    check_all_reduce,
+    multi_gpu_model,
+)
 from towers.reduce import ALGORITHMS
 from towers.tower import ModelError
 
@@ -288,6 +293,8 @@ def set_up(argv: Sequence[str]) -> Job:
     # Before the data, which TensorFlow may be asked to read.
     placed = configure_devices()
     shares = tower_shares(placed)
+    if FLAGS.all_reduce_alg != "auto":
+        check_all_reduce(FLAGS.all_reduce_alg, FLAGS.variable_update, placed.towers)
     source = open_source(FLAGS.dataset, FLAGS.num_classes)
     held_out = None
     if FLAGS.eval_dataset is not None:

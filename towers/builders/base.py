@@ -55,6 +55,8 @@ class Builder(abc.ABC):
             `None` for where it pays.
         loss_placed: Where it is: "tower" or "gathered"; `None` before the first step.
         compiled: Whether XLA is known to compile the model: by training it once.
+        watched: Whether code of the user's runs between calls of training, which may
+            change variables.
     """
 
     def __init__(
@@ -76,8 +78,7 @@ class Builder(abc.ABC):
         self.loss_placement = loss_placement
         self.strict = strict
         self.packed = packed
-        self.compiled = False
-        self._xla = None
+        self.watched = False
         self._said = set()
         self.forget()
 
@@ -86,6 +87,8 @@ class Builder(abc.ABC):
         self.loss_placed = None
         self._eager_rules = {}
         self._reads_tables = False
+        self._xla = None
+        self.compiled = False
 
     @abc.abstractmethod
     def train_step(
@@ -266,7 +269,11 @@ class Builder(abc.ABC):
 
     def refresh(self) -> None:
         """Is told that variables may have been changed from outside."""
-        # Most builders read them anew in each step.
+        # Most builders read them anew in each step, as they do not copy them.
+        return
+
+    def spread(self) -> None:
+        """Gives copies of the variables, if there are any, their values."""
         return
 
     def read(self, look_up: bool = True) -> list[Values]:

@@ -6,11 +6,12 @@ stay equal, and only gradients travel. The recipe is that of Horovod (Sergeev an
 Balso 2018) and of tf_cnn_benchmarks' `variable_update=replicated`.
 
 The model's own variables are the first tower's copy, so whoever reads them finds them
-current. Where they may have been changed from outside, the other copies are made anew.
+current. Where they may have been changed from outside, the other copies are made anew:
+at the start of `fit` and of each epoch, and before each call of training if a callback
+of the user's runs in between.
 """
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,7 +40,10 @@ class Replicated(ParameterServer):
     def forget(self) -> None:
         """Forgets the copies, too; see `Builder.forget`."""
         super().forget()
-        self._copies = None
+        # The variables that towers have copies of, trainable ones first, and for each
+        # tower but the first the copies.
+        self._originals: Sequence[keras.Variable] = ()
+        self._copies: Sequence[Sequence[tf.Variable]] = ()
         self._stale = True
 
     def refresh(self) -> None:
@@ -49,24 +53,28 @@ class Replicated(ParameterServer):
     def build(self, data: Any) -> None:
         """Creates the copies, too; see `Builder.build`."""
         super().build(data)
-        if self._copies is None:
-            with tf.init_scope():
-                self._copies = [self._copy(device) for device in self.devices[1:]]
-            self._stale = False
-            for variable in self._replicated():
-                if not _is_learning_rate(variable, self.model.optimizer):
-                    refresh = weakref.WeakMethod(self.refresh)
-                    _call_on_assignment(variable.value, refresh)
+        if self._originals:
+            return
+        optimizer = self.model.optimizer
+        self._originals = [
+            *self.model.trainable_variables,
+            *(optimizer.variables if optimizer is not None else ()),
+        ]
+        with tf.init_scope():
+            self._copies = [self._copy(device) for device in self.devices[1:]]
+        self._stale = False
 
     def train_function(
         self, scope: Callable[[], contextlib.AbstractContextManager]
     ) -> Callable[[Any], dict[str, tf.Tensor]]:
         """See `Builder.train_function`."""
         train = super().train_function(scope)
-        spread = self._spread if self.model.run_eagerly else tf.function(self._spread)
+        spread = self.spread
+        if not self.model.run_eagerly:
+            spread = tf.function(spread, autograph=False)
 
         def function(iterator):
-            if self._stale and self._copies is not None:
+            if (self._stale or self.watched) and self._originals:
                 with scope():
                     spread()
                 self._stale = False
@@ -74,15 +82,40 @@ class Replicated(ParameterServer):
 
         return function
 
+    def spread(self) -> None:
+        """Gives all copies the values of the model's own variables."""
+        originals = [variable.value for variable in self._originals]
+        if not originals:
+            return
+        with tf.device(self.home):
+            values = [tf.convert_to_tensor(original) for original in originals]
+            buffers = packing.pack(values)
+        for device, copies in zip(self.devices[1:], self._copies, strict=True):
+            with tf.device(device):
+                received = packing.unpack(buffers, values)
+                for copy, value in zip(copies, received, strict=True):
+                    copy.assign(value)
+
+    def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
+        """Assigns to the copies, too, what layers assign to trainable variables."""
+        super().assign_state(state)
+        for device, copies in zip(self.devices[1:], self._copies, strict=True):
+            with tf.device(device), tf.name_scope("state"):
+                # The trainable ones come first in both.
+                for copy, value in zip(copies, self._trainable(state), strict=False):
+                    if value is not None:
+                        copy.assign(value)
+
+    def _trainable(self, values):
+        return values[: len(self.model.trainable_variables)]
+
     def read_for_training(self) -> list[Values]:
         """Returns each tower's own parameters; see `Builder.read`."""
-        # An embedding's rows are looked up in the copy, as a whole: with lookups at
-        # home, only home could update them.
+        # Tables, too, are copied: those at home could be updated by home only.
         values = self.read(look_up=False)
-        trainable = len(self.model.trainable_variables)
         for k, copy in enumerate(self._copies, start=1):
             with tf.device(self.devices[k]), tf.name_scope("read"):
-                params = [tf.convert_to_tensor(v) for v in copy[:trainable]]
+                params = [tf.convert_to_tensor(v) for v in self._trainable(copy)]
             values[k] = values[k]._replace(params=params)
         return values
 
@@ -103,23 +136,15 @@ class Replicated(ParameterServer):
             self.apply_optimizer(sums[0])
         for k, copy in enumerate(self._copies, start=1):
             with tf.device(self.devices[k]), tf.name_scope(f"apply_{k}"):
-                for variable, mine in zip(self._replicated(), copy, strict=True):
+                for variable, mine in zip(self._originals, copy, strict=True):
                     if _is_learning_rate(variable, self.model.optimizer):
                         mine.assign(variable.value)
-                with _in_place_of(self._replicated(), copy):
+                with _in_place_of(self._originals, copy):
                     self.apply_optimizer(sums[k])
-
-    def _replicated(self):
-        """The variables of which each tower has a copy, trainable ones first."""
-        optimizer = self.model.optimizer
-        return [
-            *self.model.trainable_variables,
-            *(optimizer.variables if optimizer is not None else ()),
-        ]
 
     def _copy(self, device):
         copies = []
-        for variable in self._replicated():
+        for variable in self._originals:
             original = variable.value
             with tf.device(device):
                 copy = tf.Variable(original, name=variable.name, dtype=original.dtype)
@@ -127,19 +152,6 @@ class Replicated(ParameterServer):
             copy._unique_id = original._unique_id
             copies.append(copy)
         return copies
-
-    def _spread(self):
-        """Gives all copies the values of the model's own variables."""
-        originals = [variable.value for variable in self._replicated()]
-        with tf.device(self.home):
-            values = [tf.convert_to_tensor(original) for original in originals]
-            buffers = packing.pack(values)
-        for device, copies in zip(self.devices[1:], self._copies, strict=True):
-            with tf.device(device):
-                for copy, value in zip(
-                    copies, packing.unpack(buffers, values), strict=True
-                ):
-                    copy.assign(value)
 
 
 @contextlib.contextmanager
@@ -160,16 +172,3 @@ def _is_learning_rate(variable: keras.Variable, optimizer: Any) -> bool:
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return variable is optimizer._learning_rate
-
-
-def _call_on_assignment(variable: tf.Variable, callback: weakref.WeakMethod) -> None:
-    """Has `callback`, while it lives, called when Python assigns a variable."""
-    for name in ("assign", "assign_add", "assign_sub"):
-        original = getattr(variable, name)
-
-        def assign(*args, original=original, **kwargs):
-            if tf.executing_eagerly() and (call := callback()):
-                call()
-            return original(*args, **kwargs)
-
-        setattr(variable, name, assign)
