@@ -326,6 +326,9 @@ def _gradients(tape, targets, model, scope, seeds=None):
     of_values, of_rows = tape.gradient(targets, [values, rows], seeds)
     gradients = []
     for i, variable in enumerate(variables):
+        if any(gradient is None for gradient in of_rows[i]):
+            # It got lost, as in `vectorized_map`: the table itself is needed.
+            tf.identity(params[i])
         tables = [
             _of_table(variable, gradient, ids)
             for gradient, (_, ids) in zip(of_rows[i], looked_up[i], strict=True)

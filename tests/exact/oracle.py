@@ -22,6 +22,7 @@ def run(
     case: Case,
     wrap: Callable[[keras.Model], Any] = lambda model: model,
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    only_train: bool = False,
 ) -> dict[str, np.ndarray]:
     """Trains, evaluates and predicts.
 
@@ -29,6 +30,7 @@ def run(
         case: What to run.
         wrap: Makes of the model what is compiled and fitted.
         scope: Makes the context that the model is built and compiled in.
+        only_train: Whether to leave out evaluation and prediction.
 
     Returns:
         All that has to be equal, by name: history, results of `evaluate`, predictions,
@@ -51,10 +53,11 @@ def run(
                 case.between(trained)
         history = trained.fit(**fit).history
         found |= {f"history {name} {round}": v for name, v in history.items()}
-    results = trained.evaluate(data, return_dict=True, verbose=0)
-    found |= {f"evaluate {name}": value for name, value in results.items()}
-    outputs = keras.tree.flatten(trained.predict(data, verbose=0))
-    found |= {f"predict {i}": value for i, value in enumerate(outputs)}
+    if not only_train:
+        results = trained.evaluate(data, return_dict=True, verbose=0)
+        found |= {f"evaluate {name}": value for name, value in results.items()}
+        outputs = keras.tree.flatten(trained.predict(data, verbose=0))
+        found |= {f"predict {i}": value for i, value in enumerate(outputs)}
     found |= {f"{v.path} {i}": v.value for i, v in enumerate(model.variables)}
     # Their paths hang on where Keras built them; names and order do not.
     slots = enumerate(model.optimizer.variables)
@@ -110,6 +113,7 @@ def outcome(
     case: Case,
     wrap: Callable[[keras.Model], Any] = lambda model: model,
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    only_train: bool = False,
 ) -> dict[str, Any]:
     """Runs a case another way, and compares it with one device.
 
@@ -117,6 +121,7 @@ def outcome(
         case: What to run.
         wrap: See `run`.
         scope: See `run`.
+        only_train: See `run`.
 
     Returns:
         A record for a report. Its "verdict" is "equal", "rule", "clear error" (all
@@ -124,7 +129,7 @@ def outcome(
     """
     record = {"group": case.group, "case": case.name, "towers": case.towers}
     try:
-        ours = run(case, wrap, scope)
+        ours = run(case, wrap, scope, only_train)
     except Exception as error:
         clear = case.verdict == "clear error" and isinstance(error, ValueError)
         clear = clear and case.expect in str(error)
@@ -133,9 +138,13 @@ def outcome(
         verdict = "clear error" if clear else "raises"
         message = f"{type(error).__name__}: {_words(error)}"
         return record | {"verdict": verdict, "message": message}
+    theirs = _one_device(case)
+    if only_train:
+        later = "evaluate ", "predict "
+        theirs = {k: v for k, v in theirs.items() if not k.startswith(later)}
     each = {
         name: value
-        for name, value in differences(ours, _one_device(case)).items()
+        for name, value in differences(ours, theirs).items()
         if case.only in name
     }
     where = max(each, key=each.get)
@@ -145,7 +154,15 @@ def outcome(
     return record | ({"metrics": _by_metric(each)} if case.group == "metrics" else {})
 
 
-_one_device = functools.lru_cache(maxsize=1)(run)
+def _one_device(case):
+    """What one device makes of a case, computed once for all that follow of it."""
+    if str(case) not in _last:
+        _last.clear()
+        _last[str(case)] = run(case)
+    return _last[str(case)]
+
+
+_last: dict[str, dict[str, np.ndarray]] = {}
 
 
 def _words(error):

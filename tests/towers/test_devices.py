@@ -506,3 +506,57 @@ def test_table_wants_a_share_for_each_tower():
     made = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
     with pytest.raises(ValueError, match="has 1 shares for 2 towers"):
         devices.table(made, per_tower_batch=[3])
+
+
+# Threads.
+
+
+def _threads():
+    """The threads that an operation may take; 0 is TensorFlow's word for all cores."""
+    return tf.config.threading.get_intra_op_parallelism_threads()
+
+
+@pytest.mark.parametrize(
+    ("towers", "cores", "expected"),
+    [(2, 8, 4), (3, 8, 2), (4, 2, 1), (4, None, 1), (1, 8, 0)],
+)
+def test_towers_divide_the_cores(machine, monkeypatch, towers, cores, expected):
+    machine(0)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    devices.configure(towers)
+    assert _threads() == expected
+
+
+def test_gpus_leave_all_cores_to_the_pipeline(machine):
+    machine(4)
+    devices.configure()
+    assert _threads() == 0
+
+
+def test_the_users_threads_stay(machine):
+    machine(0)
+    tf.config.threading.set_intra_op_parallelism_threads(3)
+    devices.configure(2)
+    assert _threads() == 3
+
+
+def test_the_users_variable_stays(machine, environ):
+    machine(0)
+    environ.setenv("TF_NUM_INTRAOP_THREADS", "3")
+    devices.configure(2)
+    assert _threads() == 0
+
+
+def test_threads_in_a_process_of_its_own():
+    done = run_python(
+        """
+        import os
+        os.cpu_count = lambda: 6
+        import tensorflow as tf
+        from towers import devices
+        devices.configure(2)
+        print(len(tf.config.list_logical_devices("CPU")))
+        print(tf.config.threading.get_intra_op_parallelism_threads())
+        """
+    )
+    assert done.stdout.split() == ["2", "3"], done.stderr

@@ -1,44 +1,18 @@
 """Where operations run: looked up in the graphs that TensorFlow executed."""
 
-import collections
 import itertools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context
 
+from tests import executed
 from towers import multi_gpu_model
 
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
 HOME = "/device:CPU:2"
 _numbers = itertools.count(1000)
-
-
-def _executed(function, name):
-    """Runs `function` and returns what ran: for each device, its nodes.
-
-    TensorFlow also tells of graphs that earlier tests ran; ours is the one in which
-    `name` occurs.
-    """
-    context.context().enable_graph_collection()
-    try:
-        function()
-        metadata = context.context().export_run_metadata()
-    finally:
-        context.context().disable_graph_collection()
-    nodes = collections.defaultdict(list)
-    partitions = [
-        partition
-        for graph in metadata.function_graphs
-        if name in str(graph.partition_graphs)
-        for partition in graph.partition_graphs
-    ]
-    for partition in partitions:
-        for node in partition.node:
-            nodes[node.device[node.device.index("/device") :]].append(node)
-    return nodes
 
 
 def _step(towers, home, cpu_merge=True, rows=8):
@@ -53,7 +27,7 @@ def _step(towers, home, cpu_merge=True, rows=8):
     )
     x, y = np.ones((rows, 6), "float32"), np.ones((rows, 3), "float32")
     # TensorFlow tells of a graph when it first runs it.
-    return model, _executed(lambda: parallel.train_on_batch(x, y), name)
+    return model, executed.run(lambda: parallel.train_on_batch(x, y), name)
 
 
 def _on(nodes, *kinds):
@@ -111,3 +85,64 @@ def test_nothing_is_left_to_chance():
     # A variable is read where it is; constants go where they are used.
     free = {"ReadVariableOp", "Placeholder", "Const", "NoOp", "Identity"}
     assert not {op.type for op in graph.get_operations() if not op.device} - free
+
+
+def _mixed_types(name):
+    keras.utils.set_random_seed(7)
+    body = [keras.layers.Dense(4), keras.layers.BatchNormalization()]
+    # Its seed is of whole numbers.
+    body += [keras.layers.Dropout(0.5), keras.layers.Dense(5), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((6,)), *body], name=name)
+
+
+def _travels(packed, home=HOME):
+    name = f"model_{next(_numbers)}"
+    parallel = multi_gpu_model(
+        _mixed_types(name), gpus=TOWERS, home=home, packed=packed
+    )
+    parallel.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    x, y = np.ones((8, 6), "float32"), np.ones((8, 3), "float32")
+    nodes = executed.run(lambda: parallel.train_on_batch(x, y), name)
+    return executed.transfers(nodes)
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+def test_packed_values_and_gradients_travel_in_one_piece(tower):
+    sent = _travels(packed=True)
+    there = [
+        dtype.name
+        for a, b, dtype, name in sent
+        if (a, b, "read") == (HOME, tower, name[:4])
+    ]
+    # Weights and moving averages in one; the seed.
+    assert sorted(there) == ["float32", "int64"]
+    back = [
+        dtype.name
+        for a, b, dtype, name in sent
+        if (a, b, "reduce") == (tower, HOME, name[:6])
+    ]
+    assert back == ["float32"]
+
+
+def test_unpacked_values_and_gradients_travel_one_by_one():
+    sent = _travels(packed=False)
+    there = [name for a, b, _, name in sent if (a, b) == (HOME, TOWERS[1])]
+    # Eight weights, two averages, and what the tower adds to the seed.
+    assert sum("read/ReadVariableOp" in name for name in there) >= 10
+    assert not any(name.startswith("reduce/concat") for *_, name in sent)
+
+
+@pytest.mark.parametrize("packed", [None, False])
+def test_nothing_is_packed_between_logical_cpus(packed):
+    assert not any("concat" in name for *_, name in _travels(packed) if "read" in name)
+
+
+def test_home_does_not_send_to_itself():
+    sent = _travels(packed=True, home=TOWERS[0])
+    assert not any(a == b for a, b, *_ in sent)
+    there = [
+        name
+        for a, b, dtype, name in sent
+        if (a, b, dtype) == (*TOWERS, tf.float32) and name.startswith("read")
+    ]
+    assert there == ["read/concat"]

@@ -1,0 +1,82 @@
+"""What TensorFlow executed: the graphs after placing, optimising and partitioning."""
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+Nodes = Mapping[str, Sequence[Any]]
+
+
+def run(function: Callable[[], Any], name: str) -> Nodes:
+    """Runs `function` and returns what ran: for each device, its nodes.
+
+    TensorFlow tells of a graph when it first runs it. It also tells of graphs that
+    earlier tests ran; ours is the one in which `name` occurs.
+    """
+    context.context().enable_graph_collection()
+    try:
+        function()
+        metadata = context.context().export_run_metadata()
+    finally:
+        context.context().disable_graph_collection()
+    nodes = collections.defaultdict(list)
+    partitions = [
+        partition
+        for graph in metadata.function_graphs
+        if name in str(graph.partition_graphs)
+        for partition in graph.partition_graphs
+    ]
+    for partition in partitions:
+        for node in partition.node:
+            nodes[node.device[node.device.index("/device") :]].append(node)
+    return nodes
+
+
+def transfers(nodes: Nodes) -> list[tuple[str, str, tf.DType, str]]:
+    """Returns the tensors that go from one device to another.
+
+    Returns:
+        For each: the two devices, its type, and the name of the node that made it.
+        What only tells that something is done is left out, and so are numbers of a loop
+        whether to go on.
+    """
+    found = []
+    for source, each in nodes.items():
+        for node in each:
+            if node.op != "_Send" or "/ctrl/" in node.input[0]:
+                continue
+            target = node.attr["recv_device"].s.decode()
+            target = target[target.index("/device") :]
+            dtype = tf.as_dtype(node.attr["T"].type)
+            if "LoopCond" not in node.input[0]:
+                found.append((source, target, dtype, node.input[0]))
+    return found
+
+
+def behind(nodes: Nodes, node: Any) -> set[str]:
+    """Returns the names of all nodes that have to be done before a node can begin.
+
+    What a device receives comes from its sender. The way ends where a loop goes round.
+    """
+    by_name = {n.name: n for each in nodes.values() for n in each}
+    senders = {
+        n.attr["tensor_name"].s: n
+        for each in nodes.values()
+        for n in each
+        if n.op == "_Send"
+    }
+    seen, left = set(), [node]
+    while left:
+        node = left.pop()
+        if node.op == "NextIteration":
+            continue
+        names = [name.lstrip("^").split(":")[0] for name in node.input]
+        before = [by_name[name] for name in names]
+        if node.op == "_Recv":
+            before.append(senders[node.attr["tensor_name"].s])
+        left += [n for n in before if n.name not in seen]
+        seen |= {n.name for n in before}
+    return seen

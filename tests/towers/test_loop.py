@@ -1,0 +1,340 @@
+"""Several steps in a call: the same numbers, and no batch too many."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import executed, oracle
+from towers import multi_gpu_model
+
+FEATURES = 6
+# Seven batches, the last one short.
+ROWS, BATCH = 53, 8
+BATCHES = 7
+STEPS = [1, 4, 10]
+BUILDERS = ["parameter_server", "replicated"]
+_numbers = itertools.count(1000)
+
+
+def _data(rows=ROWS):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, FEATURES)).astype("float32")
+    return x, random.normal(size=(rows, 3)).astype("float32")
+
+
+def _dataset(rows=ROWS):
+    return tf.data.Dataset.from_tensor_slices(_data(rows)).batch(BATCH)
+
+
+def _model(kind=keras.Sequential, name=None):
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]
+    return kind([keras.Input((FEATURES,)), *layers], name=name)
+
+
+def _compiled(model, steps, towers=3, builder="parameter_server", **options):
+    trained = model
+    if towers:
+        trained = multi_gpu_model(model, gpus=towers, builder=builder)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    options = {"loss": "mse", "metrics": ["mae"]} | options
+    trained.compile(optimizer, steps_per_execution=steps, **options)
+    return trained
+
+
+class _Calls(keras.callbacks.Callback):
+    """Notes the batch after which Keras hears of each call."""
+
+    def on_train_begin(self, logs=None):
+        self.batches = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(batch)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Weights and history of plain Keras, a step a call."""
+    model = _model()
+    trained = _compiled(model, 1, towers=0)
+    history = trained.fit(_dataset(), epochs=2, verbose=0).history
+    return model.get_weights(), history
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("steps", STEPS)
+def test_any_number_of_steps_is_the_same_training(steps, builder, eager, expected):
+    if eager and builder == "replicated" and steps == 4:
+        pytest.skip("slow, and no other code")
+    model, calls = _model(), _Calls()
+    trained = _compiled(model, steps, builder=builder, run_eagerly=eager)
+    fit = trained.fit(_dataset(), epochs=2, verbose=0, callbacks=[calls])
+    weights, history = expected
+    assert oracle.largest_difference(model.get_weights(), weights) < 1e-5
+    for name, values in history.items():
+        np.testing.assert_allclose(fit.history[name], values, rtol=1e-5)
+    assert int(model.optimizer.iterations) == 2 * BATCHES
+    ends = [min(end, BATCHES) - 1 for end in range(steps, BATCHES + steps, steps)]
+    # Keras numbers by full calls.
+    assert len(calls.batches) == 2 * len(ends)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_data_of_unknown_length_ends_where_it_ends(steps):
+    """The end is found in the middle of a call, or before the first step of one."""
+    found = []
+    for rows in (ROWS, 8 * BATCH):
+        data = tf.data.Dataset.from_generator(
+            lambda rows=rows: iter(_dataset(rows)),
+            output_signature=_dataset().element_spec,
+        )
+        model = _model()
+        _compiled(model, steps).fit(data, epochs=2, verbose=0)
+        found.append(int(model.optimizer.iterations))
+    assert found == [2 * BATCHES, 2 * 8]
+
+
+class _Counted:
+    """An endless dataset that counts what is taken from it."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def dataset(self):
+        x, y = _data(BATCH)
+
+        def batches():
+            while True:
+                self.taken += 1
+                yield x, y
+
+        spec = tuple(tf.TensorSpec([None, *a.shape[1:]]) for a in (x, y))
+        made = tf.data.Dataset.from_generator(batches, output_signature=spec)
+        # Otherwise tf.data itself would fetch ahead.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        options.experimental_optimization.inject_prefetch = False
+        return made.with_options(options)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_call_takes_its_batches_and_no_more(steps, eager):
+    counted, seen = _Counted(), []
+    trained = _compiled(_model(), steps, run_eagerly=eager)
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(counted.taken)
+    )
+    trained.fit(
+        counted.dataset(),
+        steps_per_epoch=2 * steps,
+        epochs=2,
+        verbose=0,
+        callbacks=[watch],
+    )
+    assert seen == [steps, 2 * steps, 3 * steps, 4 * steps]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_end_of_the_data_is_told(steps):
+    trained = _compiled(_model(), steps)
+    trained.make_train_function()
+    function = trained.train_function
+    with pytest.raises(StopIteration):
+        function(iter(()))
+    iterator = iter(_dataset(2 * BATCH))
+    for left in (2, 0):
+        if steps == 1 and left:
+            function(iterator)
+        if left:
+            function(iterator)
+    with pytest.raises(tf.errors.OutOfRangeError):
+        function(iterator)
+    assert int(trained.optimizer.iterations) == 2
+
+
+# What batches are made of.
+
+
+class RaggedSum(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.scale = self.add_weight(shape=(3,), name="scale")
+        self.built = True
+
+    def call(self, x):
+        return tf.reduce_sum(x, axis=1)[:, None] * tf.convert_to_tensor(self.scale)
+
+
+class Penalty(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def _nested():
+    left, right = keras.Input((4,), name="left"), keras.Input((2,), name="right")
+    both = keras.layers.Concatenate()([keras.layers.Dense(4, "tanh")(left), right])
+    outputs = {"out": keras.layers.Dense(3, name="out")(both)}
+    return keras.Model({"a": left, "b": (right,)}, outputs)
+
+
+def _pieces(*nests):
+    """A dataset of nests of tensors, in batches of BATCH rows, the last one short."""
+    rows = tf.data.Dataset.from_tensor_slices(nests if len(nests) > 1 else nests[0])
+    return rows.batch(BATCH)
+
+
+def _kinds():
+    x, y = _data()
+    weights = np.random.default_rng(2).uniform(0, 2, ROWS).astype("float32")
+    lists = [list(row[: 1 + i % FEATURES]) for i, row in enumerate(x)]
+    ragged = tf.ragged.constant(lists, dtype="float32")
+    sparse = tf.sparse.from_dense(np.where(x > 0, x, 0))
+    nested = {"a": x[:, :4], "b": (x[:, 4:],)}
+
+    def only():
+        body = [keras.layers.Dense(3, "tanh"), Penalty()]
+        return keras.Sequential([keras.Input((FEATURES,)), *body])
+
+    def of_sparse():
+        inputs = keras.Input((FEATURES,), sparse=True)
+        return keras.Sequential([inputs, keras.layers.Dense(3)])
+
+    def generator():
+        for start in range(0, ROWS, BATCH):
+            rows = slice(start, start + BATCH)
+            yield x[rows], y[rows], None
+
+    return {
+        "weights": (_model, lambda: _pieces(x, y, weights), {}),
+        "no weights": (_model, lambda: _pieces(x, y).map(lambda *a: (*a, None)), {}),
+        "nested": (_nested, lambda: _pieces(nested, {"out": y}, {"out": weights}), {}),
+        "ragged": (RaggedSum, lambda: _pieces(ragged, y), {}),
+        "sparse": (of_sparse, lambda: _pieces(sparse, y), {}),
+        "only x": (only, lambda: _pieces(x).map(lambda x: (x,)), {"loss": None}),
+        "generator": (_model, generator, {}),
+        "arrays": (_model, lambda: x, {}),
+    }
+
+
+KINDS = list(_kinds())
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_all_kinds(kind, steps):
+    make, data, options = _kinds()[kind]
+    weights = []
+    for towers, each in ((0, 1), (3, steps)):
+        keras.utils.set_random_seed(7)
+        model = make()
+        trained = _compiled(model, each, towers, **{"metrics": None} | options)
+        more = {}
+        if kind == "arrays":
+            more = {"y": _data()[1], "batch_size": BATCH, "shuffle": False}
+        elif kind == "generator":
+            more = {"steps_per_epoch": BATCHES}
+        trained.fit(data(), verbose=0, **more)
+        weights.append(model.get_weights())
+        assert int(model.optimizer.iterations) == BATCHES
+    assert oracle.largest_difference(weights[1], weights[0]) < 1e-5
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_train_on_batch_is_one_step(steps, eager):
+    x, y = _data(11)
+    found = []
+    for towers, each in ((0, 1), (3, steps)):
+        model = _model()
+        trained = _compiled(model, each, towers, run_eagerly=eager)
+        logs = [trained.train_on_batch(x[:n], y[:n]) for n in (11, 2, 11)]
+        assert int(model.optimizer.iterations) == 3
+        found.append([*model.get_weights(), np.asarray(logs)])
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_fit_and_train_on_batch_by_turns(steps):
+    x, y = _data(11)
+    weights = []
+    for towers, each in ((0, 1), (3, steps)):
+        model = _model()
+        trained = _compiled(model, each, towers)
+        trained.fit(_dataset(), verbose=0)
+        trained.train_on_batch(x, y)
+        trained.fit(_dataset(), verbose=0, validation_data=(x, y))
+        trained.evaluate(x, y, verbose=0)
+        trained.train_on_batch(x, y)
+        weights.append(model.get_weights())
+        assert int(model.optimizer.iterations) == 2 * BATCHES + 2
+    assert oracle.largest_difference(weights[1], weights[0]) < 1e-5
+
+
+# How often the model is traced.
+
+
+class CountsCalls(keras.Sequential):
+    calls = 0
+
+    def call(self, inputs, training=None, mask=None):
+        type(self).calls += bool(training)
+        return super().call(inputs, training=training, mask=mask)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_model_is_traced_once(steps, builder, monkeypatch):
+    monkeypatch.setattr(CountsCalls, "calls", 0)
+    model = _model(CountsCalls)
+    trained = _compiled(model, steps, builder=builder)
+    x, y = _data(20)
+    trained.fit(_dataset(), epochs=3, verbose=0, validation_data=(x, y))
+    trained.fit(_dataset(), epochs=1, verbose=0)
+    assert CountsCalls.calls == 1
+
+
+# What the loop's graph lets run side by side.
+
+TOWERS, HOST, HOME = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:0", None
+
+
+def _executed(builder, home, steps=4):
+    name = f"loop_{next(_numbers)}"
+    model = _model(name=name)
+    parallel = multi_gpu_model(model, gpus=TOWERS, builder=builder, home=home)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    parallel.compile(optimizer, "mse", steps_per_execution=steps)
+    return executed.run(lambda: parallel.fit(_dataset(), verbose=0), name)
+
+
+@pytest.mark.parametrize(
+    ("builder", "home"),
+    [("parameter_server", "/device:CPU:3"), ("replicated", None)],
+    ids=BUILDERS,
+)
+def test_the_next_batch_is_placed_while_a_step_computes(builder, home):
+    nodes = _executed(builder, home)
+    by_name = {node.name: node for each in nodes.values() for node in each}
+    (fetch,) = (n for n in by_name.values() if n.op == "IteratorGetNextAsOptional")
+    work = {n.name for n in by_name.values() if n.op in ("MatMul", "_FusedMatMul")}
+    work |= {n.name for n in by_name.values() if "Assign" in n.op or "Apply" in n.op}
+    assert len(work) > 10
+    assert not executed.behind(nodes, fetch) & work
+    for tower in TOWERS:
+        # What one round of the loop hands the next, but for what TensorFlow adds.
+        carried = [
+            by_name[node.input[0].split(":")[0]]
+            for node in nodes[tower]
+            if node.op == "NextIteration" and not node.name.startswith("_cloop")
+        ]
+        assert len(carried) == 2, "x and y of the share"
+        for node in carried:
+            before = executed.behind(nodes, node)
+            assert fetch.name in before
+            assert not before & work, sorted(before & work)[:3]

@@ -1,0 +1,168 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import oracle
+from towers import multi_gpu_model, packing
+
+
+def _mixed():
+    return [
+        tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+        tf.constant(7, tf.int64),
+        tf.constant([8.0, 9.0], tf.float16),
+        tf.zeros([0, 4]),
+        tf.constant(10.0),
+        tf.constant([[11], [12]], tf.int64),
+        tf.constant([True, False, True]),
+        tf.constant([[[13.0]]]),
+    ]
+
+
+def _assert_same(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_packed_comes_back():
+    tensors = _mixed()
+    _assert_same(packing.unpack(packing.pack(tensors), tensors), tensors)
+
+
+def test_one_flat_buffer_for_each_type_in_order():
+    float32, int64, float16, boolean = packing.pack(_mixed())
+    np.testing.assert_array_equal(float32, [1, 2, 3, 4, 5, 6, 10, 13])
+    np.testing.assert_array_equal(int64, [7, 11, 12])
+    np.testing.assert_array_equal(float16, [8, 9])
+    np.testing.assert_array_equal(boolean, [True, False, True])
+    dtypes = [b.dtype for b in (float32, int64, float16, boolean)]
+    assert dtypes == [tf.float32, tf.int64, tf.float16, tf.bool]
+
+
+def test_specs_suffice_to_unpack():
+    tensors = _mixed()
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+    _assert_same(packing.unpack(packing.pack(tensors), specs), tensors)
+
+
+def test_sums_of_buffers_are_sums_of_tensors():
+    tensors = [tf.constant([1.0, 2.0]), tf.constant(3), tf.constant([[4.0]])]
+    doubled = [buffer + buffer for buffer in packing.pack(tensors)]
+    _assert_same(packing.unpack(doubled, tensors), [t + t for t in tensors])
+
+
+@pytest.mark.parametrize("tensors", [[], [tf.zeros([0, 2])], [tf.constant(3)]])
+def test_little_or_nothing(tensors):
+    buffers = packing.pack(tensors)
+    assert len(buffers) == len(tensors)
+    _assert_same(packing.unpack(buffers, tensors), tensors)
+
+
+def test_in_a_graph_shapes_are_known():
+    @tf.function
+    def there_and_back(*tensors):
+        back = packing.unpack(packing.pack(tensors), tensors)
+        assert [t.shape for t in back] == [t.shape for t in tensors]
+        return back
+
+    tensors = _mixed()
+    _assert_same(there_and_back(*tensors), tensors)
+
+
+def test_gradients_go_through():
+    weights = [tf.constant([[1.0, 2.0]]), tf.constant(3.0)]
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        first, second = packing.unpack(packing.pack(weights), weights)
+        loss = tf.reduce_sum(first * [[10.0, 20.0]]) + 5.0 * second
+    _assert_same(
+        tape.gradient(loss, weights), [tf.constant([[10.0, 20.0]]), tf.constant(5.0)]
+    )
+
+
+def test_variables_of_a_model():
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(4),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+        ]
+    )
+    values = [tf.convert_to_tensor(v.value) for v in model.variables]
+    buffers = packing.pack(values)
+    assert len(buffers) == len({value.dtype for value in values})
+    _assert_same(packing.unpack(buffers, values), values)
+
+
+# Towers whose values and gradients travel packed.
+
+
+def _states(name):
+    """Models whose variables are of several types."""
+    inputs = keras.Input((6,))
+    if name == "embedding":
+        inputs = keras.Input((6,), dtype="int32")
+        rows = keras.layers.Embedding(11, 4)(inputs)
+        outputs = keras.layers.Dense(3)(keras.layers.Flatten()(rows))
+    elif name == "float64":
+        outputs = keras.layers.Dense(4, "tanh", dtype="float64")(inputs)
+        outputs = keras.layers.Dense(3)(outputs)
+    elif name == "counters":
+        outputs = keras.layers.Dense(3)(keras.layers.Dropout(0.0, seed=3)(inputs))
+        outputs = keras.layers.BatchNormalization(trainable=False)(outputs)
+    else:
+        outputs = keras.layers.Dense(3)(keras.layers.Dense(8, "tanh")(inputs))
+    return keras.Model(inputs, outputs)
+
+
+def _trained(name, towers, builder, scale=None, **options):
+    keras.utils.set_random_seed(7)
+    random = np.random.default_rng(0)
+    x = random.integers(0, 11, (21, 6)) if name == "embedding" else None
+    x = random.normal(size=(21, 6)).astype("float32") if x is None else x
+    y = random.normal(size=(21, 3)).astype("float32")
+    model = _states(name)
+    trained = model
+    if towers:
+        trained = multi_gpu_model(
+            model, gpus=towers, builder=builder, packed=True, **options
+        )
+    # Keras takes no global norm of several types.
+    clip = {"clipnorm": 0.5} if name == "float64" else {"global_clipnorm": 0.5}
+    optimizer = keras.optimizers.Adam(0.01, **clip)
+    if scale:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=scale)
+    trained.compile(optimizer, "mse", metrics=["mae"], jit_compile=False)
+    fit = trained.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    found = [*fit.history.values(), *trained.evaluate(x, y, verbose=0)]
+    found.append(trained.predict(x, verbose=0))
+    return found + [v.value for v in [*model.variables, *model.optimizer.variables]]
+
+
+@pytest.mark.parametrize("builder", ["parameter_server", "replicated"])
+@pytest.mark.parametrize("towers", [1, 3])
+@pytest.mark.parametrize("name", ["dense", "embedding", "float64", "counters"])
+def test_packed_towers_equal_one_device(name, towers, builder):
+    expected = _trained(name, 0, builder)
+    found = _trained(name, towers, builder)
+    assert oracle.largest_difference(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["dense", "embedding"])
+def test_packed_towers_in_float16(name):
+    keras.config.set_dtype_policy("mixed_float16")
+    expected = _trained(name, 0, "parameter_server", 2.0**10)
+    found = _trained(name, 3, "parameter_server", 2.0**10)
+    assert oracle.largest_difference(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize("options", [{"home": "/device:CPU:3"}, {"cpu_merge": False}])
+def test_wherever_they_are_packed(options):
+    expected = _trained("dense", 0, "parameter_server")
+    found = _trained("dense", 3, "parameter_server", **options)
+    assert oracle.largest_difference(found, expected) < 1e-4

@@ -1,0 +1,590 @@
+"""Copies of the variables on all towers: equal to one another, and to one device."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import executed, oracle
+from towers import multi_gpu_model
+
+TOWERS = ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
+FEATURES = 6
+_numbers = itertools.count(1000)
+
+
+def _data(rows=53):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, FEATURES)).astype("float32")
+    return x, random.normal(size=(rows, 3)).astype("float32")
+
+
+def _model(name=None):
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((FEATURES,)), *layers], name=name)
+
+
+def _sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def _copied(model, towers=3, **options):
+    return multi_gpu_model(model, gpus=towers, builder="replicated", **options)
+
+
+def _fit(model, callbacks=(), epochs=2, **options):
+    # Seven batches, the last one of 5 rows.
+    x, y = _data()
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0} | options
+    return model.fit(x, y, epochs=epochs, callbacks=list(callbacks), **options)
+
+
+def _state(model):
+    return [v.value.numpy() for v in [*model.variables, *model.optimizer.variables]]
+
+
+def _assert_copies_are_equal(parallel):
+    """Every tower has, on its device, the bits of the model's own variables."""
+    builder = parallel.builder
+    assert len(builder._copies) == len(builder.devices) - 1
+    originals = builder._originals
+    assert len(originals) > len(parallel.trainable_variables)
+    for device, copies in zip(builder.devices[1:], builder._copies, strict=True):
+        for variable, copy in zip(originals, copies, strict=True):
+            assert copy.device.endswith(device)
+            assert copy.dtype == variable.value.dtype
+            ours, own = copy.numpy(), variable.value.numpy()
+            assert ours.tobytes() == own.tobytes(), variable.path
+
+
+def _twice(optimizer, make=_model, between=None, towers=3, fit=None, **options):
+    """Trains on one device and on towers; returns the largest difference."""
+    found = []
+    for wrap in (lambda model: model, lambda model: _copied(model, towers)):
+        model = make()
+        trained = wrap(model)
+        trained.compile(optimizer(), "mse", **{"jit_compile": False} | options)
+        history = _fit(trained, **fit() if fit else {}).history
+        if between is not None:
+            between(model, trained)
+            history |= {f"{k} 2": v for k, v in _fit(trained).history.items()}
+        # What has changed since the last step reaches the copies before the next.
+        history["last"] = trained.train_on_batch(*_data(11))
+        found.append([*history.values(), *_state(model)])
+    if towers > 1:
+        _assert_copies_are_equal(trained)
+    return oracle.largest_difference(found[1], found[0])
+
+
+# Whatever the optimizer keeps.
+
+
+@keras.saving.register_keras_serializable("test_replicated")
+class SignedMean(keras.optimizers.Optimizer):
+    """A user's own: steps by the sign of a moving mean, and counts them."""
+
+    def build(self, variables):
+        super().build(variables)
+        self._means = [
+            self.add_variable_from_reference(v, name="mean") for v in variables
+        ]
+        self.seen = self.add_variable((), "zeros", "int32", name="seen")
+
+    def update_step(self, gradient, variable, learning_rate):
+        mean = self._means[self._get_variable_index(variable)]
+        self.assign(mean, 0.9 * mean + 0.1 * gradient)
+        rate = keras.ops.cast(learning_rate, variable.dtype)
+        self.assign_sub(variable, rate * keras.ops.tanh(mean))
+
+    def apply(self, gradients, variables=None):
+        super().apply(gradients, variables)
+        self.seen.assign_add(1)
+
+
+def _no_decay_on_bias():
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def _schedule():
+    return keras.optimizers.schedules.CosineDecay(0.1, 12, warmup_steps=3)
+
+
+OPTIMIZERS = {
+    "momentum": _sgd,
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "amsgrad": lambda: keras.optimizers.Adam(0.01, amsgrad=True, epsilon=1e-3),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "global_clipnorm": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
+    "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
+    "ema": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4
+    ),
+    "ema at the end": lambda: keras.optimizers.SGD(0.1, use_ema=True),
+    "weight decay": _no_decay_on_bias,
+    "schedule": lambda: keras.optimizers.SGD(_schedule(), momentum=0.9),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), dynamic_growth_steps=3
+    ),
+    "own": lambda: SignedMean(0.1),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_equal_one_device(name):
+    # Adam and its kin divide by the root of what is next to nothing.
+    assert _twice(OPTIMIZERS[name]) < 1e-4
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_any_number_of_towers(towers):
+    assert _twice(_sgd, towers=towers) < 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "cpu", "device", "ring"])
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_all_algorithms_train_alike(algorithm, batch_size):
+    """Also where some towers are idle."""
+    found = []
+    for wrap in (
+        lambda model: model,
+        lambda model: _copied(model, all_reduce_alg=algorithm),
+    ):
+        model = _model()
+        trained = wrap(model)
+        trained.compile(_sgd(), "mse")
+        _fit(trained, epochs=1, batch_size=batch_size)
+        found.append(_state(model))
+    _assert_copies_are_equal(trained)
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"run_eagerly": True}, {"steps_per_execution": 4}, {"jit_compile": True}],
+    ids=str,
+)
+def test_however_it_is_compiled(options):
+    found = []
+    for wrap in (lambda model: model, _copied):
+        model = _model()
+        trained = wrap(model)
+        # Plain Keras, as it is: what it says of an epoch hangs on the steps of a call.
+        trained.compile(_sgd(), "mse", **(options if wrap is _copied else {}))
+        _fit(trained)
+        found.append(_state(model))
+    _assert_copies_are_equal(trained)
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+def _scaled(scale):
+    return keras.optimizers.LossScaleOptimizer(
+        _sgd(), initial_scale=scale, dynamic_growth_steps=4
+    )
+
+
+def test_mixed_float16():
+    keras.config.set_dtype_policy("mixed_float16")
+    assert _twice(lambda: _scaled(2.0**12)) < 1e-2
+
+
+def test_overflows_are_those_of_the_parameter_server():
+    """Steps are skipped until the scale has come down, on all towers alike."""
+    keras.config.set_dtype_policy("mixed_float16")
+    found = []
+    for builder in ("parameter_server", "replicated"):
+        model = _model()
+        trained = multi_gpu_model(model, gpus=3, builder=builder)
+        trained.compile(_scaled(2.0**20), "mse", jit_compile=False)
+        _fit(trained)
+        found.append(_state(model))
+    assert 0 < int(model.optimizer.inner_optimizer.iterations) < 14
+    _assert_copies_are_equal(trained)
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+def _normalised(name=None):
+    keras.utils.set_random_seed(7)
+    body = [keras.layers.Dense(8, "tanh"), keras.layers.BatchNormalization()]
+    body.append(keras.layers.Dense(3))
+    return keras.Sequential([keras.Input((FEATURES,)), *body], name=name)
+
+
+def test_state_is_that_of_the_parameter_server():
+    found = []
+    for builder in ("parameter_server", "replicated"):
+        model = _normalised()
+        trained = multi_gpu_model(model, gpus=3, builder=builder)
+        trained.compile(_sgd(), "mse")
+        _fit(trained)
+        found.append([*_state(model), trained.evaluate(*_data(), verbose=0)])
+    _assert_copies_are_equal(trained)
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+def _spectral():
+    keras.utils.set_random_seed(7)
+    layer = keras.layers.SpectralNormalization(keras.layers.Dense(8, "tanh"))
+    return keras.Sequential([keras.Input((FEATURES,)), layer, keras.layers.Dense(3)])
+
+
+def test_layers_that_assign_weights():
+    assert _twice(_sgd, _spectral) < 1e-5
+
+
+def _adversaries():
+    keras.utils.set_random_seed(7)
+    frozen = keras.layers.Dense(8, "tanh", trainable=False)
+    return keras.Sequential([keras.Input((FEATURES,)), frozen, keras.layers.Dense(3)])
+
+
+def test_frozen_layers():
+    assert _twice(_sgd, _adversaries) < 1e-5
+
+
+# Changes from outside.
+
+
+class _Now(keras.callbacks.Callback):
+    """Does something to the model at one moment of training, at one count."""
+
+    def __init__(self, moment, action, at=1):
+        super().__init__()
+        setattr(self, f"on_{moment}", self._maybe)
+        self._action, self._at, self._count = action, at, 0
+
+    def _maybe(self, *_, logs=None):
+        if self._count == self._at:
+            self._action(self.model)
+        self._count += 1
+
+
+def _halve(model):
+    model.set_weights([weight / 2 for weight in model.get_weights()])
+
+
+def _assign_one(model):
+    model.layers[0].kernel.assign(keras.ops.ones_like(model.layers[0].kernel))
+
+
+def _add(model):
+    model.layers[0].bias.assign_add(keras.ops.ones(8))
+    model.layers[-1].bias.value.assign_sub(tf.ones(3))
+
+
+def _forget_momenta(model):
+    for variable in model.optimizer.variables[2:]:
+        variable.assign(keras.ops.zeros_like(variable))
+
+
+def _slower(model):
+    model.optimizer.learning_rate = 0.01
+
+
+def _count(model):
+    model.optimizer.iterations.assign(100)
+
+
+def _scatter(model):
+    # Past Keras and the variable's `assign`, as a checkpoint is restored.
+    model.layers[0].bias.value.scatter_nd_update([[1]], [5.0])
+
+
+CHANGES = [_halve, _assign_one, _add, _scatter, _forget_momenta, _slower, _count]
+MOMENTS = ["epoch_begin", "epoch_end", "train_batch_begin", "train_batch_end"]
+WHEN = [(change, moment, 1) for change in CHANGES for moment in MOMENTS]
+WHEN += [(_halve, moment, 3) for moment in MOMENTS]
+
+
+@pytest.mark.parametrize(("change", "moment", "steps"), WHEN)
+def test_changes_in_callbacks_reach_all_towers(change, moment, steps):
+    def fit():
+        return {"callbacks": [_Now(moment, change)]}
+
+    # Its result hangs on the count.
+    def optimizer():
+        return keras.optimizers.SGD(_schedule() if change is _count else 0.1, 0.9)
+
+    assert _twice(optimizer, fit=fit, steps_per_execution=steps) < 1e-5
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_fits_reach_all_towers(change):
+    assert _twice(_sgd, between=lambda model, _: change(model)) < 1e-5
+
+
+def test_changes_between_batches_reach_all_towers():
+    x, y = _data(11)
+    found = []
+    for wrap in (lambda model: model, _copied):
+        model = _model()
+        trained = wrap(model)
+        trained.compile(_sgd(), "mse")
+        for change in (_halve, _assign_one, _forget_momenta):
+            trained.train_on_batch(x, y)
+            change(model)
+        trained.train_on_batch(x, y)
+        found.append(_state(model))
+    _assert_copies_are_equal(trained)
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+def test_weights_of_a_file_reach_all_towers(tmp_path):
+    path = tmp_path / "other.weights.h5"
+    other = _model()
+    _halve(other)
+    other.save_weights(path)
+    between = lambda model, trained: trained.load_weights(path)  # noqa: E731
+    assert _twice(_sgd, between=between) < 1e-5
+
+
+def test_restored_weights_reach_all_towers():
+    def fit():
+        # It never gets better than at first, and so goes back.
+        stop = keras.callbacks.EarlyStopping(
+            "loss", patience=1, mode="max", restore_best_weights=True
+        )
+        return {"callbacks": [stop], "epochs": 5}
+
+    assert _twice(_sgd, fit=fit, between=lambda *_: None) < 1e-5
+
+
+def test_learning_rate_callbacks():
+    def fit():
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=10)
+        return {"callbacks": [rate, plateau], "epochs": 3}
+
+    assert _twice(_sgd, fit=fit) < 1e-5
+
+
+def test_swapped_weights():
+    """It evaluates with the averages, and goes on with the weights."""
+
+    def fit():
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        return {"callbacks": [swap], "epochs": 3, "validation_data": _data(7)}
+
+    assert _twice(OPTIMIZERS["ema at the end"], fit=fit) < 1e-5
+
+
+def test_callbacks_read_current_values():
+    seen = []
+    for wrap in (lambda model: model, _copied):
+        values, model = [], _model()
+        trained = wrap(model)
+
+        def note(batch, logs, values=values, model=model):
+            values.append([v.value.numpy() for v in model.trainable_variables])
+
+        read = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+        trained.compile(_sgd(), "mse")
+        _fit(trained, [read], epochs=1)
+        seen.append([v for step in values for v in step])
+    assert oracle.largest_difference(seen[1], seen[0]) < 1e-5
+
+
+def test_evaluate_and_predict_in_the_middle():
+    x, y = _data(11)
+
+    def between(model, trained):
+        before = _state(model)[: len(model.variables)]
+        loss = trained.evaluate(x, y, verbose=0)
+        outputs = trained.predict(x, verbose=0)
+        np.testing.assert_allclose(loss, np.mean((outputs - y) ** 2), rtol=1e-5)
+        for ours, own in zip(model.variables, before, strict=True):
+            np.testing.assert_array_equal(ours.value, own)
+
+    def fit():
+        return {"validation_data": (x, y)}
+
+    assert _twice(_sgd, between=between, fit=fit) < 1e-5
+
+
+def test_saved_and_loaded(tmp_path):
+    path = tmp_path / "model.keras"
+    model = _model()
+    trained = _copied(model)
+    trained.compile(_sgd(), "mse")
+    _fit(trained)
+    trained.save(path)
+    loaded = keras.saving.load_model(path)
+    for ours, own in zip(_state(loaded), _state(model), strict=True):
+        np.testing.assert_array_equal(ours, own)
+    again = _copied(loaded)
+    _fit(again)
+    _fit(trained)
+    _assert_copies_are_equal(again)
+    assert oracle.largest_difference(_state(loaded), _state(model)) < 1e-6
+
+
+def test_compiled_again():
+    def between(model, trained):
+        trained.compile(keras.optimizers.Adam(0.01), "mae", jit_compile=False)
+
+    assert _twice(_sgd, between=between) < 1e-5
+
+
+def test_thawed_in_between():
+    def between(model, trained):
+        model.layers[0].trainable = True
+        trained.compile(_sgd(), "mse", jit_compile=False)
+
+    assert _twice(_sgd, _adversaries, between=between) < 1e-5
+
+
+def test_the_model_itself_trains_in_between():
+    def between(model, trained):
+        # On towers, `model` is the plain model that they share.
+        _fit(model, epochs=1)
+
+    assert _twice(_sgd, between=between) < 1e-5
+
+
+def test_gathered_losses():
+    found = []
+    for wrap in (
+        lambda model: model,
+        lambda model: _copied(model, loss_placement="gathered"),
+    ):
+        model = _model()
+        trained = wrap(model)
+        trained.compile(_sgd(), "mse")
+        _fit(trained)
+        found.append(_state(model))
+    _assert_copies_are_equal(trained)
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+# Where things are.
+
+
+def _executed(make=_model, towers=TOWERS[:2], optimizer=_sgd, **options):
+    name = f"replicated_{next(_numbers)}"
+    model = make(name)
+    parallel = _copied(model, towers, **options)
+    parallel.compile(optimizer(), "mse")
+    return executed.run(lambda: parallel.train_on_batch(*_data(8)), name)
+
+
+@pytest.mark.parametrize("algorithm", ["cpu", "device", "ring"])
+def test_only_gradients_travel_and_in_one_piece(algorithm):
+    towers = TOWERS[1:]
+    nodes = _executed(towers=towers, all_reduce_alg=algorithm)
+    sent = executed.transfers(nodes)
+    first, second = towers
+    between = [(a, b, name) for a, b, _, name in sent if "reduce" in name]
+    merge = {"cpu": TOWERS[0], "device": first}.get(algorithm)
+    expected = {
+        "cpu": {(first, merge): 1, (second, merge): 1, (merge, first): 1},
+        "device": {(second, first): 1, (first, second): 1},
+        # A chunk there to be added, a sum back.
+        "ring": {(second, first): 2, (first, second): 2},
+    }[algorithm]
+    if algorithm == "cpu":
+        expected[merge, second] = 1
+    found = {}
+    for a, b, _ in between:
+        found[a, b] = found.get((a, b), 0) + 1
+    assert found == expected
+    # Nothing else goes out to the second tower but its rows, and the learning rate.
+    rest = [n for _, b, _, n in sent if b == second and "reduce" not in n]
+    assert sum("ReadVariableOp" in name for name in rest) == 1
+    assert len(rest) <= 4, rest
+
+
+def test_packed_values_are_those_that_have_no_copy():
+    """A tower has the weights; moving averages come from the first one."""
+    nodes = _executed(_normalised, packed=True)
+    (packed,) = (n for n in nodes[TOWERS[0]] if n.name == "read/concat")
+    assert packed.attr["N"].i == 2
+
+
+def test_one_transfer_for_each_type():
+    def half(name):
+        keras.utils.set_random_seed(7)
+        body = [keras.layers.Dense(8, dtype="float64") for _ in range(2)]
+        body += [keras.layers.Dense(3), keras.layers.Dense(3)]
+        return keras.Sequential([keras.Input((FEATURES,)), *body], name=name)
+
+    nodes = _executed(half, all_reduce_alg="device")
+    sent = [each for each in executed.transfers(nodes) if "reduce" in each[3]]
+    kinds = sorted(dtype.name for source, _, dtype, _ in sent if source == TOWERS[1])
+    assert kinds == ["float32", "float64"]
+    kinds = sorted(dtype.name for source, _, dtype, _ in sent if source == TOWERS[0])
+    assert kinds == ["float32", "float64"]
+
+
+def test_every_tower_updates_its_own():
+    nodes = _executed()
+    writes = {
+        device: sum("Assign" in n.op or "ResourceApply" in n.op for n in each)
+        for device, each in nodes.items()
+    }
+    # Two layers: four variables, four momenta, the step count, the learning rate.
+    assert writes[TOWERS[1]] == 10
+    # The first has the metric's two, and no learning rate to copy.
+    assert writes[TOWERS[0]] == 11
+    reads = {
+        d: [n for n in each if n.op == "ReadVariableOp"] for d, each in nodes.items()
+    }
+    assert len(reads[TOWERS[1]]) >= 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"home": "/device:CPU:3"}, {"cpu_relocation": True}], ids=str
+)
+def test_a_home_elsewhere_is_refused(options):
+    with pytest.raises(ValueError, match="expected none, or the first tower's"):
+        _copied(_model(), TOWERS[1:], **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"home": TOWERS[1]}, {"home": "CPU:1"}], ids=str
+)
+def test_home_is_the_first_tower(options):
+    model = _model()
+    parallel = _copied(model, TOWERS[1:], **options)
+    parallel.compile(_sgd(), "mse")
+    parallel.train_on_batch(*_data(8))
+    for variable in [*model.variables, *model.optimizer.variables]:
+        assert variable.value.device.endswith(TOWERS[1]), variable.path
+    _assert_copies_are_equal(parallel)
+
+
+def test_relocation_to_the_first_tower_is_no_contradiction():
+    assert _copied(_model(), TOWERS, cpu_relocation=True).builder.home == TOWERS[0]
+
+
+def test_a_model_built_elsewhere_is_moved():
+    with tf.device("/device:CPU:3"):
+        model = _model()
+    weights = model.get_weights()
+    _copied(model, TOWERS)
+    for variable, weight in zip(model.variables, weights, strict=True):
+        assert variable.value.device.endswith(TOWERS[0])
+        np.testing.assert_array_equal(variable.value, weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"all_reduce_alg": "nccl"}, "NCCL needs several towers, each on a GPU"),
+        ({"all_reduce_alg": "tree"}, "expected one of"),
+        (
+            {"builder": "parameter_server", "all_reduce_alg": "ring"},
+            "says how builder='replicated' adds gradients",
+        ),
+    ],
+)
+def test_other_algorithms_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        multi_gpu_model(_model(), TOWERS, **{"builder": "replicated"} | options)
