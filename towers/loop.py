@@ -42,7 +42,10 @@ def train_function(
 
     def many(iterator):
         if steps == 1:
-            return one(iterator.get_next())
+            data = iterator.get_next()
+            # At the end of the data nothing happens, also to what does not look at it.
+            with tf.control_dependencies(_flat(without_optionals(data))):
+                return one(data)
         return _loop(place, step, steps, iterator)
 
     if not eager:
@@ -105,8 +108,18 @@ def _loop(place, step, steps, iterator):
         _flat(placed),
         tf.experimental.Optional.empty(logs_spec),
     )
-    *_, logs = tf.while_loop(lambda _, more, *__: more, body, variables)
+    with tf.compat.v1.device(_where_its_input_is):
+        *_, logs = tf.while_loop(lambda _, more, *__: more, body, variables)
     return logs.get_value()
+
+
+def _where_its_input_is(operation):
+    # The loop's body returns each value by an operation that waits for the whole step,
+    # which TensorFlow places nowhere. On the first device, it would send a share on to
+    # its tower only then.
+    if operation.type == "Identity" and not operation.device:
+        return operation.inputs[0].device
+    return operation.device
 
 
 def without_optionals(data: Any) -> Any:

@@ -122,8 +122,10 @@ def _ring(parts, devices):
     """
     length, count = parts[0].shape.num_elements(), len(devices)
     sizes = [length // count + (k < length % count) for k in range(count)]
-    chunks = [tf.split(part, sizes) for part in parts]
-    sums = []
+    chunks, sums = [], []
+    for part, device in zip(parts, devices, strict=False):
+        with tf.device(device):
+            chunks.append(tf.split(part, sizes))
     for k, device in enumerate(devices):
         with tf.device(device):
             sums.append(add([chunk[k] for chunk in chunks]))

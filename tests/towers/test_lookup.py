@@ -213,14 +213,7 @@ def _some(options):
 _pair = (_ids(), _ids(seed=5))
 
 
-def _recomputed():
-    with keras.RematScope(mode="full"):
-        embedding = _embedding()
-    return _after(embedding)
-
-
 CASES = {
-    "recomputed": (_recomputed, _ids()),
     "plain": (_some({}), _ids()),
     "repeated ids": (_some({}), _ids() % 3),
     "negative ids": (_some({}), _ids(low=-TABLE[0])),

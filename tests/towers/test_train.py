@@ -417,25 +417,25 @@ class TestInProcess:
         train.FLAGS.lr_schedule, train.FLAGS.learning_rate = schedule, 1.0
         train.FLAGS.train_epochs, train.FLAGS.batch_size = 4, 10
         # 95 images are 10 steps an epoch.
-        rate = train.learning_rate(95)
+        rate = train.learning_rate(95, 1)
         found = [float(rate(step)) for step in (0, 10, 20, 40)]
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
     def test_learning_rate_of_unknown_length(self):
         train.FLAGS.lr_schedule = "cosine"
         with pytest.raises(ValueError, match="--max_train_steps"):
-            train.learning_rate(None)
+            train.learning_rate(None, 1)
         train.FLAGS.max_train_steps = 8
-        assert float(train.learning_rate(None)(8)) == 0.0
+        assert float(train.learning_rate(None, 1)(8)) == 0.0
 
     def test_optimizer(self):
         train.FLAGS.optimizer, train.FLAGS.momentum = "sgd", 0.75
         train.FLAGS.weight_decay = 0.5
-        sgd = train.build_optimizer(95)
+        sgd = train.build_optimizer(95, 1)
         assert type(sgd) is keras.optimizers.SGD
         assert (sgd.momentum, sgd.weight_decay) == (0.75, 0.5)
         train.FLAGS.optimizer = "AdamW"
-        assert type(train.build_optimizer(95)) is keras.optimizers.AdamW
+        assert type(train.build_optimizer(95, 1)) is keras.optimizers.AdamW
 
     @pytest.mark.parametrize(
         ("end", "from_logits"),

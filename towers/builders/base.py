@@ -190,7 +190,7 @@ class Builder(abc.ABC):
         placed = []
         for device, (start, end) in zip(self.devices, bounds, strict=True):
             rows = batch.take(data, start, end)
-            with tf.device(device):
+            with tf.device(device), tf.name_scope("place"):
                 placed.append(tf.nest.map_structure(_copy, rows))
         return placed
 
@@ -276,11 +276,12 @@ class Builder(abc.ABC):
         """Gives copies of the variables, if there are any, their values."""
         return
 
-    def read(self, look_up: bool = True) -> list[Values]:
+    def read(self, look_up: bool = True, send_params: bool = True) -> list[Values]:
         """Reads the variables at home, and hands each tower their values.
 
         Args:
             look_up: Whether towers may look up rows of tables that stay at home.
+            send_params: Whether towers need the parameters, and not the state alone.
 
         Returns:
             The values for each tower. The random seeds among them are its own.
@@ -297,19 +298,23 @@ class Builder(abc.ABC):
             ]
             buffers = None
             if any(map(self.packs, self.devices)):
-                packed = [value for value in [*params, *state] if value is not None]
-                buffers = packing.pack(packed)
+                sent = [*(params if send_params else ()), *state]
+                sent = [value for value in sent if value is not None]
+                buffers = packing.pack(sent), sent
         return [
             self._values(k, params, state, buffers) for k in range(len(self.devices))
         ]
 
     def _values(self, k, params, state, buffers):
         if self.packs(self.devices[k]):
-            sent = [value for value in [*params, *state] if value is not None]
+            buffers, sent = buffers
             with tf.device(self.devices[k]), tf.name_scope("read"):
-                received = iter(packing.unpack(buffers, sent))
-            params = [None if value is None else next(received) for value in params]
-            state = list(received)
+                received = packing.unpack(buffers, sent)
+            of_state = len(received) - len(state)
+            moved = iter(received[:of_state])
+            if of_state:
+                params = [None if value is None else next(moved) for value in params]
+            state = received[of_state:]
         return Values(params, tower.own_seeds(self.model, state, k))
 
     def packs(self, device: str) -> bool:

@@ -112,7 +112,7 @@ class Replicated(ParameterServer):
     def read_for_training(self) -> list[Values]:
         """Returns each tower's own parameters; see `Builder.read`."""
         # Tables, too, are copied: those at home could be updated by home only.
-        values = self.read(look_up=False)
+        values = self.read(look_up=False, send_params=False)
         for k, copy in enumerate(self._copies, start=1):
             with tf.device(self.devices[k]), tf.name_scope("read"):
                 params = [tf.convert_to_tensor(v) for v in self._trainable(copy)]
