@@ -53,16 +53,23 @@ def run(
                 case.between(trained)
         history = trained.fit(**fit).history
         found |= {f"history {name} {round}": v for name, v in history.items()}
+    found |= _variables(model)
     if not only_train:
         results = trained.evaluate(data, return_dict=True, verbose=0)
         found |= {f"evaluate {name}": value for name, value in results.items()}
         outputs = keras.tree.flatten(trained.predict(data, verbose=0))
         found |= {f"predict {i}": value for i, value in enumerate(outputs)}
-    found |= {f"{v.path} {i}": v.value for i, v in enumerate(model.variables)}
+        # Some models count there, too.
+        found |= {f"later {name}": value for name, value in _variables(model).items()}
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+def _variables(model):
+    found = {f"{v.path} {i}": v.value for i, v in enumerate(model.variables)}
     # Their paths hang on where Keras built them; names and order do not.
     slots = enumerate(model.optimizer.variables)
     found |= {f"slot {i} {v.path.split('/')[-1]}": v.value for i, v in slots}
-    return {name: np.asarray(value) for name, value in found.items()}
+    return {name: np.array(value) for name, value in found.items()}
 
 
 def dataset(batches: list[tuple]) -> tf.data.Dataset:
@@ -140,7 +147,7 @@ def outcome(
         return record | {"verdict": verdict, "message": message}
     theirs = _one_device(case)
     if only_train:
-        later = "evaluate ", "predict "
+        later = "evaluate ", "predict ", "later "
         theirs = {k: v for k, v in theirs.items() if not k.startswith(later)}
     each = {
         name: value
