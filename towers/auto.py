@@ -12,9 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import keras
-import tensorflow as tf
-
 from towers.reduce import ALGORITHMS
 
 # Seconds that trying may take. The first candidate is what the run falls back on, and
@@ -170,28 +167,6 @@ def table(trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def snapshot(model: keras.Model) -> Callable[[], None]:
-    """Keeps the values of all variables of a model, its optimizer and its metrics.
-
-    Args:
-        model: A built, compiled model.
-
-    Returns:
-        A function that gives every variable the value that it had.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    variables = [*model.variables, *model.metrics_variables]
-    variables += optimizer.variables if optimizer is not None else []
-    with tf.device("/device:CPU:0"):
-        values = [tf.identity(variable.value) for variable in variables]
-
-    def restore():
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-
-    return restore
-
-
 def remember(file: str | None, key: Any, trials: Sequence[Trial]) -> None:
     """Writes a choice down.
 
@@ -227,8 +202,10 @@ def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
     Returns:
         The choice, `None` if there is none for this.
     """
+    if file is None:
+        return None
     try:
-        with open(file or "") as read:
+        with open(file) as read:
             found = json.load(read)
         choice = Choice(**found["chosen"])
         return choice if found["for"] == key and choice in ways else None

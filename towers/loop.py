@@ -78,8 +78,8 @@ def train_function(
 def _loop(place, step, steps, iterator):
     """Runs up to `steps` steps in a loop of the graph."""
     first = without_optionals(iterator.get_next())
-    shares = place(first)
-    traced = tf.function(step, autograph=False).get_concrete_function(first, shares)
+    placed = place(first)
+    traced = tf.function(step, autograph=False).get_concrete_function(first, placed)
     logs_spec = tf.nest.map_structure(
         tf.type_spec_from_value, traced.structured_outputs
     )
@@ -100,7 +100,6 @@ def _loop(place, step, steps, iterator):
         logs = tf.experimental.Optional.from_value(traced(data_now, shares_now))
         return count + 1, more, data_next, shares_next, logs
 
-    placed = shares
     variables = (
         tf.zeros([], tf.int32),
         tf.constant(True),

@@ -18,7 +18,7 @@ import tensorflow as tf
 import wrapt
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from towers import auto, devices, reduce, start, tower
+from towers import auto, devices, reduce, start, tower, variables
 from towers.auto import Choice
 from towers.builders.asynchronous import Asynchronous
 from towers.builders.base import Builder, overrides
@@ -517,17 +517,16 @@ def _check_max_staleness(bound: Any, builder: str) -> None:
 
 def _where(model: keras.Model) -> str:
     """The device that the model's variables are on; the host's if it has none yet."""
-    variables = model.trainable_variables or model.variables
-    return variables[0].value.device if variables else devices.HOST
+    own = model.trainable_variables or model.variables
+    return own[0].value.device if own else devices.HOST
 
 
 def _move(model: keras.Model, home: str) -> None:
     """Moves a model's variables to `home`, with those of its optimizer and metrics."""
-    optimizer = getattr(model, "optimizer", None)
-    variables = [*model.variables, *model.metrics_variables]
-    variables += optimizer.variables if optimizer is not None else []
-    for variable in _elsewhere(variables, home):
+    for variable in variables.of(model):
         old = variable.value
+        if old.device.endswith(home):
+            continue
         with tf.device(home):
             new = tf.Variable(
                 old, trainable=old.trainable, name=variable.name, dtype=old.dtype
@@ -537,7 +536,3 @@ def _move(model: keras.Model, home: str) -> None:
         variable._value = new
         # What Keras has traced for one device refers to the old ones.
         model.train_function = model.test_function = model.predict_function = None
-
-
-def _elsewhere(variables, home):
-    return [v for v in variables if not v.value.device.endswith(home)]

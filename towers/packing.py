@@ -6,15 +6,30 @@ caller's business; these functions run on the device that they are called on.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 
-def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def copy(nest: Any) -> Any:
+    """Copies tensors as they are, one by one.
+
+    Args:
+        nest: A nest of dense, ragged or sparse tensors, and of `None`.
+    """
+    return tf.nest.map_structure(
+        lambda tensor: None if tensor is None else tf.identity(tensor),
+        nest,
+        expand_composites=True,
+    )
+
+
+def pack(tensors: Sequence[Any]) -> list[tf.Tensor]:
     """Joins tensors into one flat buffer for each type.
 
     Args:
-        tensors: Tensors of any shapes and types.
+        tensors: Tensors of any shapes and types. What is not dense, or `None`, is
+            passed over.
 
     Returns:
         Buffers of rank 1, in the order in which their types come first.
@@ -25,20 +40,18 @@ def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     ]
 
 
-def unpack(
-    buffers: Sequence[tf.Tensor], like: Sequence[tf.Tensor | tf.TensorSpec]
-) -> list[tf.Tensor]:
+def unpack(buffers: Sequence[tf.Tensor], like: Sequence[Any]) -> list[Any]:
     """Takes apart what `pack` has joined.
 
     Args:
         buffers: What `pack` returned, or sums of it.
-        like: The tensors that were packed, or others of their types and shapes, which
+        like: What was packed, or tensors and specs of the same types and shapes, which
             have to be known.
 
     Returns:
-        Tensors in the order of `like`.
+        Tensors in the order of `like`, and what was passed over as it is there.
     """
-    tensors: list[tf.Tensor] = [None] * len(like)
+    tensors = list(like)
     for buffer, places in zip(buffers, _places(like), strict=True):
         sizes = [like[i].shape.num_elements() for i in places]
         for i, flat in zip(places, tf.split(buffer, sizes), strict=True):
@@ -47,8 +60,9 @@ def unpack(
 
 
 def _places(tensors):
-    """For each type, where tensors of it are."""
+    """For each type, where dense tensors of it are."""
     by_type = {}
     for i, tensor in enumerate(tensors):
-        by_type.setdefault(tensor.dtype, []).append(i)
+        if isinstance(tensor, tf.Tensor | tf.TensorSpec):
+            by_type.setdefault(tensor.dtype, []).append(i)
     return list(by_type.values())

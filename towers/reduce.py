@@ -5,7 +5,6 @@ is nothing but adding. On which device is the caller's choice: these functions r
 they are called.
 """
 
-import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -13,6 +12,7 @@ from tensorflow.python.ops import nccl_ops
 
 from towers import packing
 from towers.dependence import Dependence
+from towers.devices import HOST
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -97,15 +97,12 @@ def _copies(value, devices):
     copies = []
     for device in devices:
         with tf.device(device):
-            copy = functools.partial(
-                tf.nest.map_structure, tf.identity, expand_composites=True
-            )
-            copies.append(None if value is None else copy(value))
+            copies.append(packing.copy(value))
     return copies
 
 
 def _on_cpu(parts, devices):
-    with tf.device("/device:CPU:0"):
+    with tf.device(HOST):
         return _copies(add(parts), devices)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import auto, loop
+from towers import auto, loop, variables
 from towers.builders.base import Builder
 
 # What TensorFlow says where XLA cannot compile.
@@ -82,13 +82,13 @@ def train_or_fall_back(
     function = train()
     if not builder.xla:
         return function, function(batches.read())
-    restore = auto.snapshot(builder.model)
+    start = variables.values(builder.model)
     try:
         logs = function(batches.read())
     except tf.errors.OpError as error:
         if not any(word in str(error) for word in _XLA_WORDS):
             raise
-        restore()
+        variables.assign(builder.model, start)
         builder.forget()
         builder.xla = False
         name = builder.model.name
@@ -124,12 +124,10 @@ def try_ways(
         function, data = make(way), batches.read(repeat=True)
         return lambda: function(data)
 
-    restore = auto.snapshot(model)
-    try:
-        return auto.choose(ways, train, len(batches), start_s)
-    finally:
-        restore()
-        gc.collect()  # graphs, and copies of variables, that nobody needs any more
+    with variables.unchanged(model):
+        trials = auto.choose(ways, train, len(batches), start_s)
+    gc.collect()  # graphs, and copies of variables, that nobody needs any more
+    return trials
 
 
 def say(text: str) -> None:

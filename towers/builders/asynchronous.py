@@ -411,20 +411,14 @@ class Asynchronous(Builder):
             computed = _with_gradients(computed, gradients)
         # On the way home others may update.
         with tf.device(self.home):
-            return tf.nest.map_structure(
-                lambda t: None if t is None else tf.identity(t),
-                computed,
-                expand_composites=True,
-            )
+            return packing.copy(computed)
 
     def _apply(self, share, pulled, computed):
         with tf.device(self.home):
-            model = self.model
-            variables = model.trainable_variables + model.non_trainable_variables
             state = [
                 None if new is None else _add_change(variable.value, old, new)
                 for variable, old, new in zip(
-                    variables,
+                    self._variables(),
                     [*pulled.values[0].params, *pulled.values[0].state],
                     computed.state,
                     strict=True,
@@ -463,12 +457,10 @@ def _add_change(now, old, new):
 
 def _send(tensors, source, target):
     """Moves those that are dense from one device to another in one piece."""
-    dense = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]
     with tf.device(source):
-        buffers = packing.pack(dense)
+        buffers = packing.pack(tensors)
     with tf.device(target):
-        received = iter(packing.unpack(buffers, dense))
-    return [next(received) if isinstance(t, tf.Tensor) else t for t in tensors]
+        return packing.unpack(buffers, tensors)
 
 
 def _with_gradients(computed, gradients):

@@ -191,7 +191,7 @@ class Builder(abc.ABC):
         for device, (start, end) in zip(self.devices, bounds, strict=True):
             rows = batch.take(data, start, end)
             with tf.device(device), tf.name_scope("place"):
-                placed.append(tf.nest.map_structure(_copy, rows))
+                placed.append(packing.copy(rows))
         return placed
 
     def build(self, data: Any) -> None:
@@ -296,26 +296,20 @@ class Builder(abc.ABC):
             state = [
                 tf.convert_to_tensor(v.value) for v in model.non_trainable_variables
             ]
-            buffers = None
-            if any(map(self.packs, self.devices)):
-                sent = [*(params if send_params else ()), *state]
-                sent = [value for value in sent if value is not None]
-                buffers = packing.pack(sent), sent
-        return [
-            self._values(k, params, state, buffers) for k in range(len(self.devices))
-        ]
-
-    def _values(self, k, params, state, buffers):
-        if self.packs(self.devices[k]):
-            buffers, sent = buffers
-            with tf.device(self.devices[k]), tf.name_scope("read"):
-                received = packing.unpack(buffers, sent)
-            of_state = len(received) - len(state)
-            moved = iter(received[:of_state])
-            if of_state:
-                params = [None if value is None else next(moved) for value in params]
-            state = received[of_state:]
-        return Values(params, tower.own_seeds(self.model, state, k))
+            sent = [*(params if send_params else ()), *state]
+            packs = [self.packs(device) for device in self.devices]
+            buffers = packing.pack(sent) if any(packs) else []
+        values = []
+        for k, device in enumerate(self.devices):
+            mine = Values(params, state)
+            if packs[k]:
+                with tf.device(device), tf.name_scope("read"):
+                    received = packing.unpack(buffers, sent)
+                of_state = len(sent) - len(state)
+                mine = Values(received[:of_state] or params, received[of_state:])
+            seeded = tower.own_seeds(self.model, mine.state, k)
+            values.append(mine._replace(state=seeded))
+        return values
 
     def packs(self, device: str) -> bool:
         """Tells whether values travel packed between home and a device.
@@ -567,12 +561,6 @@ def _symbolic_tensor(tensor):
 
 def _as_tensor(value):
     return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
-
-
-def _copy(tensor):
-    if tensor is None:
-        return None
-    return tf.nest.map_structure(tf.identity, tensor, expand_composites=True)
 
 
 def _specs(tensors):

@@ -122,12 +122,7 @@ class Replicated(ParameterServer):
     def update_weights(
         self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
     ) -> None:
-        """Adds gradients, and applies the optimizer on each tower.
-
-        Args:
-            gradients: Lists of gradients; see `TowerResult.gradients`.
-            sources: The devices that they are on.
-        """
+        """Does so on each tower; see `ParameterServer.update_weights`."""
         with tf.name_scope("reduce"):
             sums = reduce.all_reduce(
                 gradients, sources, self.devices, self.all_reduce_alg

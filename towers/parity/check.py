@@ -12,8 +12,9 @@ from towers import devices
 from towers.model import multi_gpu_model
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
-from towers.parity.trials import Setting, Trials, in_place, quietly, unchanged
+from towers.parity.trials import Setting, Trials, in_place, quietly
 from towers.tower import ModelError
+from towers.variables import unchanged
 
 
 def check_parity(

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from towers import variables
 from towers.model import TowerModel
 from towers.parity.report import Entry, differences
 
@@ -37,7 +38,7 @@ class Setting(NamedTuple):
 def in_place(model: keras.Model) -> Iterator[None]:
     """Leaves the model's variables where they are, and its functions as they are."""
     # Towers may move variables to another device, and back they go.
-    places = [(variable, variable._value) for variable in variables(model)]
+    places = [(variable, variable._value) for variable in variables.of(model)]
     functions = [(name, getattr(model, name)) for name in _FUNCTIONS]
     try:
         yield
@@ -46,16 +47,6 @@ def in_place(model: keras.Model) -> Iterator[None]:
             variable._value = place
         for name, function in functions:
             setattr(model, name, function)
-
-
-@contextlib.contextmanager
-def unchanged(model: keras.Model) -> Iterator[None]:
-    """Leaves the values of all that training changes as they are."""
-    start = values(model)
-    try:
-        yield
-    finally:
-        assign(model, start)
 
 
 @contextlib.contextmanager
@@ -74,25 +65,6 @@ def quietly() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(is_news)
-
-
-def variables(model: keras.Model) -> list[keras.Variable]:
-    """Returns all that training changes: of model, optimizer, metrics and loss."""
-    found = [*model.variables, *model.metrics_variables]
-    for part in (model.optimizer, model._compile_loss):
-        found += part.variables if part is not None else []
-    return list({id(variable): variable for variable in found}.values())
-
-
-def values(model: keras.Model) -> list[np.ndarray]:
-    """Returns the values of `variables`."""
-    return [variable.numpy() for variable in variables(model)]
-
-
-def assign(model: keras.Model, start: Sequence[np.ndarray]) -> None:
-    """Assigns what `values` returned."""
-    for variable, value in zip(variables(model), start, strict=True):
-        variable.assign(value)
 
 
 class Trials:
@@ -127,7 +99,7 @@ class Trials:
         self.loss_placement = None
         self.tolerance = tolerance
         self._make_parallel = make_parallel
-        self._start = values(model)
+        self._start = variables.values(model)
         self._parallel = {}
         self._traced = {}
         self._rounding = {}
@@ -212,11 +184,11 @@ class Trials:
         """Ids of the variables that training on one device changes."""
         for _ in self.on_one_device(Setting()):
             pass
-        now = zip(variables(self.model), self._start, strict=True)
+        now = zip(variables.of(self.model), self._start, strict=True)
         return {id(v) for v, start in now if not np.array_equal(v.numpy(), start)}
 
     def _train(self, trainer, disturbance):
-        assign(self.model, self._start)
+        variables.assign(self.model, self._start)
         if disturbance is not None:
             self._disturb(disturbance)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(self.batches[0])
