@@ -5,7 +5,6 @@ and copying it to the devices are left to whoever iterates.
 """
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -104,26 +103,27 @@ def _shuffled_epochs(
     """
     epochs = itertools.count(start_epoch)
 
-    def next_seeds() -> Iterator[np.ndarray]:
+    def next_seeds() -> np.ndarray:
         # Hashed, so that (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in
         # common, and neither have the orders of files and of records.
-        yield np.random.SeedSequence((seed, next(epochs))).generate_state(2)
+        state = np.random.SeedSequence((seed, next(epochs))).generate_state(2)
+        return state.astype(np.int64)
 
     @tf.autograph.experimental.do_not_convert
-    def epoch(seeds: tf.Tensor) -> tf.data.Dataset:
+    def epoch(_: tf.Tensor) -> tf.data.Dataset:
+        # Not by `Dataset.from_generator`, after which large blocks of memory are
+        # mapped anew at each use, in the whole process; see `towers.start.Batches`.
+        seeds = tf.numpy_function(next_seeds, [], tf.int64)
         # Sets the seed of this function's graph alone: the program's global seed
         # would otherwise be mixed into both orders (and 0 with a tensor seed fails).
         tf.random.set_seed(1)
-        files_seed, records_seed = tf.unstack(tf.cast(seeds, tf.int64))
+        files_seed, records_seed = tf.unstack(seeds, num=2)
         records = source.records(split, shuffle_seed=files_seed)
         return records.shuffle(
             buffer, seed=records_seed, reshuffle_each_iteration=False
         )
 
-    seeds = tf.data.Dataset.from_generator(
-        next_seeds, output_signature=tf.TensorSpec([2], tf.uint32)
-    )
-    return seeds.flat_map(epoch)
+    return tf.data.Dataset.from_tensors(0).flat_map(epoch)
 
 
 def _check_label(label: tf.Tensor, num_classes: int) -> None:

@@ -64,4 +64,4 @@ def _call(layer, inputs):
     return keras.ops.cast(rows, layer.compute_dtype)
 
 
-_replacement = Replacement(keras.layers.Embedding, _call)
+_replacement = Replacement(keras.layers.Embedding, "call", _call)

@@ -1,28 +1,27 @@
-"""Other code for a Keras layer while towers are traced."""
+"""Other code for a class of Keras's while a step is traced."""
 
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 
 class Replacement:
-    """A context in which a class of layers has another `call`, for all threads.
+    """A context in which a class has another method, for all threads.
 
     It can be entered several times, also by several threads at once: towers that run
     together are traced by turns, in threads.
     """
 
-    def __init__(self, layer: type[keras.layers.Layer], call: Callable[..., Any]):
+    def __init__(self, owner: type, name: str, method: Callable[..., Any]):
         """Keeps what to replace.
 
         Args:
-            layer: The class.
-            call: What stands in for its `call`.
+            owner: The class.
+            name: The name of one of its own methods.
+            method: What stands in for it.
         """
-        self._layer = layer
-        self._calls = layer.call, call
+        self._owner, self._name = owner, name
+        self._methods = vars(owner)[name], method
         self._lock = threading.Lock()
         self._depth = 0
 
@@ -35,4 +34,4 @@ class Replacement:
     def _enter(self, step):
         with self._lock:
             self._depth += step
-            self._layer.call = self._calls[self._depth > 0]
+            setattr(self._owner, self._name, self._methods[self._depth > 0])

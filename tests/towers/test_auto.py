@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import auto, multi_gpu_model
+from towers import auto, loop, multi_gpu_model, start
 from towers import model as door
 from towers.auto import Choice
 
@@ -302,6 +302,43 @@ def test_every_batch_is_trained_on_once(steps):
     parallel.fit(data, verbose=0, callbacks=[Sees()])
     assert float(model.get_weights()[0][0, 0]) == 1111111.0
     assert seen == (list(range(7)) if steps == 1 else [2, 5, 8])
+
+
+_ROWS = np.arange(12, dtype="float32").reshape(6, 2)
+_NOTHING = tf.experimental.Optional.empty(tf.TensorSpec([], tf.float32))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        _ROWS,
+        {"b": _ROWS, "a": _ROWS.astype(str)},
+        tf.sparse.from_dense(_ROWS),
+        tf.ragged.constant([[1, 2], [3], [], [4, 5, 6], [7], [8]]),
+    ],
+    ids=["array", "dictionary", "sparse", "ragged"],
+)
+@pytest.mark.parametrize(
+    "beside", [(), (None,), (_NOTHING,)], ids=["alone", "none", "optional"]
+)
+def test_batches_are_read_again_as_they_came(monkeypatch, rows, beside):
+    # It fixes malloc's threshold for the whole process, which slows down small models.
+    monkeypatch.setattr(tf.data.Dataset, "from_generator", None)
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(4)
+    iterator = iter(data.map(lambda rows: (rows, *beside)))
+    spec = iterator.element_spec
+    taken = start.Batches(iterator, 5)
+    assert len(taken) == 2
+
+    def arrays(batch):
+        flat = tf.nest.flatten(loop.without_optionals(batch), expand_composites=True)
+        return [tensor.numpy().tolist() for tensor in flat if tensor is not None]
+
+    expected = [arrays((rows, *beside)) for rows in data]
+    again = taken.read(repeat=True)
+    assert again.element_spec == spec
+    assert [arrays(next(again)) for _ in range(4)] == expected * 2
+    assert [arrays(batch) for batch in taken.read()] == expected
 
 
 def test_compiling_again_is_obeyed(monkeypatch):

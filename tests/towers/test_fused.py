@@ -1,4 +1,4 @@
-"""The fused BatchNormalization against Keras's own."""
+"""Fused kernels against Keras's own operations."""
 
 import keras
 import numpy as np
@@ -114,3 +114,73 @@ def test_a_mask_is_respected():
     with fused.batch_normalization():
         ours = layer(x, training=True, mask=mask)
     np.testing.assert_array_equal(ours, expected)
+
+
+class OwnStep(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, gradient)
+
+
+def _train(optimizer, gradients, dtype="float32"):
+    """Applies gradients in turn; returns all variables and how often the kernel ran."""
+    start = np.random.default_rng(1).normal(size=(6, 4))
+    variable = keras.Variable(start, dtype=dtype)
+    optimizer.build([variable])
+    apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
+    for gradient in gradients:
+        apply(gradient)
+    graph = apply.get_concrete_function(gradients[0]).graph
+    types = [operation.type for operation in graph.get_operations()]
+    kernels = types.count("ResourceApplyKerasMomentum")
+    return [v.numpy() for v in (variable, *optimizer.variables)], kernels
+
+
+def _gradients(sparse=False):
+    random = np.random.default_rng(2)
+    for _ in range(3):
+        values = tf.constant(random.normal(size=(6, 4)), tf.float32)
+        if sparse:
+            yield tf.IndexedSlices(values[:2], tf.constant([1, 4]), tf.constant([6, 4]))
+        else:
+            yield values
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": True},
+        {"weight_decay": 0.1, "clipnorm": 0.5, "use_ema": True},
+        {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)},
+        {"gradient_accumulation_steps": 2},
+    ],
+    ids=["plain", "nesterov", "with all", "schedule", "accumulation"],
+)
+def test_momentum_in_one_kernel_gives_keras_numbers(options):
+    options = {"learning_rate": 0.1, "momentum": 0.9} | options
+    expected, none = _train(keras.optimizers.SGD(**options), list(_gradients()))
+    with fused.updates():
+        ours, _ = _train(keras.optimizers.SGD(**options), list(_gradients()))
+    assert none == 0
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make, options, sparse, dtype, kernels",
+    [
+        (keras.optimizers.SGD, {"momentum": 0.9}, False, "float32", 1),
+        (keras.optimizers.SGD, {}, False, "float32", 0),
+        (keras.optimizers.SGD, {"momentum": 0.9}, True, "float32", 0),
+        (keras.optimizers.SGD, {"momentum": 0.9}, False, "float64", 0),
+        (OwnStep, {"momentum": 0.9}, False, "float32", 0),
+    ],
+)
+def test_where_the_update_is_one_kernel(make, options, sparse, dtype, kernels):
+    gradients = list(_gradients(sparse))
+    expected, _ = _train(make(0.1, **options), gradients, dtype)
+    with fused.updates():
+        ours, found = _train(make(0.1, **options), gradients, dtype)
+    assert found == kernels
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers import batch, reduce, tower
+from towers import batch, fused, reduce, tower
 from towers.builders.base import Builder, Values
 from towers.rules import NoRuleError
 from towers.tower import TowerResult
@@ -197,7 +197,8 @@ class ParameterServer(Builder):
         """
 
         def update(gradients):
-            model.optimizer.apply(gradients, model.trainable_variables)
+            with fused.updates():
+                model.optimizer.apply(gradients, model.trainable_variables)
 
         model = self.model
         if self.xla:
