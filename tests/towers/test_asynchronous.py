@@ -677,5 +677,5 @@ def test_digits_are_learned():
         metrics=["accuracy"],
         steps_per_execution=10,
     )
-    parallel.fit(x, y, batch_size=64, epochs=20, verbose=0)
+    parallel.fit(x, y, batch_size=64, epochs=30, verbose=0)
     assert parallel.evaluate(x_test, y_test, verbose=0)[1] >= 0.97

@@ -16,16 +16,23 @@ ROOT = pathlib.Path(__file__).parents[2]
 # For scripts/parity_report.py.
 FILE = pathlib.Path(os.environ.get("TOWERS_EXACT_FILE", ROOT / ".exact/towers.jsonl"))
 
+# What these are about is how several towers cut a batch. `asynchronous` equals one
+# device with one tower only.
+OF_SEVERAL_TOWERS = "shares", "batches"
+
 # Builders of a case follow one another, and with --dist=loadgroup in one process: what
 # one device makes of it is then computed once.
-GROUPED = [
-    pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(str(case)))
+RUNS = [
+    pytest.param(
+        case, builder, id=f"{case}-{builder}", marks=pytest.mark.xdist_group(str(case))
+    )
     for case in CASES
+    for builder in towers.model.BUILDERS
+    if not (builder == "asynchronous" and case.group in OF_SEVERAL_TOWERS)
 ]
 
 
-@pytest.mark.parametrize("builder", list(towers.model.BUILDERS))
-@pytest.mark.parametrize("case", GROUPED)
+@pytest.mark.parametrize(("case", "builder"), RUNS)
 def test_towers_equal_one_device(case, builder):
     if builder == "asynchronous":
         case = _alone(case)

@@ -324,7 +324,7 @@ def test_the_next_batch_is_placed_while_a_step_computes(builder, home):
     (fetch,) = (n for n in by_name.values() if n.op == "IteratorGetNextAsOptional")
     work = {n.name for n in by_name.values() if n.op in ("MatMul", "_FusedMatMul")}
     work |= {n.name for n in by_name.values() if "Assign" in n.op or "Apply" in n.op}
-    assert len(work) > 10
+    assert len(work) > 5
     assert not executed.behind(nodes, fetch) & work
     for tower in TOWERS:
         # What one round of the loop hands the next, but for what TensorFlow adds.

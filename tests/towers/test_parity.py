@@ -1,16 +1,13 @@
 """check_parity: what it finds equal, what it finds different, and why it says so."""
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
 import input_pipeline
+from tests import warm
 from towers import multi_gpu_model, reduce
 from towers.parity import check_parity
 from towers.parity.report import (
@@ -24,7 +21,6 @@ from towers.parity.report import (
 )
 from towers.tower import ModelError
 
-ROOT = Path(__file__).parents[2]
 layers = keras.layers
 
 
@@ -485,14 +481,7 @@ def test_the_step_that_tells_most_is_shown():
 
 
 def run(*flags, code):
-    done = subprocess.run(
-        [sys.executable, "-m", "towers.parity", *map(str, flags)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    done = warm.run("towers.parity", *flags, timeout_s=300)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     assert "Traceback" not in done.stderr
     assert "retracing" not in done.stderr

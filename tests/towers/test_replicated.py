@@ -529,10 +529,10 @@ def test_every_tower_updates_its_own():
         device: sum("Assign" in n.op or "ResourceApply" in n.op for n in each)
         for device, each in nodes.items()
     }
-    # Two layers: four variables, four momenta, the step count, the learning rate.
-    assert writes[TOWERS[1]] == 10
+    # Two layers: four variables with their momenta, the step count, the learning rate.
+    assert writes[TOWERS[1]] == 6
     # The first has the metric's two, and no learning rate to copy.
-    assert writes[TOWERS[0]] == 11
+    assert writes[TOWERS[0]] == 7
     reads = {
         d: [n for n in each if n.op == "ReadVariableOp"] for d, each in nodes.items()
     }

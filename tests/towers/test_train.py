@@ -21,20 +21,21 @@ from absl.testing import flagsaver
 from PIL import Image
 
 import input_pipeline
+from tests import warm
 from towers import devices, train
 
 ROOT = Path(__file__).parents[2]
 # Of an epoch of digits: 1,437 images at 64 a batch.
 STEPS = 23
 TIMEOUT_S = 300
+# Trying others takes seconds, in each run.
+QUICKLY = ("--variable_update=parameter_server",)
 
 
 def start(*flags, program=("-m", "towers.train"), **options):
     """Starts a run, whose output can be read line by line."""
-    # Trying others takes seconds, in each run.
-    flags = "--variable_update=parameter_server", *flags
     return subprocess.Popen(
-        [sys.executable, *program, *map(str, flags)],
+        [sys.executable, *program, *map(str, (*QUICKLY, *flags))],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         text=True,
         cwd=ROOT,
@@ -48,9 +49,9 @@ def finish(process):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def run(*flags, code=0, **options):
+def run(*flags, code=0):
     """Runs to the end, which has to be with this exit code."""
-    done = finish(start(*flags, **options))
+    done = warm.run("towers.train", *QUICKLY, *flags, timeout_s=TIMEOUT_S)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
