@@ -10,7 +10,6 @@ import runpy
 import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +19,7 @@ _server.set_forkserver_preload(["keras"])
 
 
 def run(module: str, *flags: object, timeout_s: float) -> subprocess.CompletedProcess:
-    """Does what `python -m module flags` does, without GPUs."""
+    """Does what `python -m module flags` does, without GPUs, nor functions at exit."""
     args = [module, *map(str, flags)]
     with tempfile.TemporaryDirectory() as folder:
         files = [os.path.join(folder, name) for name in ("out", "err")]
@@ -42,17 +41,4 @@ def _be(args, out, err):
         os.dup2(descriptor, stream.fileno())
     os.chdir(ROOT)
     sys.argv[:] = args
-    try:
-        runpy.run_module(args[0], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
+    runpy.run_module(args[0], run_name="__main__", alter_sys=True)

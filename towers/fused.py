@@ -38,8 +38,8 @@ def batch_normalization() -> Iterator[None]:
 def updates() -> Iterator[None]:
     """Inside, Keras's SGD with momentum updates a variable in one kernel.
 
-    It fits dense gradients. Elsewhere, and in subclasses, the optimizer is Keras's own.
-    The class is changed meanwhile, for all threads.
+    It fits float32 and dense gradients. Elsewhere, and in subclasses, the optimizer is
+    Keras's own. The class is changed meanwhile, for all threads.
     """
     with _sgd:
         yield
@@ -92,22 +92,26 @@ def _fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
 
 
 def _update_step(optimizer, gradient, variable, learning_rate):
+    rate = tf.cast(learning_rate, tf.float32)
     if not (
         type(optimizer) is keras.optimizers.SGD
         and optimizer.momentum
         and isinstance(gradient, tf.Tensor)
         and variable.dtype == tf.float32
+        # Keras's operations broadcast.
+        and gradient.shape == variable.shape
+        and rate.shape.rank == 0
     ):
         return _keras_update_step(optimizer, gradient, variable, learning_rate)
     momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
     tf.raw_ops.ResourceApplyKerasMomentum(
         var=variable.handle,
         accum=momentum.value.handle,
-        lr=tf.cast(learning_rate, tf.float32),
+        lr=rate,
         grad=tf.cast(gradient, tf.float32),
         momentum=optimizer.momentum,
         use_nesterov=optimizer.nesterov,
-        # As Keras's own operations: no other thread writes in between.
+        # Each of Keras's own operations locks the variable, too.
         use_locking=True,
     )
 

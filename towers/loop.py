@@ -44,7 +44,7 @@ def train_function(
         if steps == 1:
             data = iterator.get_next()
             # At the end of the data nothing happens, also to what does not look at it.
-            with tf.control_dependencies(_flat(without_optionals(data))):
+            with tf.control_dependencies(flat(without_optionals(data))):
                 return one(data)
         return _loop(place, step, steps, iterator)
 
@@ -94,17 +94,17 @@ def _loop(place, step, steps, iterator):
         more = following.has_value()
         # The choice is made on the host: what a branch returns passes through there.
         data_next = tf.cond(
-            more, lambda: _flat(without_optionals(following.get_value())), lambda: data
+            more, lambda: flat(without_optionals(following.get_value())), lambda: data
         )
-        shares_next = _flat(place(_pack(first, data_next)))
+        shares_next = flat(place(_pack(first, data_next)))
         logs = tf.experimental.Optional.from_value(traced(data_now, shares_now))
         return count + 1, more, data_next, shares_next, logs
 
     variables = (
         tf.zeros([], tf.int32),
         tf.constant(True),
-        _flat(first),
-        _flat(placed),
+        flat(first),
+        flat(placed),
         tf.experimental.Optional.empty(logs_spec),
     )
     with tf.compat.v1.device(_where_its_input_is):
@@ -131,13 +131,14 @@ def without_optionals(data: Any) -> Any:
     return tf.nest.map_structure(lambda part: None if is_none(part) else part, data)
 
 
-def _flat(nest):
-    flat = tf.nest.flatten(nest, expand_composites=True)
-    return [tensor for tensor in flat if tensor is not None]
+def flat(nest: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a batch, without what is `None`."""
+    components = tf.nest.flatten(nest, expand_composites=True)
+    return [tensor for tensor in components if tensor is not None]
 
 
-def _pack(like, flat):
-    flat = iter(flat)
+def _pack(like, tensors):
+    tensors = iter(tensors)
     every = tf.nest.flatten(like, expand_composites=True)
-    every = [None if tensor is None else next(flat) for tensor in every]
+    every = [None if tensor is None else next(tensors) for tensor in every]
     return tf.nest.pack_sequence_as(like, every, expand_composites=True)

@@ -60,7 +60,7 @@ class Batches:
         return itertools.cycle(self._batches) if repeat else iter(self._batches)
 
     def _batch(self, index):
-        """A batch as an element of a data set, shapes no narrower than they came.
+        """A batch as an element of a data set, of the type that it came from.
 
         Not by `Dataset.from_generator`, which fixes malloc's threshold for the whole
         process (`ApplyPython311MemoryPatch` in TensorFlow): from then on, oneDNN's work
@@ -68,7 +68,7 @@ class Batches:
         """
 
         def components(index):
-            return tf.nest.flatten(self._batches[int(index)], expand_composites=True)
+            return loop.flat(self._batches[int(index)])
 
         specs = tf.nest.flatten(self._spec, expand_composites=True)
         dtypes = [spec.dtype for spec in specs]

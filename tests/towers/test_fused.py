@@ -121,18 +121,22 @@ class OwnStep(keras.optimizers.SGD):
         self.assign_sub(variable, gradient)
 
 
-def _train(optimizer, gradients, dtype="float32"):
-    """Applies gradients in turn; returns all variables and how often the kernel ran."""
+def _train(optimizer, gradients, dtype="float32", how="graph"):
+    """Applies gradients; returns all variables, and how often the kernel is there."""
     start = np.random.default_rng(1).normal(size=(6, 4))
     variable = keras.Variable(start, dtype=dtype)
     optimizer.build([variable])
-    apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
+
+    def apply(gradient):
+        optimizer.apply([gradient], [variable])
+
+    traced = tf.function(apply, jit_compile=how == "xla", autograph=False)
     for gradient in gradients:
-        apply(gradient)
-    graph = apply.get_concrete_function(gradients[0]).graph
-    types = [operation.type for operation in graph.get_operations()]
-    kernels = types.count("ResourceApplyKerasMomentum")
-    return [v.numpy() for v in (variable, *optimizer.variables)], kernels
+        (apply if how == "eager" else traced)(gradient)
+    found = [v.numpy() for v in (variable, *optimizer.variables)]
+    # With those in branches.
+    graph = str(traced.get_concrete_function(gradients[0]).graph.as_graph_def())
+    return found, graph.count('op: "ResourceApplyKerasMomentum"')
 
 
 def _gradients(sparse=False):
@@ -143,6 +147,11 @@ def _gradients(sparse=False):
             yield tf.IndexedSlices(values[:2], tf.constant([1, 4]), tf.constant([6, 4]))
         else:
             yield values
+
+
+class _OfOne(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return tf.fill([1], 0.1)
 
 
 @pytest.mark.parametrize(
@@ -156,31 +165,54 @@ def _gradients(sparse=False):
     ],
     ids=["plain", "nesterov", "with all", "schedule", "accumulation"],
 )
-def test_momentum_in_one_kernel_gives_keras_numbers(options):
+@pytest.mark.parametrize("how", ["graph", "eager", "xla"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "loss scale"])
+def test_momentum_in_one_kernel_gives_keras_numbers(options, how, scaled):
     options = {"learning_rate": 0.1, "momentum": 0.9} | options
-    expected, none = _train(keras.optimizers.SGD(**options), list(_gradients()))
+
+    def train():
+        optimizer = keras.optimizers.SGD(**options)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, 4.0)
+        return _train(optimizer, list(_gradients()), how=how)
+
+    expected, none = train()
     with fused.updates():
-        ours, _ = _train(keras.optimizers.SGD(**options), list(_gradients()))
-    assert none == 0
+        ours, kernels = train()
+    assert (none, kernels) == (0, 1)
     for a, b in zip(ours, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "make, options, sparse, dtype, kernels",
+    "make, options, gradients, dtype",
     [
-        (keras.optimizers.SGD, {"momentum": 0.9}, False, "float32", 1),
-        (keras.optimizers.SGD, {}, False, "float32", 0),
-        (keras.optimizers.SGD, {"momentum": 0.9}, True, "float32", 0),
-        (keras.optimizers.SGD, {"momentum": 0.9}, False, "float64", 0),
-        (OwnStep, {"momentum": 0.9}, False, "float32", 0),
+        (keras.optimizers.SGD, {"momentum": 0.0}, _gradients(), "float32"),
+        (keras.optimizers.SGD, {}, _gradients(sparse=True), "float32"),
+        (keras.optimizers.SGD, {}, _gradients(), "float64"),
+        (keras.optimizers.SGD, {}, (g[:1] for g in _gradients()), "float32"),
+        (keras.optimizers.SGD, {"learning_rate": _OfOne()}, _gradients(), "float32"),
+        (OwnStep, {}, _gradients(), "float32"),
     ],
+    ids=["no momentum", "sparse", "float64", "broadcast", "rate of shape [1]", "own"],
 )
-def test_where_the_update_is_one_kernel(make, options, sparse, dtype, kernels):
-    gradients = list(_gradients(sparse))
-    expected, _ = _train(make(0.1, **options), gradients, dtype)
+def test_where_it_does_not_fit_the_update_is_keras_own(make, options, gradients, dtype):
+    options = {"learning_rate": 0.1, "momentum": 0.9} | options
+    gradients = list(gradients)
+    expected, _ = _train(make(**options), gradients, dtype)
     with fused.updates():
-        ours, found = _train(make(0.1, **options), gradients, dtype)
-    assert found == kernels
+        ours, kernels = _train(make(**options), gradients, dtype)
+    assert kernels == 0
     for a, b in zip(ours, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_who_has_replaced_the_update_knows_better(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        keras.optimizers.SGD, "update_step", lambda *args: seen.append(args)
+    )
+    with fused.updates():
+        _, kernels = _train(keras.optimizers.SGD(0.1, 0.9), list(_gradients()))
+    assert seen and not kernels
+    assert keras.optimizers.SGD.update_step(None) is None, "still theirs"
