@@ -111,9 +111,7 @@ def _shuffled_epochs(
 
     @tf.autograph.experimental.do_not_convert
     def epoch(_: tf.Tensor) -> tf.data.Dataset:
-        # Not by `Dataset.from_generator`, after which large blocks of memory are
-        # mapped anew at each use, in the whole process; see `Batches._batch` in
-        # towers/start.py.
+        # Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
         seeds = tf.numpy_function(next_seeds, [], tf.int64)
         # Sets the seed of this function's graph alone: the program's global seed
         # would otherwise be mixed into both orders (and 0 with a tensor seed fails).

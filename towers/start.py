@@ -62,9 +62,7 @@ class Batches:
     def _batch(self, index):
         """A batch as an element of a data set, of the type that it came from.
 
-        Not by `Dataset.from_generator`, which fixes malloc's threshold for the whole
-        process (`ApplyPython311MemoryPatch` in TensorFlow): from then on, oneDNN's work
-        space of each matrix product is mapped anew, 8% of a small model's step.
+        Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
         """
 
         def components(index):

@@ -333,8 +333,8 @@ def test_batches_are_read_again_as_they_came(monkeypatch, rows, beside):
     assert len(taken) == 2
 
     def arrays(batch):
-        flat = tf.nest.flatten(loop.without_optionals(batch), expand_composites=True)
-        return [np.asarray(part).tolist() for part in flat if part is not None]
+        parts = loop.flat(loop.without_optionals(batch))
+        return [np.asarray(part).tolist() for part in parts]
 
     expected = [arrays((rows, *beside)) for rows in data]
     again = taken.read(repeat=True)

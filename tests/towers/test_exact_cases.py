@@ -1,7 +1,6 @@
 """The table of exact cases: each builder, each case, against plain Keras."""
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -49,7 +48,6 @@ def test_towers_equal_one_device(case, builder):
     assert found["verdict"] == case.verdict, found
 
 
-@functools.lru_cache(maxsize=1)
 def _alone(case):
     """The case on one tower, to which what several cannot cut is the whole."""
     options = {name: v for name, v in case.options.items() if name != "shares"}
