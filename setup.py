@@ -18,6 +18,10 @@ CORE = [
     "importlib_resources>=6,<8",
 ]
 
+# TensorFlow Datasets asks for both, of any version, the first on Linux only.
+ARRAY_RECORD = ["array-record>=0.8,<1"]
+PARQUET = ["pyarrow>=20"]
+
 setup(
     name="towers",
     version="0.1.0",
@@ -31,13 +35,25 @@ setup(
             "pytest-xdist>=3.6,<4",
             "pillow>=11,<14",
             "ruff>=0.14,<0.18",
+            *ARRAY_RECORD,
+            *PARQUET,
         ],
+        "array_record": ARRAY_RECORD,
+        "parquet": PARQUET,
         # What peers in scripts/bench_towers.py need, and its plot.
         "bench": [
             "jax>=0.10,<0.11",
             "torch>=2.14,<3",
             "tf_keras>=2.21,<2.22",
             "matplotlib>=3.10,<4",
+            # What peers in scripts/bench_input.py need, and its photographs.
+            "torchvision>=0.29,<1",
+            "nvidia-dali-cuda120>=2.4,<3; sys_platform == 'linux'",
+            "grain>=0.2.18,<0.3",
+            "simplejpeg>=1.9,<2",
+            "opencv-python-headless>=4.13,<6",
+            "scikit-image>=0.25,<0.27",
+            "pillow>=11,<14",
         ],
     },
 )

@@ -1,4 +1,4 @@
-"""Input: from a data set's name to batches of float32 images and int64 labels.
+"""Input: from a data set's name to batches of uint8 images and int64 labels.
 
 A *source* knows where the records are and how one record is decoded; the
 *pipeline* orders the ``tf.data`` stages around it; the *checks* say which record is
@@ -6,16 +6,26 @@ bad. How batches reach the towers is left to the caller: nothing here knows of m
 or devices.
 """
 
+from input_pipeline.augment import normalize
+from input_pipeline.cache import CACHES, keep_decoded
 from input_pipeline.checks import find_bad_record, scan_labels
-from input_pipeline.pipeline import make_dataset
+from input_pipeline.mix import Mix
+from input_pipeline.pipeline import Pipeline, make_dataset
+from input_pipeline.recipes import RECIPES
 from input_pipeline.sources import Source, open_source
 from input_pipeline.sources.arrays import ArraySource
 
 __all__ = [
+    "CACHES",
+    "RECIPES",
     "ArraySource",
+    "Mix",
+    "Pipeline",
     "Source",
     "find_bad_record",
+    "keep_decoded",
     "make_dataset",
+    "normalize",
     "open_source",
     "scan_labels",
 ]

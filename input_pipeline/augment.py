@@ -1,17 +1,29 @@
-"""Pure image functions: one image in, one image out, no state and no files."""
+"""Pure image functions on uint8: no state, no files, randomness comes in as numbers.
+
+What needs floats is left to the towers: uint8 is a quarter of the bytes to make, keep
+and copy.
+"""
+
+import math
 
 import tensorflow as tf
 
+_ATTEMPTS = 10
+
+# Numbers in [0, 1) that one record needs.
+WINDOW_DRAWS = 2 * _ATTEMPTS + 2
+PAD_CROP_FLIP_DRAWS = 3
+
 
 def convert_channels(image: tf.Tensor, channels: int) -> tf.Tensor:
-    """Turns a grey image into a coloured one, or the reverse.
+    """Turns grey images into coloured ones, or the reverse.
 
     Args:
-        image: [H, W, C] with C known.
+        image: [..., H, W, C] with C known.
         channels: channels wanted; C itself, or 1 and 3 in either direction.
 
     Returns:
-        [H, W, channels] of the same dtype.
+        [..., H, W, channels] of the same dtype.
 
     Raises:
         ValueError: there is no conversion between the two numbers of channels.
@@ -28,23 +40,126 @@ def convert_channels(image: tf.Tensor, channels: int) -> tf.Tensor:
     )
 
 
-def resize(image: tf.Tensor, height: int, width: int) -> tf.Tensor:
-    """Resizes without keeping the aspect ratio; averages over pixels when shrinking.
+def resize(
+    image: tf.Tensor, height: int, width: int, *, antialias: bool = True
+) -> tf.Tensor:
+    """Resizes bilinearly, without keeping the aspect ratio.
 
     Args:
-        image: [H, W, C]; H and W may be unknown until run time.
+        image: uint8 [..., H, W, C]; H and W may be unknown until run time.
         height: pixels.
         width: pixels.
+        antialias: averages over pixels when shrinking. It takes many times as long;
+            the customary random crops go without.
 
     Returns:
-        [height, width, C]: the image itself where its static shape fits already, so
-        that no resize op is added; float32 in the image's own range otherwise.
+        uint8 [..., height, width, C]; the image itself where its static shape fits
+        already.
     """
-    if image.shape[:2] == (height, width):
+    if image.shape[-3:-1] == (height, width):
         return image
-    return tf.image.resize(image, (height, width), antialias=True)
+    resized = tf.image.resize(image, (height, width), antialias=antialias)
+    # Nothing is negative, so that this rounds.
+    return tf.cast(resized + 0.5, tf.uint8)
 
 
-def normalize(image: tf.Tensor) -> tf.Tensor:
-    """Maps 0..255 to [-1, 1], as float32."""
-    return tf.cast(image, tf.float32) / 127.5 - 1.0
+def normalize(image: tf.Tensor, dtype: tf.DType = tf.float32) -> tf.Tensor:
+    """Maps 0..255 to [-1, 1]: one multiplication and one addition."""
+    return tf.cast(image, dtype) * (1 / 127.5) - 1.0
+
+
+def random_window(shape: tf.Tensor, u: tf.Tensor) -> tf.Tensor:
+    """Chooses a window of 8 to 100% of an image's area, in a ratio of 3/4 to 4/3.
+
+    As Inception's training does (Szegedy et al. 2015, "Going deeper with
+    convolutions"): the first of ten attempts that fits in the image, else all of it.
+
+    Args:
+        shape: int32 [2 or more], height and width of the image first.
+        u: float32 [WINDOW_DRAWS] in [0, 1).
+
+    Returns:
+        int32 [4]: y, x, height, width.
+    """
+    size = tf.cast(shape[:2], tf.float32)
+    area, ratio, place = u[:_ATTEMPTS], u[_ATTEMPTS:-2], u[-2:]
+    # Over the square root of the image's area, so that it is the same for all images.
+    side = tf.sqrt(0.08 + 0.92 * area)
+    root = tf.exp((ratio - 0.5) * math.log(4 / 3))
+    sides = tf.stack([side / root, side * root], axis=1)
+    sides = tf.round(sides * tf.sqrt(size[0] * size[1]))
+    fits = tf.reduce_all((sides <= size) & (sides >= 1), axis=1)
+    first = tf.argmax(fits)
+    chosen = tf.where(fits[first], sides[first], size)
+    corner = tf.floor(place * (size - chosen + 1))
+    return tf.cast(tf.concat([corner, chosen], axis=0), tf.int32)
+
+
+def center_window(
+    shape: tf.Tensor, height: int, width: int, fraction: float = 0.875
+) -> tf.Tensor:
+    """Chooses the middle of an image, for evaluation.
+
+    Resizing it gives what resizing the whole image and then cropping the middle does.
+
+    Args:
+        shape: int32 [2 or more], height and width of the image first.
+        height: of what is to become of it, in pixels.
+        width: of the same.
+        fraction: of the largest window of that shape; 0.875 is 224 of 256.
+
+    Returns:
+        int32 [4]: y, x, height, width.
+    """
+    size = tf.cast(shape[:2], tf.float32)
+    wanted = tf.constant([height, width], tf.float32)
+    chosen = tf.round(wanted * tf.reduce_min(size / wanted) * fraction)
+    chosen = tf.clip_by_value(chosen, 1.0, size)
+    corner = tf.floor((size - chosen) / 2)
+    return tf.cast(tf.concat([corner, chosen], axis=0), tf.int32)
+
+
+def whole_window(shape: tf.Tensor) -> tf.Tensor:
+    """Chooses all of an image: int32 [4], y, x, height, width."""
+    return tf.concat([tf.zeros([2], tf.int32), shape[:2]], axis=0)
+
+
+def crop(image: tf.Tensor, window: tf.Tensor) -> tf.Tensor:
+    """Cuts a window (int32 [4]: y, x, height, width) out of an image [H, W, C]."""
+    y, x, height, width = tf.unstack(window, num=4)
+    return image[y : y + height, x : x + width]
+
+
+def flip(image: tf.Tensor, u: tf.Tensor) -> tf.Tensor:
+    """Mirrors an image [H, W, C] left to right where the scalar u is below 1/2."""
+    return tf.cond(u < 0.5, lambda: tf.reverse(image, [1]), lambda: image)
+
+
+def pad_crop_flip(images: tf.Tensor, u: tf.Tensor, padding: int = 4) -> tf.Tensor:
+    """Moves images by up to `padding` pixels each way, and mirrors half of them.
+
+    What moves in is black. As for CIFAR (He et al. 2015, "Deep residual learning",
+    section 4.2): pad, crop at random, flip. For a whole batch at once, and in one pass:
+    each pixel is fetched from where it comes from.
+
+    Args:
+        images: [B, H, W, C]; H, W and C known.
+        u: float32 [B, PAD_CROP_FLIP_DRAWS] in [0, 1): down, right, mirrored.
+        padding: pixels.
+
+    Returns:
+        [B, H, W, C] of the same dtype.
+    """
+    _, height, width, channels = images.shape
+    offsets = tf.cast(u[:, :2] * (2 * padding + 1), tf.int32) - padding
+    y = tf.range(height) + offsets[:, :1]
+    x = tf.range(width)
+    x = tf.where(u[:, 2:] < 0.5, width - 1 - x, x) + offsets[:, 1:2]
+    inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None]
+    count = tf.shape(images)[0]
+    first = tf.range(count)[:, None, None] * (height * width)
+    index = first + (y * width)[:, :, None] + x[:, None]
+    # A black pixel stands behind the last.
+    pixels = tf.reshape(images, [-1, channels])
+    pixels = tf.concat([pixels, tf.zeros([1, channels], images.dtype)], axis=0)
+    return tf.gather(pixels, tf.where(inside, index, count * (height * width)))

@@ -1,141 +1,291 @@
 """The tf.data stages between a source and the training loop.
 
-One pass over the dataset is one epoch. Repeating, splitting a batch over the towers
-and copying it to the devices are left to whoever iterates.
+One pass over the dataset is one epoch. Repeating, splitting a batch over the towers,
+copying it to the devices and making floats of it are left to whoever iterates.
 """
 
+import dataclasses
 import itertools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline import augment
+from input_pipeline import augment, draws, recipes
+from input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
 from input_pipeline.sources import Source
+from input_pipeline.sources.base import decode_image
 
 
-def make_dataset(
-    source: Source,
-    split: str,
-    *,
-    batch_size: int,
-    image_shape: tuple[int, int, int],
-    training: bool,
-    seed: int = 0,
-    deterministic: bool = True,
-    shuffle_buffer: int = 10_000,
-    start_epoch: int = 0,
-) -> tf.data.Dataset:
-    """Builds the input pipeline of one split.
-
-    Each iteration over a training dataset is the next epoch and has an order of its
-    own, which depends only on ``seed`` and the epoch's number (and, with
-    ``deterministic=False``, on which thread was faster). An iteration counts as an
-    epoch as soon as its first batch is asked for.
+def make_dataset(source: Source, split: str, **options: Any) -> tf.data.Dataset:
+    """Builds the input pipeline of one split: a ``Pipeline``'s ``dataset()``.
 
     Args:
         source: where the records are.
         split: one of ``source.splits``.
+        **options: the other attributes of ``Pipeline``.
+    """
+    return Pipeline(source, split, **options).dataset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The input pipeline of one split.
+
+    Each iteration over a training dataset is the next epoch and has an order of its
+    own, which depends only on ``seed`` and the epoch's number (and, with
+    ``deterministic=False``, on which thread was faster). An iteration counts as an
+    epoch as soon as its first batch is asked for. What is done to an image depends on
+    seed, epoch and the record alone.
+
+    Attributes:
+        source: where the records are.
+        split: one of ``source.splits``.
         batch_size: examples in a batch; the last batch of an epoch may be shorter.
-        image_shape: (H, W, C) of the images wanted; 1 and 3 channels convert.
-        training: True shuffles; False reads in one fixed order.
-        seed: of the order; at least 0. ``tf.random.set_seed`` has no influence.
+        image_shape: (H, W, C) of the images wanted; 1 and 3 channels convert. (F,) for
+            rows of numbers, which stay as they are.
+        training: True shuffles and augments; False reads in one fixed order.
+        recipe: what becomes of images; see ``recipes.find``.
+        randaugment: layers and magnitude of RandAugment, or None for none.
+        seed: of order and augmentation; at least 0. ``tf.random.set_seed`` has no
+            influence.
         deterministic: True gives the same order for the same seed; False may hand
-            out batches in the order in which they become ready.
-        shuffle_buffer: records (still encoded) to draw the next record from.
+            out records in the order in which they become ready.
+        shuffle_mb: memory to draw the next record from, still encoded, where the
+            source cannot jump to any.
         start_epoch: number of the first iteration, so that a run resumed at epoch e
             gets epoch e's order.
-
-    Returns:
-        A dataset of (float32 images [B, H, W, C] in [-1, 1], int64 labels [B]), with
-        a known cardinality where the source knows its size.
+        start_record: records that the first iteration passes over, without decoding
+            them.
+        data_service: address of the dispatcher of a tf.data service, such as
+            ``grpc://localhost:5050``, whose workers run the pipeline. They have to see
+            the same files. None runs it here.
+        ram_budget_mb: memory that tf.data may take for buffers of batches; None for
+            its own limit, half of what there is.
+        tricks: what makes decoding fast; all by default.
 
     Raises:
-        ValueError: no such split, a number too small, or channels that do not convert.
+        ValueError: no such split or recipe, a number too small, or channels that do
+            not convert.
     """
-    if split not in source.splits:
-        raise ValueError(
-            f"{source.name} has no split {split!r}, only "
-            f"{', '.join(source.splits) or 'none yet: call prepare() first'}"
+
+    source: Source
+    split: str
+    _: dataclasses.KW_ONLY
+    batch_size: int
+    image_shape: tuple[int, int, int]
+    training: bool
+    recipe: str = "none"
+    randaugment: tuple[int, int] | None = None
+    seed: int = 0
+    deterministic: bool = True
+    shuffle_mb: int = 256
+    start_epoch: int = 0
+    start_record: int = 0
+    data_service: str | None = None
+    ram_budget_mb: int | None = None
+    tricks: Tricks = ALL_TRICKS
+
+    def __post_init__(self):
+        if self.split not in self.source.splits:
+            known = ", ".join(self.source.splits) or "none yet: call prepare() first"
+            raise ValueError(
+                f"{self.source.name} has no split {self.split!r}, only {known}"
+            )
+        for name in ("batch_size", "seed", "shuffle_mb", "start_epoch", "start_record"):
+            least = 1 if name == "batch_size" else 0
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, expected at least {least}"
+                )
+        plain = self.recipe == "none" and self.randaugment is None
+        if len(self.image_shape) == 1 and not plain:
+            raise ValueError(
+                f"recipe is {self.recipe!r}, randaugment {self.randaugment}: "
+                f"{self.source.name} has no images but rows of numbers, so expected "
+                "'none' and None"
+            )
+
+    def dataset(self) -> tf.data.Dataset:
+        """All stages.
+
+        Returns:
+            A dataset of (uint8 images [B, H, W, C], int64 labels [B]), with a known
+            cardinality where the source knows its size and it starts at the beginning
+            of an epoch.
+        """
+        if self.data_service is None:
+            dataset = self.finish(self.stages()[-1][1])
+        else:
+            dataset = self._epochs(self._on_workers).prefetch(tf.data.AUTOTUNE)
+        # flat_map does not know its length; progress bars want it.
+        size = self.source.splits[self.split]
+        if size is not None and not self.start_record:
+            length = -(-size // self.batch_size)
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(length))
+        return dataset
+
+    def stages(self) -> list[tuple[str, tf.data.Dataset]]:
+        """The names of the stages, in order, and the datasets that end behind each."""
+        return self._behind(self._epochs(self._raw))
+
+    def finish(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Adds what is not a stage: prefetching, and options for speed."""
+        options = tf.data.Options()
+        options.deterministic = self.deterministic
+        # Threads of its own, so that towers on the CPU and input do not queue up
+        # behind one another; an operation by itself is too small to divide.
+        options.threading.private_threadpool_size = os.cpu_count() or 1
+        options.threading.max_intra_op_parallelism = 1
+        if self.ram_budget_mb is not None:
+            options.autotune.ram_budget = self.ram_budget_mb * 2**20
+        # The next batches are made while the devices compute.
+        return dataset.prefetch(tf.data.AUTOTUNE).with_options(options)
+
+    def _behind(self, raw):
+        """The stages behind raw batches, the first."""
+        recipe = recipes.find(
+            self.recipe, self.training, self.image_shape[:2], self.randaugment
         )
-    _check_at_least("batch_size", batch_size, 1)
-    _check_at_least("shuffle_buffer", shuffle_buffer, 1)
-    _check_at_least("seed", seed, 0)
-    _check_at_least("start_epoch", start_epoch, 0)
-    height, width, channels = image_shape
-    size = source.splits[split]
+        auto = tf.data.AUTOTUNE
+        # By the batch: to start an operation takes longer than a small record does.
+        dataset = raw.map(self._parse(recipe), num_parallel_calls=auto)
+        stages = [("read", raw), ("parse", dataset)]
+        if self.source.encoded or recipe.window or recipe.one:
+            # Decoding is the costly stage: image by image, on all cores.
+            dataset = dataset.unbatch().map(self._one(recipe), num_parallel_calls=auto)
+            stages.append(("decode", dataset))
+            # The short last batch stays: every example is seen once in an epoch.
+            dataset = dataset.batch(self.batch_size, num_parallel_calls=auto)
+            stages.append(("batch", dataset))
+        dataset = dataset.map(self._many(recipe), num_parallel_calls=auto)
+        return [*stages, ("augment", dataset)]
 
-    @tf.autograph.experimental.do_not_convert
-    def example(record):
-        image, label = source.decode(record)
-        _check_label(label, source.num_classes)
-        image = augment.convert_channels(image, channels)
-        image = augment.resize(image, height, width)
-        return augment.normalize(image), label
+    def _parse(self, recipe):
+        @tf.autograph.experimental.do_not_convert
+        def parse(seed, numbers, records):
+            images, labels = self.source.parse(records)
+            _check_labels(labels, self.source.num_classes)
+            if not self.source.encoded and len(self.image_shape) == 3:
+                images = augment.convert_channels(images, self.image_shape[-1])
+            # At least one: `unbatch` crashes on rows of nothing.
+            u = draws.uniform(seed, numbers, max(recipe.draws, 1))
+            return images, u, labels
 
-    # Files are interleaved so that a batch mixes them and reading overlaps; records
-    # are shuffled before decoding, since a buffer of encoded ones is far smaller.
-    if training:
-        buffer = min(shuffle_buffer, size or shuffle_buffer)
-        dataset = _shuffled_epochs(source, split, buffer, seed, start_epoch)
-    else:
-        dataset = source.records(split)
-    # Neither interleave nor flat_map knows its length; progress bars want it.
-    if size is not None:
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(size))
-    # Decoding is the costly stage: on all cores.
-    dataset = dataset.map(example, num_parallel_calls=tf.data.AUTOTUNE)
-    # The short last batch stays: every example is seen once in an epoch.
-    dataset = dataset.batch(batch_size, num_parallel_calls=tf.data.AUTOTUNE)
-    # The next batches are made while the devices compute.
-    dataset = dataset.prefetch(tf.data.AUTOTUNE)
-    options = tf.data.Options()
-    options.deterministic = deterministic
-    return dataset.with_options(options)
+        return parse
 
+    def _one(self, recipe):
+        height, width = self.image_shape[:2]
+        fits = self.source.image_shape[:2] == (height, width)
 
-def _shuffled_epochs(
-    source: Source, split: str, buffer: int, seed: int, start_epoch: int
-) -> tf.data.Dataset:
-    """A dataset of raw records that is in the next epoch's order at each iteration.
+        @tf.autograph.experimental.do_not_convert
+        def one(image, u, label):
+            def window(shape):
+                if recipe.window is None:
+                    return augment.whole_window(shape)
+                return recipe.window(shape, u)
 
-    tf.data's own ``reshuffle_each_iteration`` always begins at epoch 0, so a resumed
-    run would see epoch 0's order again; here Python counts the epochs.
-    """
-    epochs = itertools.count(start_epoch)
+            if not self.source.encoded:
+                if recipe.window is not None:
+                    image = augment.crop(image, window(tf.shape(image)))
+                image = augment.resize(image, height, width, antialias=recipe.antialias)
+            elif fits and recipe.window is None:
+                encoded = self.source.load(image)
+                image = decode_image(encoded, self.image_shape)
+            else:
+                image = decode_window(
+                    self.source.load(image),
+                    window,
+                    self.image_shape,
+                    antialias=recipe.antialias,
+                    tricks=self.tricks,
+                )
+            if recipe.one is not None:
+                image = recipe.one(image, u)
+            return tf.ensure_shape(image, self.image_shape), u, label
 
-    def next_seeds() -> np.ndarray:
-        # Hashed, so that (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in
-        # common, and neither have the orders of files and of records.
-        state = np.random.SeedSequence((seed, next(epochs))).generate_state(2)
-        return state.astype(np.int64)
+        return one
 
-    @tf.autograph.experimental.do_not_convert
-    def epoch(_: tf.Tensor) -> tf.data.Dataset:
-        # Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
-        seeds = tf.numpy_function(next_seeds, [], tf.int64)
-        # Sets the seed of this function's graph alone: the program's global seed
-        # would otherwise be mixed into both orders (and 0 with a tensor seed fails).
-        tf.random.set_seed(1)
-        files_seed, records_seed = tf.unstack(seeds, num=2)
-        records = source.records(split, shuffle_seed=files_seed)
-        return records.shuffle(
-            buffer, seed=records_seed, reshuffle_each_iteration=False
+    def _many(self, recipe):
+        size = self.image_shape[:-1]
+
+        @tf.autograph.experimental.do_not_convert
+        def many(images, u, labels):
+            if size:
+                images = augment.resize(images, *size, antialias=recipe.antialias)
+            if recipe.batch is not None:
+                images = recipe.batch(images, u)
+            return images, labels
+
+        return many
+
+    def _raw(self, seeds, start):
+        """Batches of (augmentation seed, numbers, raw records) of one epoch."""
+        batches = self.source.batches(
+            self.split,
+            self.batch_size,
+            seeds=seeds[:2] if self.training else None,
+            buffer_mb=self.shuffle_mb,
+            start=start,
         )
+        return batches.map(lambda numbers, records: (seeds[2], numbers, records))
 
-    return tf.data.Dataset.from_tensors(0).flat_map(epoch)
+    def _on_workers(self, seeds, start):
+        """One epoch's batches, made by the workers of a tf.data service."""
+        from tensorflow.data.experimental import service
+
+        dataset = self._raw(seeds, start)
+        if self.deterministic:
+            # With one element to hand out, one worker makes the whole epoch, in order.
+            dataset = tf.data.Dataset.from_tensors(0).flat_map(lambda _: dataset)
+        dataset = self.finish(self._behind(dataset)[-1][1])
+        # Dynamic: a worker that is free gets the next files, or numbers.
+        distribute = service.distribute(
+            service.ShardingPolicy.DYNAMIC, self.data_service
+        )
+        with warnings.catch_warnings():
+            # Of options that are in the graph, which is where they belong.
+            warnings.simplefilter("ignore", UserWarning)
+            return dataset.apply(distribute)
+
+    def _epochs(self, build: Callable) -> tf.data.Dataset:
+        """A dataset that is the next epoch at each iteration.
+
+        tf.data's own ``reshuffle_each_iteration`` always begins at epoch 0, so a
+        resumed run would see epoch 0's order again; here Python counts the epochs.
+
+        Args:
+            build: makes an epoch's dataset of its seeds (int64 [3]: two of the order,
+                one of the augmentation) and of the record to start at.
+        """
+        epochs = itertools.count(self.start_epoch)
+
+        def next_epoch():
+            epoch = next(epochs) if self.training else 0
+            start = self.start_record if epoch == self.start_epoch else 0
+            return draws.epoch_seeds(self.seed, epoch), np.int64(start)
+
+        @tf.autograph.experimental.do_not_convert
+        def epoch(_):
+            # Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
+            seeds, start = tf.numpy_function(next_epoch, [], [tf.int64, tf.int64])
+            # The seed of this function's graph alone: the program's global seed would
+            # otherwise be mixed into the order (and 0 with a tensor seed fails).
+            tf.random.set_seed(1)
+            return build(tf.ensure_shape(seeds, [3]), tf.ensure_shape(start, []))
+
+        return tf.data.Dataset.from_tensors(0).flat_map(epoch)
 
 
-def _check_label(label: tf.Tensor, num_classes: int) -> None:
+def _check_labels(labels: tf.Tensor, num_classes: int) -> None:
     """Fails at run time on any device.
 
     On a GPU, a label out of range would silently give a loss of NaN or 0.
     """
     tf.debugging.Assert(
-        (label >= 0) & (label < num_classes),
-        [f"label outside 0..{num_classes - 1}:", label],
+        tf.reduce_all((labels >= 0) & (labels < num_classes)),
+        [f"label outside 0..{num_classes - 1}:", labels],
     )
-
-
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} is {value}, expected at least {least}")

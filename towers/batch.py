@@ -169,7 +169,7 @@ def join(shares: Sequence[Any], sizes: Sequence[Any]) -> Any:
 
     Args:
         shares: One nest of tensors for each tower, each with one row an example. An
-            idle tower's tensors are empty, of any shape.
+            idle tower's tensors are empty, of any shape. `None` and scalars stay.
         sizes: Number of rows of each share: ints or scalar tensors.
 
     Returns:
@@ -177,7 +177,7 @@ def join(shares: Sequence[Any], sizes: Sequence[Any]) -> Any:
     """
 
     def rows(*parts):
-        if parts[0] is None or len(parts) == 1:
+        if parts[0] is None or len(parts) == 1 or _is_scalar(parts[0]):
             return parts[0]
         if not isinstance(parts[0], tf.Tensor):
             concat = (

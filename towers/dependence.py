@@ -358,6 +358,9 @@ def _of_sizes(op, inputs, kinds):
         if first > 0:
             return NONE
         return SIZE if op.get_attr("shrink_axis_mask") & 1 else SHAPE
+    if op.type == "Slice" and kinds[0] is SHAPE:
+        begin = _integers(inputs[1])
+        return UNKNOWN if begin is None else NONE if begin[0] > 0 else SHAPE
     if op.type == "Prod" and kinds[0] is SHAPE:
         return SIZE
     if op.type in ("Squeeze", "Reshape") and kinds[0] is SIZE:
@@ -367,6 +370,29 @@ def _of_sizes(op, inputs, kinds):
     if op.type == "Fill" and kinds == [SHAPE, NONE]:
         return ROWS
     return UNKNOWN
+
+
+def _integers(tensor):
+    """The known value of a vector of integers, more than TensorFlow tells: a list."""
+    value = tf.get_static_value(tensor)
+    if value is not None:
+        return value.ravel().tolist()
+    op = tensor.op
+    if op.type == "Slice" and op.inputs[0].op.type == "Shape":
+        begin, size = map(_integers, op.inputs[1:])
+        shape = op.inputs[0].op.inputs[0].shape
+        if begin is None or size is None or shape.rank is None:
+            return None
+        found = shape[begin[0] : begin[0] + size[0]].as_list()
+        return None if None in found else found
+    if op.type not in ("Sub", "Pack", "ConcatV2"):
+        return None
+    parts = [_integers(part) for part in op.inputs[: -1 if "V2" in op.type else None]]
+    if None in parts:
+        return None
+    if op.type == "Sub":
+        return [a - b for a, b in zip(*parts, strict=True)]
+    return [each for part in parts for each in part]
 
 
 def _of_rows(tensor, op, inputs, kinds):
@@ -533,6 +559,10 @@ def _of_reshape(tensor, inputs, kinds):
     if kinds[1] is not NONE or tensor.shape.rank in (None, 0):
         return UNKNOWN
     old, new = inputs[0].shape[1:].as_list(), tensor.shape[1:].as_list()
+    if None in new:
+        # As cross entropy asks for it, by the shape of something.
+        target = _integers(inputs[1]) or [None]
+        new = target[1:] if target[0] == -1 else new
     if tensor.shape[0] is not None or None in new:
         return UNKNOWN
     if new == old[len(old) - len(new) :]:

@@ -5,10 +5,58 @@ epoch; this is that function. What a step is, and where shares go, is the builde
 business; epochs, callbacks and the end of the data are Keras's.
 """
 
+import collections
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+
+class Ahead:
+    """Batches that are fetched before they are asked for.
+
+    They belong to their iterator, one of tf.data, and are dropped with it. Of others
+    nothing is fetched ahead.
+    """
+
+    def __init__(self, count: int, fetch: Callable[[Iterator], Any]):
+        """Starts with none.
+
+        Args:
+            count: How many to have, 0 or more.
+            fetch: Takes the next batch out of an iterator, and prepares it.
+        """
+        self._count, self._fetch = count, fetch
+        self._waiting = weakref.WeakKeyDictionary()
+
+    def take(self, iterator: Iterator) -> Any:
+        """Returns the next batch, or raises what was raised instead of one."""
+        waiting = self._of(iterator)
+        if not waiting:
+            return self._fetch(iterator)
+        batch, error = waiting.popleft()
+        if error is not None:
+            raise error
+        return batch
+
+    def fill(self, iterator: Iterator) -> None:
+        """Fetches what is missing; an error, or the end, waits for its turn."""
+        waiting = self._of(iterator)
+        if waiting is None:
+            return
+        while len(waiting) < self._count and not (waiting and waiting[-1][1]):
+            try:
+                waiting.append((self._fetch(iterator), None))
+            except Exception as error:
+                # Its frames would keep the iterator alive.
+                error.__cause__ = error.__context__ = None
+                waiting.append((None, error.with_traceback(None)))
+
+    def _of(self, iterator):
+        if not self._count or not isinstance(iterator, tf.data.Iterator):
+            return None
+        return self._waiting.setdefault(iterator, collections.deque())
 
 
 def train_function(
@@ -17,11 +65,13 @@ def train_function(
     step: Callable[[Any, Any], Any],
     steps: int,
     eager: bool,
+    prefetch: int,
 ) -> Callable[[Iterator], Any]:
     """Makes the function that Keras calls with an iterator over batches.
 
     While a step computes, the next batch of the call is fetched and placed: nothing in
-    the graph makes one wait for the other.
+    the graph makes one wait for the other. With one step in a call, batches are fetched
+    and placed for later calls instead: on a GPU, the step's kernels are still running.
 
     Args:
         prepare: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
@@ -30,6 +80,7 @@ def train_function(
         step: Takes a batch and its placed shares, trains on it and returns its logs.
         steps: Steps in a call; at the end of the data there may be fewer.
         eager: Whether steps run op by op, outside of any graph.
+        prefetch: With one step in a call, how many batches are placed ahead of it.
 
     Returns:
         A function of an iterator that returns the last step's logs. It raises
@@ -51,6 +102,8 @@ def train_function(
     if not eager:
         one_in_graph = tf.function(one, autograph=False, reduce_retracing=True)
         many = tf.function(many, autograph=False, reduce_retracing=True)
+        if prefetch and steps == 1:
+            many = _one_ahead(place, step, prefetch)
 
     prepared = False
 
@@ -70,6 +123,44 @@ def train_function(
             logs = (one if eager else one_in_graph)(data)
         if logs is None:
             raise StopIteration
+        return logs
+
+    return function
+
+
+def _one_ahead(place, step, count):
+    """Makes a function that takes one step, and places batches for later ones."""
+
+    def fetch(iterator):
+        data = without_optionals(iterator.get_next())
+        return data, place(data)
+
+    fetch = tf.function(fetch, autograph=False)
+    step = tf.function(step, autograph=False)
+    traced = weakref.WeakKeyDictionary()
+
+    def trace(iterator):
+        fetches = fetch.get_concrete_function(iterator)
+        # For whatever can be fetched: of one batch, all sizes are known.
+        specs = tf.nest.map_structure(
+            lambda t: None if t is None else tf.type_spec_from_value(t),
+            fetches.structured_outputs,
+        )
+        return fetches, step.get_concrete_function(*specs)
+
+    def fetch_next(iterator):
+        if iterator not in traced:
+            traced[iterator] = trace(iterator)
+        fetches, steps = traced[iterator]
+        return steps, fetches(iterator)
+
+    ahead = Ahead(count, fetch_next)
+
+    def function(iterator):
+        step, fetched = ahead.take(iterator)
+        logs = step(*fetched)
+        del fetched  # to make room
+        ahead.fill(iterator)
         return logs
 
     return function

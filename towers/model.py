@@ -24,6 +24,7 @@ from towers.builders.asynchronous import Asynchronous
 from towers.builders.base import Builder, overrides
 from towers.builders.parameter_server import ParameterServer
 from towers.builders.replicated import Replicated
+from towers.preprocess import Preprocess
 from towers.tower import ModelError
 
 BUILDERS: dict[str, type[Builder]] = {
@@ -48,6 +49,8 @@ def multi_gpu_model(
     all_reduce_alg: str = "auto",
     choice_file: str | None = None,
     max_staleness: int | None = None,
+    preprocess: Callable[[Any, Any, bool], tuple[Any, Any]] | None = None,
+    prefetch: int | None = None,
 ) -> "TowerModel":
     """Makes a model train, evaluate and predict on several devices.
 
@@ -101,6 +104,15 @@ def multi_gpu_model(
             asked again.
         max_staleness: With "asynchronous", how many updates other towers may make
             between a tower's reading the variables and its update. Any by default.
+        preprocess: A function `preprocess(x, y, training)` that returns x and y, and
+            keeps the number of rows. Each tower applies it to its own share before the
+            model sees it: bytes become floats there, and examples may be mixed with
+            others of the share, by random numbers of `tf.random`. The loss sees its y,
+            metrics the original one. In prediction y is `None`. `model` itself takes
+            what has been preprocessed.
+        prefetch: How many batches are fetched and copied to the towers before they are
+            asked for, by calls of training with one step; as many more than needed
+            are taken from the data. By default 2 if a tower is on a GPU, else none.
 
     Returns:
         A model that computes on towers.
@@ -126,6 +138,9 @@ def multi_gpu_model(
         check_all_reduce(all_reduce_alg, builder, towers)
     if max_staleness is not None:
         _check_max_staleness(max_staleness, builder)
+    prefetch = _check_prefetch(prefetch, towers)
+    if preprocess is not None:
+        preprocess = _check_preprocess(preprocess)
     if builder == "replicated":
         home = _check_home_of_copies(home, cpu_relocation, towers)
     if home is None:
@@ -139,7 +154,7 @@ def multi_gpu_model(
         if cpu_merge:
             # Home, where the sum is needed, if that is a CPU.
             merge = where if "CPU" in where else devices.HOST
-        options = {"packed": packed}
+        options = {"packed": packed, "preprocess": preprocess, "prefetch": prefetch}
         if choice.builder == "replicated":
             options["all_reduce_alg"] = choice.all_reduce_alg
         if choice.builder == "asynchronous":
@@ -513,6 +528,27 @@ def _check_max_staleness(bound: Any, builder: str) -> None:
             f"Received max_staleness={bound!r}; expected None, for any, or a number "
             "of updates, such as 0 to have them made in turn."
         )
+
+
+def _check_prefetch(prefetch: Any, towers: Sequence[str]) -> int:
+    if prefetch is None:
+        # Between logical CPUs nothing is copied.
+        return 2 if any("GPU" in tower for tower in towers) else 0
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(
+            f"Received prefetch={prefetch!r}; expected None, or a number of batches, "
+            "such as 0 to have none fetched ahead."
+        )
+    return prefetch
+
+
+def _check_preprocess(preprocess: Any) -> Preprocess:
+    if not callable(preprocess):
+        raise ValueError(
+            f"Received preprocess={preprocess!r}; expected None, or a function "
+            "`preprocess(x, y, training)` that returns x and y."
+        )
+    return Preprocess(preprocess)
 
 
 def _where(model: keras.Model) -> str:

@@ -601,11 +601,26 @@ class Share(NamedTuple):
     arguments: Sequence[Any]
 
 
-def run(tower: Traced, shares: Sequence[Share]) -> list[TowerResult]:
+@contextlib.contextmanager
+def side_by_side() -> Iterator[None]:
+    """Inside, calls that draw random numbers or check something wait for no other.
+
+    TensorFlow would make towers wait for one another, in the order of the calls.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    manager = None if tf.executing_eagerly() else graph.experimental_acd_manager
+    before = len(graph.get_operations()) if manager else 0
+    yield
+    for op in graph.get_operations()[before:] if manager else ():
+        if op._is_stateful:
+            manager.run_independently(op)
+
+
+def run(towers: Sequence[Traced], shares: Sequence[Share]) -> list[TowerResult]:
     """Runs one tower on each device, none waiting for another.
 
     Args:
-        tower: The traced tower, or in eager execution its plain function.
+        towers: The traced towers, or in eager execution their plain functions.
         shares: One for each tower.
 
     Returns:
@@ -613,7 +628,7 @@ def run(tower: Traced, shares: Sequence[Share]) -> list[TowerResult]:
         are left out; towers that turn out to be idle compute nothing and return zeros.
     """
     results = []
-    for k, share in enumerate(shares):
+    for k, (tower, share) in enumerate(zip(towers, shares, strict=True)):
         known = isinstance(share.size, int)
         # The first tower always has an example, unless there is none at all.
         if k > 0 and known and share.size == 0:
@@ -631,7 +646,7 @@ def run_together(
     tower: Callable[..., TowerResult],
     traced: Traced,
     shares: Sequence[Share],
-    whole: Share,
+    whole: Callable[[], Share],
 ) -> list[TowerResult]:
     """Runs towers whose layers talk to one another, such as synchronized normalisation.
 
@@ -643,7 +658,7 @@ def run_together(
         tower: The plain tower function.
         traced: The same, traced.
         shares: One for each tower.
-        whole: All of them in one.
+        whole: Makes one of all of them.
 
     Returns:
         The towers' results, in order.
@@ -653,10 +668,12 @@ def run_together(
         return _replicated(tower, shares)
 
     def alone():
-        with tf.name_scope("tower_0"), tf.device(whole.device):
-            result = traced(*whole.arguments)
+        with tf.name_scope("tower_0"), tf.device(shares[0].device):
+            everything = whole()
+            result = traced(*everything.arguments)
         idle = [traced.idle(tf.zeros([], tf.int32)) for _ in shares[1:]]
-        weights = [(whole.size, whole.fraction)] + [(0, tf.zeros([]))] * len(idle)
+        weights = [(everything.size, everything.fraction)]
+        weights += [(0, tf.zeros([]))] * len(idle)
         return [
             one._replace(size=tf.convert_to_tensor(size), fraction=fraction)
             for one, (size, fraction) in zip([result, *idle], weights, strict=True)

@@ -18,11 +18,13 @@ import inspect
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -88,6 +90,52 @@ flags.DEFINE_string(
     "image_size", None, "N or HxW to resize images to. Default: as they are.", **_MORE
 )
 flags.DEFINE_integer("num_classes", None, "Classes of tfrecord: data.", **_MORE)
+flags.DEFINE_enum(
+    "recipe",
+    "none",
+    input_pipeline.RECIPES,
+    "What becomes of images: resized; a random part, mirrored or not, or the middle in "
+    "evaluation; moved by up to 4 pixels, mirrored or not.",
+    **_MORE,
+)
+flags.DEFINE_list(
+    "randaugment", None, "Layers and magnitude of RandAugment, such as 2,9.", **_MORE
+)
+flags.DEFINE_float(
+    "mixup_alpha", 0.0, "Mixes each tower's examples by MixUp, such as 0.2.", **_MORE
+)
+flags.DEFINE_float(
+    "cutmix_alpha", 0.0, "The same by CutMix, such as 1; with both, in turn.", **_MORE
+)
+flags.DEFINE_enum(
+    "cache",
+    "auto",
+    input_pipeline.CACHES,
+    "Where to keep images decoded, if they have one size; auto: in memory if they take "
+    "a quarter of what is free, else in --cache_dir, if it is given; not at all with "
+    "--deterministic, as nothing may then hang on the machine.",
+    **_MORE,
+)
+flags.DEFINE_string("cache_dir", None, "Where --cache=disk keeps its files.", **_MORE)
+flags.DEFINE_integer(
+    "shuffle_mb", 256, "Memory for drawing the next record from, in MB.", **_MORE
+)
+flags.DEFINE_integer(
+    "ram_budget_mb", None, "Memory for batches ahead of use, in MB.", **_MORE
+)
+flags.DEFINE_integer(
+    "prefetch",
+    None,
+    "Batches that are on the towers ahead of use. Default: 2 with GPUs.",
+    **_MORE,
+)
+flags.DEFINE_string(
+    "data_service",
+    None,
+    "Dispatcher of a tf.data service whose workers run the input pipeline, such as "
+    "grpc://localhost:5050.",
+    **_MORE,
+)
 flags.DEFINE_string("image_key", "image/encoded", "Field of the image.", **_MORE)
 flags.DEFINE_string("label_key", "image/class/label", "Field of the label.", **_MORE)
 flags.DEFINE_integer(
@@ -186,6 +234,14 @@ flags.DEFINE_integer("log_steps", 100, "Steps between lines and scalars.", **_MO
 flags.DEFINE_integer("parity_steps", 3, "Steps that towers.parity compares.", **_MORE)
 
 
+# What TensorFlow raises where a record is bad.
+BAD_RECORD = (
+    tf.errors.DataLossError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+)
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the job that the flags describe.
 
@@ -215,11 +271,7 @@ def main(argv: Sequence[str]) -> int:
         if job is not None:
             raise
         return fail(error)
-    except (
-        tf.errors.DataLossError,
-        tf.errors.InvalidArgumentError,
-        tf.errors.NotFoundError,
-    ):
+    except BAD_RECORD:
         reason = job and _find_bad_record(job)
         if not reason:
             raise
@@ -237,7 +289,7 @@ class Job:
     Attributes:
         source: Where training data comes from.
         held_out: Source and split to evaluate on, if there is one.
-        image_shape: (height, width, channels) of the images.
+        image_shape: (height, width, channels) of the images, or (numbers in a row,).
         placed: The devices.
         model: The user's model, compiled, as the checkpoint left it.
         parallel: The same model on towers.
@@ -269,9 +321,14 @@ class Job:
             batch_size=FLAGS.batch_size,
             image_shape=self.image_shape,
             training=training,
+            recipe=FLAGS.recipe,
+            randaugment=randaugment(),
             seed=FLAGS.seed,
             deterministic=FLAGS.deterministic or not training,
+            shuffle_mb=FLAGS.shuffle_mb,
             start_epoch=self.checkpoint.epoch,
+            data_service=FLAGS.data_service,
+            ram_budget_mb=FLAGS.ram_budget_mb,
         )
 
 
@@ -306,6 +363,11 @@ def set_up(argv: Sequence[str]) -> Job:
         check_checkpoint(checkpoints, model=model.variables)
 
     held_out = prepare_data(source, held_out)
+    kept = keep_decoded(source)
+    if held_out is not None:
+        other, split = held_out
+        held_out = (kept if other is source else keep_decoded(other)), split
+    source = kept
     parallel = multi_gpu_model(
         model,
         gpus=placed.towers,
@@ -317,6 +379,8 @@ def set_up(argv: Sequence[str]) -> Job:
         all_reduce_alg=FLAGS.all_reduce_alg,
         choice_file=os.path.join(model_dir, "variable_update.json"),
         max_staleness=FLAGS.max_staleness,
+        preprocess=make_preprocess(source.num_classes),
+        prefetch=FLAGS.prefetch,
     )
     # Towers that do not wait for one another make a step of the optimizer each.
     asynchronous = FLAGS.variable_update == "asynchronous"
@@ -382,7 +446,7 @@ def train(job: Job) -> float | None:
             every_steps=FLAGS.log_steps,
             fractions=[size / FLAGS.batch_size for size in sizes],
             texts={"flags": as_markdown(flags_text())},
-            sample=job.eval_data(),
+            sample=job.eval_data() if len(job.image_shape) == 3 else None,
             class_names=job.source.class_names,
             staleness=getattr(job.parallel.builder, "staleness", None),
         ),
@@ -443,6 +507,11 @@ def check_flags(argv: Sequence[str]) -> None:
         ("num_classes", 1, None),
         ("steps_per_loop", 1, None),
         ("log_steps", 1, None),
+        ("mixup_alpha", 0, None),
+        ("cutmix_alpha", 0, None),
+        ("shuffle_mb", 0, None),
+        ("ram_budget_mb", 1, None),
+        ("prefetch", 0, None),
         ("parity_steps", 1, None),
         ("seed", 0, 2**32 - 1),
         ("learning_rate", 0, None),
@@ -490,6 +559,18 @@ def check_flags(argv: Sequence[str]) -> None:
                 f"Received --tower_shares={','.join(FLAGS.tower_shares)}; expected a "
                 "positive integer for each tower, such as --tower_shares=2,3,3."
             )
+    if FLAGS.cache == "disk" and FLAGS.cache_dir is None:
+        raise ValueError(
+            "Received --cache=disk without --cache_dir; expected a folder for its "
+            "files, such as --cache_dir=cache."
+        )
+    if mixes() and FLAGS.loss_placement == "gathered":
+        raise ValueError(
+            "Received --loss_placement=gathered with --mixup_alpha or --cutmix_alpha, "
+            "which mix examples on the towers; expected --loss_placement=auto."
+        )
+    randaugment()
+    check_data_service()
     models.check(FLAGS.model)
     optimizer_class()
     asked_image_size()
@@ -527,6 +608,38 @@ def asked_image_size() -> tuple[int, int] | None:
             "as 240x320 (height x width)."
         )
     return int(sizes[0]), int(sizes[-1])
+
+
+def randaugment() -> tuple[int, int] | None:
+    """Reads --randaugment."""
+    if FLAGS.randaugment is None:
+        return None
+    numbers = [int(part) for part in FLAGS.randaugment if part.isdecimal()]
+    if (
+        len(numbers) != len(FLAGS.randaugment)
+        or len(numbers) != 2
+        or not (numbers[0] and numbers[1] <= 10)
+    ):
+        raise ValueError(
+            f"Received --randaugment={','.join(FLAGS.randaugment)}; expected layers "
+            "(at least 1) and a magnitude (0 to 10), such as --randaugment=2,9."
+        )
+    return tuple(numbers)
+
+
+def mixes() -> bool:
+    """Tells whether training examples are mixed."""
+    return bool(FLAGS.mixup_alpha or FLAGS.cutmix_alpha)
+
+
+def check_data_service() -> None:
+    """Checks the form of --data_service."""
+    address = FLAGS.data_service
+    if address and not re.fullmatch(r"grpc://[^:/]+:\d+", address):
+        raise ValueError(
+            f"Received --data_service={address}; expected the address of a dispatcher, "
+            "such as grpc://localhost:5050."
+        )
 
 
 def optimizer_class() -> type[keras.optimizers.Optimizer]:
@@ -611,6 +724,24 @@ def prepare_data(
     return held_out, split
 
 
+def keep_decoded(source: input_pipeline.Source) -> input_pipeline.Source:
+    """Keeps a source's images decoded, as --cache says.
+
+    Raises:
+        ValueError: If a record is bad.
+    """
+    cache = FLAGS.cache
+    if cache == "auto" and (FLAGS.deterministic or FLAGS.data_service):
+        cache = "none"
+    try:
+        return input_pipeline.keep_decoded(source, cache, FLAGS.cache_dir)
+    except BAD_RECORD as error:
+        reasons = (
+            input_pipeline.find_bad_record(source, split) for split in source.splits
+        )
+        raise ValueError(next(filter(None, reasons), error)) from error
+
+
 def configure_devices() -> devices.Devices:
     """Sets up the devices, the random seeds and the type to compute in."""
     num_gpus, indices = FLAGS.num_gpus, None
@@ -651,8 +782,32 @@ def tower_shares(placed: devices.Devices) -> tuple[int, ...]:
     return tuple(int(share) for share in FLAGS.tower_shares)
 
 
-def choose_image_shape(source: input_pipeline.Source) -> tuple[int, int, int]:
+def make_preprocess(num_classes: int) -> Callable[[Any, Any, bool], tuple[Any, Any]]:
+    """Makes what towers do to their shares: bytes to floats in [-1, 1], and mixing.
+
+    Args:
+        num_classes: Labels are below it.
+    """
+    mix = None
+    if mixes():
+        mix = input_pipeline.Mix(
+            num_classes, FLAGS.mixup_alpha, FLAGS.cutmix_alpha, FLAGS.seed
+        )
+    dtype = keras.config.dtype_policy().compute_dtype
+
+    def preprocess(x, y, training):
+        images = x.dtype == tf.uint8
+        if mix is not None and y is not None:
+            x, y = mix(x, y) if training else (x, tf.one_hot(y, num_classes))
+        return (input_pipeline.normalize(x, dtype) if images else x), y
+
+    return preprocess
+
+
+def choose_image_shape(source: input_pipeline.Source) -> tuple[int, ...]:
     """Decides the images' size: what --image_size says, else as they are."""
+    if len(source.image_shape) == 1:
+        return source.image_shape
     height, width, channels = source.image_shape
     if (asked := asked_image_size()) is not None:
         height, width = asked
@@ -704,10 +859,14 @@ def compile_model(
         examples: Examples in an epoch, if known.
         steps_per_batch: Steps of the optimizer for a global batch.
     """
+    loss = keras.losses.SparseCategoricalCrossentropy
+    if mixes():
+        loss = keras.losses.CategoricalCrossentropy
     model.compile(
         build_optimizer(examples, steps_per_batch),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=returns_logits(model)),
-        metrics=["accuracy"],
+        loss(from_logits=returns_logits(model)),
+        # By the labels as they were before they were mixed.
+        metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
         steps_per_execution=FLAGS.steps_per_loop,
         jit_compile={"auto": "auto", "true": True, "false": False}[FLAGS.enable_xla],
     )

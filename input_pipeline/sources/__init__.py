@@ -6,6 +6,9 @@ only the file it needs.
 
 import difflib
 import os
+from typing import Any
+
+import tensorflow as tf
 
 from input_pipeline.sources.base import Source
 
@@ -15,6 +18,9 @@ _FORMS = {
     "digits": "digits",
     "tfds": "tfds:NAME",
     "tfrecord": "tfrecord:GLOB",
+    "array_record": "array_record:GLOB",
+    "parquet": "parquet:GLOB",
+    "csv": "csv:GLOB",
     "folder": "folder:DIR",
     "synthetic": "synthetic:HxWxC:CLASSES[:COUNT]",
 }
@@ -28,18 +34,25 @@ def open_source(
     image_key: str = "image/encoded",
     label_key: str = "image/class/label",
     num_classes: int | None = None,
+    **tfds_options: Any,
 ) -> Source:
     """Opens the source that a spec names; writes nothing (``prepare()`` does).
 
+    Paths may be of any file system that TensorFlow knows, such as ``gs://``.
+
     Args:
-        spec: ``digits``, ``tfds:NAME``, ``tfrecord:GLOB``, ``folder:DIR`` or
+        spec: ``digits``, ``tfds:NAME``, ``tfrecord:GLOB``, ``array_record:GLOB``,
+            ``parquet:GLOB``, ``csv:GLOB``, ``folder:DIR`` or
             ``synthetic:HxWxC:CLASSES[:COUNT]``.
         data_dir: where ``digits`` and ``tfds:`` keep their files; None for TFDS's
             default folder.
         seed: of the images of ``synthetic:``.
-        image_key: field of the encoded image in the tf.Examples of ``tfrecord:``.
-        label_key: field of the label in the tf.Examples of ``tfrecord:``.
-        num_classes: of ``tfrecord:``; None reads every label to find the largest.
+        image_key: field of the encoded image in tf.Examples; column of ``parquet:``.
+        label_key: field of the label in tf.Examples; column of ``parquet:``, ``csv:``.
+        num_classes: where labels are read from files; None reads every label to find
+            the largest.
+        **tfds_options: ``train_split``, ``test_split``, ``shard`` and ``read_config``
+            of ``digits`` and ``tfds:``; see ``TFDSSource``.
 
     Returns:
         The source.
@@ -54,25 +67,47 @@ def open_source(
             f"unknown data set {spec!r}: {_hint(spec)}expected one of "
             f"{', '.join(_FORMS.values())}"
         )
-    if kind == "digits":
-        from input_pipeline.sources.digits import open_digits
+    if tfds_options and kind not in ("digits", "tfds"):
+        raise ValueError(
+            f"received {', '.join(tfds_options)} for {spec!r}: expected only for "
+            "digits and tfds:, leave it out"
+        )
+    try:
+        if kind == "digits":
+            from input_pipeline.sources.digits import open_digits
 
-        return open_digits(data_dir)
-    if kind == "tfds":
-        from input_pipeline.sources.tfds_source import open_tfds
+            return open_digits(data_dir, **tfds_options)
+        if kind == "tfds":
+            from input_pipeline.sources.tfds_source import open_tfds
 
-        return open_tfds(rest, data_dir)
-    if kind == "tfrecord":
-        from input_pipeline.sources.tfrecord import TFRecordSource
+            return open_tfds(rest, data_dir, **tfds_options)
+        if kind == "tfrecord":
+            from input_pipeline.sources.tfrecord import TFRecordSource
 
-        return TFRecordSource(rest, image_key, label_key, num_classes)
-    if kind == "folder":
-        from input_pipeline.sources.image_folder import ImageFolderSource
+            return TFRecordSource(rest, image_key, label_key, num_classes)
+        if kind == "array_record":
+            from input_pipeline.sources.array_record import ArrayRecordSource
 
-        return ImageFolderSource(rest)
-    from input_pipeline.sources.synthetic import open_synthetic
+            return ArrayRecordSource(rest, image_key, label_key, num_classes)
+        if kind == "parquet":
+            from input_pipeline.sources.parquet import ParquetSource
 
-    return open_synthetic(rest, seed)
+            return ParquetSource(rest, image_key, label_key, num_classes)
+        if kind == "csv":
+            from input_pipeline.sources.csv_source import CSVSource
+
+            return CSVSource(rest, label_key, num_classes)
+        if kind == "folder":
+            from input_pipeline.sources.image_folder import ImageFolderSource
+
+            return ImageFolderSource(rest)
+        from input_pipeline.sources.synthetic import open_synthetic
+
+        return open_synthetic(rest, seed)
+    # Of a file system: not installed, no permission, no network.
+    except tf.errors.OpError as error:
+        reason = error.message.splitlines()[0]
+        raise ValueError(f"{spec!r} cannot be opened: {reason}") from error
 
 
 def _hint(spec: str) -> str:

@@ -9,13 +9,68 @@ import tensorflow as tf
 from input_pipeline.sources.base import IndexedSource
 
 
-class ArraySource(IndexedSource):
+class RowSource(IndexedSource):
+    """Examples that lie one behind the other, in memory or in a mapped file.
+
+    Args:
+        name: used in messages.
+        images: [N, ...]: uint8 images, or float32 rows of numbers. A ``np.memmap``
+            stays on disk.
+        labels: int64 [N].
+        splits: number of examples for each split; training comes first.
+        num_classes: labels are in [0, num_classes).
+        class_names: one for each class, or None.
+    """
+
+    encoded = False
+
+    def __init__(
+        self,
+        name: str,
+        images: np.ndarray,
+        labels: np.ndarray,
+        splits: dict[str, int],
+        num_classes: int,
+        class_names: Sequence[str] | None,
+    ):
+        self.name = name
+        self.num_classes = num_classes
+        self.class_names = tuple(class_names) if class_names is not None else None
+        self.image_shape = images.shape[1:]
+        self.splits = splits
+        self._images, self._labels = images, labels
+
+    def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        images, labels = self._tensors
+        if images is None:
+            rows = tf.numpy_function(self._read, [records], self._images.dtype)
+            rows = tf.ensure_shape(rows, [None, *self.image_shape])
+        else:
+            rows = tf.gather(images, records)
+        return rows, tf.gather(labels, records)
+
+    def _read(self, records: np.ndarray) -> np.ndarray:
+        return np.asarray(self._images[records])
+
+    @functools.cached_property
+    def _tensors(self) -> tuple[tf.Tensor | None, tf.Tensor]:
+        # Outside the graph that is being traced: a constant in it may not exceed
+        # 2 GiB. On the CPU: that is where tf.data runs.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            on_disk = isinstance(self._images, np.memmap)
+            images = None if on_disk else tf.constant(self._images)
+            return images, tf.constant(self._labels)
+
+
+class ArraySource(RowSource):
     """NumPy arrays as a source.
 
     Args:
-        x: uint8 images [N, H, W, C].
+        x: uint8 images [N, H, W, C], or rows of numbers, float32 [N, F]. With a
+            ``np.memmap``, and no test examples, what is not asked for stays on disk.
         y: integer labels [N].
-        x_test: uint8 images [M, H, W, C], or None for no test split.
+        x_test: as ``x``, for evaluation, or None for no test split.
         y_test: integer labels [M].
         num_classes: None takes the largest label plus one.
         class_names: one for each class.
@@ -49,45 +104,31 @@ class ArraySource(IndexedSource):
                 f"images for training and test have different shapes, {shapes}: "
                 "expected one"
             )
-        self._images = np.concatenate([images for images, _ in pairs.values()])
-        self._labels = np.concatenate([labels for _, labels in pairs.values()])
+        images, labels = (_joined(parts) for parts in zip(*pairs.values(), strict=True))
         if num_classes is None:
-            num_classes = int(self._labels.max(initial=-1)) + 1
-        if self._labels.size and not (
-            0 <= self._labels.min() and self._labels.max() < num_classes
-        ):
+            num_classes = int(labels.max(initial=-1)) + 1
+        if labels.size and not (0 <= labels.min() and labels.max() < num_classes):
             raise ValueError(
-                f"labels go from {self._labels.min()} to {self._labels.max()}: "
+                f"labels go from {labels.min()} to {labels.max()}: "
                 f"expected 0 to {num_classes - 1}"
             )
-        self.name = name
-        self.num_classes = num_classes
-        self.class_names = tuple(class_names) if class_names is not None else None
-        self.image_shape = shapes.pop()
-        self.splits = {split: len(labels) for split, (_, labels) in pairs.items()}
+        splits = {split: len(part) for split, (_, part) in pairs.items()}
+        super().__init__(name, images, labels, splits, num_classes, class_names)
 
-    def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """(uint8 image [H, W, C], int64 label [])."""
-        images, labels = self._tensors
-        return images[record], labels[record]
 
-    @functools.cached_property
-    def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
-        # Outside the graph that is being traced: a constant in it may not exceed
-        # 2 GiB. On the CPU: that is where tf.data runs.
-        with tf.init_scope(), tf.device("/CPU:0"):
-            return tf.constant(self._images), tf.constant(self._labels)
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _checked(
     images: np.ndarray, labels: np.ndarray, split: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images [N, H, W, C] and labels [N] as int64."""
-    images, labels = np.asarray(images), np.asarray(labels)
-    if images.ndim != 4 or images.dtype != np.uint8:
+    """Images, and labels [N] as int64."""
+    images, labels = np.asanyarray(images), np.asarray(labels)
+    if (images.ndim, images.dtype) not in ((4, np.uint8), (2, np.float32)):
         raise ValueError(
             f"{split} images are {images.dtype} {images.shape}: expected uint8 of 0 "
-            "to 255 and shape [N, H, W, C]"
+            "to 255 and shape [N, H, W, C], or rows of numbers, float32 [N, F]"
         )
     if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
         raise ValueError(

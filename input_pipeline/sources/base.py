@@ -16,11 +16,15 @@ HELD_OUT = ("validation", "valid", "val", "test")
 class Source(abc.ABC):
     """A set of labelled images, in named splits.
 
+    Records are handled by the batch. A *raw* record is what costs little to move:
+    bytes as they stand in a file, or a number.
+
     Attributes:
         name: the spec it was opened with.
         num_classes: labels are in [0, num_classes).
         class_names: one name for each label, or None.
         image_shape: (H, W, C) of decoded images; None where it varies.
+        encoded: whether `parse` gives images that have yet to be decoded.
         splits: number of examples for each split, None where unknown; the keys are
             "train" and, where there is one, "test". Empty until prepared.
         labels_need_checking: False where labels are right by construction.
@@ -30,6 +34,7 @@ class Source(abc.ABC):
     num_classes: int
     class_names: tuple[str, ...] | None = None
     image_shape: tuple[int | None, int | None, int]
+    encoded: bool = True
     splits: dict[str, int | None]
     labels_need_checking: bool = False
 
@@ -41,20 +46,55 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def records(
-        self, split: str, shuffle_seed: int | tf.Tensor | None = None
+    def batches(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        seeds: tf.Tensor | None = None,
+        buffer_mb: int = 0,
+        start: int | tf.Tensor = 0,
     ) -> tf.data.Dataset:
-        """Raw records of one split, read from several files at once.
+        """Raw records of one epoch, in order, by the batch.
 
         Args:
-            split: one of ``splits``.
-            shuffle_seed: of the order of the files; None for their fixed order. The
-                same seed gives the same order at each iteration.
+            split: one of `splits`.
+            batch_size: records in a batch; the last one may be shorter.
+            seeds: int64 [2] of the order; None for the fixed one.
+            buffer_mb: memory for drawing the next record from, where the source cannot
+                jump to any.
+            start: records of that order to pass over, at the least cost.
+
+        Returns:
+            A dataset of (int64 numbers [B], raw records with B rows). A record's number
+            is its own, in whatever order it comes.
         """
 
     @abc.abstractmethod
+    def parse(self, records: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Takes a batch of raw records apart.
+
+        Args:
+            records: with B rows.
+
+        Returns:
+            Images: uint8 [B, H, W, C], or string [B], see `encoded`; int64 labels [B].
+        """
+
+    def load(self, image: tf.Tensor) -> tf.Tensor:
+        """The encoded bytes of one string that `parse` gave."""
+        return image
+
     def decode(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Decodes one raw record: (uint8 image [H, W, C], int64 label [])."""
+        """Decodes one raw record: (uint8 image [H, W, C], int64 label []).
+
+        For looking at records one by one; the pipeline decodes no more than it needs.
+        """
+        batch = tf.nest.map_structure(lambda part: tf.expand_dims(part, 0), record)
+        images, labels = self.parse(batch)
+        if self.encoded:
+            return decode_image(self.load(images[0]), self.image_shape), labels[0]
+        return images[0], labels[0]
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's files; none where the data is in memory."""
@@ -84,22 +124,80 @@ class Source(abc.ABC):
         raise NotImplementedError(f"{self.name} has no labels to check in {path}")
 
 
-class IndexedSource(Source):
-    """A source whose records are numbers, which ``decode`` turns into examples.
+class StreamSource(Source):
+    """A source that is read from front to back, several files at once.
 
-    The test examples' numbers follow the training examples'. Shuffling numbers is cheap
-    and complete.
+    Its order is that of the files, shuffled, and of a buffer of records.
     """
 
+    @abc.abstractmethod
     def records(
-        self, split: str, shuffle_seed: int | tf.Tensor | None = None
+        self, split: str, shuffle_seed: tf.Tensor | None = None
     ) -> tf.data.Dataset:
-        """See ``Source.records``."""
-        start = 0 if split == "train" else self.splits["train"]
-        size = self.splits[split]
-        return shuffle_all(
-            tf.data.Dataset.range(start, start + size), size, shuffle_seed
-        )
+        """Pairs of an int64 number and a raw record.
+
+        Args:
+            split: one of ``splits``.
+            shuffle_seed: of the order of the files; None for their fixed order. The
+                same seed gives the same order at each iteration.
+        """
+
+    @abc.abstractmethod
+    def record_bytes(self, split: str) -> float:
+        """What a raw record takes, more or less."""
+
+    def batches(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        seeds: tf.Tensor | None = None,
+        buffer_mb: int = 0,
+        start: int | tf.Tensor = 0,
+    ) -> tf.data.Dataset:
+        """See ``Source.batches``."""
+        if seeds is None:
+            records = self.records(split)
+        else:
+            records = self.records(split, seeds[0])
+            # Still encoded: that takes far less memory than pixels.
+            buffer = int(buffer_mb * 2**20 / max(self.record_bytes(split), 1))
+            buffer = min(buffer, self.splits[split] or buffer)
+            records = records.shuffle(
+                max(buffer, 1), seed=seeds[1], reshuffle_each_iteration=False
+            )
+        return records.skip(start).batch(batch_size)
+
+
+class IndexedSource(Source):
+    """A source whose records are numbers, which ``parse`` turns into examples.
+
+    The test examples' numbers follow the training examples'. Any place of any order is
+    computed without those before it.
+    """
+
+    def batches(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        seeds: tf.Tensor | None = None,
+        buffer_mb: int = 0,
+        start: int | tf.Tensor = 0,
+    ) -> tf.data.Dataset:
+        """See ``Source.batches``."""
+        del buffer_mb
+        first = 0 if split == "train" else self.splits["train"]
+        count = self.splits[split]
+
+        def numbers(begin):
+            places = tf.range(begin, tf.minimum(begin + batch_size, count))
+            if seeds is not None:
+                places = tf.random.experimental.index_shuffle(places, seeds, count - 1)
+            places += first
+            return places, places
+
+        return tf.data.Dataset.range(start, count, batch_size).map(numbers)
 
 
 class BadRecordError(ValueError):

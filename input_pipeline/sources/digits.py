@@ -65,6 +65,12 @@ class TowersDigits(tfds.core.GeneratorBasedBuilder):
             yield index, {"image": image[..., None], "label": digits.target[index]}
 
 
-def open_digits(data_dir: str | os.PathLike | None) -> TFDSSource:
-    """Opens the digits; ``prepare()`` writes them to ``data_dir``."""
-    return TFDSSource(TowersDigits(data_dir=data_dir), "digits", _NUM_SHARDS)
+def open_digits(data_dir: str | os.PathLike | None, **options: Any) -> TFDSSource:
+    """Opens the digits; ``prepare()`` writes them to ``data_dir``.
+
+    Args:
+        data_dir: TFDS's folder, or None for its default one.
+        **options: the other arguments of ``TFDSSource``.
+    """
+    builder = TowersDigits(data_dir=data_dir)
+    return TFDSSource(builder, "digits", _NUM_SHARDS, **options)

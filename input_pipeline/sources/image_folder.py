@@ -1,22 +1,21 @@
 """``folder:DIR``: a folder of JPEG or PNG files for each class."""
 
+import functools
+import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources.base import Source, decode_image, held_out, shuffle_all
+from input_pipeline.sources.base import IndexedSource, held_out
 
-_SUFFIXES = {".jpg", ".jpeg", ".png"}
+_SUFFIXES = (".jpg", ".jpeg", ".png")
 _HOLD_OUT_EVERY = 10
 
 # Paths of the images of each class, by the class's name.
 _Classes = dict[str, list[str]]
 
 
-class ImageFolderSource(Source):
+class ImageFolderSource(IndexedSource):
     """Class folders; the sorted names of the folders are the labels.
 
     With DIR/train and one of DIR/validation, valid, val or test, those are the
@@ -31,8 +30,8 @@ class ImageFolderSource(Source):
     """
 
     def __init__(self, directory: str):
-        root = Path(directory).expanduser()
-        if not root.is_dir():
+        root = os.path.expanduser(directory)
+        if not tf.io.gfile.isdir(root):
             raise ValueError(
                 f"{directory!r} is not a folder: expected one that holds a folder of "
                 "JPEG or PNG files for each class"
@@ -55,30 +54,40 @@ class ImageFolderSource(Source):
         """Paths of one split's images."""
         return list(self._labels[split])
 
-    def records(
-        self, split: str, shuffle_seed: int | tf.Tensor | None = None
-    ) -> tf.data.Dataset:
-        """Dicts of path and label: files are read by the parallel ``decode``."""
-        paths, labels = zip(*self._labels[split].items(), strict=True)
-        dataset = tf.data.Dataset.from_tensor_slices(
-            {"path": list(paths), "label": np.array(labels, np.int64)}
-        )
-        return shuffle_all(dataset, len(paths), shuffle_seed)
+    def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Paths and labels; files are read one by one, in parallel."""
+        paths, labels = self._tensors
+        return tf.gather(paths, records), tf.gather(labels, records)
 
-    def decode(self, record: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        """(uint8 image [H, W, 3], int64 label [])."""
-        encoded = tf.io.read_file(record["path"])
-        return decode_image(encoded, self.image_shape), record["label"]
+    def load(self, image: tf.Tensor) -> tf.Tensor:
+        """See ``Source.load``."""
+        return tf.io.read_file(image)
 
-    def walk(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    @functools.cached_property
+    def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
+        pairs = {
+            path: label
+            for split in self._labels.values()
+            for path, label in split.items()
+        }
+        # On the CPU, which is where tf.data runs.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            return tf.constant([*pairs]), tf.constant([*pairs.values()], tf.int64)
+
+    def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
         """One record: a file is an image here."""
-        label = next(paths[path] for paths in self._labels.values() if path in paths)
-        yield path, {"path": path, "label": label}
+        paths = (path for split in self._labels.values() for path in split)
+        yield (
+            path,
+            tf.constant(
+                next(i for i, known in enumerate(paths) if known == path), tf.int64
+            ),
+        )
 
 
-def _find_splits(root: Path) -> tuple[_Classes, _Classes]:
+def _find_splits(root: str) -> tuple[_Classes, _Classes]:
     """The images for training and those held out."""
-    folders = {folder.name: folder for folder in _folders(root)}
+    folders = _folders(root)
     test_name = held_out(folders)
     # Where DIR/train has no folders, "train" is the name of a class.
     if test_name and "train" in folders and _folders(folders["train"]):
@@ -97,8 +106,8 @@ def _find_splits(root: Path) -> tuple[_Classes, _Classes]:
     return train, test
 
 
-def _find_classes(folder: Path) -> _Classes:
-    classes = {entry.name: _images(entry) for entry in _folders(folder)}
+def _find_classes(folder: str) -> _Classes:
+    classes = {name: _images(path) for name, path in _folders(folder).items()}
     if not classes:
         raise ValueError(
             f"{folder} has no class folders: expected a folder of JPEG or PNG files "
@@ -107,25 +116,26 @@ def _find_classes(folder: Path) -> _Classes:
     for name, images in classes.items():
         if not images:
             raise ValueError(
-                f"the class folder {folder / name} has no JPEG or PNG file directly in "
-                "it: add images or remove the folder"
+                f"the class folder {os.path.join(folder, name)} has no JPEG or PNG "
+                "file directly in it: add images or remove the folder"
             )
     return classes
 
 
-def _folders(parent: Path) -> list[Path]:
-    """Folders in sorted order, without hidden ones."""
-    return sorted(
-        entry
-        for entry in parent.iterdir()
-        if entry.is_dir() and not entry.name.startswith(".")
-    )
+def _folders(parent: str) -> dict[str, str]:
+    """Paths of the folders by their names, sorted."""
+    entries = _entries(parent)
+    return {name: path for name, path in entries if tf.io.gfile.isdir(path)}
 
 
-def _images(folder: Path) -> list[str]:
-    """Image files in sorted order, without hidden ones."""
-    return sorted(
-        str(entry)
-        for entry in folder.iterdir()
-        if entry.suffix.lower() in _SUFFIXES and not entry.name.startswith(".")
-    )
+def _images(folder: str) -> list[str]:
+    """Image files in sorted order."""
+    entries = _entries(folder)
+    return [path for name, path in entries if name.lower().endswith(_SUFFIXES)]
+
+
+def _entries(folder: str) -> list[tuple[str, str]]:
+    """Names and paths of what is in a folder, sorted, without what is hidden."""
+    # Some file systems end the names of folders with a slash.
+    names = sorted(name.rstrip("/") for name in tf.io.gfile.listdir(folder))
+    return [(name, os.path.join(folder, name)) for name in names if name[0] != "."]

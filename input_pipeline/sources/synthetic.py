@@ -1,9 +1,11 @@
 """``synthetic:HxWxC:CLASSES[:COUNT]``: random images that can be learnt; no files."""
 
+import math
 import re
 
 import tensorflow as tf
 
+from input_pipeline import draws
 from input_pipeline.sources.base import IndexedSource
 
 _DEFAULT_COUNT = 1024
@@ -43,6 +45,8 @@ class SyntheticSource(IndexedSource):
         seed: of patterns and noise.
     """
 
+    encoded = False
+
     def __init__(
         self,
         image_shape: tuple[int, int, int],
@@ -57,17 +61,15 @@ class SyntheticSource(IndexedSource):
         self.splits = {split: size for split, size in sizes.items() if size}
         self._seed = seed
 
-    def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """(uint8 image [H, W, C], int64 label [])."""
-        label = record % self.num_classes
+    def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        labels = records % self.num_classes
         # The patterns have the first streams, one for each class.
-        pattern = self._uniform(label)
-        noise = self._uniform(self.num_classes + record)
-        return tf.cast((pattern + noise) * 128.0, tf.uint8), label
+        images = self._uniform(labels) + self._uniform(self.num_classes + records)
+        return tf.cast(images * 128.0, tf.uint8), labels
 
-    def _uniform(self, stream: tf.Tensor) -> tf.Tensor:
-        """[H, W, C] in [0, 1)."""
-        # The algorithm is named, as the default one depends on the device.
-        return tf.random.stateless_uniform(
-            self.image_shape, seed=tf.stack([self._seed, stream]), alg="philox"
-        )
+    def _uniform(self, streams: tf.Tensor) -> tf.Tensor:
+        """[B, H, W, C] in [0, 1)."""
+        seed = tf.constant(self._seed, tf.int64)
+        values = draws.uniform(seed, streams, math.prod(self.image_shape))
+        return tf.reshape(values, [-1, *self.image_shape])

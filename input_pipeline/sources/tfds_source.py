@@ -1,26 +1,32 @@
 """``tfds:NAME``: any image classification set of TensorFlow Datasets."""
 
+import contextlib
 import copy
+import dataclasses
 import difflib
 import os
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from input_pipeline.sources.base import Source, decode_image, held_out, walk_tfrecord
+from input_pipeline.sources.base import StreamSource, held_out, walk_tfrecord
 
 _CYCLE_LENGTH = 16
 
 
-def open_tfds(name: str, data_dir: str | os.PathLike | None) -> "TFDSSource":
+def open_tfds(
+    name: str, data_dir: str | os.PathLike | None, **options: Any
+) -> "TFDSSource":
     """Opens a set by its TFDS name; downloads nothing.
 
     Args:
         name: such as ``mnist`` or ``imagenet2012:5.1.0``.
         data_dir: TFDS's folder, or None for its default one.
+        **options: the other arguments of ``TFDSSource``.
 
     Returns:
         The source; call ``prepare()`` before reading.
@@ -39,7 +45,7 @@ def open_tfds(name: str, data_dir: str | os.PathLike | None) -> "TFDSSource":
     # A wrong version is an AssertionError there, a wrong config a ValueError.
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         raise ValueError(f"TFDS cannot open {name!r}: {_reason(error)}") from error
-    return TFDSSource(builder, f"tfds:{name}")
+    return TFDSSource(builder, f"tfds:{name}", **options)
 
 
 def near_names(name: str) -> list[str]:
@@ -49,16 +55,22 @@ def near_names(name: str) -> list[str]:
     return difflib.get_close_matches(name, known, n=3)
 
 
-class TFDSSource(Source):
+class TFDSSource(StreamSource):
     """A TFDS builder as a source.
 
     Args:
         builder: with at least the features ``image`` and ``label``.
         name: of the source.
         num_shards: files to write for each split; None lets TFDS choose.
+        train_split: in TFDS's words, such as ``train[:90%]``; None for ``train``.
+        test_split: such as ``train[90%:]``; None for the set's own.
+        shard: (index, count): this source has one of ``count`` even parts of each
+            split, in which numbers of examples differ by one at most; None for all.
+        read_config: how TFDS interleaves files; it has no say in orders and caching.
 
     Raises:
-        ValueError: the features are not those of labelled images.
+        ValueError: the features are not those of labelled images, or, once prepared,
+            there is no such split.
     """
 
     def __init__(
@@ -66,7 +78,17 @@ class TFDSSource(Source):
         builder: tfds.core.DatasetBuilder,
         name: str,
         num_shards: int | None = None,
+        *,
+        train_split: str | None = None,
+        test_split: str | None = None,
+        shard: tuple[int, int] | None = None,
+        read_config: tfds.ReadConfig | None = None,
     ):
+        if shard is not None and not 0 <= shard[0] < shard[1]:
+            raise ValueError(
+                f"shard is {tuple(shard)}: expected (index, count), an index from 0 to "
+                "count - 1"
+            )
         image, label = _image_and_label(builder, name)
         self.name = name
         self.num_classes = label.num_classes
@@ -75,14 +97,19 @@ class TFDSSource(Source):
         self.image_shape = (height, width, channels or 3)
         self._builder = builder
         self._num_shards = num_shards
+        self._asked = {"train": train_split, "test": test_split}
+        self._shard = shard
+        self._read_config = read_config or tfds.ReadConfig(
+            interleave_cycle_length=_CYCLE_LENGTH,
+            num_parallel_calls_for_interleave_files=tf.data.AUTOTUNE,
+            num_parallel_calls_for_decode=tf.data.AUTOTUNE,
+        )
+        self._check_splits()
 
     @property
     def splits(self) -> dict[str, int | None]:
         """Number of examples for each split; empty until prepared."""
-        infos = self._builder.info.splits
-        return {
-            split: infos[name].num_examples for split, name in self._names().items()
-        }
+        return {split: self._info(split).num_examples for split in self._names()}
 
     def prepare(self) -> None:
         """Downloads the set and writes its shards, unless that was done before.
@@ -106,39 +133,50 @@ class TFDSSource(Source):
                 ) from error
         # A copy reads anew what is on disk, whoever wrote it.
         self._builder = copy.copy(self._builder)
+        self._check_splits()
 
     def files(self, split: str) -> list[str]:
-        """Paths of one split's shards."""
-        info = self._builder.info.splits[self._names()[split]]
-        return [os.fspath(path) for path in info.filepaths]
+        """Paths of one split's shards, of which a part of a split may read a part."""
+        return [os.fspath(path) for path in self._info(split).filepaths]
 
     def records(
-        self, split: str, shuffle_seed: int | tf.Tensor | None = None
+        self, split: str, shuffle_seed: tf.Tensor | None = None
     ) -> tf.data.Dataset:
-        """Dicts of encoded image and label, from TFDS's own reader."""
-        config = tfds.ReadConfig(
+        """Numbers, and dicts of encoded image and label, from TFDS's own reader."""
+        config = dataclasses.replace(
+            self._read_config,
             shuffle_seed=shuffle_seed,
             shuffle_reshuffle_each_iteration=False,
-            interleave_cycle_length=_CYCLE_LENGTH,
-            num_parallel_calls_for_interleave_files=tf.data.AUTOTUNE,
-            num_parallel_calls_for_decode=tf.data.AUTOTUNE,
             # Some sets are ordered on disk; training shuffles them all the same.
             enable_ordering_guard=False,
             # Caching would pin the first epoch's order; we prefetch at the end.
             try_autocache=False,
             skip_prefetch=True,
+            # File and position in it.
+            add_tfds_id=True,
         )
-        return self._builder.as_dataset(
-            split=self._names()[split],
-            shuffle_files=shuffle_seed is not None,
-            decoders=_still_encoded(),
-            read_config=config,
-        )
+        with _without_warnings():
+            records = self._builder.as_dataset(
+                split=self._names()[split],
+                shuffle_files=shuffle_seed is not None,
+                decoders=_still_encoded(),
+                read_config=config,
+            )
 
-    def decode(self, record: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        """(uint8 image [H, W, C], int64 label [])."""
-        image = decode_image(record["image"], self.image_shape)
-        return image, tf.cast(record["label"], tf.int64)
+        def numbered(record):
+            name = record.pop("tfds_id")
+            return tf.strings.to_hash_bucket_fast(name, 2**63 - 1), record
+
+        return records.map(numbered)
+
+    def record_bytes(self, split: str) -> float:
+        """See ``StreamSource.record_bytes``."""
+        file = self._info(split).file_instructions[0]
+        return tf.io.gfile.stat(file.filename).length / file.examples_in_shard
+
+    def parse(self, records: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        return records["image"], tf.cast(records["label"], tf.int64)
 
     def walk(self, path: str) -> Iterator[tuple[str, dict[str, tf.Tensor]]]:
         """See ``Source.walk``."""
@@ -150,12 +188,53 @@ class TFDSSource(Source):
 
         return walk_tfrecord(path, parse)
 
-    def _names(self) -> dict[str, str]:
-        """TFDS's name for each of our splits."""
+    def _names(self) -> dict[str, Any]:
+        """What TFDS calls each of our splits; none until prepared."""
         infos = self._builder.info.splits
-        names = {"train": "train"} if "train" in infos else {}
-        test = held_out(infos)
-        return names | ({"test": test} if test else {})
+        if not infos:
+            return {}
+        usual = {
+            "train": "train" if "train" in infos else None,
+            "test": held_out(infos),
+        }
+        names = {split: self._asked[split] or usual[split] for split in usual}
+        names = {split: name for split, name in names.items() if name}
+        if self._shard is None:
+            return names
+        index, count = self._shard
+        return {
+            split: tfds.even_splits(name, count)[index] for split, name in names.items()
+        }
+
+    def _info(self, split: str) -> Any:
+        return self._builder.info.splits[self._names()[split]]
+
+    def _check_splits(self) -> None:
+        """Has TFDS read the names of the splits."""
+        for split, name in self._names().items():
+            try:
+                count = self._info(split).num_examples
+            # A slice that is too long is an AssertionError there.
+            except (AssertionError, ValueError) as error:
+                raise ValueError(
+                    f"{self.name} has no split {name}: {_reason(error)}"
+                ) from error
+            if not count:
+                raise ValueError(
+                    f"the split {name} of {self.name} is empty: expected an example"
+                )
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """TFDS numbers records by a function that TensorFlow calls outdated."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _still_encoded() -> tfds.decode.PartialDecoding:

@@ -1,3 +1,6 @@
+import itertools
+import math
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,7 +18,8 @@ def test_resize_is_what_pillow_does(size):
     pixels = _random_image(32, 28, 3)
     wanted = Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR)
     resized = augment.resize(tf.constant(pixels), *size)
-    np.testing.assert_allclose(resized, np.asarray(wanted), atol=1.0)
+    assert resized.dtype == tf.uint8
+    np.testing.assert_allclose(np.int32(resized), np.int32(wanted), atol=1)
 
 
 def test_resize_leaves_a_fitting_image_alone():
@@ -43,3 +47,139 @@ def test_normalize_maps_the_ends():
     image = augment.normalize(tf.constant([0, 51, 255], tf.uint8))
     assert image.dtype == tf.float32
     np.testing.assert_allclose(image, [-1.0, -0.6, 1.0], atol=1e-6)
+
+
+def test_resize_without_antialias_is_bilinear_at_pixel_centres():
+    pixels = _random_image(9, 7, 3)
+    height, width = 5, 12
+    wanted = np.zeros([height, width, 3])
+    for row in range(height):
+        for column in range(width):
+            y = np.clip((row + 0.5) * 9 / height - 0.5, 0, 8)
+            x = np.clip((column + 0.5) * 7 / width - 0.5, 0, 6)
+            for (i, a), (j, b) in itertools.product(
+                _neighbours(y, 8), _neighbours(x, 6)
+            ):
+                wanted[row, column] += a * b * pixels[i, j]
+    resized = augment.resize(tf.constant(pixels), height, width, antialias=False)
+    np.testing.assert_allclose(np.int32(resized), np.rint(wanted), atol=1)
+    assert np.mean(np.int32(resized) == np.rint(wanted)) > 0.98
+
+
+def _neighbours(position, last):
+    low = int(position)
+    return (low, 1 - position % 1), (min(low + 1, last), position % 1)
+
+
+def test_resize_takes_batches():
+    pixels = _random_image(3, 9, 7, 1)
+    resized = augment.resize(tf.constant(pixels), 4, 5)
+    for image, alone in zip(resized, pixels, strict=True):
+        np.testing.assert_array_equal(image, augment.resize(tf.constant(alone), 4, 5))
+
+
+def _windows(shape, count):
+    draws = np.random.default_rng(1).random([count, augment.WINDOW_DRAWS], np.float32)
+    choose = tf.function(augment.random_window)
+    shape = tf.constant(shape)
+    return draws, np.array([choose(shape, tf.constant(u)) for u in draws])
+
+
+def _window(shape, u):
+    """The same in plain Python: the first of ten attempts that fits, else all."""
+    height, width = shape[:2]
+    chosen = float(height), float(width)
+    for attempt in range(10):
+        area = height * width * (0.08 + 0.92 * float(u[attempt]))
+        ratio = (3 / 4) * (16 / 9) ** float(u[10 + attempt])  # width over height
+        sides = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if sides[0] <= height and sides[1] <= width:
+            chosen = sides
+            break
+    corner = [
+        int(float(place) * (side - taken + 1))
+        for place, side, taken in zip(u[20:], (height, width), chosen, strict=True)
+    ]
+    return [*corner, *map(int, chosen)]
+
+
+@pytest.mark.parametrize("shape", [(375, 500, 3), (600, 200, 3), (8, 1000, 3)])
+def test_random_window_is_that_of_plain_python(shape):
+    draws, windows = _windows(shape, 100)
+    wanted = np.array([_window(shape, u) for u in draws])
+    # A side may be rounded the other way.
+    assert np.abs(windows - wanted).max() <= 1
+    assert np.mean(np.all(windows == wanted, axis=1)) > 0.95
+
+
+def test_random_windows_have_the_areas_and_ratios_of_inception():
+    _, windows = _windows((400, 400, 3), 500)
+    y, x, height, width = windows.T
+    area, ratio = height * width / 160_000, width / height
+    assert 0.075 < area.min() < 0.12 and 0.85 < area.max() <= 1
+    assert 0.74 < ratio.min() < 0.80 and 1.25 < ratio.max() < 1.35
+    assert abs(np.log(ratio).mean()) < 0.05
+    assert y.min() == x.min() == 0
+    assert np.all(y + height <= 400) and np.all(x + width <= 400)
+    assert (y + height).max() == (x + width).max() == 400
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "wanted"),
+    [
+        # 224 of 256: what resizing the shorter side to 256 and cropping 224 shows.
+        ((256, 256, 3), (224, 224), [16, 16, 224, 224]),
+        ((512, 800, 3), (224, 224), [32, 176, 448, 448]),
+        ((300, 100, 3), (50, 50), [106, 6, 88, 88]),
+        ((100, 100, 3), (20, 40), [28, 6, 44, 88]),
+        ((1, 1, 3), (8, 8), [0, 0, 1, 1]),
+    ],
+)
+def test_center_window(shape, size, wanted):
+    np.testing.assert_array_equal(
+        augment.center_window(tf.constant(shape), *size), wanted
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pad_crop_flip_is_what_numpy_does(channels):
+    rng = np.random.default_rng(2)
+    images = rng.integers(1, 256, [200, 7, 5, channels], np.uint8)
+    u = rng.random([200, augment.PAD_CROP_FLIP_DRAWS], np.float32)
+    changed = tf.function(augment.pad_crop_flip)(tf.constant(images), tf.constant(u))
+    assert changed.dtype == tf.uint8
+    offsets = set()
+    for image, (down, right, mirrored), found in zip(images, u, changed, strict=True):
+        padded = np.pad(image, [(4, 4), (4, 4), (0, 0)])
+        y, x = int(down * 9), int(right * 9)
+        wanted = padded[y : y + 7, x : x + 5]
+        offsets |= {y, x}
+        np.testing.assert_array_equal(
+            found, wanted[:, ::-1] if mirrored < 0.5 else wanted
+        )
+    assert offsets == set(range(9))
+
+
+def test_pad_crop_flip_of_no_image():
+    images = augment.pad_crop_flip(tf.zeros([0, 4, 4, 3], tf.uint8), tf.zeros([0, 3]))
+    assert images.shape == (0, 4, 4, 3)
+
+
+def test_flip():
+    image = _random_image(3, 4, 3)
+    np.testing.assert_array_equal(
+        augment.flip(image, tf.constant(0.49)), image[:, ::-1]
+    )
+    np.testing.assert_array_equal(augment.flip(image, tf.constant(0.5)), image)
+
+
+def test_crop():
+    image = _random_image(9, 8, 3)
+    window = tf.constant([2, 3, 4, 5])
+    np.testing.assert_array_equal(augment.crop(image, window), image[2:6, 3:8])
+
+
+def test_normalize_computes_in_16_bits():
+    image = augment.normalize(tf.constant([0, 255], tf.uint8), tf.float16)
+    assert image.dtype == tf.float16
+    np.testing.assert_allclose(image, [-1, 1], atol=1e-3)

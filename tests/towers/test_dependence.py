@@ -56,6 +56,16 @@ def _convolve(x, w):
         (lambda x, y, w: x * 2 + 1, ROWS),
         (lambda x, y, w: ops.matmul(x, w), ROWS),
         (lambda x, y, w: ops.softmax(x), ROWS),
+        (lambda x, y, w: tf.slice(tf.shape(x), [0], [1]), Dependence.SHAPE),
+        (lambda x, y, w: tf.slice(tf.shape(x), [tf.rank(x) - 1], [1]), NONE),
+        (lambda x, y, w: tf.nn.softmax_cross_entropy_with_logits(x, x), ROWS),
+        (lambda x, y, w: keras.losses.CategoricalCrossentropy()(x, ops.exp(x)), MEAN),
+        (
+            lambda x, y, w: keras.losses.CategoricalCrossentropy(
+                from_logits=True, label_smoothing=0.1
+            )(x, x),
+            MEAN,
+        ),
         (lambda x, y, w: ops.max(x, axis=-1), ROWS),
         (lambda x, y, w: ops.reshape(x, [-1, 2]), ROWS),
         (lambda x, y, w: x[..., 0] * y, ROWS),

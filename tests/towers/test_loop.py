@@ -1,6 +1,7 @@
 """Several steps in a call: the same numbers, and no batch too many."""
 
 import itertools
+import weakref
 
 import keras
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from towers import multi_gpu_model
+from towers import loop, multi_gpu_model
 
 FEATURES = 6
 # Seven batches, the last one short.
@@ -35,10 +36,14 @@ def _model(kind=keras.Sequential, name=None):
     return kind([keras.Input((FEATURES,)), *layers], name=name)
 
 
-def _compiled(model, steps, towers=3, builder="parameter_server", **options):
+def _compiled(
+    model, steps, towers=3, builder="parameter_server", prefetch=None, **options
+):
     trained = model
     if towers:
-        trained = multi_gpu_model(model, gpus=towers, builder=builder)
+        trained = multi_gpu_model(
+            model, gpus=towers, builder=builder, prefetch=prefetch
+        )
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     options = {"loss": "mse", "metrics": ["mae"]} | options
     trained.compile(optimizer, steps_per_execution=steps, **options)
@@ -338,3 +343,181 @@ def test_the_next_batch_is_placed_while_a_step_computes(builder, home):
             before = executed.behind(nodes, node)
             assert fetch.name in before
             assert not before & work, sorted(before & work)[:3]
+
+
+# Batches placed ahead of a call of one step.
+
+AHEAD = [1, 2, 10]
+
+
+def _taken_by_call(parallel, counted, steps, epochs=1, **options):
+    seen = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(counted.taken)
+    )
+    options |= {"verbose": 0, "callbacks": [watch]}
+    parallel.fit(counted.dataset(), steps_per_epoch=steps, epochs=epochs, **options)
+    return seen
+
+
+@pytest.mark.parametrize("builder", [*BUILDERS, "asynchronous"])
+@pytest.mark.parametrize("prefetch", [0, *AHEAD])
+def test_batches_are_taken_ahead(prefetch, builder):
+    counted = _Counted()
+    trained = _compiled(_model(), 1, builder=builder, prefetch=prefetch)
+    # Keras reads one iterator in all epochs; of another fit it is another.
+    assert _taken_by_call(trained, counted, 2, epochs=2) == [
+        prefetch + n for n in (1, 2, 3, 4)
+    ]
+    counted.taken = 0
+    assert _taken_by_call(trained, counted, 1) == [prefetch + 1]
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps": 2}], ids=str)
+def test_only_calls_of_one_step_take_ahead(options):
+    counted, options = _Counted(), {"steps": 1} | options
+    trained = _compiled(_model(), prefetch=2, **options)
+    taken = _taken_by_call(trained, counted, 2 * options["steps"])
+    assert taken == [options["steps"], 2 * options["steps"]]
+
+
+def test_on_logical_cpus_nothing_is_taken_ahead_unless_asked_for():
+    assert multi_gpu_model(_model(), gpus=2).builder.prefetch == 0
+
+
+@pytest.mark.parametrize("prefetch", [-1, True, 1.5])
+def test_how_much_is_taken_ahead_is_checked(prefetch):
+    with pytest.raises(ValueError, match=f"Received prefetch={prefetch}; expected"):
+        multi_gpu_model(_model(), gpus=2, prefetch=prefetch)
+
+
+@pytest.mark.parametrize("builder", [*BUILDERS, "auto"])
+@pytest.mark.parametrize("prefetch", AHEAD)
+def test_taking_ahead_is_the_same_training(prefetch, builder, expected):
+    model = _model()
+    trained = _compiled(model, 1, builder=builder, prefetch=prefetch)
+    fit = trained.fit(_dataset(), epochs=2, verbose=0, validation_data=_data())
+    weights, history = expected
+    assert oracle.largest_difference(model.get_weights(), weights) < 1e-5
+    for name, values in history.items():
+        np.testing.assert_allclose(fit.history[name], values, rtol=1e-5)
+    loss = trained.evaluate(*_data(), verbose=0, return_dict=True)["loss"]
+    np.testing.assert_allclose(fit.history["val_loss"][-1], loss, rtol=1e-5)
+    assert int(model.optimizer.iterations) == 2 * BATCHES
+
+
+@pytest.mark.parametrize("prefetch", AHEAD)
+def test_epochs_go_on_in_the_data_where_the_last_one_ended(prefetch):
+    found = []
+    for towers in (0, 3):
+        model = _model()
+        options = {"prefetch": prefetch} if towers else {}
+        trained = _compiled(model, 1, towers, **options)
+        data = _dataset().repeat()
+        trained.fit(data, steps_per_epoch=3, epochs=4, verbose=0)
+        trained.fit(_dataset(), verbose=0)
+        found.append(model.get_weights())
+        assert int(model.optimizer.iterations) == 12 + BATCHES
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+@pytest.mark.parametrize("prefetch", AHEAD)
+def test_data_that_end_early_are_all_used(prefetch):
+    model = _model()
+    trained = _compiled(model, 1, prefetch=prefetch)
+    data = _dataset().apply(tf.data.experimental.assert_cardinality(BATCHES))
+    trained.fit(data.repeat(2).filter(lambda *_: True), epochs=2, verbose=0)
+    assert int(model.optimizer.iterations) == 4 * BATCHES
+
+
+def test_an_error_waits_for_its_batch():
+    def fails_third(number, batch):
+        third = tf.constant(2, tf.int64)
+        with tf.control_dependencies([tf.debugging.assert_none_equal(number, third)]):
+            return tf.nest.map_structure(tf.identity, batch)
+
+    model = _model()
+    trained = _compiled(model, 1, prefetch=5)
+    trained.make_train_function()
+    iterator = iter(_dataset().enumerate().map(fails_third))
+    for _ in range(2):
+        trained.train_function(iterator)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        trained.train_function(iterator)
+    # Of tf.data, which can be read on.
+    for _ in range(BATCHES - 3):
+        trained.train_function(iterator)
+    assert int(model.optimizer.iterations) == BATCHES - 1
+    for _ in range(2):
+        with pytest.raises(tf.errors.OutOfRangeError):
+            trained.train_function(iterator)
+
+
+def test_iterators_by_turns_each_keep_their_own():
+    found = []
+    for prefetch in (0, 2):
+        model = _model()
+        trained = _compiled(model, 1, prefetch=prefetch)
+        trained.make_train_function()
+        iterators = [iter(_dataset()), iter(_dataset(20))]
+        for which in (0, 1, 0, 0, 1, 1, 0):
+            trained.train_function(iterators[which])
+        found.append(model.get_weights())
+    assert oracle.largest_difference(found[1], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize("steps", [1, BATCHES], ids=["unread", "at the end"])
+def test_what_was_taken_goes_with_its_iterator(steps):
+    trained = _compiled(_model(), 1, prefetch=2)
+    trained.make_train_function()
+    iterator = iter(_dataset())
+    for _ in range(steps):
+        trained.train_function(iterator)
+    gone = weakref.ref(iterator)
+    del iterator
+    assert gone() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_all_kinds_ahead(kind):
+    make, data, options = _kinds()[kind]
+    weights = []
+    for prefetch in (0, 2):
+        keras.utils.set_random_seed(7)
+        model = make()
+        trained = _compiled(model, 1, prefetch=prefetch, **{"metrics": None} | options)
+        more = {}
+        if kind == "arrays":
+            more = {"y": _data()[1], "batch_size": BATCH, "shuffle": False}
+        elif kind == "generator":
+            more = {"steps_per_epoch": BATCHES}
+        trained.fit(data(), verbose=0, **more)
+        weights.append(model.get_weights())
+        assert int(model.optimizer.iterations) == BATCHES
+    assert oracle.largest_difference(weights[1], weights[0]) < 1e-6
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_model_is_traced_once_ahead(builder, monkeypatch):
+    monkeypatch.setattr(CountsCalls, "calls", 0)
+    trained = _compiled(_model(CountsCalls), 1, builder=builder, prefetch=2)
+    trained.fit(_dataset(), epochs=3, verbose=0)
+    trained.fit(_dataset(), epochs=1, verbose=0)
+    assert CountsCalls.calls == 1
+
+
+def test_shares_lie_on_their_towers_ahead(monkeypatch):
+    taken, take = [], loop.Ahead.take
+
+    def spy(ahead, iterator):
+        taken.append(take(ahead, iterator))
+        return taken[-1]
+
+    monkeypatch.setattr(loop.Ahead, "take", spy)
+    parallel = multi_gpu_model(_model(), gpus=TOWERS, prefetch=2)
+    parallel.compile("sgd", "mse")
+    parallel.fit(_dataset(), verbose=0)
+    assert len(taken) == BATCHES
+    for _, (_, shares) in taken:
+        for device, share in zip(TOWERS, shares, strict=True):
+            assert all(part.backing_device.endswith(device) for part in share)

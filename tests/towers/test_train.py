@@ -225,7 +225,7 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
     source.prepare()
     test = input_pipeline.make_dataset(
         source, "test", batch_size=50, image_shape=(8, 8, 1), training=False
-    )
+    ).map(lambda images, labels: (input_pipeline.normalize(images), labels))
     model = keras.models.load_model(trained.path / "model.keras")
     plain = model.evaluate(test, verbose=0, return_dict=True)
     assert summary["test_accuracy"] == pytest.approx(plain["accuracy"], abs=1e-6)

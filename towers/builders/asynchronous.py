@@ -29,6 +29,7 @@ import tensorflow as tf
 from towers import batch, loop, packing, tower
 from towers.builders.base import Builder, Values
 from towers.builders.parameter_server import Computed, ParameterServer, Pulled
+from towers.preprocess import Preprocess
 from towers.tower import ModelError
 
 # Shares that wait for the fastest tower, so that it need not wait for them.
@@ -229,17 +230,36 @@ class Asynchronous(Builder):
         strict: bool,
         packed: bool | None = None,
         max_staleness: int | None = None,
+        preprocess: Preprocess | None = None,
+        prefetch: int = 0,
     ):
         # One tower, wherever it is called: that is decided by a thread's device.
         self._tower = ParameterServer(
-            model, ("",), home, home, (1,), loss_placement, strict, packed=False
+            model,
+            ("",),
+            home,
+            home,
+            (1,),
+            loss_placement,
+            strict,
+            packed=False,
+            preprocess=preprocess,
         )
         self.staleness = Staleness(max_staleness)
         self._threads = concurrent.futures.ThreadPoolExecutor(
             len(devices), thread_name_prefix="tower"
         )
         super().__init__(
-            model, devices, home, merge, shares, loss_placement, strict, packed
+            model,
+            devices,
+            home,
+            merge,
+            shares,
+            loss_placement,
+            strict,
+            packed,
+            preprocess,
+            prefetch,
         )
 
     def forget(self) -> None:
@@ -301,19 +321,29 @@ class Asynchronous(Builder):
 
         self._steps, self._graphs = {}, (_graph(compute), _graph(self._apply))
 
+        def fetch(iterator):
+            data = next(iterator)
+            with scope():
+                return self._deal(loop.without_optionals(data))
+
+        ahead = loop.Ahead(self.prefetch if steps == 1 else 0, fetch)
+
         def function(iterator):
             begun, logs = False, {}
             streams, towers = Streams(len(self.devices)), []
             try:
                 for k in range(len(self.devices)):
                     towers.append(self._threads.submit(self._work, k, streams, logs))
-                for data in itertools.islice(iterator, steps):
+                for _ in range(steps):
+                    try:
+                        work = ahead.take(iterator)
+                    except StopIteration:
+                        break
                     begun = True
-                    with scope():
-                        work = self._deal(loop.without_optionals(data))
                     if not streams.put(work):
                         break
                 streams.close()
+                ahead.fill(iterator)
                 for done in towers:
                     done.result()
             finally:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from towers import batch, lookup, loop, packing, reduce, tower
+from towers.preprocess import Preprocess
 from towers.rules import Rules
 from towers.tower import TowerResult
 
@@ -53,6 +54,9 @@ class Builder(abc.ABC):
         strict: Whether to refuse a model that towers are seen to compute differently.
         packed: Whether parameters and gradients travel in one buffer for each type;
             `None` for where it pays.
+        preprocess: What towers do to their shares before the model sees them, if
+            anything.
+        prefetch: Batches that are fetched and placed ahead of a call of one step.
         loss_placed: Where it is: "tower" or "gathered"; `None` before the first step.
         compiled: Whether XLA is known to compile the model: by training it once.
         watched: Whether code of the user's runs between calls of training, which may
@@ -69,6 +73,8 @@ class Builder(abc.ABC):
         loss_placement: str,
         strict: bool,
         packed: bool | None = None,
+        preprocess: Preprocess | None = None,
+        prefetch: int = 0,
     ):
         self.model = model
         self.devices = tuple(devices)
@@ -78,6 +84,8 @@ class Builder(abc.ABC):
         self.loss_placement = loss_placement
         self.strict = strict
         self.packed = packed
+        self.preprocess = preprocess
+        self.prefetch = prefetch
         self.watched = False
         self._said = set()
         self.forget()
@@ -132,7 +140,7 @@ class Builder(abc.ABC):
 
         model = self.model
         steps, eager = model.steps_per_execution, model.run_eagerly
-        return loop.train_function(prepare, place, step, steps, eager)
+        return loop.train_function(prepare, place, step, steps, eager, self.prefetch)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates one global batch: forward on the towers, loss and metrics at home.
@@ -147,12 +155,14 @@ class Builder(abc.ABC):
         data = keras.utils.unpack_x_y_sample_weight(data)
         rules = self.rules("test")
         forward = functools.partial(tower.forward, self.model, False, rules)
-        results = self.run(forward, rules, self.read(), data[0])
+        shares, seen = self.prepare(data, training=False)
+        x_shares = shares and [share[0] for share in shares]
+        results = self.run(forward, rules, self.read(), data[0], placed=x_shares)
         outputs = self.gather(results)
         self.assign_state(self.combine_state(results, rules))
         with tf.device(self.home):
             losses = self.sum_layer_losses(results)
-            loss = self.whole_loss(data, outputs, losses, training=False)
+            loss = self.whole_loss(seen, outputs, losses, training=False)
             return self.update_metrics(data, outputs, loss)
 
     def predict_step(self, data: Any) -> Any:
@@ -167,11 +177,16 @@ class Builder(abc.ABC):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         batch.check_rows(x)
         if not self.model.built:
+            seen = x
+            if self.preprocess is not None:
+                seen, *_ = self.preprocess.spec((x, None, None), training=False)
             with tf.init_scope(), tf.device(self.home):
-                self.model(_symbolic(x))
+                self.model(_symbolic(seen))
         rules = self.rules("predict")
         forward = functools.partial(tower.forward, self.model, False, rules)
-        results = self.run(forward, rules, self.read(), x)
+        shares, _ = self.prepare((x, None, None), training=False)
+        x_shares = shares and [share[0] for share in shares]
+        results = self.run(forward, rules, self.read(), x, placed=x_shares)
         self.assign_state(self.combine_state(results, rules))
         return self.gather(results)
 
@@ -203,8 +218,17 @@ class Builder(abc.ABC):
             data: A batch, or its `tf.TypeSpec`s.
         """
         batch.check_rows(data)
+        losses = self.model._compile_loss
         with tf.init_scope(), tf.device(self.home):
-            self.model._symbolic_build(data_batch=_symbolic(data))
+            if self.preprocess is None:
+                self.model._symbolic_build(data_batch=_symbolic(data))
+                return
+            data = keras.utils.unpack_x_y_sample_weight(data)
+            x, y, weight = self.preprocess.spec(data, training=True)
+            # Metrics take y as it was given, the loss what has been made of it.
+            with _as_if_built(losses):
+                self.model._symbolic_build(data_batch=_symbolic((x, data[1], weight)))
+            self.model._symbolic_build(data_batch=_symbolic((x, y, weight)))
 
     def rules(self, step: str) -> Rules:
         """Returns the rules for the towers of one step, to be read when it is traced.
@@ -332,6 +356,53 @@ class Builder(abc.ABC):
             or (len(self.devices) > 1 and tower.is_synchronized(self.model))
         )
 
+    def prepare(
+        self, data: Any, training: bool, placed: Sequence[Any] | None = None
+    ) -> tuple[Sequence[Any] | None, Any]:
+        """Preprocesses a batch, each tower its share.
+
+        Args:
+            data: (x, y, sample_weight) of a whole batch.
+            training: Whether this is a part of training.
+            placed: What `place` made of it, if that was done ahead.
+
+        Returns:
+            The shares, `None` if that is left to `run`; and the whole batch, as the
+            loss is to see it.
+        """
+        if self.preprocess is None:
+            return placed, data
+        placed = self.place(data) if placed is None else placed
+        data = tf.nest.map_structure(_as_tensor, data)
+        size = batch.batch_size(data)
+        towers = [
+            self.preprocess.on_tower(k, training) for k in range(len(self.devices))
+        ]
+        if not self.model.run_eagerly:
+            spec = batch.share_spec(data, self._static_rows(size))
+            xla = self.xla and (training or self.compiled)
+            towers = [tower.Traced(each, [spec], xla, apart=False) for each in towers]
+        bounds = batch.share_bounds(size, self.shares)
+        shares = [
+            tower.Share(device, end - start, tf.ones([]), [rows])
+            for device, rows, (start, end) in zip(
+                self.devices, placed, bounds, strict=True
+            )
+        ]
+        with tf.name_scope("preprocess"), tower.side_by_side():
+            results = tower.run(towers, shares)
+        prepared = [result.outputs for result in results]
+        with tf.device(self.home), tf.name_scope("gather"):
+            whole = batch.join(prepared, [result.size for result in results])
+        # Towers known to be idle.
+        prepared += [batch.take(prepared[0], 0, 0)] * (len(placed) - len(prepared))
+        return prepared, whole
+
+    def _static_rows(self, size):
+        """The number of rows that a tower is traced for, `None` for any."""
+        # Rules are read from a graph that does not know the number of examples.
+        return size if len(self.devices) == 1 and isinstance(size, int) else None
+
     def run(
         self,
         function: Callable[..., TowerResult],
@@ -351,7 +422,7 @@ class Builder(abc.ABC):
             values: The variables' values for each tower; see `read`.
             whole: The batch to cut: a nest of tensors with one row an example.
             *extra: Tensors that all towers get alike.
-            placed: What `place` made of the batch, if that was done ahead.
+            placed: What `place` or `prepare` made of the batch, if that was done ahead.
             training: Whether this is a part of training.
 
         Returns:
@@ -366,16 +437,17 @@ class Builder(abc.ABC):
         whole = tf.nest.map_structure(_as_tensor, whole)
         size = batch.batch_size(whole)
         fractions = batch.fractions(whole, self.shares)
+        placed = self.place(whole) if placed is None else placed
+        like = whole if self.preprocess is None else placed[0]
         traced = None
         if together or not (eager and rules.complete):
-            # Rules are read from a graph that does not know the number of examples.
-            rows = size if alone and isinstance(size, int) else None
+            rows = self._static_rows(size)
             xla = self.xla and not together and (training or self.compiled)
 
             def trace():
                 specs = [
                     *_specs(values[0]),
-                    batch.share_spec(whole, rows),
+                    batch.share_spec(like, rows),
                     tf.TensorSpec([], tf.float32),
                     *_specs(extra),
                 ]
@@ -393,15 +465,20 @@ class Builder(abc.ABC):
             arguments = *values[k], rows, fraction, *extra
             return tower.Share(self.devices[k], size, fraction, arguments)
 
-        placed = self.place(whole) if placed is None else placed
         shares = [
             share(k, placed[k], end - start, fractions[k])
             for k, (start, end) in enumerate(batch.share_bounds(size, self.shares))
         ]
+
+        def everything():
+            rows = whole
+            if self.preprocess is not None:
+                rows = batch.join(placed, [each.size for each in shares])
+            return share(0, rows, size, tf.ones([]))
+
         if together:
-            everything = share(0, whole, size, tf.ones([]))
             return tower.run_together(function, traced, shares, everything)
-        return tower.run(function if eager else traced, shares)
+        return tower.run([function if eager else traced] * len(shares), shares)
 
     def _apart(self):
         # Passes over a gathered loss's towers are merged only where both are copied.
@@ -542,6 +619,20 @@ def overrides(model: keras.Model, method: str) -> bool:
     """
     found = getattr(model, method)
     return getattr(found, "__func__", found) is not getattr(keras.Model, method)
+
+
+@contextlib.contextmanager
+def _as_if_built(losses):
+    """Inside, Keras does not build the compiled losses."""
+    built = losses is None or losses.built
+    if built:
+        yield
+        return
+    losses.built = True
+    try:
+        yield
+    finally:
+        losses.built = False
 
 
 def _symbolic(data):

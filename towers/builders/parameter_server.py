@@ -30,12 +30,14 @@ class Computed(NamedTuple):
         loss: The loss of the whole batch, a scalar.
         direct: Gradients that come from the loss itself, past the outputs: none, or one
             list as `TowerResult.gradients`.
+        y: The whole batch's y, if towers have preprocessed it.
     """
 
     results: Sequence[TowerResult]
     state: Sequence[tf.Tensor | None]
     loss: tf.Tensor
     direct: Sequence[Sequence[tf.Tensor | tf.IndexedSlices | None]]
+    y: Any = None
 
 
 class Pulled(NamedTuple):
@@ -87,6 +89,8 @@ class ParameterServer(Builder):
         data = keras.utils.unpack_x_y_sample_weight(data)
         shares = shares and [keras.utils.unpack_x_y_sample_weight(s) for s in shares]
         values, scale = self.pull() if pulled is None else pulled
+        shares, seen = self.prepare(data, training=True, placed=shares)
+        y = None if self.preprocess is None else seen[1]
         run = functools.partial(self.run, training=True)
         if self.place_loss() == "tower":
             rules = self.rules("train")
@@ -98,8 +102,9 @@ class ParameterServer(Builder):
             else:
                 with tf.device(self.home):
                     loss = tf.add_n([result.loss for result in results])
-                return Computed(results, self.combine_state(results, rules), loss, [])
-        return self._gathered(values, data, scale, shares and [s[0] for s in shares])
+                state = self.combine_state(results, rules)
+                return Computed(results, state, loss, [], y)
+        return self._gathered(values, data, seen, scale, shares)._replace(y=y)
 
     def read_for_training(self) -> list[Values]:
         """Returns the values that towers train on; see `Builder.read`."""
@@ -116,7 +121,7 @@ class ParameterServer(Builder):
             The model's metrics, by name.
         """
         data = keras.utils.unpack_x_y_sample_weight(data)
-        results, state, loss, direct = computed
+        results, state, loss, direct, _ = computed
         outputs = self.gather(results)
         # In this order, as on one device: layers assign before the optimizer does.
         self.assign_state(state)
@@ -135,10 +140,11 @@ class ParameterServer(Builder):
             if self.loss_placed == "tower" and losses is not None and losses.metrics:
                 # With several outputs Keras also tracks each one's loss. A tower
                 # cannot, so this is done once more for the whole batch.
-                losses(data[1], outputs, data[2])
+                y = data[1] if self.preprocess is None else computed.y
+                losses(y, outputs, data[2])
             return self.update_metrics(data, outputs, loss)
 
-    def _gathered(self, values, data, scale, x_shares):
+    def _gathered(self, values, data, seen, scale, shares):
         """Computes the loss at home, from the outputs of all towers.
 
         The towers run forward; home computes the loss and its gradient for the outputs;
@@ -146,6 +152,7 @@ class ParameterServer(Builder):
         there is a gradient of home's own.
         """
         x = data[0]
+        x_shares = shares and [share[0] for share in shares]
         rules = self.rules("train, gathered")
         run = functools.partial(self.run, training=True)
         variables = [v.value for v in self.model.trainable_variables]
@@ -157,14 +164,22 @@ class ParameterServer(Builder):
             targets = tower.differentiable(outputs)
             with tf.GradientTape() as tape:
                 tape.watch([targets, losses])
-                loss = self.whole_loss(data, outputs, losses, training=True)
+                loss = self.whole_loss(seen, outputs, losses, training=True)
                 scaled = loss * tf.cast(scale, loss.dtype)
             wanted = tape.gradient(scaled, [targets, losses, variables])
             for_outputs, for_losses = tf.nest.map_structure(_dense, wanted[:2])
             size = batch.batch_size(x)
             for_outputs = [batch.by_example(rows, size) for rows in for_outputs]
+        carried = self.place((x, for_outputs))
+        if shares:
+            # The same rows as on the way forward.
+            carried = [
+                (rows, gradients)
+                for rows, (_, gradients) in zip(x_shares, carried, strict=True)
+            ]
         backward = functools.partial(tower.backward, self.model, rules)
-        back = run(backward, rules, values, (x, for_outputs), for_losses)
+        whole = x, for_outputs
+        back = run(backward, rules, values, whole, for_losses, placed=carried)
         results = [
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)

@@ -39,7 +39,7 @@ class TensorBoard(keras.callbacks.Callback):
             every_steps: Steps between two recorded batches.
             fractions: The part of a full batch that each tower gets.
             texts: Markdown texts to write, by tag, such as the flags.
-            sample: Batches of (images [B, H, W, C] in [-1, 1], labels [B]), always in
+            sample: Batches of (uint8 images [B, H, W, C], labels [B]), always in
                 the same order, for the pictures. None: no pictures.
             class_names: Names of the classes; their numbers by default.
             staleness: The asynchronous builder's.
@@ -158,5 +158,4 @@ class TensorBoard(keras.callbacks.Callback):
 
 
 def _write_images(tag, images):
-    pixels = tf.cast(images, tf.float32) / 2 + 0.5
-    tf.summary.image(tag, pixels, max_outputs=len(images))
+    tf.summary.image(tag, images, max_outputs=len(images))

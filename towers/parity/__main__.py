@@ -111,7 +111,11 @@ def read_batches(
         training=True,
         seed=FLAGS.seed,
         deterministic=True,
-        start_epoch=0,
+    ).map(
+        lambda images, labels: (
+            train.make_preprocess(0)(images, None, False)[0],
+            labels,
+        )
     )
     try:
         batches = list(itertools.islice(data.repeat(), FLAGS.parity_steps))

@@ -1,0 +1,100 @@
+"""Encoded images to uint8 pixels, at no more cost than what is asked for."""
+
+import dataclasses
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from input_pipeline import augment
+
+_JPEG = b"\xff\xd8\xff"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tricks:
+    """What makes decoding fast; each can be turned off, to see what it is worth.
+
+    Attributes:
+        fused_crop: Decodes the window only, not the whole JPEG.
+        scaled: Decodes a JPEG at a half, a quarter or an eighth of its size where the
+            window stays at least as large as the image wanted. It averages, too.
+        fast_dct: Takes the cheaper of libjpeg's cosine transforms.
+        plain_upsampling: Repeats colour, where a JPEG has less of it, instead of
+            interpolating.
+    """
+
+    fused_crop: bool = True
+    scaled: bool = True
+    fast_dct: bool = True
+    plain_upsampling: bool = True
+
+
+ALL_TRICKS = Tricks()
+
+
+def decode_window(
+    encoded: tf.Tensor,
+    window: Callable[[tf.Tensor], tf.Tensor],
+    size: tuple[int, int, int],
+    *,
+    antialias: bool = False,
+    tricks: Tricks = ALL_TRICKS,
+) -> tf.Tensor:
+    """Decodes a window of an image, and resizes it.
+
+    Args:
+        encoded: Scalar string: a JPEG, PNG, GIF or BMP file.
+        window: Chooses y, x, height and width (int32 [4]) by the image's shape (int32
+            [3]).
+        size: (H, W, C) wanted, in pixels.
+        antialias: See `augment.resize`.
+        tricks: See there.
+
+    Returns:
+        Uint8 [H, W, C].
+    """
+    height, width, channels = size
+    jpeg = {
+        "dct_method": "INTEGER_FAST" if tricks.fast_dct else "INTEGER_ACCURATE",
+        "fancy_upscaling": not tricks.plain_upsampling,
+        "channels": channels,
+    }
+
+    def of_jpeg():
+        shape = tf.io.extract_jpeg_shape(encoded)
+        chosen = window(shape)
+        if not tricks.fused_crop:
+            return augment.crop(tf.io.decode_jpeg(encoded, **jpeg), chosen)
+        if not tricks.scaled:
+            return tf.image.decode_and_crop_jpeg(encoded, chosen, **jpeg)
+
+        def at(ratio):
+            return lambda: tf.image.decode_and_crop_jpeg(
+                encoded, _scaled(chosen, shape, ratio), ratio=ratio, **jpeg
+            )
+
+        spare = tf.reduce_min(chosen[2:] // tf.constant([height, width]))
+        return tf.cond(
+            spare < 2,
+            at(1),
+            lambda: tf.cond(spare < 4, at(2), lambda: tf.cond(spare < 8, at(4), at(8))),
+        )
+
+    def of_other():
+        image = tf.io.decode_image(encoded, channels, expand_animations=False)
+        return augment.crop(image, window(tf.shape(image)))
+
+    is_jpeg = tf.strings.substr(encoded, 0, len(_JPEG)) == _JPEG
+    image = tf.cond(is_jpeg, of_jpeg, of_other)
+    image.set_shape([None, None, channels])
+    image = augment.resize(image, height, width, antialias=antialias)
+    return tf.ensure_shape(image, size)
+
+
+def _scaled(window: tf.Tensor, shape: tf.Tensor, ratio: int) -> tf.Tensor:
+    """The same window of an image that is decoded at 1 / ratio of its size."""
+    if ratio == 1:
+        return window
+    whole = (shape[:2] + ratio - 1) // ratio  # libjpeg rounds up
+    corner = window[:2] // ratio
+    return tf.concat([corner, tf.minimum(window[2:] // ratio, whole - corner)], axis=0)

@@ -1,0 +1,106 @@
+"""Starts a dispatcher or a worker of a tf.data service, and keeps it running.
+
+    python -m input_pipeline.service dispatcher --port=5050
+    python -m input_pipeline.service worker --dispatcher=localhost:5050
+
+One dispatcher, and as many workers as are needed, on any machines that see the same
+files. Training finds them by --data_service=grpc://localhost:5050. The service has no
+passwords: whoever reaches its ports can run graphs there, so keep it inside a network
+of your own. Ctrl-C or SIGTERM ends it.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+FLAGS = flags.FLAGS
+
+_ROLES = ("dispatcher", "worker")
+
+
+def _define_flags() -> None:
+    flags.DEFINE_integer(
+        "port", 0, "Port to listen on; 0 takes any.", lower_bound=0, upper_bound=65535
+    )
+    flags.DEFINE_string(
+        "dispatcher", None, "HOST:PORT of a worker's dispatcher, such as node1:5050."
+    )
+    flags.DEFINE_string(
+        "address", "localhost", "Name by which others reach a worker's machine."
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a dispatcher or a worker.
+
+    Args:
+        argv: The program's name, and "dispatcher" or "worker".
+
+    Returns:
+        The exit code.
+    """
+    try:
+        role = check(argv)
+    except ValueError as error:
+        print(f"input_pipeline.service: {error}", file=sys.stderr)
+        return 1
+    # Whoever starts it has no use for GPUs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from tensorflow.data.experimental import service
+
+    # Servers run in threads of their own; this one waits for a signal. Blocked from
+    # here on, so that none is lost meanwhile.
+    ends = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    if role == "dispatcher":
+        server = service.DispatchServer(service.DispatcherConfig(port=FLAGS.port))
+        print(f"dispatcher at {server.target}", flush=True)
+    else:
+        config = service.WorkerConfig(
+            FLAGS.dispatcher,
+            worker_address=f"{FLAGS.address}:%port%",
+            port=FLAGS.port,
+            dispatcher_timeout_ms=10_000,
+        )
+        try:
+            server = service.WorkerServer(config)
+        except Exception as error:  # TensorFlow's own kinds
+            line = str(error).splitlines()[0]
+            reason = f"no dispatcher answers at {FLAGS.dispatcher}: {line}"
+            print(f"input_pipeline.service: {reason}", file=sys.stderr)
+            return 1
+        print(f"worker of {FLAGS.dispatcher}", flush=True)
+    signal.sigwait(ends)
+    del server
+    return 0
+
+
+def check(argv: Sequence[str]) -> str:
+    """Checks the arguments, and returns the role.
+
+    Raises:
+        ValueError: They are not as `main` expects.
+    """
+    if len(argv) != 2 or argv[1] not in _ROLES:
+        raise ValueError(
+            f"received {' '.join(argv[1:]) or 'no role'}; expected dispatcher or worker"
+        )
+    if (argv[1] == "worker") != (FLAGS.dispatcher is not None):
+        raise ValueError(
+            f"received --dispatcher={FLAGS.dispatcher} for a {argv[1]}; expected it "
+            "for a worker, and for nothing else"
+        )
+    if FLAGS.dispatcher and FLAGS.dispatcher.count(":") != 1:
+        raise ValueError(
+            f"received --dispatcher={FLAGS.dispatcher}; expected HOST:PORT, such as "
+            "localhost:5050"
+        )
+    return argv[1]
+
+
+if __name__ == "__main__":
+    _define_flags()
+    app.run(main)

@@ -1,0 +1,125 @@
+"""Text as whole numbers: ids of bytes, a fixed length, batches of similar lengths.
+
+Id 0 is padding everywhere. All of it runs inside of ``Dataset.map``.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+BYTE_IDS = 257  # What ``byte_ids`` may give: padding and 256 bytes.
+
+
+def byte_ids(text: tf.Tensor, length: int) -> tf.Tensor:
+    """Reads text as its UTF-8 bytes, which needs no vocabulary.
+
+    What is too long is cut off after a byte, also within a character.
+
+    Args:
+        text: string [] or [B].
+        length: ids of each text.
+
+    Returns:
+        int32 [length] or [B, length]: byte b is b + 1, padding 0.
+
+    Raises:
+        ValueError: not strings, or no length.
+    """
+    _check_at_least("length", length, 1)
+    if text.dtype != tf.string:
+        raise ValueError(
+            f"text is {text.dtype.name}, expected strings: take pad_ids for tokens"
+        )
+    # Zeros of this padding are told from bytes of 0 by the number of bytes.
+    padded = tf.io.decode_raw(text, tf.uint8, fixed_length=length)
+    given = tf.range(length) < tf.strings.length(text)[..., None]
+    return tf.where(given, tf.cast(padded, tf.int32) + 1, 0)
+
+
+def pad_ids(ids: tf.Tensor | tf.RaggedTensor, length: int) -> tf.Tensor:
+    """Cuts and pads what is tokenised already.
+
+    Args:
+        ids: whole numbers, [N] of one text or ragged [B, None].
+        length: ids of each text.
+
+    Returns:
+        int32 [length] or [B, length], padded with 0 at the end.
+
+    Raises:
+        ValueError: not whole numbers of this shape, or no length.
+    """
+    _check_at_least("length", length, 1)
+    ragged = isinstance(ids, tf.RaggedTensor)
+    if not ids.dtype.is_integer or ids.shape.rank != 1 + ragged:
+        raise ValueError(
+            f"ids are {ids.dtype.name} {ids.shape}, expected whole numbers [N] or a "
+            "RaggedTensor [B, None]: take byte_ids for strings"
+        )
+    if ragged:
+        return tf.cast(ids.to_tensor(shape=[None, length]), tf.int32)
+    ids = tf.cast(ids[:length], tf.int32)
+    padded = tf.pad(ids, [[0, length - tf.size(ids)]])
+    return tf.ensure_shape(padded, [length])
+
+
+def bucket_batches(
+    dataset: tf.data.Dataset, boundaries: Sequence[int], batch_size: int
+) -> tf.data.Dataset:
+    """Batches texts of similar lengths, so that little is padded.
+
+    Shapes are as many as boundaries, so a model is traced, or compiled, that often. At
+    the end of the dataset each bucket may give a short batch.
+
+    Args:
+        dataset: of (ids [N], label); N differs.
+        boundaries: the longest length in each bucket, rising; what is longer than the
+            last is cut off.
+        batch_size: texts in a batch.
+
+    Returns:
+        A dataset of (ids [B, the bucket's boundary], labels [B]), padded with 0 at the
+        end; a bucket gives a batch when it is full.
+
+    Raises:
+        ValueError: boundaries do not rise, a number is too small, or the elements are
+            others.
+    """
+    boundaries = list(boundaries)
+    if not boundaries or boundaries != sorted(set(boundaries)) or boundaries[0] < 1:
+        raise ValueError(
+            f"boundaries are {boundaries}, expected rising numbers of at least 1: name "
+            "the longest length in each bucket"
+        )
+    _check_at_least("batch_size", batch_size, 1)
+    spec = dataset.element_spec
+    if not (
+        isinstance(spec, tuple)
+        and len(spec) == 2
+        and isinstance(spec[0], tf.TensorSpec)
+        and spec[0].shape.rank == 1
+    ):
+        raise ValueError(
+            f"elements are {spec}, expected (ids [N], label): give a dataset of single "
+            "texts, before it is batched"
+        )
+
+    def cut(ids: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        ids = ids[: boundaries[-1]]
+        # Forgets a known length: tf.data pads only what it does not know.
+        return tf.raw_ops.PlaceholderWithDefault(input=ids, shape=[None]), label
+
+    dataset = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE)
+    return dataset.bucket_by_sequence_length(
+        lambda ids, label: tf.size(ids),
+        # TensorFlow's boundaries are the first lengths of the next bucket. Its last
+        # bucket is for what is longer still: nothing.
+        bucket_boundaries=[boundary + 1 for boundary in boundaries],
+        bucket_batch_sizes=[batch_size] * (len(boundaries) + 1),
+        pad_to_bucket_boundary=True,
+    )
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} is {value}, expected at least {least}")

@@ -1,0 +1,5 @@
+"""Is a contender; see `worker`."""
+
+from .worker import main
+
+main()

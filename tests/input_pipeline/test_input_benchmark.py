@@ -1,0 +1,209 @@
+"""input_pipeline.benchmark, as a user starts it."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from input_pipeline import measure, open_source, report
+from input_pipeline.pipeline import Pipeline
+from tests import warm
+
+SYNTHETIC = "--dataset=synthetic:8x8x3:4:100"
+QUICKLY = ("--examples=64", "--batch_size=16")
+TRICKS = ["scaled off", "fast_dct off", "plain_upsampling off"]
+POSITIVE = ("first_batch_s", "peak_rss_mb", "cpu_cores")
+LAST = ["parallel maps off", "private threads off", "prefetch off", "float32 on"]
+
+
+def run(*flags, code=0):
+    """Runs to the end, which has to be with this exit code."""
+    done = warm.run("input_pipeline.benchmark", *QUICKLY, *flags, timeout_s=300)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def results(*flags):
+    (line,) = run("--json", *flags).stdout.splitlines()
+    return json.loads(line)
+
+
+def error(*flags):
+    """The last line of what is said; there is no traceback before it."""
+    done = run(*flags, code=1)
+    assert not done.stdout and "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory, encode):
+    """A folder of JPEG files, of several sizes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for name in ("cats", "dogs"):
+        (folder / name).mkdir()
+        for k in range(20):
+            pixels = np.full([40 + k, 60, 3], 10 * k, np.uint8)
+            (folder / name / f"{k:02}.jpg").write_bytes(encode(pixels, "JPEG"))
+    return folder
+
+
+def test_json(tmp_path):
+    # It writes the digits first, of which TFDS has things to say.
+    found = results(f"--data_dir={tmp_path}", "--towers=3")
+    stages = ["read", "parse", "decode", "batch", "augment", "copy"]
+    assert list(found["stages"]) == stages
+    assert found["examples_per_s"] == found["stages"]["augment"]
+    for value in (*found["stages"].values(), *(found[name] for name in POSITIVE)):
+        assert value > 0
+    waiting = {float(step): share for step, share in found["waiting"].items()}
+    own = 1000 * 16 / found["examples_per_s"]
+    assert list(waiting) == pytest.approx([own, 2 * own, 4 * own], rel=0.01)
+    assert all(0 <= share <= 1 for share in waiting.values())
+    wanted = {"dataset": "digits", "batch_size": 16, "image_shape": [8, 8, 1]}
+    assert wanted.items() <= found.items() and found["towers"] == 3
+    assert found["versions"]["tensorflow"] == tf.__version__
+    assert "ablation" not in found
+
+
+def test_tables():
+    lines = run(SYNTHETIC, "--step_ms=0,1.5", "--ablate").stdout.splitlines()
+    assert lines[0].startswith(
+        "synthetic:8x8x3:4:100: batches of 16 images of 8x8x3; TensorFlow "
+    )
+    first = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    rules = [cell for cell in first if set(cell) == {"-"}]
+    assert [cell for cell in first if cell not in rules] == [
+        *("stage", "read", "parse", "augment", "copy"),
+        *("2 towers: ms a batch", "0", "1.5"),
+        *("change", "deterministic on", *LAST),
+    ]
+    assert len(rules) == 3
+    assert lines[-1].startswith("The bottleneck is ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe, changes",
+    [
+        ("none", [*TRICKS, "deterministic on", *LAST]),
+        ("imagenet", ["fused_crop off", *TRICKS, "deterministic on", *LAST]),
+    ],
+)
+def test_ablation_of_pictures(pictures, recipe, changes):
+    data = f"--dataset=folder:{pictures}", "--image_size=16", f"--recipe={recipe}"
+    found = results(*data, "--step_ms=0", "--ablate")
+    assert list(found["ablation"]) == changes
+    assert all(value > 0 for value in found["ablation"].values())
+
+
+@pytest.mark.slow
+def test_ablation_leaves_out_what_cannot_matter(tmp_path):
+    digits = f"--data_dir={tmp_path}", "--step_ms=0", "--ablate"
+    # PNG files, as large as they are wanted.
+    ablation = results(*digits)["ablation"]
+    assert list(ablation) == ["deterministic on", "shuffle off", *LAST]
+    # A test split is read in order already.
+    assert list(results(*digits, "--split=test")["ablation"]) == LAST
+
+
+def test_of_a_data_service_the_stages_run_elsewhere():
+    service = tf.data.experimental.service
+    dispatcher = service.DispatchServer()
+    address = dispatcher.target.split("://")[1]
+    worker = service.WorkerServer(service.WorkerConfig(dispatcher_address=address))
+    found = results(SYNTHETIC, f"--data_service={dispatcher.target}", "--step_ms=0")
+    assert list(found["stages"]) == ["service", "copy"]
+    del worker
+
+
+def test_all_that_is_counted_is_decoded(pictures, monkeypatch):
+    source, loaded = open_source(f"folder:{pictures}"), []
+
+    def load(path):
+        def count(path):
+            loaded.append(path)
+            return tf.io.read_file(path)
+
+        return tf.ensure_shape(tf.py_function(count, [path], tf.string), [])
+
+    monkeypatch.setattr(source, "load", load)
+    pipeline = Pipeline(
+        source, "train", batch_size=16, image_shape=(8, 8, 3), training=True
+    )
+    dataset = measure._prefixes(pipeline)["decode"]
+    assert measure.read(dataset, examples=64).examples == 64
+    assert len(loaded) >= 16 + 16 + 64
+
+
+def test_what_a_stage_adds():
+    # The second was slower than what holds it.
+    added = measure.added_seconds({"read": 100.0, "decode": 4.0, "batch": 5.0})
+    assert added == pytest.approx({"read": 0.01, "decode": 0.19, "batch": 0})
+    assert "The bottleneck is decode, 95% of" in report.bottleneck(added)
+
+
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--batch_size=0", "--batch_size=0"),
+        ("--towers=0", "--towers=0"),
+        ("--examples=0", "--examples=0"),
+        ("--recipe=alexnet", "--recipe=alexnet"),
+        ("--image_size=8x", "expected pixels, as 224 or as 240x320"),
+        ("--randaugment=2", "expected layers of at least 1 and a magnitude of 0 to 10"),
+        ("--randaugment=2,11", "such as --randaugment=2,9"),
+        ("--step_ms=5,nan", "Received --step_ms=5,nan; expected milliseconds"),
+        ("--data_service=localhost:5050", "such as --data_service=grpc://localhost"),
+        ("--plot=stages.gif", "Received --plot=stages.gif; expected a PNG file"),
+        ("--plot=no/folder.png", "in a folder that exists"),
+        ("digits", "Received the argument 'digits'; expected flags only"),
+        ("--dataset=digit", "unknown data set 'digit': did you mean digits?"),
+        ("--split=valid", "has no split 'valid', only train, test"),
+    ],
+)
+def test_bad_flags(flag, words):
+    message = error(SYNTHETIC, flag)
+    assert message.startswith("input_pipeline.benchmark: ") and words in message
+
+
+def test_the_tricks_of_a_data_service_are_not_here():
+    message = error(SYNTHETIC, "--data_service=grpc://localhost:1", "--ablate")
+    assert "Received --ablate and --data_service" in message
+
+
+def test_sizes_that_differ(pictures):
+    message = error(f"--dataset=folder:{pictures}")
+    assert "differ in size; expected one size for all" in message
+
+
+def test_a_bad_record_is_named(tmp_path, encode, grey):
+    for name in ("cats", "dogs"):
+        (tmp_path / name).mkdir()
+        for k in range(3):
+            (tmp_path / name / f"{k}.png").write_bytes(encode(grey(k)))
+    bad = tmp_path / "dogs" / "1.png"
+    bad.write_bytes(b"not a picture")
+    message = error(f"--dataset=folder:{tmp_path}", "--image_size=8")
+    assert message.startswith(f"input_pipeline.benchmark: {bad}: ")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there"
+)
+def test_without_matplotlib(tmp_path):
+    message = error(SYNTHETIC, f"--plot={tmp_path}/stages.png")
+    assert "but matplotlib, which draws it, is not installed" in message
+
+
+def test_the_plot_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = {
+        "dataset": "digits",
+        "stages": {"read": 100.0, "copy": 50.0},
+        "ablation": {"prefetch off": 1.5},
+    }
+    path = tmp_path / "stages.png"
+    report.plot(found, str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")

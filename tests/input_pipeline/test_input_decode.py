@@ -1,0 +1,128 @@
+import io
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from input_pipeline import augment
+from input_pipeline.decode import Tricks, decode_window
+
+SLOW = Tricks(fused_crop=False, scaled=False, fast_dct=False, plain_upsampling=False)
+
+
+@pytest.fixture(scope="module")
+def photo():
+    """A real photograph: uint8 [427, 640, 3]."""
+    return load_sample_image("china.jpg")
+
+
+@pytest.fixture(scope="module")
+def encode():
+    def encode_photo(pixels, image_format="JPEG", **options):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, image_format, **options)
+        return buffer.getvalue()
+
+    return encode_photo
+
+
+def _decode(encoded, window, size, **options):
+    @tf.function
+    def decode(encoded):
+        return decode_window(
+            encoded, lambda shape: tf.constant(window), size, **options
+        )
+
+    return decode(tf.constant(encoded)).numpy()
+
+
+def _oracle(encoded, window, size):
+    """The whole image by Pillow, then the crop, then Pillow's bilinear resize."""
+    y, x, height, width = window
+    image = Image.open(io.BytesIO(encoded)).convert("RGB")
+    box = (x, y, x + width, y + height)
+    resized = image.crop(box).resize(size[1::-1], Image.Resampling.BILINEAR)
+    return np.asarray(resized, int)
+
+
+@pytest.mark.parametrize(
+    "window", [(0, 0, 427, 640), (33, 57, 120, 150), (300, 401, 127, 239)]
+)
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "BMP"])
+def test_a_window_is_what_pillow_makes(photo, encode, window, image_format):
+    encoded = encode(photo, image_format)
+    size = (96, 104, 3)
+    image = _decode(encoded, window, size, antialias=True)
+    assert image.dtype == np.uint8
+    off = np.abs(image - _oracle(encoded, window, size))
+    # PNG and BMP are exact but for rounding; a JPEG's colours are upsampled plainly, and
+    # the largest window is decoded at a quarter of its size.
+    assert off.mean() < (5 if image_format == "JPEG" else 0.6)
+    if image_format != "JPEG":
+        assert off.max() <= 2
+
+
+@pytest.mark.parametrize("name", ["fused_crop", "fast_dct", "plain_upsampling"])
+def test_a_trick_changes_little(photo, encode, name):
+    encoded = encode(photo, quality=90)
+    window, size = (40, 60, 200, 250), (100, 110, 3)
+    slow = _decode(encoded, window, size, tricks=SLOW).astype(int)
+    options = {field: field == name for field in vars(SLOW)}
+    fast = _decode(encoded, window, size, tricks=Tricks(**options))
+    assert np.abs(fast - slow).mean() < 1.5
+
+
+def test_the_fused_crop_is_the_crop(photo, encode):
+    # Aligned with JPEG's blocks, nothing is interpolated across the border.
+    encoded = encode(photo, subsampling=0)
+    window = (64, 128, 160, 240)
+    whole = tf.io.decode_jpeg(encoded, dct_method="INTEGER_FAST")
+    image = _decode(encoded, window, (160, 240, 3))
+    np.testing.assert_array_equal(image, augment.crop(whole, tf.constant(window)))
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4, 8])
+def test_large_windows_are_decoded_small(photo, encode, factor):
+    large = np.asarray(Image.fromarray(photo).resize((640 * 2, 427 * 2)))
+    encoded = encode(large, quality=95)
+    window = (16, 32, 800, 1200)
+    size = (800 // factor, 1200 // factor, 3)
+    graph = tf.function(lambda e: decode_window(e, lambda _: tf.constant(window), size))
+    found = graph(tf.constant(encoded)).numpy()
+    off = np.abs(found - _oracle(encoded, window, size))
+    assert off.mean() < 3.5
+    # Without, every eighth pixel is taken: what lies between is lost.
+    plain = _decode(encoded, window, size, tricks=Tricks(scaled=False))
+    if factor > 2:
+        worse = np.abs(plain - _oracle(encoded, window, size)).mean()
+        assert off.mean() < 0.75 * worse
+    else:
+        assert factor == 2 or np.array_equal(plain, found)
+
+
+def test_odd_sizes_scale_without_leaving_the_image(photo, encode):
+    for height, width in ((427, 639), (425, 633), (16, 17)):
+        encoded = encode(np.ascontiguousarray(photo[:height, :width]))
+        for target in (2, 3, 7):
+            window = (0, 0, height, width)
+            assert _decode(encoded, window, (target, target, 3)).shape[0] == target
+            corner = (height - 9, width - 11, 9, 11)
+            assert _decode(encoded, corner, (target, target, 3)).shape[0] == target
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
+def test_channels_are_made_while_decoding(photo, encode, channels, image_format):
+    encoded = encode(photo, image_format)
+    image = _decode(encoded, (0, 0, 427, 640), (32, 32, channels), antialias=True)
+    assert image.shape == (32, 32, channels)
+    grey = encode(photo[..., 0], image_format)
+    assert _decode(grey, (0, 0, 427, 640), (32, 32, channels)).shape[2] == channels
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff", b"no image at all"])
+def test_what_is_no_image_is_an_error(content):
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        _decode(content, (0, 0, 1, 1), (4, 4, 3))

@@ -1,0 +1,235 @@
+"""Which records come, in which order, from where on: whatever reads them."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from input_pipeline import ArraySource, make_dataset, open_source
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory, encode, example, write_tfrecord):
+    """60 JPEGs in three files; image i is filled with 4 i, and its label is i."""
+    folder = tmp_path_factory.mktemp("photos")
+    for shard in range(3):
+        records = [
+            example(
+                image__encoded=encode(np.full([20, 30, 3], 4 * i, np.uint8), "JPEG"),
+                image__class__label=i,
+            )
+            for i in range(20 * shard, 20 * shard + 20)
+        ]
+        write_tfrecord(folder / f"train-{shard}", records)
+    return open_source(f"tfrecord:{folder}/*")
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory, example, write_tfrecord):
+    """The same as pixels."""
+    folder = tmp_path_factory.mktemp("raw")
+    for shard in range(3):
+        records = [
+            example(
+                image__encoded=bytes([4 * i] * 64),
+                image__height=8,
+                image__width=8,
+                image__channels=1,
+                image__class__label=i,
+            )
+            for i in range(20 * shard, 20 * shard + 20)
+        ]
+        write_tfrecord(folder / f"train-{shard}", records)
+    return open_source(f"tfrecord:{folder}/*")
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    x = np.arange(60, dtype=np.uint8) * 4
+    return ArraySource(np.broadcast_to(x[:, None, None, None], [60, 8, 8, 1]), x // 4)
+
+
+KINDS = ("photos", "raw", "arrays")
+
+
+@pytest.fixture(params=KINDS)
+def source(request):
+    return request.getfixturevalue(request.param)
+
+
+def _epoch(source, **options):
+    """The images and labels of one epoch, and the sizes of its batches."""
+    defaults = {
+        "batch_size": 16,
+        "image_shape": (8, 8, source.image_shape[-1]),
+        "training": True,
+        "recipe": "cifar",
+        "seed": 7,
+    }
+    dataset = make_dataset(source, "train", **(defaults | options))
+    batches = list(dataset.as_numpy_iterator())
+    images, labels = map(np.concatenate, zip(*batches, strict=True))
+    return images, labels.tolist(), [len(labels) for _, labels in batches]
+
+
+def test_pixels_in_records_are_found_to_be_that(raw):
+    assert not raw.encoded
+    assert raw.image_shape == (8, 8, 1)
+
+
+@pytest.mark.parametrize("recipe", ["none", "imagenet", "cifar"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_every_record_comes_once(source, recipe, deterministic):
+    _, labels, sizes = _epoch(source, recipe=recipe, deterministic=deterministic)
+    assert sorted(labels) == list(range(60))
+    assert sizes == [16, 16, 16, 12]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_start_in_an_epoch_passes_over_what_was_before(source, training):
+    images, labels, _ = _epoch(source, training=training)
+    for start in (1, 16, 37, 59):
+        rest, of_it, _ = _epoch(source, training=training, start_record=start)
+        assert of_it == labels[start:]
+        # Their augmentation is the same, in other batches.
+        np.testing.assert_array_equal(rest, images[start:])
+
+
+def test_only_the_first_epoch_starts_late(source):
+    dataset = make_dataset(
+        source,
+        "train",
+        batch_size=16,
+        image_shape=(8, 8, source.image_shape[-1]),
+        training=True,
+        start_epoch=1,
+        start_record=50,
+    )
+    epochs = [np.concatenate([y for _, y in dataset]).tolist() for _ in range(2)]
+    assert [len(labels) for labels in epochs] == [10, 60]
+    assert dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    _, second, _ = _epoch(source, recipe="none", seed=0, start_epoch=2)
+    assert epochs[1] == second
+
+
+def test_what_is_skipped_is_not_decoded(tmp_path, photos, example, write_tfrecord):
+    records = [
+        example(image__encoded=b"\xff\xd8\xff broken", image__class__label=0),
+        next(photos.walk(photos.files("train")[0]))[1].numpy(),
+    ]
+    write_tfrecord(tmp_path / "a", records)
+    source = open_source(f"tfrecord:{tmp_path}/*")
+    options = {"training": False, "recipe": "imagenet"}
+    assert _epoch(source, start_record=1, **options)[1] == [0]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Invalid JPEG"):
+        _epoch(source, **options)
+
+
+def test_augmentation_depends_on_seed_epoch_and_record(source):
+    images, labels, _ = _epoch(source)
+    by_record = dict(zip(labels, images, strict=True))
+    assert len({image.tobytes() for image in images}) > 30
+
+    def same(**options):
+        images, labels, _ = _epoch(source, **options)
+        pairs = zip(images, labels, strict=True)
+        return np.mean([np.array_equal(image, by_record[i]) for image, i in pairs])
+
+    assert same(batch_size=7) == 1
+    assert same(deterministic=False) == 1
+    assert same(seed=8) < 0.5
+    assert same(start_epoch=1) < 0.5
+
+
+_ORDERS = """
+import hashlib, json, os, sys
+threads, towers, folder, x = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+os.cpu_count = lambda: threads  # what the pipeline makes threads by
+import keras, numpy as np, tensorflow as tf
+import input_pipeline, towers as ours
+tf.config.threading.set_inter_op_parallelism_threads(threads)
+ours.configure(towers)
+sources = {
+    "tfrecord": input_pipeline.open_source(f"tfrecord:{folder}/*"),
+    "arrays": input_pipeline.ArraySource(np.load(x), np.arange(60)),
+}
+orders = {}
+for name, source in sources.items():
+    dataset = input_pipeline.make_dataset(
+        source, "train", batch_size=16, image_shape=(8, 8, source.image_shape[-1]),
+        training=True, recipe="imagenet", seed=3)
+    model = keras.Sequential([keras.Input(dataset.element_spec[0].shape[1:]),
+                              keras.layers.Flatten()])
+    parallel = ours.multi_gpu_model(
+        model, gpus=towers, preprocess=lambda x, y, _: (tf.cast(x, tf.float32), y))
+    epochs = []
+    for _ in range(2):
+        pixels = parallel.predict(dataset.map(lambda x, y: x), verbose=0)
+        epochs.append(hashlib.sha256(pixels.tobytes()).hexdigest())
+    orders[name] = epochs
+print(json.dumps(orders))
+"""
+
+
+@pytest.mark.slow
+def test_one_order_for_any_threads_and_towers(photos, arrays, tmp_path):
+    np.save(tmp_path / "x.npy", arrays._images)
+    folder = photos.files("train")[0].rpartition("/")[0]
+    found = []
+    for threads, towers in ((1, 1), (2, 2), (8, 3)):
+        command = [sys.executable, "-c", _ORDERS, str(threads), str(towers)]
+        command += [folder, str(tmp_path / "x.npy")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[0] == found[1] == found[2]
+    for first, second in found[0].values():
+        assert first != second
+
+
+@pytest.fixture(scope="module")
+def service():
+    """A dispatcher and two workers; gives the address."""
+    from tensorflow.data.experimental import service
+
+    dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
+    address = dispatcher.target.partition("://")[2]
+    workers = [
+        service.WorkerServer(service.WorkerConfig(dispatcher_address=address))
+        for _ in range(2)
+    ]
+    yield dispatcher.target
+    del workers, dispatcher
+
+
+def test_workers_of_a_service_make_the_same(source, service):
+    options = {"start_epoch": 1, "start_record": 5}
+    images, labels, sizes = _epoch(source, **options)
+    served = _epoch(source, data_service=service, **options)
+    np.testing.assert_array_equal(served[0], images)
+    assert served[1:] == (labels, sizes)
+
+
+def test_workers_of_a_service_share_the_records(source, service):
+    by_record = dict(zip(*_epoch(source)[1::-1], strict=True))
+    images, labels, _ = _epoch(source, deterministic=False, data_service=service)
+    assert sorted(labels) == list(range(60))
+    for image, label in zip(images, labels, strict=True):
+        np.testing.assert_array_equal(image, by_record[label])
+
+
+@pytest.mark.parametrize("recipe", ["none", "imagenet", "cifar"])
+def test_randaugment_comes_on_top(source, recipe):
+    before, labels, _ = _epoch(source, recipe=recipe)
+    after, again, _ = _epoch(source, recipe=recipe, randaugment=(2, 9))
+    assert again == labels
+    assert after.shape == before.shape
+    changed = [not np.array_equal(*pair) for pair in zip(after, before, strict=True)]
+    assert np.mean(changed) > 0.5
+    # In evaluation, nothing is random.
+    plain, _, _ = _epoch(source, recipe=recipe, training=False)
+    still, _, _ = _epoch(source, recipe=recipe, training=False, randaugment=(2, 9))
+    np.testing.assert_array_equal(plain, still)

@@ -1,0 +1,67 @@
+import contextlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from input_pipeline import make_dataset, open_source
+
+
+@contextlib.contextmanager
+def _started(*args):
+    """A server in a process of its own; gives what it says first."""
+    command = [sys.executable, "-m", "input_pipeline.service", *args]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen(command, **pipes)
+    try:
+        yield process.stdout.readline().strip()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.slow
+def test_processes_make_the_batches(tmp_path, image_example, grey, write_tfrecord):
+    for shard in range(2):
+        records = [image_example(grey(i), i % 5) for i in range(20)]
+        write_tfrecord(tmp_path / f"train-{shard}", records)
+    source = open_source(f"tfrecord:{tmp_path}/*")
+    options = {
+        "batch_size": 8,
+        "image_shape": (6, 6, 3),
+        "training": True,
+        "recipe": "imagenet",
+    }
+    here = list(make_dataset(source, "train", **options).as_numpy_iterator())
+    with _started("dispatcher") as said:
+        address = said.removeprefix("dispatcher at ")
+        worker = ("worker", f"--dispatcher={address.partition('://')[2]}")
+        with _started(*worker) as first, _started(*worker) as second:
+            assert first == second == f"worker of {address.partition('://')[2]}"
+            there = make_dataset(source, "train", data_service=address, **options)
+            for mine, theirs in zip(here, there.as_numpy_iterator(), strict=True):
+                for part, other in zip(mine, theirs, strict=True):
+                    np.testing.assert_array_equal(part, other)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "received no role; expected dispatcher or worker"),
+        (["boss"], "received boss; expected dispatcher or worker"),
+        (["worker"], "received --dispatcher=None for a worker; expected it"),
+        (["dispatcher", "--dispatcher=a:1"], "--dispatcher=a:1 for a dispatcher"),
+        (["worker", "--dispatcher=a"], "expected HOST:PORT, such as localhost:5050"),
+    ],
+)
+def test_arguments_that_do_not_fit(args, message):
+    command = [sys.executable, "-m", "input_pipeline.service", *args]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

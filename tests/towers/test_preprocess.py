@@ -1,0 +1,412 @@
+"""What towers do to their shares first: as plain Keras on data preprocessed before."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import executed, oracle
+from towers import multi_gpu_model
+
+CLASSES = 4
+# Three batches; the last one leaves towers idle.
+ROWS, BATCH = 25, 12
+BUILDERS = ["parameter_server", "replicated"]
+_numbers = itertools.count(2000)
+
+
+def _data(rows=ROWS):
+    random = np.random.default_rng(0)
+    x = random.integers(0, 256, (rows, 3, 3, 1)).astype("uint8")
+    return x, random.integers(0, CLASSES, rows)
+
+
+def _scale(x, y, training):
+    """From bytes and labels to what the model and its loss take."""
+    x = tf.cast(x, tf.float32) / 127.5 - 1 + (0.25 if training else 0)
+    return x, None if y is None else tf.one_hot(tf.cast(y, tf.int32), CLASSES)
+
+
+def _numpy(x, y, training):
+    x, y = _scale(x, y, training)
+    return x.numpy(), y.numpy()
+
+
+def _model(name=None, synchronized=False, built=True):
+    keras.utils.set_random_seed(7)
+    layers = [keras.Input((3, 3, 1))] if built else []
+    layers += [keras.layers.Flatten(), keras.layers.Dense(8, "tanh")]
+    if synchronized:
+        layers.append(keras.layers.BatchNormalization(synchronized=True))
+    layers.append(keras.layers.Dense(CLASSES, "softmax"))
+    return keras.Sequential(layers, name=name)
+
+
+def _compiled(model, metric, **options):
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    options = {"loss": "categorical_crossentropy"} | options
+    model.compile(optimizer, metrics=[metric], **options)
+    return model
+
+
+def _values(history):
+    # Keras orders losses and metrics by name, and the metrics differ in theirs.
+    names = [name.replace("sparse_", "") for name in history]
+    return [value for _, value in sorted(zip(names, history.values(), strict=True))]
+
+
+def _plain(synchronized=False, epochs=2):
+    """What Keras makes of data that is preprocessed before."""
+    model = _compiled(_model(synchronized=synchronized), "categorical_accuracy")
+    x, y = _data()
+    options = {"batch_size": BATCH, "verbose": 0}
+    history = model.fit(
+        *_numpy(x, y, True),
+        epochs=epochs,
+        shuffle=False,
+        validation_data=_numpy(x, y, False),
+        **options,
+    ).history
+    outputs = model.predict(_numpy(x, y, False)[0], **options)
+    return [*model.get_weights(), *_values(history), outputs]
+
+
+def _ours(model, towers, epochs=2, preprocess=_scale, options=None, **compiled):
+    parallel = multi_gpu_model(
+        model, gpus=towers, preprocess=preprocess, **(options or {})
+    )
+    _compiled(parallel, "sparse_categorical_accuracy", **compiled)
+    x, y = _data()
+    keras_options = {"batch_size": BATCH, "verbose": 0}
+    history = parallel.fit(
+        x, y, epochs=epochs, shuffle=False, validation_data=(x, y), **keras_options
+    ).history
+    outputs = parallel.predict(x, **keras_options)
+    return parallel, [*model.get_weights(), *_values(history), outputs]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return _plain()
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("towers", [1, 2, 3, 4])
+def test_equals_keras_on_preprocessed_data(towers, builder, plain):
+    _, found = _ours(_model(), towers, options={"builder": builder})
+    assert oracle.largest_difference(found, plain) < 1e-5
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"builder": "auto"},
+        {"loss_placement": "gathered"},
+        {"shares": (3, 1, 1)},
+        {"packed": True},
+        {"prefetch": 2},
+    ],
+    ids=str,
+)
+def test_whatever_the_way(options, steps, plain):
+    _, found = _ours(_model(), 3, options=options, steps_per_execution=steps)
+    assert oracle.largest_difference(found, plain) < 1e-5
+
+
+@pytest.mark.parametrize("loss_placement", ["auto", "gathered"])
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, {"jit_compile": True}], ids=str)
+def test_eager_and_compiled(how, loss_placement, plain):
+    options = {"loss_placement": loss_placement}
+    _, found = _ours(_model(), 2, options=options, **how)
+    assert oracle.largest_difference(found, plain) < 1e-5
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_layers_that_talk_to_one_another(eager):
+    _, found = _ours(_model(synchronized=True), 3, run_eagerly=eager)
+    assert oracle.largest_difference(found, _plain(synchronized=True)) < 1e-4
+
+
+def test_one_asynchronous_tower_is_one_device(plain):
+    _, found = _ours(_model(), 1, options={"builder": "asynchronous"})
+    assert oracle.largest_difference(found, plain) < 1e-5
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_asynchronous_towers_learn(prefetch):
+    options = {"builder": "asynchronous", "prefetch": prefetch}
+    parallel, found = _ours(_model(), 3, epochs=30, options=options)
+    # The third batch has one example.
+    assert int(parallel.optimizer.iterations) == 30 * 7
+    assert np.isfinite(np.concatenate([np.ravel(part) for part in found])).all()
+    losses = parallel.history.history["loss"]
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_by_batch(eager):
+    x, y = _data(7)
+    found = []
+    for towers in (0, 3):
+        model = _model()
+        if towers:
+            trained = multi_gpu_model(model, gpus=towers, preprocess=_scale)
+            _compiled(trained, "sparse_categorical_accuracy", run_eagerly=eager)
+            seen = dict.fromkeys((True, False), (x, y))
+        else:
+            trained = _compiled(model, "categorical_accuracy")
+            seen = {training: _numpy(x, y, training) for training in (True, False)}
+        weights = np.linspace(0, 2, 7, dtype="float32")
+        logs = [
+            *trained.train_on_batch(*seen[True], weights),
+            *trained.train_on_batch(*(part[:2] for part in seen[True])),
+            *trained.test_on_batch(*seen[False]),
+        ]
+        outputs = trained.predict_on_batch(seen[False][0])
+        found.append([*model.get_weights(), np.array(logs), outputs])
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+@pytest.mark.parametrize("first", ["fit", "predict", "evaluate"])
+def test_a_model_is_built_for_what_it_will_see(first):
+    x, y = _data()
+    model = _model(built=False)
+    parallel = multi_gpu_model(model, gpus=2, preprocess=_scale)
+    _compiled(parallel, "accuracy")
+    getattr(parallel, first)(x, *(() if first == "predict" else (y,)), verbose=0)
+    assert model.input_shape == (None, 3, 3, 1) or model.inputs[0].dtype == "float32"
+    logs = parallel.evaluate(x, y, verbose=0, return_dict=True)
+    labels = parallel.predict(x, verbose=0).argmax(-1)
+    # Of classes, and not of what the loss sees.
+    np.testing.assert_allclose(logs["accuracy"], np.mean(labels == y), rtol=1e-6)
+
+
+def test_a_models_outputs_each_have_a_loss():
+    x, y = _data()
+    found = []
+    for towers in (0, 3):
+        keras.utils.set_random_seed(7)
+        inputs = keras.Input((3, 3, 1))
+        flat = keras.layers.Flatten()(inputs)
+        outputs = [
+            keras.layers.Dense(CLASSES, "softmax", name=name)(flat) for name in "ab"
+        ]
+        model = trained = keras.Model(inputs, outputs)
+
+        def both(x, y, training):
+            x, y = _scale(x, y, training)
+            return x, (y, y)
+
+        if towers:
+            trained = multi_gpu_model(model, gpus=towers, preprocess=both)
+        trained.compile("sgd", ["categorical_crossentropy", "mse"])
+        data = (x, y) if towers else both(x, y, True)
+        fit = trained.fit(*data, shuffle=False, batch_size=BATCH, verbose=0)
+        found.append([*model.get_weights(), *_values(fit.history)])
+    assert len(fit.history) == 3
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+# Examples that meet, and random numbers.
+
+
+def _mixed(x, y, training):
+    """Half of each example, and half of another of the share."""
+    x, y = _scale(x, y, training)
+    if training:
+        x, y = (x + x[::-1]) / 2, (y + y[::-1]) / 2
+    return x, y
+
+
+@pytest.mark.parametrize("loss_placement", ["auto", "gathered"])
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_examples_may_be_mixed(builder, loss_placement):
+    x, y = _data(20)
+    model, expected = _model(), _compiled(_model(), "categorical_accuracy")
+    options = {"builder": builder, "loss_placement": loss_placement}
+    parallel = multi_gpu_model(model, gpus=2, preprocess=_mixed, **options)
+    _compiled(parallel, "sparse_categorical_accuracy")
+    loss, accuracy = parallel.train_on_batch(x, y)
+    # That examples meet before the model does not hinder towers.
+    placed = {"auto": "tower"}.get(loss_placement, loss_placement)
+    assert parallel.loss_placement == placed
+    shares = [_mixed(x[:10], y[:10], True), _mixed(x[10:], y[10:], True)]
+    mixed_x, mixed_y = (np.concatenate(parts) for parts in zip(*shares, strict=True))
+    labels = expected.predict(mixed_x, verbose=0).argmax(-1)
+    expected_loss, _ = expected.train_on_batch(mixed_x, mixed_y)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    np.testing.assert_allclose(accuracy, np.mean(labels == y), rtol=1e-6)
+    found = oracle.largest_difference(model.get_weights(), expected.get_weights())
+    assert found < 1e-5
+
+
+def _signs(x, y, training):
+    """Turns some examples round, labels too: to a linear model that is the same."""
+    signs = tf.sign(tf.random.uniform(tf.shape(x)[:1], -1, 1)) if training else 1.0
+    return x * tf.reshape(signs, [-1, 1]), y * tf.reshape(signs, [-1, 1])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("loss_placement", ["tower", "gathered"])
+@pytest.mark.parametrize("towers", [1, 3])
+def test_what_is_drawn_is_drawn_once(towers, loss_placement, eager):
+    x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype("float32")
+    y = np.ones((ROWS, 1), "float32")
+    found = []
+    for each in (0, towers):
+        keras.utils.set_random_seed(7)
+        dense = keras.layers.Dense(1, use_bias=False)
+        model = trained = keras.Sequential([keras.Input((3,)), dense])
+        if each:
+            options = {"loss_placement": loss_placement, "preprocess": _signs}
+            trained = multi_gpu_model(model, gpus=each, **options)
+        trained.compile("sgd", "mse", run_eagerly=eager)
+        fit = trained.fit(x, y, shuffle=False, batch_size=BATCH, epochs=3, verbose=0)
+        found.append([*model.get_weights(), fit.history["loss"]])
+    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+
+
+def test_towers_draw_differently_and_repeat_with_the_seed():
+    def noise(x, y, training):
+        return tf.random.uniform(tf.shape(x)), y
+
+    def drawn(seed):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Identity()])
+        parallel = multi_gpu_model(model, gpus=2, preprocess=noise)
+        x = np.zeros((8, 3), "float32")
+        return parallel.predict(x, batch_size=4, verbose=0).reshape(4, 2, 3)
+
+    shares = drawn(3)
+    for one, other in itertools.combinations(shares, 2):
+        assert not np.array_equal(one, other)
+    np.testing.assert_array_equal(drawn(3), shares)
+    assert not np.array_equal(drawn(4), shares)
+
+
+# What travels, and what stays as it is.
+
+
+def _executed(builder, home):
+    name = f"preprocess_{next(_numbers)}"
+    towers = ["/device:CPU:1", "/device:CPU:2"]
+    model = _model(name)
+    parallel = multi_gpu_model(
+        model, gpus=towers, builder=builder, home=home, preprocess=_scale
+    )
+    _compiled(parallel, "sparse_categorical_accuracy")
+    x, y = _data()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    nodes = executed.run(lambda: parallel.fit(data, verbose=0), name)
+    return nodes, towers
+
+
+@pytest.mark.parametrize(
+    ("builder", "home"),
+    [("parameter_server", "/device:CPU:3"), ("replicated", None)],
+    ids=BUILDERS,
+)
+def test_images_travel_in_8_bits(builder, home):
+    nodes, towers = _executed(builder, home)
+    for tower in towers:
+        received = [
+            (dtype, name)
+            for source, target, dtype, name in executed.transfers(nodes)
+            if target == tower and source == "/device:CPU:0"
+        ]
+        assert tf.uint8 in [dtype for dtype, _ in received]
+        floats = [name for dtype, name in received if dtype == tf.float32]
+        # Sizes over sizes, and sums of gradients.
+        assert not [name for name in floats if "place" in name or "preprocess" in name]
+        casts = [n for n in nodes[tower] if n.op == "Cast" and "preprocess" in n.name]
+        assert any(n.attr["SrcT"].type == tf.uint8.as_datatype_enum for n in casts)
+    # Only labels come back.
+    sent = [
+        name
+        for source, target, dtype, name in executed.transfers(nodes)
+        if source in towers and target not in towers and dtype == tf.uint8
+    ]
+    assert not sent
+
+
+def test_towers_do_not_wait_for_one_another():
+    def noisy(x, y, training):
+        x, y = _scale(x, y, training)
+        return x + tf.random.uniform(tf.shape(x)), y
+
+    name = f"preprocess_{next(_numbers)}"
+    towers = ["/device:CPU:1", "/device:CPU:2"]
+    parallel = multi_gpu_model(_model(name), gpus=towers, preprocess=noisy)
+    _compiled(parallel, "sparse_categorical_accuracy")
+    nodes = executed.run(lambda: parallel.fit(*_data(), verbose=0), name)
+    for tower, other in (towers, reversed(towers)):
+        draws = [n for n in nodes[tower] if n.op == "RandomUniform"]
+        assert draws
+        others = {n.name for n in nodes[other] if n.op == "RandomUniform"}
+        for draw in draws:
+            assert not executed.behind(nodes, draw) & others
+
+
+def test_what_is_saved_is_the_model(tmp_path):
+    model = _model()
+    parallel, _ = _ours(model, 2)
+    parallel.save(tmp_path / "model.keras")
+    x, y = _data()
+    seen = _numpy(x, y, False)[0]
+    opened = keras.models.load_model(tmp_path / "model.keras")
+    expected = parallel.predict(x, verbose=0)
+    for each in (opened, model):
+        np.testing.assert_allclose(each.predict(seen, verbose=0), expected, rtol=1e-5)
+    np.testing.assert_allclose(parallel(seen), expected, rtol=1e-5)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("wrong", [3, "cast"])
+def test_it_is_a_function(wrong):
+    with pytest.raises(ValueError, match=f"Received preprocess={wrong!r}; expected"):
+        multi_gpu_model(_model(), gpus=2, preprocess=wrong)
+
+
+def _static(x, y, training):
+    return _scale(x + tf.zeros([x.shape[0], 1, 1, 1], tf.uint8), y, training)
+
+
+class _Drawing:
+    """Draws as Keras's layers do."""
+
+    def __init__(self):
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def __call__(self, x, y, training):
+        x, y = _scale(x, y, training)
+        return x + keras.random.uniform(tf.shape(x), seed=self.seeds), y
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["fit", "train_on_batch"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lambda x, y, training: _scale(x, y, training)[0], "returned a .*pair"),
+        (lambda: lambda x, y, training: None, "returned a NoneType; expected the pair"),
+        (lambda: lambda x, y, training: (x, y, y), "a tuple of 3; expected the pair"),
+        (lambda: lambda x, y, training: _scale(x[1:], y, training), "as many"),
+        (lambda: lambda x, y, training: _scale(x, y[::2], training), "as many"),
+        (lambda: _static, "number of examples, as towers do; .*write tf.shape"),
+        (_Drawing, "`preprocess` assigns a variable .*tf.random"),
+    ],
+    ids=["x", "none", "three", "x rows", "y rows", "static", "assigns"],
+)
+def test_what_is_wrong_is_said(make, message, batched):
+    parallel = multi_gpu_model(_model(), gpus=2, preprocess=make())
+    _compiled(parallel, "sparse_categorical_accuracy")
+    x, y = _data(8)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
+        if batched:
+            parallel.train_on_batch(x, y)
+        else:
+            parallel.fit(x, y, verbose=0)
