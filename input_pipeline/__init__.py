@@ -7,7 +7,7 @@ or devices.
 """
 
 from input_pipeline.augment import normalize
-from input_pipeline.cache import CACHES, keep_decoded
+from input_pipeline.cache import CACHES, cached
 from input_pipeline.checks import find_bad_record, scan_labels
 from input_pipeline.mix import Mix
 from input_pipeline.pipeline import Pipeline, make_dataset
@@ -22,8 +22,8 @@ __all__ = [
     "Mix",
     "Pipeline",
     "Source",
+    "cached",
     "find_bad_record",
-    "keep_decoded",
     "make_dataset",
     "normalize",
     "open_source",

@@ -4,14 +4,10 @@ What needs floats is left to the towers: uint8 is a quarter of the bytes to make
 and copy.
 """
 
-import math
-
 import tensorflow as tf
 
-_ATTEMPTS = 10
-
 # Numbers in [0, 1) that one record needs.
-WINDOW_DRAWS = 2 * _ATTEMPTS + 2
+WINDOW_DRAWS = 4
 PAD_CROP_FLIP_DRAWS = 3
 
 
@@ -71,27 +67,27 @@ def normalize(image: tf.Tensor, dtype: tf.DType = tf.float32) -> tf.Tensor:
 def random_window(shape: tf.Tensor, u: tf.Tensor) -> tf.Tensor:
     """Chooses a window of 8 to 100% of an image's area, in a ratio of 3/4 to 4/3.
 
-    As Inception's training does (Szegedy et al. 2015, "Going deeper with
-    convolutions"): the first of ten attempts that fits in the image, else all of it.
+    For training on ImageNet (Szegedy et al. 2015, "Going deeper with convolutions"),
+    with the distribution of TensorFlow's ``sample_distorted_bounding_box``: first the
+    ratio, then a height of those with which the window is large enough and fits in the
+    image. In an image too narrow for both, it fits.
 
     Args:
         shape: int32 [2 or more], height and width of the image first.
-        u: float32 [WINDOW_DRAWS] in [0, 1).
+        u: float32 [WINDOW_DRAWS] in [0, 1): ratio, height, and the place, down and
+            right.
 
     Returns:
         int32 [4]: y, x, height, width.
     """
     size = tf.cast(shape[:2], tf.float32)
-    area, ratio, place = u[:_ATTEMPTS], u[_ATTEMPTS:-2], u[-2:]
-    # Over the square root of the image's area, so that it is the same for all images.
-    side = tf.sqrt(0.08 + 0.92 * area)
-    root = tf.exp((ratio - 0.5) * math.log(4 / 3))
-    sides = tf.stack([side / root, side * root], axis=1)
-    sides = tf.round(sides * tf.sqrt(size[0] * size[1]))
-    fits = tf.reduce_all((sides <= size) & (sides >= 1), axis=1)
-    first = tf.argmax(fits)
-    chosen = tf.where(fits[first], sides[first], size)
-    corner = tf.floor(place * (size - chosen + 1))
+    ratio = 3 / 4 + (4 / 3 - 3 / 4) * u[0]
+    most = tf.reduce_min(size / tf.stack([1.0, ratio]))
+    least = tf.minimum(tf.sqrt(0.08 * tf.reduce_prod(size) / ratio), most)
+    height = least + (most - least) * u[1]
+    chosen = tf.round(tf.stack([height, height * ratio]))
+    chosen = tf.clip_by_value(chosen, 1.0, size)
+    corner = tf.floor(u[2:] * (size - chosen + 1))
     return tf.cast(tf.concat([corner, chosen], axis=0), tf.int32)
 
 

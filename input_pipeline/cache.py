@@ -1,4 +1,4 @@
-"""Decodes a source once and keeps the pixels, where they fit."""
+"""Reads a source once and keeps it, as pixels or as it is encoded, where it fits."""
 
 import contextlib
 import hashlib
@@ -18,24 +18,32 @@ CACHES = ("auto", "memory", "disk", "none")
 
 # Of the memory that is free, and of the disk.
 _SHARE = 0.25
+# Where nothing may hang on the machine.
+_FIXED_MB = 1024
 _BATCH = 256
+_SAMPLE = 256
 
 
-def keep_decoded(
-    source: Source, cache: str = "auto", folder: str | None = None
+def cached(
+    source: Source,
+    cache: str = "auto",
+    folder: str | None = None,
+    deterministic: bool = False,
 ) -> Source:
-    """Returns a source that has its images decoded, if that is possible and worth it.
+    """Returns a source that has its examples at hand, if they fit.
 
-    Epochs then read pixels by number: in a full shuffle, from any place, and without
-    decoding. What it takes is one pass over the data, now. Images have to be of one
-    size, and their number known.
+    Epochs then take them by number: in a full shuffle, from any place, without reading
+    files or parsing. Images of one size are kept as pixels, and are not decoded again;
+    others as they are encoded. What it takes is one pass over the data, now.
 
     Args:
         source: prepared.
-        cache: "memory" or "disk" says where; "auto" takes the memory where the pixels
-            fit in a quarter of what is free, else the disk by the same measure if
-            there is a folder for it; "none" returns the source itself.
+        cache: "memory" or "disk" says where; "auto" takes the memory where a quarter of
+            what is free is enough, else the disk by the same measure if there is a
+            folder for it; "none" returns the source itself. The disk takes pixels only.
         folder: where the disk's files are kept, also for later runs; needed by "disk".
+        deterministic: whether "auto" is to decide by the data alone, whose order
+            depends on it: whether they fit in 1 GB of memory.
 
     Returns:
         A source of the same examples, or the source itself. A line in the log says
@@ -51,23 +59,32 @@ def keep_decoded(
         raise ValueError("cache is 'disk', but there is no folder: name one")
     if cache == "none" or (isinstance(source, IndexedSource) and not source.encoded):
         return source
-    if None in (*source.image_shape, *source.splits.values()):
-        if cache != "auto":
-            raise ValueError(
-                f"cache is {cache!r}, but {source.name} has images of different or "
-                "unknown size and number: expected 'none', or images of one size"
-            )
-        return source
-    needed = sum(source.splits.values()) * math.prod(source.image_shape)
+    of_pixels = None not in (*source.image_shape, *source.splits.values())
+    if cache == "disk" and not of_pixels:
+        raise ValueError(
+            f"cache is 'disk', but {source.name} has images of different or unknown "
+            "size and number: expected 'memory' or 'none', or images of one size"
+        )
+    if of_pixels:
+        pixels = sum(source.splits.values()) * math.prod(source.image_shape)
+        needed = pixels * np.dtype(_dtype(source)).itemsize
+    else:
+        needed = _encoded_bytes(source)
     if cache == "auto":
-        cache = _choose(needed, folder)
-    where = "not kept decoded" if cache == "none" else f"kept decoded, cache={cache}"
-    logging.info("%s: %.1f MB of pixels, %s", source.name, needed / 2**20, where)
+        cache = _choose(needed, folder if of_pixels else None, deterministic)
+    what = "pixels" if of_pixels else "encoded images"
+    where = {"memory": "kept in memory", "disk": f"kept in {folder}"}.get(
+        cache, "not kept"
+    )
+    note = f"{needed / 2**20:,.1f} MB of {what} {where}"
+    logging.info("%s: %s", source.name, note)
     if cache == "none":
         return source
-    if cache == "memory":
-        images = np.empty(_shape(source), np.uint8)
-        labels = np.empty(len(images), np.int64)
+    splits = dict(source.splits)
+    if not of_pixels:
+        images, labels, splits = _read_encoded(source)
+    elif cache == "memory":
+        images, labels = np.empty(_shape(source), _dtype(source)), _labels(source)
         _fill(source, images, labels)
     else:
         images, labels = _mapped(source, folder)
@@ -75,13 +92,18 @@ def keep_decoded(
         source.name,
         images,
         labels,
-        dict(source.splits),
+        splits,
         source.num_classes,
         source.class_names,
+        tuple(source.image_shape),
+        source.origin,
+        note,
     )
 
 
-def _choose(needed: int, folder: str | None) -> str:
+def _choose(needed: int, folder: str | None, deterministic: bool) -> str:
+    if deterministic:
+        return "memory" if needed <= _FIXED_MB * 2**20 else "none"
     if needed <= _SHARE * _free_memory():
         return "memory"
     if folder is None:
@@ -106,16 +128,57 @@ def _free_memory() -> float:
     return max(free, 0.0)
 
 
+def _encoded_bytes(source: Source) -> int:
+    """Size of all files, by a sample where there are many."""
+    total = 0
+    for split in source.splits:
+        paths = source.files(split)
+        some = paths[:: max(len(paths) // _SAMPLE, 1)]
+        sizes = [tf.io.gfile.stat(path).length for path in some]
+        total += sum(sizes) * len(paths) // max(len(some), 1)
+    return total
+
+
+def _in_order(source: Source) -> list[str]:
+    """The splits, training first, as ``IndexedSource`` counts."""
+    return sorted(source.splits, key=["train", "test"].index)
+
+
+def _read_encoded(source: Source) -> tuple[tf.Tensor, np.ndarray, dict[str, int]]:
+    """Encoded images, labels, and how many there are in each split."""
+    images, labels, splits = [], [], {}
+    with tf.device("/CPU:0"):
+        for split in _in_order(source):
+            data = (
+                source.batches(split, _BATCH)
+                .map(lambda _, records: source.parse(records))
+                .unbatch()
+                .map(
+                    lambda image, label: (source.load(image), label),
+                    num_parallel_calls=tf.data.AUTOTUNE,
+                )
+                .batch(_BATCH)
+            )
+            before = sum(map(len, labels))
+            for some, of_them in data:
+                images.append(some)
+                labels.append(of_them.numpy())
+            splits[split] = sum(map(len, labels)) - before
+        return tf.concat(images, axis=0), np.concatenate(labels), splits
+
+
 def _mapped(source: Source, folder: str) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels of the cache's files, which are written if there are none."""
     base = os.path.join(folder, f"decoded-{_key(source)}")
     if not os.path.exists(f"{base}.npy"):
         os.makedirs(folder, exist_ok=True)
-        labels = np.empty(_shape(source)[0], np.int64)
+        labels = _labels(source)
         # Renamed when whole; the images last, since they say that both are there.
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             path = os.path.join(unfinished, "images.npy")
-            images = np.lib.format.open_memmap(path, "w+", np.uint8, _shape(source))
+            images = np.lib.format.open_memmap(
+                path, "w+", _dtype(source), _shape(source)
+            )
             _fill(source, images, labels)
             images.flush()
             np.save(os.path.join(unfinished, "labels.npy"), labels)
@@ -126,17 +189,11 @@ def _mapped(source: Source, folder: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _key(source: Source) -> str:
     """Changes with whatever changes the pixels."""
-    files = []
+    facts = [source.name, tuple(source.image_shape), sorted(source.splits.items())]
     for split in source.splits:
         for path in source.files(split):
             stat = tf.io.gfile.stat(path)
-            files.append((path, stat.length, stat.mtime_nsec))
-    facts = (
-        source.name,
-        tuple(source.image_shape),
-        sorted(source.splits.items()),
-        files,
-    )
+            facts.append((path, stat.length, stat.mtime_nsec))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -144,10 +201,19 @@ def _shape(source: Source) -> tuple[int, ...]:
     return (sum(source.splits.values()), *source.image_shape)
 
 
+def _dtype(source: Source) -> type:
+    """Rows that are no images are of numbers."""
+    return np.uint8 if len(source.image_shape) == 3 else np.float32
+
+
+def _labels(source: Source) -> np.ndarray:
+    return np.empty(_shape(source)[0], np.int64)
+
+
 def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:
-    """Reads all splits, training first."""
+    """Reads all splits as pixels."""
     row = 0
-    for split in sorted(source.splits, key=["train", "test"].index):
+    for split in _in_order(source):
         data = Pipeline(
             source,
             split,

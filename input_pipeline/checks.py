@@ -50,6 +50,7 @@ def find_bad_record(source: Source, split: str) -> str | None:
         One sentence that names file, position and reason, or None where every record
         is good or the source has no files.
     """
+    source = source.origin
     try:
         for path in source.files(split):
             _check_records(source, path)

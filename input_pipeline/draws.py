@@ -46,8 +46,9 @@ def uniform(seed: tf.Tensor, records: tf.Tensor, count: int) -> tf.Tensor:
     """
     base = tf.bitcast(records, tf.uint64) * _uint64(_GOLDEN)
     state = _mix(base + tf.bitcast(seed, tf.uint64))
-    steps = [_GOLDEN * (draw + 1) % 2**64 for draw in range(count)]
-    hashed = _mix(state[..., None] + tf.constant(steps, tf.uint64))
+    # An array: of a list, a graph would make doubles on the way.
+    steps = np.array([_GOLDEN * (draw + 1) % 2**64 for draw in range(count)], np.uint64)
+    hashed = _mix(state[..., None] + tf.constant(steps))
     # As many bits as a float32 holds.
     return tf.cast(tf.bitwise.right_shift(hashed, _uint64(40)), tf.float32) * 2.0**-24
 
@@ -63,4 +64,4 @@ def _xor_shift(z: tf.Tensor, shift: int) -> tf.Tensor:
 
 
 def _uint64(value: int) -> tf.Tensor:
-    return tf.constant(value, tf.uint64)
+    return tf.constant(np.uint64(value))

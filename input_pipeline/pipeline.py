@@ -19,6 +19,8 @@ from input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
 from input_pipeline.sources import Source
 from input_pipeline.sources.base import decode_image
 
+_FEW_CORES = 8
+
 
 def make_dataset(source: Source, split: str, **options: Any) -> tf.data.Dataset:
     """Builds the input pipeline of one split: a ``Pipeline``'s ``dataset()``.
@@ -60,6 +62,8 @@ class Pipeline:
             gets epoch e's order.
         start_record: records that the first iteration passes over, without decoding
             them.
+        repeat: True goes on with the next epoch, for ever and without a gap; batches
+            do not mix epochs.
         data_service: address of the dispatcher of a tf.data service, such as
             ``grpc://localhost:5050``, whose workers run the pipeline. They have to see
             the same files. None runs it here.
@@ -85,6 +89,7 @@ class Pipeline:
     shuffle_mb: int = 256
     start_epoch: int = 0
     start_record: int = 0
+    repeat: bool = False
     data_service: str | None = None
     ram_budget_mb: int | None = None
     tricks: Tricks = ALL_TRICKS
@@ -117,13 +122,18 @@ class Pipeline:
             cardinality where the source knows its size and it starts at the beginning
             of an epoch.
         """
-        if self.data_service is None:
-            dataset = self.finish(self.stages()[-1][1])
-        else:
+        if self.data_service is not None:
             dataset = self._epochs(self._on_workers).prefetch(tf.data.AUTOTUNE)
+        elif self.repeat:
+            dataset = self.finish(self._epochs(self._whole))
+        else:
+            dataset = self.finish(self.stages()[-1][1])
         # flat_map does not know its length; progress bars want it.
         size = self.source.splits[self.split]
-        if size is not None and not self.start_record:
+        if self.repeat:
+            length = tf.data.INFINITE_CARDINALITY
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(length))
+        elif size is not None and not self.start_record:
             length = -(-size // self.batch_size)
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(length))
         return dataset
@@ -158,8 +168,10 @@ class Pipeline:
             # Decoding is the costly stage: image by image, on all cores.
             dataset = dataset.unbatch().map(self._one(recipe), num_parallel_calls=auto)
             stages.append(("decode", dataset))
-            # The short last batch stays: every example is seen once in an epoch.
-            dataset = dataset.batch(self.batch_size, num_parallel_calls=auto)
+            # The short last batch stays: every example is seen once in an epoch. To
+            # copy in parallel costs more than it gains, but for many cores.
+            copies = auto if (os.cpu_count() or 1) > _FEW_CORES else None
+            dataset = dataset.batch(self.batch_size, num_parallel_calls=copies)
             stages.append(("batch", dataset))
         dataset = dataset.map(self._many(recipe), num_parallel_calls=auto)
         return [*stages, ("augment", dataset)]
@@ -233,6 +245,10 @@ class Pipeline:
         )
         return batches.map(lambda numbers, records: (seeds[2], numbers, records))
 
+    def _whole(self, seeds, start):
+        """One epoch's batches."""
+        return self._behind(self._raw(seeds, start))[-1][1]
+
     def _on_workers(self, seeds, start):
         """One epoch's batches, made by the workers of a tf.data service."""
         from tensorflow.data.experimental import service
@@ -244,7 +260,10 @@ class Pipeline:
         dataset = self.finish(self._behind(dataset)[-1][1])
         # Dynamic: a worker that is free gets the next files, or numbers.
         distribute = service.distribute(
-            service.ShardingPolicy.DYNAMIC, self.data_service
+            service.ShardingPolicy.DYNAMIC,
+            self.data_service,
+            # Answers to several requests may overtake one another.
+            max_outstanding_requests=1 if self.deterministic else None,
         )
         with warnings.catch_warnings():
             # Of options that are in the graph, which is where they belong.
@@ -269,15 +288,26 @@ class Pipeline:
             return draws.epoch_seeds(self.seed, epoch), np.int64(start)
 
         @tf.autograph.experimental.do_not_convert
-        def epoch(_):
+        def count(_):
             # Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
             seeds, start = tf.numpy_function(next_epoch, [], [tf.int64, tf.int64])
+            return tf.ensure_shape(seeds, [3]), tf.ensure_shape(start, [])
+
+        @tf.autograph.experimental.do_not_convert
+        def epoch(seeds, start):
             # The seed of this function's graph alone: the program's global seed would
             # otherwise be mixed into the order (and 0 with a tensor seed fails).
             tf.random.set_seed(1)
-            return build(tf.ensure_shape(seeds, [3]), tf.ensure_shape(start, []))
+            return build(seeds, start)
 
-        return tf.data.Dataset.from_tensors(0).flat_map(epoch)
+        dataset = tf.data.Dataset.from_tensors(0)
+        if not self.repeat:
+            return dataset.map(count).flat_map(epoch)
+        # Begins the next epoch, up to two batches, while the last one is still read.
+        follow = tf.data.experimental.parallel_interleave(
+            epoch, cycle_length=1, buffer_output_elements=2, prefetch_input_elements=1
+        )
+        return dataset.repeat().map(count).apply(follow)
 
 
 def _check_labels(labels: tf.Tensor, num_classes: int) -> None:

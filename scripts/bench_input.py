@@ -20,7 +20,10 @@ scikit-learn and scikit-image:
 
 Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
 
-    ours, ours_deterministic    make_dataset, deterministic=False and True
+    ours, ours_deterministic    make_dataset, deterministic=False and True, of what
+                                `cached` keeps in memory, as by default in training
+    ours_stream, ours_stream_deterministic
+                                the same with --cache=none: files in every epoch
     naive                       tf.data as in a tutorial, float32
     tuned, tuned_float          tf.data in parallel, each example by itself; uint8 and
                                 float32

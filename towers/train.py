@@ -111,9 +111,9 @@ flags.DEFINE_enum(
     "cache",
     "auto",
     input_pipeline.CACHES,
-    "Where to keep images decoded, if they have one size; auto: in memory if they take "
-    "a quarter of what is free, else in --cache_dir, if it is given; not at all with "
-    "--deterministic, as nothing may then hang on the machine.",
+    "Where to keep examples: as pixels if they have one size, else as they are "
+    "encoded, in memory only. auto: in memory if they take a quarter of what is free "
+    "(with --deterministic: 1 GB), else in --cache_dir, if it is given.",
     **_MORE,
 )
 flags.DEFINE_string("cache_dir", None, "Where --cache=disk keeps its files.", **_MORE)
@@ -306,6 +306,16 @@ class Job:
     checkpoint: Checkpoint
     model_dir: str
 
+    def steps_per_epoch(self) -> int | None:
+        """Batches in an epoch of training, if epochs are to follow without a gap.
+
+        `None` if their number is unknown, or calls of several steps would go on into
+        the next epoch: then each epoch opens the data anew.
+        """
+        examples = self.source.splits["train"]
+        steps = examples and math.ceil(examples / FLAGS.batch_size)
+        return steps if steps and steps % FLAGS.steps_per_loop == 0 else None
+
     def train_data(self) -> tf.data.Dataset:
         """Opens the training data, shuffled, at the epoch to begin at."""
         return self._open(self.source, "train", training=True)
@@ -327,6 +337,7 @@ class Job:
             deterministic=FLAGS.deterministic or not training,
             shuffle_mb=FLAGS.shuffle_mb,
             start_epoch=self.checkpoint.epoch,
+            repeat=training and self.steps_per_epoch() is not None,
             data_service=FLAGS.data_service,
             ram_budget_mb=FLAGS.ram_budget_mb,
         )
@@ -363,10 +374,10 @@ def set_up(argv: Sequence[str]) -> Job:
         check_checkpoint(checkpoints, model=model.variables)
 
     held_out = prepare_data(source, held_out)
-    kept = keep_decoded(source)
+    kept = cached(source)
     if held_out is not None:
         other, split = held_out
-        held_out = (kept if other is source else keep_decoded(other)), split
+        held_out = (kept if other is source else cached(other)), split
     source = kept
     parallel = multi_gpu_model(
         model,
@@ -462,6 +473,7 @@ def train(job: Job) -> float | None:
         validation_data=job.eval_data() if job.held_out else None,
         initial_epoch=job.checkpoint.epoch,
         epochs=FLAGS.train_epochs,
+        steps_per_epoch=job.steps_per_epoch(),
         callbacks=callbacks,
         verbose=1 if terminal else 0,
         shuffle=False,  # the pipeline has shuffled already
@@ -559,6 +571,11 @@ def check_flags(argv: Sequence[str]) -> None:
                 f"Received --tower_shares={','.join(FLAGS.tower_shares)}; expected a "
                 "positive integer for each tower, such as --tower_shares=2,3,3."
             )
+    if FLAGS.data_service and FLAGS.cache in ("memory", "disk"):
+        raise ValueError(
+            f"Received --cache={FLAGS.cache} with --data_service, whose workers read "
+            "the files themselves; expected one of the two."
+        )
     if FLAGS.cache == "disk" and FLAGS.cache_dir is None:
         raise ValueError(
             "Received --cache=disk without --cache_dir; expected a folder for its "
@@ -724,17 +741,18 @@ def prepare_data(
     return held_out, split
 
 
-def keep_decoded(source: input_pipeline.Source) -> input_pipeline.Source:
-    """Keeps a source's images decoded, as --cache says.
+def cached(source: input_pipeline.Source) -> input_pipeline.Source:
+    """Keeps a source's examples at hand, as --cache says.
 
     Raises:
         ValueError: If a record is bad.
     """
-    cache = FLAGS.cache
-    if cache == "auto" and (FLAGS.deterministic or FLAGS.data_service):
-        cache = "none"
+    # Workers of a service read the files themselves.
+    cache = "none" if FLAGS.data_service else FLAGS.cache
     try:
-        return input_pipeline.keep_decoded(source, cache, FLAGS.cache_dir)
+        return input_pipeline.cached(
+            source, cache, FLAGS.cache_dir, FLAGS.deterministic
+        )
     except BAD_RECORD as error:
         reasons = (
             input_pipeline.find_bad_record(source, split) for split in source.splits
@@ -965,7 +983,8 @@ def start_text(job: Job) -> str:
         devices.table(job.placed, sizes),
         f"Model {FLAGS.model}: {job.model.count_params():,} parameters.",
         f"Data {job.source.name}: {count} training images of "
-        f"{'x'.join(map(str, job.image_shape))}, {job.source.num_classes} classes.",
+        f"{'x'.join(map(str, job.image_shape))}, {job.source.num_classes} classes"
+        f"{job.source.note and f', {job.source.note}'}.",
     ]
     if examples is not None and examples < FLAGS.batch_size:
         lines.append("Note: the batch is larger than the data, so an epoch is a step.")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources.base import IndexedSource
+from input_pipeline.sources.base import IndexedSource, Source
 
 
 class RowSource(IndexedSource):
@@ -14,41 +14,58 @@ class RowSource(IndexedSource):
 
     Args:
         name: used in messages.
-        images: [N, ...]: uint8 images, or float32 rows of numbers. A ``np.memmap``
-            stays on disk.
+        images: [N, ...]: uint8 images, or float32 rows of numbers; a ``np.memmap``
+            stays on disk. Or encoded images, a string tensor [N].
         labels: int64 [N].
         splits: number of examples for each split; training comes first.
         num_classes: labels are in [0, num_classes).
         class_names: one for each class, or None.
+        image_shape: of one image; None in it where they differ.
+        origin: where the examples were read, or None.
+        note: see ``Source``.
     """
-
-    encoded = False
 
     def __init__(
         self,
         name: str,
-        images: np.ndarray,
+        images: np.ndarray | tf.Tensor,
         labels: np.ndarray,
         splits: dict[str, int],
         num_classes: int,
         class_names: Sequence[str] | None,
+        image_shape: tuple[int | None, ...],
+        origin: Source | None = None,
+        note: str = "",
     ):
         self.name = name
         self.num_classes = num_classes
         self.class_names = tuple(class_names) if class_names is not None else None
-        self.image_shape = images.shape[1:]
+        self.image_shape = image_shape
         self.splits = splits
-        self._images, self._labels = images, labels
+        self.note = note
+        self.encoded = isinstance(images, tf.Tensor)
+        self._images, self._labels, self._origin = images, labels, origin
+
+    @property
+    def origin(self) -> Source:
+        """See ``Source.origin``."""
+        return self._origin or self
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See ``Source.parse``."""
+        """See ``Source.parse``; encoded images stay numbers until `load`."""
         images, labels = self._tensors
-        if images is None:
+        if self.encoded:
+            rows = records
+        elif images is None:
             rows = tf.numpy_function(self._read, [records], self._images.dtype)
             rows = tf.ensure_shape(rows, [None, *self.image_shape])
         else:
             rows = tf.gather(images, records)
         return rows, tf.gather(labels, records)
+
+    def load(self, image: tf.Tensor) -> tf.Tensor:
+        """See ``Source.load``: copied just before it is decoded, which is faster."""
+        return tf.gather(self._tensors[0], image)
 
     def _read(self, records: np.ndarray) -> np.ndarray:
         return np.asarray(self._images[records])
@@ -59,7 +76,7 @@ class RowSource(IndexedSource):
         # 2 GiB. On the CPU: that is where tf.data runs.
         with tf.init_scope(), tf.device("/CPU:0"):
             on_disk = isinstance(self._images, np.memmap)
-            images = None if on_disk else tf.constant(self._images)
+            images = None if on_disk else tf.convert_to_tensor(self._images)
             return images, tf.constant(self._labels)
 
 
@@ -113,7 +130,9 @@ class ArraySource(RowSource):
                 f"expected 0 to {num_classes - 1}"
             )
         splits = {split: len(part) for split, (_, part) in pairs.items()}
-        super().__init__(name, images, labels, splits, num_classes, class_names)
+        super().__init__(
+            name, images, labels, splits, num_classes, class_names, shapes.pop()
+        )
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -28,6 +28,7 @@ class Source(abc.ABC):
         splits: number of examples for each split, None where unknown; the keys are
             "train" and, where there is one, "test". Empty until prepared.
         labels_need_checking: False where labels are right by construction.
+        note: what else is to be known, a phrase; may be empty.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Source(abc.ABC):
     encoded: bool = True
     splits: dict[str, int | None]
     labels_need_checking: bool = False
+    note: str = ""
 
     def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)
         """Downloads or writes what is missing; does nothing the second time.
@@ -78,11 +80,12 @@ class Source(abc.ABC):
             records: with B rows.
 
         Returns:
-            Images: uint8 [B, H, W, C], or string [B], see `encoded`; int64 labels [B].
+            Images: uint8 [B, H, W, C] or, where they are `encoded`, what `load` takes
+            [B]; int64 labels [B].
         """
 
     def load(self, image: tf.Tensor) -> tf.Tensor:
-        """The encoded bytes of one string that `parse` gave."""
+        """Makes encoded bytes, a scalar string, of one of what `parse` gave."""
         return image
 
     def decode(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -95,6 +98,11 @@ class Source(abc.ABC):
         if self.encoded:
             return decode_image(self.load(images[0]), self.image_shape), labels[0]
         return images[0], labels[0]
+
+    @property
+    def origin(self) -> "Source":
+        """Where the records were read first; the source itself, mostly."""
+        return self
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's files; none where the data is in memory."""
@@ -187,7 +195,7 @@ class IndexedSource(Source):
     ) -> tf.data.Dataset:
         """See ``Source.batches``."""
         del buffer_mb
-        first = 0 if split == "train" else self.splits["train"]
+        first = 0 if split == "train" else self.splits.get("train", 0)
         count = self.splits[split]
 
         def numbers(begin):
@@ -213,6 +221,9 @@ def blame(where: str) -> Iterator[None]:
         raise BadRecordError(f"{where}: corrupted: {_reason(error)}") from error
     except tf.errors.OpError as error:
         raise BadRecordError(f"{where}: {_reason(error)}") from error
+    except UnicodeDecodeError as error:
+        # TensorFlow puts the record's own bytes into some messages.
+        raise BadRecordError(f"{where}: cannot be parsed") from error
 
 
 def _reason(error: tf.errors.OpError) -> str:

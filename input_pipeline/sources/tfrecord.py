@@ -171,7 +171,7 @@ class ExampleFiles(FileSource):
 
     def _check_example(self, where: str, serialized: bytes) -> None:
         """Finds wrong key names now rather than in the first training step."""
-        found = _field_kinds(where, serialized)
+        found = check_kind(where, serialized)
         wanted = {self._image_key: "bytes", self._label_key: "int64"}
         if not wanted.items() <= found.items():
             raise ValueError(
@@ -228,7 +228,9 @@ class TFRecordSource(ExampleFiles, StreamFiles):
 
     def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
         """See ``Source.walk``."""
-        return walk_tfrecord(path)
+        for where, record in walk_tfrecord(path):
+            check_kind(where, record.numpy())
+            yield where, record
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
         """See ``Source.labels``."""
@@ -324,8 +326,14 @@ def _glob(pattern: str) -> set[str]:
     }
 
 
-def _field_kinds(where: str, serialized: bytes) -> dict[str, str]:
-    """Maps the name of each field of a tf.Example to bytes, int64 or float."""
+def check_kind(where: str, serialized: bytes) -> dict[str, str]:
+    """Maps the name of each field of a tf.Example to bytes, int64 or float.
+
+    TensorFlow's own message would hold the bytes, and Python fails to read that.
+
+    Raises:
+        BadRecordError: it is not a tf.Example.
+    """
     try:
         fields = tf.train.Example.FromString(serialized).features.feature
     except Exception as error:  # protobuf's DecodeError, without depending on it

@@ -26,6 +26,10 @@ _PHOTOS = ("photos",)
 CONTENDERS = {
     "ours": Contender("Ours", "ours", "uint8"),
     "ours_deterministic": Contender("Ours, deterministic", "ours", "uint8"),
+    "ours_stream": Contender("Ours, --cache=none", "ours", "uint8"),
+    "ours_stream_deterministic": Contender(
+        "Ours, --cache=none, deterministic", "ours", "uint8"
+    ),
     "naive": Contender("tf.data, naive", "tf_data", "float32"),
     "tuned": Contender("tf.data, tuned by hand", "tf_data", "uint8"),
     "tuned_float": Contender("tf.data, tuned by hand", "tf_data", "float32"),

@@ -66,14 +66,12 @@ class _Crop(grain.transforms.RandomMap):
 
 
 def _box(height, width, rng):
-    """Draws a crop of a random size: its top, left, height and width."""
-    for _ in range(10):
-        area = height * width * rng.uniform(*AREA)
-        ratio = math.exp(rng.uniform(*map(math.log, RATIO)))
-        crop_height = round(math.sqrt(area / ratio))
-        crop_width = round(math.sqrt(area * ratio))
-        if 0 < crop_height <= height and 0 < crop_width <= width:
-            top = int(rng.integers(height - crop_height + 1))
-            left = int(rng.integers(width - crop_width + 1))
-            return top, left, crop_height, crop_width
-    return 0, 0, height, width
+    """Draws a crop as TensorFlow does: its top, left, height and width."""
+    ratio = rng.uniform(*RATIO)
+    most = min(height, width / ratio)
+    drawn = rng.uniform(min(math.sqrt(AREA[0] * height * width / ratio), most), most)
+    crop_height = max(1, round(drawn))
+    crop_width = min(max(1, round(drawn * ratio)), width)
+    top = int(rng.integers(height - crop_height + 1))
+    left = int(rng.integers(width - crop_width + 1))
+    return top, left, crop_height, crop_width

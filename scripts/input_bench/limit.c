@@ -21,22 +21,18 @@ static double uniform(uint64_t *state) {  // in [0, 1), by xorshift64*
   return (double)(*state * 0x2545F4914F6CDD1DULL >> 11) / (1ULL << 53);
 }
 
-// Draws a crop of 8 to 100% of the area, 3:4 to 4:3: the whole image if none fits.
+// Draws a crop of 8 to 100% of the area, 3:4 to 4:3, as TensorFlow does: the ratio, then
+// a height of those that fit.
 static void draw(int height, int width, uint64_t *state, int box[4]) {
-  for (int attempt = 0; attempt < 10; attempt++) {
-    double area = height * width * (0.08 + 0.92 * uniform(state));
-    double ratio = exp((2 * uniform(state) - 1) * log(4.0 / 3));
-    int h = (int)lround(sqrt(area / ratio)), w = (int)lround(sqrt(area * ratio));
-    if (h < 1 || h > height || w < 1 || w > width) continue;
-    box[0] = (int)(uniform(state) * (height - h + 1));
-    box[1] = (int)(uniform(state) * (width - w + 1));
-    box[2] = h;
-    box[3] = w;
-    return;
-  }
-  box[0] = box[1] = 0;
-  box[2] = height;
-  box[3] = width;
+  double ratio = 3.0 / 4 + (4.0 / 3 - 3.0 / 4) * uniform(state);
+  double most = fmin(height, width / ratio);
+  double least = fmin(sqrt(0.08 * height * width / ratio), most);
+  double drawn = least + (most - least) * uniform(state);
+  box[2] = (int)fmax(1, lround(drawn));
+  box[3] = (int)fmax(1, lround(drawn * ratio));
+  if (box[3] > width) box[3] = width;
+  box[0] = (int)(uniform(state) * (height - box[2] + 1));
+  box[1] = (int)(uniform(state) * (width - box[3] + 1));
 }
 
 // Bilinear, centres of pixels at halves.

@@ -8,13 +8,16 @@ from .works import CLASSES, WORKS
 
 
 def batches(contender, work, folder):
-    """Yields batches for ever."""
+    """Yields batches for ever; "stream" reads files in every epoch."""
     if work == "arrays":
         arrays = (np.load(folder / f"{name}.npy") for name in ("images", "labels"))
         source = input_pipeline.ArraySource(*arrays)
     else:
         files = folder / {"photos": "train-*", "small": "small-*"}[work]
         source = input_pipeline.open_source(f"tfrecord:{files}", num_classes=CLASSES)
+    deterministic = "deterministic" in contender
+    cache = "none" if "stream" in contender else "auto"
+    source = input_pipeline.cached(source, cache, deterministic=deterministic)
     dataset = input_pipeline.make_dataset(
         source,
         "train",
@@ -22,7 +25,7 @@ def batches(contender, work, folder):
         image_shape=WORKS[work].shape,
         training=True,
         recipe=WORKS[work].recipe,
-        deterministic=contender == "ours_deterministic",
+        deterministic=deterministic,
+        repeat=True,
     )
-    while True:  # Each iteration is an epoch.
-        yield from dataset
+    yield from dataset

@@ -86,21 +86,18 @@ def _windows(shape, count):
 
 
 def _window(shape, u):
-    """The same in plain Python: the first of ten attempts that fits, else all."""
+    """The same in plain Python."""
     height, width = shape[:2]
-    chosen = float(height), float(width)
-    for attempt in range(10):
-        area = height * width * (0.08 + 0.92 * float(u[attempt]))
-        ratio = (3 / 4) * (16 / 9) ** float(u[10 + attempt])  # width over height
-        sides = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
-        if sides[0] <= height and sides[1] <= width:
-            chosen = sides
-            break
+    ratio = 3 / 4 + (4 / 3 - 3 / 4) * float(u[0])  # width over height
+    most = min(height, width / ratio)
+    least = min(math.sqrt(0.08 * height * width / ratio), most)
+    drawn = least + (most - least) * float(u[1])
+    chosen = max(round(drawn), 1), min(max(round(drawn * ratio), 1), width)
     corner = [
         int(float(place) * (side - taken + 1))
-        for place, side, taken in zip(u[20:], (height, width), chosen, strict=True)
+        for place, side, taken in zip(u[2:], (height, width), chosen, strict=True)
     ]
-    return [*corner, *map(int, chosen)]
+    return [*corner, *chosen]
 
 
 @pytest.mark.parametrize("shape", [(375, 500, 3), (600, 200, 3), (8, 1000, 3)])
@@ -112,16 +109,33 @@ def test_random_window_is_that_of_plain_python(shape):
     assert np.mean(np.all(windows == wanted, axis=1)) > 0.95
 
 
-def test_random_windows_have_the_areas_and_ratios_of_inception():
-    _, windows = _windows((400, 400, 3), 500)
-    y, x, height, width = windows.T
-    area, ratio = height * width / 160_000, width / height
-    assert 0.075 < area.min() < 0.12 and 0.85 < area.max() <= 1
-    assert 0.74 < ratio.min() < 0.80 and 1.25 < ratio.max() < 1.35
-    assert abs(np.log(ratio).mean()) < 0.05
-    assert y.min() == x.min() == 0
-    assert np.all(y + height <= 400) and np.all(x + width <= 400)
-    assert (y + height).max() == (x + width).max() == 400
+def test_random_windows_are_distributed_as_tensorflows():
+    shape = 375, 500, 3
+    _, windows = _windows(shape, 2000)
+
+    @tf.function
+    def theirs(seed):
+        begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+            shape,
+            tf.zeros([1, 0, 4]),
+            seed=[seed, 1],
+            min_object_covered=0,
+            aspect_ratio_range=(3 / 4, 4 / 3),
+            area_range=(0.08, 1),
+            use_image_if_no_bounding_boxes=True,
+        )
+        return tf.concat([begin[:2], size[:2]], axis=0)
+
+    others = np.array([theirs(tf.constant(seed)) for seed in range(2000)])
+    for mine, other in (
+        *zip(windows.T, others.T, strict=True),
+        (windows[:, 3] / windows[:, 2], others[:, 3] / others[:, 2]),
+    ):
+        # The two-sample test of Kolmogorov and Smirnov, at 0.1%.
+        both = np.sort(np.concatenate([mine, other]))
+        counts = [np.searchsorted(np.sort(x), both, "right") for x in (mine, other)]
+        assert np.abs(counts[0] - counts[1]).max() / 2000 < 1.95 * np.sqrt(2 / 2000)
+    assert np.all(windows[:, :2] + windows[:, 2:] <= shape[:2])
 
 
 @pytest.mark.parametrize(

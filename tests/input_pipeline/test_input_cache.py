@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from input_pipeline import ArraySource, cache, keep_decoded, make_dataset, open_source
+from input_pipeline import (
+    ArraySource,
+    cache,
+    cached,
+    find_bad_record,
+    make_dataset,
+    open_source,
+)
 from input_pipeline.sources.arrays import RowSource
 
 
@@ -13,8 +20,7 @@ def _examples(source, split, **options):
         source,
         split,
         batch_size=100,
-        image_shape=source.image_shape,
-        **({"training": False} | options),
+        **({"training": False, "image_shape": source.image_shape} | options),
     )
     pairs = list(dataset.as_numpy_iterator())
     images, labels = map(np.concatenate, zip(*pairs, strict=True))
@@ -26,7 +32,7 @@ def _examples(source, split, **options):
 
 @pytest.mark.parametrize("where", ["memory", "disk", "auto"])
 def test_kept_examples_are_the_same(digits, tmp_path, where):
-    kept = keep_decoded(digits, where, str(tmp_path))
+    kept = cached(digits, where, str(tmp_path))
     assert isinstance(kept, RowSource)
     assert (kept.splits, kept.class_names) == (digits.splits, digits.class_names)
     assert [path.suffix for path in tmp_path.iterdir()] == (
@@ -40,9 +46,9 @@ def test_kept_examples_are_the_same(digits, tmp_path, where):
 
 
 def test_a_later_run_reads_the_files(digits, tmp_path, monkeypatch):
-    first = keep_decoded(digits, "disk", str(tmp_path))
+    first = cached(digits, "disk", str(tmp_path))
     monkeypatch.setattr(cache, "Pipeline", None)  # nothing is decoded
-    second = keep_decoded(digits, "disk", str(tmp_path))
+    second = cached(digits, "disk", str(tmp_path))
     monkeypatch.undo()
     assert _examples(second, "test") == _examples(first, "test")
 
@@ -53,7 +59,7 @@ def test_other_files_are_another_cache(tmp_path, image_example, grey, write_tfre
         write_tfrecord(tmp_path / "data" / "a", [record] * 2)
         source = open_source(f"tfrecord:{tmp_path}/data/*")
         source.image_shape = (8, 8, 3)
-        return keep_decoded(source, "disk", str(tmp_path / "cache"))
+        return cached(source, "disk", str(tmp_path / "cache"))
 
     (tmp_path / "data").mkdir()
     first, second = _examples(write(1), "train"), _examples(write(200), "train")
@@ -62,17 +68,17 @@ def test_other_files_are_another_cache(tmp_path, image_example, grey, write_tfre
 
 def test_what_does_not_fit_goes_to_the_disk_or_nowhere(digits, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "_free_memory", lambda: 4 * 1797 * 64 - 1)
-    assert keep_decoded(digits, "auto") is digits
-    kept = keep_decoded(digits, "auto", str(tmp_path))
+    assert cached(digits, "auto") is digits
+    kept = cached(digits, "auto", str(tmp_path))
     assert isinstance(kept, RowSource) and len(list(tmp_path.iterdir())) == 2
     monkeypatch.setattr(cache, "_free_memory", lambda: 4 * 1797 * 64)
-    assert isinstance(keep_decoded(digits, "auto"), RowSource)
+    assert isinstance(cached(digits, "auto"), RowSource)
 
 
 def test_the_log_says_what_was_decided(digits, caplog):
     with caplog.at_level(logging.INFO, logger="absl"):
-        keep_decoded(digits, "memory")
-    assert "digits: 0.1 MB of pixels, kept decoded, cache=memory" in caplog.text
+        cached(digits, "memory")
+    assert "digits: 0.1 MB of pixels kept in memory" in caplog.text
 
 
 def test_free_memory_is_known_here():
@@ -82,16 +88,15 @@ def test_free_memory_is_known_here():
 def test_what_cannot_be_kept(digits, tmp_path, image_example, grey, write_tfrecord):
     write_tfrecord(tmp_path / "a", [image_example(grey(0), 0)])
     source = open_source(f"tfrecord:{tmp_path}/*")
-    assert keep_decoded(source) is source
-    assert keep_decoded(digits, "none") is digits
+    assert cached(digits, "none") is digits
     arrays = ArraySource(np.zeros([3, 2, 2, 1], np.uint8), [0, 1, 2])
-    assert keep_decoded(arrays, "memory") is arrays
+    assert cached(arrays, "memory") is arrays
     with pytest.raises(ValueError, match="different or unknown size and number"):
-        keep_decoded(source, "memory")
+        cached(source, "disk", str(tmp_path))
     with pytest.raises(ValueError, match="no folder: name one"):
-        keep_decoded(digits, "disk")
+        cached(digits, "disk")
     with pytest.raises(ValueError, match="cache is 'ram', expected one of auto"):
-        keep_decoded(digits, "ram")
+        cached(digits, "ram")
 
 
 def test_a_killed_write_leaves_no_cache(digits, tmp_path, monkeypatch):
@@ -100,9 +105,9 @@ def test_a_killed_write_leaves_no_cache(digits, tmp_path, monkeypatch):
 
     monkeypatch.setattr(cache, "_fill", killed)
     with pytest.raises(KeyboardInterrupt):
-        keep_decoded(digits, "disk", str(tmp_path))
+        cached(digits, "disk", str(tmp_path))
     monkeypatch.undo()
-    kept = keep_decoded(digits, "disk", str(tmp_path))
+    kept = cached(digits, "disk", str(tmp_path))
     assert _examples(kept, "test") == _examples(digits, "test")
 
 
@@ -135,3 +140,57 @@ def test_rows_of_numbers_pass_as_they_are():
             training=True,
             recipe="cifar",
         )
+
+
+@pytest.mark.parametrize("spec", ["tfrecord:{}/records/*", "folder:{}/folder"])
+def test_images_of_many_sizes_are_kept_encoded(
+    tmp_path, encode, image_example, write_tfrecord, spec
+):
+    rng = np.random.default_rng(0)
+    (tmp_path / "records").mkdir()
+    for split in ("train", "test"):
+        sizes = [(5 + i, 9 - i) for i in range(5)]
+        images = [rng.integers(0, 256, [*size, 3], np.uint8) for size in sizes]
+        examples = [image_example(image, i) for i, image in enumerate(images)]
+        write_tfrecord(tmp_path / "records" / split, examples)
+        for i, image in enumerate(images):
+            folder = tmp_path / "folder" / split / str(i)
+            folder.mkdir(parents=True)
+            (folder / "a.png").write_bytes(encode(image))
+    source = open_source(
+        spec.format(tmp_path), **({"num_classes": 5} if spec.startswith("tfr") else {})
+    )
+    kept = cached(source)
+    assert kept.encoded and kept.splits == {"train": 5, "test": 5}
+    assert "MB of encoded images kept in memory" in kept.note
+
+    for split in ("train", "test"):
+        wanted = _examples(source, split, image_shape=(7, 7, 3))
+        assert _examples(kept, split, image_shape=(7, 7, 3)) == wanted
+    # What is wrong with a record is said of where it was read.
+    assert kept.origin is source
+    path = source.files("train")[0]
+    with open(path, "r+b") as file:
+        file.truncate(30)
+    assert find_bad_record(kept, "train").startswith(path)
+
+
+def test_a_deterministic_run_decides_by_the_data_alone(digits, monkeypatch):
+    monkeypatch.setattr(cache, "_free_memory", lambda: 0)
+    assert cached(digits) is digits
+    assert isinstance(cached(digits, deterministic=True), RowSource)
+    monkeypatch.setattr(cache, "_FIXED_MB", 0.1)
+    assert cached(digits, deterministic=True) is digits
+
+
+def test_rows_of_numbers_are_kept(tmp_path):
+    (tmp_path / "train.csv").write_text("a,b,label\n1.5,2,0\n-3,4e9,1\n")
+    source = open_source(f"csv:{tmp_path}/*.csv")
+    kept = cached(source)
+    assert isinstance(kept, RowSource) and kept.image_shape == (2,)
+    dataset = make_dataset(
+        kept, "train", batch_size=2, image_shape=(2,), training=False
+    )
+    [(rows, labels)] = dataset.as_numpy_iterator()
+    np.testing.assert_array_equal(rows, np.float32([[1.5, 2], [-3, 4e9]]))
+    assert labels.tolist() == [0, 1]

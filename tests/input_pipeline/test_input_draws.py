@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from input_pipeline import draws
@@ -24,10 +25,16 @@ def _draw(seed, records, count):
     return draws.uniform(seed, records, count).numpy()
 
 
-def test_uniform_is_the_hash_that_it_names():
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_uniform_is_the_hash_that_it_names(in_graph):
     records = [0, 1, 2**40 + 7, 2**63 - 1]
     wanted = [_uniform(12345, record, 5) for record in records]
-    np.testing.assert_array_equal(_draw(12345, records, 5), np.float32(wanted))
+    draw = _draw
+    if in_graph:
+        draw = tf.function(draws.uniform)
+        records = tf.constant(records, tf.int64)
+    found = draw(tf.constant(12345, tf.int64), records, 5)
+    np.testing.assert_array_equal(found, np.float32(wanted))
 
 
 def test_a_record_draws_the_same_alone_and_in_any_batch():

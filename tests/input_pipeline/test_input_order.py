@@ -115,6 +115,28 @@ def test_only_the_first_epoch_starts_late(source):
     assert epochs[1] == second
 
 
+@pytest.mark.parametrize("served", [False, True])
+def test_epochs_may_follow_without_a_gap(source, served, request):
+    options = {
+        "batch_size": 16,
+        "image_shape": (8, 8, source.image_shape[-1]),
+        "training": True,
+        "recipe": "imagenet",
+        "seed": 7,
+        "start_epoch": 2,
+    }
+    epochs = make_dataset(source, "train", **options)
+    wanted = [batch for _ in range(3) for batch in epochs.as_numpy_iterator()]
+    if served:
+        options["data_service"] = request.getfixturevalue("service")
+    endless = make_dataset(source, "train", repeat=True, **options)
+    assert endless.cardinality() == tf.data.INFINITE_CARDINALITY
+    found = endless.take(12).as_numpy_iterator()
+    for mine, theirs in zip(wanted, found, strict=True):
+        for part, other in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(part, other)
+
+
 def test_what_is_skipped_is_not_decoded(tmp_path, photos, example, write_tfrecord):
     records = [
         example(image__encoded=b"\xff\xd8\xff broken", image__class__label=0),

@@ -1,0 +1,111 @@
+"""``array_record:GLOB``: tf.Examples in ArrayRecord files, which are read anywhere."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from input_pipeline.sources.base import BadRecordError, IndexedSource
+from input_pipeline.sources.tfrecord import LABELS_AT_ONCE, ExampleFiles, check_kind
+
+
+class ArrayRecordSource(ExampleFiles, IndexedSource):
+    """ArrayRecord files.
+
+    Any record is read by its number, so that a shuffle is complete and an epoch begins
+    anywhere at once; write the files with ``group_size:1``. They have to be on a local
+    disk. Python reads them: the workers of a tf.data service cannot.
+
+    Args:
+        pattern: see ``FileSource``.
+        image_key: see ``ExampleFiles``.
+        label_key: see ``ExampleFiles``.
+        num_classes: None reads all labels and takes the largest plus one.
+
+    Raises:
+        ValueError: no package, no file, no record, another format, or a negative label.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        image_key: str = "image/encoded",
+        label_key: str = "image/class/label",
+        num_classes: int | None = None,
+    ):
+        try:
+            from array_record.python import array_record_data_source as reader
+        except ImportError as error:
+            raise ValueError(
+                f"'array_record:{pattern}' needs the package array-record, which is "
+                "not installed: pip install 'towers[array_record]'"
+            ) from error
+        super().__init__("array_record", pattern, image_key, label_key, num_classes)
+        self._places = {}  # the first record's number and how many, for each file
+        first = 0
+        for split, paths in self._files.items():
+            counts = [_count_records(path) for path in paths]
+            self.splits[split] = sum(counts)
+            for path, count in zip(paths, counts, strict=True):
+                self._places[path] = first, count
+                first += count
+        self._data = reader.ArrayRecordDataSource(
+            [f"{path}[0:{count}]" for path, (_, count) in self._places.items()]
+        )
+        where, number = self._first()
+        self._check_example(where, self._data[int(number)])
+        self._count_classes()
+
+    def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        return self._parse_examples(self._fetch(records))
+
+    def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
+        """See ``Source.walk``."""
+        first, count = self._places[path]
+        for index in range(count):
+            where = f"{path}: record {index}"
+            try:
+                serialized = self._data[first + index]
+            except RuntimeError as error:
+                raise BadRecordError(f"{where}: {error}") from error
+            check_kind(where, serialized)
+            yield where, tf.constant(first + index, tf.int64)
+
+    def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
+        """See ``Source.labels``."""
+        first, count = self._places[path]
+        count = count if limit is None else min(count, limit)
+        numbers = tf.data.Dataset.range(first, first + count).batch(LABELS_AT_ONCE)
+        return numbers.map(lambda batch: self._parse_labels(self._fetch(batch)))
+
+    def _fetch(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Serialized tf.Examples [B]."""
+
+        def read(numbers):
+            try:
+                records = self._data.__getitems__(numbers.tolist())
+            except RuntimeError as error:
+                # TensorFlow's name for it is InvalidArgumentError.
+                raise ValueError(f"{self.name}: {error}") from error
+            return np.array(records, object)
+
+        records = tf.numpy_function(read, [numbers], tf.string, stateful=False)
+        return tf.ensure_shape(records, [None])
+
+
+def _count_records(path: str) -> int:
+    from array_record.python import array_record_module
+
+    try:
+        reader = array_record_module.ArrayRecordReader(path)
+        # What is cut off is no error there, but has no records.
+        if reader.ok():
+            return reader.num_records()
+        reason = "its end is missing"
+    except RuntimeError as error:
+        reason = error
+    raise ValueError(
+        f"{path} cannot be read: {reason}; expected a whole ArrayRecord file on a "
+        "local disk: copy or write it again"
+    )

@@ -1,0 +1,131 @@
+"""``csv:GLOB``: rows of numbers below a header, one column of which is the label."""
+
+import csv
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from input_pipeline.sources.base import blame
+from input_pipeline.sources.tfrecord import LABELS_AT_ONCE, StreamFiles
+
+_LABELS = ("label", "class", "target")
+
+
+class CSVSource(StreamFiles):
+    """CSV files with the same columns in each.
+
+    "Images" are rows: float32 [F], all columns but the label's, in the files' order. A
+    row is a line: line breaks in quotes are not understood.
+
+    Args:
+        pattern: see ``FileSource``.
+        label_key: name of the label's column. Where there is none of this name, it is
+            the one named label, class or target, else the last.
+        num_classes: None reads all labels and takes the largest plus one.
+
+    Raises:
+        ValueError: no file, no row, other columns in one file than in another, text for
+            a number, or a negative label.
+    """
+
+    encoded = False
+
+    def __init__(self, pattern: str, label_key: str, num_classes: int | None = None):
+        super().__init__("csv", pattern, num_classes)
+        first, *others = self._all_files()
+        columns = _header(first)
+        for path in others:
+            if (found := _header(path)) != columns:
+                raise ValueError(
+                    f"{path} has the columns {', '.join(found)} but {first} has "
+                    f"{', '.join(columns)}: expected the same in all files"
+                )
+        self._label = columns.index(find_label(columns, label_key))
+        self._types = [tf.float32] * len(columns)
+        self._types[self._label] = tf.int64
+        self.image_shape = (len(columns) - 1,)
+        self._check_first_row(columns[self._label])
+        self._count_classes()
+
+    def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        # Nothing stands in for what is missing.
+        required = [tf.constant([], kind) for kind in self._types]
+        columns = tf.io.decode_csv(records, required)
+        labels = columns.pop(self._label)
+        return tf.stack(columns, axis=1), labels
+
+    def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
+        """See ``Source.walk``."""
+        lines = iter(self._read(path))
+        where = path
+        line = 1
+        while True:
+            line += 1  # the first is the header
+            with blame(where):
+                record = next(lines, None)
+            if record is None:
+                return
+            where = f"{path}: line {line}"
+            yield where, record
+
+    def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
+        """See ``Source.labels``."""
+
+        def parse(lines):
+            required = [tf.constant([], tf.int64)]
+            (labels,) = tf.io.decode_csv(lines, required, select_cols=[self._label])
+            return labels
+
+        lines = self._read(path).take(-1 if limit is None else limit)
+        return lines.batch(LABELS_AT_ONCE).map(parse, tf.data.AUTOTUNE)
+
+    def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
+        return tf.data.TextLineDataset(path).skip(1)
+
+    def _check_first_row(self, label: str) -> None:
+        where, line = self._first()
+        row = next(csv.reader([line.numpy().decode()]), [])
+        if len(row) == len(self._types):
+            text = row[self._label]
+            if not text.strip().removeprefix("-").isdigit():
+                raise ValueError(
+                    f"{where} has the label {text!r} in the column {label!r}: expected "
+                    "whole numbers from 0; number the classes, or name another column "
+                    "as label_key"
+                )
+        with blame(where):
+            self.decode(line)
+
+
+def find_label(columns: Sequence[str], label_key: str) -> str:
+    """The column that holds the labels."""
+    if label_key in columns:
+        return label_key
+    named = (name for name in columns if name.strip().lower() in _LABELS)
+    return next(named, columns[-1])
+
+
+def _header(path: str) -> list[str]:
+    """Names of the columns of one file."""
+    with tf.io.gfile.GFile(path) as file:
+        try:
+            line = file.readline()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not text: expected a CSV file") from error
+    # Excel begins its files with a mark.
+    columns = next(csv.reader([line.removeprefix("\ufeff").rstrip("\r\n")]), [])
+    if len(columns) < 2 or any(map(_is_number, columns)):
+        raise ValueError(
+            f"{path} begins with {line[:60]!r}: expected a header, the names of at "
+            "least two columns, separated by commas"
+        )
+    return columns
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

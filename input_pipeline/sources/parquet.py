@@ -1,0 +1,288 @@
+"""``parquet:GLOB``: images as Hugging Face writes them, or columns of numbers."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from input_pipeline.sources.base import BadRecordError, StreamSource, shuffle_all
+from input_pipeline.sources.csv_source import find_label
+from input_pipeline.sources.tfrecord import FILE, FileSource
+
+_CYCLE_LENGTH = 4
+_BLOCK_LENGTH = 16
+
+# A raw record: the encoded image or the row of numbers, and the label.
+_Record = tuple[tf.Tensor, tf.Tensor]
+
+
+class ParquetSource(FileSource, StreamSource):
+    """Parquet files with the same columns in each.
+
+    A file is read by the row group: four at a time are in memory, and the next ones,
+    whole, but without the columns that are not needed. Groups come shuffled, and rows
+    within the buffer of the shuffle. Write small groups: 100 to 1000 images each.
+    Python reads them: the workers of a tf.data service cannot.
+
+    Args:
+        pattern: see ``FileSource``.
+        image_key: column of JPEG or PNG bytes, or of structs with a field ``bytes``;
+            where there is none of this name, ``image``. Where there is neither, rows
+            are float32 [F] of all columns but the label's, as in ``csv:``.
+        label_key: see ``csv_source.CSVSource``.
+        num_classes: None takes it from Hugging Face's description of the columns, or
+            reads all labels and takes the largest plus one.
+
+    Raises:
+        ValueError: no package, no file, no row, a column of another type, or a negative
+            label.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        image_key: str = "image",
+        label_key: str = "label",
+        num_classes: int | None = None,
+    ):
+        try:
+            import pyarrow  # noqa: F401 (the rest of this file needs it)
+        except ImportError as error:
+            raise ValueError(
+                f"'parquet:{pattern}' needs the package pyarrow, which is not "
+                "installed: pip install 'towers[parquet]'"
+            ) from error
+        super().__init__("parquet", pattern, num_classes)
+        self._footers = {path: _footer(path) for path in self._all_files()}
+        for split, paths in self._files.items():
+            self.splits[split] = sum(self._footers[path].num_rows for path in paths)
+        first, *others = self._all_files()
+        schema = self._footers[first].schema.to_arrow_schema()
+        self._choose_columns(first, schema, image_key, label_key)
+        for path in others:
+            found = self._footers[path].schema.to_arrow_schema()
+            for name in (*self._columns, self._label):
+                if name not in found.names or found.field(name) != schema.field(name):
+                    raise ValueError(
+                        f"the column {name!r} of {path} is not that of {first}: "
+                        "expected the same columns in all files"
+                    )
+        self._first()
+        names = _class_names(schema, self._label)
+        if names and num_classes in (None, len(names)):
+            self.class_names, self.num_classes = names, len(names)
+        self._count_classes()
+
+    def records(
+        self, split: str, shuffle_seed: tf.Tensor | None = None
+    ) -> tf.data.Dataset:
+        """See ``StreamSource.records``."""
+        paths = self.files(split)
+        # File, row group and the number of its first row.
+        groups = [
+            (file, group, file * FILE + first)
+            for file, path in enumerate(paths)
+            for group, first in enumerate(self._first_rows(path))
+        ]
+        dataset = tf.data.Dataset.from_tensor_slices(tf.constant(groups, tf.int64))
+        dataset = shuffle_all(dataset, len(groups), shuffle_seed)
+
+        def read(place):
+            images, labels = self._load_group(paths, place[0], place[1])
+            numbers = place[2] + tf.range(tf.size(labels, tf.int64))
+            return tf.data.Dataset.from_tensor_slices((numbers, (images, labels)))
+
+        return dataset.interleave(
+            read,
+            cycle_length=min(len(groups), _CYCLE_LENGTH),
+            block_length=_BLOCK_LENGTH,
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+
+    def record_bytes(self, split: str) -> float:
+        """See ``StreamSource.record_bytes``."""
+        footers = [self._footers[path] for path in self.files(split)]
+        groups = [
+            footer.row_group(group).total_byte_size
+            for footer in footers
+            for group in range(footer.num_row_groups)
+        ]
+        return sum(groups) / max(self.splits[split], 1)
+
+    def parse(self, records: _Record) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        return records
+
+    def walk(self, path: str) -> Iterator[tuple[str, _Record]]:
+        """See ``Source.walk``."""
+        for group, first in enumerate(self._first_rows(path)):
+            try:
+                images, labels = self._read_group(path, group)
+            except ValueError as error:
+                raise BadRecordError(str(error)) from error
+            for row, (image, label) in enumerate(zip(images, labels, strict=True)):
+                yield (
+                    f"{path}: row {first + row}",
+                    (
+                        tf.constant(image),
+                        tf.constant(label),
+                    ),
+                )
+
+    def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
+        """See ``Source.labels``."""
+        groups = tf.data.Dataset.range(self._footers[path].num_row_groups)
+
+        def read(group):
+            return self._load_group([path], 0, group, images=False)[1]
+
+        labels = groups.map(read)
+        if limit is None:
+            return labels
+        return labels.unbatch().take(limit).batch(limit)
+
+    def _choose_columns(
+        self, path: str, schema: Any, image_key: str, label_key: str
+    ) -> None:
+        """Decides what is read, by the types of the first file's columns."""
+        from pyarrow import types
+
+        kinds = {field.name: field.type for field in schema}
+        listed = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+        if len(kinds) < 2:
+            raise ValueError(
+                f"{path} has the columns {listed or 'none'}: expected at least two, "
+                "images and labels"
+            )
+        self._label = find_label(schema.names, label_key)
+        if not types.is_integer(kinds[self._label]):
+            raise ValueError(
+                f"{path} has the columns {listed}: expected whole numbers as labels in "
+                f"{self._label!r}; pass the column's name as label_key"
+            )
+        names = (name for name in (image_key, "image") if name in kinds)
+        image = next(names, None)
+        self.encoded = image is not None
+        if not self.encoded:
+            self._columns = [name for name in kinds if name != self._label]
+            self.image_shape = (len(self._columns),)
+            fit = all(
+                types.is_integer(kinds[name])
+                or types.is_floating(kinds[name])
+                or types.is_boolean(kinds[name])
+                for name in self._columns
+            )
+            if not fit or not self._columns:
+                raise ValueError(
+                    f"{path} has the columns {listed}: expected numbers in all of "
+                    "them, or one of images; pass its name as image_key"
+                )
+            return
+        self._columns = [image]
+        self.image_shape = (None, None, 3)
+        kind = kinds[image]
+        if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            kind = kind.field("bytes").type
+        if not types.is_binary(kind) and not types.is_large_binary(kind):
+            raise ValueError(
+                f"{path} has the columns {listed}: expected bytes of JPEG or PNG in "
+                f"{image!r}, or a struct with a field of them, bytes; pass the "
+                "column's name as image_key"
+            )
+
+    def _first_rows(self, path: str) -> list[int]:
+        """Number of the first row of each row group."""
+        footer = self._footers[path]
+        counts = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+        return list(itertools.accumulate(counts[:-1], initial=0))
+
+    def _load_group(
+        self,
+        paths: list[str],
+        file: int | tf.Tensor,
+        group: tf.Tensor,
+        images: bool = True,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """``_read_group`` in a graph."""
+        dtype = tf.string if self.encoded else tf.float32
+        rows, labels = tf.numpy_function(
+            lambda file, group: self._read_group(paths[file], int(group), images),
+            [file, group],
+            [dtype, tf.int64],
+            stateful=False,
+        )
+        shape = [] if self.encoded else self.image_shape
+        return tf.ensure_shape(rows, [None, *shape]), tf.ensure_shape(labels, [None])
+
+    def _read_group(
+        self, path: str, group: int, images: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Images (or rows of numbers) and labels of one row group.
+
+        Raises:
+            ValueError: it cannot be read, or something is missing in a row.
+        """
+        import pyarrow
+
+        names = [*(self._columns if images else ()), self._label]
+        try:
+            with _open(path, self._footers[path]) as file:
+                table = file.read_row_group(group, columns=names)
+        except (pyarrow.ArrowException, tf.errors.OpError, OSError) as error:
+            raise ValueError(f"{path}: row group {group}: {error}") from error
+        columns = [table[name].combine_chunks() for name in names]
+        if self.encoded and images and pyarrow.types.is_struct(columns[0].type):
+            # A struct that is missing has no bytes either.
+            columns[0] = columns[0].flatten()[columns[0].type.get_field_index("bytes")]
+        for name, column in zip(names, columns, strict=True):
+            if column.null_count:
+                row = self._first_rows(path)[group]
+                row += int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+                raise ValueError(
+                    f"{path}: row {row}: nothing in the column {name!r}, expected a "
+                    "value"
+                )
+        *columns, labels = columns
+        labels = labels.to_numpy(zero_copy_only=False).astype(np.int64)
+        if self.encoded:
+            return np.array([*columns[0].to_pylist()] if images else [], object), labels
+        rows = np.zeros([len(labels), *self.image_shape], np.float32)
+        for place, column in enumerate(columns):
+            rows[:, place] = column.to_numpy(zero_copy_only=False)
+        return rows, labels
+
+
+class _File(tf.io.gfile.GFile):
+    """A file of any file system, for pyarrow."""
+
+    closed = False
+
+
+def _open(path: str, footer: Any = None) -> Any:
+    from pyarrow import parquet
+
+    return parquet.ParquetFile(_File(path, "rb"), metadata=footer)
+
+
+def _footer(path: str) -> Any:
+    import pyarrow
+
+    try:
+        with _open(path) as file:
+            return file.metadata
+    except (pyarrow.ArrowException, tf.errors.OpError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}; expected a whole Parquet file"
+        ) from error
+
+
+def _class_names(schema: Any, label: str) -> tuple[str, ...] | None:
+    """Names of the classes, where Hugging Face has written them."""
+    try:
+        text = (schema.metadata or {})[b"huggingface"]
+        return tuple(json.loads(text)["info"]["features"][label]["names"])
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,442 @@
+"""Conversion: the same records, whole files only, and bad input in one sentence."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from input_pipeline import ArraySource, make_dataset, open_source
+from input_pipeline.convert import convert, main
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A folder of JPEG and PNG files of several sizes, in two classes."""
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for index in range(11):
+            pixels = rng.integers(0, 256, [20 + index, 24, 3], np.uint8)
+            suffix = ("png", "jpg")[index % 2]
+            Image.fromarray(pixels).save(
+                tmp_path / "photos" / name / f"{index:02}.{suffix}"
+            )
+    return open_source(f"folder:{tmp_path}/photos")
+
+
+def _in_order(source, split):
+    """All examples in the source's fixed order."""
+    records = source.batches(split, 7).unbatch()
+    for image, label in records.map(lambda _, record: source.decode(record)):
+        yield _comparable(image, label)
+
+
+def _in_files(source, split):
+    """All examples in the order of files and of the records in them."""
+    for path in source.files(split):
+        for _, record in source.walk(path):
+            yield _comparable(*source.decode(record))
+
+
+def _comparable(image, label):
+    return image.numpy().tobytes(), image.shape, int(label)
+
+
+def _check_equal(source, folder):
+    written = open_source(f"tfrecord:{folder}")
+    assert written.num_classes == source.num_classes
+    assert written.class_names == source.class_names
+    assert written.splits == source.splits
+    for split in source.splits:
+        assert [*_in_files(written, split)] == [*_in_order(source, split)]
+    return written
+
+
+def _arrays(count=23):
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 256, [count, 6, 5, 3], np.uint8)
+    return ArraySource(x, np.arange(count) % 4, x[:3], np.arange(3))
+
+
+def _files(folder):
+    return {
+        path.name: (path.stat().st_mtime_ns, path.stat().st_ino)
+        for path in folder.glob("*.tfrecord")
+    }
+
+
+# --- what is written
+
+
+@pytest.mark.parametrize("raw", ["auto", "false"])
+def test_digits_are_the_same(digits, tmp_path, raw):
+    convert(digits, f"{tmp_path}", shards=3, raw=raw)
+    written = _check_equal(digits, tmp_path)
+    assert written.encoded == (raw == "false")
+    assert written.image_shape == (8, 8, 1)
+    assert sorted(_files(tmp_path)) == [
+        f"{split}-{shard:05}-of-00003.tfrecord"
+        for split in ("test", "train")
+        for shard in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        _arrays(),
+        open_source("synthetic:6x5x2:3:40"),
+        open_source("synthetic:4x4x1:2:3"),
+    ],
+    ids=["arrays", "two channels", "fewer than files"],
+)
+def test_pixels_are_the_same(source, tmp_path):
+    convert(source, f"{tmp_path}", shards=4)
+    assert not _check_equal(source, tmp_path).encoded
+
+
+def test_arrays_are_the_same_as_png(tmp_path):
+    convert(_arrays(), f"{tmp_path}", raw="false")
+    assert _check_equal(_arrays(), tmp_path).encoded
+
+
+def test_encoded_images_are_kept_byte_for_byte(photos, tmp_path):
+    convert(photos, f"{tmp_path}/out", shards=2)
+    written = _check_equal(photos, tmp_path / "out")
+    assert written.encoded and written.image_shape == (None, None, 3)
+    found = [
+        written.parse(record[None])[0][0].numpy()
+        for path in written.files("train")
+        for _, record in written.walk(path)
+    ]
+    assert found == [open(path, "rb").read() for path in photos.files("train")]
+
+
+def test_small_images_of_one_size_become_pixels(tmp_path):
+    for name in "ab":
+        (tmp_path / "in" / name).mkdir(parents=True)
+        for index in range(10):
+            image = np.full([5, 4, 3], 20 * index, np.uint8)
+            Image.fromarray(image).save(tmp_path / "in" / name / f"{index}.png")
+    source = open_source(f"folder:{tmp_path}/in")
+    convert(source, f"{tmp_path}/out")
+    written = _check_equal(source, tmp_path / "out")
+    assert not written.encoded and written.image_shape == (5, 4, 3)
+
+
+def test_images_are_resized(photos, tmp_path):
+    convert(photos, f"{tmp_path}/raw", image_size=(8, 10))
+    convert(photos, f"{tmp_path}/jpeg", image_size=(8, 10), raw="false")
+    raw = open_source(f"tfrecord:{tmp_path}/raw")
+    assert (raw.encoded, raw.image_shape) == (False, (8, 10, 3))
+    jpeg = open_source(f"tfrecord:{tmp_path}/jpeg")
+    assert (jpeg.encoded, jpeg.image_shape) == (True, (8, 10, 3))
+    for (image, _, _), (lossy, _, _), (original, shape, _) in zip(
+        _in_files(raw, "train"),
+        _in_files(jpeg, "train"),
+        _in_order(photos, "train"),
+        strict=True,
+    ):
+        pixels = np.frombuffer(original, np.uint8).reshape(shape)
+        wanted = tf.image.resize(pixels, (8, 10), antialias=True)
+        found = np.frombuffer(image, np.uint8).reshape([8, 10, 3])
+        # Here JPEGs are decoded more accurately.
+        np.testing.assert_allclose(found, wanted, atol=5)
+        lossy = np.frombuffer(lossy, np.uint8).reshape([8, 10, 3])
+        assert np.abs(lossy.astype(int) - found).mean() < 15
+
+
+def test_records_of_records_and_of_what_was_not_counted(tmp_path):
+    convert(_arrays(), f"{tmp_path}/a", raw="false")
+    os.remove(tmp_path / "a" / "dataset_info.json")
+    source = open_source(f"tfrecord:{tmp_path}/a", num_classes=4)
+    assert source.splits == {"train": None, "test": None}
+    convert(source, f"{tmp_path}/b", shards=2)
+    written = open_source(f"tfrecord:{tmp_path}/b")
+    assert written.splits == {"train": 23, "test": 3}
+    assert sorted(_in_files(written, "train")) == sorted(_in_order(source, "train"))
+
+
+def test_what_is_written_trains(tmp_path):
+    convert(_arrays(), f"{tmp_path}")
+    dataset = make_dataset(
+        open_source(f"tfrecord:{tmp_path}"),
+        "train",
+        batch_size=10,
+        image_shape=(6, 5, 3),
+        training=True,
+    )
+    assert [images.shape[0] for images, _ in dataset] == [10, 10, 3]
+
+
+def test_memory_is_a_file_system_too():
+    convert(_arrays(), "ram://converted/arrays", shards=2)
+    _check_equal(_arrays(), "ram://converted/arrays")
+
+
+# --- dataset_info.json
+
+
+def test_nothing_is_counted_where_the_info_lies(tmp_path, monkeypatch):
+    convert(_arrays(), f"{tmp_path}", shards=4)
+    monkeypatch.setattr("input_pipeline.checks.read_labels", None)
+    assert open_source(f"tfrecord:{tmp_path}").splits == {"train": 23, "test": 3}
+    part = open_source(f"tfrecord:{tmp_path}/train-0000[01]*")
+    assert (part.splits, part.num_classes) == ({"train": 11}, 4)
+    assert open_source(f"tfrecord:{tmp_path}", num_classes=9).num_classes == 9
+
+
+def test_the_info_says_what_is_there(tmp_path):
+    convert(_arrays(), f"{tmp_path}", shards=4)
+    info = json.loads((tmp_path / "dataset_info.json").read_text())
+    size = sum(path.stat().st_size for path in tmp_path.glob("train-*"))
+    assert info["splits"]["train"] == {"examples": 23, "files": 4, "bytes": size}
+    assert info["image_shape"] == [6, 5, 3]
+    assert info["source"] == "arrays"
+
+
+def test_a_file_cut_off_after_conversion(tmp_path):
+    convert(_arrays(), f"{tmp_path}")
+    path = tmp_path / "train-00001-of-00008.tfrecord"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"train-00001.* bytes, but dataset_info"):
+        open_source(f"tfrecord:{tmp_path}")
+
+
+def test_an_info_of_somebody_else_is_left_alone(tmp_path):
+    convert(_arrays(), f"{tmp_path}")
+    (tmp_path / "dataset_info.json").write_text('{"splits": []}')
+    assert open_source(f"tfrecord:{tmp_path}").splits == {"train": 23, "test": 3}
+    (tmp_path / "dataset_info.json").write_text("{")
+    with pytest.raises(ValueError, match=r"dataset_info.json cannot be read"):
+        open_source(f"tfrecord:{tmp_path}")
+
+
+# --- going on
+
+
+def test_whole_files_are_kept(tmp_path):
+    convert(_arrays(), f"{tmp_path}", shards=5)
+    before = _files(tmp_path)
+    content = {path.name: path.read_bytes() for path in tmp_path.glob("*.tfrecord")}
+    lost, cut, flipped = (f"train-0000{shard}-of-00005.tfrecord" for shard in (0, 2, 3))
+    (tmp_path / lost).unlink()
+    (tmp_path / cut).write_bytes(content[cut][:-9])
+    damaged = bytearray(content[flipped])
+    damaged[100] ^= 1
+    (tmp_path / flipped).write_bytes(damaged)
+    (tmp_path / ".train-00000-of-00005.tfrecord.unfinished").write_bytes(b"half")
+    convert(_arrays(), f"{tmp_path}", shards=5)
+    assert content == {
+        path.name: path.read_bytes() for path in tmp_path.glob("*.tfrecord")
+    }
+    after = _files(tmp_path)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {lost, cut, flipped}
+    assert not [*tmp_path.glob(".*.unfinished")]
+
+
+def test_streams_go_on_in_the_middle(digits, tmp_path):
+    convert(digits, f"{tmp_path}", shards=6)
+    for shard in (0, 2, 3, 5):
+        (tmp_path / f"train-0000{shard}-of-00006.tfrecord").unlink()
+    convert(digits, f"{tmp_path}", shards=6)
+    _check_equal(digits, tmp_path)
+
+
+def test_a_conversion_that_was_killed_goes_on(tmp_path):
+    spec = "synthetic:16x16x3:10:8000"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "input_pipeline.convert", spec, f"tfrecord:{tmp_path}"]
+        + ["--shards=20"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert "400 examples" in process.stdout.readline()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    kept = _files(tmp_path)
+    assert 0 < len(kept) < 40
+    assert not (tmp_path / "dataset_info.json").exists()
+    convert(open_source(spec), f"{tmp_path}", shards=20)
+    after = _files(tmp_path)
+    assert len(after) == 40
+    assert all(after[name] == stamp for name, stamp in kept.items())
+    written = open_source(f"tfrecord:{tmp_path}")
+    assert written.splits == {"train": 8000, "test": 2000}
+    first = next(_in_files(written, "test"))
+    assert first == next(_in_order(open_source(spec), "test"))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (_arrays(), {"shards": 3}, r"another shards: 2, now 3; expected the same"),
+        (_arrays(), {"raw": "false"}, "another raw: True, now False"),
+        (_arrays(), {"image_size": (3, 3)}, r"another image shape: \[6, 5, 3\], now"),
+        (_arrays(22), {}, "another splits: .*22"),
+        (
+            ArraySource(*map(np.copy, _arrays()._tensors), num_classes=4),
+            {},
+            "another splits",
+        ),
+        (open_source("synthetic:6x5x3:4:23"), {}, "another source: arrays, now synth"),
+    ],
+)
+def test_a_folder_of_other_arguments(source, options, message, tmp_path):
+    convert(_arrays(), f"{tmp_path}", shards=2)
+    options = {"shards": 2, **options}
+    with pytest.raises(ValueError, match=message):
+        convert(source, f"{tmp_path}", **options)
+    convert(source, f"{tmp_path}", overwrite=True, **options)
+    assert open_source(f"tfrecord:{tmp_path}").splits == source.splits
+
+
+def test_a_source_that_has_changed(photos, tmp_path):
+    convert(photos, f"{tmp_path}/out")
+    Image.new("RGB", (9, 9)).save(photos.files("train")[3])
+    with pytest.raises(ValueError, match="was begun with another content; expected"):
+        convert(photos, f"{tmp_path}/out")
+
+
+def test_files_of_others_stay(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="is not empty, and input_pipeline"):
+            convert(_arrays(), f"{tmp_path}", overwrite=overwrite)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+    convert(_arrays(), f"{tmp_path}/new")
+    (tmp_path / "new" / "notes.txt").write_text("mine")
+    convert(_arrays(), f"{tmp_path}/new", shards=2, overwrite=True)
+    assert (tmp_path / "new" / "notes.txt").read_text() == "mine"
+    assert len(_files(tmp_path / "new")) == 4
+
+
+def test_a_source_is_not_written_over(tmp_path):
+    convert(_arrays(), f"{tmp_path}")
+    source = open_source(f"tfrecord:{tmp_path}")
+    with pytest.raises(ValueError, match=r"holds files of tfrecord:.*another folder"):
+        convert(source, f"{tmp_path}", overwrite=True)
+    assert len(_files(tmp_path)) == 11
+
+
+# --- bad records
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG but no more", b"", b"text", None])
+def test_a_bad_image_is_named(photos, tmp_path, content):
+    path = photos.files("train")[5]
+    if content is None:
+        content = open(path, "rb").read()[:-300]  # cut off
+    open(path, "wb").write(content)
+    with pytest.raises(ValueError) as caught:
+        convert(photos, f"{tmp_path}/out", raw="false")
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out" / "dataset_info.json").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"raw": "true"}, {"image_size": (4, 4)}])
+def test_a_missing_image_is_named(photos, tmp_path, options):
+    path = photos.files("train")[-1]
+    os.remove(path)
+    with pytest.raises((ValueError, tf.errors.NotFoundError), match=path):
+        convert(photos, f"{tmp_path}/out", **options)
+
+
+def test_a_bad_record_is_named(tmp_path, image_example, grey, write_tfrecord):
+    records = [image_example(grey(label), label) for label in (0, 1, 2, 9)]
+    path = write_tfrecord(tmp_path / "train-0", records)
+    source = open_source(f"tfrecord:{path}", num_classes=3)
+    with pytest.raises(ValueError, match=r"train-0: record 3 .*: label 9 is outside"):
+        convert(source, f"{tmp_path}/out")
+    source = open_source(f"tfrecord:{path}")
+    content = bytearray(open(path, "rb").read())
+    content[-8] ^= 1
+    open(path, "wb").write(content)
+    with pytest.raises(ValueError, match=r"train-0: record 3 .*: corrupted"):
+        convert(source, f"{tmp_path}/out")
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("synthetic:4x4x1:2", {"shards": 0}, "received shards=0 and raw='auto'"),
+        ("synthetic:4x4x1:2", {"raw": "yes"}, "raw='yes': expected at least 1, and"),
+        ("synthetic:4x4x2:2", {"raw": "false"}, "have 2 channels: expected 1, 3 or 4"),
+    ],
+)
+def test_arguments_that_do_not_fit(spec, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        convert(open_source(spec), f"{tmp_path}", **options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_raw_pixels_of_several_sizes(photos, tmp_path):
+    with pytest.raises(ValueError, match="differ in size: expected one for raw pixels"):
+        convert(photos, f"{tmp_path}/out", raw="true")
+
+
+def test_rows_of_numbers_stay(tmp_path):
+    (tmp_path / "a.csv").write_text("x,label\n1,0\n")
+    with pytest.raises(ValueError, match="gives rows of numbers, expected images"):
+        convert(open_source(f"csv:{tmp_path}/a.csv"), f"{tmp_path}/out")
+
+
+# --- the program
+
+
+def test_the_program_converts(tmp_path, capsys):
+    flags = [f"--data_dir={tmp_path}/data", "--shards=2", "--image_size=4x5"]
+    target = f"tfrecord:{tmp_path}/out"
+    assert main(["convert", "digits", target, *flags]) == 0
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "examples," in line
+    ]
+    assert sorted(lines)[0] == (
+        f"{tmp_path}/out/test-00000-of-00002.tfrecord: 180 examples, 0.0 MB"
+    )
+    assert len(lines) == 4
+    assert open_source(target).image_shape == (4, 5, 1)
+    # Nothing is left to do.
+    assert main(["convert", "digits", target, *flags]) == 0
+    assert "examples," not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "received no arguments: expected a source and tfrecord:FOLDER"),
+        (["digits"], "received digits: expected a source and tfrecord:FOLDER"),
+        (["digits", "tfrecord:"], "expected a source and tfrecord:FOLDER"),
+        (["digits", "out"], "received 'out': expected tfrecord:FOLDER"),
+        (["digits", "tfrecord:out/*"], r"received 'tfrecord:out/\*': expected"),
+        (["digit", "tfrecord:out"], "unknown data set 'digit': did you mean digits"),
+        (["digits", "tfrecord:out", "--shards=0"], "shards.*0"),
+        (["digits", "tfrecord:out", "--shard=1"], "Unknown command line flag 'shard'"),
+        (["digits", "tfrecord:out", "--image_size=x"], "expected pixels, as 224"),
+        (["digits", "tfrecord:out", "--raw=maybe"], "raw.*maybe"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read(
+    arguments, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("input_pipeline.convert: ") and error.count("\n") == 1
+    assert re.search(message, error)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_program_explains_itself(capsys):
+    assert main(["convert", "--help"]) == 0
+    assert "--shards" in capsys.readouterr().out

@@ -1,0 +1,623 @@
+"""ArrayRecord, CSV and Parquet; paths of other file systems; parts of TFDS's splits."""
+
+import builtins
+import json
+import os
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from array_record.python import array_record_module
+from pyarrow import parquet
+
+from input_pipeline import find_bad_record, make_dataset, open_source, scan_labels
+from input_pipeline.sources.tfds_source import TFDSSource
+
+
+def _read(source, split, seeds=None):
+    """All examples of a split, decoded outside the pipeline."""
+    records = source.batches(split, 4, seeds=seeds, buffer_mb=1).unbatch()
+    return [
+        (image.numpy(), int(label))
+        for image, label in records.map(lambda _, record: source.decode(record))
+    ]
+
+
+def _labels(source, split, seeds=None):
+    return [label for _, label in _read(source, split, seeds)]
+
+
+def _seeds(seed):
+    return tf.constant([seed, seed], tf.int64)
+
+
+def _numbers(source, split, **options):
+    batches = source.batches(split, 3, **options)
+    return [int(n) for numbers, _ in batches for n in numbers]
+
+
+def _without(monkeypatch, package):
+    """Makes a package one that is not installed."""
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.partition(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def _copy_to_memory(path, folder):
+    tf.io.gfile.makedirs(folder)
+    target = f"{folder}/{os.path.basename(path)}"
+    tf.io.gfile.copy(str(path), target, overwrite=True)
+    return target
+
+
+# --- array_record
+
+
+@pytest.fixture
+def write_array_record():
+    def write(path, records):
+        writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+        for record in records:
+            writer.write(record)
+        writer.close()
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def array_records(tmp_path, image_example, grey, write_array_record):
+    """Two files to train on and one held out; value 10 * label + file."""
+    for file in range(2):
+        write_array_record(
+            tmp_path / f"train-{file}.array_record",
+            [image_example(grey(10 * label + file), label) for label in range(5)],
+        )
+    write_array_record(tmp_path / "val.array_record", [image_example(grey(9), 6)])
+    return tmp_path
+
+
+def test_array_records_are_read(array_records):
+    source = open_source(f"array_record:{array_records}/*")
+    assert source.splits == {"train": 10, "test": 1}
+    assert (source.num_classes, source.image_shape) == (7, (None, None, 3))
+    found = [(image.mean(), label) for image, label in _read(source, "train")]
+    assert found == [(10 * n + file, n) for file in range(2) for n in range(5)]
+    assert _labels(source, "test") == [6]
+    assert find_bad_record(source, "train") is None
+    scan_labels(source, "train")
+
+
+def test_array_records_are_shuffled_completely(array_records):
+    source = open_source(f"array_record:{array_records}/train*", num_classes=5)
+    assert _read(source, "train", _seeds(1))[0][0].shape == (8, 8, 3)
+    orders = [_numbers(source, "train", seeds=_seeds(seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(10))
+    later = _numbers(source, "train", seeds=_seeds(1), start=7)
+    assert later == orders[0][7:]
+
+
+def test_array_records_of_pixels(tmp_path, example, write_array_record):
+    pixels = np.arange(24, dtype=np.uint8).reshape([2, 4, 3])
+    record = example(
+        image__encoded=pixels.tobytes(),
+        image__class__label=1,
+        image__height=2,
+        image__width=4,
+        image__channels=3,
+    )
+    write_array_record(tmp_path / "a", [record] * 3)
+    source = open_source(f"array_record:{tmp_path}/a")
+    assert (source.encoded, source.image_shape) == (False, (2, 4, 3))
+    for image, label in _read(source, "train"):
+        np.testing.assert_array_equal(image, pixels)
+        assert label == 1
+
+
+def test_array_records_go_through_the_pipeline(array_records):
+    source = open_source(f"array_record:{array_records}/*")
+    dataset = make_dataset(
+        source, "train", batch_size=4, image_shape=(8, 8, 3), training=True
+    )
+    assert sorted(n for _, labels in dataset for n in labels.numpy()) == sorted(
+        [*range(5)] * 2
+    )
+
+
+def test_array_records_of_other_fields(array_records):
+    with pytest.raises(ValueError, match=r"train-0.array_record: record 0 has the fie"):
+        open_source(f"array_record:{array_records}/*", image_key="img")
+
+
+def test_array_records_of_something_else(tmp_path, write_array_record):
+    write_array_record(tmp_path / "text", [b"\xff hello"])
+    with pytest.raises(ValueError, match="text: record 0 is not a tf"):
+        open_source(f"array_record:{tmp_path}/text")
+
+
+def test_no_array_record(tmp_path, write_array_record):
+    with pytest.raises(ValueError, match=r"no file matches .*such as 'array_record:/d"):
+        open_source(f"array_record:{tmp_path}/*")
+    write_array_record(tmp_path / "empty", [])
+    with pytest.raises(ValueError, match="holds no record"):
+        open_source(f"array_record:{tmp_path}/empty")
+
+
+@pytest.mark.parametrize("label", [-1, 5, 2**40])
+def test_array_records_with_a_label_out_of_range(
+    tmp_path, image_example, grey, write_array_record, label
+):
+    records = [image_example(grey(0), n) for n in (0, 1, label)]
+    path = write_array_record(tmp_path / "a", records)
+    source = open_source(f"array_record:{path}", num_classes=5)
+    wanted = f"{path}: record 2: label {label} is outside [0, 5)"
+    assert find_bad_record(source, "train") == wanted
+    with pytest.raises(ValueError) as caught:
+        scan_labels(source, "train")
+    assert str(caught.value) == wanted
+
+
+@pytest.mark.parametrize("cut", [1, 3, 20, -1])
+def test_a_record_that_is_no_example_is_named(
+    tmp_path, image_example, grey, write_array_record, write_tfrecord, cut
+):
+    good = image_example(grey(0), 0)
+    # -1: with a mark of the picture's, which is not text, in front.
+    bad = b"\x89" + good if cut < 0 else good[:-cut]
+    path = write_array_record(tmp_path / "a", [good, bad])
+    source = open_source(f"array_record:{path}", num_classes=5)
+    found = find_bad_record(source, "train")
+    assert found.startswith(f"{path}: record 1 is not a tf.Example: ")
+    path = write_tfrecord(tmp_path / "b", [good, bad])
+    source = open_source(f"tfrecord:{path}", num_classes=5)
+    found = find_bad_record(source, "train")
+    assert found.startswith(f"{path}: record 1 (byte offset ")
+    assert "is not a tf.Example: " in found
+
+
+@pytest.mark.parametrize("left", [5, 65_000, 90_000])
+def test_an_array_record_file_that_is_cut_off(array_records, left):
+    path = array_records / "train-1.array_record"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(
+        ValueError, match=r"train-1.array_record cannot be read: .*whole"
+    ):
+        open_source(f"array_record:{array_records}/*")
+
+
+def test_an_array_record_file_that_is_damaged(array_records):
+    path = array_records / "train-1.array_record"
+    source = open_source(f"array_record:{array_records}/*", num_classes=7)
+    content = bytearray(path.read_bytes())
+    place = content.index(b"\x89PNG")
+    content[place + 20] ^= 0xFF
+    path.write_bytes(content)
+    assert find_bad_record(source, "train").startswith(f"{path}: record 0: ")
+    with pytest.raises(ValueError, match=r"train-1.array_record: record 0: "):
+        scan_labels(source, "train")
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        _read(source, "train")
+
+
+def test_without_array_record(array_records, monkeypatch):
+    _without(monkeypatch, "array_record")
+    with pytest.raises(
+        ValueError, match=r"not installed: pip install 'towers\[array_r"
+    ):
+        open_source(f"array_record:{array_records}/*")
+
+
+# --- csv
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Two files to train on and one held out; the label is the middle column."""
+    (tmp_path / "train-0.csv").write_text("a,label,b\n0.5,0,1\n-2,1,1e3\n")
+    (tmp_path / "train-1.csv").write_bytes(b"a,label,b\r\n7,2,8\r\n")
+    (tmp_path / "test.csv").write_text("a,label,b\n3,0,4")
+    return tmp_path
+
+
+def test_rows_of_numbers(rows):
+    source = open_source(f"csv:{rows}/*.csv")
+    assert source.splits == {"train": 3, "test": 1}
+    assert (source.num_classes, source.image_shape) == (3, (2,))
+    assert not source.encoded
+    found = sorted((row.tolist(), label) for row, label in _read(source, "train"))
+    assert found == [([-2, 1000], 1), ([0.5, 1], 0), ([7, 8], 2)]
+    ((row, label),) = _read(source, "test")
+    assert (row.dtype, row.tolist(), label) == (np.float32, [3, 4], 0)
+    assert find_bad_record(source, "train") is None
+    scan_labels(source, "train")
+    assert open_source(f"csv:{rows}/*.csv", num_classes=5).splits["train"] is None
+
+
+@pytest.mark.parametrize(
+    ("header", "label_key", "label"),
+    [
+        ("a,b,c", "b", 2),
+        ("a,b,c", "d", 3),
+        ("Class,b,c", "d", 1),
+        ("a, target,c", "d", 2),
+        ('\ufeff"a","b","c"', "a", 1),
+    ],
+)
+def test_the_column_of_labels(tmp_path, header, label_key, label):
+    (tmp_path / "a.csv").write_text(f"{header}\n1,2,3\n")
+    source = open_source(f"csv:{tmp_path}/a.csv", label_key=label_key)
+    ((row, found),) = _read(source, "train")
+    assert found == label
+    assert row.tolist() == [n for n in (1, 2, 3) if n != label]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a.csv begins with '': expected a header"),
+        ("a,label", "holds no record"),
+        ("1,2\n3,4\n", "a.csv begins with '1,2.*: expected a header"),
+        ("label\n1\n", "expected a header, the names of at least two columns"),
+        ("a,label\n1,cat\n", "line 2 has the label 'cat' in the column 'label': exp"),
+        ("a,label\n1,0.5\n", "line 2 has the label '0.5'.*whole numbers from 0"),
+        ("a,label\n1,-1\n", "a.csv: line 2: label -1 is outside"),
+        (
+            "a,label\n1,0\n1,dog\n",
+            "a.csv: line 3: Field 1 in record 0 is not a valid in",
+        ),
+        ("a,label\n1,0\n1\n", "a.csv: line 3: Expect 2 fields but have 1"),
+        ("a,label\nx,0\n", "a.csv: line 2: Field 0 in record 0 is not a valid float"),
+        ("a,label\n,0\n", "a.csv: line 2: Field 0 is required but missing"),
+        (b"a,label\xff\n1,2", "a.csv is not text: expected a CSV file"),
+    ],
+)
+def test_a_csv_file_that_cannot_be_opened(tmp_path, text, message):
+    text = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "a.csv").write_bytes(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_source(f"csv:{tmp_path}/*.csv")
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("1", "Expect 3 fields but have 1"),
+        ("1,0,x", "Field 2 in record 0 is not a valid float: x"),
+        ("1,0,", "Field 2 is required but missing"),
+        ("1,9,1", "label 9 is outside"),
+    ],
+)
+def test_a_bad_row_is_named(rows, row, message):
+    path = rows / "train-0.csv"
+    path.write_text(path.read_text() + f"{row}\n")
+    source = open_source(f"csv:{rows}/*.csv", num_classes=5)
+    assert find_bad_record(source, "train").startswith(f"{path}: line 4: {message}")
+
+
+def test_csv_files_of_other_columns(rows):
+    (rows / "train-1.csv").write_text("a,b,label\n1,2,3\n")
+    with pytest.raises(ValueError, match=r"has the columns a, b, label but .*the same"):
+        open_source(f"csv:{rows}/*.csv")
+
+
+def test_csv_files_are_shuffled(rows):
+    lines = "".join(f"{n},{n}\n" for n in range(100))
+    (rows / "many.csv").write_text(f"a,label\n{lines}")
+    source = open_source(f"csv:{rows}/many.csv")
+    assert _labels(source, "train") == list(range(100))
+    orders = [_labels(source, "train", _seeds(seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(100))
+
+
+# --- parquet
+
+
+def _images(encode, grey, labels, struct=True):
+    images = [encode(grey(10 * label)) for label in labels]
+    if struct:
+        images = [{"bytes": image, "path": "a.png"} for image in images]
+    return {"image": images, "label": labels}
+
+
+@pytest.fixture
+def tables(tmp_path, encode, grey):
+    """Two files to train on, in row groups of 3, and one held out."""
+    for file in range(2):
+        labels = [*range(file, 10, 2)]
+        parquet.write_table(
+            pa.table(_images(encode, grey, labels)),
+            tmp_path / f"train-{file}.parquet",
+            row_group_size=3,
+        )
+    parquet.write_table(
+        pa.table(_images(encode, grey, [3])), tmp_path / "validation.parquet"
+    )
+    return tmp_path
+
+
+def test_images_as_hugging_face_writes_them(tables):
+    source = open_source(f"parquet:{tables}/*")
+    assert source.splits == {"train": 10, "test": 1}
+    assert (source.num_classes, source.image_shape) == (10, (None, None, 3))
+    assert source.encoded and source.class_names is None
+    found = sorted((image.mean(), label) for image, label in _read(source, "train"))
+    assert found == [(10 * label, label) for label in range(10)]
+    assert _labels(source, "test") == [3]
+    assert find_bad_record(source, "train") is None
+    scan_labels(source, "train")
+    assert source.record_bytes("train") > 50
+
+
+def test_parquet_is_shuffled(tables):
+    source = open_source(f"parquet:{tables}/train*", num_classes=10)
+    orders = [_labels(source, "train", _seeds(seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(10))
+    numbers = _numbers(source, "train")
+    assert len(set(numbers)) == 10
+    assert sorted(_numbers(source, "train", seeds=_seeds(1))) == sorted(numbers)
+    assert _numbers(source, "train", start=4) == numbers[4:]
+
+
+def test_parquet_goes_through_the_pipeline(tables):
+    dataset = make_dataset(
+        open_source(f"parquet:{tables}/*"),
+        "train",
+        batch_size=4,
+        image_shape=(8, 8, 3),
+        training=True,
+    )
+    for images, labels in dataset:
+        np.testing.assert_array_equal(images[:, 0, 0, 0], 10 * labels)
+
+
+def test_parquet_of_plain_bytes_and_other_names(tmp_path, encode, grey):
+    table = pa.table(_images(encode, grey, [0, 1], struct=False))
+    table = table.rename_columns(["img", "fine"]).append_column("c", [["x", "y"]])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    spec = f"parquet:{tmp_path}/a.parquet"
+    source = open_source(spec, image_key="img", label_key="fine")
+    assert [image.mean() for image, _ in _read(source, "train")] == [0, 10]
+    with pytest.raises(
+        ValueError, match=r"fine \(int64\), c \(string\): expected whole"
+    ):
+        open_source(spec, image_key="img")
+    with pytest.raises(
+        ValueError, match="expected numbers in all of them, or one of im"
+    ):
+        open_source(spec, label_key="fine")
+    with pytest.raises(ValueError, match=r"expected bytes of JPEG or PNG in 'c'"):
+        open_source(spec, image_key="c", label_key="fine")
+
+
+def test_names_of_classes_are_hugging_faces(tmp_path, encode, grey):
+    features = {"label": {"names": ["cat", "dog", "owl"], "_type": "ClassLabel"}}
+    table = pa.table(_images(encode, grey, [0, 1])).replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": features}})}
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+    assert (source.num_classes, source.class_names) == (3, ("cat", "dog", "owl"))
+
+
+def test_parquet_of_numbers(tmp_path):
+    table = {"a": [1, 2], "b": [0.5, -1], "c": [True, False], "label": [0, 4]}
+    parquet.write_table(pa.table(table), tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+    assert (source.encoded, source.image_shape) == (False, (3,))
+    assert source.num_classes == 5
+    found = [(row.tolist(), label) for row, label in _read(source, "train")]
+    assert found == [([1, 0.5, 1], 0), ([2, -1, 0], 4)]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"label": [0]}, r"label \(int64\): expected at least two"),
+        ({"a": [0.5], "label": [0.5]}, "expected whole numbers as labels in 'label'"),
+        ({"a": [1], "label": [-1]}, "a.parquet: row 0: label -1 is outside"),
+        ({"a": [1, 2], "label": [0, None]}, "row 1: nothing in the column 'label'"),
+        ({"a": pa.array([], "f4"), "label": pa.array([], "i4")}, "holds no record"),
+    ],
+)
+def test_a_parquet_file_that_cannot_be_opened(tmp_path, table, message):
+    parquet.write_table(pa.table(table), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=message) as caught:
+        open_source(f"parquet:{tmp_path}/*")
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_parquet_files_of_other_columns(tables):
+    parquet.write_table(pa.table({"label": [1], "x": [2]}), tables / "train-2.parquet")
+    with pytest.raises(
+        ValueError, match=r"the column 'image' of .*2.parquet is not th"
+    ):
+        open_source(f"parquet:{tables}/*")
+
+
+@pytest.mark.parametrize(
+    ("image", "label", "message"),
+    [
+        (b"no image", 1, "Unknown image file format"),
+        (None, 1, "nothing in the column 'image', expected a value"),
+        (b"", 1, ""),
+        ("good", 99, "label 99 is outside [0, 10)"),
+    ],
+)
+def test_a_bad_row_of_parquet_is_named(tables, encode, grey, image, label, message):
+    columns = _images(encode, grey, [*range(7)])
+    if image != "good":
+        columns["image"][4]["bytes"] = image
+    columns["label"][4] = label
+    path = tables / "train-1.parquet"
+    parquet.write_table(pa.table(columns), path, row_group_size=3)
+    source = open_source(f"parquet:{tables}/*", num_classes=10)
+    found = find_bad_record(source, "train")
+    assert found.startswith(f"{path}: row 4: {message}")
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("change", ["cut off", "empty", "text"])
+def test_a_file_that_is_not_parquet(tables, change):
+    path = tables / "train-1.parquet"
+    content = {"cut off": path.read_bytes()[:-20], "empty": b"", "text": b"a" * 99}
+    path.write_bytes(content[change])
+    with pytest.raises(
+        ValueError, match=r"train-1.parquet cannot be read: .*a whole Pa"
+    ):
+        open_source(f"parquet:{tables}/*")
+
+
+def test_a_parquet_file_that_is_damaged(tables):
+    source = open_source(f"parquet:{tables}/*")
+    path = tables / "train-0.parquet"
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + bytes(200) + content[204:])
+    assert find_bad_record(source, "train").startswith(f"{path}: row group 0: ")
+    os.remove(path)
+    assert find_bad_record(source, "train").startswith(f"{path}: row group 0: ")
+
+
+def test_without_pyarrow(tables, monkeypatch):
+    _without(monkeypatch, "pyarrow")
+    with pytest.raises(
+        ValueError, match=r"not installed: pip install 'towers\[parquet"
+    ):
+        open_source(f"parquet:{tables}/*")
+
+
+# --- other file systems
+
+
+def test_records_in_memory(tmp_path, image_example, grey, write_tfrecord):
+    for name in ("train-0", "test-0"):
+        path = write_tfrecord(tmp_path / name, [image_example(grey(7), 2)] * 3)
+        _copy_to_memory(path, "ram://records/deep")
+    for pattern in ("deep/*", "*/*-0", "**/*", "deep"):
+        source = open_source(f"tfrecord:ram://records/{pattern}")
+        assert source.splits == {"train": 3, "test": 3}
+        assert source.files("train") == ["ram://records/deep/train-0"]
+    assert [image.mean() for image, _ in _read(source, "test")] == [7] * 3
+    assert find_bad_record(source, "train") is None
+
+
+def test_a_folder_in_memory(encode, grey):
+    for split, count in (("train", 3), ("val", 2)):
+        for label, name in enumerate("ab"):
+            tf.io.gfile.makedirs(f"ram://folder/{split}/{name}")
+            for index in range(count):
+                path = f"ram://folder/{split}/{name}/{index}.png"
+                with tf.io.gfile.GFile(path, "wb") as file:
+                    file.write(encode(grey(label + 5)))
+    source = open_source("folder:ram://folder")
+    assert source.splits == {"train": 6, "test": 4}
+    assert source.class_names == ("a", "b")
+    assert all(image.mean() == label + 5 for image, label in _read(source, "train"))
+
+
+def test_rows_in_memory(rows, tables):
+    for path in rows.glob("*.csv"):
+        _copy_to_memory(path, "ram://rows")
+    source = open_source("csv:ram://rows/*.csv")
+    assert sorted(_labels(source, "train")) == [0, 1, 2]
+    for path in tables.glob("*.parquet"):
+        _copy_to_memory(path, "ram://tables")
+    source = open_source("parquet:ram://tables/*.parquet")
+    assert sorted(_labels(source, "train")) == [*range(10)]
+
+
+@pytest.mark.parametrize(
+    "kind", ["tfrecord", "csv", "parquet", "array_record", "folder"]
+)
+@pytest.mark.parametrize("root", ["ram://none", "nosuchsystem://bucket"])
+def test_paths_that_are_not_there(kind, root):
+    with pytest.raises(ValueError, match=f"{root}") as caught:
+        open_source(f"{kind}:{root}/x*")
+    assert "\n" not in str(caught.value)
+
+
+def test_any_depth_of_folders(tmp_path, image_example, grey, write_tfrecord):
+    for name in ("a", "b/c", "b/d/e/.hidden", "b/d/e/f"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_tfrecord(tmp_path / name, [image_example(grey(0), 0)])
+    source = open_source(f"tfrecord:{tmp_path}/**/*")
+    wanted = [f"{tmp_path}/{name}" for name in ("a", "b/c", "b/d/e/f")]
+    assert source.files("train") == wanted
+    assert open_source(f"tfrecord:{tmp_path}/b/**/f").files("train") == wanted[2:]
+
+
+# --- parts of TFDS's splits
+
+
+def _multiset(source, split):
+    return sorted((image.tobytes(), label) for image, label in _read(source, split))
+
+
+def test_splits_in_the_words_of_tfds(digits, tmp_path):
+    options = {"train_split": "train[:90%]", "test_split": "train[90%:]"}
+    source = TFDSSource(digits._builder, "digits", **options)
+    assert source.splits == {"train": 1293, "test": 144}
+    both = _multiset(source, "train") + _multiset(source, "test")
+    assert sorted(both) == _multiset(digits, "train")
+    assert 50 < source.record_bytes("train") < 500
+    assert find_bad_record(source, "test") is None
+    # Not prepared yet: nothing is known, and nothing is wrong.
+    fresh = open_source("digits", data_dir=tmp_path, train_split="train[:10]")
+    assert fresh.splits == {}
+    fresh.prepare()
+    assert fresh.splits == {"train": 10, "test": 360}
+
+
+def test_shards_are_even_parts_of_each_split(digits):
+    parts = [TFDSSource(digits._builder, "digits", shard=(n, 4)) for n in range(4)]
+    assert sum(part.splits["train"] for part in parts) == 1437
+    assert {part.splits["train"] for part in parts} == {359, 360}
+    assert {part.splits["test"] for part in parts} == {90}
+    together = [pair for part in parts for pair in _multiset(part, "train")]
+    assert sorted(together) == _multiset(digits, "train")
+    seeds = _seeds(1)
+    assert sorted(_labels(parts[1], "train", seeds)) == sorted(
+        _labels(parts[1], "train")
+    )
+
+
+def test_a_read_config_says_how_files_are_interleaved(digits):
+    config = tfds.ReadConfig(interleave_cycle_length=1)
+    one_by_one = TFDSSource(digits._builder, "digits", read_config=config)
+    assert _multiset(one_by_one, "test") == _multiset(digits, "test")
+    assert _labels(one_by_one, "test") != _labels(digits, "test")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_split": "training"}, "digits has no split training: Unknown split"),
+        (
+            {"test_split": "train[:x]"},
+            r"digits has no split train\[:x\]: Error parsing",
+        ),
+        ({"train_split": "train[9999:]"}, r"has no split train\[9999:\]: Requested"),
+        ({"train_split": "train[:0]"}, r"the split train\[:0\] of digits is empty"),
+        ({"shard": (2, 2)}, r"shard is \(2, 2\): expected \(index, count\), an index"),
+        ({"shard": (0, 0)}, r"shard is \(0, 0\)"),
+    ],
+)
+def test_splits_that_are_not_there(digits, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        TFDSSource(digits._builder, "digits", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_of_tfds_for_something_else():
+    with pytest.raises(ValueError, match="received shard for 'synthetic:4x4x1:2': exp"):
+        open_source("synthetic:4x4x1:2", shard=(0, 2))
