@@ -59,19 +59,22 @@ def cached(
         raise ValueError("cache is 'disk', but there is no folder: name one")
     if cache == "none" or (isinstance(source, IndexedSource) and not source.encoded):
         return source
-    of_pixels = None not in (*source.image_shape, *source.splits.values())
+    of_pixels = None not in source.image_shape
     if cache == "disk" and not of_pixels:
         raise ValueError(
-            f"cache is 'disk', but {source.name} has images of different or unknown "
-            "size and number: expected 'memory' or 'none', or images of one size"
+            f"cache is 'disk', but {source.name} has images of different sizes: "
+            "expected 'memory' or 'none', or images of one size"
         )
-    if of_pixels:
-        pixels = sum(source.splits.values()) * math.prod(source.image_shape)
+    needed = _encoded_bytes(source)
+    splits = dict(source.splits)
+    if of_pixels and (cache != "auto" or _choose(needed, folder, deterministic)):
+        # Counted only where that is not more to read than can be kept.
+        splits = {split: _count(source, split) for split in splits}
+        pixels = sum(splits.values()) * math.prod(source.image_shape)
         needed = pixels * np.dtype(_dtype(source)).itemsize
-    else:
-        needed = _encoded_bytes(source)
     if cache == "auto":
-        cache = _choose(needed, folder if of_pixels else None, deterministic)
+        folder_of = folder if of_pixels else None
+        cache = _choose(needed, folder_of, deterministic) or "none"
     what = "pixels" if of_pixels else "encoded images"
     where = {"memory": "kept in memory", "disk": f"kept in {folder}"}.get(
         cache, "not kept"
@@ -80,14 +83,14 @@ def cached(
     logging.info("%s: %s", source.name, note)
     if cache == "none":
         return source
-    splits = dict(source.splits)
+    shape = (sum(splits.values()), *source.image_shape) if of_pixels else ()
     if not of_pixels:
         images, labels, splits = _read_encoded(source)
     elif cache == "memory":
-        images, labels = np.empty(_shape(source), _dtype(source)), _labels(source)
+        images, labels = np.empty(shape, _dtype(source)), np.empty(shape[0], np.int64)
         _fill(source, images, labels)
     else:
-        images, labels = _mapped(source, folder)
+        images, labels = _mapped(source, shape, folder)
     return RowSource(
         source.name,
         images,
@@ -101,16 +104,17 @@ def cached(
     )
 
 
-def _choose(needed: int, folder: str | None, deterministic: bool) -> str:
+def _choose(needed: int, folder: str | None, deterministic: bool) -> str | None:
+    """Where so many bytes fit: "memory", "disk", or None."""
     if deterministic:
-        return "memory" if needed <= _FIXED_MB * 2**20 else "none"
+        return "memory" if needed <= _FIXED_MB * 2**20 else None
     if needed <= _SHARE * _free_memory():
         return "memory"
     if folder is None:
-        return "none"
+        return None
     os.makedirs(folder, exist_ok=True)
     disk = os.statvfs(folder)
-    return "disk" if needed <= _SHARE * disk.f_bavail * disk.f_frsize else "none"
+    return "disk" if needed <= _SHARE * disk.f_bavail * disk.f_frsize else None
 
 
 def _free_memory() -> float:
@@ -137,6 +141,15 @@ def _encoded_bytes(source: Source) -> int:
         sizes = [tf.io.gfile.stat(path).length for path in some]
         total += sum(sizes) * len(paths) // max(len(some), 1)
     return total
+
+
+def _count(source: Source, split: str) -> int:
+    """Records of a split, counted where the source does not know."""
+    known = source.splits[split]
+    if known is not None:
+        return known
+    batches = source.batches(split, _BATCH).map(lambda numbers, _: len(numbers))
+    return sum(batches.as_numpy_iterator())
 
 
 def _in_order(source: Source) -> list[str]:
@@ -167,18 +180,18 @@ def _read_encoded(source: Source) -> tuple[tf.Tensor, np.ndarray, dict[str, int]
         return tf.concat(images, axis=0), np.concatenate(labels), splits
 
 
-def _mapped(source: Source, folder: str) -> tuple[np.ndarray, np.ndarray]:
+def _mapped(
+    source: Source, shape: tuple[int, ...], folder: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels of the cache's files, which are written if there are none."""
     base = os.path.join(folder, f"decoded-{_key(source)}")
     if not os.path.exists(f"{base}.npy"):
         os.makedirs(folder, exist_ok=True)
-        labels = _labels(source)
+        labels = np.empty(shape[0], np.int64)
         # Renamed when whole; the images last, since they say that both are there.
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             path = os.path.join(unfinished, "images.npy")
-            images = np.lib.format.open_memmap(
-                path, "w+", _dtype(source), _shape(source)
-            )
+            images = np.lib.format.open_memmap(path, "w+", _dtype(source), shape)
             _fill(source, images, labels)
             images.flush()
             np.save(os.path.join(unfinished, "labels.npy"), labels)
@@ -197,17 +210,9 @@ def _key(source: Source) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _shape(source: Source) -> tuple[int, ...]:
-    return (sum(source.splits.values()), *source.image_shape)
-
-
 def _dtype(source: Source) -> type:
     """Rows that are no images are of numbers."""
     return np.uint8 if len(source.image_shape) == 3 else np.float32
-
-
-def _labels(source: Source) -> np.ndarray:
-    return np.empty(_shape(source)[0], np.int64)
 
 
 def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:

@@ -91,7 +91,7 @@ def test_what_cannot_be_kept(digits, tmp_path, image_example, grey, write_tfreco
     assert cached(digits, "none") is digits
     arrays = ArraySource(np.zeros([3, 2, 2, 1], np.uint8), [0, 1, 2])
     assert cached(arrays, "memory") is arrays
-    with pytest.raises(ValueError, match="different or unknown size and number"):
+    with pytest.raises(ValueError, match="has images of different sizes"):
         cached(source, "disk", str(tmp_path))
     with pytest.raises(ValueError, match="no folder: name one"):
         cached(digits, "disk")
@@ -194,3 +194,24 @@ def test_rows_of_numbers_are_kept(tmp_path):
     [(rows, labels)] = dataset.as_numpy_iterator()
     np.testing.assert_array_equal(rows, np.float32([[1.5, 2], [-3, 4e9]]))
     assert labels.tolist() == [0, 1]
+
+
+def test_pixels_in_records_are_counted(tmp_path, example, write_tfrecord):
+    for split, count in (("train", 7), ("val", 3)):
+        records = [
+            example(
+                image__encoded=bytes([i] * 12),
+                image__height=2,
+                image__width=2,
+                image__channels=3,
+                image__class__label=i,
+            )
+            for i in range(count)
+        ]
+        write_tfrecord(tmp_path / split, records)
+    source = open_source(f"tfrecord:{tmp_path}/*", num_classes=7)
+    assert source.splits == {"train": None, "test": None}
+    kept = cached(source)
+    assert not kept.encoded and kept.splits == {"train": 7, "test": 3}
+    for split in kept.splits:
+        assert _examples(kept, split) == _examples(source, split)

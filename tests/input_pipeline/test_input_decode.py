@@ -57,8 +57,8 @@ def test_a_window_is_what_pillow_makes(photo, encode, window, image_format):
     image = _decode(encoded, window, size, antialias=True)
     assert image.dtype == np.uint8
     off = np.abs(image - _oracle(encoded, window, size))
-    # PNG and BMP are exact but for rounding; a JPEG's colours are upsampled plainly, and
-    # the largest window is decoded at a quarter of its size.
+    # PNG and BMP are exact but for rounding; a JPEG's colours are upsampled plainly,
+    # and the largest window is decoded at a quarter of its size.
     assert off.mean() < (5 if image_format == "JPEG" else 0.6)
     if image_format != "JPEG":
         assert off.max() <= 2

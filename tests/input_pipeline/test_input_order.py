@@ -85,7 +85,8 @@ def test_pixels_in_records_are_found_to_be_that(raw):
 def test_every_record_comes_once(source, recipe, deterministic):
     _, labels, sizes = _epoch(source, recipe=recipe, deterministic=deterministic)
     assert sorted(labels) == list(range(60))
-    assert sizes == [16, 16, 16, 12]
+    # Without determinism batches, too, come as they become ready.
+    assert (sizes if deterministic else sorted(sizes)[::-1]) == [16, 16, 16, 12]
 
 
 @pytest.mark.parametrize("training", [True, False])
