@@ -67,7 +67,10 @@ def cached(
         )
     needed = _encoded_bytes(source)
     splits = dict(source.splits)
-    if of_pixels and (cache != "auto" or _choose(needed, folder, deterministic)):
+    counted = None not in splits.values()
+    if of_pixels and (
+        counted or cache != "auto" or _choose(needed, folder, deterministic)
+    ):
         # Counted only where that is not more to read than can be kept.
         splits = {split: _count(source, split) for split in splits}
         pixels = sum(splits.values()) * math.prod(source.image_shape)
