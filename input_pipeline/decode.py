@@ -38,6 +38,7 @@ def decode_window(
     size: tuple[int, int, int],
     *,
     antialias: bool = False,
+    jpeg: bool = False,
     tricks: Tricks = ALL_TRICKS,
 ) -> tf.Tensor:
     """Decodes a window of an image, and resizes it.
@@ -48,13 +49,14 @@ def decode_window(
             [3]).
         size: (H, W, C) wanted, in pixels.
         antialias: See `augment.resize`.
+        jpeg: Whether it is known to be a JPEG; otherwise that is looked up.
         tricks: See there.
 
     Returns:
         Uint8 [H, W, C].
     """
     height, width, channels = size
-    jpeg = {
+    options = {
         "dct_method": "INTEGER_FAST" if tricks.fast_dct else "INTEGER_ACCURATE",
         "fancy_upscaling": not tricks.plain_upsampling,
         "channels": channels,
@@ -64,13 +66,13 @@ def decode_window(
         shape = tf.io.extract_jpeg_shape(encoded)
         chosen = window(shape)
         if not tricks.fused_crop:
-            return augment.crop(tf.io.decode_jpeg(encoded, **jpeg), chosen)
+            return augment.crop(tf.io.decode_jpeg(encoded, **options), chosen)
         if not tricks.scaled:
-            return tf.image.decode_and_crop_jpeg(encoded, chosen, **jpeg)
+            return tf.image.decode_and_crop_jpeg(encoded, chosen, **options)
 
         def at(ratio):
             return lambda: tf.image.decode_and_crop_jpeg(
-                encoded, _scaled(chosen, shape, ratio), ratio=ratio, **jpeg
+                encoded, _scaled(chosen, shape, ratio), ratio=ratio, **options
             )
 
         spare = tf.reduce_min(chosen[2:] // tf.constant([height, width]))
@@ -84,11 +86,15 @@ def decode_window(
         image = tf.io.decode_image(encoded, channels, expand_animations=False)
         return augment.crop(image, window(tf.shape(image)))
 
-    is_jpeg = tf.strings.substr(encoded, 0, len(_JPEG)) == _JPEG
-    image = tf.cond(is_jpeg, of_jpeg, of_other)
+    image = of_jpeg() if jpeg else tf.cond(is_jpeg(encoded), of_jpeg, of_other)
     image.set_shape([None, None, channels])
     image = augment.resize(image, height, width, antialias=antialias)
     return tf.ensure_shape(image, size)
+
+
+def is_jpeg(encoded: tf.Tensor) -> tf.Tensor:
+    """Tells of strings [...] whether they begin as a JPEG does: bool [...]."""
+    return tf.strings.substr(encoded, 0, len(_JPEG)) == _JPEG
 
 
 def _scaled(window: tf.Tensor, shape: tf.Tensor, ratio: int) -> tf.Tensor:

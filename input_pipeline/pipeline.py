@@ -213,6 +213,7 @@ class Pipeline:
                     window,
                     self.image_shape,
                     antialias=recipe.antialias,
+                    jpeg=self.source.all_jpeg,
                     tricks=self.tricks,
                 )
             if recipe.one is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from input_pipeline.decode import is_jpeg
 from input_pipeline.sources.base import IndexedSource, Source
 
 
@@ -44,6 +45,7 @@ class RowSource(IndexedSource):
         self.splits = splits
         self.note = note
         self.encoded = isinstance(images, tf.Tensor)
+        self.all_jpeg = self.encoded and bool(tf.reduce_all(is_jpeg(images)))
         self._images, self._labels, self._origin = images, labels, origin
 
     @property

@@ -27,6 +27,7 @@ class Source(abc.ABC):
         encoded: whether `parse` gives images that have yet to be decoded.
         splits: number of examples for each split, None where unknown; the keys are
             "train" and, where there is one, "test". Empty until prepared.
+        all_jpeg: whether every encoded image is known to be a JPEG.
         labels_need_checking: False where labels are right by construction.
         note: what else is to be known, a phrase; may be empty.
     """
@@ -37,6 +38,7 @@ class Source(abc.ABC):
     image_shape: tuple[int | None, int | None, int]
     encoded: bool = True
     splits: dict[str, int | None]
+    all_jpeg: bool = False
     labels_need_checking: bool = False
     note: str = ""
 

@@ -31,6 +31,9 @@ CONTENDERS = {
         "Ours, --cache=none, deterministic", "ours", "uint8"
     ),
     "naive": Contender("tf.data, naive", "tf_data", "float32"),
+    "naive_cast_last": Contender(
+        "tf.data, naive, cast after the resize", "tf_data", "float32"
+    ),
     "tuned": Contender("tf.data, tuned by hand", "tf_data", "uint8"),
     "tuned_float": Contender("tf.data, tuned by hand", "tf_data", "float32"),
     "keras": Contender("Keras, folder and layers", "keras_folder", "float32", _PHOTOS),

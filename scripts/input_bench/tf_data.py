@@ -8,8 +8,8 @@ from .works import AREA, PADDING, RATIO, WORKS
 
 def batches(contender, work, folder):
     """Yields batches for ever."""
-    if contender == "naive":
-        dataset = naive(work, folder)
+    if contender.startswith("naive"):
+        dataset = naive(work, folder, cast_last=contender == "naive_cast_last")
     else:
         finish = {"tuned": _uint8, "tuned_float": _float}[contender]
         dataset = tuned(work, folder, finish)
@@ -17,13 +17,18 @@ def batches(contender, work, folder):
         yield from dataset
 
 
-def naive(work, folder):
-    """One thing after the other, as in a tutorial; an epoch."""
+def naive(work, folder, cast_last):
+    """One thing after the other, as in a tutorial; an epoch.
+
+    TensorFlow's own (tensorflow.org/tutorials/images/data_augmentation) makes floats of
+    an image first; `cast_last` crops and resizes before.
+    """
     if work == "arrays":
         dataset = _arrays(folder).shuffle(50_000)
     else:
         dataset = tf.data.TFRecordDataset(_files(work, folder)).shuffle(1000)
-    return dataset.map(_example(work, _float)).batch(WORKS[work].batch)
+    begin = _same if cast_last else _cast
+    return dataset.map(_example(work, _float, begin)).batch(WORKS[work].batch)
 
 
 def tuned(work, folder, finish):
@@ -47,12 +52,20 @@ def tuned(work, folder, finish):
     return dataset.batch(WORKS[work].batch).prefetch(tf.data.AUTOTUNE)
 
 
-def _example(work, finish):
+def _same(image):
+    return image
+
+
+def _cast(image):
+    return tf.cast(image, tf.float32)
+
+
+def _example(work, finish, begin=_same):
     """Returns what makes an example of a record, or of an element of arrays."""
 
     def example(*record):
         image, label = record if work == "arrays" else _PARSE[work](*record)
-        return finish(_AUGMENT[work](image)), label
+        return finish(_AUGMENT[work](begin(image))), label
 
     return example
 
