@@ -3,9 +3,8 @@
     python -m input_pipeline.benchmark --dataset=tfds:cifar10 --recipe=cifar --ablate
 
 Each stage is read with all those before it, but nothing behind it; "copy" is the whole
-pipeline and the copying of each tower's share to its device. Epochs follow one another,
-and starting one counts. It takes a minute or two, --ablate twice as long; nothing else
-should run meanwhile.
+pipeline and the copying of each tower's share to its device. It takes a minute or two,
+--ablate twice as long; nothing else should run meanwhile.
 Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 
@@ -24,6 +23,7 @@ import tensorflow as tf
 from absl import app, flags, logging
 
 from input_pipeline import checks, measure, recipes, report, sources
+from input_pipeline.cache import CACHES, cached
 from input_pipeline.pipeline import Pipeline
 
 FLAGS = flags.FLAGS
@@ -31,7 +31,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     "dataset",
     "digits",
-    "digits, tfds:NAME, tfrecord:GLOB, folder:DIR or synthetic:HxWxC:CLASSES.",
+    "digits, tfds:NAME, tfrecord:GLOB, folder:DIR, ... as in training.",
 )
 flags.DEFINE_string("data_dir", "data", "Where digits and tfds: keep their files.")
 flags.DEFINE_string("split", "train", "train or test; only train is shuffled.")
@@ -43,7 +43,9 @@ flags.DEFINE_enum("recipe", "none", recipes.RECIPES, "What becomes of images.")
 flags.DEFINE_list(
     "randaugment", None, "Layers and magnitude of RandAugment, such as 2,9."
 )
-flags.DEFINE_bool("deterministic", False, "Same order for the same seed; slower.")
+flags.DEFINE_bool("deterministic", False, "Same order for the same seed.")
+flags.DEFINE_enum("cache", "auto", CACHES, "Where to keep examples, as in training.")
+flags.DEFINE_string("cache_dir", None, "Where --cache=disk keeps its files.")
 flags.DEFINE_integer(
     "shuffle_mb", 256, "Memory to draw the next record from.", lower_bound=0
 )
@@ -79,6 +81,13 @@ flags.DEFINE_bool("json", False, "Print one line of JSON instead of tables.")
 flags.DEFINE_string("plot", None, "PNG file for a bar chart (needs matplotlib).")
 
 
+_BAD_RECORD = (
+    tf.errors.DataLossError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+)
+
+
 def main(argv: Sequence[str]) -> int:
     """Measures what the flags describe.
 
@@ -104,11 +113,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     except (ValueError, OSError) as error:
         return fail(error)
-    except (
-        tf.errors.DataLossError,
-        tf.errors.InvalidArgumentError,
-        tf.errors.NotFoundError,
-    ):
+    except _BAD_RECORD:
         reason = pipeline and checks.find_bad_record(pipeline.source, pipeline.split)
         if not reason:
             raise
@@ -142,22 +147,28 @@ def set_up(argv: Sequence[str]) -> tuple[Pipeline, list[str]]:
         label_key=FLAGS.label_key,
         num_classes=FLAGS.num_classes,
     )
-    height, width, channels = source.image_shape
-    if (asked := asked_image_size()) is not None:
-        height, width = asked
-    if height is None or width is None:
+    shape = tuple(source.image_shape)
+    if len(shape) == 3 and (asked := asked_image_size()) is not None:
+        shape = (*asked, shape[-1])
+    if None in shape:
         raise ValueError(
             f"The images of {source.name} differ in size; expected one size for all, "
             "so give --image_size, such as --image_size=224."
         )
     with contextlib.redirect_stdout(sys.stderr):  # TFDS says what it does.
         source.prepare()
+    cache = "none" if FLAGS.data_service else FLAGS.cache
+    try:
+        source = cached(source, cache, FLAGS.cache_dir, FLAGS.deterministic)
+    except _BAD_RECORD as error:
+        reason = checks.find_bad_record(source, FLAGS.split)
+        raise ValueError(reason or error) from error
     training = FLAGS.split == "train"
     pipeline = Pipeline(
         source,
         FLAGS.split,
         batch_size=FLAGS.batch_size,
-        image_shape=(height, width, channels),
+        image_shape=shape,
         training=training,
         recipe=FLAGS.recipe,
         randaugment=asked_randaugment(),
@@ -165,6 +176,7 @@ def set_up(argv: Sequence[str]) -> tuple[Pipeline, list[str]]:
         deterministic=FLAGS.deterministic or not training,
         shuffle_mb=FLAGS.shuffle_mb,
         data_service=FLAGS.data_service,
+        repeat=training,
     )
     return pipeline, towers
 

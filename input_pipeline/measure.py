@@ -241,6 +241,10 @@ def _variants(pipeline: Pipeline) -> dict[str, tf.data.Dataset]:
     }
     if not pipeline.deterministic:
         variants["deterministic on"] = changed(deterministic=True)
+    if pipeline.source.origin is not pipeline.source:
+        variants["cache off"] = changed(source=pipeline.source.origin)
+    if pipeline.repeat:
+        variants["epochs without a gap off"] = changed(repeat=False)
     if pipeline.training and isinstance(pipeline.source, StreamSource):
         variants["shuffle off"] = changed(shuffle_mb=0)
     last = pipeline.stages()[-1][1]

@@ -106,6 +106,12 @@ class Pipeline:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, expected at least {least}"
                 )
+        if self.data_service is not None and not self.source.in_graph:
+            raise ValueError(
+                f"data_service is {self.data_service}, but {self.source.name} is read "
+                "by Python, which its workers cannot run: expected TFRecord files, to "
+                "which input_pipeline.convert turns any source"
+            )
         plain = self.recipe == "none" and self.randaugment is None
         if len(self.image_shape) == 1 and not plain:
             raise ValueError(
@@ -304,11 +310,12 @@ class Pipeline:
         dataset = tf.data.Dataset.from_tensors(0)
         if not self.repeat:
             return dataset.map(count).flat_map(epoch)
-        # Begins the next epoch, up to two batches, while the last one is still read.
-        follow = tf.data.experimental.parallel_interleave(
-            epoch, cycle_length=1, buffer_output_elements=2, prefetch_input_elements=1
+        # In parallel, it begins the next epochs while one is still read.
+        return (
+            dataset.repeat()
+            .map(count)
+            .interleave(epoch, cycle_length=1, num_parallel_calls=1, deterministic=True)
         )
-        return dataset.repeat().map(count).apply(follow)
 
 
 def _check_labels(labels: tf.Tensor, num_classes: int) -> None:

@@ -24,8 +24,8 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
                                 `cached` keeps in memory, as by default in training
     ours_stream, ours_stream_deterministic
                                 the same with --cache=none: files in every epoch
-    naive, naive_cast_last      tf.data as in a tutorial, float32 from the start, or only
-                                what is left after crop and resize
+    naive, naive_cast_last      tf.data as in a tutorial, float32 from the start, or
+                                only what is left after crop and resize
     tuned, tuned_float          tf.data in parallel, each example by itself; uint8 and
                                 float32
     keras                       image_dataset_from_directory and layers; photos, float32

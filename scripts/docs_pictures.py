@@ -17,7 +17,7 @@ from absl import app, flags
 from PIL import Image, ImageDraw, ImageFont
 from sklearn.datasets import load_sample_images
 
-from input_pipeline import mix, randaugment
+from input_pipeline import augment, mix, randaugment
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS
@@ -77,11 +77,49 @@ def mix_sheet() -> list[list[Cell]]:
     return rows
 
 
+def imagenet_sheet() -> list[list[Cell]]:
+    """Random parts for training, and the middle for evaluation, of both photographs."""
+    rows = []
+    for photograph in load_sample_images().images:
+        image = tf.constant(photograph)
+        cells = []
+        for seed in range(5):
+            u = tf.random.stateless_uniform([augment.WINDOW_DRAWS + 1], [seed, 1])
+            window = augment.random_window(tf.shape(image), u[:-1])
+            part = augment.resize(
+                augment.crop(image, window), 128, 128, antialias=False
+            )
+            height, width = window.numpy()[2:]
+            cells.append((f"{height} x {width}", augment.flip(part, u[-1]).numpy()))
+        middle = augment.crop(image, augment.center_window(tf.shape(image), 128, 128))
+        middle = augment.resize(middle, 128, 128, antialias=False)
+        rows.append([("evaluation", middle.numpy()), *cells])
+    return rows
+
+
+def cifar_sheet() -> list[list[Cell]]:
+    """Both photographs at 32x32, moved and mirrored, magnified three times."""
+    rows = []
+    for image in _photographs(32):
+        u = tf.random.stateless_uniform([7, augment.PAD_CROP_FLIP_DRAWS], [1, 3])
+        changed = augment.pad_crop_flip(tf.stack([image] * 7), u)
+        cells = [("as it is", image)] + [
+            (f"{int(9 * down) - 4:+d}, {int(9 * right) - 4:+d}", one)
+            for one, (down, right, _) in zip(changed, u, strict=True)
+        ]
+        rows.append(
+            [(text, np.kron(one, np.ones([3, 3, 1], np.uint8))) for text, one in cells]
+        )
+    return rows
+
+
 # A sheet's name, and the function that returns its rows of (caption, uint8 [H, W, 3]).
 # Another sheet is another function here.
 SHEETS: dict[str, Callable[[], list[list[Cell]]]] = {
     "randaugment": randaugment_sheet,
     "mix": mix_sheet,
+    "imagenet": imagenet_sheet,
+    "cifar": cifar_sheet,
 }
 
 

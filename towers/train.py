@@ -979,12 +979,15 @@ def start_text(job: Job) -> str:
     sizes = batch.cut(FLAGS.batch_size, tower_shares(job.placed))
     examples = job.source.splits["train"]
     count = "an unknown number of" if examples is None else f"{examples:,}"
+    what = f"training images of {'x'.join(map(str, job.image_shape))}"
+    if len(job.image_shape) == 1:
+        what = f"rows of {job.image_shape[0]} numbers to train on"
+    note = job.source.note and f", {job.source.note}"
     lines = [
         devices.table(job.placed, sizes),
         f"Model {FLAGS.model}: {job.model.count_params():,} parameters.",
-        f"Data {job.source.name}: {count} training images of "
-        f"{'x'.join(map(str, job.image_shape))}, {job.source.num_classes} classes"
-        f"{job.source.note and f', {job.source.note}'}.",
+        f"Data {job.source.name}: {count} {what}, {job.source.num_classes} classes"
+        f"{note}.",
     ]
     if examples is not None and examples < FLAGS.batch_size:
         lines.append("Note: the batch is larger than the data, so an epoch is a step.")

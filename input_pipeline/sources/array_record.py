@@ -26,6 +26,8 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
         ValueError: no package, no file, no record, another format, or a negative label.
     """
 
+    in_graph = False
+
     def __init__(
         self,
         pattern: str,

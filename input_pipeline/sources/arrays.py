@@ -46,6 +46,7 @@ class RowSource(IndexedSource):
         self.note = note
         self.encoded = isinstance(images, tf.Tensor)
         self.all_jpeg = self.encoded and bool(tf.reduce_all(is_jpeg(images)))
+        self.in_graph = not isinstance(images, np.memmap)
         self._images, self._labels, self._origin = images, labels, origin
 
     @property

@@ -28,6 +28,8 @@ class Source(abc.ABC):
         splits: number of examples for each split, None where unknown; the keys are
             "train" and, where there is one, "test". Empty until prepared.
         all_jpeg: whether every encoded image is known to be a JPEG.
+        in_graph: False where records are read by Python, which workers of a tf.data
+            service cannot run.
         labels_need_checking: False where labels are right by construction.
         note: what else is to be known, a phrase; may be empty.
     """
@@ -39,6 +41,7 @@ class Source(abc.ABC):
     encoded: bool = True
     splits: dict[str, int | None]
     all_jpeg: bool = False
+    in_graph: bool = True
     labels_need_checking: bool = False
     note: str = ""
 

@@ -41,6 +41,8 @@ class ParquetSource(FileSource, StreamSource):
             label.
     """
 
+    in_graph = False
+
     def __init__(
         self,
         pattern: str,

@@ -215,3 +215,16 @@ def test_pixels_in_records_are_counted(tmp_path, example, write_tfrecord):
     assert not kept.encoded and kept.splits == {"train": 7, "test": 3}
     for split in kept.splits:
         assert _examples(kept, split) == _examples(source, split)
+
+
+def test_workers_of_a_service_cannot_read_what_python_reads(digits, tmp_path):
+    kept = cached(digits, "disk", str(tmp_path))
+    with pytest.raises(ValueError, match="read by Python, which its workers cannot"):
+        make_dataset(
+            kept,
+            "train",
+            batch_size=8,
+            image_shape=(8, 8, 1),
+            training=True,
+            data_service="grpc://localhost:1",
+        )

@@ -185,7 +185,8 @@ def test_what_a_run_says(trained):
         assert re.search(rf"^ +{tower} +/device:CPU:{tower} .* 32$", out, re.M)
     assert "Variables live on /device:CPU:0" in out
     assert re.search(r"^Model cnn: [\d,]+ parameters\.$", out, re.M)
-    assert "Data digits: 1,437 training images of 8x8x1, 10 classes." in out
+    data = "Data digits: 1,437 training images of 8x8x1, 10 classes"
+    assert f"{data}, 0.1 MB of pixels kept in memory.\n" in out
     # One line an interval, and one an epoch.
     lines = re.findall(r"^epoch .*$", out, re.M)
     assert [line.partition(":")[0] for line in lines] == [
@@ -346,6 +347,9 @@ def test_help_is_short_and_helpfull_complete():
         (["--dtype=bf16"], STEPS),
         (["--dtype=fp16"], STEPS),
         (["--image_size=12x10", "--max_train_steps=2"], 2),
+        (["--recipe=cifar", "--randaugment=1,5", "--prefetch=2"], STEPS),
+        (["--mixup_alpha=0.2", "--cutmix_alpha=1", "--dtype=bf16"], STEPS),
+        (["--recipe=imagenet", "--cache=none", "--shuffle_mb=1"], STEPS),
         (["--dataset=synthetic:8x8x3:5:128"], 2),
         (["--dataset=synthetic:8x8x1:10:128", "--eval_dataset=digits"], 2),
     ],
@@ -394,6 +398,62 @@ def test_images_in_folders(tmp_path):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == 3  # of 21 images, as two are held out
     assert "test_accuracy" in summary
+
+
+def test_rows_of_numbers(tmp_path):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 90), ("test", 30)):
+        rows = rng.normal(size=[count, 3])
+        labels = (rows[:, 0] > rows[:, 1]).astype(int)
+        lines = [
+            f"{a},{b},{c},{y}\n" for (a, b, c), y in zip(rows, labels, strict=True)
+        ]
+        (tmp_path / f"{split}.csv").write_text("a,b,c,label\n" + "".join(lines))
+    done = run(
+        *(f"--dataset=csv:{tmp_path}/*.csv", "--model=mlp", "--batch_size=16"),
+        *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=15"),
+    )
+    assert "90 rows of 3 numbers to train on, 2 classes" in done.stdout
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["test_accuracy"] > 0.9
+
+
+def test_where_examples_are_kept_changes_no_result(data_dir, tmp_path):
+    # By --deterministic, in the order of the kept ones; so does a disk's.
+    flags = (f"--data_dir={data_dir}", "--model=mlp", "--train_epochs=1")
+    losses = []
+    for name, more in (
+        ("memory", ["--cache=memory"]),
+        ("disk", ["--cache=disk", f"--cache_dir={tmp_path}/cache"]),
+        ("auto", []),
+    ):
+        done = run(*flags, f"--model_dir={tmp_path}/{name}", "--deterministic", *more)
+        where = f"{tmp_path}/cache" if name == "disk" else "memory"
+        assert f"0.1 MB of pixels kept in {where}." in done.stdout
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        losses.append(summary["test_loss"])
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_workers_of_a_service_change_no_result(data_dir, tmp_path):
+    from tensorflow.data.experimental import service
+
+    dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
+    address = dispatcher.target
+    worker = service.WorkerServer(
+        service.WorkerConfig(dispatcher_address=address.partition("://")[2])
+    )
+    flags = (f"--data_dir={data_dir}", "--model=mlp", "--train_epochs=2")
+    losses = []
+    for name, more in (
+        ("here", "--cache=none"),
+        ("there", f"--data_service={address}"),
+    ):
+        path = tmp_path / name
+        run(*flags, f"--model_dir={path}", "--deterministic", "--recipe=cifar", more)
+        losses.append(json.loads((path / "summary.json").read_text())["test_loss"])
+    assert losses[0] == losses[1]
+    del worker, dispatcher
 
 
 class TestInProcess:
@@ -472,6 +532,21 @@ class TestInProcess:
         [
             ({"learning_rate": float("nan")}, "--learning_rate=nan; expected at least"),
             ({"parity_steps": 0}, "--parity_steps=0; expected at least 1"),
+            ({"randaugment": ["2"]}, "--randaugment=2; expected layers"),
+            ({"randaugment": ["2", "11"]}, "--randaugment=2,11; expected layers"),
+            ({"mixup_alpha": -1.0}, "--mixup_alpha=-1.0; expected at least 0"),
+            ({"shuffle_mb": -1}, "--shuffle_mb=-1; expected at least 0"),
+            ({"prefetch": -1}, "--prefetch=-1; expected at least 0"),
+            ({"cache": "disk"}, "--cache=disk without --cache_dir"),
+            ({"data_service": "localhost"}, "--data_service=localhost; expected the"),
+            (
+                {"data_service": "grpc://a:1", "cache": "memory"},
+                "--cache=memory with --data_service",
+            ),
+            (
+                {"cutmix_alpha": 1.0, "loss_placement": "gathered"},
+                "--loss_placement=gathered with --mixup_alpha",
+            ),
             ({"steps_per_loop": 0}, "--steps_per_loop=0; expected at least 1"),
             ({"image_size": "8x"}, "--image_size=8x; expected pixels"),
             ({"seed": 2**32}, "--seed=4294967296; expected 0 to 4294967295"),
