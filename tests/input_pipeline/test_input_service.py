@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from input_pipeline import make_dataset, open_source
+from tests import warm
 
 
 @contextlib.contextmanager
@@ -60,8 +61,7 @@ def test_processes_make_the_batches(tmp_path, image_example, grey, write_tfrecor
     ],
 )
 def test_arguments_that_do_not_fit(args, message):
-    command = [sys.executable, "-m", "input_pipeline.service", *args]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = warm.run("input_pipeline.service", *args, timeout_s=60)
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
