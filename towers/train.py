@@ -136,6 +136,14 @@ flags.DEFINE_string(
     "grpc://localhost:5050.",
     **_MORE,
 )
+for _name, _split in (("train_split", "train"), ("eval_split", "test")):
+    flags.DEFINE_string(
+        _name,
+        None,
+        f"With digits and tfds:, TFDS's words for what to use as {_split} split, such "
+        "as train[:90%].",
+        **_MORE,
+    )
 flags.DEFINE_string("image_key", "image/encoded", "Field of the image.", **_MORE)
 flags.DEFINE_string("label_key", "image/class/label", "Field of the label.", **_MORE)
 flags.DEFINE_integer(
@@ -684,8 +692,12 @@ def optimizer_class() -> type[keras.optimizers.Optimizer]:
 
 def open_source(spec: str, num_classes: int | None) -> input_pipeline.Source:
     """Opens a data set as the flags say."""
+    splits = {"train_split": FLAGS.train_split, "test_split": FLAGS.eval_split}
+    if spec != FLAGS.dataset:
+        splits = {}
     return input_pipeline.open_source(
         spec,
+        **{name: split for name, split in splits.items() if split},
         data_dir=os.path.expanduser(FLAGS.data_dir),
         seed=FLAGS.seed,
         image_key=FLAGS.image_key,

@@ -347,6 +347,7 @@ def test_help_is_short_and_helpfull_complete():
         (["--dtype=bf16"], STEPS),
         (["--dtype=fp16"], STEPS),
         (["--image_size=12x10", "--max_train_steps=2"], 2),
+        (["--train_split=train[:128]", "--eval_split=train[-9:]"], 2),
         (["--recipe=cifar", "--randaugment=1,5", "--prefetch=2"], STEPS),
         (["--mixup_alpha=0.2", "--cutmix_alpha=1", "--dtype=bf16"], STEPS),
         (["--recipe=imagenet", "--cache=none", "--shuffle_mb=1"], STEPS),
