@@ -55,6 +55,7 @@ def cached(
     """
     if cache not in CACHES:
         raise ValueError(f"cache is {cache!r}, expected one of {', '.join(CACHES)}")
+    folder = folder and os.path.expanduser(folder)
     if cache == "disk" and folder is None:
         raise ValueError("cache is 'disk', but there is no folder: name one")
     if cache == "none" or (isinstance(source, IndexedSource) and not source.encoded):
@@ -75,9 +76,11 @@ def cached(
         splits = {split: _count(source, split) for split in splits}
         pixels = sum(splits.values()) * math.prod(source.image_shape)
         needed = pixels * np.dtype(_dtype(source)).itemsize
+    # To become tensors, pixels are copied, and parts of encoded images joined.
+    needed_peak = needed * (4 if of_pixels else 2)
     if cache == "auto":
         folder_of = folder if of_pixels else None
-        cache = _choose(needed, folder_of, deterministic) or "none"
+        cache = _choose(needed_peak, folder_of, deterministic) or "none"
     what = "pixels" if of_pixels else "encoded images"
     where = {"memory": "kept in memory", "disk": f"kept in {folder}"}.get(
         cache, "not kept"
@@ -152,7 +155,7 @@ def _count(source: Source, split: str) -> int:
     if known is not None:
         return known
     batches = source.batches(split, _BATCH).map(lambda numbers, _: len(numbers))
-    return sum(batches.as_numpy_iterator())
+    return int(sum(batches.as_numpy_iterator()))
 
 
 def _in_order(source: Source) -> list[str]:
@@ -188,7 +191,7 @@ def _mapped(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels of the cache's files, which are written if there are none."""
     base = os.path.join(folder, f"decoded-{_key(source)}")
-    if not os.path.exists(f"{base}.npy"):
+    if not (os.path.exists(f"{base}.npy") and os.path.exists(f"{base}-labels.npy")):
         os.makedirs(folder, exist_ok=True)
         labels = np.empty(shape[0], np.int64)
         # Renamed when whole; the images last, since they say that both are there.
@@ -205,7 +208,8 @@ def _mapped(
 
 def _key(source: Source) -> str:
     """Changes with whatever changes the pixels."""
-    facts = [source.name, tuple(source.image_shape), sorted(source.splits.items())]
+    facts = [source.name, source.reads, sorted(source.splits.items())]
+    facts.append((tuple(source.image_shape), source.num_classes))
     for split in source.splits:
         for path in source.files(split):
             stat = tf.io.gfile.stat(path)

@@ -102,5 +102,9 @@ def _scaled(window: tf.Tensor, shape: tf.Tensor, ratio: int) -> tf.Tensor:
     if ratio == 1:
         return window
     whole = (shape[:2] + ratio - 1) // ratio  # libjpeg rounds up
-    corner = window[:2] // ratio
-    return tf.concat([corner, tf.minimum(window[2:] // ratio, whole - corner)], axis=0)
+    # Both borders to the nearest pixel: the picture moves by less than half of one.
+    corner = (window[:2] + ratio // 2) // ratio
+    end = (window[:2] + window[2:] + ratio // 2) // ratio
+    corner = tf.minimum(corner, whole - 1)
+    end = tf.clip_by_value(end, corner + 1, whole)
+    return tf.concat([corner, end - corner], axis=0)

@@ -154,7 +154,8 @@ class Pipeline:
         options.deterministic = self.deterministic
         # Threads of its own, so that towers on the CPU and input do not queue up
         # behind one another; an operation by itself is too small to divide.
-        options.threading.private_threadpool_size = os.cpu_count() or 1
+        if self.data_service is None:  # a worker would keep those of every epoch
+            options.threading.private_threadpool_size = os.cpu_count() or 1
         options.threading.max_intra_op_parallelism = 1
         if self.ram_budget_mb is not None:
             options.autotune.ram_budget = self.ram_budget_mb * 2**20

@@ -10,7 +10,9 @@ of your own. Ctrl-C or SIGTERM ends it.
 """
 
 import os
+import re
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -45,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         role = check(argv)
     except ValueError as error:
-        print(f"input_pipeline.service: {error}", file=sys.stderr)
-        return 1
+        return fail(error)
     # Whoever starts it has no use for GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from tensorflow.data.experimental import service
@@ -56,7 +57,10 @@ def main(argv: Sequence[str]) -> int:
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     if role == "dispatcher":
-        server = service.DispatchServer(service.DispatcherConfig(port=FLAGS.port))
+        try:
+            server = service.DispatchServer(service.DispatcherConfig(port=FLAGS.port))
+        except Exception as error:  # TensorFlow's own kinds
+            return fail(f"cannot listen on port {FLAGS.port}: {error}")
         print(f"dispatcher at {server.target}", flush=True)
     else:
         config = service.WorkerConfig(
@@ -65,17 +69,23 @@ def main(argv: Sequence[str]) -> int:
             port=FLAGS.port,
             dispatcher_timeout_ms=10_000,
         )
+        host, _, port = FLAGS.dispatcher.partition(":")
         try:
+            socket.create_connection((host, int(port)), timeout=10).close()
             server = service.WorkerServer(config)
-        except Exception as error:  # TensorFlow's own kinds
-            line = str(error).splitlines()[0]
-            reason = f"no dispatcher answers at {FLAGS.dispatcher}: {line}"
-            print(f"input_pipeline.service: {reason}", file=sys.stderr)
-            return 1
+        except Exception as error:  # TensorFlow's own kinds, too
+            return fail(f"no dispatcher answers at {FLAGS.dispatcher}: {error}")
         print(f"worker of {FLAGS.dispatcher}", flush=True)
     signal.sigwait(ends)
-    del server
-    return 0
+    # To end in order, a server would wait for clients that may have gone.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def fail(reason: object) -> int:
+    """Says in one line why the program ends, and returns its exit code."""
+    print(f"input_pipeline.service: {' '.join(str(reason).split())}", file=sys.stderr)
+    return 1
 
 
 def check(argv: Sequence[str]) -> str:
@@ -93,7 +103,7 @@ def check(argv: Sequence[str]) -> str:
             f"received --dispatcher={FLAGS.dispatcher} for a {argv[1]}; expected it "
             "for a worker, and for nothing else"
         )
-    if FLAGS.dispatcher and FLAGS.dispatcher.count(":") != 1:
+    if FLAGS.dispatcher and not re.fullmatch(r"[^:]+:\d+", FLAGS.dispatcher):
         raise ValueError(
             f"received --dispatcher={FLAGS.dispatcher}; expected HOST:PORT, such as "
             "localhost:5050"

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -58,7 +59,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "dataset",
     "digits",
-    "digits, tfds:NAME, tfrecord:GLOB, folder:DIR or synthetic:HxWxC:CLASSES.",
+    "digits, tfds:NAME, tfrecord:GLOB, array_record:GLOB, parquet:GLOB, csv:GLOB, "
+    "folder:DIR or synthetic:HxWxC:CLASSES.",
 )
 flags.DEFINE_string("data_dir", "data", "Where digits and tfds: keep their files.")
 flags.DEFINE_string(
@@ -89,7 +91,9 @@ flags.DEFINE_string("eval_dataset", None, "Data set to evaluate on.", **_MORE)
 flags.DEFINE_string(
     "image_size", None, "N or HxW to resize images to. Default: as they are.", **_MORE
 )
-flags.DEFINE_integer("num_classes", None, "Classes of tfrecord: data.", **_MORE)
+flags.DEFINE_integer(
+    "num_classes", None, "Classes, where labels are read from files.", **_MORE
+)
 flags.DEFINE_enum(
     "recipe",
     "none",
@@ -245,6 +249,7 @@ flags.DEFINE_integer("parity_steps", 3, "Steps that towers.parity compares.", **
 # What TensorFlow raises where a record is bad.
 BAD_RECORD = (
     tf.errors.DataLossError,
+    tf.errors.FailedPreconditionError,
     tf.errors.InvalidArgumentError,
     tf.errors.NotFoundError,
 )
@@ -377,6 +382,11 @@ def set_up(argv: Sequence[str]) -> Job:
         held_out = open_source(FLAGS.eval_dataset, source.num_classes)
         check_same_kind(source, held_out)
     image_shape = choose_image_shape(source)
+    if FLAGS.cutmix_alpha and len(image_shape) == 1:
+        raise ValueError(
+            f"Received --cutmix_alpha={FLAGS.cutmix_alpha}, but {source.name} has rows "
+            "of numbers; expected images, so use --mixup_alpha."
+        )
     model = build_model(source, image_shape, placed.home)
     if not FLAGS.clean:
         check_checkpoint(checkpoints, model=model.variables)
@@ -398,7 +408,7 @@ def set_up(argv: Sequence[str]) -> Job:
         all_reduce_alg=FLAGS.all_reduce_alg,
         choice_file=os.path.join(model_dir, "variable_update.json"),
         max_staleness=FLAGS.max_staleness,
-        preprocess=make_preprocess(source.num_classes),
+        preprocess=make_preprocess(model.output_shape[-1] if mixes() else None),
         prefetch=FLAGS.prefetch,
     )
     # Towers that do not wait for one another make a step of the optimizer each.
@@ -412,9 +422,13 @@ def set_up(argv: Sequence[str]) -> Job:
             f"There is no checkpoint in {checkpoints} to evaluate; train first, or "
             "name the model_dir of an earlier run."
         )
-    return Job(
+    job = Job(
         source, held_out, image_shape, placed, model, parallel, checkpoint, model_dir
     )
+    # Whatever they find wrong is the user's input, too.
+    job.train_data()
+    job.eval_data()
+    return job
 
 
 def run(job: Job) -> None:
@@ -530,7 +544,7 @@ def check_flags(argv: Sequence[str]) -> None:
         ("mixup_alpha", 0, None),
         ("cutmix_alpha", 0, None),
         ("shuffle_mb", 0, None),
-        ("ram_budget_mb", 1, None),
+        ("ram_budget_mb", 1, 2**30),
         ("prefetch", 0, None),
         ("parity_steps", 1, None),
         ("seed", 0, 2**32 - 1),
@@ -643,11 +657,11 @@ def randaugment() -> tuple[int, int] | None:
     if (
         len(numbers) != len(FLAGS.randaugment)
         or len(numbers) != 2
-        or not (numbers[0] and numbers[1] <= 10)
+        or not (1 <= numbers[0] <= 8 and numbers[1] <= 10)
     ):
         raise ValueError(
             f"Received --randaugment={','.join(FLAGS.randaugment)}; expected layers "
-            "(at least 1) and a magnitude (0 to 10), such as --randaugment=2,9."
+            "(1 to 8) and a magnitude (0 to 10), such as --randaugment=2,9."
         )
     return tuple(numbers)
 
@@ -660,11 +674,22 @@ def mixes() -> bool:
 def check_data_service() -> None:
     """Checks the form of --data_service."""
     address = FLAGS.data_service
-    if address and not re.fullmatch(r"grpc://[^:/]+:\d+", address):
+    if address is None:
+        return
+    match = re.fullmatch(r"grpc://([^:/]+):(\d+)", address)
+    if not match:
         raise ValueError(
             f"Received --data_service={address}; expected the address of a dispatcher, "
             "such as grpc://localhost:5050."
         )
+    try:
+        # TensorFlow would wait for ever.
+        socket.create_connection((match[1], int(match[2])), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"Received --data_service={address}, where nothing answers ({error}); "
+            "start a dispatcher there: python -m input_pipeline.service dispatcher."
+        ) from error
 
 
 def optimizer_class() -> type[keras.optimizers.Optimizer]:
@@ -740,6 +765,11 @@ def prepare_data(
         split of `source`, else `None`.
     """
     source.prepare()
+    if source.splits.get("train") == 0:
+        raise ValueError(
+            f"{source.name} has no record to train on; expected at least one, so check "
+            "its files."
+        )
     input_pipeline.scan_labels(source, "train")
     if held_out is None:
         held_out = source
@@ -812,23 +842,23 @@ def tower_shares(placed: devices.Devices) -> tuple[int, ...]:
     return tuple(int(share) for share in FLAGS.tower_shares)
 
 
-def make_preprocess(num_classes: int) -> Callable[[Any, Any, bool], tuple[Any, Any]]:
+def make_preprocess(outputs: int | None) -> Callable[[Any, Any, bool], tuple[Any, Any]]:
     """Makes what towers do to their shares: bytes to floats in [-1, 1], and mixing.
 
     Args:
-        num_classes: Labels are below it.
+        outputs: How many values the model returns for an image; needed to mix.
     """
     mix = None
     if mixes():
         mix = input_pipeline.Mix(
-            num_classes, FLAGS.mixup_alpha, FLAGS.cutmix_alpha, FLAGS.seed
+            outputs, FLAGS.mixup_alpha, FLAGS.cutmix_alpha, FLAGS.seed
         )
     dtype = keras.config.dtype_policy().compute_dtype
 
     def preprocess(x, y, training):
         images = x.dtype == tf.uint8
         if mix is not None and y is not None:
-            x, y = mix(x, y) if training else (x, tf.one_hot(y, num_classes))
+            x, y = mix(x, y) if training else (x, tf.one_hot(y, outputs))
         return (input_pipeline.normalize(x, dtype) if images else x), y
 
     return preprocess

@@ -31,6 +31,8 @@ class Source(abc.ABC):
         in_graph: False where records are read by Python, which workers of a tf.data
             service cannot run.
         labels_need_checking: False where labels are right by construction.
+        reads: what besides its files decides what a source reads, such as the names
+            of fields.
         note: what else is to be known, a phrase; may be empty.
     """
 
@@ -43,6 +45,7 @@ class Source(abc.ABC):
     all_jpeg: bool = False
     in_graph: bool = True
     labels_need_checking: bool = False
+    reads: tuple = ()
     note: str = ""
 
     def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)

@@ -41,6 +41,7 @@ class CSVSource(StreamFiles):
                     f"{', '.join(columns)}: expected the same in all files"
                 )
         self._label = columns.index(find_label(columns, label_key))
+        self.reads = (self._label,)
         self._types = [tf.float32] * len(columns)
         self._types[self._label] = tf.int64
         self.image_shape = (len(columns) - 1,)

@@ -64,6 +64,7 @@ class ParquetSource(FileSource, StreamSource):
         first, *others = self._all_files()
         schema = self._footers[first].schema.to_arrow_schema()
         self._choose_columns(first, schema, image_key, label_key)
+        self.reads = (*self._columns, self._label)
         for path in others:
             found = self._footers[path].schema.to_arrow_schema()
             for name in (*self._columns, self._label):

@@ -99,6 +99,7 @@ class TFDSSource(StreamSource):
         self._num_shards = num_shards
         self._asked = {"train": train_split, "test": test_split}
         self._shard = shard
+        self.reads = train_split, test_split, shard
         self._read_config = read_config or tfds.ReadConfig(
             interleave_cycle_length=_CYCLE_LENGTH,
             num_parallel_calls_for_interleave_files=tf.data.AUTOTUNE,
@@ -152,6 +153,8 @@ class TFDSSource(StreamSource):
             # Caching would pin the first epoch's order; we prefetch at the end.
             try_autocache=False,
             skip_prefetch=True,
+            # Workers of a tf.data service read parts.
+            assert_cardinality=False,
             # File and position in it.
             add_tfds_id=True,
         )

@@ -155,6 +155,7 @@ class ExampleFiles(FileSource):
         self._fields = {image_key: tf.io.FixedLenFeature([], tf.string)}
         self._fields |= self._label_field
         self._image_key, self._label_key = image_key, label_key
+        self.reads = image_key, label_key
 
     def _parse_examples(self, serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Images and labels [B] of tf.Examples [B]."""

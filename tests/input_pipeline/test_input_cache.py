@@ -67,11 +67,11 @@ def test_other_files_are_another_cache(tmp_path, image_example, grey, write_tfre
 
 
 def test_what_does_not_fit_goes_to_the_disk_or_nowhere(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_free_memory", lambda: 4 * 1797 * 64 - 1)
+    monkeypatch.setattr(cache, "_free_memory", lambda: 4 * 4 * 1797 * 64 - 1)
     assert cached(digits, "auto") is digits
     kept = cached(digits, "auto", str(tmp_path))
     assert isinstance(kept, RowSource) and len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(cache, "_free_memory", lambda: 4 * 1797 * 64)
+    monkeypatch.setattr(cache, "_free_memory", lambda: 4 * 4 * 1797 * 64)
     assert isinstance(cached(digits, "auto"), RowSource)
 
 
@@ -228,3 +228,23 @@ def test_workers_of_a_service_cannot_read_what_python_reads(digits, tmp_path):
             training=True,
             data_service="grpc://localhost:1",
         )
+
+
+def test_other_fields_are_another_cache(tmp_path, example, write_tfrecord):
+    fields = {"image__height": 2, "image__width": 2, "image__channels": 3}
+    fields |= {"x": bytes(12), "y": bytes([9] * 12), "coarse": 1, "fine": 7}
+    write_tfrecord(tmp_path / "a", [example(**fields)] * 3)
+    found = set()
+    for image_key, label_key in (("x", "coarse"), ("x", "fine"), ("y", "fine")):
+        keys = {"image_key": image_key, "label_key": label_key}
+        source = open_source(f"tfrecord:{tmp_path}/a", num_classes=8, **keys)
+        kept = cached(source, "disk", str(tmp_path / "cache"))
+        ((image, label), *_) = _examples(kept, "train")
+        found.add((image[0], label))
+    assert found == {(0, 1), (0, 7), (9, 7)}
+
+
+def test_half_a_cache_is_written_anew(digits, tmp_path):
+    whole = _examples(cached(digits, "disk", str(tmp_path)), "test")
+    next(tmp_path.glob("*-labels.npy")).unlink()
+    assert _examples(cached(digits, "disk", str(tmp_path)), "test") == whole

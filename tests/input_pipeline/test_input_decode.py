@@ -6,7 +6,7 @@ import tensorflow as tf
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from input_pipeline import augment
+from input_pipeline import augment, decode
 from input_pipeline.decode import Tricks, decode_window
 
 SLOW = Tricks(fused_crop=False, scaled=False, fast_dct=False, plain_upsampling=False)
@@ -126,3 +126,19 @@ def test_channels_are_made_while_decoding(photo, encode, channels, image_format)
 def test_what_is_no_image_is_an_error(content):
     with pytest.raises(tf.errors.InvalidArgumentError):
         _decode(content, (0, 0, 1, 1), (4, 4, 3))
+
+
+@pytest.mark.parametrize("ratio", [2, 4, 8])
+def test_a_scaled_window_stays_where_it_was(ratio):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        shape = rng.integers(20, 600, 2)
+        size = np.minimum(rng.integers(ratio, 600, 2), shape)
+        corner = rng.integers(0, shape - size + 1)
+        window = tf.constant([*corner, *size], tf.int32)
+        found = decode._scaled(window, tf.constant(shape, tf.int32), ratio).numpy()
+        begin, end = found[:2], found[:2] + found[2:]
+        # Each border to the nearest pixel, inside of the image.
+        assert np.abs(begin - corner / ratio).max() <= 0.5
+        assert np.abs(end - (corner + size) / ratio).max() <= 0.5
+        assert begin.min() >= 0 and np.all(end <= -(-shape // ratio))

@@ -58,6 +58,11 @@ def test_processes_make_the_batches(tmp_path, image_example, grey, write_tfrecor
         (["worker"], "received --dispatcher=None for a worker; expected it"),
         (["dispatcher", "--dispatcher=a:1"], "--dispatcher=a:1 for a dispatcher"),
         (["worker", "--dispatcher=a"], "expected HOST:PORT, such as localhost:5050"),
+        (["worker", "--dispatcher=a:b"], "expected HOST:PORT, such as localhost:5050"),
+        (
+            ["worker", "--dispatcher=localhost:1"],
+            "no dispatcher answers at localhost:1",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(args, message):

@@ -535,6 +535,9 @@ class TestInProcess:
             ({"parity_steps": 0}, "--parity_steps=0; expected at least 1"),
             ({"randaugment": ["2"]}, "--randaugment=2; expected layers"),
             ({"randaugment": ["2", "11"]}, "--randaugment=2,11; expected layers"),
+            ({"randaugment": ["999", "9"]}, "--randaugment=999,9; expected layers"),
+            ({"data_service": ""}, "--data_service=; expected the address"),
+            ({"data_service": "grpc://localhost:1"}, "where nothing answers"),
             ({"mixup_alpha": -1.0}, "--mixup_alpha=-1.0; expected at least 0"),
             ({"shuffle_mb": -1}, "--shuffle_mb=-1; expected at least 0"),
             ({"prefetch": -1}, "--prefetch=-1; expected at least 0"),
@@ -841,6 +844,10 @@ def check_bad(done, words, model_dir):
         (
             "--eval_dataset=synthetic:8x8x1:12",
             ["synthetic:8x8x1:12", "12 classes", "digits has 10"],
+        ),
+        (
+            "--dataset=synthetic:8x8x2:3:64 --randaugment=2,9",
+            ["(8, 8, 2)", "set the number of channels"],
         ),
         ("--eval_only", ["no checkpoint", "{model_dir}/checkpoints", "train first"]),
         ("--no_such_flag=1", ["no_such_flag", "--help"]),

@@ -63,6 +63,11 @@ def check(argv: Sequence[str]) -> int:
         ValueError: If any input is bad.
     """
     train.check_flags(argv)
+    if train.mixes():
+        raise ValueError(
+            "Received --mixup_alpha or --cutmix_alpha, which mix each tower's own "
+            "examples and so never equal one device; leave them out."
+        )
     placed = train.configure_devices()
     shares = train.tower_shares(placed)
     source = train.open_source(FLAGS.dataset, FLAGS.num_classes)
@@ -103,20 +108,18 @@ def read_batches(
     Raises:
         ValueError: If a record is bad.
     """
+    preprocess = train.make_preprocess(None)
     data = input_pipeline.make_dataset(
         source,
         "train",
         batch_size=FLAGS.batch_size,
         image_shape=image_shape,
         training=True,
+        recipe=FLAGS.recipe,
+        randaugment=train.randaugment(),
         seed=FLAGS.seed,
         deterministic=True,
-    ).map(
-        lambda images, labels: (
-            train.make_preprocess(0)(images, None, False)[0],
-            labels,
-        )
-    )
+    ).map(lambda images, labels: (preprocess(images, None, False)[0], labels))
     try:
         batches = list(itertools.islice(data.repeat(), FLAGS.parity_steps))
     except (
