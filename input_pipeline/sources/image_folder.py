@@ -1,6 +1,7 @@
 """``folder:DIR``: a folder of JPEG or PNG files for each class."""
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -76,13 +77,12 @@ class ImageFolderSource(IndexedSource):
 
     def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
         """One record: a file is an image here."""
-        paths = (path for split in self._labels.values() for path in split)
-        yield (
-            path,
-            tf.constant(
-                next(i for i, known in enumerate(paths) if known == path), tf.int64
-            ),
-        )
+        yield path, tf.constant(self._numbers[path], tf.int64)
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        paths = itertools.chain.from_iterable(self._labels.values())
+        return {path: number for number, path in enumerate(paths)}
 
 
 def _find_splits(root: str) -> tuple[_Classes, _Classes]:
