@@ -8,20 +8,23 @@ or devices.
 
 from input_pipeline.augment import normalize
 from input_pipeline.cache import CACHES, cached
-from input_pipeline.checks import find_bad_record, scan_labels
+from input_pipeline.checks import blame_records, find_bad_record, scan_labels
 from input_pipeline.mix import Mix
 from input_pipeline.pipeline import Pipeline, make_dataset
 from input_pipeline.recipes import RECIPES
 from input_pipeline.sources import Source, open_source
 from input_pipeline.sources.arrays import ArraySource
+from input_pipeline.sources.base import BadRecordError
 
 __all__ = [
     "CACHES",
     "RECIPES",
     "ArraySource",
+    "BadRecordError",
     "Mix",
     "Pipeline",
     "Source",
+    "blame_records",
     "cached",
     "find_bad_record",
     "make_dataset",

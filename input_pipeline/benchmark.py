@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import json
@@ -20,13 +21,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from absl import app, flags, logging
+from absl import app, flags
 
-from input_pipeline import checks, measure, recipes, report, sources
+from input_pipeline import measure, recipes, report, sources
 from input_pipeline.cache import CACHES, cached
+from input_pipeline.checks import blame_records
+from input_pipeline.commands import (
+    check_data_service,
+    fail,
+    parse_flags,
+    quieten,
+    read_image_size,
+    read_randaugment,
+)
 from input_pipeline.pipeline import Pipeline
 
 FLAGS = flags.FLAGS
+_PROGRAM = "input_pipeline.benchmark"
 
 flags.DEFINE_string(
     "dataset",
@@ -81,13 +92,6 @@ flags.DEFINE_bool("json", False, "Print one line of JSON instead of tables.")
 flags.DEFINE_string("plot", None, "PNG file for a bar chart (needs matplotlib).")
 
 
-_BAD_RECORD = (
-    tf.errors.DataLossError,
-    tf.errors.InvalidArgumentError,
-    tf.errors.NotFoundError,
-)
-
-
 def main(argv: Sequence[str]) -> int:
     """Measures what the flags describe.
 
@@ -97,27 +101,22 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    pipeline = None
     try:
         pipeline, towers = set_up(argv)
         steps = FLAGS.step_ms and [float(step) for step in FLAGS.step_ms]
         results = describe(pipeline)
-        results |= measure.measure(pipeline, FLAGS.examples, towers, steps)
-        if FLAGS.ablate:
-            results["ablation"] = measure.ablate(pipeline, FLAGS.examples)
+        with blame_records(pipeline.source):
+            results |= measure.measure(pipeline, FLAGS.examples, towers, steps)
+            if FLAGS.ablate:
+                results["ablation"] = measure.ablate(pipeline, FLAGS.examples)
         print(json.dumps(results) if FLAGS.json else report.text(results))
         if FLAGS.plot:
             report.plot(results, FLAGS.plot)
     except KeyboardInterrupt:
-        fail("Stopped by Ctrl-C.")
+        fail("Stopped by Ctrl-C.", _PROGRAM)
         return 130
     except (ValueError, OSError) as error:
-        return fail(error)
-    except _BAD_RECORD:
-        reason = pipeline and checks.find_bad_record(pipeline.source, pipeline.split)
-        if not reason:
-            raise
-        return fail(reason)
+        return fail(error, _PROGRAM)
     finally:
         # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
         gc.collect()
@@ -148,7 +147,7 @@ def set_up(argv: Sequence[str]) -> tuple[Pipeline, list[str]]:
         num_classes=FLAGS.num_classes,
     )
     shape = tuple(source.image_shape)
-    if len(shape) == 3 and (asked := asked_image_size()) is not None:
+    if len(shape) == 3 and (asked := read_image_size(FLAGS.image_size)) is not None:
         shape = (*asked, shape[-1])
     if None in shape:
         raise ValueError(
@@ -158,11 +157,8 @@ def set_up(argv: Sequence[str]) -> tuple[Pipeline, list[str]]:
     with contextlib.redirect_stdout(sys.stderr):  # TFDS says what it does.
         source.prepare()
     cache = "none" if FLAGS.data_service else FLAGS.cache
-    try:
+    with blame_records(source):
         source = cached(source, cache, FLAGS.cache_dir, FLAGS.deterministic)
-    except _BAD_RECORD as error:
-        reason = checks.find_bad_record(source, FLAGS.split)
-        raise ValueError(reason or error) from error
     training = FLAGS.split == "train"
     pipeline = Pipeline(
         source,
@@ -171,7 +167,7 @@ def set_up(argv: Sequence[str]) -> tuple[Pipeline, list[str]]:
         image_shape=shape,
         training=training,
         recipe=FLAGS.recipe,
-        randaugment=asked_randaugment(),
+        randaugment=read_randaugment(FLAGS.randaugment),
         seed=FLAGS.seed,
         deterministic=FLAGS.deterministic or not training,
         shuffle_mb=FLAGS.shuffle_mb,
@@ -188,24 +184,20 @@ def check_flags(argv: Sequence[str]) -> None:
             f"Received the argument {argv[1]!r}; expected flags only, such as "
             "--dataset=digits (see --help)."
         )
-    asked_image_size()
-    asked_randaugment()
+    read_image_size(FLAGS.image_size)
+    read_randaugment(FLAGS.randaugment)
     for step in FLAGS.step_ms or []:
         if not _is_time(step):
             raise ValueError(
                 f"Received --step_ms={','.join(FLAGS.step_ms)}; expected milliseconds "
                 "of at least 0, such as --step_ms=20,50."
             )
-    if FLAGS.data_service is not None and "://" not in FLAGS.data_service:
-        raise ValueError(
-            f"Received --data_service={FLAGS.data_service}; expected a protocol and an "
-            "address, such as --data_service=grpc://localhost:5050."
-        )
     if FLAGS.data_service is not None and FLAGS.ablate:
         raise ValueError(
             "Received --ablate and --data_service, whose workers have the tricks; "
             "expected one of them, so measure on one of those machines."
         )
+    check_data_service(FLAGS.data_service)
     if FLAGS.plot is not None:
         folder = os.path.dirname(os.path.abspath(FLAGS.plot))
         if not FLAGS.plot.endswith(".png") or not os.path.isdir(folder):
@@ -218,33 +210,6 @@ def check_flags(argv: Sequence[str]) -> None:
                 f"Received --plot={FLAGS.plot}, but matplotlib, which draws it, is not "
                 "installed; pip install matplotlib, or leave out --plot."
             )
-
-
-def asked_image_size() -> tuple[int, int] | None:
-    """Reads --image_size."""
-    if FLAGS.image_size is None:
-        return None
-    sizes = FLAGS.image_size.lower().split("x")
-    if len(sizes) > 2 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise ValueError(
-            f"Received --image_size={FLAGS.image_size}; expected pixels, as 224 or "
-            "as 240x320 (height x width)."
-        )
-    return int(sizes[0]), int(sizes[-1])
-
-
-def asked_randaugment() -> tuple[int, int] | None:
-    """Reads --randaugment."""
-    if FLAGS.randaugment is None:
-        return None
-    if len(FLAGS.randaugment) == 2 and all(n.isdecimal() for n in FLAGS.randaugment):
-        layers, magnitude = map(int, FLAGS.randaugment)
-        if layers >= 1 and magnitude <= 10:
-            return layers, magnitude
-    raise ValueError(
-        f"Received --randaugment={','.join(FLAGS.randaugment)}; expected layers of at "
-        "least 1 and a magnitude of 0 to 10, such as --randaugment=2,9."
-    )
 
 
 def _is_time(step: str) -> bool:
@@ -279,37 +244,5 @@ def describe(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-# How it can end.
-
-
-def fail(reason: object) -> int:
-    """Says in one line why the program ends, and returns its exit code."""
-    message = " ".join(str(reason).split())
-    print(f"input_pipeline.benchmark: {message}", file=sys.stderr)
-    return 1
-
-
-def quieten() -> None:
-    """Leaves out what TFDS tells its own authors, and its progress bars."""
-    if not FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)
-        logging.get_absl_logger().addFilter(
-            lambda record: "FeatureConnector.dtype" not in record.getMessage()
-        )
-    if not sys.stderr.isatty():
-        # tqdm reads this when it is first imported.
-        os.environ.setdefault("TQDM_DISABLE", "1")
-
-
-def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Reads the flags, as absl does, but for what is said of a bad one."""
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(fail(f"{error}; see --help."))
-    except SystemExit:
-        sys.exit(0)  # absl has shown the help, and calls that an error
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))

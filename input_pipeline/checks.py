@@ -1,11 +1,22 @@
 """Which record is bad: asked before training for labels, after an error for all."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
 
 from input_pipeline.sources.base import BadRecordError, Source, blame
+
+# What TensorFlow raises where a record is bad.
+_BAD_RECORD = (
+    tf.errors.DataLossError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.PermissionDeniedError,
+)
 
 # Reading this much takes seconds; more than that is sampled.
 _SCAN_ALL_BELOW_MB = 256
@@ -34,6 +45,38 @@ def scan_labels(source: Source, split: str) -> None:
     limit = None if size < _SCAN_ALL_BELOW_MB * 2**20 else _SAMPLE_PER_FILE
     for path in paths:
         read_labels(source, path, limit)
+
+
+@contextlib.contextmanager
+def blame_records(*sources: Source) -> Iterator[None]:
+    """Turns TensorFlow's error for a bad record into one that says which it is.
+
+    Args:
+        *sources: prepared; what may be read inside.
+
+    Raises:
+        BadRecordError: TensorFlow raised an error, and ``find_bad_record`` found the
+            reason in a split of a source. Without one, the error is left as it is.
+    """
+    try:
+        yield
+    except _BAD_RECORD as error:
+        for source in {id(source.origin): source for source in sources}.values():
+            for split in source.splits:
+                if reason := find_bad_record(source, split):
+                    raise BadRecordError(reason) from error
+        raise
+
+
+def assert_labels(labels: tf.Tensor, num_classes: float) -> None:
+    """Fails at run time on any device where a label is outside [0, num_classes).
+
+    On a GPU, it would silently give a loss of NaN or 0.
+    """
+    tf.debugging.Assert(
+        tf.reduce_all((labels >= 0) & (labels < num_classes)),
+        [f"label outside 0..{num_classes - 1}:", labels],
+    )
 
 
 def find_bad_record(source: Source, split: str) -> str | None:

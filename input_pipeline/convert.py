@@ -10,7 +10,6 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -25,10 +24,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from absl import flags, logging
+from absl import flags
 
 from input_pipeline import augment
-from input_pipeline.checks import find_bad_record, read_labels
+from input_pipeline.checks import assert_labels, blame_records, read_labels
+from input_pipeline.commands import fail, quieten, read_image_size
 from input_pipeline.decode import Tricks, decode_window
 from input_pipeline.sources import Source, open_source
 from input_pipeline.sources.base import IndexedSource, decode_image
@@ -78,12 +78,12 @@ def convert(
             f"of {', '.join(RAW)}"
         )
     source.prepare()
-    with _blame(source):
+    with blame_records(source):
         form = _choose_form(source, image_size, raw)
         manifest = _describe(source, shards, form)
     _prepare_folder(source, folder, manifest, overwrite)
     sizes = manifest["splits"]
-    with _Progress(sum(sizes.values())) as progress, _blame(source):
+    with _Progress(sum(sizes.values())) as progress, blame_records(source):
         for split, size in sizes.items():
             _Writer(source, split, form, folder, size, shards, progress).run()
     _write_json(os.path.join(folder, INFO), _info(source, form, folder, sizes, shards))
@@ -184,8 +184,7 @@ def _images(source: Source, split: str, start: int = 0) -> tf.data.Dataset:
 
     def parse(_, records):
         images, labels = source.parse(records)
-        inside = (labels >= 0) & (labels < source.num_classes)
-        tf.debugging.Assert(tf.reduce_all(inside), ["a label is out of range"])
+        assert_labels(labels, source.num_classes)
         return images, labels
 
     batches = source.batches(split, _AT_ONCE, start=start)
@@ -514,22 +513,6 @@ def _info(
     }
 
 
-@contextlib.contextmanager
-def _blame(source: Source) -> Iterator[None]:
-    """Says which record is bad, where one is."""
-    try:
-        yield
-    except (
-        tf.errors.DataLossError,
-        tf.errors.InvalidArgumentError,
-        tf.errors.NotFoundError,
-    ) as error:
-        reasons = (find_bad_record(source, split) for split in source.splits)
-        if reason := next(filter(None, reasons), None):
-            raise ValueError(reason) from error
-        raise
-
-
 def main(argv: Sequence[str]) -> int:
     """Converts what the command line says.
 
@@ -553,13 +536,11 @@ def main(argv: Sequence[str]) -> int:
             )
         _run(*names, values)
     except KeyboardInterrupt:
-        print(
-            f"\n{_PROGRAM}: stopped by Ctrl-C; run it again to go on", file=sys.stderr
-        )
+        print(file=sys.stderr)  # ends the progress bar's line
+        fail("stopped by Ctrl-C; run it again to go on", _PROGRAM)
         return 130
     except (flags.Error, ValueError, OSError, tf.errors.OpError) as error:
-        print(f"{_PROGRAM}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return fail(error, _PROGRAM)
     return 0
 
 
@@ -567,7 +548,7 @@ def _run(spec: str, target: str, values: flags.FlagValues) -> None:
     kind, _, folder = target.partition(":")
     if kind != "tfrecord" or any(sign in folder for sign in "*?["):
         raise ValueError(f"received {target!r}: expected tfrecord:FOLDER")
-    size = _read_size(values.image_size)
+    size = read_image_size(values.image_size)
     source = open_source(
         spec,
         data_dir=os.path.expanduser(values.data_dir),
@@ -583,18 +564,6 @@ def _run(spec: str, target: str, values: flags.FlagValues) -> None:
         raw=values.raw,
         overwrite=values.overwrite,
     )
-
-
-def _read_size(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    sizes = text.lower().split("x")
-    if len(sizes) > 2 or not all(size.isdigit() and int(size) for size in sizes):
-        raise ValueError(
-            f"received --image_size={text}: expected pixels, as 224 or as 240x320 "
-            "(height x width)"
-        )
-    return int(sizes[0]), int(sizes[-1])
 
 
 def _define_flags() -> flags.FlagValues:
@@ -621,9 +590,6 @@ def _define_flags() -> flags.FlagValues:
 if __name__ == "__main__":
     # They are left to training.
     tf.config.set_visible_devices([], "GPU")
-    logging.set_verbosity(logging.ERROR)
+    quieten()
     tf.get_logger().setLevel("ERROR")
-    if not sys.stderr.isatty():
-        # TFDS's bars; tqdm reads this when it is first imported.
-        os.environ.setdefault("TQDM_DISABLE", "1")
     sys.exit(main(sys.argv))

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from input_pipeline import augment, recipes
-from input_pipeline.decode import Tricks
+from input_pipeline.decode import Tricks, is_jpeg
 from input_pipeline.pipeline import Pipeline
 from input_pipeline.sources.base import StreamSource
 
@@ -24,7 +24,6 @@ _SECONDS = 5
 # Of what is read for a figure; this much is read before, in each round.
 _WARM_UP = 0.1
 _ROUNDS = 5
-_JPEG = b"\xff\xd8\xff"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,9 +249,9 @@ def _variants(pipeline: Pipeline) -> dict[str, tf.data.Dataset]:
     last = pipeline.stages()[-1][1]
     ahead = last.prefetch(tf.data.AUTOTUNE)
     # AUTOTUNE takes no more threads than there are.
-    variants["parallel maps off"] = ahead.with_options(_options(pipeline, 1))
-    variants["private threads off"] = ahead.with_options(_options(pipeline, None))
-    variants["prefetch off"] = last.with_options(pipeline.finish(last).options())
+    variants["parallel maps off"] = ahead.with_options(pipeline.options(1))
+    variants["private threads off"] = ahead.with_options(pipeline.options(None))
+    variants["prefetch off"] = last.with_options(pipeline.options())
     variants["float32 on"] = pipeline.finish(
         last.map(
             lambda images, labels: (augment.normalize(images), labels),
@@ -260,16 +259,6 @@ def _variants(pipeline: Pipeline) -> dict[str, tf.data.Dataset]:
         )
     )
     return variants
-
-
-def _options(pipeline: Pipeline, threads: int | None) -> tf.data.Options:
-    """Those of `Pipeline.finish`, with other threads: None shares TensorFlow's."""
-    options = tf.data.Options()
-    options.deterministic = pipeline.deterministic
-    options.threading.max_intra_op_parallelism = 1
-    if threads is not None:
-        options.threading.private_threadpool_size = threads
-    return options
 
 
 def _tricks(pipeline: Pipeline) -> list[str]:
@@ -282,7 +271,7 @@ def _tricks(pipeline: Pipeline) -> list[str]:
     if not source.encoded or (source.image_shape[:2] == size and not recipe.window):
         return []
     images, *_ = next(iter(pipeline.stages()[1][1]))
-    if not source.load(images[0]).numpy().startswith(_JPEG):
+    if not is_jpeg(source.load(images[0])):
         return []
     names = (field.name for field in dataclasses.fields(Tricks))
     return [name for name in names if recipe.window or name != "fused_crop"]

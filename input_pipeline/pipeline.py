@@ -15,11 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from input_pipeline import augment, draws, recipes
+from input_pipeline.checks import assert_labels
 from input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
 from input_pipeline.sources import Source
 from input_pipeline.sources.base import decode_image
 
 _FEW_CORES = 8
+_THREADS = os.cpu_count() or 1
 
 
 def make_dataset(source: Source, split: str, **options: Any) -> tf.data.Dataset:
@@ -138,11 +140,11 @@ class Pipeline:
         size = self.source.splits[self.split]
         if self.repeat:
             length = tf.data.INFINITE_CARDINALITY
-            dataset = dataset.apply(tf.data.experimental.assert_cardinality(length))
-        elif size is not None and not self.start_record:
+        elif size is None or self.start_record:
+            return dataset
+        else:
             length = -(-size // self.batch_size)
-            dataset = dataset.apply(tf.data.experimental.assert_cardinality(length))
-        return dataset
+        return dataset.apply(tf.data.experimental.assert_cardinality(length))
 
     def stages(self) -> list[tuple[str, tf.data.Dataset]]:
         """The names of the stages, in order, and the datasets that end behind each."""
@@ -150,17 +152,26 @@ class Pipeline:
 
     def finish(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Adds what is not a stage: prefetching, and options for speed."""
+        # The next batches are made while the devices compute.
+        return dataset.prefetch(tf.data.AUTOTUNE).with_options(self.options())
+
+    def options(self, threads: int | None = _THREADS) -> tf.data.Options:
+        """Those of all stages.
+
+        Args:
+            threads: of the pipeline's own; None shares TensorFlow's.
+        """
         options = tf.data.Options()
         options.deterministic = self.deterministic
         # Threads of its own, so that towers on the CPU and input do not queue up
         # behind one another; an operation by itself is too small to divide.
-        if self.data_service is None:  # a worker would keep those of every epoch
-            options.threading.private_threadpool_size = os.cpu_count() or 1
         options.threading.max_intra_op_parallelism = 1
+        if threads is not None and self.data_service is None:
+            # A worker of a service would keep those of every epoch.
+            options.threading.private_threadpool_size = threads
         if self.ram_budget_mb is not None:
             options.autotune.ram_budget = self.ram_budget_mb * 2**20
-        # The next batches are made while the devices compute.
-        return dataset.prefetch(tf.data.AUTOTUNE).with_options(options)
+        return options
 
     def _behind(self, raw):
         """The stages behind raw batches, the first."""
@@ -177,7 +188,7 @@ class Pipeline:
             stages.append(("decode", dataset))
             # The short last batch stays: every example is seen once in an epoch. To
             # copy in parallel costs more than it gains, but for many cores.
-            copies = auto if (os.cpu_count() or 1) > _FEW_CORES else None
+            copies = auto if _THREADS > _FEW_CORES else None
             dataset = dataset.batch(self.batch_size, num_parallel_calls=copies)
             stages.append(("batch", dataset))
         dataset = dataset.map(self._many(recipe), num_parallel_calls=auto)
@@ -187,7 +198,7 @@ class Pipeline:
         @tf.autograph.experimental.do_not_convert
         def parse(seed, numbers, records):
             images, labels = self.source.parse(records)
-            _check_labels(labels, self.source.num_classes)
+            assert_labels(labels, self.source.num_classes)
             if not self.source.encoded and len(self.image_shape) == 3:
                 images = augment.convert_channels(images, self.image_shape[-1])
             # At least one: `unbatch` crashes on rows of nothing.
@@ -276,7 +287,9 @@ class Pipeline:
         with warnings.catch_warnings():
             # Of options that are in the graph, which is where they belong.
             warnings.simplefilter("ignore", UserWarning)
-            return dataset.apply(distribute)
+            dataset = dataset.apply(distribute)
+        # Each worker's last batch may be short.
+        return dataset.rebatch(self.batch_size)
 
     def _epochs(self, build: Callable) -> tf.data.Dataset:
         """A dataset that is the next epoch at each iteration.
@@ -317,14 +330,3 @@ class Pipeline:
             .map(count)
             .interleave(epoch, cycle_length=1, num_parallel_calls=1, deterministic=True)
         )
-
-
-def _check_labels(labels: tf.Tensor, num_classes: int) -> None:
-    """Fails at run time on any device.
-
-    On a GPU, a label out of range would silently give a loss of NaN or 0.
-    """
-    tf.debugging.Assert(
-        tf.reduce_all((labels >= 0) & (labels < num_classes)),
-        [f"label outside 0..{num_classes - 1}:", labels],
-    )

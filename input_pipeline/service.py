@@ -18,7 +18,10 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from input_pipeline.commands import fail
+
 FLAGS = flags.FLAGS
+_PROGRAM = "input_pipeline.service"
 
 _ROLES = ("dispatcher", "worker")
 
@@ -47,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         role = check(argv)
     except ValueError as error:
-        return fail(error)
+        return fail(error, _PROGRAM)
     # Whoever starts it has no use for GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from tensorflow.data.experimental import service
@@ -60,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             server = service.DispatchServer(service.DispatcherConfig(port=FLAGS.port))
         except Exception as error:  # TensorFlow's own kinds
-            return fail(f"cannot listen on port {FLAGS.port}: {error}")
+            return fail(f"cannot listen on port {FLAGS.port}: {error}", _PROGRAM)
         print(f"dispatcher at {server.target}", flush=True)
     else:
         config = service.WorkerConfig(
@@ -74,18 +77,14 @@ def main(argv: Sequence[str]) -> int:
             socket.create_connection((host, int(port)), timeout=10).close()
             server = service.WorkerServer(config)
         except Exception as error:  # TensorFlow's own kinds, too
-            return fail(f"no dispatcher answers at {FLAGS.dispatcher}: {error}")
+            return fail(
+                f"no dispatcher answers at {FLAGS.dispatcher}: {error}", _PROGRAM
+            )
         print(f"worker of {FLAGS.dispatcher}", flush=True)
     signal.sigwait(ends)
     # To end in order, a server would wait for clients that may have gone.
     sys.stdout.flush()
     os._exit(0)
-
-
-def fail(reason: object) -> int:
-    """Says in one line why the program ends, and returns its exit code."""
-    print(f"input_pipeline.service: {' '.join(str(reason).split())}", file=sys.stderr)
-    return 1
 
 
 def check(argv: Sequence[str]) -> str:

@@ -12,16 +12,15 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 
 import dataclasses
 import difflib
+import functools
 import gc
 import glob
 import inspect
 import json
 import math
 import os
-import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,10 +28,18 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import app, flags, logging
+from absl import app, flags
 
 import input_pipeline
 import models
+from input_pipeline.commands import (
+    check_data_service,
+    fail,
+    parse_flags,
+    quieten,
+    read_image_size,
+    read_randaugment,
+)
 from towers import batch, devices
 from towers.callbacks.checkpoint import Checkpoint, check_checkpoint
 from towers.callbacks.lines import Lines
@@ -49,6 +56,7 @@ from towers.reduce import ALGORITHMS
 from towers.tower import ModelError
 
 FLAGS = flags.FLAGS
+_PROGRAM = "towers.train"
 
 flags.DEFINE_string(
     "model",
@@ -246,15 +254,6 @@ flags.DEFINE_integer("log_steps", 100, "Steps between lines and scalars.", **_MO
 flags.DEFINE_integer("parity_steps", 3, "Steps that towers.parity compares.", **_MORE)
 
 
-# What TensorFlow raises where a record is bad.
-BAD_RECORD = (
-    tf.errors.DataLossError,
-    tf.errors.FailedPreconditionError,
-    tf.errors.InvalidArgumentError,
-    tf.errors.NotFoundError,
-)
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the job that the flags describe.
 
@@ -269,26 +268,22 @@ def main(argv: Sequence[str]) -> int:
     job = None
     try:
         job = set_up(argv)
-        run(job)
+        with input_pipeline.blame_records(job.source, job.evaluated[0]):
+            run(job)
     except KeyboardInterrupt:
         _say_stopped(job, "Ctrl-C")
         return 130
     except _Terminated:
         _say_stopped(job, "SIGTERM")
         return 143
-    except (ModelError, Diverged) as error:
-        return fail(error)
+    except (ModelError, Diverged, input_pipeline.BadRecordError) as error:
+        return fail(error, _PROGRAM)
     except (ValueError, OSError) as error:
         # While setting up, what goes wrong is the user's input, and said in one
         # sentence. Later, it is worth a traceback.
         if job is not None:
             raise
-        return fail(error)
-    except BAD_RECORD:
-        reason = job and _find_bad_record(job)
-        if not reason:
-            raise
-        return fail(reason)
+        return fail(error, _PROGRAM)
     finally:
         # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
         gc.collect()
@@ -329,13 +324,20 @@ class Job:
         steps = examples and math.ceil(examples / FLAGS.batch_size)
         return steps if steps and steps % FLAGS.steps_per_loop == 0 else None
 
+    @property
+    def evaluated(self) -> tuple[input_pipeline.Source, str]:
+        """Source and split to evaluate on: held out, else the training data."""
+        return self.held_out or (self.source, "train")
+
+    @functools.cached_property
     def train_data(self) -> tf.data.Dataset:
         """Opens the training data, shuffled, at the epoch to begin at."""
         return self._open(self.source, "train", training=True)
 
+    @functools.cached_property
     def eval_data(self) -> tf.data.Dataset:
-        """Opens what to evaluate on: held-out data, else the training data in order."""
-        return self._open(*(self.held_out or (self.source, "train")), training=False)
+        """Opens what to evaluate on, in order."""
+        return self._open(*self.evaluated, training=False)
 
     def _open(self, source, split, training):
         return input_pipeline.make_dataset(
@@ -345,7 +347,7 @@ class Job:
             image_shape=self.image_shape,
             training=training,
             recipe=FLAGS.recipe,
-            randaugment=randaugment(),
+            randaugment=read_randaugment(FLAGS.randaugment),
             seed=FLAGS.seed,
             deterministic=FLAGS.deterministic or not training,
             shuffle_mb=FLAGS.shuffle_mb,
@@ -392,11 +394,6 @@ def set_up(argv: Sequence[str]) -> Job:
         check_checkpoint(checkpoints, model=model.variables)
 
     held_out = prepare_data(source, held_out)
-    kept = cached(source)
-    if held_out is not None:
-        other, split = held_out
-        held_out = (kept if other is source else cached(other)), split
-    source = kept
     parallel = multi_gpu_model(
         model,
         gpus=placed.towers,
@@ -422,12 +419,17 @@ def set_up(argv: Sequence[str]) -> Job:
             f"There is no checkpoint in {checkpoints} to evaluate; train first, or "
             "name the model_dir of an earlier run."
         )
+    if not FLAGS.eval_only and not is_finished(checkpoint, model):
+        kept = cached(source)
+        if held_out is not None:
+            other, split = held_out
+            held_out = (kept if other is source else cached(other)), split
+        source = kept
     job = Job(
         source, held_out, image_shape, placed, model, parallel, checkpoint, model_dir
     )
-    # Whatever they find wrong is the user's input, too.
-    job.train_data()
-    job.eval_data()
+    # Built now: whatever that finds wrong is the user's input, too.
+    _ = job.train_data, job.eval_data
     return job
 
 
@@ -463,7 +465,7 @@ def train(job: Job) -> float | None:
     Returns:
         Images per second, `None` if too few steps were made to tell.
     """
-    if is_finished(job):
+    if is_finished(job.checkpoint, job.model):
         print(
             f"Nothing left to train: {job.model_dir} has {job.checkpoint.epoch} epochs "
             "already. Give more --train_epochs, or --clean to start over."
@@ -479,7 +481,7 @@ def train(job: Job) -> float | None:
             every_steps=FLAGS.log_steps,
             fractions=[size / FLAGS.batch_size for size in sizes],
             texts={"flags": as_markdown(flags_text())},
-            sample=job.eval_data() if len(job.image_shape) == 3 else None,
+            sample=job.eval_data if len(job.image_shape) == 3 else None,
             class_names=job.source.class_names,
             staleness=getattr(job.parallel.builder, "staleness", None),
         ),
@@ -491,8 +493,8 @@ def train(job: Job) -> float | None:
     if not terminal:
         callbacks.append(Lines(FLAGS.log_steps))
     job.parallel.fit(
-        job.train_data(),
-        validation_data=job.eval_data() if job.held_out else None,
+        job.train_data,
+        validation_data=job.eval_data if job.held_out else None,
         initial_epoch=job.checkpoint.epoch,
         epochs=FLAGS.train_epochs,
         steps_per_epoch=job.steps_per_epoch(),
@@ -503,10 +505,10 @@ def train(job: Job) -> float | None:
     return throughput.images_per_sec
 
 
-def is_finished(job: Job) -> bool:
+def is_finished(checkpoint: Checkpoint, model: keras.Model) -> bool:
     """Tells whether the checkpoint is already where training is to end."""
-    steps = int(job.model.optimizer.iterations)
-    return job.checkpoint.epoch >= FLAGS.train_epochs or (
+    steps = int(model.optimizer.iterations)
+    return checkpoint.epoch >= FLAGS.train_epochs or (
         FLAGS.max_train_steps is not None and steps >= FLAGS.max_train_steps
     )
 
@@ -518,7 +520,7 @@ def evaluate(job: Job) -> dict[str, float]:
         `test_loss` and `test_accuracy`, or `train_loss` and `train_accuracy`.
     """
     prefix = "test" if job.held_out else "train"
-    logs = job.parallel.evaluate(job.eval_data(), verbose=0, return_dict=True)
+    logs = job.parallel.evaluate(job.eval_data, verbose=0, return_dict=True)
     return {f"{prefix}_{name}": float(value) for name, value in logs.items()}
 
 
@@ -608,11 +610,11 @@ def check_flags(argv: Sequence[str]) -> None:
             "Received --loss_placement=gathered with --mixup_alpha or --cutmix_alpha, "
             "which mix examples on the towers; expected --loss_placement=auto."
         )
-    randaugment()
-    check_data_service()
     models.check(FLAGS.model)
     optimizer_class()
-    asked_image_size()
+    read_image_size(FLAGS.image_size)
+    read_randaugment(FLAGS.randaugment)
+    check_data_service(FLAGS.data_service)
 
 
 def check_model_dir() -> str:
@@ -636,60 +638,9 @@ def check_model_dir() -> str:
     return path
 
 
-def asked_image_size() -> tuple[int, int] | None:
-    """Reads --image_size."""
-    if FLAGS.image_size is None:
-        return None
-    sizes = FLAGS.image_size.lower().split("x")
-    if len(sizes) > 2 or not all(size.isdigit() and int(size) for size in sizes):
-        raise ValueError(
-            f"Received --image_size={FLAGS.image_size}; expected pixels, as 224 or "
-            "as 240x320 (height x width)."
-        )
-    return int(sizes[0]), int(sizes[-1])
-
-
-def randaugment() -> tuple[int, int] | None:
-    """Reads --randaugment."""
-    if FLAGS.randaugment is None:
-        return None
-    numbers = [int(part) for part in FLAGS.randaugment if part.isdecimal()]
-    if (
-        len(numbers) != len(FLAGS.randaugment)
-        or len(numbers) != 2
-        or not (1 <= numbers[0] <= 8 and numbers[1] <= 10)
-    ):
-        raise ValueError(
-            f"Received --randaugment={','.join(FLAGS.randaugment)}; expected layers "
-            "(1 to 8) and a magnitude (0 to 10), such as --randaugment=2,9."
-        )
-    return tuple(numbers)
-
-
 def mixes() -> bool:
     """Tells whether training examples are mixed."""
     return bool(FLAGS.mixup_alpha or FLAGS.cutmix_alpha)
-
-
-def check_data_service() -> None:
-    """Checks the form of --data_service."""
-    address = FLAGS.data_service
-    if address is None:
-        return
-    match = re.fullmatch(r"grpc://([^:/]+):(\d+)", address)
-    if not match:
-        raise ValueError(
-            f"Received --data_service={address}; expected the address of a dispatcher, "
-            "such as grpc://localhost:5050."
-        )
-    try:
-        # TensorFlow would wait for ever.
-        socket.create_connection((match[1], int(match[2])), timeout=10).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"Received --data_service={address}, where nothing answers ({error}); "
-            "start a dispatcher there: python -m input_pipeline.service dispatcher."
-        ) from error
 
 
 def optimizer_class() -> type[keras.optimizers.Optimizer]:
@@ -791,15 +742,10 @@ def cached(source: input_pipeline.Source) -> input_pipeline.Source:
     """
     # Workers of a service read the files themselves.
     cache = "none" if FLAGS.data_service else FLAGS.cache
-    try:
+    with input_pipeline.blame_records(source):
         return input_pipeline.cached(
             source, cache, FLAGS.cache_dir, FLAGS.deterministic
         )
-    except BAD_RECORD as error:
-        reasons = (
-            input_pipeline.find_bad_record(source, split) for split in source.splits
-        )
-        raise ValueError(next(filter(None, reasons), error)) from error
 
 
 def configure_devices() -> devices.Devices:
@@ -869,7 +815,7 @@ def choose_image_shape(source: input_pipeline.Source) -> tuple[int, ...]:
     if len(source.image_shape) == 1:
         return source.image_shape
     height, width, channels = source.image_shape
-    if (asked := asked_image_size()) is not None:
+    if (asked := read_image_size(FLAGS.image_size)) is not None:
         height, width = asked
     if height is None or width is None:
         raise ValueError(
@@ -1132,43 +1078,5 @@ def _say_stopped(job: Job | None, cause: str) -> None:
     print(f"towers.train: Stopped by {cause}: {again}.", file=sys.stderr)
 
 
-def fail(reason: object, program: str = "towers.train") -> int:
-    """Says in one line why a program ends, and returns its exit code."""
-    print(f"{program}: {' '.join(str(reason).split())}", file=sys.stderr)
-    return 1
-
-
-def quieten() -> None:
-    """Leaves out what TFDS tells its own authors."""
-    if not FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)
-        logging.get_absl_logger().addFilter(
-            lambda record: "FeatureConnector.dtype" not in record.getMessage()
-        )
-    if not sys.stderr.isatty():
-        # TFDS's progress bars; tqdm reads this when it is first imported.
-        os.environ.setdefault("TQDM_DISABLE", "1")
-
-
-def parse_flags(argv: Sequence[str], program: str = "towers.train") -> list[str]:
-    """Reads the flags, as absl does, but for what is said of a bad one."""
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(fail(f"{error}; see --help.", program))
-    except SystemExit:
-        sys.exit(0)  # absl has shown the help, and calls that an error
-
-
-def _find_bad_record(job: Job) -> str | None:
-    """Looks for a record that explains an error of the input pipeline."""
-    for source, split in ((job.source, "train"), job.held_out or (None, None)):
-        if source is not None:
-            reason = input_pipeline.find_bad_record(source, split)
-            if reason:
-                return reason
-    return None
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))

@@ -6,7 +6,8 @@ import numpy as np
 import tensorflow as tf
 
 from input_pipeline.sources.base import BadRecordError, IndexedSource
-from input_pipeline.sources.tfrecord import LABELS_AT_ONCE, ExampleFiles, check_kind
+from input_pipeline.sources.examples import ExampleFiles, check_kind
+from input_pipeline.sources.files import LABELS_AT_ONCE
 
 
 class ArrayRecordSource(ExampleFiles, IndexedSource):

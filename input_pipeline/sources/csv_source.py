@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from input_pipeline.sources.base import blame
-from input_pipeline.sources.tfrecord import LABELS_AT_ONCE, StreamFiles
+from input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
 
 _LABELS = ("label", "class", "target")
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from input_pipeline.sources.base import BadRecordError, StreamSource, shuffle_all
 from input_pipeline.sources.csv_source import find_label
-from input_pipeline.sources.tfrecord import FILE, FileSource
+from input_pipeline.sources.files import FILE, FileSource
 
 _CYCLE_LENGTH = 4
 _BLOCK_LENGTH = 16

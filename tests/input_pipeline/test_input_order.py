@@ -220,10 +220,9 @@ def service():
 
     dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
     address = dispatcher.target.partition("://")[2]
-    workers = [
-        service.WorkerServer(service.WorkerConfig(dispatcher_address=address))
-        for _ in range(2)
-    ]
+    # Before it ends, a worker waits for its next heartbeat: by default, for 30 s.
+    config = service.WorkerConfig(address, heartbeat_interval_ms=500)
+    workers = [service.WorkerServer(config) for _ in range(2)]
     yield dispatcher.target
     del workers, dispatcher
 
@@ -237,11 +236,18 @@ def test_workers_of_a_service_make_the_same(source, service):
 
 
 def test_workers_of_a_service_share_the_records(source, service):
-    by_record = dict(zip(*_epoch(source)[1::-1], strict=True))
-    images, labels, _ = _epoch(source, deterministic=False, data_service=service)
-    assert sorted(labels) == list(range(60))
-    for image, label in zip(images, labels, strict=True):
-        np.testing.assert_array_equal(image, by_record[label])
+    # Who gets which records is left to chance.
+    for epoch in range(3):
+        here = _epoch(source, start_epoch=epoch)
+        by_record = dict(zip(*here[1::-1], strict=True))
+        images, labels, sizes = _epoch(
+            source, deterministic=False, data_service=service, start_epoch=epoch
+        )
+        assert sorted(labels) == list(range(60))
+        # Also if each worker's last batch was short.
+        assert sizes == [16, 16, 16, 12]
+        for image, label in zip(images, labels, strict=True):
+            np.testing.assert_array_equal(image, by_record[label])
 
 
 @pytest.mark.parametrize("recipe", ["none", "imagenet", "cifar"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from input_pipeline import make_dataset, open_source
+from input_pipeline.commands import check_data_service
 from tests import warm
 
 
@@ -48,6 +49,21 @@ def test_processes_make_the_batches(tmp_path, image_example, grey, write_tfrecor
             for mine, theirs in zip(here, there.as_numpy_iterator(), strict=True):
                 for part, other in zip(mine, theirs, strict=True):
                     np.testing.assert_array_equal(part, other)
+
+
+def test_a_service_without_workers_is_not_waited_for():
+    from tensorflow.data.experimental import service
+
+    dispatcher = service.DispatchServer()
+    with pytest.raises(ValueError, match=r"workers do not answer \(there are none"):
+        check_data_service(dispatcher.target)
+    config = service.WorkerConfig(dispatcher.target.removeprefix("grpc://"))
+    worker = service.WorkerServer(config)
+    check_data_service(dispatcher.target)
+    worker.stop()
+    # The dispatcher has not noticed.
+    with pytest.raises(ValueError, match=r"workers do not answer \(localhost:"):
+        check_data_service(dispatcher.target)
 
 
 @pytest.mark.parametrize(

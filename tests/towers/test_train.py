@@ -537,7 +537,7 @@ class TestInProcess:
             ({"randaugment": ["2", "11"]}, "--randaugment=2,11; expected layers"),
             ({"randaugment": ["999", "9"]}, "--randaugment=999,9; expected layers"),
             ({"data_service": ""}, "--data_service=; expected the address"),
-            ({"data_service": "grpc://localhost:1"}, "where nothing answers"),
+            ({"data_service": "grpc://localhost:1"}, "where no dispatcher answers"),
             ({"mixup_alpha": -1.0}, "--mixup_alpha=-1.0; expected at least 0"),
             ({"shuffle_mb": -1}, "--shuffle_mb=-1; expected at least 0"),
             ({"prefetch": -1}, "--prefetch=-1; expected at least 0"),
@@ -727,6 +727,8 @@ def test_eval_only(trained, data_dir):
     assert float(found[1]) == pytest.approx(summary["test_accuracy"], abs=1e-4)
     assert float(found[2]) == pytest.approx(summary["test_loss"], abs=1e-4)
     assert snapshot(trained.path) == before
+    # Nothing is read twice, so nothing is kept.
+    assert "kept" not in done.stdout and "kept" in trained.stdout
 
 
 def test_clean_starts_over(trained, data_dir, tmp_path):

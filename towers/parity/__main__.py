@@ -17,6 +17,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import input_pipeline
+from input_pipeline.commands import fail, parse_flags, quieten, read_randaugment
 from towers import batch, devices, train
 from towers.parity import check_parity
 
@@ -36,15 +37,15 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    train.quieten()
+    quieten()
     try:
         return check(argv)
     except KeyboardInterrupt:
         print()
-        train.fail("Stopped by Ctrl-C.", _PROGRAM)
+        fail("Stopped by Ctrl-C.", _PROGRAM)
         return 130
     except (ValueError, OSError) as error:
-        return train.fail(error, _PROGRAM)
+        return fail(error, _PROGRAM)
     finally:
         # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
         gc.collect()
@@ -116,19 +117,12 @@ def read_batches(
         image_shape=image_shape,
         training=True,
         recipe=FLAGS.recipe,
-        randaugment=train.randaugment(),
+        randaugment=read_randaugment(FLAGS.randaugment),
         seed=FLAGS.seed,
         deterministic=True,
     ).map(lambda images, labels: (preprocess(images, None, False)[0], labels))
-    try:
+    with input_pipeline.blame_records(source):
         batches = list(itertools.islice(data.repeat(), FLAGS.parity_steps))
-    except (
-        tf.errors.DataLossError,
-        tf.errors.InvalidArgumentError,
-        tf.errors.NotFoundError,
-    ) as error:
-        reason = input_pipeline.find_bad_record(source, "train")
-        raise ValueError(reason or error) from error
     if len(batches) > 1:
         size = int(batch.batch_size(batches[-1]))
         # One example more than divides.
@@ -138,4 +132,4 @@ def read_batches(
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=functools.partial(train.parse_flags, program=_PROGRAM))
+    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))

@@ -1,0 +1,127 @@
+"""Parts of a command line that several programs have."""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Sequence
+
+from absl import flags, logging
+
+_SECONDS = 10
+
+
+def read_image_size(text: str | None) -> tuple[int, int] | None:
+    """Reads the value of --image_size.
+
+    Returns:
+        Height and width, or None where nothing was asked for.
+
+    Raises:
+        ValueError: it is neither N nor HxW.
+    """
+    if text is None:
+        return None
+    sizes = text.lower().split("x")
+    if len(sizes) > 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(
+            f"Received --image_size={text}; expected pixels, as 224 or as 240x320 "
+            "(height x width)."
+        )
+    return int(sizes[0]), int(sizes[-1])
+
+
+def read_randaugment(parts: Sequence[str] | None) -> tuple[int, int] | None:
+    """Reads the value of --randaugment.
+
+    Returns:
+        Layers and magnitude, or None where nothing was asked for.
+
+    Raises:
+        ValueError: they are not two numbers in their ranges.
+    """
+    if parts is None:
+        return None
+    if len(parts) == 2 and all(part.isdecimal() for part in parts):
+        layers, magnitude = map(int, parts)
+        if 1 <= layers <= 8 and magnitude <= 10:
+            return layers, magnitude
+    raise ValueError(
+        f"Received --randaugment={','.join(parts)}; expected layers (1 to 8) and a "
+        "magnitude (0 to 10), such as --randaugment=2,9."
+    )
+
+
+def check_data_service(address: str | None) -> None:
+    """Checks that --data_service names a service that runs.
+
+    TensorFlow would wait for ever.
+
+    Raises:
+        ValueError: it has another form, or no dispatcher or no worker answers.
+    """
+    if address is None:
+        return
+    if not re.fullmatch(r"grpc://[^:/]+:\d+", address):
+        raise ValueError(
+            f"Received --data_service={address}; expected the address of a dispatcher, "
+            "such as grpc://localhost:5050."
+        )
+    import grpc
+
+    try:
+        with grpc.insecure_channel(address.removeprefix("grpc://")) as channel:
+            # TensorFlow has no Python for it; an empty message asks for all of them.
+            ask = channel.unary_unary("/tensorflow.data.DispatcherService/GetWorkers")
+            answer = ask(b"", timeout=_SECONDS)
+    except grpc.RpcError as error:
+        raise ValueError(
+            f"Received --data_service={address}, where no dispatcher answers "
+            f"({error.details()}); start one there: python -m input_pipeline.service "
+            "dispatcher."
+        ) from error
+    workers = [worker.decode() for worker in re.findall(rb"[\w.-]+:\d+", answer)]
+    if not any(map(_answers, workers)):
+        raise ValueError(
+            f"Received --data_service={address}, whose workers do not answer "
+            f"({', '.join(workers) or 'there are none'}); start one: python -m "
+            "input_pipeline.service worker, with an --address that is known here."
+        )
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS).close()
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def fail(reason: object, program: str) -> int:
+    """Says in one line why a program ends, and returns its exit code."""
+    print(f"{program}: {' '.join(str(reason).split())}", file=sys.stderr)
+    return 1
+
+
+def quieten() -> None:
+    """Leaves out what TFDS tells its own authors, and its bars where nobody watches."""
+    verbosity = flags.FLAGS["verbosity"]
+    if not verbosity.present:
+        logging.set_verbosity(logging.WARNING)
+        logging.get_absl_logger().addFilter(
+            lambda record: "FeatureConnector.dtype" not in record.getMessage()
+        )
+    if not sys.stderr.isatty():
+        # tqdm reads this when it is first imported.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def parse_flags(argv: Sequence[str], program: str) -> list[str]:
+    """Reads the flags, as absl does, but for what is said of a bad one."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(fail(f"{error}; see --help.", program))
+    except SystemExit:
+        sys.exit(0)  # absl has shown the help, and calls that an error

@@ -1,0 +1,96 @@
+"""Files of tf.Examples with an image and a label, however they are read."""
+
+import math
+
+import tensorflow as tf
+
+from input_pipeline.sources.base import BadRecordError
+from input_pipeline.sources.files import FileSource
+
+
+class ExampleFiles(FileSource):
+    """Files of tf.Examples, however they are read.
+
+    Args:
+        kind: see ``FileSource``.
+        pattern: see ``FileSource``.
+        image_key: field of the JPEG or PNG bytes, or of pixels as they are, where
+            image/height, image/width and image/channels say how many.
+        label_key: field of the int64 label.
+        num_classes: None reads all labels and takes the largest plus one.
+
+    Raises:
+        ValueError: no file.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        pattern: str,
+        image_key: str,
+        label_key: str,
+        num_classes: int | None,
+    ):
+        super().__init__(kind, pattern, num_classes)
+        self.image_shape = (None, None, 3)
+        self._label_field = {label_key: tf.io.FixedLenFeature([], tf.int64)}
+        self._fields = {image_key: tf.io.FixedLenFeature([], tf.string)}
+        self._fields |= self._label_field
+        self._image_key, self._label_key = image_key, label_key
+        self.reads = image_key, label_key
+
+    def _parse_examples(self, serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Images and labels [B] of tf.Examples [B]."""
+        fields = tf.io.parse_example(serialized, self._fields)
+        images, labels = fields[self._image_key], fields[self._label_key]
+        if not self.encoded:
+            pixels = tf.io.decode_raw(images, tf.uint8)
+            images = tf.reshape(pixels, [tf.size(labels), *self.image_shape])
+        return images, labels
+
+    def _parse_labels(self, serialized: tf.Tensor) -> tf.Tensor:
+        """Labels [B] of tf.Examples [B]."""
+        return tf.io.parse_example(serialized, self._label_field)[self._label_key]
+
+    def _check_example(self, where: str, serialized: bytes) -> None:
+        """Finds wrong key names now rather than in the first training step."""
+        found = check_kind(where, serialized)
+        wanted = {self._image_key: "bytes", self._label_key: "int64"}
+        if not wanted.items() <= found.items():
+            raise ValueError(
+                f"{where} has the fields {_listed(found)} but {_listed(wanted)} are "
+                "expected: pass the names as image_key and label_key"
+            )
+        # Images may be pixels as they are, all of one size.
+        fields = tf.train.Example.FromString(serialized).features.feature
+        shape = [
+            value
+            for name in ("image/height", "image/width", "image/channels")
+            for value in fields[name].int64_list.value
+        ]
+        (image,) = fields[self._image_key].bytes_list.value
+        if len(shape) == 3 and len(image) == math.prod(shape):
+            self.encoded = False
+            self.image_shape = tuple(shape)
+
+
+def check_kind(where: str, serialized: bytes) -> dict[str, str]:
+    """Maps the name of each field of a tf.Example to bytes, int64 or float.
+
+    TensorFlow's own message would hold the bytes, and Python fails to read that.
+
+    Raises:
+        BadRecordError: it is not a tf.Example.
+    """
+    try:
+        fields = tf.train.Example.FromString(serialized).features.feature
+    except Exception as error:  # protobuf's DecodeError, without depending on it
+        raise BadRecordError(f"{where} is not a tf.Example: {error}") from error
+    return {
+        key: (fields[key].WhichOneof("kind") or "empty").removesuffix("_list")
+        for key in sorted(fields)
+    }
+
+
+def _listed(fields: dict[str, str]) -> str:
+    return ", ".join(f"{key} ({kind})" for key, kind in fields.items()) or "none"

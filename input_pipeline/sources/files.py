@@ -1,0 +1,160 @@
+"""Files of records, which their names sort into splits."""
+
+import abc
+import math
+import os
+import re
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from input_pipeline.sources.base import (
+    HELD_OUT,
+    Source,
+    StreamSource,
+    held_out,
+    shuffle_all,
+)
+
+# More records than a file has.
+FILE = 2**40
+LABELS_AT_ONCE = 1024
+
+_CYCLE_LENGTH = 16
+_BLOCK_LENGTH = 16
+_SAMPLE = 64
+
+
+class FileSource(Source):
+    """Files that are sorted into splits by their names.
+
+    A file whose name, below the part of the glob that has no wildcard, holds one of
+    the words validation, valid, val or test is held out; all others are for training.
+
+    Args:
+        kind: what stands before the colon of a spec.
+        pattern: glob of the files, or a folder, for all files in it.
+        num_classes: None if ``_count_classes`` is to be called.
+
+    Raises:
+        ValueError: no file.
+    """
+
+    labels_need_checking = True
+
+    def __init__(self, kind: str, pattern: str, num_classes: int | None):
+        if num_classes is not None and num_classes < 1:
+            raise ValueError(f"num_classes is {num_classes}, expected at least 1")
+        self.name = f"{kind}:{pattern}"
+        self._files = _group_by_split(kind, pattern)
+        self.splits = dict.fromkeys(self._files)
+        # Until the labels are read, any is allowed.
+        self.num_classes = num_classes or math.inf
+
+    def files(self, split: str) -> list[str]:
+        """Paths of one split's files, sorted."""
+        return self._files[split]
+
+    def _all_files(self) -> list[str]:
+        return [path for paths in self._files.values() for path in paths]
+
+    def _first(self) -> tuple[str, Any]:
+        """Where the first record is, and the record."""
+        for path in self._all_files():
+            for pair in self.walk(path):
+                return pair
+        raise ValueError(f"{self.name} holds no record: expected at least one")
+
+    def _count_classes(self) -> None:
+        """Sets ``num_classes``, unless known, and the splits' sizes from the labels."""
+        if self.num_classes < math.inf:
+            return
+        # Imported here, since the checks import the sources.
+        from input_pipeline.checks import read_labels
+
+        largest = -1
+        for split, paths in self._files.items():
+            labels = [read_labels(self, path) for path in paths]
+            largest = max(largest, *(found.max(initial=-1) for found in labels))
+            self.splits[split] = sum(map(len, labels))
+        self.num_classes = int(largest) + 1
+
+
+class StreamFiles(FileSource, StreamSource):
+    """Files that are read from front to back."""
+
+    @abc.abstractmethod
+    def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
+        """The raw records of one file."""
+
+    def records(
+        self, split: str, shuffle_seed: tf.Tensor | None = None
+    ) -> tf.data.Dataset:
+        """See ``StreamSource.records``."""
+        paths = self.files(split)
+        # Not by `enumerate`, which counts anew in each worker of a service.
+        files = tf.data.Dataset.from_tensor_slices((np.arange(len(paths)), paths))
+        files = shuffle_all(files, len(paths), shuffle_seed)
+
+        def read(file, path):
+            numbers = tf.data.Dataset.range(file * FILE, (file + 1) * FILE)
+            return tf.data.Dataset.zip((numbers, self._read(path)))
+
+        return files.interleave(
+            read,
+            cycle_length=min(len(paths), _CYCLE_LENGTH),
+            # Changing files for each record costs more than reading a small one.
+            block_length=_BLOCK_LENGTH,
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+
+    def record_bytes(self, split: str) -> float:
+        """See ``StreamSource.record_bytes``."""
+        with tf.init_scope():  # the pipeline asks while its graph is built
+            first = self._read(tf.constant(self.files(split))[0]).take(_SAMPLE)
+            lengths = [len(record) for record in first.as_numpy_iterator()]
+        return sum(lengths) / max(len(lengths), 1)
+
+
+def _group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
+    """Sorts the files of a glob into "train" and "test"."""
+    pattern = os.path.expanduser(pattern)
+    if tf.io.gfile.isdir(pattern):
+        pattern = os.path.join(pattern, "*")
+    paths = sorted(
+        path
+        for path in _glob(pattern)
+        if not os.path.basename(path).startswith(".")
+        # TFDS and the converter describe their files beside them.
+        and not path.endswith(".json")
+        and not tf.io.gfile.isdir(path)
+    )
+    if not paths:
+        raise ValueError(
+            f"no file matches {pattern!r}: expected files, such as "
+            f"'{kind}:/data/train-*'; check the path, and quote the pattern"
+        )
+    fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        words = re.split(r"[^a-z]+", os.path.relpath(path, fixed or ".").lower())
+        # The last word is the closest to the file's own name.
+        known = [word for word in words if word == "train" or word in HELD_OUT]
+        groups.setdefault((known or ["train"])[-1], []).append(path)
+    test = held_out(groups)
+    found = {"train": groups.get("train"), "test": groups.get(test)}
+    return {split: paths for split, paths in found.items() if paths}
+
+
+def _glob(pattern: str) -> set[str]:
+    """The paths of a glob on any file system; ``**`` is any depth of folders."""
+    head, deep, tail = pattern.partition("**/")
+    if not deep:
+        return set(tf.io.gfile.glob(pattern))
+    return {
+        path
+        for root in _glob(head.rstrip("/")) or {head or "."}
+        for folder, _, _ in tf.io.gfile.walk(root)
+        for path in _glob(os.path.join(folder, tail))
+    }
