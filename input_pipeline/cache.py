@@ -20,7 +20,10 @@ CACHES = ("auto", "memory", "disk", "none")
 _SHARE = 0.25
 # Where nothing may hang on the machine.
 _FIXED_MB = 1024
+# In bytes; what TensorFlow expects of a tensor's first element.
+_ALIGNMENT = 64
 _BATCH = 256
+_PART_MB = 8
 _SAMPLE = 256
 
 
@@ -74,13 +77,11 @@ def cached(
     ):
         # Counted only where that is not more to read than can be kept.
         splits = {split: _count(source, split) for split in splits}
-        pixels = sum(splits.values()) * math.prod(source.image_shape)
-        needed = pixels * np.dtype(_dtype(source)).itemsize
-    # To become tensors, pixels are copied, and parts of encoded images joined.
-    needed_peak = needed * (4 if of_pixels else 2)
+        needed = sum(splits.values()) * _image_bytes(source)
     if cache == "auto":
-        folder_of = folder if of_pixels else None
-        cache = _choose(needed_peak, folder_of, deterministic) or "none"
+        # Encoded images are read in parts, which are then joined.
+        most, to = (needed, folder) if of_pixels else (2 * needed, None)
+        cache = _choose(most, to, deterministic) or "none"
     what = "pixels" if of_pixels else "encoded images"
     where = {"memory": "kept in memory", "disk": f"kept in {folder}"}.get(
         cache, "not kept"
@@ -93,8 +94,10 @@ def cached(
     if not of_pixels:
         images, labels, splits = _read_encoded(source)
     elif cache == "memory":
-        images, labels = np.empty(shape, _dtype(source)), np.empty(shape[0], np.int64)
+        images, labels = _aligned(shape, _dtype(source)), np.empty(shape[0], np.int64)
         _fill(source, images, labels)
+        # The tensor is where the array is.
+        images = tf.experimental.dlpack.from_dlpack(images.__dlpack__())
     else:
         images, labels = _mapped(source, shape, folder)
     return RowSource(
@@ -154,8 +157,18 @@ def _count(source: Source, split: str) -> int:
     known = source.splits[split]
     if known is not None:
         return known
-    batches = source.batches(split, _BATCH).map(lambda numbers, _: len(numbers))
-    return int(sum(batches.as_numpy_iterator()))
+    batches = source.batches(split, _at_once(source))
+    sizes = batches.map(lambda numbers, _: len(numbers))
+    return int(sum(sizes.as_numpy_iterator()))
+
+
+def _at_once(source: Source) -> int:
+    """Images to read at once, so that what is on its way is little."""
+    return min(max(_PART_MB * 2**20 // _image_bytes(source), 1), _BATCH)
+
+
+def _image_bytes(source: Source) -> int:
+    return math.prod(source.image_shape) * np.dtype(_dtype(source)).itemsize
 
 
 def _in_order(source: Source) -> list[str]:
@@ -217,6 +230,14 @@ def _key(source: Source) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
+def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """An array that can be a tensor without being copied."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def _dtype(source: Source) -> type:
     """Rows that are no images are of numbers."""
     return np.uint8 if len(source.image_shape) == 3 else np.float32
@@ -229,7 +250,7 @@ def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:
         data = Pipeline(
             source,
             split,
-            batch_size=_BATCH,
+            batch_size=_at_once(source),
             image_shape=source.image_shape,
             training=False,
         ).dataset()

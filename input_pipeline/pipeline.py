@@ -169,6 +169,10 @@ class Pipeline:
         if threads is not None and self.data_service is None:
             # A worker of a service would keep those of every epoch.
             options.threading.private_threadpool_size = threads
+        # Where each example has operations of its own, these make it faster; but to try
+        # them, TensorFlow copies what the graph holds: pixels that are kept in memory.
+        faster = options.experimental_optimization
+        faster.apply_default_optimizations = self.source.encoded
         if self.ram_budget_mb is not None:
             options.autotune.ram_budget = self.ram_budget_mb * 2**20
         return options

@@ -16,7 +16,8 @@ class RowSource(IndexedSource):
     Args:
         name: used in messages.
         images: [N, ...]: uint8 images, or float32 rows of numbers; a ``np.memmap``
-            stays on disk. Or encoded images, a string tensor [N].
+            stays on disk, another array is copied. Or encoded images, a string tensor
+            [N].
         labels: int64 [N].
         splits: number of examples for each split; training comes first.
         num_classes: labels are in [0, num_classes).
@@ -44,7 +45,7 @@ class RowSource(IndexedSource):
         self.image_shape = image_shape
         self.splits = splits
         self.note = note
-        self.encoded = isinstance(images, tf.Tensor)
+        self.encoded = tf.as_dtype(images.dtype) == tf.string
         self.all_jpeg = self.encoded and bool(tf.reduce_all(is_jpeg(images)))
         self.in_graph = not isinstance(images, np.memmap)
         self._images, self._labels, self._origin = images, labels, origin
