@@ -53,7 +53,7 @@ def cached(
         which, and why.
 
     Raises:
-        ValueError: asked for what is not possible.
+        ValueError: asked for what is not possible, or the disk is full.
         tf.errors.OpError: a record is bad; see ``find_bad_record``.
     """
     if cache not in CACHES:
@@ -210,13 +210,28 @@ def _mapped(
         # Renamed when whole; the images last, since they say that both are there.
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             path = os.path.join(unfinished, "images.npy")
-            images = np.lib.format.open_memmap(path, "w+", _dtype(source), shape)
+            images = _new_file(path, _dtype(source), shape)
             _fill(source, images, labels)
             images.flush()
             np.save(os.path.join(unfinished, "labels.npy"), labels)
             os.replace(os.path.join(unfinished, "labels.npy"), f"{base}-labels.npy")
             os.replace(path, f"{base}.npy")
     return np.load(f"{base}.npy", mmap_mode="r"), np.load(f"{base}-labels.npy")
+
+
+def _new_file(path: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
+    """A mapped file that has its place on the disk: later, a full one is a crash."""
+    try:
+        images = np.lib.format.open_memmap(path, "w+", dtype, shape)
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+    except OSError as error:
+        size = math.prod(shape) * np.dtype(dtype).itemsize / 2**20
+        raise ValueError(
+            f"{os.path.dirname(os.path.dirname(path))} cannot take {size:,.1f} MB of "
+            f"pixels ({error.strerror}): choose another folder, or keep nothing"
+        ) from error
+    return images
 
 
 def _key(source: Source) -> str:

@@ -813,6 +813,11 @@ def make_preprocess(outputs: int | None) -> Callable[[Any, Any, bool], tuple[Any
 def choose_image_shape(source: input_pipeline.Source) -> tuple[int, ...]:
     """Decides the images' size: what --image_size says, else as they are."""
     if len(source.image_shape) == 1:
+        if FLAGS.image_size is not None:
+            raise ValueError(
+                f"Received --image_size={FLAGS.image_size}, but {source.name} has rows "
+                "of numbers; expected images, so leave it out."
+            )
         return source.image_shape
     height, width, channels = source.image_shape
     if (asked := read_image_size(FLAGS.image_size)) is not None:

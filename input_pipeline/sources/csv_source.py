@@ -15,7 +15,7 @@ class CSVSource(StreamFiles):
     """CSV files with the same columns in each.
 
     "Images" are rows: float32 [F], all columns but the label's, in the files' order. A
-    row is a line: line breaks in quotes are not understood.
+    row is a line that is not blank: line breaks in quotes are not understood.
 
     Args:
         pattern: see ``FileSource``.
@@ -58,7 +58,7 @@ class CSVSource(StreamFiles):
 
     def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
         """See ``Source.walk``."""
-        lines = iter(self._read(path))
+        lines = iter(_lines(path))
         where = path
         line = 1
         while True:
@@ -68,7 +68,8 @@ class CSVSource(StreamFiles):
             if record is None:
                 return
             where = f"{path}: line {line}"
-            yield where, record
+            if record.numpy().strip():
+                yield where, record
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
         """See ``Source.labels``."""
@@ -82,7 +83,7 @@ class CSVSource(StreamFiles):
         return lines.batch(LABELS_AT_ONCE).map(parse, tf.data.AUTOTUNE)
 
     def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
-        return tf.data.TextLineDataset(path).skip(1)
+        return _lines(path).filter(lambda line: tf.strings.strip(line) != "")
 
     def _check_first_row(self, label: str) -> None:
         where, line = self._first()
@@ -97,6 +98,11 @@ class CSVSource(StreamFiles):
                 )
         with blame(where):
             self.decode(line)
+
+
+def _lines(path: str | tf.Tensor) -> tf.data.Dataset:
+    """All lines below the header."""
+    return tf.data.TextLineDataset(path).skip(1)
 
 
 def find_label(columns: Sequence[str], label_key: str) -> str:

@@ -1,4 +1,5 @@
 import logging
+import resource
 import subprocess
 import sys
 
@@ -111,6 +112,19 @@ def test_a_killed_write_leaves_no_cache(digits, tmp_path, monkeypatch):
     monkeypatch.undo()
     kept = cached(digits, "disk", str(tmp_path))
     assert _examples(kept, "test") == _examples(digits, "test")
+
+
+def test_a_full_disk_is_said(digits, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    try:
+        with pytest.raises(
+            ValueError, match=r"cannot take 0.1 MB of pixels \(File too"
+        ):
+            cached(digits, "disk", str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(tmp_path.iterdir())
 
 
 def test_arrays_may_stay_on_disk(tmp_path):

@@ -303,6 +303,22 @@ def test_a_bad_row_is_named(rows, row, message):
     assert find_bad_record(source, "train").startswith(f"{path}: line 4: {message}")
 
 
+def test_blank_lines_of_csv_files_are_passed_over(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a,label\n5,0\n\n6,1\n\r\n7,x\n \n\n")
+    source = open_source(f"csv:{path}", num_classes=2)
+    assert find_bad_record(source, "train").startswith(f"{path}: line 6: ")
+    path.write_text("a,label\n5,0\n\n6,1\n\r\n7,0\n \n\n")
+    source = open_source(f"csv:{path}")
+    assert (source.num_classes, source.splits) == (2, {"train": 3})
+    scan_labels(source, "train")
+    dataset = make_dataset(
+        source, "train", batch_size=8, image_shape=(1,), training=False
+    )
+    [(values, labels)] = dataset.as_numpy_iterator()
+    assert (values.tolist(), labels.tolist()) == ([[5], [6], [7]], [0, 1, 0])
+
+
 def test_csv_files_of_other_columns(rows):
     (rows / "train-1.csv").write_text("a,b,label\n1,2,3\n")
     with pytest.raises(ValueError, match=r"has the columns a, b, label but .*the same"):

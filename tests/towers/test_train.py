@@ -790,6 +790,7 @@ def made(tmp_path_factory):
     images = [png(i) for i in range(8)]
     images[5] = images[5][:40]
     write_tfrecord(path / "image.tfrecord", images, [0, 1] * 4)
+    (path / "rows.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
     return path
 
 
@@ -852,6 +853,10 @@ def check_bad(done, words, model_dir):
             ["(8, 8, 2)", "set the number of channels"],
         ),
         ("--eval_only", ["no checkpoint", "{model_dir}/checkpoints", "train first"]),
+        (
+            "--dataset=csv:{made}/rows.csv --image_size=8",
+            ["image_size=8", "rows of num"],
+        ),
         ("--no_such_flag=1", ["no_such_flag", "--help"]),
         ("stray", ["'stray'", "flags only"]),
         ("--flagfile={made}/none", ["{made}/none", "--help"]),
