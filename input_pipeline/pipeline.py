@@ -128,14 +128,21 @@ class Pipeline:
         Returns:
             A dataset of (uint8 images [B, H, W, C], int64 labels [B]), with a known
             cardinality where the source knows its size and it starts at the beginning
-            of an epoch.
+            of an epoch. Its attribute ``pipeline`` is this object, by which a run that
+            is continued makes one that starts elsewhere.
         """
+        dataset = self._with_length(self._all())
+        dataset.pipeline = self
+        return dataset
+
+    def _all(self):
         if self.data_service is not None:
-            dataset = self._epochs(self._on_workers).prefetch(tf.data.AUTOTUNE)
-        elif self.repeat:
-            dataset = self.finish(self._epochs(self._whole))
-        else:
-            dataset = self.finish(self.stages()[-1][1])
+            return self._epochs(self._on_workers).prefetch(tf.data.AUTOTUNE)
+        if self.repeat:
+            return self.finish(self._epochs(self._whole))
+        return self.finish(self.stages()[-1][1])
+
+    def _with_length(self, dataset):
         # flat_map does not know its length; progress bars want it.
         size = self.source.splits[self.split]
         if self.repeat:

@@ -5,8 +5,16 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 `towers.train` and `towers.parity`.
 """
 
+from towers import callbacks
 from towers.devices import configure
 from towers.model import TowerModel, multi_gpu_model
 from towers.parity import Parity, check_parity
 
-__all__ = ["Parity", "TowerModel", "check_parity", "configure", "multi_gpu_model"]
+__all__ = [
+    "Parity",
+    "TowerModel",
+    "callbacks",
+    "check_parity",
+    "configure",
+    "multi_gpu_model",
+]

@@ -3,7 +3,8 @@
     python -m towers.train --model=resnet20 --dataset=tfds:cifar10 --num_gpus=2
 
 --flagfile=FILE reads flags from a file, such as the flags.txt of an earlier run.
-Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
+Exit codes: 0 done; 1 error; 3 numbers that are not finite; 130 stopped by Ctrl-C; 143
+stopped by SIGTERM.
 """
 
 # The command-line door. It reads from top to bottom: the flags, the run, then what the
@@ -40,8 +41,13 @@ from input_pipeline.commands import (
     read_image_size,
     read_randaugment,
 )
-from towers import batch, devices
-from towers.callbacks.checkpoint import Checkpoint, check_checkpoint
+from towers import batch, checkpoints, devices
+from towers.callbacks.checkpoint import (
+    Checkpoint,
+    NotFinite,
+    SaveError,
+    check_checkpoint,
+)
 from towers.callbacks.lines import Lines
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
@@ -53,6 +59,7 @@ from towers.model import (
     multi_gpu_model,
 )
 from towers.reduce import ALGORITHMS
+from towers.signals import Stopped
 from towers.tower import ModelError
 
 FLAGS = flags.FLAGS
@@ -162,7 +169,21 @@ flags.DEFINE_integer(
     "max_train_steps",
     None,
     "Stop after so many steps of the optimizer in all; asynchronous towers make one "
-    "each for every batch. Continued later, the run goes on at the next epoch.",
+    "each for every batch.",
+    **_MORE,
+)
+flags.DEFINE_integer(
+    "save_steps", None, "Steps between checkpoints inside of an epoch.", **_MORE
+)
+flags.DEFINE_float("save_minutes", 10.0, "The same in minutes.", **_MORE)
+flags.DEFINE_integer(
+    "keep_checkpoints", 3, "How many to keep, besides the best.", **_MORE
+)
+flags.DEFINE_enum(
+    "on_save_error",
+    "stop",
+    ["stop", "continue"],
+    "What to do if a checkpoint cannot be written.",
     **_MORE,
 )
 flags.DEFINE_enum(
@@ -270,13 +291,18 @@ def main(argv: Sequence[str]) -> int:
         job = set_up(argv)
         with input_pipeline.blame_records(job.source, job.evaluated[0]):
             run(job)
+    except Stopped as stopped:
+        return stopped.code
     except KeyboardInterrupt:
         _say_stopped(job, "Ctrl-C")
         return 130
     except _Terminated:
         _say_stopped(job, "SIGTERM")
         return 143
-    except (ModelError, Diverged, input_pipeline.BadRecordError) as error:
+    except NotFinite as error:
+        fail(error, _PROGRAM)
+        return 3
+    except (ModelError, SaveError, input_pipeline.BadRecordError) as error:
         return fail(error, _PROGRAM)
     except (ValueError, OSError) as error:
         # While setting up, what goes wrong is the user's input, and said in one
@@ -314,6 +340,11 @@ class Job:
     checkpoint: Checkpoint
     model_dir: str
 
+    @property
+    def epoch(self) -> int:
+        """Epochs that are done."""
+        return self.checkpoint.position.epoch
+
     def steps_per_epoch(self) -> int | None:
         """Batches in an epoch of training, if epochs are to follow without a gap.
 
@@ -331,7 +362,7 @@ class Job:
 
     @functools.cached_property
     def train_data(self) -> tf.data.Dataset:
-        """Opens the training data, shuffled, at the epoch to begin at."""
+        """Opens the training data, shuffled, from the beginning."""
         return self._open(self.source, "train", training=True)
 
     @functools.cached_property
@@ -351,7 +382,6 @@ class Job:
             seed=FLAGS.seed,
             deterministic=FLAGS.deterministic or not training,
             shuffle_mb=FLAGS.shuffle_mb,
-            start_epoch=self.checkpoint.epoch,
             repeat=training and self.steps_per_epoch() is not None,
             data_service=FLAGS.data_service,
             ram_budget_mb=FLAGS.ram_budget_mb,
@@ -372,7 +402,7 @@ def set_up(argv: Sequence[str]) -> Job:
     """
     check_flags(argv)
     model_dir = check_model_dir()
-    checkpoints = os.path.join(model_dir, "checkpoints")
+    folder = os.path.join(model_dir, "checkpoints")
     # Before the data, which TensorFlow may be asked to read.
     placed = configure_devices()
     shares = tower_shares(placed)
@@ -391,7 +421,7 @@ def set_up(argv: Sequence[str]) -> Job:
         )
     model = build_model(source, image_shape, placed.home)
     if not FLAGS.clean:
-        check_checkpoint(checkpoints, model=model.variables)
+        check_checkpoint(folder, model)
 
     held_out = prepare_data(source, held_out)
     parallel = multi_gpu_model(
@@ -413,10 +443,16 @@ def set_up(argv: Sequence[str]) -> Job:
     steps_per_batch = len(placed.towers) if asynchronous else 1
     with tf.device(placed.home):
         compile_model(parallel, source.splits["train"], steps_per_batch)
-    checkpoint = Checkpoint(checkpoints, model)
-    if not FLAGS.clean and not checkpoint.restore() and FLAGS.eval_only:
+    checkpoint = Checkpoint(
+        folder,
+        save_steps=FLAGS.save_steps,
+        save_minutes=FLAGS.save_minutes,
+        keep=FLAGS.keep_checkpoints,
+        on_save_error=FLAGS.on_save_error,
+    )
+    if not FLAGS.clean and not checkpoint.restore(model) and FLAGS.eval_only:
         raise ValueError(
-            f"There is no checkpoint in {checkpoints} to evaluate; train first, or "
+            f"There is no checkpoint in {folder} to evaluate; train first, or "
             "name the model_dir of an earlier run."
         )
     if not FLAGS.eval_only and not is_finished(checkpoint, model):
@@ -447,9 +483,9 @@ def run(job: Job) -> None:
     summary = summarise(job, images_per_sec)
     (loss,) = (value for name, value in summary.items() if name.endswith("_loss"))
     if not math.isfinite(loss):
-        raise Diverged(
-            f"The loss is {loss} after epoch {job.checkpoint.epoch}, so model.keras is "
-            "not written; start over with --clean and a smaller --learning_rate."
+        raise NotFinite(
+            f"The loss is {loss} after epoch {job.epoch}, so model.keras is not "
+            "written; start over with --clean and a smaller --learning_rate."
         )
     # Renamed when whole, so that an earlier model.keras is good until then.
     unfinished = os.path.join(job.model_dir, "unfinished.keras")
@@ -467,8 +503,8 @@ def train(job: Job) -> float | None:
     """
     if is_finished(job.checkpoint, job.model):
         print(
-            f"Nothing left to train: {job.model_dir} has {job.checkpoint.epoch} epochs "
-            "already. Give more --train_epochs, or --clean to start over."
+            f"Nothing left to train: {job.model_dir} has {job.epoch} epochs already. "
+            "Give more --train_epochs, or --clean to start over."
         )
         return None
     throughput = Throughput(FLAGS.batch_size, job.source.splits["train"])
@@ -495,7 +531,6 @@ def train(job: Job) -> float | None:
     job.parallel.fit(
         job.train_data,
         validation_data=job.eval_data if job.held_out else None,
-        initial_epoch=job.checkpoint.epoch,
         epochs=FLAGS.train_epochs,
         steps_per_epoch=job.steps_per_epoch(),
         callbacks=callbacks,
@@ -508,7 +543,7 @@ def train(job: Job) -> float | None:
 def is_finished(checkpoint: Checkpoint, model: keras.Model) -> bool:
     """Tells whether the checkpoint is already where training is to end."""
     steps = int(model.optimizer.iterations)
-    return checkpoint.epoch >= FLAGS.train_epochs or (
+    return checkpoint.position.epoch >= FLAGS.train_epochs or (
         FLAGS.max_train_steps is not None and steps >= FLAGS.max_train_steps
     )
 
@@ -543,6 +578,9 @@ def check_flags(argv: Sequence[str]) -> None:
         ("num_classes", 1, None),
         ("steps_per_loop", 1, None),
         ("log_steps", 1, None),
+        ("save_steps", 1, None),
+        ("save_minutes", 0, None),
+        ("keep_checkpoints", 1, None),
         ("mixup_alpha", 0, None),
         ("cutmix_alpha", 0, None),
         ("shuffle_mb", 0, None),
@@ -944,9 +982,8 @@ def learning_rate(
 
 def remove_run(model_dir: str) -> None:
     """Removes what a run writes from model_dir, and nothing else."""
+    checkpoints.remove_all(os.path.join(model_dir, "checkpoints"))
     for pattern in (
-        "checkpoints/checkpoint",
-        "checkpoints/ckpt-*",
         "train/events.out.tfevents.*",
         "validation/events.out.tfevents.*",
         "model.keras",
@@ -984,10 +1021,12 @@ def start_text(job: Job) -> str:
     ]
     if examples is not None and examples < FLAGS.batch_size:
         lines.append("Note: the batch is larger than the data, so an epoch is a step.")
-    if job.checkpoint.epoch:
+    if job.checkpoint.latest:
+        position = job.checkpoint.position
+        within = f" and {position.batch} batches" if position.batch else ""
         lines.append(
             f"{'Evaluating' if FLAGS.eval_only else 'Continuing from'} "
-            f"{job.checkpoint.latest}: after epoch {job.checkpoint.epoch}, step "
+            f"{job.checkpoint.latest}: after epoch {position.epoch}{within}, step "
             f"{int(job.model.optimizer.iterations)}."
         )
     return "\n".join(lines)
@@ -1015,7 +1054,7 @@ def summarise(job: Job, images_per_sec: float | None) -> dict:
     return {
         **evaluate(job),
         "images_per_sec": images_per_sec,
-        "epochs": job.checkpoint.epoch,
+        "epochs": job.epoch,
         "steps": int(job.model.optimizer.iterations),
         "towers": list(job.placed.towers),
         "batch_size": FLAGS.batch_size,
@@ -1058,10 +1097,6 @@ def write_text(job: Job, name: str, text: str) -> None:
 
 
 # How it can end.
-
-
-class Diverged(Exception):
-    """Training ended without a finite loss."""
 
 
 class _Terminated(BaseException):

@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 from towers import multi_gpu_model
-from towers.callbacks.checkpoint import Checkpoint, check_checkpoint
 from towers.callbacks.lines import Lines
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
@@ -57,7 +56,7 @@ def fit(model, *callbacks, **options):
 
 
 class TestThroughput:
-    def drive(self, throughput, calls, begin=None):
+    def drive(self, throughput, calls, begin=0):
         """Plays calls of (last batch, seconds); returns what each logged."""
         clock = self.clock
         throughput.on_epoch_begin(0)
@@ -68,6 +67,7 @@ class TestThroughput:
             clock.now += seconds
             throughput.on_train_batch_end(batch, logs)
             clock.now += 1000.0  # not training
+            begin = batch + 1
             rates.append(logs.get("images_per_sec"))
         epoch_logs = {}
         throughput.on_epoch_end(0, epoch_logs)
@@ -100,6 +100,11 @@ class TestThroughput:
         rates, epoch = self.drive(throughput, [(2, 9.0), (5, 2.0), (6, 1.0)])
         assert rates == [None, 15.0, pytest.approx(35 / 3)]
         assert epoch == pytest.approx(35 / 3)
+
+    def test_counts_from_where_a_run_goes_on(self):
+        throughput = self.make(batch_size=10, warmup_steps=0)
+        rates, _ = self.drive(throughput, [(7, 1.0), (8, 1.0)], begin=7)
+        assert rates == [10.0, 10.0]
 
     def test_an_epoch_has_a_mean_of_its_own(self):
         throughput = self.make(batch_size=10, examples=20, warmup_steps=0)
@@ -162,131 +167,6 @@ class TestStopAtStep:
         fit(model, epochs=1)
         fit(model, StopAtStep(4), epochs=9)
         assert int(model.optimizer.iterations) == 4
-
-
-class TestCheckpoint:
-    def test_a_restored_run_goes_on_with_the_same_numbers(self, tmp_path):
-        straight = build()
-        stopped = build()
-        for ours, theirs in zip(stopped.variables, straight.variables, strict=True):
-            ours.assign(theirs)  # dropout's seeds as well
-        fit(straight, epochs=4)
-        fit(stopped, Checkpoint(tmp_path, stopped), epochs=2)
-        again = build()  # with other first weights
-        checkpoint = Checkpoint(tmp_path, again)
-        assert checkpoint.epoch == 0
-        assert checkpoint.restore() is True
-        assert checkpoint.epoch == 2
-        fit(again, checkpoint, initial_epoch=checkpoint.epoch, epochs=4)
-
-        # Slots, dropout's counters and moving statistics all have a part in this.
-        assert int(again.optimizer.iterations) == 12
-        for ours, theirs in (
-            (again.variables, straight.variables),
-            (again.optimizer.variables, straight.optimizer.variables),
-        ):
-            for a, b in zip(ours, theirs, strict=True):
-                np.testing.assert_array_equal(a, b, err_msg=b.path)
-
-    def test_keeps_the_last_three(self, tmp_path):
-        model = build()
-        checkpoint = Checkpoint(tmp_path, model)
-        fit(model, checkpoint, epochs=5)
-        assert checkpoint.latest == str(tmp_path / "ckpt-5")
-        found = sorted(path.name for path in tmp_path.glob("*.index"))
-        assert found == ["ckpt-3.index", "ckpt-4.index", "ckpt-5.index"]
-
-    def test_without_a_checkpoint(self, tmp_path):
-        model = build()
-        before = model.get_weights()
-        checkpoint = Checkpoint(tmp_path / "none", model)
-        assert checkpoint.latest is None
-        assert checkpoint.restore() is False
-        check_checkpoint(tmp_path / "none", model=model.variables)
-        for a, b in zip(model.get_weights(), before, strict=True):
-            np.testing.assert_array_equal(a, b)
-        assert not (tmp_path / "none").exists()
-
-    def test_restores_into_a_model_of_other_numbers_in_its_names(self, tmp_path):
-        model = build()
-        fit(model, Checkpoint(tmp_path, model))
-        other = build()
-        assert other.variables[0].path != model.variables[0].path
-        assert Checkpoint(tmp_path, other).restore()
-        np.testing.assert_array_equal(other.variables[0], model.variables[0])
-
-    @pytest.mark.parametrize(
-        ("options", "words"),
-        [
-            ({"units": 5}, ["another model", "[16, 4]", "[16, 5]"]),
-            ({"optimizer": "sgd"}, ["another optimizer", "adam", "sgd"]),
-            (
-                {"optimizer": keras.optimizers.Adam(amsgrad=True)},
-                ["another optimizer", "variables"],
-            ),
-        ],
-    )
-    def test_refuses_another(self, tmp_path, options, words):
-        model = build()
-        fit(model, Checkpoint(tmp_path, model))
-        other = build(**options)
-        before = other.get_weights()
-        with pytest.raises(ValueError) as caught:
-            Checkpoint(tmp_path, other).restore()
-        for word in [*words, "--clean", str(tmp_path)]:
-            assert word in str(caught.value)
-        for a, b in zip(other.get_weights(), before, strict=True):
-            np.testing.assert_array_equal(a, b)
-
-    @pytest.mark.parametrize("part", ["ckpt-1.data-00000-of-00001", "ckpt-1.index"])
-    def test_an_incomplete_file_is_an_error(self, tmp_path, part):
-        model = build()
-        fit(model, Checkpoint(tmp_path, model))
-        path = tmp_path / part
-        content = path.read_bytes()
-        for size in (0, 100, len(content) // 2, len(content) - 1):
-            path.write_bytes(content[:size])
-            self.refuses(tmp_path)
-        path.unlink()
-        self.refuses(tmp_path)
-
-    def test_a_flipped_byte_is_an_error(self, tmp_path):
-        model = build()
-        fit(model, Checkpoint(tmp_path, model))
-        path = tmp_path / "ckpt-1.data-00000-of-00001"
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 255
-        path.write_bytes(content)
-        self.refuses(tmp_path)
-
-    def test_an_unreadable_list_of_checkpoints_is_an_error(self, tmp_path):
-        model = build()
-        fit(model, Checkpoint(tmp_path, model))
-        for content in ("", "not text format {"):
-            (tmp_path / "checkpoint").write_text(content)
-            self.refuses(tmp_path)
-
-    def test_a_checkpoint_of_another_program_is_an_error(self, tmp_path):
-        tf.train.Checkpoint(v=tf.Variable(1.0)).save(str(tmp_path / "ckpt"))
-        self.refuses(tmp_path)
-
-    def refuses(self, directory):
-        with pytest.raises(ValueError) as caught:
-            Checkpoint(directory, build()).restore()
-        message = str(caught.value)
-        assert message.startswith(f"Cannot read the checkpoint {directory}")
-        assert message.endswith("start over with --clean.")
-        assert "\n" not in message
-
-    def test_a_save_that_was_cut_short_leaves_the_one_before(self, tmp_path):
-        model = build()
-        fit(model, Checkpoint(tmp_path, model))
-        # As a kill leaves it: written, but not yet in the list.
-        (tmp_path / "ckpt-2.data-00000-of-00001").write_bytes(b"half")
-        (tmp_path / "ckpt-2.index").write_bytes(b"half")
-        checkpoint = Checkpoint(tmp_path, build())
-        assert checkpoint.restore()
-        assert checkpoint.epoch == 1
 
 
 class Events:

@@ -68,9 +68,7 @@ def wait_for(process, beginning):
 
 def ours(done):
     """The sentences on stderr that are from us."""
-    mark = "towers.train: "
-    lines = done.stderr.splitlines()
-    return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+    return re.findall(r"^towers(?:\.train)?: (.*)", done.stderr, re.M)
 
 
 def snapshot(folder):
@@ -141,7 +139,10 @@ def trained(tmp_path_factory):
 
 
 # Small, deterministic, and never done before it is killed.
-REPEATABLE = ("--model=mlp", "--deterministic", "--train_epochs=12", "--seed=3")
+REPEATABLE = (
+    *("--model=mlp", "--deterministic", "--train_epochs=12", "--seed=3"),
+    "--save_steps=5",
+)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +172,9 @@ def killed(data_dir, tmp_path_factory):
 def test_what_a_run_writes(trained):
     files = {str(p.relative_to(trained.path)) for p in trained.path.rglob("*")}
     assert {"model.keras", "summary.json", "flags.txt"} <= files
-    assert {"checkpoints/ckpt-3.index", "checkpoints/checkpoint"} <= files
+    assert {
+        f"checkpoints/ckpt-{epoch}-0/variables.index" for epoch in (1, 2, 3)
+    } <= files
     for name in ("train", "validation"):
         assert glob.glob(f"{trained.path}/{name}/events.out.tfevents.*")
     assert "unfinished.keras" not in files
@@ -207,7 +210,7 @@ def test_what_a_run_says(trained):
     end = out[out.index("Done: ") :]
     assert end.startswith("Done: 3 epochs, 69 steps on 2 towers.\n")
     assert f"model        {path}/model.keras\n" in end
-    assert f"checkpoint   {path}/checkpoints/ckpt-3\n" in end
+    assert f"checkpoint   {path}/checkpoints/ckpt-3-0\n" in end
     assert f"tensorboard --logdir {path}\n" in end
     assert "Traceback" not in trained.stderr
     assert ours(trained) == []
@@ -241,7 +244,7 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
         "towers": ["/device:CPU:0", "/device:CPU:1"],
         "batch_size": 64,
         "model": f"{trained.path}/model.keras",
-        "checkpoint": f"{trained.path}/checkpoints/ckpt-3",
+        "checkpoint": f"{trained.path}/checkpoints/ckpt-3-0",
         "logs": str(trained.path),
     }.items():
         assert summary[key] == value
@@ -387,7 +390,7 @@ def test_shares_and_loss_placement(data_dir, tmp_path):
         assert found == pytest.approx(expected, rel=1e-4)
     # Shares are no part of what is saved.
     again = run(*flags, f"--model_dir={uneven}", "--train_epochs=2")
-    assert continued(again, uneven) == 1
+    assert continued(again, uneven) == (1, 0)
 
 
 def test_images_in_folders(tmp_path):
@@ -517,8 +520,8 @@ class TestInProcess:
     def test_clean_removes_only_what_a_run_wrote(self, tmp_path):
         mine = ["notes.txt", "other.keras", "train/cat/1.png", "checkpoints/mine.h5"]
         written = ["model.keras", "summary.json", "flags.txt", "unfinished.keras"]
-        written += ["checkpoints/checkpoint", "checkpoints/ckpt-1.index"]
-        written += ["checkpoints/ckpt-2_temp/part-00000-of-00001.index"]
+        written += ["checkpoints/ckpt-1-0/variables.index"]
+        written += ["checkpoints/.unfinished/variables_temp/part-0"]
         written += [f"{r}/events.out.tfevents.1.v2" for r in ("train", "validation")]
         for name in mine + written:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -639,17 +642,16 @@ def first_done(done):
 
 
 def continued(done, path):
-    """The epoch after which a run says that it goes on."""
+    """The epoch and the batch after which a run says that it goes on."""
     found = re.search(
-        rf"^Continuing from {path}/checkpoints/ckpt-(\d+): after epoch (\d+), step "
-        r"(\d+)\.$",
+        rf"^Continuing from {path}/checkpoints/ckpt-(\d+)-(\d+): after epoch \1"
+        r"(?: and \2 batches)?, step (\d+)\.$",
         done.stdout,
         re.M,
     )
-    number, epoch, step = map(int, found.groups())
-    assert number == epoch
-    assert step == epoch * STEPS
-    return epoch
+    epoch, batch, step = map(int, found.groups())
+    assert step == epoch * STEPS + batch
+    return epoch, batch
 
 
 @pytest.mark.parametrize("num_gpus", [2, 3])
@@ -660,8 +662,8 @@ def test_killed_and_started_again(killed, whole, data_dir, tmp_path, num_gpus):
         *(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}"),
         f"--num_gpus={num_gpus}",
     )
-    epoch = continued(done, path)
-    assert 3 <= epoch < 12
+    epoch, batch = continued(done, path)
+    assert 2 <= epoch < 12 and batch in (0, 5, 10, 15, 20)
     assert first_done(done) == epoch + 1
     summary = json.loads((path / "summary.json").read_text())
     assert (summary["epochs"], summary["steps"]) == (12, 12 * STEPS)
@@ -683,14 +685,15 @@ def test_terminated_and_started_again(data_dir, tmp_path):
     (said,) = ours(done)
     saved = re.fullmatch(
         rf"Stopped by SIGTERM: the last checkpoint is {tmp_path}/checkpoints/"
-        r"ckpt-(\d+); run again to continue from it\.",
+        r"ckpt-(\d+)-(\d+); run again to continue\.",
         said,
     )
     assert "Traceback" not in done.stderr
-    epoch = int(saved[1])
+    epoch, batch = map(int, saved.groups())
     again = run(*flags, f"--train_epochs={epoch + 1}")
-    assert continued(again, tmp_path) == epoch
+    assert continued(again, tmp_path) == (epoch, batch)
     assert first_done(again) == epoch + 1
+    assert f"Done: {epoch + 1} epochs, {(epoch + 1) * STEPS} steps" in again.stdout
 
 
 def test_ctrl_c(data_dir, tmp_path):
@@ -698,13 +701,13 @@ def test_ctrl_c(data_dir, tmp_path):
         *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
         *("--train_epochs=1000", "--log_steps=5"),
     )
-    # In the first epoch, so that there is no checkpoint.
     wait_for(process, "epoch 1/1000, step 5")
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.returncode == 130
     (said,) = ours(done)
-    assert said.startswith("Stopped by Ctrl-C: ")
+    assert said.startswith("Stopped by Ctrl-C: the last checkpoint is ")
+    assert list(tmp_path.glob("checkpoints/ckpt-*/variables.index"))
     assert "Traceback" not in done.stderr
 
 
@@ -742,7 +745,7 @@ def test_clean_starts_over(trained, data_dir, tmp_path):
     )
     assert first_done(done) == 1
     assert (path / "notes.txt").read_text() == "mine"
-    assert not (path / "checkpoints/ckpt-3.index").exists()
+    assert not (path / "checkpoints/ckpt-3-0").exists()
     for name in ("train", "validation"):
         assert len(list((path / name).iterdir())) == 1
 
@@ -903,14 +906,24 @@ def test_checkpoint_of_another(trained, data_dir, flags, words):
 def test_truncated_checkpoint(trained, data_dir, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(trained.path, path)
-    broken = path / "checkpoints/ckpt-3.data-00000-of-00001"
-    broken.write_bytes(broken.read_bytes()[:-1000])
-    before = snapshot(path)
-    done = run(f"--data_dir={data_dir}", f"--model_dir={path}", code=1)
-    (said,) = ours(done)
-    assert said.startswith(f"Cannot read the checkpoint {path}/checkpoints/ckpt-3: ")
-    assert "Traceback" not in done.stderr
-    assert snapshot(path) == before
+    for number in (3, 2, 1):
+        broken = path / f"checkpoints/ckpt-{number}-0/variables.data-00000-of-00001"
+        broken.write_bytes(broken.read_bytes()[:-1000])
+        before = snapshot(path)
+        flags = f"--data_dir={data_dir}", f"--model_dir={path}", "--eval_only"
+        done = run(*flags, code=0 if number > 1 else 1)
+        (said,) = ours(done)
+        # With the newest that is whole, if there is one.
+        first = f"Cannot read the checkpoint {path}/checkpoints/ckpt-3-0: "
+        if number > 1:
+            older = f"{path}/checkpoints/ckpt-{number - 1}-0"
+            assert said.startswith(f"Warning: {first}")
+            assert said.endswith(f"after it is lost: going back to {older}.")
+            assert f"Evaluating {older}: after epoch {number - 1}," in done.stdout
+        else:
+            assert said.startswith(first) and said.endswith("with --clean.")
+        assert "Traceback" not in done.stderr
+        assert snapshot(path) == before
 
 
 # What is found out only while training: named all the same.
@@ -947,10 +960,11 @@ def test_divergence_is_no_success(data_dir, tmp_path):
     done = run(
         *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
         *("--learning_rate=1e30", "--optimizer=sgd", "--train_epochs=1"),
-        code=1,
+        code=3,
     )
     (said,) = ours(done)
-    assert "The loss is nan after epoch 1, so model.keras is not written" in said
+    assert "The variable dense/kernel is not finite at step 23" in said
+    assert not list(tmp_path.glob("checkpoints/ckpt-*"))
     assert not (tmp_path / "model.keras").exists()
 
 

@@ -53,11 +53,11 @@ class Throughput(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the epoch's count."""
-        self._next_batch = 0
         self._epoch_counted, self._epoch_counted_s = 0, 0.0
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Starts the clock."""
+        """Starts the clock; `batch` is the first of the call's batches."""
+        self._next_batch = batch
         self._begun_s = self._clock()
 
     def on_train_batch_end(self, batch, logs=None):
@@ -66,7 +66,6 @@ class Throughput(keras.callbacks.Callback):
         examples = self._seen(batch + 1) - self._seen(self._next_batch)
         warm = self._steps >= self._warmup_steps
         self._steps += batch + 1 - self._next_batch
-        self._next_batch = batch + 1
         if warm:
             self._counted += examples
             self._counted_s += elapsed_s

@@ -1,0 +1,486 @@
+"""Runs that are saved, broken off and continued: as if nothing had happened."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from input_pipeline import ArraySource, make_dataset
+from towers import checkpoints, multi_gpu_model
+from towers.callbacks.checkpoint import (
+    Checkpoint,
+    NotFinite,
+    SaveError,
+    check_checkpoint,
+)
+from towers.checkpoints import Position
+from towers.signals import Stopped
+
+EXAMPLES, BATCH, STEPS = 44, 8, 6
+
+
+def build(units=4, optimizer="adam", seed=1, **options):
+    """A compiled model with dropout and BatchNorm."""
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential(
+        [
+            keras.Input((4, 4, 1)),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.Flatten(),
+            keras.layers.Dense(units),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def source():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, [EXAMPLES, 4, 4, 1], np.uint8)
+    return ArraySource(images, rng.integers(0, 3, EXAMPLES))
+
+
+def data(training=True, repeat=False, batch_size=BATCH):
+    return make_dataset(
+        source(),
+        "train",
+        batch_size=batch_size,
+        image_shape=(4, 4, 1),
+        training=training,
+        recipe="cifar",
+        seed=3,
+        repeat=repeat,
+    )
+
+
+class Breaks(keras.callbacks.Callback):
+    """Ends the run, or does something else, once so many batches have been trained."""
+
+    def __init__(self, after, what=None):
+        super().__init__()
+        self.left, self.what = after, what
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            if self.what is None:
+                raise ZeroDivisionError
+            self.what()
+
+
+def fit(model, *callbacks, gpus=2, repeat=False, **options):
+    parallel = multi_gpu_model(model, gpus=gpus)
+    options = {"epochs": 3, "steps_per_epoch": STEPS if repeat else None} | options
+    x = options.pop("x", None) or data(repeat=repeat)
+    return parallel.fit(x, callbacks=list(callbacks), verbose=0, **options)
+
+
+def values(model):
+    return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+
+def assert_same(model, other):
+    for a, b in zip(values(model), values(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def broken_off(directory, breaks, run=fit, **options):
+    """A run that is broken off after so many batches each time; its last process."""
+    for after in [*breaks, None]:
+        model = build(**options.get("model", {}))
+        callbacks = [
+            keras.callbacks.EarlyStopping("loss", patience=9),
+            Checkpoint(directory, save_steps=2),
+        ]
+        if after is None:
+            kept = {k: v for k, v in options.items() if k != "model"}
+            return model, fit(model, *callbacks, **kept), callbacks[0]
+        with pytest.raises(ZeroDivisionError):
+            kept = {k: v for k, v in options.items() if k != "model"}
+            fit(model, *callbacks, Breaks(after), **kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "breaks"),
+    [
+        ({}, (3, 5, 2, 6)),
+        ({"repeat": True}, (3, 5, 2, 6)),
+        ({"validation_data": True, "repeat": True}, (5, 6, 1)),
+        ({"model": {"steps_per_execution": 2}}, (2, 1, 3)),
+    ],
+    ids=["epochs", "repeat", "validation", "steps_per_execution"],
+)
+def test_a_run_broken_off_ends_as_one_that_was_not(tmp_path, options, breaks):
+    if options.get("validation_data"):
+        options = options | {"validation_data": data(training=False)}
+    whole, history, stopping = broken_off(tmp_path / "whole", (), **options)
+    model, continued, continued_stopping = broken_off(
+        tmp_path / "broken", breaks, **options
+    )
+    assert_same(model, whole)
+    assert continued.history == history.history
+    assert continued.epoch == history.epoch == [0, 1, 2]
+    assert continued_stopping.wait == stopping.wait
+    assert continued_stopping.best == stopping.best
+
+
+def test_with_other_numbers_of_towers_the_rest_is_the_same(tmp_path):
+    # Without dropout and BatchNorm, which are the towers' own.
+    def plain():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Flatten(), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((4, 4, 1)), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(1e-3, 0.9), loss)
+        return model
+
+    whole, model = plain(), None
+    fit(whole, gpus=1)
+    for gpus, after in ((1, 4), (2, 5), (3, 4), (4, None)):
+        model = plain()
+        breaks = [] if after is None else [Breaks(after)]
+        try:
+            fit(model, Checkpoint(tmp_path, save_steps=1), *breaks, gpus=gpus)
+        except ZeroDivisionError:
+            continue
+    for a, b in zip(values(model), values(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_callbacks_hear_only_of_what_is_done_now(tmp_path):
+    heard = []
+    hears = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: heard.append(batch),
+        on_train_batch_end=lambda batch, logs: heard.append(-batch),
+    )
+    with pytest.raises(ZeroDivisionError):
+        fit(build(), Checkpoint(tmp_path, save_steps=1), Breaks(5))
+    fit(build(), Checkpoint(tmp_path), hears, epochs=2)
+    # The fifth was trained on, but not saved.
+    assert heard == [4, -4, 5, -5, 0, 0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5]
+
+
+def test_other_data_are_read_again_and_passed_over(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[EXAMPLES, 4, 4, 1]).astype("float32")
+    y = rng.integers(0, 3, EXAMPLES)
+    plain = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    whole, model = build(), build()
+    fit(whole, x=plain)
+    with pytest.raises(ZeroDivisionError):
+        fit(build(), Checkpoint(tmp_path, save_steps=2), Breaks(9), x=plain)
+    fit(model, Checkpoint(tmp_path), x=plain)
+    assert_same(model, whole)
+
+
+def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        fit(build(), Checkpoint(tmp_path, save_steps=2), Breaks(4))
+    with pytest.raises(ValueError, match=r"Received batches of 4, but .*-0-2 is of"):
+        fit(build(), Checkpoint(tmp_path), x=data(batch_size=4))
+
+
+def test_random_numbers_go_on(tmp_path):
+    def draw():
+        drawn.append((random.random(), float(np.random.uniform())))
+
+    drawn = []
+    fit(build(), Checkpoint(tmp_path / "a"), Breaks(3, draw), Breaks(4, draw))
+    wanted, drawn = drawn, []
+    with pytest.raises(ZeroDivisionError):
+        fit(
+            *(build(), Checkpoint(tmp_path / "b", save_steps=3)),
+            *(Breaks(3, draw), Breaks(5)),
+        )
+    fit(build(seed=9), Checkpoint(tmp_path / "b"), Breaks(1, draw))
+    assert drawn == wanted
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_the_run(tmp_path, number, capsys):
+    before = signal.getsignal(number)
+    stop = Breaks(4, lambda: signal.raise_signal(number))
+    with pytest.raises(Stopped) as stopped:
+        fit(build(), Checkpoint(tmp_path), stop)
+    assert stopped.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    name = {2: "Ctrl-C", 15: "SIGTERM"}[number]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"towers: Stopped by {name}: the last checkpoint is {tmp_path}/ckpt-0-4; run "
+        "again to continue."
+    )
+    whole, model = build(), build()
+    fit(whole)
+    fit(model, Checkpoint(tmp_path))
+    assert_same(model, whole)
+
+
+def test_a_signal_in_validation_loses_no_metric(tmp_path):
+    stop = keras.callbacks.LambdaCallback()
+    stop.on_test_batch_end = lambda batch, logs: signal.raise_signal(signal.SIGTERM)
+    whole, model = build(), build()
+    check = data(training=False)
+    wanted = fit(whole, validation_data=check)
+    with pytest.raises(Stopped):
+        fit(build(), Checkpoint(tmp_path), stop, validation_data=check)
+    assert [p.name for p in tmp_path.iterdir()] == [f"ckpt-0-{STEPS}"]
+    found = fit(model, Checkpoint(tmp_path), validation_data=check)
+    assert_same(model, whole)
+    assert found.history == wanted.history
+
+
+def test_sigusr1_saves_and_goes_on(tmp_path):
+    model = build()
+    save = Breaks(2, lambda: signal.raise_signal(signal.SIGUSR1))
+    fit(model, Checkpoint(tmp_path), save, epochs=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt-0-2", "ckpt-1-0"]
+
+
+def test_in_another_thread_there_are_no_signals(tmp_path):
+    thread = threading.Thread(target=fit, args=(build(), Checkpoint(tmp_path)))
+    thread.start()
+    thread.join()
+    assert checkpoints.find(str(tmp_path))[0].endswith("ckpt-3-0")
+
+
+def test_the_last_and_the_best_are_kept(tmp_path):
+    losses = iter([3.0, 1.0, 4.0, 5.0, 6.0, 7.0])
+    says = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: logs.update(val_loss=next(losses))
+    )
+    checkpoint = Checkpoint(tmp_path, keep=2)
+    fit(build(), says, checkpoint, epochs=6)
+    assert checkpoint.latest == f"{tmp_path}/ckpt-6-0"
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["ckpt-2-0", "ckpt-5-0", "ckpt-6-0"]
+
+
+def test_saved_every_so_many_minutes(tmp_path):
+    now = 0.0
+
+    def later():
+        nonlocal now
+        now += 90.0
+
+    checkpoint = Checkpoint(tmp_path, save_minutes=1, clock=lambda: now)
+    fit(build(), checkpoint, Breaks(2, later), Breaks(5, later), epochs=1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["ckpt-0-2", "ckpt-0-5", "ckpt-1-0"]
+
+
+def test_values_are_those_of_the_moment(tmp_path):
+    """Also where the next step is computed before they are written."""
+    parts = {}
+    at = Breaks(3, lambda: parts.update(values=values(model)))
+    model = build()
+    checkpoint = Checkpoint(tmp_path, save_steps=3)
+    write = checkpoint._write
+    written = threading.Event()
+
+    def late(*args):
+        assert written.wait(60)
+        write(*args)
+
+    checkpoint._write = late
+    with pytest.raises(ZeroDivisionError):
+        # The save is over when three more steps are.
+        fit(model, checkpoint, at, Breaks(6, written.set), Breaks(7))
+    saved = checkpoints.load(f"{tmp_path}/ckpt-0-3").values
+    found = (*saved["model"], *saved["optimizer"])
+    for a, b in zip(found, parts["values"], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class TestNotFinite:
+    def poison(self, model):
+        kernel = model.layers[2].kernel
+        kernel.assign(kernel.numpy() * np.nan)
+
+    def test_never_becomes_a_checkpoint(self, tmp_path):
+        model = build()
+        breaks = Breaks(8, lambda: self.poison(model))
+        with pytest.raises(
+            NotFinite, match=r"kernel is not finite at step 8; .*ckpt-1"
+        ):
+            fit(model, Checkpoint(tmp_path, save_steps=1), breaks)
+        assert checkpoints.find(str(tmp_path))[0] == f"{tmp_path}/ckpt-1-1"
+
+
+class TestDisk:
+    @pytest.mark.parametrize("reaction", ["stop", "continue"])
+    def test_a_save_that_fails_leaves_the_others(self, tmp_path, reaction, capsys):
+        folder = tmp_path / "run"
+
+        def vanish():
+            checkpoint._wait()
+            shutil.rmtree(folder)
+            folder.write_text("in the way")
+
+        checkpoint = Checkpoint(folder, save_steps=1, on_save_error=reaction)
+        if reaction == "stop":
+            with pytest.raises(
+                SaveError, match=f"Cannot save a checkpoint in {folder}"
+            ):
+                fit(build(), checkpoint, Breaks(3, vanish))
+        else:
+            fit(build(), checkpoint, Breaks(3, vanish))
+            assert "Warning: Cannot save a checkpoint" in capsys.readouterr().err
+
+    def test_a_limit_on_files_leaves_the_one_before(self, tmp_path):
+        import resource
+
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        checkpoint = Checkpoint(tmp_path, save_steps=2)
+
+        def limit():
+            checkpoint._wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+
+        try:
+            with pytest.raises(SaveError):
+                fit(build(), checkpoint, Breaks(3, limit))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [path.name for path in tmp_path.iterdir()] == ["ckpt-0-2"]
+        assert Checkpoint(tmp_path).restore(build())
+
+
+class TestDamage:
+    @pytest.fixture(scope="class")
+    def saved(self, tmp_path_factory):
+        """Two checkpoints; not to be changed."""
+        folder = tmp_path_factory.mktemp("saved")
+        fit(build(), Checkpoint(folder), epochs=2)
+        return folder
+
+    def test_no_damage_passes(self, saved, tmp_path):
+        """Bytes that are flipped, and files that end too early, in any place."""
+        rng = np.random.default_rng(0)
+        good = checkpoints.load(f"{saved}/ckpt-2-0")
+        for path in sorted(saved.glob("ckpt-2-0/*")):
+            content = path.read_bytes()
+            for damage in range(40):
+                place = int(rng.integers(len(content)))
+                bad = bytearray(content)
+                if damage % 4:
+                    bad[place] ^= int(rng.integers(1, 256))
+                else:
+                    del bad[place:]
+                copy = tmp_path / "ckpt-2-0"
+                shutil.rmtree(copy, ignore_errors=True)
+                shutil.copytree(saved / "ckpt-2-0", copy)
+                (copy / path.name).write_bytes(bad)
+                try:
+                    found = checkpoints.load(str(copy))
+                except checkpoints.DamagedError as error:
+                    assert "\n" not in str(error)
+                    continue
+                # Where nothing is read from.
+                assert found.about == good.about
+                for part, wanted in good.values.items():
+                    for a, b in zip(found.values[part], wanted, strict=True):
+                        np.testing.assert_array_equal(a, b)
+
+    def test_the_one_before_is_taken(self, saved, tmp_path, capsys):
+        shutil.copytree(saved, tmp_path / "run")
+        (tmp_path / "run/ckpt-2-0/variables.index").write_bytes(b"")
+        checkpoint = Checkpoint(tmp_path / "run")
+        assert checkpoint.restore(build())
+        assert checkpoint.position == Position(1)
+        said = capsys.readouterr().err
+        assert said.startswith(
+            f"towers: Warning: Cannot read the checkpoint {tmp_path}"
+        )
+        assert said.endswith(f"is lost: going back to {tmp_path}/run/ckpt-1-0.\n")
+
+    def test_it_is_written_anew(self, saved, tmp_path):
+        run = tmp_path / "run"
+        shutil.copytree(saved, run)
+        (run / "ckpt-2-0/variables.index").write_bytes(b"")
+        fit(build(), Checkpoint(run), epochs=2)
+        assert checkpoints.load(f"{run}/ckpt-2-0").about["step"] == 2 * STEPS
+        assert sorted(p.name for p in (run / "ckpt-2-0").iterdir()) == [
+            "variables.data-00000-of-00001",
+            "variables.index",
+        ]
+
+    def test_links_and_lists_lead_nowhere(self, saved, tmp_path):
+        run, other = tmp_path / "run", tmp_path / "other"
+        shutil.copytree(saved, run)
+        shutil.copytree(saved / "ckpt-2-0", other)
+        os.symlink(other, run / "ckpt-9-0")
+        (run / "checkpoint").write_text(f'model_checkpoint_path: "{other}"\n')
+        checkpoint = Checkpoint(run, keep=1)
+        fit(build(), checkpoint, epochs=3)
+        assert checkpoint.latest == f"{run}/ckpt-3-0"
+        assert sorted(p.name for p in other.iterdir()) == sorted(
+            p.name for p in (saved / "ckpt-2-0").iterdir()
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"units": 5}, ["another model", "[16, 4]", "[16, 5]"]),
+            ({"optimizer": "sgd"}, ["another optimizer", "adam", "sgd"]),
+            (
+                {"optimizer": keras.optimizers.Adam(amsgrad=True)},
+                ["another optimizer", "variables"],
+            ),
+        ],
+    )
+    def test_that_of_another_is_refused(self, saved, options, words):
+        other = build(**options)
+        before = values(other)
+        with pytest.raises(ValueError) as caught:
+            Checkpoint(saved).restore(other)
+        for word in [*words, "--clean", str(saved)]:
+            assert word in str(caught.value)
+        for a, b in zip(values(other), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    def test_that_of_another_program_is_refused(self, tmp_path):
+        os.mkdir(tmp_path / "ckpt-1-0")
+        theirs = tf.train.Checkpoint(about=tf.Variable("{}"))
+        theirs.write(str(tmp_path / "ckpt-1-0/variables"))
+        with pytest.raises(ValueError, match="Cannot read the checkpoint"):
+            Checkpoint(tmp_path).restore(build())
+
+    def test_names_of_layers_do_not_matter(self, saved):
+        other = keras.models.clone_model(build())
+        other.compile("adam", "mse", metrics=["accuracy"])
+        other.optimizer.build(other.trainable_variables)
+        assert other.variables[0].path != build().variables[0].path
+        assert Checkpoint(saved).restore(other)
+
+    def test_without_any(self, tmp_path):
+        model = build()
+        before = values(model)
+        checkpoint = Checkpoint(tmp_path / "none")
+        assert checkpoint.restore(model) is False and checkpoint.latest is None
+        check_checkpoint(str(tmp_path / "none"), model)
+        for a, b in zip(values(model), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert not (tmp_path / "none").exists()
+
+
+def test_what_a_checkpoint_says_is_json(tmp_path):
+    stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    fit(build(), stopping, Checkpoint(tmp_path), epochs=1)
+    about = checkpoints.load_about(f"{tmp_path}/ckpt-1-0")
+    assert json.loads(json.dumps(about)) == about
+    again = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    fit(build(), again, Checkpoint(tmp_path), epochs=2)
+    assert again.best <= stopping.best
+    assert len(again.best_weights) == len(stopping.best_weights)

@@ -1,0 +1,222 @@
+"""Checkpoints on the disk: whole, verified and in order, or not there at all.
+
+A checkpoint is a folder, `ckpt-EPOCH-BATCH`, of what `tf.train.Checkpoint` writes. It
+is written under another name, flushed to the disk, read back, and only then renamed.
+There is no list of them that could be wrong (`tf.train.CheckpointManager` removes what
+its list names, wherever that is): the folders are the list.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_NAME = re.compile(r"ckpt-(\d+)-(\d+)")
+_UNFINISHED = ".unfinished"
+_FILES = "variables"
+_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+_FORMAT = 1
+
+
+class DamagedError(ValueError):
+    """A checkpoint that cannot be read; the message says which, and why."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Position:
+    """How far a run has come.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        batch: Batches of it that have been trained on.
+    """
+
+    epoch: int
+    batch: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        values: The values of variables, in order, by the name of their part.
+        about: What else there is to say, as JSON has it.
+    """
+
+    values: Mapping[str, Sequence[Any]]
+    about: Mapping[str, Any]
+
+
+def find(directory: str) -> list[str]:
+    """Returns the paths of all checkpoints, the latest first."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DamagedError(
+            f"Cannot read the checkpoints in {directory}: {error.strerror}; choose "
+            "another model_dir."
+        ) from error
+    paths = [os.path.join(directory, name) for name in names if _NAME.fullmatch(name)]
+    # A link may lead anywhere; we make none.
+    paths = [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
+    return sorted(paths, key=position, reverse=True)
+
+
+def position(path: str) -> Position:
+    """Reads the position from a checkpoint's name."""
+    return Position(*map(int, _NAME.fullmatch(os.path.basename(path)).groups()))
+
+
+def save(directory: str, at: Position, contents: Contents) -> str:
+    """Writes a checkpoint; until it is whole, there is none of that name.
+
+    Args:
+        directory: Where the checkpoints lie; made if there is none.
+        at: Its position, which names it. One of that name is replaced.
+        contents: What to write.
+
+    Returns:
+        Its path.
+
+    Raises:
+        OSError: It cannot be written, or is not read back as it was.
+    """
+    path = os.path.join(directory, f"ckpt-{at.epoch}-{at.batch}")
+    unfinished = os.path.join(directory, _UNFINISHED)
+    try:
+        os.makedirs(directory, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        os.mkdir(unfinished)
+        _write(os.path.join(unfinished, _FILES), contents)
+        for name in os.listdir(unfinished):
+            _sync(os.path.join(unfinished, name))
+        _sync(unfinished)
+        load(unfinished)
+        if os.path.lexists(path):
+            os.rename(path, os.path.join(unfinished, "replaced"))
+        os.rename(unfinished, path)
+        shutil.rmtree(os.path.join(path, "replaced"), ignore_errors=True)
+        _sync(directory)
+    except (tf.errors.OpError, DamagedError) as error:
+        raise OSError(_first_line(error)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(unfinished)
+    return path
+
+
+def load(path: str) -> Contents:
+    """Reads a checkpoint whole, so that each of its checksums is looked at.
+
+    Raises:
+        DamagedError: It is not one, or not as it was written.
+    """
+    with _reading(path):
+        reader = tf.train.load_checkpoint(os.path.join(path, _FILES))
+        found = {
+            name.removesuffix(_VALUE): reader.get_tensor(name)
+            for name in reader.get_variable_to_shape_map()
+        }
+        about = _parse(found["about"])
+        values = {
+            part: [found[f"{part}/{i}"] for i in range(count)]
+            for part, count in about["parts"].items()
+        }
+    return Contents(values, about)
+
+
+def load_about(path: str) -> dict[str, Any]:
+    """Reads what a checkpoint says of itself, and none of its values.
+
+    Raises:
+        DamagedError: As for `load`.
+    """
+    with _reading(path):
+        about = tf.train.load_variable(os.path.join(path, _FILES), "about" + _VALUE)
+        return _parse(about)
+
+
+def remove(path: str) -> None:
+    """Removes a checkpoint that `find` has found."""
+    # Renamed first: half of one would be taken for a damaged one.
+    unfinished = os.path.join(os.path.dirname(path), f"{_UNFINISHED}-removal")
+    with contextlib.suppress(OSError):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        os.rename(path, unfinished)
+        shutil.rmtree(unfinished)
+
+
+def remove_all(directory: str) -> None:
+    """Removes all that this module has written, and nothing else."""
+    for path in find(directory):
+        remove(path)
+    for name in (_UNFINISHED, f"{_UNFINISHED}-removal"):
+        shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+
+
+def _write(prefix, contents):
+    about = {
+        "format": _FORMAT,
+        "parts": {part: len(values) for part, values in contents.values.items()},
+        **contents.about,
+    }
+    with tf.device("/CPU:0"):
+        parts = {
+            part: [tf.Variable(value) for value in values]
+            for part, values in contents.values.items()
+        }
+        about = tf.Variable(json.dumps(about))
+        tf.train.Checkpoint(about=about, **parts).write(prefix)
+
+
+def _parse(about):
+    about = json.loads(about)
+    if about["format"] != _FORMAT:
+        raise ValueError("it is of another version")
+    return about
+
+
+@contextlib.contextmanager
+def _reading(path):
+    try:
+        yield
+    # A short file is an IndexError; another program's has no such names.
+    except (
+        *(tf.errors.OpError, ValueError, IndexError, KeyError, TypeError),
+        *(AttributeError, OSError, RuntimeError),
+    ) as error:
+        raise DamagedError(
+            f"Cannot read the checkpoint {path}: {_first_line(error)}; choose another "
+            "model_dir, or start over with --clean."
+        ) from error
+
+
+def _sync(path):
+    """Waits until a file, or the list of files of a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error):
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def is_finite(value: Any) -> bool:
+    """Tells whether no number of a tensor is infinite, or not a number."""
+    if not tf.as_dtype(value.dtype).is_floating:
+        return True
+    # NumPy does not know all of TensorFlow's types.
+    return bool(np.isfinite(np.asarray(tf.cast(value, tf.float32))).all())

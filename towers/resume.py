@@ -1,0 +1,123 @@
+"""Begins `fit` in the middle of an epoch, where an earlier run has left it.
+
+Keras counts all batches of an epoch, so those that are done are passed over: nothing is
+computed, and no callback hears of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import keras
+import tensorflow as tf
+
+from towers.checkpoints import Position
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """What `fit` needs of the callback that saves; see its methods there."""
+
+    position: Position
+    latest: str | None
+    restore: Callable
+    restore_metrics: Callable
+    running: Callable
+
+
+def data_at(data: Any, position: Position) -> tuple[Any, bool]:
+    """Returns data that begin at a position, and whether to pass over the batches.
+
+    Args:
+        data: What `fit` was given. Of what `input_pipeline.make_dataset` has made, the
+            records before are not read; the epochs of others are all alike.
+        position: Where to begin.
+    """
+    pipeline = getattr(data, "pipeline", None)
+    if pipeline is None:
+        return data, True
+    size = pipeline.source.splits[pipeline.split]
+    record = position.batch * pipeline.batch_size
+    moved = dataclasses.replace(
+        pipeline,
+        start_epoch=position.epoch,
+        start_record=record if size is None else min(record, size),
+    )
+    return moved.dataset(), False
+
+
+def batch_size(data: Any) -> int | None:
+    """Returns the batch size of data, if it is known."""
+    return getattr(getattr(data, "pipeline", None), "batch_size", None)
+
+
+def count(data: Any) -> int | None:
+    """Returns the number of batches of a data set, if it is known."""
+    if not isinstance(data, tf.data.Dataset):
+        return None
+    cardinality = int(data.cardinality())
+    return cardinality if cardinality >= 0 else None
+
+
+class Passing:
+    """A train function that passes over batches, and then gives way to the real one."""
+
+    def __init__(
+        self,
+        batches: int,
+        steps: int,
+        read: bool,
+        last: Callable[[Iterator], Any],
+    ):
+        """Passes over nothing yet.
+
+        Args:
+            batches: How many to pass over.
+            steps: Batches in a call.
+            read: Whether the iterator has them, so that they must be read.
+            last: Is called with the iterator when all are passed; returns the logs.
+        """
+        self._left, self._steps, self._read, self._last = batches, steps, read, last
+
+    def __call__(self, iterator: Iterator) -> Any:
+        """Passes over the batches of a call; returns logs, which nobody sees."""
+        count = min(self._left, self._steps)
+        if self._read:
+            for _ in range(count):
+                next(iterator)
+        self._left -= count
+        return {} if self._left else self._last(iterator)
+
+
+class Later(keras.callbacks.CallbackList):
+    """Callbacks that hear of an epoch's batches only from one of them on."""
+
+    def __init__(self, callbacks: Any, epoch: int, batch: int, **options: Any):
+        """Wraps callbacks as `fit` does.
+
+        Args:
+            callbacks: As for `keras.callbacks.CallbackList`.
+            epoch: The epoch.
+            batch: The first batch of it to hear of.
+            **options: As for `keras.callbacks.CallbackList`.
+        """
+        self._epoch, self._batch, self._first = epoch, batch, 0
+        # Of data begun in the middle, Keras announces a batch more than there are.
+        self._end = options["steps"] or math.inf
+        super().__init__(callbacks, **options)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes which batches to pass on."""
+        self._first = self._batch if epoch == self._epoch else 0
+        super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Passes on what is not passed over."""
+        if self._first <= batch < self._end:
+            super().on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Passes on what is not passed over."""
+        if self._first <= batch:
+            super().on_train_batch_end(batch, logs)
