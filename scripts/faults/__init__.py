@@ -1,0 +1,1 @@
+"""What befalls runs, on purpose; the figures are in docs/reliability.md."""
