@@ -108,7 +108,7 @@ def save(directory: str, at: Position, contents: Contents) -> str:
         shutil.rmtree(os.path.join(path, "replaced"), ignore_errors=True)
         _sync(directory)
     except (tf.errors.OpError, DamagedError) as error:
-        raise OSError(_first_line(error)) from error
+        raise OSError(_reason(error)) from error
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(unfinished)
@@ -196,7 +196,7 @@ def _reading(path):
         *(AttributeError, OSError, RuntimeError),
     ) as error:
         raise DamagedError(
-            f"Cannot read the checkpoint {path}: {_first_line(error)}; choose another "
+            f"Cannot read the checkpoint {path}: {_reason(error)}; choose another "
             "model_dir, or start over with --clean."
         ) from error
 
@@ -210,8 +210,12 @@ def _sync(path):
         os.close(descriptor)
 
 
-def _first_line(error):
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _reason(error):
+    """The first line of a message, without TensorFlow's operation around it."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    line = line.partition(" [Op:")[0].rpartition("}} ")[2]
+    # Before it, the name of a file that only TensorFlow knows.
+    return line.rpartition(f"{_FILES}_temp/")[2].rpartition("; ")[2] or line
 
 
 def is_finite(value: Any) -> bool:

@@ -487,11 +487,17 @@ def run(job: Job) -> None:
             f"The loss is {loss} after epoch {job.epoch}, so model.keras is not "
             "written; start over with --clean and a smaller --learning_rate."
         )
-    # Renamed when whole, so that an earlier model.keras is good until then.
-    unfinished = os.path.join(job.model_dir, "unfinished.keras")
-    job.model.save(unfinished)
-    os.replace(unfinished, os.path.join(job.model_dir, "model.keras"))
-    write_text(job, "summary.json", json.dumps(summary, indent=2) + "\n")
+    try:
+        # Renamed when whole, so that an earlier model.keras is good until then.
+        unfinished = os.path.join(job.model_dir, "unfinished.keras")
+        job.model.save(unfinished)
+        os.replace(unfinished, os.path.join(job.model_dir, "model.keras"))
+        write_text(job, "summary.json", json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise SaveError(
+            f"Cannot write the model to {job.model_dir}: {error}; the last checkpoint "
+            f"is {job.checkpoint.latest or 'none'}, so make room and run again."
+        ) from error
     print(summary_text(summary))
 
 
