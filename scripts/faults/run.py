@@ -58,7 +58,7 @@ def result(model_dir: pathlib.Path) -> dict:
     reader = tf.train.load_checkpoint(str(path / "variables"))
     names = reader.get_variable_to_shape_map()
     values = {name: reader.get_tensor(name) for name in names}
-    about = json.loads(values.pop("about/.ATTRIBUTES/VARIABLE_VALUE"))
+    about = json.loads(values.pop("about"))
     # How fast it was is another matter.
     about["history"]["history"].pop("images_per_sec", None)
     return {"values": values, "history": about["history"], "step": about["step"]}

@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 
 import keras
@@ -484,3 +486,26 @@ def test_what_a_checkpoint_says_is_json(tmp_path):
     fit(build(), again, Checkpoint(tmp_path), epochs=2)
     assert again.best <= stopping.best
     assert len(again.best_weights) == len(stopping.best_weights)
+
+
+_TWICE = """
+import signal, sys
+from towers.signals import Signals
+
+with Signals():
+    signal.raise_signal(signal.SIGINT)
+    print("noted", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_signal_ends_it_at_once():
+    command = [sys.executable, "-c", _TWICE]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout.readline() == "noted\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert (
+            "Left at once; the checkpoints are as they were." in process.stderr.read()
+        )

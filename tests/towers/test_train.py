@@ -521,7 +521,7 @@ class TestInProcess:
         mine = ["notes.txt", "other.keras", "train/cat/1.png", "checkpoints/mine.h5"]
         written = ["model.keras", "summary.json", "flags.txt", "unfinished.keras"]
         written += ["checkpoints/ckpt-1-0/variables.index"]
-        written += ["checkpoints/.unfinished/variables_temp/part-0"]
+        written += ["checkpoints/.unfinished/variables.index"]
         written += [f"{r}/events.out.tfevents.1.v2" for r in ("train", "validation")]
         for name in mine + written:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

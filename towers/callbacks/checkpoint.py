@@ -90,7 +90,7 @@ class Checkpoint(keras.callbacks.Callback):
                 "'continue'."
             )
         self._directory = os.path.abspath(os.path.expanduser(directory))
-        self._save_steps, self._save_minutes = save_steps, save_minutes
+        self.save_steps, self._save_minutes = save_steps, save_minutes
         self._keep, self._on_save_error, self._clock = keep, on_save_error, clock
         self.position = Position(0)
         self.latest: str | None = None
@@ -191,7 +191,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         """Saves if it is time, when all callbacks have seen the batch before."""
         self.position = Position(self.position.epoch, batch)
-        due = self._save_steps and self._step() - self._saved_step >= self._save_steps
+        due = self.save_steps and self._step() - self._saved_step >= self.save_steps
         if self._save_minutes is not None:
             due = due or self._clock() - self._saved_s >= 60 * self._save_minutes
         if due:
