@@ -3,15 +3,15 @@
 python -m scripts.faults.cost
 """
 
+import functools
 import statistics
 import tempfile
 import time
 
 import keras
 
-import input_pipeline
-import models
 import towers
+from scripts.faults.training import on_two_towers
 
 STEPS, ROUNDS = 100, 5
 
@@ -40,24 +40,13 @@ class Blocks(keras.callbacks.Callback):
 
 def main() -> None:
     """Trains, and says what was found."""
-    placed = towers.configure(2)
-    source = input_pipeline.open_source("synthetic:32x32x3:10:640")
-    data = input_pipeline.make_dataset(
-        source,
-        "train",
-        batch_size=64,
-        image_shape=(32, 32, 3),
-        training=True,
-        repeat=True,
+    parallel, data = on_two_towers(
+        "resnet20",
+        (32, 32, 3),
+        640,
+        64,
+        functools.partial(keras.optimizers.SGD, 0.1, 0.9),
     )
-    model = models.build("resnet20", input_shape=(32, 32, 3), num_classes=10, seed=0)
-    parallel = towers.multi_gpu_model(
-        model,
-        placed.towers,
-        preprocess=lambda x, y, training: (input_pipeline.normalize(x), y),
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    parallel.compile(keras.optimizers.SGD(0.1, 0.9), loss)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = towers.callbacks.Checkpoint(folder)
         blocks = Blocks(checkpoint)

@@ -8,9 +8,8 @@ import tempfile
 
 import keras
 
-import input_pipeline
-import models
 import towers
+from scripts.faults.training import on_two_towers
 
 STEPS, EVERY = 20_000, 1_000
 
@@ -37,24 +36,7 @@ class Watch(keras.callbacks.Callback):
 
 def main() -> None:
     """Trains, and says what was found."""
-    placed = towers.configure(2)
-    source = input_pipeline.open_source("synthetic:8x8x1:10:2048")
-    data = input_pipeline.make_dataset(
-        source,
-        "train",
-        batch_size=32,
-        image_shape=(8, 8, 1),
-        training=True,
-        repeat=True,
-    )
-    model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10, seed=0)
-    parallel = towers.multi_gpu_model(
-        model,
-        placed.towers,
-        preprocess=lambda x, y, training: (input_pipeline.normalize(x), y),
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    parallel.compile("adam", loss)
+    parallel, data = on_two_towers("mlp", (8, 8, 1), 2048, 32, keras.optimizers.Adam)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         parallel.fit(
