@@ -2,8 +2,8 @@
 
 A *source* knows where the records are and how one record is decoded; the
 *pipeline* orders the ``tf.data`` stages around it; the *checks* say which record is
-bad. How batches reach the towers is left to the caller: nothing here knows of models
-or devices.
+bad, the *quarantine* which are passed over. How batches reach the towers is left to the
+caller: nothing here knows of models or devices.
 """
 
 from input_pipeline.augment import normalize
@@ -11,6 +11,9 @@ from input_pipeline.cache import CACHES, cached
 from input_pipeline.checks import blame_records, find_bad_record, scan_labels
 from input_pipeline.mix import Mix
 from input_pipeline.pipeline import Pipeline, make_dataset
+from input_pipeline.quarantine import Quarantine, inspect
+from input_pipeline.quarantine import read as read_quarantines
+from input_pipeline.quarantine import write as write_quarantines
 from input_pipeline.recipes import RECIPES
 from input_pipeline.sources import Source, open_source
 from input_pipeline.sources.arrays import ArraySource
@@ -23,12 +26,16 @@ __all__ = [
     "BadRecordError",
     "Mix",
     "Pipeline",
+    "Quarantine",
     "Source",
     "blame_records",
     "cached",
     "find_bad_record",
+    "inspect",
     "make_dataset",
     "normalize",
     "open_source",
+    "read_quarantines",
     "scan_labels",
+    "write_quarantines",
 ]

@@ -1,7 +1,6 @@
 """Reads a source once and keeps it, as pixels or as it is encoded, where it fits."""
 
 import contextlib
-import hashlib
 import math
 import os
 import tempfile
@@ -12,7 +11,7 @@ from absl import logging
 
 from input_pipeline.pipeline import Pipeline
 from input_pipeline.sources.arrays import RowSource
-from input_pipeline.sources.base import IndexedSource, Source
+from input_pipeline.sources.base import IndexedSource, Source, fingerprint
 
 CACHES = ("auto", "memory", "disk", "none")
 
@@ -203,7 +202,7 @@ def _mapped(
     source: Source, shape: tuple[int, ...], folder: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels of the cache's files, which are written if there are none."""
-    base = os.path.join(folder, f"decoded-{_key(source)}")
+    base = os.path.join(folder, f"decoded-{fingerprint(source)}")
     if not (os.path.exists(f"{base}.npy") and os.path.exists(f"{base}-labels.npy")):
         os.makedirs(folder, exist_ok=True)
         labels = np.empty(shape[0], np.int64)
@@ -232,17 +231,6 @@ def _new_file(path: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
             f"pixels ({error.strerror}): choose another folder, or keep nothing"
         ) from error
     return images
-
-
-def _key(source: Source) -> str:
-    """Changes with whatever changes the pixels."""
-    facts = [source.name, source.reads, sorted(source.splits.items())]
-    facts.append((tuple(source.image_shape), source.num_classes))
-    for split in source.splits:
-        for path in source.files(split):
-            stat = tf.io.gfile.stat(path)
-            facts.append((path, stat.length, stat.mtime_nsec))
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:

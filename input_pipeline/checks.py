@@ -3,11 +3,20 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
-from input_pipeline.sources.base import BadRecordError, Source, blame
+from input_pipeline.sources.base import (
+    FAULTS,
+    BadRecordError,
+    Record,
+    Source,
+    decode_image,
+    fault_of,
+)
 
 # What TensorFlow raises where a record is bad.
 _BAD_RECORD = (
@@ -16,6 +25,7 @@ _BAD_RECORD = (
     tf.errors.InvalidArgumentError,
     tf.errors.NotFoundError,
     tf.errors.PermissionDeniedError,
+    UnicodeDecodeError,
 )
 
 # Reading this much takes seconds; more than that is sampled.
@@ -27,8 +37,9 @@ def scan_labels(source: Source, split: str) -> None:
     """Finds a label outside [0, num_classes) before training starts.
 
     No image is decoded. All labels are read where the split's files are smaller than
-    256 MB together, and the first 1000 of each file otherwise. Does nothing for
-    sources whose labels are right by construction.
+    256 MB together, and the first 1000 of each file otherwise. For sources whose labels
+    are right by construction, only the ends of files are looked at. An empty file is
+    said in the log.
 
     Args:
         source: prepared.
@@ -38,13 +49,18 @@ def scan_labels(source: Source, split: str) -> None:
         ValueError: a label is out of range, or a file cannot be read; names the file
             and the position.
     """
-    if not source.labels_need_checking:
+    if not (source.labels_need_checking or source.ends_need_checking):
         return
     paths = source.files(split)
     size = sum(tf.io.gfile.stat(path).length for path in paths)
     limit = None if size < _SCAN_ALL_BELOW_MB * 2**20 else _SAMPLE_PER_FILE
     for path in paths:
-        read_labels(source, path, limit)
+        if limit is None and not source.is_whole(path):
+            for record in source.walk(path):
+                if record.fault:
+                    raise BadRecordError(str(record))
+        if source.labels_need_checking and not len(read_labels(source, path, limit)):
+            logging.warning("%s holds no record", path)
 
 
 @contextlib.contextmanager
@@ -68,19 +84,23 @@ def blame_records(*sources: Source) -> Iterator[None]:
         raise
 
 
-def assert_labels(labels: tf.Tensor, num_classes: float) -> None:
-    """Fails at run time on any device where a label is outside [0, num_classes).
+def assert_good(images: tf.Tensor, labels: tf.Tensor, num_classes: float) -> None:
+    """Fails at run time on any device where an example cannot be learnt from.
 
-    On a GPU, it would silently give a loss of NaN or 0.
+    On a GPU, or under XLA, a label outside [0, num_classes) would silently give a loss
+    of NaN or 0; so would a number that is not finite, anywhere.
     """
     tf.debugging.Assert(
         tf.reduce_all((labels >= 0) & (labels < num_classes)),
         [f"label outside 0..{num_classes - 1}:", labels],
     )
+    if images.dtype.is_floating:
+        finite = tf.reduce_all(tf.math.is_finite(images))
+        tf.debugging.Assert(finite, ["a number is not finite"])
 
 
-def find_bad_record(source: Source, split: str) -> str | None:
-    """Finds the first record that cannot be read, decoded or learnt from.
+def find_bad_records(source: Source, split: str) -> Iterator[Record]:
+    """Finds the records that cannot be read, decoded or learnt from.
 
     Slow, since it goes over the files one record at a time: to be called after an
     error in the pipeline, which cannot say where the record came from.
@@ -89,26 +109,55 @@ def find_bad_record(source: Source, split: str) -> str | None:
         source: prepared.
         split: one of ``source.splits``.
 
-    Returns:
-        One sentence that names file, position and reason, or None where every record
-        is good or the source has no files.
+    Yields:
+        Bad records, without those that are passed over already.
     """
     source = source.origin
-    try:
-        for path in source.files(split):
-            _check_records(source, path)
-    except BadRecordError as error:
-        return str(error)
-    return None
+    known = {record.number for record in source.passed_over.get(split, ())}
+    for path in source.files(split):
+        for record in check_records(source, path, split):
+            if record.fault and record.number not in known:
+                yield record
 
 
-def read_labels(source: Source, path: str, limit: int | None = None) -> np.ndarray:
+def check_records(
+    source: Source, path: str, split: str | None = None
+) -> Iterator[Record]:
+    """Goes over all records of one file, decodes them, and notes what is bad.
+
+    Args:
+        source: prepared.
+        path: of the file.
+        split: see ``Source.walk``.
+    """
+    for record in source.walk(path, split):
+        yield _checked(source, record)
+
+
+def find_bad_record(source: Source, split: str) -> str | None:
+    """Says of the first bad record where it is, and why it is one.
+
+    Args:
+        source: prepared.
+        split: one of ``source.splits``.
+
+    Returns:
+        One sentence, or None where every record is good or the source has no files.
+    """
+    record = next(find_bad_records(source, split), None)
+    return record and str(record)
+
+
+def read_labels(
+    source: Source, path: str, limit: int | None = None, skip_bad: bool = False
+) -> np.ndarray:
     """Reads and checks the labels of one file.
 
     Args:
         source: one with ``labels_need_checking``.
         path: of the file.
         limit: labels to read at most, or None for all.
+        skip_bad: whether to leave out the labels of bad records.
 
     Returns:
         int64 [N].
@@ -116,28 +165,48 @@ def read_labels(source: Source, path: str, limit: int | None = None) -> np.ndarr
     Raises:
         ValueError: a label is out of range, or a record cannot be read.
     """
-    batches = source.labels(path, limit)
     try:
+        batches = source.labels(path, limit)
         labels = np.concatenate([np.empty([0], np.int64), *batches])
-    except tf.errors.OpError:
+    except FAULTS:
         # The batches cannot say which record it was; going one by one can.
-        _check_records(source, path)
-        raise
-    bad = np.flatnonzero((labels < 0) | (labels >= source.num_classes))
-    if bad.size:
-        where, _ = next(itertools.islice(source.walk(path), int(bad[0]), None))
-        _check_label(where, int(labels[bad[0]]), source.num_classes)
-    return labels
+        labels = None
+    if labels is not None and np.all((labels >= 0) & (labels < source.num_classes)):
+        return labels
+    good = []
+    for record in itertools.islice(check_records(source, path), limit):
+        if not record.fault:
+            good.append(int(_parse_one(source, record.raw)[1]))
+        elif not skip_bad:
+            raise BadRecordError(str(record))
+    return np.array(good, np.int64)
 
 
-def _check_records(source: Source, path: str) -> None:
-    """Raises a ``BadRecordError`` for the first bad record of a file."""
-    for where, record in source.walk(path):
-        with blame(where):
-            _, label = source.decode(record)
-        _check_label(where, int(label), source.num_classes)
+def _checked(source: Source, record: Record) -> Record:
+    """The record, found bad if it cannot be decoded or learnt from."""
+    if record.fault:
+        return record
+    try:
+        image, label = _parse_one(source, record.raw)
+    except FAULTS as error:
+        return record.with_fault(source.explain(fault_of(error)))
+    if not 0 <= label < source.num_classes:
+        fault = f"{source.label_field} {label} is outside [0, {source.num_classes})"
+        return record.with_fault(fault)
+    if source.encoded:
+        try:
+            decode_image(source.load(image), source.image_shape)
+        except FAULTS as error:
+            return record.with_fault(f"{source.image_fields[0]}: {fault_of(error)}")
+    elif image.dtype.is_floating and not np.isfinite(image).all():
+        (first, *_) = np.flatnonzero(~np.isfinite(image))
+        fault = f"{source.image_fields[first]} is {image[first]}, expected a number"
+        return record.with_fault(fault)
+    return record
 
 
-def _check_label(where: str, label: int, num_classes: float) -> None:
-    if not 0 <= label < num_classes:
-        raise BadRecordError(f"{where}: label {label} is outside [0, {num_classes})")
+def _parse_one(source: Source, raw: Any) -> tuple[tf.Tensor, int]:
+    """An image, which may be encoded, and its label."""
+    batch = tf.nest.map_structure(lambda part: tf.expand_dims(part, 0), raw)
+    images, labels = source.parse(batch)
+    return images[0], int(labels[0])

@@ -27,7 +27,7 @@ import tensorflow as tf
 from absl import flags
 
 from input_pipeline import augment
-from input_pipeline.checks import assert_labels, blame_records, read_labels
+from input_pipeline.checks import assert_good, blame_records, read_labels
 from input_pipeline.commands import fail, quieten, read_image_size
 from input_pipeline.decode import Tricks, decode_window
 from input_pipeline.sources import Source, open_source
@@ -184,7 +184,7 @@ def _images(source: Source, split: str, start: int = 0) -> tf.data.Dataset:
 
     def parse(_, records):
         images, labels = source.parse(records)
-        assert_labels(labels, source.num_classes)
+        assert_good(images, labels, source.num_classes)
         return images, labels
 
     batches = source.batches(split, _AT_ONCE, start=start)

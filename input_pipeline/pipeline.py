@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from input_pipeline import augment, draws, recipes
-from input_pipeline.checks import assert_labels
+from input_pipeline.checks import assert_good
 from input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
 from input_pipeline.sources import Source
 from input_pipeline.sources.base import decode_image
@@ -209,7 +209,7 @@ class Pipeline:
         @tf.autograph.experimental.do_not_convert
         def parse(seed, numbers, records):
             images, labels = self.source.parse(records)
-            assert_labels(labels, self.source.num_classes)
+            assert_good(images, labels, self.source.num_classes)
             if not self.source.encoded and len(self.image_shape) == 3:
                 images = augment.convert_channels(images, self.image_shape[-1])
             # At least one: `unbatch` crashes on rows of nothing.

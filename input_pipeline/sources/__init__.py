@@ -34,6 +34,7 @@ def open_source(
     image_key: str = "image/encoded",
     label_key: str = "image/class/label",
     num_classes: int | None = None,
+    skip_bad: bool = False,
     **tfds_options: Any,
 ) -> Source:
     """Opens the source that a spec names; writes nothing (``prepare()`` does).
@@ -51,6 +52,8 @@ def open_source(
         label_key: field of the label in tf.Examples; column of ``parquet:``, ``csv:``.
         num_classes: where labels are read from files; None reads every label to find
             the largest.
+        skip_bad: whether to look beyond bad records for what must be known of all;
+            they are not passed over by that (see ``Source.without``).
         **tfds_options: ``train_split``, ``test_split``, ``shard`` and ``read_config``
             of ``digits`` and ``tfds:``; see ``TFDSSource``.
 
@@ -84,19 +87,19 @@ def open_source(
         if kind == "tfrecord":
             from input_pipeline.sources.tfrecord import TFRecordSource
 
-            return TFRecordSource(rest, image_key, label_key, num_classes)
+            return TFRecordSource(rest, image_key, label_key, num_classes, skip_bad)
         if kind == "array_record":
             from input_pipeline.sources.array_record import ArrayRecordSource
 
-            return ArrayRecordSource(rest, image_key, label_key, num_classes)
+            return ArrayRecordSource(rest, image_key, label_key, num_classes, skip_bad)
         if kind == "parquet":
             from input_pipeline.sources.parquet import ParquetSource
 
-            return ParquetSource(rest, image_key, label_key, num_classes)
+            return ParquetSource(rest, image_key, label_key, num_classes, skip_bad)
         if kind == "csv":
             from input_pipeline.sources.csv_source import CSVSource
 
-            return CSVSource(rest, label_key, num_classes)
+            return CSVSource(rest, label_key, num_classes, skip_bad)
         if kind == "folder":
             from input_pipeline.sources.image_folder import ImageFolderSource
 

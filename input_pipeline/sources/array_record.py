@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources.base import BadRecordError, IndexedSource
+from input_pipeline.sources.base import IndexedSource, Record
 from input_pipeline.sources.examples import ExampleFiles, check_kind
 from input_pipeline.sources.files import LABELS_AT_ONCE
 
@@ -22,6 +22,7 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
         image_key: see ``ExampleFiles``.
         label_key: see ``ExampleFiles``.
         num_classes: None reads all labels and takes the largest plus one.
+        skip_bad: see ``FileSource``.
 
     Raises:
         ValueError: no package, no file, no record, another format, or a negative label.
@@ -35,6 +36,7 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
         image_key: str = "image/encoded",
         label_key: str = "image/class/label",
         num_classes: int | None = None,
+        skip_bad: bool = False,
     ):
         try:
             from array_record.python import array_record_data_source as reader
@@ -43,7 +45,9 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
                 f"'array_record:{pattern}' needs the package array-record, which is "
                 "not installed: pip install 'towers[array_record]'"
             ) from error
-        super().__init__("array_record", pattern, image_key, label_key, num_classes)
+        super().__init__(
+            "array_record", pattern, image_key, label_key, num_classes, skip_bad
+        )
         self._places = {}  # the first record's number and how many, for each file
         first = 0
         for split, paths in self._files.items():
@@ -55,25 +59,29 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
         self._data = reader.ArrayRecordDataSource(
             [f"{path}[0:{count}]" for path, (_, count) in self._places.items()]
         )
-        where, number = self._first()
-        self._check_example(where, self._data[int(number)])
+        self._check_first(
+            lambda where, number: self._check_example(where, self._data[int(number)])
+        )
         self._count_classes()
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
         return self._parse_examples(self._fetch(records))
 
-    def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
         first, count = self._places[path]
         for index in range(count):
-            where = f"{path}: record {index}"
+            record = Record(path, f"record {index}", first + index)
             try:
                 serialized = self._data[first + index]
             except RuntimeError as error:
-                raise BadRecordError(f"{where}: {error}") from error
-            check_kind(where, serialized)
-            yield where, tf.constant(first + index, tf.int64)
+                yield record.with_fault(str(error))
+                continue
+            record = check_kind(record.with_raw(serialized))
+            if not record.fault:
+                record = record.with_raw(tf.constant(record.number, tf.int64))
+            yield record
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
         """See ``Source.labels``."""

@@ -2,8 +2,10 @@
 
 import abc
 import contextlib
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+import copy
+import dataclasses
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +13,58 @@ import tensorflow as tf
 # The split to evaluate on while training, in order of preference. "test" is last
 # where there are several: the labels of a test set are often withheld (ImageNet).
 HELD_OUT = ("validation", "valid", "val", "test")
+
+# More records than a file has; where files are read from front to back, the records of
+# the n-th of a split are numbered from n times this.
+FILE = 2**40
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One record of a file, or what is found in its place.
+
+    Attributes:
+        path: the file.
+        place: the position in it, a phrase; empty where the file is the record.
+        number: the record's own, as ``Source.batches`` counts.
+        raw: the raw record; None where there is none.
+        fault: why it cannot be used, a phrase; empty if nothing is known against it.
+        gap: in bytes, where it begins and ends, if it cannot even be read.
+        count: records that it stands for; None for all that may follow in the file.
+    """
+
+    path: str
+    place: str
+    number: int
+    raw: Any = None
+    fault: str = ""
+    gap: tuple[int, int] | None = None
+    count: int | None = 1
+
+    @property
+    def last_number(self) -> int:
+        """Number of the last record that it stands for."""
+        if self.count is None:
+            return self.number // FILE * FILE + FILE - 1
+        return self.number + self.count - 1
+
+    @property
+    def where(self) -> str:
+        """File and position."""
+        return f"{self.path}: {self.place}" if self.place else self.path
+
+    def __str__(self) -> str:
+        """One sentence that names file, position and reason."""
+        behind = "" if self.count is not None else ", and nothing behind it can be read"
+        return f"{self.where}: {self.fault}{behind}"
+
+    def with_raw(self, raw: Any) -> "Record":
+        """The same, read."""
+        return dataclasses.replace(self, raw=raw)
+
+    def with_fault(self, fault: str, **facts: Any) -> "Record":
+        """The same, found bad."""
+        return dataclasses.replace(self, raw=None, fault=fault, **facts)
 
 
 class Source(abc.ABC):
@@ -31,8 +85,13 @@ class Source(abc.ABC):
         in_graph: False where records are read by Python, which workers of a tf.data
             service cannot run.
         labels_need_checking: False where labels are right by construction.
+        ends_need_checking: whether reading a file that is cut off may go unnoticed; see
+            ``is_whole``.
         reads: what besides its files decides what a source reads, such as the names
             of fields.
+        image_fields: what a record calls its image, or each number of its row.
+        label_field: what it calls its label.
+        passed_over: bad records that are left out, for each split; see ``without``.
         note: what else is to be known, a phrase; may be empty.
     """
 
@@ -45,7 +104,11 @@ class Source(abc.ABC):
     all_jpeg: bool = False
     in_graph: bool = True
     labels_need_checking: bool = False
+    ends_need_checking: bool = False
     reads: tuple = ()
+    image_fields: Sequence[str] = ("image",)
+    label_field: str = "label"
+    passed_over: Mapping[str, Sequence[Record]] = {}
     note: str = ""
 
     def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)
@@ -117,16 +180,62 @@ class Source(abc.ABC):
         del split
         return []
 
-    def walk(self, path: str) -> Iterator[tuple[str, Any]]:
-        """Goes over one file's records eagerly.
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
+        """Goes over one file's records eagerly, also over bad ones.
 
-        Yields:
-            (where, record): where is a phrase that names file and position.
-
-        Raises:
-            BadRecordError: the file cannot be read on from here.
+        Args:
+            path: of the file.
+            split: to leave out what the file has of others; None for all of it.
         """
         raise NotImplementedError(f"{self.name} has no file {path}")
+
+    def is_whole(self, path: str) -> bool:
+        """Tells whether a file's end is there."""
+        del path
+        return True
+
+    def explain(self, fault: str) -> str:
+        """Names the field in TensorFlow's message, where it does not."""
+        return fault
+
+    def without(
+        self, bad: Mapping[str, Sequence[Record]], splits: Mapping[str, int]
+    ) -> "Source":
+        """The same source, which passes over some records.
+
+        All others keep their order, numbers and augmentation.
+
+        Args:
+            bad: the records, for each split.
+            splits: how many remain of those.
+
+        Raises:
+            ValueError: it cannot be read without them.
+        """
+        if not any(bad.values()):
+            return self
+        source = copy.copy(self)
+        source.passed_over, source.splits = bad, {**self.splits, **splits}
+        # Orders are drawn over all.
+        source._all_splits = self.splits
+        return source
+
+    def _size_of_all(self, split: str) -> int | None:
+        """Examples of a split with those that are passed over."""
+        return getattr(self, "_all_splits", self.splits).get(split)
+
+    def _pass_over(self, dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
+        """Leaves what is bad out of a dataset of numbers and anything else."""
+        bad = self.passed_over.get(split, ())
+        if not bad:
+            return dataset
+        first = [record.number for record in bad]
+        last = [record.last_number for record in bad]
+
+        def is_good(number, *_):
+            return ~tf.reduce_any((number >= first) & (number <= last))
+
+        return dataset.filter(is_good)
 
     def labels(self, path: str, limit: int | None = None) -> Iterable[tf.Tensor]:
         """int64 labels [B] of one file, in batches, without decoding an image.
@@ -178,11 +287,11 @@ class StreamSource(Source):
             records = self.records(split, seeds[0])
             # Still encoded: that takes far less memory than pixels.
             buffer = int(buffer_mb * 2**20 / max(self.record_bytes(split), 1))
-            buffer = min(buffer, self.splits[split] or buffer)
+            buffer = min(buffer, self._size_of_all(split) or buffer)
             records = records.shuffle(
                 max(buffer, 1), seed=seeds[1], reshuffle_each_iteration=False
             )
-        return records.skip(start).batch(batch_size)
+        return self._pass_over(records, split).skip(start).batch(batch_size)
 
 
 class IndexedSource(Source):
@@ -203,8 +312,8 @@ class IndexedSource(Source):
     ) -> tf.data.Dataset:
         """See ``Source.batches``."""
         del buffer_mb
-        first = 0 if split == "train" else self.splits.get("train", 0)
-        count = self.splits[split]
+        first = 0 if split == "train" else self._size_of_all("train") or 0
+        count = self._size_of_all(split)
 
         def numbers(begin):
             places = tf.range(begin, tf.minimum(begin + batch_size, count))
@@ -213,7 +322,14 @@ class IndexedSource(Source):
             places += first
             return places, places
 
-        return tf.data.Dataset.range(start, count, batch_size).map(numbers)
+        if not self.passed_over.get(split):
+            return tf.data.Dataset.range(start, count, batch_size).map(numbers)
+        each = tf.data.Dataset.range(0, count, batch_size).map(numbers).unbatch()
+        return self._pass_over(each, split).skip(start).batch(batch_size)
+
+
+# What TensorFlow raises while it reads a bad record.
+FAULTS = (tf.errors.OpError, UnicodeDecodeError)
 
 
 class BadRecordError(ValueError):
@@ -225,53 +341,21 @@ def blame(where: str) -> Iterator[None]:
     """Turns TensorFlow's errors into a ``BadRecordError`` that says where."""
     try:
         yield
-    except tf.errors.DataLossError as error:
-        raise BadRecordError(f"{where}: corrupted: {_reason(error)}") from error
-    except tf.errors.OpError as error:
-        raise BadRecordError(f"{where}: {_reason(error)}") from error
-    except UnicodeDecodeError as error:
+    except FAULTS as error:
+        raise BadRecordError(f"{where}: {fault_of(error)}") from error
+
+
+def fault_of(error: Exception) -> str:
+    """What one of ``FAULTS`` says, in a phrase."""
+    if isinstance(error, UnicodeDecodeError):
         # TensorFlow puts the record's own bytes into some messages.
-        raise BadRecordError(f"{where}: cannot be parsed") from error
-
-
-def _reason(error: tf.errors.OpError) -> str:
-    """TensorFlow's message without the op's name around it."""
+        return "cannot be parsed"
+    # Without the op's name around it.
     message = error.message.removeprefix("{{function_node __wrapped__")
     message = message.rpartition("}} ")[2].partition(" [Op:")[0]
-    return message.splitlines()[0].strip()
-
-
-def walk_tfrecord(
-    path: str, parse: Callable[[tf.Tensor], Any] = lambda record: record
-) -> Iterator[tuple[str, Any]]:
-    """``Source.walk`` for TFRecord files.
-
-    Args:
-        path: of a TFRecord file.
-        parse: from serialized to raw record.
-
-    Yields:
-        (where, record).
-
-    Raises:
-        BadRecordError: at the first record whose checksum or length is wrong, or
-            which ``parse`` refuses.
-    """
-    records = iter(tf.data.TFRecordDataset(path))
-    offset = 0
-    for index in itertools.count():
-        where = f"{path}: record {index} (byte offset {offset})"
-        with blame(where):
-            serialized = next(records, None)
-            if serialized is None:
-                break
-            record = parse(serialized)
-        yield where, record
-        # Around the data: its length (8 bytes) and two checksums (4 bytes each).
-        offset += len(serialized.numpy()) + 16
-    # TensorFlow takes the first bytes of a cut-off record for the end of the file.
-    if surplus := tf.io.gfile.stat(path).length - offset:
-        raise BadRecordError(f"{where}: corrupted: truncated after {surplus} bytes")
+    reason = message.splitlines()[0].strip()
+    lost = isinstance(error, tf.errors.DataLossError)
+    return f"corrupted: {reason}" if lost else reason
 
 
 def decode_image(
@@ -289,6 +373,18 @@ def decode_image(
     """
     image = tf.io.decode_image(encoded, channels=shape[-1], expand_animations=False)
     return tf.ensure_shape(image, shape)
+
+
+def fingerprint(source: Source) -> str:
+    """Changes with whatever changes a source's examples, and with its files."""
+    facts = [source.name, source.reads, sorted(source.splits.items())]
+    facts.append((tuple(source.image_shape), source.num_classes))
+    for split in source.splits:
+        facts.append([bad.number for bad in source.passed_over.get(split, ())])
+        for path in source.files(split):
+            stat = tf.io.gfile.stat(path)
+            facts.append((path, stat.length, stat.mtime_nsec))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def shuffle_all(

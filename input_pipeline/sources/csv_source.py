@@ -1,11 +1,12 @@
 """``csv:GLOB``: rows of numbers below a header, one column of which is the label."""
 
 import csv
+import re
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from input_pipeline.sources.base import blame
+from input_pipeline.sources.base import FAULTS, BadRecordError, Record, fault_of
 from input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
 
 _LABELS = ("label", "class", "target")
@@ -22,6 +23,7 @@ class CSVSource(StreamFiles):
         label_key: name of the label's column. Where there is none of this name, it is
             the one named label, class or target, else the last.
         num_classes: None reads all labels and takes the largest plus one.
+        skip_bad: see ``FileSource``.
 
     Raises:
         ValueError: no file, no row, other columns in one file than in another, text for
@@ -30,8 +32,14 @@ class CSVSource(StreamFiles):
 
     encoded = False
 
-    def __init__(self, pattern: str, label_key: str, num_classes: int | None = None):
-        super().__init__("csv", pattern, num_classes)
+    def __init__(
+        self,
+        pattern: str,
+        label_key: str,
+        num_classes: int | None = None,
+        skip_bad: bool = False,
+    ):
+        super().__init__("csv", pattern, num_classes, skip_bad)
         first, *others = self._all_files()
         columns = _header(first)
         for path in others:
@@ -42,10 +50,13 @@ class CSVSource(StreamFiles):
                 )
         self._label = columns.index(find_label(columns, label_key))
         self.reads = (self._label,)
+        self._columns = columns
+        self.label_field = columns[self._label]
+        self.image_fields = [name for name in columns if name != self.label_field]
         self._types = [tf.float32] * len(columns)
         self._types[self._label] = tf.int64
         self.image_shape = (len(columns) - 1,)
-        self._check_first_row(columns[self._label])
+        self._check_first(self._check_row)
         self._count_classes()
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -56,20 +67,31 @@ class CSVSource(StreamFiles):
         labels = columns.pop(self._label)
         return tf.stack(columns, axis=1), labels
 
-    def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
+        number = self._first_number(path)
         lines = iter(_lines(path))
-        where = path
         line = 1
         while True:
             line += 1  # the first is the header
-            with blame(where):
-                record = next(lines, None)
-            if record is None:
+            record = Record(path, f"line {line}", number)
+            try:
+                raw = next(lines, None)
+            except FAULTS as error:
+                yield record.with_fault(fault_of(error), count=None)
                 return
-            where = f"{path}: line {line}"
-            if record.numpy().strip():
-                yield where, record
+            if raw is None:
+                return
+            if raw.numpy().strip():
+                yield record.with_raw(raw)
+                number += 1
+
+    def explain(self, fault: str) -> str:
+        """See ``Source.explain``."""
+        fault = re.sub(r" in record \d+!?", "", fault)
+        return re.sub(
+            r"^Field (\d+)", lambda found: self._columns[int(found[1])], fault
+        )
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
         """See ``Source.labels``."""
@@ -85,19 +107,21 @@ class CSVSource(StreamFiles):
     def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
         return _lines(path).filter(lambda line: tf.strings.strip(line) != "")
 
-    def _check_first_row(self, label: str) -> None:
-        where, line = self._first()
+    def _check_row(self, where: str, line: tf.Tensor) -> None:
         row = next(csv.reader([line.numpy().decode()]), [])
         if len(row) == len(self._types):
             text = row[self._label]
             if not text.strip().removeprefix("-").isdigit():
                 raise ValueError(
-                    f"{where} has the label {text!r} in the column {label!r}: expected "
-                    "whole numbers from 0; number the classes, or name another column "
-                    "as label_key"
+                    f"{where} has the label {text!r} in the column "
+                    f"{self.label_field!r}: expected whole numbers from 0; number the "
+                    "classes, or name another column as label_key"
                 )
-        with blame(where):
+        try:
             self.decode(line)
+        except FAULTS as error:
+            fault = self.explain(fault_of(error))
+            raise BadRecordError(f"{where}: {fault}") from error
 
 
 def _lines(path: str | tf.Tensor) -> tf.data.Dataset:

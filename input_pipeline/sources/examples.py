@@ -4,7 +4,7 @@ import math
 
 import tensorflow as tf
 
-from input_pipeline.sources.base import BadRecordError
+from input_pipeline.sources.base import Record
 from input_pipeline.sources.files import FileSource
 
 
@@ -18,6 +18,7 @@ class ExampleFiles(FileSource):
             image/height, image/width and image/channels say how many.
         label_key: field of the int64 label.
         num_classes: None reads all labels and takes the largest plus one.
+        skip_bad: see ``FileSource``.
 
     Raises:
         ValueError: no file.
@@ -30,14 +31,16 @@ class ExampleFiles(FileSource):
         image_key: str,
         label_key: str,
         num_classes: int | None,
+        skip_bad: bool = False,
     ):
-        super().__init__(kind, pattern, num_classes)
+        super().__init__(kind, pattern, num_classes, skip_bad)
         self.image_shape = (None, None, 3)
         self._label_field = {label_key: tf.io.FixedLenFeature([], tf.int64)}
         self._fields = {image_key: tf.io.FixedLenFeature([], tf.string)}
         self._fields |= self._label_field
         self._image_key, self._label_key = image_key, label_key
         self.reads = image_key, label_key
+        self.image_fields, self.label_field = (image_key,), label_key
 
     def _parse_examples(self, serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Images and labels [B] of tf.Examples [B]."""
@@ -54,7 +57,7 @@ class ExampleFiles(FileSource):
 
     def _check_example(self, where: str, serialized: bytes) -> None:
         """Finds wrong key names now rather than in the first training step."""
-        found = check_kind(where, serialized)
+        found = _kinds(serialized)
         wanted = {self._image_key: "bytes", self._label_key: "int64"}
         if not wanted.items() <= found.items():
             raise ValueError(
@@ -68,24 +71,27 @@ class ExampleFiles(FileSource):
             for name in ("image/height", "image/width", "image/channels")
             for value in fields[name].int64_list.value
         ]
-        (image,) = fields[self._image_key].bytes_list.value
-        if len(shape) == 3 and len(image) == math.prod(shape):
+        image = fields[self._image_key].bytes_list.value
+        if len(shape) == 3 and [len(part) for part in image] == [math.prod(shape)]:
             self.encoded = False
             self.image_shape = tuple(shape)
 
 
-def check_kind(where: str, serialized: bytes) -> dict[str, str]:
-    """Maps the name of each field of a tf.Example to bytes, int64 or float.
+def check_kind(record: Record) -> Record:
+    """Finds a record bad whose serialized bytes are not a tf.Example.
 
     TensorFlow's own message would hold the bytes, and Python fails to read that.
-
-    Raises:
-        BadRecordError: it is not a tf.Example.
     """
     try:
-        fields = tf.train.Example.FromString(serialized).features.feature
+        _kinds(record.raw)
     except Exception as error:  # protobuf's DecodeError, without depending on it
-        raise BadRecordError(f"{where} is not a tf.Example: {error}") from error
+        return record.with_fault(f"not a tf.Example: {error}")
+    return record
+
+
+def _kinds(serialized: bytes) -> dict[str, str]:
+    """Maps the name of each field of a tf.Example to bytes, int64 or float."""
+    fields = tf.train.Example.FromString(serialized).features.feature
     return {
         key: (fields[key].WhichOneof("kind") or "empty").removesuffix("_list")
         for key in sorted(fields)

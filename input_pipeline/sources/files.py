@@ -1,29 +1,32 @@
 """Files of records, which their names sort into splits."""
 
 import abc
+import itertools
 import math
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from input_pipeline.sources.base import (
+    FILE,
     HELD_OUT,
+    BadRecordError,
     Source,
     StreamSource,
     held_out,
     shuffle_all,
 )
 
-# More records than a file has.
-FILE = 2**40
 LABELS_AT_ONCE = 1024
 
 _CYCLE_LENGTH = 16
 _BLOCK_LENGTH = 16
 _SAMPLE = 64
+_MOST_TRIES = 100
 
 
 class FileSource(Source):
@@ -36,6 +39,7 @@ class FileSource(Source):
         kind: what stands before the colon of a spec.
         pattern: glob of the files, or a folder, for all files in it.
         num_classes: None if ``_count_classes`` is to be called.
+        skip_bad: whether to look beyond bad records for what must be known.
 
     Raises:
         ValueError: no file.
@@ -43,12 +47,15 @@ class FileSource(Source):
 
     labels_need_checking = True
 
-    def __init__(self, kind: str, pattern: str, num_classes: int | None):
+    def __init__(
+        self, kind: str, pattern: str, num_classes: int | None, skip_bad: bool = False
+    ):
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}, expected at least 1")
         self.name = f"{kind}:{pattern}"
         self._files = _group_by_split(kind, pattern)
         self.splits = dict.fromkeys(self._files)
+        self._skip_bad = skip_bad
         # Until the labels are read, any is allowed.
         self.num_classes = num_classes or math.inf
 
@@ -59,12 +66,30 @@ class FileSource(Source):
     def _all_files(self) -> list[str]:
         return [path for paths in self._files.values() for path in paths]
 
-    def _first(self) -> tuple[str, Any]:
-        """Where the first record is, and the record."""
-        for path in self._all_files():
-            for pair in self.walk(path):
-                return pair
-        raise ValueError(f"{self.name} holds no record: expected at least one")
+    def _first_number(self, path: str) -> int:
+        """Number of a file's first record."""
+        (file,) = (paths.index(path) for paths in self._files.values() if path in paths)
+        return file * FILE
+
+    def _check_first(self, check: Callable[[str, Any], None]) -> None:
+        """Looks at the first record, or at the first good one.
+
+        Args:
+            check: takes a record's place and the raw record; raises ``ValueError``.
+        """
+        reason = ValueError(f"{self.name} holds no record: expected at least one")
+        records = itertools.chain.from_iterable(map(self.walk, self._all_files()))
+        for tries, record in enumerate(records):
+            try:
+                if record.fault:
+                    raise BadRecordError(str(record))
+                check(record.where, record.raw)
+                return
+            except ValueError as error:
+                reason = reason if tries else error
+                if not self._skip_bad or tries == _MOST_TRIES:
+                    break
+        raise reason
 
     def _count_classes(self) -> None:
         """Sets ``num_classes``, unless known, and the splits' sizes from the labels."""
@@ -75,7 +100,7 @@ class FileSource(Source):
 
         largest = -1
         for split, paths in self._files.items():
-            labels = [read_labels(self, path) for path in paths]
+            labels = [read_labels(self, path, None, self._skip_bad) for path in paths]
             largest = max(largest, *(found.max(initial=-1) for found in labels))
             self.splits[split] = sum(map(len, labels))
         self.num_classes = int(largest) + 1
@@ -97,23 +122,31 @@ class StreamFiles(FileSource, StreamSource):
         files = tf.data.Dataset.from_tensor_slices((np.arange(len(paths)), paths))
         files = shuffle_all(files, len(paths), shuffle_seed)
 
-        def read(file, path):
-            numbers = tf.data.Dataset.range(file * FILE, (file + 1) * FILE)
-            return tf.data.Dataset.zip((numbers, self._read(path)))
-
         return files.interleave(
-            read,
+            self._reader(split),
             cycle_length=min(len(paths), _CYCLE_LENGTH),
             # Changing files for each record costs more than reading a small one.
             block_length=_BLOCK_LENGTH,
             num_parallel_calls=tf.data.AUTOTUNE,
         )
 
+    def _reader(self, split: str) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
+        """Makes numbers and raw records of a file's place in a split and its path."""
+        del split
+
+        def read(file, path):
+            numbers = tf.data.Dataset.range(file * FILE, (file + 1) * FILE)
+            return tf.data.Dataset.zip((numbers, self._read(path)))
+
+        return read
+
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""
         with tf.init_scope():  # the pipeline asks while its graph is built
             first = self._read(tf.constant(self.files(split))[0]).take(_SAMPLE)
-            lengths = [len(record) for record in first.as_numpy_iterator()]
+            # A bad record is not for this to say.
+            some = first.ignore_errors().as_numpy_iterator()
+            lengths = [len(record) for record in some]
         return sum(lengths) / max(len(lengths), 1)
 
 

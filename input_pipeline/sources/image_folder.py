@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from input_pipeline.sources.base import IndexedSource, held_out
+from input_pipeline.sources.base import IndexedSource, Record, held_out
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 _HOLD_OUT_EVERY = 10
@@ -75,9 +75,10 @@ class ImageFolderSource(IndexedSource):
         with tf.init_scope(), tf.device("/CPU:0"):
             return tf.constant([*pairs]), tf.constant([*pairs.values()], tf.int64)
 
-    def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """One record: a file is an image here."""
-        yield path, tf.constant(self._numbers[path], tf.int64)
+        number = self._numbers[path]
+        yield Record(path, "", number, tf.constant(number, tf.int64))
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:

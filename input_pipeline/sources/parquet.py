@@ -2,15 +2,15 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources.base import BadRecordError, StreamSource, shuffle_all
+from input_pipeline.sources.base import FILE, Record, StreamSource, shuffle_all
 from input_pipeline.sources.csv_source import find_label
-from input_pipeline.sources.files import FILE, FileSource
+from input_pipeline.sources.files import FileSource
 
 _CYCLE_LENGTH = 4
 _BLOCK_LENGTH = 16
@@ -35,6 +35,7 @@ class ParquetSource(FileSource, StreamSource):
         label_key: see ``csv_source.CSVSource``.
         num_classes: None takes it from Hugging Face's description of the columns, or
             reads all labels and takes the largest plus one.
+        skip_bad: see ``FileSource``.
 
     Raises:
         ValueError: no package, no file, no row, a column of another type, or a negative
@@ -49,6 +50,7 @@ class ParquetSource(FileSource, StreamSource):
         image_key: str = "image",
         label_key: str = "label",
         num_classes: int | None = None,
+        skip_bad: bool = False,
     ):
         try:
             import pyarrow  # noqa: F401 (the rest of this file needs it)
@@ -57,7 +59,7 @@ class ParquetSource(FileSource, StreamSource):
                 f"'parquet:{pattern}' needs the package pyarrow, which is not "
                 "installed: pip install 'towers[parquet]'"
             ) from error
-        super().__init__("parquet", pattern, num_classes)
+        super().__init__("parquet", pattern, num_classes, skip_bad)
         self._footers = {path: _footer(path) for path in self._all_files()}
         for split, paths in self._files.items():
             self.splits[split] = sum(self._footers[path].num_rows for path in paths)
@@ -65,6 +67,7 @@ class ParquetSource(FileSource, StreamSource):
         schema = self._footers[first].schema.to_arrow_schema()
         self._choose_columns(first, schema, image_key, label_key)
         self.reads = (*self._columns, self._label)
+        self.image_fields, self.label_field = self._columns, self._label
         for path in others:
             found = self._footers[path].schema.to_arrow_schema()
             for name in (*self._columns, self._label):
@@ -73,7 +76,7 @@ class ParquetSource(FileSource, StreamSource):
                         f"the column {name!r} of {path} is not that of {first}: "
                         "expected the same columns in all files"
                     )
-        self._first()
+        self._check_first(lambda where, raw: None)
         names = _class_names(schema, self._label)
         if names and num_classes in (None, len(names)):
             self.class_names, self.num_classes = names, len(names)
@@ -84,17 +87,21 @@ class ParquetSource(FileSource, StreamSource):
     ) -> tf.data.Dataset:
         """See ``StreamSource.records``."""
         paths = self.files(split)
+        passed_over = self.passed_over.get(split, ())
+        unreadable = {record.number for record in passed_over if record.gap}
+        empty = {record.number for record in passed_over}
         # File, row group and the number of its first row.
         groups = [
             (file, group, file * FILE + first)
             for file, path in enumerate(paths)
             for group, first in enumerate(self._first_rows(path))
+            if file * FILE + first not in unreadable
         ]
         dataset = tf.data.Dataset.from_tensor_slices(tf.constant(groups, tf.int64))
         dataset = shuffle_all(dataset, len(groups), shuffle_seed)
 
         def read(place):
-            images, labels = self._load_group(paths, place[0], place[1])
+            images, labels = self._load_group(paths, place[0], place[1], empty)
             numbers = place[2] + tf.range(tf.size(labels, tf.int64))
             return tf.data.Dataset.from_tensor_slices((numbers, (images, labels)))
 
@@ -119,28 +126,34 @@ class ParquetSource(FileSource, StreamSource):
         """See ``Source.parse``."""
         return records
 
-    def walk(self, path: str) -> Iterator[tuple[str, _Record]]:
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
-        for group, first in enumerate(self._first_rows(path)):
+        number = self._first_number(path)
+        names = [*self._columns, self._label]
+        ends = [*self._first_rows(path)[1:], self._footers[path].num_rows]
+        for group, end in enumerate(ends):
+            first = self._first_rows(path)[group]
             try:
-                images, labels = self._read_group(path, group)
+                columns = self._read_group(path, group, names)
             except ValueError as error:
-                raise BadRecordError(str(error)) from error
-            for row, (image, label) in enumerate(zip(images, labels, strict=True)):
-                yield (
-                    f"{path}: row {first + row}",
-                    (
-                        tf.constant(image),
-                        tf.constant(label),
-                    ),
-                )
+                bad = Record(path, f"row group {group}", number + first)
+                gap, count = (first, end), end - first
+                yield bad.with_fault(str(error), gap=gap, count=count)
+                continue
+            missing = _missing(columns)
+            for row, raw in enumerate(zip(*self._values(columns), strict=True)):
+                record = Record(path, f"row {first + row}", number + first + row)
+                if row in missing:
+                    yield record.with_fault(missing[row])
+                else:
+                    yield record.with_raw(tuple(map(tf.constant, raw)))
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
         """See ``Source.labels``."""
         groups = tf.data.Dataset.range(self._footers[path].num_row_groups)
 
         def read(group):
-            return self._load_group([path], 0, group, images=False)[1]
+            return self._load_group([path], 0, group, (), images=False)[1]
 
         labels = groups.map(read)
         if limit is None:
@@ -207,55 +220,93 @@ class ParquetSource(FileSource, StreamSource):
         paths: list[str],
         file: int | tf.Tensor,
         group: tf.Tensor,
+        empty: Collection[int],
         images: bool = True,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """``_read_group`` in a graph."""
+        """Images (or rows of numbers) and labels of one row group, in a graph.
+
+        Args:
+            paths: of a split.
+            file: which of them.
+            group: number of the row group.
+            empty: numbers of records in which something may be missing.
+            images: False leaves them out.
+        """
+        names = [*(self._columns if images else ()), self._label]
+
+        def load(file, group):
+            path, group = paths[file], int(group)
+            try:
+                columns = self._read_group(path, group, names)
+            except ValueError as error:
+                raise ValueError(f"{path}: row group {group}: {error}") from error
+            first = self._first_rows(path)[group]
+            for row, fault in _missing(columns).items():
+                if int(file) * FILE + first + row not in empty:
+                    raise ValueError(f"{path}: row {first + row}: {fault}")
+            return self._values(columns)
+
         dtype = tf.string if self.encoded else tf.float32
         rows, labels = tf.numpy_function(
-            lambda file, group: self._read_group(paths[file], int(group), images),
-            [file, group],
-            [dtype, tf.int64],
-            stateful=False,
+            load, [file, group], [dtype, tf.int64], stateful=False
         )
         shape = [] if self.encoded else self.image_shape
         return tf.ensure_shape(rows, [None, *shape]), tf.ensure_shape(labels, [None])
 
-    def _read_group(
-        self, path: str, group: int, images: bool = True
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Images (or rows of numbers) and labels of one row group.
+    def _read_group(self, path: str, group: int, names: list[str]) -> dict[str, Any]:
+        """Columns of one row group, by their names.
 
         Raises:
-            ValueError: it cannot be read, or something is missing in a row.
+            ValueError: it cannot be read.
         """
         import pyarrow
 
-        names = [*(self._columns if images else ()), self._label]
         try:
             with _open(path, self._footers[path]) as file:
                 table = file.read_row_group(group, columns=names)
         except (pyarrow.ArrowException, tf.errors.OpError, OSError) as error:
-            raise ValueError(f"{path}: row group {group}: {error}") from error
-        columns = [table[name].combine_chunks() for name in names]
-        if self.encoded and images and pyarrow.types.is_struct(columns[0].type):
-            # A struct that is missing has no bytes either.
-            columns[0] = columns[0].flatten()[columns[0].type.get_field_index("bytes")]
-        for name, column in zip(names, columns, strict=True):
-            if column.null_count:
-                row = self._first_rows(path)[group]
-                row += int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-                raise ValueError(
-                    f"{path}: row {row}: nothing in the column {name!r}, expected a "
-                    "value"
-                )
-        *columns, labels = columns
+            raise ValueError(str(error)) from error
+        columns = {name: table[name].combine_chunks() for name in names}
+        for name, column in columns.items():
+            if pyarrow.types.is_struct(column.type):
+                # A struct that is missing has no bytes either.
+                columns[name] = column.flatten()[column.type.get_field_index("bytes")]
+        return columns
+
+    def _values(self, columns: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Images (or rows of numbers), if there are any, and labels."""
+        *columns, labels = (_filled(column) for column in columns.values())
         labels = labels.to_numpy(zero_copy_only=False).astype(np.int64)
         if self.encoded:
-            return np.array([*columns[0].to_pylist()] if images else [], object), labels
+            return np.array(
+                [*columns[0].to_pylist()] if columns else [], object
+            ), labels
         rows = np.zeros([len(labels), *self.image_shape], np.float32)
         for place, column in enumerate(columns):
             rows[:, place] = column.to_numpy(zero_copy_only=False)
         return rows, labels
+
+
+def _missing(columns: dict[str, Any]) -> dict[int, str]:
+    """The rows in which there is nothing, and what to say of each."""
+    rows = {}
+    for name, column in columns.items():
+        if column.null_count:
+            for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)):
+                fault = f"nothing in the column {name!r}, expected a value"
+                rows.setdefault(int(row), fault)
+    return rows
+
+
+def _filled(column: Any) -> Any:
+    """A column with something in the place of nothing: its rows are passed over."""
+    if not column.null_count:
+        return column
+    import pyarrow
+
+    is_binary, is_large = pyarrow.types.is_binary, pyarrow.types.is_large_binary
+    of_bytes = is_binary(column.type) or is_large(column.type)
+    return column.fill_null(b"" if of_bytes else 0)
 
 
 class _File(tf.io.gfile.GFile):

@@ -4,16 +4,25 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import itertools
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from input_pipeline.sources.base import StreamSource, held_out, walk_tfrecord
+from input_pipeline.sources import framing
+from input_pipeline.sources.base import (
+    FAULTS,
+    Record,
+    Source,
+    StreamSource,
+    fault_of,
+    held_out,
+)
 
 _CYCLE_LENGTH = 16
 
@@ -73,6 +82,8 @@ class TFDSSource(StreamSource):
             there is no such split.
     """
 
+    ends_need_checking = True
+
     def __init__(
         self,
         builder: tfds.core.DatasetBuilder,
@@ -105,12 +116,31 @@ class TFDSSource(StreamSource):
             num_parallel_calls_for_interleave_files=tf.data.AUTOTUNE,
             num_parallel_calls_for_decode=tf.data.AUTOTUNE,
         )
+        self._left = None
         self._check_splits()
 
     @property
     def splits(self) -> dict[str, int | None]:
         """Number of examples for each split; empty until prepared."""
-        return {split: self._info(split).num_examples for split in self._names()}
+        return self._left or {
+            split: self._info(split).num_examples for split in self._names()
+        }
+
+    @splits.setter
+    def splits(self, left: dict[str, int]) -> None:
+        self._left = left
+
+    def without(
+        self, bad: Mapping[str, Sequence[Record]], splits: Mapping[str, int]
+    ) -> Source:
+        """See ``Source.without``; what TFDS cannot read, it has to write again."""
+        for record in itertools.chain.from_iterable(bad.values()):
+            if record.gap:
+                raise ValueError(
+                    f"{record}; TFDS has written this file, so remove "
+                    f"{self._builder.data_dir}, and it is written again"
+                )
+        return super().without(bad, splits)
 
     def prepare(self) -> None:
         """Downloads the set and writes its shards, unless that was done before.
@@ -167,8 +197,7 @@ class TFDSSource(StreamSource):
             )
 
         def numbered(record):
-            name = record.pop("tfds_id")
-            return tf.strings.to_hash_bucket_fast(name, 2**63 - 1), record
+            return _number(record.pop("tfds_id")), record
 
         return records.map(numbered)
 
@@ -181,15 +210,37 @@ class TFDSSource(StreamSource):
         """See ``Source.parse``."""
         return records["image"], tf.cast(records["label"], tf.int64)
 
-    def walk(self, path: str) -> Iterator[tuple[str, dict[str, tf.Tensor]]]:
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
         decoders = _still_encoded()
         features = decoders.extract_features(self._builder.info.features)
+        parts = None
+        if split is not None:
+            parts = [
+                range(part.skip, part.skip + part.take)
+                for part in self._info(split).file_instructions
+                if os.fspath(part.filename) == path
+            ]
+        for record in framing.walk(path):
+            index = record.number
+            if parts is not None and not any(index in part for part in parts):
+                continue
+            name = f"{os.path.basename(path)}__{index}"
+            record = dataclasses.replace(record, number=int(_number(name)))
+            if not record.fault:
+                try:
+                    raw = features.deserialize_example(
+                        record.raw, decoders=decoders.decoders
+                    )
+                    record = record.with_raw(raw)
+                except FAULTS as error:
+                    record = record.with_fault(fault_of(error))
+            yield record
 
-        def parse(serialized: tf.Tensor) -> dict[str, tf.Tensor]:
-            return features.deserialize_example(serialized, decoders=decoders.decoders)
-
-        return walk_tfrecord(path, parse)
+    def is_whole(self, path: str) -> bool:
+        """See ``Source.is_whole``."""
+        of_tfrecord = self._builder.info.file_format is tfds.core.FileFormat.TFRECORD
+        return not of_tfrecord or framing.is_whole(path)
 
     def _names(self) -> dict[str, Any]:
         """What TFDS calls each of our splits; none until prepared."""
@@ -226,6 +277,11 @@ class TFDSSource(StreamSource):
                 raise ValueError(
                     f"the split {name} of {self.name} is empty: expected an example"
                 )
+
+
+def _number(name: str | tf.Tensor) -> tf.Tensor:
+    """A record's number, by the name that TFDS gives it: file and position in it."""
+    return tf.strings.to_hash_bucket_fast(name, 2**63 - 1)
 
 
 @contextlib.contextmanager

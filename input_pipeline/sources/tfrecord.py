@@ -1,13 +1,16 @@
 """``tfrecord:GLOB``: TFRecord files of tf.Examples with an image and a label."""
 
+import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources.base import walk_tfrecord
+from input_pipeline.sources import framing
+from input_pipeline.sources.base import FILE, Record
 from input_pipeline.sources.examples import ExampleFiles, check_kind
 from input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
 
@@ -27,10 +30,13 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         image_key: see ``ExampleFiles``.
         label_key: see ``ExampleFiles``.
         num_classes: None reads all labels and takes the largest plus one.
+        skip_bad: see ``FileSource``.
 
     Raises:
         ValueError: no file, no record, another format, or a negative label.
     """
+
+    ends_need_checking = True
 
     def __init__(
         self,
@@ -38,24 +44,34 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         image_key: str = "image/encoded",
         label_key: str = "image/class/label",
         num_classes: int | None = None,
+        skip_bad: bool = False,
     ):
-        super().__init__("tfrecord", pattern, image_key, label_key, num_classes)
+        super().__init__(
+            "tfrecord", pattern, image_key, label_key, num_classes, skip_bad
+        )
         info = _read_info(self._all_files())
         if info:
             self._take_over(info, num_classes)
-        where, record = self._first()
-        self._check_example(where, record.numpy())
+        self._check_first(lambda where, raw: self._check_example(where, raw.numpy()))
         self._count_classes()
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
         return self._parse_examples(records)
 
-    def walk(self, path: str) -> Iterator[tuple[str, tf.Tensor]]:
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
-        for where, record in walk_tfrecord(path):
-            check_kind(where, record.numpy())
-            yield where, record
+        first = self._first_number(path)
+        for record in framing.walk(path):
+            if not record.fault:
+                raw = record.raw
+                record = check_kind(record.with_raw(raw.numpy()))
+                record = record if record.fault else record.with_raw(raw)
+            yield dataclasses.replace(record, number=first + record.number)
+
+    def is_whole(self, path: str) -> bool:
+        """See ``Source.is_whole``."""
+        return framing.is_whole(path)
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
         """See ``Source.labels``."""
@@ -66,6 +82,50 @@ class TFRecordSource(ExampleFiles, StreamFiles):
 
     def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
         return tf.data.TFRecordDataset(path)
+
+    def _reader(self, split: str) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
+        """See ``StreamFiles``; goes around what cannot be read."""
+        gaps = [record for record in self.passed_over.get(split, ()) if record.gap]
+        read_whole = super()._reader(split)
+        if not gaps:
+            return read_whole
+        damaged, ends, places = self._damaged(split, gaps)
+
+        def read(file, path):
+            of_file = places[ends[file] : ends[file + 1]]
+            # With its table, a damaged file is read as a whole, and taken apart.
+            content = tf.data.Dataset.from_tensors(path).map(tf.io.read_file)
+            pieces = content.take(damaged[file]).flat_map(
+                lambda content: tf.data.Dataset.from_tensor_slices(of_file).map(
+                    lambda row: (row[0], tf.strings.substr(content, row[1], row[2]))
+                )
+            )
+            return read_whole(file, path).take(-1 + damaged[file]).concatenate(pieces)
+
+        return read
+
+    def _damaged(self, split: str, gaps: Sequence[Record]) -> list[tf.Tensor]:
+        """What can be read of damaged files.
+
+        Returns:
+            int64: 1 for each file with a gap, else 0 [F]; where each file's rows begin,
+            and the last one's end [F + 1]; rows of number, byte offset and length.
+        """
+        damaged, ends, rows = [], [0], []
+        for file, path in enumerate(self.files(split)):
+            first = file * FILE
+            bad = [
+                dataclasses.replace(gap, number=gap.number - first)
+                for gap in gaps
+                if gap.path == path
+            ]
+            if bad:
+                found = framing.readable(path, bad)
+                rows += [(first + number, *place) for number, *place in found]
+            damaged.append(bool(bad))
+            ends.append(len(rows))
+        table = np.array(rows, np.int64).reshape(-1, 3)
+        return [tf.constant(part, tf.int64) for part in (damaged, ends, table)]
 
     def _take_over(self, info: dict[str, Any], num_classes: int | None) -> None:
         """Believes what the converter has written."""

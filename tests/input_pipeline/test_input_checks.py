@@ -83,7 +83,8 @@ def test_a_missing_field_is_found(open_records, encode, example, grey, missing):
 @pytest.mark.parametrize("label", [-1, 3, 2**40])
 def test_a_label_out_of_range_is_found(open_records, image_example, grey, label):
     source, path, offset = open_records(image_example(grey(0), label))
-    wanted = f"{path}: record 3 (byte offset {offset}): label {label} is outside [0, 3)"
+    where = f"{path}: record 3 (byte offset {offset})"
+    wanted = f"{where}: image/class/label {label} is outside [0, 3)"
     assert find_bad_record(source, "train") == wanted
     with pytest.raises(ValueError) as caught:
         scan_labels(source, "train")
@@ -96,7 +97,7 @@ def test_large_files_are_sampled(open_records, image_example, grey, monkeypatch)
     monkeypatch.setattr(checks, "_SAMPLE_PER_FILE", 3)
     scan_labels(source, "train")
     monkeypatch.setattr(checks, "_SAMPLE_PER_FILE", 4)
-    with pytest.raises(ValueError, match=r"record 3 .* label 99"):
+    with pytest.raises(ValueError, match=r"record 3 .*label 99"):
         scan_labels(source, "train")
 
 

@@ -139,7 +139,7 @@ def test_array_records_of_other_fields(array_records):
 
 def test_array_records_of_something_else(tmp_path, write_array_record):
     write_array_record(tmp_path / "text", [b"\xff hello"])
-    with pytest.raises(ValueError, match="text: record 0 is not a tf"):
+    with pytest.raises(ValueError, match="text: record 0: not a tf"):
         open_source(f"array_record:{tmp_path}/text")
 
 
@@ -158,7 +158,7 @@ def test_array_records_with_a_label_out_of_range(
     records = [image_example(grey(0), n) for n in (0, 1, label)]
     path = write_array_record(tmp_path / "a", records)
     source = open_source(f"array_record:{path}", num_classes=5)
-    wanted = f"{path}: record 2: label {label} is outside [0, 5)"
+    wanted = f"{path}: record 2: image/class/label {label} is outside [0, 5)"
     assert find_bad_record(source, "train") == wanted
     with pytest.raises(ValueError) as caught:
         scan_labels(source, "train")
@@ -175,12 +175,12 @@ def test_a_record_that_is_no_example_is_named(
     path = write_array_record(tmp_path / "a", [good, bad])
     source = open_source(f"array_record:{path}", num_classes=5)
     found = find_bad_record(source, "train")
-    assert found.startswith(f"{path}: record 1 is not a tf.Example: ")
+    assert found.startswith(f"{path}: record 1: not a tf.Example: ")
     path = write_tfrecord(tmp_path / "b", [good, bad])
     source = open_source(f"tfrecord:{path}", num_classes=5)
     found = find_bad_record(source, "train")
     assert found.startswith(f"{path}: record 1 (byte offset ")
-    assert "is not a tf.Example: " in found
+    assert "not a tf.Example: " in found
 
 
 @pytest.mark.parametrize("left", [5, 65_000, 90_000])
@@ -271,11 +271,11 @@ def test_the_column_of_labels(tmp_path, header, label_key, label):
         ("a,label\n1,-1\n", "a.csv: line 2: label -1 is outside"),
         (
             "a,label\n1,0\n1,dog\n",
-            "a.csv: line 3: Field 1 in record 0 is not a valid in",
+            "a.csv: line 3: label is not a valid in",
         ),
         ("a,label\n1,0\n1\n", "a.csv: line 3: Expect 2 fields but have 1"),
-        ("a,label\nx,0\n", "a.csv: line 2: Field 0 in record 0 is not a valid float"),
-        ("a,label\n,0\n", "a.csv: line 2: Field 0 is required but missing"),
+        ("a,label\nx,0\n", "a.csv: line 2: a is not a valid float"),
+        ("a,label\n,0\n", "a.csv: line 2: a is required but missing"),
         (b"a,label\xff\n1,2", "a.csv is not text: expected a CSV file"),
     ],
 )
@@ -291,9 +291,12 @@ def test_a_csv_file_that_cannot_be_opened(tmp_path, text, message):
     ("row", "message"),
     [
         ("1", "Expect 3 fields but have 1"),
-        ("1,0,x", "Field 2 in record 0 is not a valid float: x"),
-        ("1,0,", "Field 2 is required but missing"),
+        ("1,0,x", "b is not a valid float: x"),
+        ("1,0,", "b is required but missing"),
         ("1,9,1", "label 9 is outside"),
+        ("nan,0,1", "a is nan, expected a number"),
+        ("1,0,-inf", "b is -inf, expected a number"),
+        ("1,nan,1", "label is not a valid int64: nan"),
     ],
 )
 def test_a_bad_row_is_named(rows, row, message):
@@ -464,7 +467,7 @@ def test_parquet_files_of_other_columns(tables):
 @pytest.mark.parametrize(
     ("image", "label", "message"),
     [
-        (b"no image", 1, "Unknown image file format"),
+        (b"no image", 1, "image: Unknown image file format"),
         (None, 1, "nothing in the column 'image', expected a value"),
         (b"", 1, ""),
         ("good", 99, "label 99 is outside [0, 10)"),

@@ -141,7 +141,7 @@ def test_epochs_may_follow_without_a_gap(source, served, request):
 def test_what_is_skipped_is_not_decoded(tmp_path, photos, example, write_tfrecord):
     records = [
         example(image__encoded=b"\xff\xd8\xff broken", image__class__label=0),
-        next(photos.walk(photos.files("train")[0]))[1].numpy(),
+        next(photos.walk(photos.files("train")[0])).raw.numpy(),
     ]
     write_tfrecord(tmp_path / "a", records)
     source = open_source(f"tfrecord:{tmp_path}/*")

@@ -1,0 +1,147 @@
+"""Where the records of a TFRecord file lie, and which of them cannot be read.
+
+A record is its length (8 bytes), a checksum of that (4), the data, a checksum of them
+(4). TensorFlow's reader gives up a file at the first error, and its own way to begin at
+a byte (`byte_offsets`, TensorFlow 2.21) is lost when a graph is written down.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Collection, Iterator
+
+import tensorflow as tf
+
+from input_pipeline.sources.base import Record, fault_of
+
+_AROUND = 16
+_HEADER = 12
+
+
+def walk(path: str) -> Iterator[Record]:
+    """Goes over one file eagerly; `raw` is the serialized record.
+
+    One whose checksum is wrong is passed over by its length. If that leads nowhere, it
+    stands for the rest of the file.
+    """
+    number = offset = 0
+    bad = None
+    while bad is None or (bad.count is not None and offset < _size(path)):
+        with _from(path, offset) as rest:
+            begin, bad = offset, None
+            records = iter(tf.data.TFRecordDataset(rest))
+            while bad is None:
+                place = f"record {number} (byte offset {offset})"
+                record = Record(path, place, number)
+                number += 1
+                try:
+                    serialized = next(records, None)
+                except tf.errors.DataLossError as error:
+                    bad = _bad(record, offset, str(error), offset - begin)
+                except tf.errors.OpError as error:
+                    gap = (offset, offset)
+                    bad = record.with_fault(fault_of(error), gap=gap, count=None)
+                else:
+                    if serialized is None:
+                        # TensorFlow takes a header that is cut off for the end.
+                        if surplus := _size(path) - offset:
+                            fault = f"corrupted: truncated after {surplus} bytes"
+                            gap = (offset, offset + surplus)
+                            yield record.with_fault(fault, gap=gap)
+                        return
+                    yield record.with_raw(serialized)
+                    offset += len(serialized.numpy()) + _AROUND
+        yield bad
+        offset = bad.gap[1]
+
+
+def is_whole(path: str) -> bool:
+    """Tells whether a file ends where a record does, by their lengths alone."""
+    end = 0
+    for offset, length in _places(path):
+        end = offset + length + _AROUND
+    return end == _size(path)
+
+
+def readable(path: str, bad: Collection[Record]) -> list[tuple[int, int, int]]:
+    """Numbers, byte offsets and lengths of the data that lie around gaps.
+
+    Args:
+        path: of the file.
+        bad: all of its records that have a gap, numbered as by `walk`.
+    """
+    ends = {record.number: record.gap[1] for record in bad}
+    left = [record.number for record in bad if record.count is None]
+    found = []
+    for number, (offset, length) in enumerate(_places(path, ends)):
+        if number in left:
+            break
+        if number not in ends:
+            found.append((number, offset + _HEADER, length))
+    return found
+
+
+def _places(path, ends=()):
+    """Offset and length of each record; where the length is wrong, `ends` knows."""
+    size, offset, number = _size(path), 0, 0
+    with _open(path) as file:
+        while offset < size:
+            file.seek(offset)
+            header = file.read(_HEADER).ljust(_HEADER, b"\0")
+            (length,) = struct.unpack("<Q", header[:8])
+            yield offset, length
+            offset = ends[number] if number in ends else offset + length + _AROUND
+            number += 1
+
+
+def _bad(record, offset, message, read_offset):
+    """The record, and how far it goes."""
+    size = _size(record.path)
+    with _open(record.path) as file:
+        file.seek(offset)
+        header = file.read(_HEADER)
+    end = offset + struct.unpack("<Q", header[:8])[0] + _AROUND
+    if "truncated" in message:
+        return record.with_fault("corrupted: truncated", gap=(offset, size))
+    # TensorFlow says where: at the data, or at the length before them.
+    if re.search(rf"\b{read_offset + _HEADER}\b", message):
+        fault = "corrupted: its data have another checksum"
+        return record.with_fault(fault, gap=(offset, end))
+    fault = "corrupted: its length has another checksum"
+    if end == size or (end < size and _begins_well(record.path, end)):
+        return record.with_fault(fault, gap=(offset, end))
+    return record.with_fault(fault, gap=(offset, size), count=None)
+
+
+def _begins_well(path, offset):
+    with _from(path, offset) as rest:
+        try:
+            return next(iter(tf.data.TFRecordDataset(rest)), None) is not None
+        except tf.errors.OpError:
+            return False
+
+
+@contextlib.contextmanager
+def _from(path, offset):
+    """A file of what follows a byte, for TensorFlow to check."""
+    if not offset:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rest = os.path.join(folder, "rest")
+        with _open(path) as file, open(rest, "wb") as copy:
+            file.seek(offset)
+            shutil.copyfileobj(file, copy)
+        yield rest
+
+
+def _open(path):
+    # TensorFlow's own is slow, where it is not needed.
+    return tf.io.gfile.GFile(path, "rb") if "://" in path else open(path, "rb")
+
+
+def _size(path):
+    return tf.io.gfile.stat(path).length
