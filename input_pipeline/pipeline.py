@@ -276,8 +276,13 @@ class Pipeline:
         return batches.map(lambda numbers, records: (seeds[2], numbers, records))
 
     def _whole(self, seeds, start):
-        """One epoch's batches."""
-        return self._behind(self._raw(seeds, start))[-1][1]
+        """One epoch's batches, and an error if there are fewer than there should be."""
+        dataset = self._behind(self._raw(seeds, start))[-1][1]
+        size = self.source.splits[self.split]
+        if size is None:
+            return dataset
+        length = -(-(size - start) // self.batch_size)
+        return dataset.apply(tf.data.experimental.assert_cardinality(length))
 
     def _on_workers(self, seeds, start):
         """One epoch's batches, made by the workers of a tf.data service."""

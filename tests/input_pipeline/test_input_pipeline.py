@@ -6,7 +6,13 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from input_pipeline import augment, make_dataset, open_source
+from input_pipeline import (
+    BadRecordError,
+    augment,
+    blame_records,
+    make_dataset,
+    open_source,
+)
 from input_pipeline.sources.arrays import ArraySource
 
 
@@ -216,3 +222,28 @@ def test_an_unprepared_source_says_so(tmp_path):
     source = open_source("digits", data_dir=tmp_path)
     with pytest.raises(ValueError, match=r"none yet: call prepare\(\) first"):
         _dataset(source)
+
+
+@pytest.mark.parametrize(("repeat", "start"), [(False, 0), (True, 0), (True, 20)])
+def test_a_record_fewer_than_were_counted_is_noticed(
+    tmp_path, image_example, grey, write_tfrecord, repeat, start
+):
+    records = [image_example(grey(i), 0) for i in range(33)]
+    path = write_tfrecord(tmp_path / "a", records)
+    source = open_source(f"tfrecord:{path}")
+    assert source.splits == {"train": 33}
+    # TensorFlow takes the first bytes of a record for the end of the file.
+    content = open(path, "rb").read()
+    open(path, "wb").write(content[: 5 - len(records[-1]) - 16])
+    dataset = make_dataset(
+        *(source, "train"),
+        batch_size=4,
+        image_shape=(8, 8, 3),
+        training=True,
+        repeat=repeat,
+        start_record=start,
+    )
+    with pytest.raises(BadRecordError) as caught, blame_records(source):
+        for _ in dataset.take(20):
+            pass
+    assert str(caught.value).startswith(f"{path}: record 32 ")
