@@ -223,7 +223,7 @@ def _reason(error):
 
 def is_finite(value: Any) -> bool:
     """Tells whether no number of a tensor is infinite, or not a number."""
-    if not tf.as_dtype(value.dtype).is_floating:
+    dtype = tf.as_dtype(value.dtype)
+    if not dtype.is_floating and not dtype.is_complex:
         return True
-    # NumPy does not know all of TensorFlow's types.
-    return bool(np.isfinite(np.asarray(tf.cast(value, tf.float32))).all())
+    return bool(np.isfinite(np.asarray(value)).all())

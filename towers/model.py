@@ -10,7 +10,6 @@ import functools
 import inspect
 import operator
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import tensorflow as tf
 import wrapt
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from towers import auto, devices, loop, reduce, resume, start, tower, variables
+from towers import auto, devices, reduce, resume, start, tower, variables
 from towers.auto import Choice
 from towers.builders.asynchronous import Asynchronous
 from towers.builders.base import Builder, overrides
@@ -336,52 +335,21 @@ class TowerModel(wrapt.CallableObjectProxy):
         callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
         self._self_builder.watched = _watches_batches(callbacks)
         saves = [each for each in callbacks if isinstance(each, resume.Saves)]
-        if not saves:
+        model = self.__wrapped__
+        if not saves or not model.compiled:
             return fit(self, *args, **kwargs)
-        given.apply_defaults()
-        return self._go_on(fit, given, callbacks, saves[0])
-
-    def _go_on(self, fit, given, callbacks, saves):
-        """Fits from where a checkpoint ends."""
-        model, options = self.__wrapped__, given.arguments
         if model.built and not model.optimizer.built:
             with tf.device(self._self_builder.home):
                 model.optimizer.build(model.trainable_variables)
-        if saves.latest is None:
-            saves.restore(model)
-        position = saves.position
-        steps = options["steps_per_epoch"] or resume.count(options["x"])
-        options["x"], read = resume.data_at(options["x"], position)
-        options["initial_epoch"] = max(options["initial_epoch"], position.epoch)
-        if position.batch:
-
-            def last(iterator):
-                self._build(loop.without_optionals(iterator.element_spec))
-                saves.restore_metrics()
-                self.train_function = None
-                self.make_train_function()
-                return self.get_metrics_result()
-
-            self._self_passing = resume.Passing(
-                position.batch, model.steps_per_execution, read, last
-            )
-            options["callbacks"] = resume.Later(
-                callbacks,
-                position.epoch,
-                position.batch,
-                add_history=True,
-                add_progbar=options["verbose"] != 0,
-                verbose=options["verbose"],
-                epochs=options["epochs"],
-                steps=steps,
-                model=self,
-            )
-        batch_size = resume.batch_size(options["x"])
-        with saves.running(callbacks, batch_size), warnings.catch_warnings():
-            if position.batch:
-                # Of an epoch begun in its middle, Keras does not know the end.
-                warnings.filterwarnings("ignore", "Your input ran out of data")
-            return fit(*given.args, **given.kwargs)
+        given.apply_defaults()
+        with resume.going_on(self, saves[0], given.arguments, self._build) as passing:
+            self._self_passing = passing
+            try:
+                return fit(*given.args, **given.kwargs)
+            finally:
+                self._self_passing = None
+                if self.train_function is passing:
+                    self.train_function = None
 
     def reset_metrics(self) -> None:
         """Begins an epoch; see `keras.Model`."""

@@ -4,14 +4,17 @@ Keras counts all batches of an epoch, so those that are done are passed over: no
 computed, and no callback hears of them.
 """
 
+import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import keras
 import tensorflow as tf
 
+from towers import loop
 from towers.checkpoints import Position
 
 
@@ -20,10 +23,65 @@ class Saves(Protocol):
     """What `fit` needs of the callback that saves; see its methods there."""
 
     position: Position
-    latest: str | None
-    restore: Callable
+    prepare: Callable
     restore_metrics: Callable
     running: Callable
+
+
+@contextlib.contextmanager
+def going_on(
+    model: keras.Model,
+    saves: Saves,
+    options: dict[str, Any],
+    build: Callable[[Any], None],
+) -> Iterator["Passing | None"]:
+    """Has `fit` begin where a checkpoint ends, and the callback listen meanwhile.
+
+    Args:
+        model: What is to be fitted.
+        saves: The callback that saves it.
+        options: The arguments of `fit`, by name; are changed.
+        build: Takes the `tf.TypeSpec`s of a batch, and creates what is missing.
+
+    Yields:
+        What is to be the train function at first, if batches are to be passed over.
+
+    Raises:
+        ValueError: The checkpoint is not of this model, or not of such batches.
+    """
+    saves.prepare(model)
+    saves.position = max(saves.position, Position(options["initial_epoch"]))
+    position, passing = saves.position, None
+    callbacks = keras.tree.flatten(options["callbacks"])
+    size = batch_size(options["x"]) or options["batch_size"]
+    steps = options["steps_per_epoch"] or count(options["x"])
+    options["initial_epoch"] = position.epoch
+    options["x"], read = data_at(options["x"], position)
+    if position.batch:
+
+        def last(iterator):
+            build(loop.without_optionals(iterator.element_spec))
+            saves.restore_metrics()
+            model.make_train_function(force=True)
+            return model.get_metrics_result()
+
+        passing = Passing(position.batch, model.steps_per_execution, read, last)
+        options["callbacks"] = Later(
+            callbacks,
+            position.epoch,
+            position.batch,
+            add_history=True,
+            add_progbar=options["verbose"] != 0,
+            verbose=options["verbose"],
+            epochs=options["epochs"],
+            steps=steps,
+            model=model,
+        )
+    with saves.running(callbacks, size), warnings.catch_warnings():
+        if passing is not None:
+            # Of an epoch begun in its middle, Keras does not know the end.
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+        yield passing
 
 
 def data_at(data: Any, position: Position) -> tuple[Any, bool]:
@@ -85,7 +143,7 @@ class Passing:
         count = min(self._left, self._steps)
         if self._read:
             for _ in range(count):
-                next(iterator)
+                next(iterator, None)  # of a call, there may be fewer
         self._left -= count
         return {} if self._left else self._last(iterator)
 

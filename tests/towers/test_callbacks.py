@@ -9,29 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.small import build
 from towers import multi_gpu_model
 from towers.callbacks.lines import Lines
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.throughput import Throughput
-
-
-def build(units=4, optimizer="adam", **options):
-    """A compiled model with dropout and BatchNorm, its optimizer built."""
-    model = keras.Sequential(
-        [
-            keras.Input((4, 4, 1)),
-            keras.layers.Flatten(),
-            keras.layers.Dense(units),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(3),
-        ]
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"], **options)
-    model.optimizer.build(model.trainable_variables)
-    return model
 
 
 def data(examples=20, batch=8):

@@ -15,37 +15,20 @@ import pytest
 import tensorflow as tf
 
 from input_pipeline import ArraySource, make_dataset
+from tests.small import build
 from towers import checkpoints, multi_gpu_model
+from towers.callbacks import states
 from towers.callbacks.checkpoint import (
     Checkpoint,
     NotFinite,
     SaveError,
     check_checkpoint,
 )
+from towers.callbacks.stop_at_step import StopAtStep
 from towers.checkpoints import Position
 from towers.signals import Stopped
 
 EXAMPLES, BATCH, STEPS = 44, 8, 6
-
-
-def build(units=4, optimizer="adam", seed=1, **options):
-    """A compiled model with dropout and BatchNorm."""
-    keras.utils.set_random_seed(seed)
-    model = keras.Sequential(
-        [
-            keras.Input((4, 4, 1)),
-            keras.layers.Rescaling(1 / 255),
-            keras.layers.Flatten(),
-            keras.layers.Dense(units),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(3),
-        ]
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"], **options)
-    model.optimizer.build(model.trainable_variables)
-    return model
 
 
 def source():
@@ -194,20 +177,179 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(tmp_path):
         fit(build(), Checkpoint(tmp_path), x=data(batch_size=4))
 
 
-def test_random_numbers_go_on(tmp_path):
+class TestASecondFit:
+    """With the same callback, in the same process."""
+
+    @pytest.fixture(scope="class")
+    def whole(self):
+        """A model that was never stopped, and its history; not to be changed."""
+        model = build()
+        return model, fit(model, validation_data=data(training=False)).history
+
+    @pytest.mark.parametrize("same", [True, False], ids=["process", "new_process"])
+    def test_goes_on_where_the_first_was_stopped(self, whole, tmp_path, same):
+        model, checkpoint = build(), Checkpoint(tmp_path)
+        check = data(training=False)
+        # Validation takes the metrics' place, before they are saved.
+        fit(model, checkpoint, StopAtStep(4), validation_data=check)
+        assert checkpoint.position == Position(0, 4)
+        model.evaluate(check, verbose=0)
+        if not same:
+            model, checkpoint = build(), Checkpoint(tmp_path)
+        history = fit(model, checkpoint, validation_data=check)
+        assert_same(model, whole[0])
+        assert history.history == whole[1] and history.epoch == [0, 1, 2]
+
+    def test_goes_on_with_the_last_checkpoint_after_an_error(self, whole, tmp_path):
+        model, checkpoint = build(), Checkpoint(tmp_path, save_steps=2)
+        check = data(training=False)
+        with pytest.raises(ZeroDivisionError):
+            fit(model, checkpoint, Breaks(9), validation_data=check)
+        history = fit(model, checkpoint, validation_data=check)
+        assert_same(model, whole[0])
+        assert history.history == whole[1]
+
+    def test_starts_over_if_nothing_was_saved(self, tmp_path):
+        folder = tmp_path / "run"
+        model, checkpoint = build(), Checkpoint(folder)
+        with pytest.raises(ZeroDivisionError):
+            fit(model, checkpoint, Breaks(3))
+        assert not folder.exists()
+        assert fit(model, checkpoint).epoch == [0, 1, 2]
+
+    def test_takes_the_model_as_it_is(self, tmp_path):
+        model, checkpoint = build(), Checkpoint(tmp_path)
+        fit(model, checkpoint, epochs=1)
+        model.compile("sgd", model.loss)
+        assert fit(model, checkpoint, epochs=2).epoch == [0, 1]
+        about = checkpoints.load_about(f"{tmp_path}/ckpt-2-0")
+        assert about["variables"]["optimizer"][0][0].startswith("sgd/")
+
+    def test_of_another_model_restores_it(self, tmp_path):
+        model, other, checkpoint = build(), build(seed=2), Checkpoint(tmp_path)
+        fit(model, checkpoint)
+        fit(other, checkpoint)
+        assert_same(model, other)
+
+    def test_an_epoch_that_is_asked_for_begins_at_its_beginning(self, tmp_path):
+        heard = []
+        hears = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: heard.append(batch)
+        )
+        checkpoint = Checkpoint(tmp_path)
+        fit(build(), checkpoint, StopAtStep(4))
+        fit(build(), checkpoint, hears, initial_epoch=1, epochs=2)
+        assert heard == [0, 1, 2, 3, 4, 5]
+
+    def test_that_was_refused_leaves_nothing_behind(self, tmp_path):
+        model = build()
+        fit(model, Checkpoint(tmp_path), StopAtStep(4))
+        parallel = multi_gpu_model(model, gpus=2)
+        with pytest.raises(ValueError, match="Received batches of 4"):
+            options = {"callbacks": [Checkpoint(tmp_path)], "verbose": 0}
+            parallel.fit(data(batch_size=4), **options)
+        parallel.fit(data(), verbose=0)
+        assert int(model.optimizer.iterations) == 4 + STEPS
+
+
+@pytest.mark.parametrize("steps", [STEPS, 3])
+def test_averages_come_in_the_place_of_weights_only_at_the_end(tmp_path, steps):
+    def make():
+        return build(optimizer=keras.optimizers.Adam(use_ema=True))
+
+    whole, first, again = make(), make(), make()
+    fit(whole, epochs=2)
+    fit(first, Checkpoint(tmp_path), StopAtStep(steps), epochs=2)
+    fit(again, Checkpoint(tmp_path), epochs=2)
+    assert_same(again, whole)
+
+
+class TestDataOfUnknownSize:
+    def data(self):
+        arrays = np.ones([EXAMPLES, 4, 4, 1], "float32"), np.zeros(EXAMPLES)
+        x = tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH)
+        return x.filter(lambda *_: True)
+
+    def test_an_epoch_that_was_stopped_goes_on(self, tmp_path):
+        whole, model, checkpoint = build(), build(), Checkpoint(tmp_path)
+        options = {"x": self.data(), "epochs": 2}
+        fit(whole, **options)
+        fit(model, checkpoint, StopAtStep(4), **options)
+        assert checkpoint.position == Position(0, 4)
+        fit(model, checkpoint, **options)
+        assert checkpoint.position == Position(2)
+        assert_same(model, whole)
+
+    def test_saved_where_there_is_no_batch_left(self, tmp_path):
+        # Keras begins the ninth step before it knows that there are six.
+        options = {"x": self.data(), "epochs": 2}
+        whole, model = build(steps_per_execution=4), build(steps_per_execution=4)
+        history = fit(whole, **options).history
+
+        def stop(epoch, logs):
+            raise ZeroDivisionError
+
+        stops = keras.callbacks.LambdaCallback(on_epoch_end=stop)
+        with pytest.raises(ZeroDivisionError):
+            fit(model, stops, Checkpoint(tmp_path, save_steps=1), **options)
+        checkpoint = Checkpoint(tmp_path)
+        found = fit(model, checkpoint, **options).history
+        assert checkpoint.position == Position(2)
+        assert_same(model, whole)
+        assert found == history
+
+
+@pytest.fixture
+def no_generator():
+    """TensorFlow's generator for all: there is none, before and after."""
+    tf.random.set_global_generator(None)
+    yield
+    tf.random.set_global_generator(None)
+
+
+def test_random_numbers_go_on(tmp_path, no_generator):
     def draw():
-        drawn.append((random.random(), float(np.random.uniform())))
+        drawn.append(
+            [
+                random.random(),
+                float(np.random.uniform()),
+                float(keras.random.uniform([])),
+                float(tf.random.get_global_generator().uniform([])),
+            ]
+        )
+
+    def start(seed):
+        tf.random.set_global_generator(tf.random.Generator.from_seed(seed))
+        return build(seed=seed)
 
     drawn = []
-    fit(build(), Checkpoint(tmp_path / "a"), Breaks(3, draw), Breaks(4, draw))
+    draws = [Breaks(2, draw), Breaks(4, draw), Breaks(5, draw)]
+    fit(start(1), Checkpoint(tmp_path / "a"), *draws)
     wanted, drawn = drawn, []
     with pytest.raises(ZeroDivisionError):
         fit(
-            *(build(), Checkpoint(tmp_path / "b", save_steps=3)),
-            *(Breaks(3, draw), Breaks(5)),
+            *(start(1), Checkpoint(tmp_path / "b", save_steps=3)),
+            *(Breaks(2, draw), Breaks(4, draw), Breaks(5)),
         )
-    fit(build(seed=9), Checkpoint(tmp_path / "b"), Breaks(1, draw))
+    assert drawn == wanted[:2]
+    del drawn[1:]
+    # Also where there is none yet.
+    model = start(9)
+    tf.random.set_global_generator(None)
+    fit(model, Checkpoint(tmp_path / "b"), Breaks(1, draw), Breaks(2, draw))
     assert drawn == wanted
+
+
+def test_random_numbers_that_were_not_saved_are_left(no_generator):
+    model = build()
+    known = states.collect(model, [], 0, [])
+    assert [*known["random"]] == ["python", "numpy"]
+    wanted = random.random()
+    keras.random.uniform([])
+    states.give_back(model, [], known, [])
+    assert random.random() == wanted
+    # Where it was made by the way, it goes on.
+    assert "keras" in states.collect(model, [], 0, [])["random"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -305,19 +447,120 @@ def test_values_are_those_of_the_moment(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+def relu(x):
+    """One that stays finite: what is not a number is not above 0."""
+    return keras.ops.where(x > 0, x, 0.0)
+
+
+def steep(y, pred):
+    """Squares; where y is 9, the loss is as finite, but its gradient is infinite."""
+    zero = pred - tf.stop_gradient(pred)
+    return tf.square(pred) + tf.sqrt(tf.where(y == 9, 0.0, 1.0) + zero)
+
+
 class TestNotFinite:
+    """A run of two epochs of four steps; something goes wrong in the second."""
+
+    def model(self, optimizer="sgd"):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(4), keras.layers.Activation(relu)]
+        model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+        model.compile(optimizer, steep)
+        return model
+
+    def data(self, fault=None):
+        x, y = np.ones([8, 4, 3], "float32"), np.zeros([8, 4, 1], "float32")
+        if fault == "pixel":
+            x[5, 1, 2] = np.nan
+        if fault == "gradient":
+            y[7, 1] = 9  # of the last step: the next one's loss would tell
+        return tf.data.Dataset.from_tensor_slices((x, y))
+
+    def best(self, folder):
+        """Keeps the best model; to it, each epoch is the best."""
+        scores = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: logs.update(val_loss=-epoch)
+        )
+        path = folder / "best.weights.h5"
+        options = dict.fromkeys(("save_best_only", "save_weights_only"), True)
+        return scores, keras.callbacks.ModelCheckpoint(path, **options)
+
     def poison(self, model):
-        kernel = model.layers[2].kernel
+        kernel = model.layers[0].kernel
         kernel.assign(kernel.numpy() * np.nan)
 
-    def test_never_becomes_a_checkpoint(self, tmp_path):
-        model = build()
-        breaks = Breaks(8, lambda: self.poison(model))
-        with pytest.raises(
-            NotFinite, match=r"kernel is not finite at step 8; .*ckpt-1"
-        ):
-            fit(model, Checkpoint(tmp_path, save_steps=1), breaks)
-        assert checkpoints.find(str(tmp_path))[0] == f"{tmp_path}/ckpt-1-1"
+    @pytest.mark.parametrize(
+        ("fault", "end", "step", "newest"),
+        [
+            ("pixel", "epoch", 8, "ckpt-1-0"),
+            ("gradient", "epoch", 8, "ckpt-1-0"),
+            ("weights", "epoch", 8, "ckpt-1-0"),
+            ("weights", "save", 6, "ckpt-1-1"),
+            ("weights", "stopped", 6, "ckpt-1-0"),
+            ("weights", "SIGTERM", 6, "ckpt-1-0"),
+        ],
+    )
+    def test_is_never_saved_nor_the_best(self, tmp_path, fault, end, step, newest):
+        model, folder = self.model(), tmp_path / "run"
+        checkpoint = Checkpoint(folder, save_steps=1 if end == "save" else None)
+        scores, best = self.best(tmp_path)
+        history = keras.callbacks.History()
+        others = []
+        if fault == "weights":
+            others.append(Breaks(6, lambda: self.poison(model)))
+        if end == "stopped":
+            others.append(StopAtStep(6))
+        if end == "SIGTERM":
+            # What is saved on the way out would be the first since the fault.
+            others.append(Breaks(6, lambda: signal.raise_signal(signal.SIGTERM)))
+        words = f"kernel is not finite at step {step}; .* is {folder}/{newest}[.]"
+        with pytest.raises(NotFinite, match=words):
+            fit(
+                *(model, *others, scores, history, checkpoint, best),
+                **{"x": self.data(fault), "epochs": 2, "steps_per_epoch": 4},
+            )
+        # It does not tell.
+        assert np.isfinite(history.history["loss"]).all()
+        assert checkpoints.find(str(folder))[0] == f"{folder}/{newest}"
+        kept, first = self.model(), self.model()
+        kept.load_weights(best.filepath)
+        fit(first, x=self.data(), steps_per_epoch=4, epochs=1)
+        for a, b in zip(kept.get_weights(), first.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    def test_is_not_saved_at_the_end_of_a_run(self, tmp_path):
+        model = self.model()
+        late = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: self.poison(model)
+        )
+        with pytest.raises(NotFinite):
+            fit(model, Checkpoint(tmp_path), late, x=self.data(), epochs=1)
+        assert not checkpoints.find(str(tmp_path))
+
+    def test_steps_that_a_loss_scale_leaves_out_are_finite(self, tmp_path):
+        sgd = keras.optimizers.SGD()
+        scaled = keras.optimizers.LossScaleOptimizer(sgd, initial_scale=2.0**120)
+        model = self.model(scaled)
+        fit(model, Checkpoint(tmp_path, keep=9), x=self.data("gradient"), epochs=2)
+        # The scale was halved at each of them.
+        assert float(scaled.dynamic_scale) < 2.0**120
+        assert len(checkpoints.find(str(tmp_path))) == 2
+
+    def test_a_loss_is_never_the_best(self, tmp_path):
+        losses = iter([2.0, np.nan, 3.0, np.nan])
+        says = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: logs.update(val_loss=next(losses))
+        )
+        fit(build(), says, Checkpoint(tmp_path, keep=1), epochs=4)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["ckpt-1-0", "ckpt-4-0"]
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "complex128"])
+    def test_of_any_type(self, dtype):
+        # Double precision's largest numbers are infinite in single precision.
+        values = np.array([1.0, 1e300 if dtype == "float64" else 1e4])
+        assert checkpoints.is_finite(tf.cast(values, dtype))
+        assert not checkpoints.is_finite(tf.cast(values / 0, dtype))
 
 
 class TestDisk:
@@ -339,6 +582,13 @@ class TestDisk:
         else:
             fit(build(), checkpoint, Breaks(3, vanish))
             assert "Warning: Cannot save a checkpoint" in capsys.readouterr().err
+
+    def test_the_last_save_is_heard_of(self, tmp_path):
+        folder = tmp_path / "run"
+        checkpoint = Checkpoint(folder)
+        in_the_way = Breaks(STEPS, lambda: folder.write_text(""))
+        with pytest.raises(SaveError, match="the last one is none"):
+            fit(build(), checkpoint, in_the_way, epochs=1)
 
     def test_a_limit_on_files_leaves_the_one_before(self, tmp_path):
         import resource
@@ -475,6 +725,26 @@ class TestDamage:
         for a, b in zip(values(model), before, strict=True):
             np.testing.assert_array_equal(a, b)
         assert not (tmp_path / "none").exists()
+
+
+def test_a_model_that_is_not_ready_is_refused(tmp_path):
+    fit(build(), Checkpoint(tmp_path), epochs=1)
+    model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(3)])
+    with pytest.raises(ValueError, match="You must call `compile"):
+        fit(model, Checkpoint(tmp_path))
+    model.compile("adam", "mse")
+    with pytest.raises(ValueError, match=r"a model without variables for .*Input"):
+        fit(model, Checkpoint(tmp_path))
+
+
+def test_a_fit_that_restores_nothing_is_refused(tmp_path):
+    words = "Received a Checkpoint that this `fit` does not restore; expected one only"
+    options = {"x": data(), "verbose": 0}
+    with pytest.raises(ValueError, match=words):
+        build().fit(callbacks=[Checkpoint(tmp_path)], **options)
+    with pytest.raises(ValueError, match=words):
+        fit(build(), Checkpoint(tmp_path), Checkpoint(tmp_path))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_a_checkpoint_says_is_json(tmp_path):

@@ -2,8 +2,8 @@
 
 import concurrent.futures
 import contextlib
+import math
 import os
-import random
 import re
 import sys
 import time
@@ -14,20 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from towers import checkpoints
+from towers.callbacks import states
 from towers.checkpoints import Contents, Position
 from towers.signals import Signals, Stopped
-
-# What Keras's own callbacks know of earlier epochs; others have a `state_dict()`.
-_STATES = {
-    keras.callbacks.EarlyStopping: (
-        *("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
-    ),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best",),
-}
-
-
-_ARRAY = "array"
 
 
 class NotFinite(Exception):
@@ -42,14 +31,19 @@ class Checkpoint(keras.callbacks.Callback):
     """Saves a run of a tower model, and has the next `fit` continue it.
 
     A checkpoint holds the variables of model and optimizer (with loss scale and moving
-    averages), the metrics of the epoch, the states of Python's, NumPy's and Keras's
-    random numbers, the history, what Keras's callbacks know of earlier epochs, and the
-    position in the data. It is made at the end of each epoch, at the intervals asked
-    for, on SIGUSR1, and before SIGTERM or Ctrl-C ends the run. A thread of its own
-    writes it, from copies; training waits only for the save before.
+    averages), the metrics of the epoch, the states of random numbers, the history, what
+    Keras's callbacks know of earlier epochs, and the position in the data. It is made
+    at the end of each epoch, at the intervals asked for, on SIGUSR1, and before SIGTERM
+    or Ctrl-C ends the run. A thread of its own writes it, from copies; training waits
+    only for the save before.
 
     With data of `input_pipeline.make_dataset`, `fit` goes on at the next batch. Other
-    data are read again, and passed over: the run is the same if they are.
+    data are read again, and passed over: the run is the same if they are. A second
+    `fit` goes on where the first has ended, with the model as it is then; where that
+    was broken off by an error, or another model is fitted, with the last checkpoint.
+
+    Variables that are not finite end the run, at a save or at the end of an epoch. To
+    callbacks further down the list, such as `ModelCheckpoint`, that comes in time.
 
     It knows nothing of towers: a run may continue on another number of them.
 
@@ -96,10 +90,14 @@ class Checkpoint(keras.callbacks.Callback):
         self.latest: str | None = None
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving = None
-        self._restored = None
+        # What the next `fit` is to know besides the variables, and of which model.
+        self._known = self._known_of = None
+        self._metrics_then = ()
         self._signals = Signals()
-        self._others = []
+        self._others = None  # no list: `fit` does not listen
         self._batch_size = self._saved = self._metrics = self._score = None
+        self._described = self._averaged_later = None
+        self._batch_begun = False
         self._scores = {}
 
     # Restoring.
@@ -116,16 +114,34 @@ class Checkpoint(keras.callbacks.Callback):
         Raises:
             ValueError: There are some, but none can be read, or is of this model.
         """
+        if not model.built and checkpoints.find(self._directory):
+            raise ValueError(
+                f"Received a model without variables for {self._directory}, where "
+                "checkpoints are; expected a built one, so give it a keras.Input."
+            )
         path, contents = _newest_good(self._directory, checkpoints.load, model)
+        self._known_of, self._known, self._saved = model, contents, None
+        self.latest, self.position = path, Position(0)
         if path is None:
             return False
+        self.position = checkpoints.position(path)
         for part, variables in _parts(model).items():
             for variable, value in zip(variables, contents.values[part], strict=True):
                 variable.assign(value)
-        self.latest, self.position = path, checkpoints.position(path)
-        self._restored = contents
-        self._restored_metrics = contents.values.get("metrics", ())
         return True
+
+    def prepare(self, model: keras.Model) -> None:
+        """Restores the latest checkpoint, unless `fit` can go on with the model as is.
+
+        Args:
+            model: As for `restore`.
+
+        Raises:
+            ValueError: As by `restore`.
+        """
+        # Equal, if not the same: a tower model is a proxy.
+        if self._known is None or model != self._known_of:
+            self.restore(model)
 
     @contextlib.contextmanager
     def running(
@@ -143,7 +159,7 @@ class Checkpoint(keras.callbacks.Callback):
             ValueError: The position restored is inside of an epoch, and counts batches
                 of another size.
         """
-        before = self._restored and self._restored.about["batch_size"]
+        before = self._known and self._known.about["batch_size"]
         if self.position.batch and before != batch_size:
             raise ValueError(
                 f"Received batches of {batch_size or 'unknown size'}, but "
@@ -156,13 +172,14 @@ class Checkpoint(keras.callbacks.Callback):
             try:
                 yield
             finally:
+                self._others = None
                 # What is begun is finished, whatever ends the run.
                 if self._saving is not None:
                     concurrent.futures.wait([self._saving])
 
     def restore_metrics(self) -> None:
         """Gives the metrics of the epoch their values, once they are built."""
-        values = self._restored_metrics
+        values = self._metrics_then
         variables = self.model.metrics_variables
         if len(values) != len(variables):
             raise ValueError(
@@ -176,12 +193,18 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Notes where the run begins."""
-        self._begun = self.position
+        if self._others is None:
+            raise ValueError(
+                "Received a Checkpoint that this `fit` does not restore; expected one "
+                "only, in the list of callbacks, and a model of multi_gpu_model(), not "
+                "a plain Keras model."
+            )
+        self._begun, self._described = self.position, None
         self._saved_s, self._saved_step = self._clock(), self._step()
 
     def on_epoch_begin(self, epoch, logs=None):
         """Saves what the epoch before has come to."""
-        if self._restored is not None:
+        if self._known is not None:
             self._restore_states()
         else:
             self.position = Position(epoch)
@@ -191,6 +214,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         """Saves if it is time, when all callbacks have seen the batch before."""
         self.position = Position(self.position.epoch, batch)
+        self._batch_begun, self._metrics = True, None
         due = self.save_steps and self._step() - self._saved_step >= self.save_steps
         if self._save_minutes is not None:
             due = due or self._clock() - self._saved_s >= 60 * self._save_minutes
@@ -200,6 +224,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts."""
+        self._batch_begun = False
         batches = min(batch + 1, self.params.get("steps") or batch + 1)
         self.position = Position(self.position.epoch, batches)
 
@@ -207,27 +232,32 @@ class Checkpoint(keras.callbacks.Callback):
         """Keeps the metrics of training, whose place validation takes."""
         self._metrics = _copies(self.model.metrics_variables)
 
-    def on_test_end(self, logs=None):
-        """Forgets them."""
-        self._metrics = None
-
     def on_test_batch_begin(self, batch, logs=None):
         """Does not wait for the end of a validation to be stopped."""
         self._heed()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Notes how good the epoch was."""
+        """Notes how good the epoch was, unless later callbacks should not see it."""
+        self._wait()
+        self._check_finite(self._step(), _values(self.model))
+        if _averages(self.model.optimizer):
+            # At the end of `fit`, Keras puts averages in the place of weights.
+            self._averaged_later = _values(self.model)
         logs = logs or {}
-        score = logs.get("val_loss", logs.get("loss"))
-        self._score = None if score is None else float(score)
-        steps = self.params.get("steps")
-        if not steps or self.position.batch >= steps:
+        score = float(logs.get("val_loss", logs.get("loss", math.nan)))
+        self._score = score if math.isfinite(score) else None
+        # Where Keras does not know how many there are, it begins one batch too many.
+        steps = self.params.get("steps") or math.inf
+        if self._batch_begun or self.position.batch >= steps:
             self.position = Position(epoch + 1)
 
     def on_train_end(self, logs=None):
-        """Saves, and waits for it."""
-        self._save()
+        """Saves, waits for it, and keeps what another `fit` is to know."""
+        self._save(self._averaged_later)
         self._wait()
+        self._averaged_later = None
+        if self._known is None:
+            self._known = self._contents()
 
     # Saving.
 
@@ -250,56 +280,58 @@ class Checkpoint(keras.callbacks.Callback):
         if self._saving is not None and self._saving.done():
             self._wait()
 
-    def _save(self):
-        """Begins to save, unless that was done here."""
+    def _save(self, values=None):
+        """Begins to save, unless that was done here; the variables as they are now."""
         if self.position == self._begun or self.position == self._saved:
             return
         self._wait()
         position = self._saved = self.position
-        values, arrays = self._values(position), []
-        about = self._about(position, arrays)
-        contents = Contents(values | {"callbacks": arrays}, about)
+        contents = self._contents()
+        values = values or _values(self.model)
+        contents = Contents(values | contents.values, contents.about)
         self._saved_s, self._saved_step = self._clock(), self._step()
         self._saving = self._writer.submit(self._write, position, contents)
 
-    def _values(self, position):
-        """Copies of all values, in the host's memory."""
-        values = {part: _copies(found) for part, found in _parts(self.model).items()}
-        if position.batch:
-            metrics = self._metrics or _copies(self.model.metrics_variables)
-            values["metrics"] = metrics
-        return values
-
-    def _about(self, position, arrays):
-        return {
-            "variables": {
-                part: _describe(variables)
-                for part, variables in _parts(self.model).items()
-            },
+    def _contents(self):
+        """All that is saved, but for the variables."""
+        position, arrays = self.position, []
+        about = {
+            "variables": self._descriptions(),
             "batch_size": self._batch_size,
             "step": self._step(),
             "score": None if position.batch else self._score,
-            "history": _history(self.model, position.epoch),
-            "callbacks": _states(self._others, arrays),
-            "random": _random_states(),
+            **states.collect(self.model, self._others, position.epoch, arrays),
         }
+        values = {"callbacks": arrays}
+        if position.batch:
+            metrics = self._metrics or _copies(self.model.metrics_variables)
+            values["metrics"] = metrics
+        return Contents(values, about)
+
+    def _descriptions(self):
+        # While a `fit` runs, they stay as they are.
+        if self._described is None:
+            parts = _parts(self.model)
+            self._described = {part: _describe(found) for part, found in parts.items()}
+        return self._described
 
     def _write(self, position, contents):
-        about = contents.about
-        for part, variables in about["variables"].items():
-            pairs = zip(contents.values[part], variables, strict=True)
-            for value, (name, *_) in pairs:
-                if not checkpoints.is_finite(value):
-                    raise NotFinite(
-                        f"The variable {name} is not finite at step {about['step']}; "
-                        "the last checkpoint, from before, is "
-                        f"{self.latest or 'none'}. Look for such numbers in the data, "
-                        "or train with a smaller learning rate."
-                    )
+        self._check_finite(contents.about["step"], contents.values)
         path = checkpoints.save(self._directory, position, contents)
         self._scores[path] = contents.about["score"]
         self.latest = path
         self._prune()
+
+    def _check_finite(self, step, values):
+        for part, described in self._descriptions().items():
+            for value, (name, *_) in zip(values[part], described, strict=True):
+                if not checkpoints.is_finite(value):
+                    raise NotFinite(
+                        f"The variable {name} is not finite at step {step}; the last "
+                        f"checkpoint, from before, is {self.latest or 'none'}. Look "
+                        "for such numbers in the data, or train with a smaller "
+                        "learning rate."
+                    )
 
     def _prune(self):
         paths = checkpoints.find(self._directory)
@@ -334,13 +366,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _restore_states(self):
         """Gives others what they knew; after `on_train_begin`, where they forget it."""
-        contents, self._restored = self._restored, None
-        about = contents.about
-        _set_states(self._others, about["callbacks"], contents.values["callbacks"])
-        _set_random_states(about["random"])
-        if (history := getattr(self.model, "history", None)) is not None:
-            history.epoch = about["history"]["epoch"]
-            history.history = about["history"]["history"]
+        values, about = self._known.values, self._known.about
+        self._known, self._metrics_then = None, values.get("metrics", ())
+        states.give_back(self.model, self._others, about, values["callbacks"])
 
 
 def check_checkpoint(directory: str, model: keras.Model) -> None:
@@ -389,11 +417,26 @@ def _parts(model):
     return parts
 
 
+def _averages(optimizer):
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return inner.use_ema and inner.ema_overwrite_frequency is None
+
+
+def _values(model):
+    """Copies of all variables."""
+    return {part: _copies(variables) for part, variables in _parts(model).items()}
+
+
 def _copies(variables):
-    with tf.device("/CPU:0"):
-        # What is in this memory already is not copied: TensorFlow does that when it is
-        # next written to.
-        return [tf.identity(variable.value) for variable in variables]
+    return [*map(_copy, variables)]
+
+
+def _copy(variable):
+    # What is in the host's memory already is not copied: TensorFlow does that when it
+    # is next written to. This takes a third of the time of `tf.identity`.
+    variable = variable.value
+    read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    return np.asarray(read)
 
 
 def _check_same(path, part, found, expected):
@@ -420,85 +463,3 @@ def _difference(found, expected):
 def _name(variable):
     path, shape, dtype = variable
     return f"{path} {shape} {dtype}"
-
-
-def _history(model, epochs):
-    """That of whole epochs; one that was broken off goes on later."""
-    history = getattr(model, "history", None)
-    past = getattr(history, "epoch", [])
-    kept = sum(epoch < epochs for epoch in past)
-    logs = history.history if past else {}
-    return {
-        "epoch": past[:kept],
-        "history": {name: [*map(float, v[:kept])] for name, v in logs.items()},
-    }
-
-
-def _states(callbacks, arrays):
-    """What callbacks know, by class, as JSON; arrays are put aside."""
-    return [
-        [type(other).__name__, _as_json(_state(other), arrays)] for other in callbacks
-    ]
-
-
-def _state(callback):
-    if hasattr(callback, "state_dict"):
-        return callback.state_dict()
-    for kind, names in _STATES.items():
-        if isinstance(callback, kind):
-            return {name: getattr(callback, name, None) for name in names}
-    return None
-
-
-def _set_states(callbacks, states, arrays):
-    # By class: another run may have more callbacks, or fewer.
-    for callback in callbacks:
-        for known in states:
-            name, state = known
-            if name != type(callback).__name__ or state is None:
-                continue
-            states.remove(known)
-            state = _from_json(state, arrays)
-            if hasattr(callback, "load_state_dict"):
-                callback.load_state_dict(state)
-            else:
-                vars(callback).update(state)
-            break
-
-
-def _as_json(value, arrays):
-    if isinstance(value, dict):
-        return {name: _as_json(part, arrays) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(part, arrays) for part in value]
-    if isinstance(value, np.ndarray | tf.Tensor):
-        arrays.append(tf.convert_to_tensor(value))
-        return {_ARRAY: len(arrays) - 1}
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _from_json(value, arrays):
-    if isinstance(value, list):
-        return [_from_json(part, arrays) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if _ARRAY in value:
-        return np.asarray(arrays[value[_ARRAY]])
-    return {name: _from_json(part, arrays) for name, part in value.items()}
-
-
-def _random_states():
-    """Those of Python and NumPy; Keras's own are variables of the model."""
-    kind, keys, *rest = np.random.get_state()
-    version, words, gauss = random.getstate()
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), *rest],
-    }
-
-
-def _set_random_states(states):
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))

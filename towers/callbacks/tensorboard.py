@@ -1,6 +1,7 @@
 """Writes what a run does to TensorBoard."""
 
 import os
+import types
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -28,6 +29,7 @@ class TensorBoard(keras.callbacks.Callback):
         every_steps: int,
         fractions: Sequence[float],
         texts: Mapping[str, str],
+        scalars: Mapping[str, float | None] = types.MappingProxyType({}),
         sample: tf.data.Dataset | None = None,
         class_names: Sequence[str] | None = None,
         staleness: Staleness | None = None,
@@ -39,6 +41,7 @@ class TensorBoard(keras.callbacks.Callback):
             every_steps: Steps between two recorded batches.
             fractions: The part of a full batch that each tower gets.
             texts: Markdown texts to write, by tag, such as the flags.
+            scalars: Numbers that do not change in the run, by tag; None is no number.
             sample: Batches of (uint8 images [B, H, W, C], labels [B]), always in
                 the same order, for the pictures. None: no pictures.
             class_names: Names of the classes; their numbers by default.
@@ -49,6 +52,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._every_steps = every_steps
         self._fractions = fractions
         self._texts = texts
+        self._scalars = scalars
         self._sample = sample
         self._class_names = class_names
         self._staleness = staleness
@@ -62,6 +66,9 @@ class TensorBoard(keras.callbacks.Callback):
         with self._writer("train").as_default(self._step):
             for tag, text in self._texts.items():
                 tf.summary.text(tag, text)
+            for tag, value in self._scalars.items():
+                if value is not None:
+                    tf.summary.scalar(tag, value)
             if self._sample is not None:
                 images, _ = next(iter(self._sample))
                 _write_images("input", images[:9])

@@ -1,0 +1,160 @@
+"""What a run knows besides its variables, as JSON; arrays are put aside."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import stateful_random_ops
+
+# What Keras's own callbacks know of earlier epochs; others have a `state_dict()`.
+_KNOWN = {
+    keras.callbacks.EarlyStopping: (
+        *("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
+    ),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+}
+
+_ARRAY = "array"
+
+
+def collect(
+    model: keras.Model,
+    callbacks: Sequence[keras.callbacks.Callback],
+    epochs: int,
+    arrays: list[Any],
+) -> dict[str, Any]:
+    """Returns what is known: the history, by callbacks, and of random numbers.
+
+    Args:
+        model: Whose history it is.
+        callbacks: Those of `fit`.
+        epochs: How many are done.
+        arrays: Receives what is no JSON.
+    """
+    return {
+        "history": _history(model, epochs),
+        "callbacks": [
+            [type(callback).__name__, _to_json(_state(callback), arrays)]
+            for callback in callbacks
+        ],
+        "random": _random_states(),
+    }
+
+
+def give_back(
+    model: keras.Model,
+    callbacks: Sequence[keras.callbacks.Callback],
+    states: Mapping[str, Any],
+    arrays: Sequence[Any],
+) -> None:
+    """Gives back what `collect` has returned.
+
+    Args:
+        model: As for `collect`.
+        callbacks: May be others: they are told by class what is known.
+        states: What was returned.
+        arrays: What was put aside.
+    """
+    if (history := getattr(model, "history", None)) is not None:
+        history.epoch = states["history"]["epoch"]
+        history.history = states["history"]["history"]
+    known = list(states["callbacks"])
+    for callback in callbacks:
+        name = type(callback).__name__
+        found = next((each for each in known if each[0] == name), [name, None])
+        if found[1] is None:
+            continue
+        known.remove(found)
+        state = _from_json(found[1], arrays)
+        if hasattr(callback, "load_state_dict"):
+            callback.load_state_dict(state)
+        else:
+            vars(callback).update(state)
+    _set_random_states(states["random"])
+
+
+def _history(model, epochs):
+    """That of whole epochs; one that was broken off goes on later."""
+    history = getattr(model, "history", None)
+    past = getattr(history, "epoch", [])
+    kept = sum(epoch < epochs for epoch in past)
+    logs = history.history if past else {}
+    return {
+        "epoch": past[:kept],
+        "history": {name: [*map(float, v[:kept])] for name, v in logs.items()},
+    }
+
+
+def _state(callback):
+    if hasattr(callback, "state_dict"):
+        return callback.state_dict()
+    for kind, names in _KNOWN.items():
+        if isinstance(callback, kind):
+            return {name: getattr(callback, name, None) for name in names}
+    return None
+
+
+def _to_json(value, arrays):
+    if isinstance(value, dict):
+        return {name: _to_json(part, arrays) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(part, arrays) for part in value]
+    if isinstance(value, np.ndarray | tf.Tensor):
+        arrays.append(tf.convert_to_tensor(value))
+        return {_ARRAY: len(arrays) - 1}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _from_json(value, arrays):
+    if isinstance(value, list):
+        return [_from_json(part, arrays) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if _ARRAY in value:
+        return np.asarray(arrays[value[_ARRAY]])
+    return {name: _from_json(part, arrays) for name, part in value.items()}
+
+
+def _random_states():
+    """Those of each generator that all share; layers' own are variables of the model.
+
+    Keras and TensorFlow make theirs when they are first asked for a number.
+    """
+    kind, keys, *rest = np.random.get_state()
+    version, words, gauss = random.getstate()
+    found = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, keys.tolist(), *rest],
+    }
+    if (shared := _keras_generator()) is not None:
+        found["keras"] = shared.state.numpy().tolist()
+    if (shared := stateful_random_ops.global_generator) is not None:
+        found["tensorflow"] = [shared.algorithm, shared.state.numpy().tolist()]
+    return found
+
+
+def _set_random_states(states):
+    if "keras" in states:
+        # To make one, Keras draws a number of Python's.
+        shared = keras.src.random.seed_generator.global_seed_generator()
+        shared.state.assign(states["keras"])
+    if "tensorflow" in states:
+        algorithm, state = states["tensorflow"]
+        if stateful_random_ops.global_generator is None:
+            made = tf.random.Generator.from_state(state, algorithm)
+            tf.random.set_global_generator(made)
+        stateful_random_ops.global_generator.reset(state)
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+
+
+def _keras_generator():
+    return keras.src.backend.common.global_state.get_global_attribute(
+        keras.src.random.seed_generator.GLOBAL_SEED_GENERATOR
+    )
