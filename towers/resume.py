@@ -7,6 +7,7 @@ computed, and no callback hears of them.
 import contextlib
 import dataclasses
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -57,6 +58,14 @@ def going_on(
     steps = options["steps_per_epoch"] or count(options["x"])
     options["initial_epoch"] = position.epoch
     options["x"], read = data_at(options["x"], position)
+    if read:
+        print(
+            "towers: Note: Data that are not of input_pipeline.make_dataset are read "
+            "from their beginning when a run goes on; it ends as one that was not "
+            "broken off only if they come in the same order again.",
+            file=sys.stderr,
+            flush=True,
+        )
     if position.batch:
 
         def last(iterator):

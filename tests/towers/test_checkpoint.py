@@ -157,7 +157,7 @@ def test_callbacks_hear_only_of_what_is_done_now(tmp_path):
     assert heard == [4, -4, 5, -5, 0, 0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5]
 
 
-def test_other_data_are_read_again_and_passed_over(tmp_path):
+def test_other_data_are_read_again_and_passed_over(tmp_path, capsys):
     rng = np.random.default_rng(0)
     x = rng.normal(size=[EXAMPLES, 4, 4, 1]).astype("float32")
     y = rng.integers(0, 3, EXAMPLES)
@@ -168,6 +168,7 @@ def test_other_data_are_read_again_and_passed_over(tmp_path):
         fit(build(), Checkpoint(tmp_path, save_steps=2), Breaks(9), x=plain)
     fit(model, Checkpoint(tmp_path), x=plain)
     assert_same(model, whole)
+    assert capsys.readouterr().err.count("only if they come in the same order") == 2
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(tmp_path):
