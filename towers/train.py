@@ -3,8 +3,8 @@
     python -m towers.train --model=resnet20 --dataset=tfds:cifar10 --num_gpus=2
 
 --flagfile=FILE reads flags from a file, such as the flags.txt of an earlier run.
-Exit codes: 0 done; 1 error; 3 numbers that are not finite; 130 stopped by Ctrl-C; 143
-stopped by SIGTERM.
+Exit codes: 0 done; 1 error; 3 numbers that are not finite; 4 stopped by a stall, with
+--on_stall=stop; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
 # The command-line door. It reads from top to bottom: the flags, the run, then what the
@@ -49,6 +49,7 @@ from towers.callbacks.checkpoint import (
     check_checkpoint,
 )
 from towers.callbacks.lines import Lines
+from towers.callbacks.stall import Stall
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.throughput import Throughput
@@ -64,6 +65,7 @@ from towers.tower import ModelError
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.train"
+_BAD_RECORDS = "bad_records.json"
 
 flags.DEFINE_string(
     "model",
@@ -186,6 +188,32 @@ flags.DEFINE_enum(
     "What to do if a checkpoint cannot be written.",
     **_MORE,
 )
+flags.DEFINE_float(
+    "stall_seconds",
+    300.0,
+    "Say what the towers wait for if no call of the graph ends for so long, the first, "
+    "which compiles, among them; 0: never.",
+    **_MORE,
+)
+flags.DEFINE_enum(
+    "on_stall",
+    "wait",
+    ["wait", "stop"],
+    "What to do then: wait on, or stop with exit code 4.",
+    **_MORE,
+)
+flags.DEFINE_enum(
+    "bad_records",
+    "fail",
+    ["fail", "skip"],
+    "What to do with records that cannot be read, decoded or learnt from: end, naming "
+    "the first; or look at all of them before training, list the bad ones in model_dir "
+    "as bad_records.json, and train without them.",
+    **_MORE,
+)
+flags.DEFINE_integer(
+    "max_bad_records", 100, "Of a data set, with --bad_records=skip.", **_MORE
+)
 flags.DEFINE_enum(
     "lr_schedule",
     "constant",
@@ -302,7 +330,11 @@ def main(argv: Sequence[str]) -> int:
     except NotFinite as error:
         fail(error, _PROGRAM)
         return 3
-    except (ModelError, SaveError, input_pipeline.BadRecordError) as error:
+    except input_pipeline.BadRecordError as error:
+        skips = FLAGS.bad_records == "skip"
+        hint = "" if skips else "; to train without it, give --bad_records=skip"
+        return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
+    except (ModelError, SaveError) as error:
         return fail(error, _PROGRAM)
     except (ValueError, OSError) as error:
         # While setting up, what goes wrong is the user's input, and said in one
@@ -329,6 +361,7 @@ class Job:
         parallel: The same model on towers.
         checkpoint: The callback that saves it, which knows the epoch to begin at.
         model_dir: Where everything is written.
+        quarantines: Bad records that are passed over, of each data set.
     """
 
     source: input_pipeline.Source
@@ -339,6 +372,12 @@ class Job:
     parallel: TowerModel
     checkpoint: Checkpoint
     model_dir: str
+    quarantines: Sequence[input_pipeline.Quarantine]
+
+    @property
+    def bad_records(self) -> int | None:
+        """How many are passed over; `None` if they were not looked for."""
+        return sum(map(len, self.quarantines)) if self.quarantines else None
 
     @property
     def epoch(self) -> int:
@@ -423,7 +462,10 @@ def set_up(argv: Sequence[str]) -> Job:
     if not FLAGS.clean:
         check_checkpoint(folder, model)
 
-    held_out = prepare_data(source, held_out)
+    known = os.path.join(model_dir, _BAD_RECORDS)
+    source, held_out, quarantines = prepare_data(
+        source, held_out, [] if FLAGS.clean else input_pipeline.read_quarantines(known)
+    )
     parallel = multi_gpu_model(
         model,
         gpus=placed.towers,
@@ -462,7 +504,15 @@ def set_up(argv: Sequence[str]) -> Job:
             held_out = (kept if other is source else cached(other)), split
         source = kept
     job = Job(
-        source, held_out, image_shape, placed, model, parallel, checkpoint, model_dir
+        source,
+        held_out,
+        image_shape,
+        placed,
+        model,
+        parallel,
+        checkpoint,
+        model_dir,
+        quarantines,
     )
     # Built now: whatever that finds wrong is the user's input, too.
     _ = job.train_data, job.eval_data
@@ -479,6 +529,9 @@ def run(job: Job) -> None:
         remove_run(job.model_dir)
     os.makedirs(job.model_dir, exist_ok=True)
     write_text(job, "flags.txt", flags_text())
+    if job.bad_records is not None:
+        path = os.path.join(job.model_dir, _BAD_RECORDS)
+        input_pipeline.write_quarantines(job.quarantines, path)
     images_per_sec = train(job)
     summary = summarise(job, images_per_sec)
     (loss,) = (value for name, value in summary.items() if name.endswith("_loss"))
@@ -523,12 +576,16 @@ def train(job: Job) -> float | None:
             every_steps=FLAGS.log_steps,
             fractions=[size / FLAGS.batch_size for size in sizes],
             texts={"flags": as_markdown(flags_text())},
+            scalars={"bad_records": job.bad_records},
             sample=job.eval_data if len(job.image_shape) == 3 else None,
             class_names=job.source.class_names,
             staleness=getattr(job.parallel.builder, "staleness", None),
         ),
         job.checkpoint,
     ]
+    if FLAGS.stall_seconds:
+        # First, to hear of a batch before it is waited for any other.
+        callbacks.insert(0, make_stall(job))
     if FLAGS.max_train_steps is not None:
         callbacks.append(StopAtStep(FLAGS.max_train_steps))
     terminal = sys.stdout.isatty()
@@ -544,6 +601,18 @@ def train(job: Job) -> float | None:
         shuffle=False,  # the pipeline has shuffled already
     )
     return throughput.images_per_sec
+
+
+def make_stall(job: Job) -> Stall:
+    """Makes the callback that says what is waited for."""
+    return Stall(
+        FLAGS.stall_seconds,
+        FLAGS.on_stall,
+        devices=(*job.placed.towers, job.placed.home),
+        data=job.train_data,
+        validation_data=job.eval_data,
+        checkpoint=job.checkpoint,
+    )
 
 
 def is_finished(checkpoint: Checkpoint, model: keras.Model) -> bool:
@@ -586,7 +655,9 @@ def check_flags(argv: Sequence[str]) -> None:
         ("log_steps", 1, None),
         ("save_steps", 1, None),
         ("save_minutes", 0, None),
+        ("stall_seconds", 0, None),
         ("keep_checkpoints", 1, None),
+        ("max_bad_records", 0, None),
         ("mixup_alpha", 0, None),
         ("cutmix_alpha", 0, None),
         ("shuffle_mb", 0, None),
@@ -723,6 +794,7 @@ def open_source(spec: str, num_classes: int | None) -> input_pipeline.Source:
         image_key=FLAGS.image_key,
         label_key=FLAGS.label_key,
         num_classes=num_classes,
+        skip_bad=FLAGS.bad_records == "skip",
     )
 
 
@@ -751,31 +823,59 @@ def check_same_kind(
 
 
 def prepare_data(
-    source: input_pipeline.Source, held_out: input_pipeline.Source | None
-) -> tuple[input_pipeline.Source, str] | None:
-    """Downloads or writes what is missing, and checks the labels.
+    source: input_pipeline.Source,
+    held_out: input_pipeline.Source | None,
+    known: Sequence[input_pipeline.Quarantine],
+) -> tuple[
+    input_pipeline.Source,
+    tuple[input_pipeline.Source, str] | None,
+    list[input_pipeline.Quarantine],
+]:
+    """Downloads or writes what is missing, and has a look at the records.
+
+    Args:
+        source: What to train on.
+        held_out: What to evaluate on, if it is another.
+        known: Bad records that were found earlier.
 
     Returns:
-        The source and the split to evaluate on: those of `held_out`, else the test
-        split of `source`, else `None`.
+        What to train on; source and split to evaluate on: those of `held_out`, else the
+        test split of `source`, else `None`; the bad records that both pass over.
     """
     source.prepare()
-    if source.splits.get("train") == 0:
-        raise ValueError(
-            f"{source.name} has no record to train on; expected at least one, so check "
-            "its files."
-        )
-    input_pipeline.scan_labels(source, "train")
-    if held_out is None:
-        held_out = source
-        split = "test" if "test" in source.splits else None
-    else:
+    if held_out is not None:
         held_out.prepare()
         split = "test" if "test" in held_out.splits else "train"
-    if split is None:
-        return None
-    input_pipeline.scan_labels(held_out, split)
-    return held_out, split
+        source, found = look_at_records(source, ["train"], known)
+        held_out, more = look_at_records(held_out, [split], known)
+        return source, (held_out, split), found + more
+    source, found = look_at_records(source, list(source.splits), known)
+    return source, (source, "test") if "test" in source.splits else None, found
+
+
+def look_at_records(
+    source: input_pipeline.Source,
+    splits: Sequence[str],
+    known: Sequence[input_pipeline.Quarantine],
+) -> tuple[input_pipeline.Source, list[input_pipeline.Quarantine]]:
+    """Checks labels, or leaves out bad records, as --bad_records says.
+
+    Returns:
+        The source, without its bad records; and which these are, if they were looked
+        for.
+    """
+    for split in splits:
+        if source.splits[split] == 0:
+            raise ValueError(
+                f"{source.name} has no record in its split {split}; expected at least "
+                "one, so check its files."
+            )
+    if FLAGS.bad_records == "fail":
+        for split in splits:
+            input_pipeline.scan_labels(source, split)
+        return source, []
+    found = input_pipeline.inspect(source, splits, FLAGS.max_bad_records, known)
+    return source.without(found.bad, found.splits), [found]
 
 
 def cached(source: input_pipeline.Source) -> input_pipeline.Source:
@@ -997,6 +1097,7 @@ def remove_run(model_dir: str) -> None:
         "summary.json",
         "flags.txt",
         "variable_update.json",
+        _BAD_RECORDS,
     ):
         for path in glob.glob(os.path.join(glob.escape(model_dir), pattern)):
             # A save that was killed leaves a folder.
@@ -1025,6 +1126,8 @@ def start_text(job: Job) -> str:
         f"Data {job.source.name}: {count} {what}, {job.source.num_classes} classes"
         f"{note}.",
     ]
+    if job.bad_records:
+        lines.append(bad_records_text(job.bad_records, job.model_dir))
     if examples is not None and examples < FLAGS.batch_size:
         lines.append("Note: the batch is larger than the data, so an epoch is a step.")
     if job.checkpoint.latest:
@@ -1036,6 +1139,12 @@ def start_text(job: Job) -> str:
             f"{int(job.model.optimizer.iterations)}."
         )
     return "\n".join(lines)
+
+
+def bad_records_text(count: int, model_dir: str) -> str:
+    """Says how many are passed over, and which."""
+    path = os.path.join(model_dir, _BAD_RECORDS)
+    return f"Bad records: {count:,} passed over, listed in {path}."
 
 
 def flags_text() -> str:
@@ -1060,6 +1169,7 @@ def summarise(job: Job, images_per_sec: float | None) -> dict:
     return {
         **evaluate(job),
         "images_per_sec": images_per_sec,
+        "bad_records": job.bad_records,
         "epochs": job.epoch,
         "steps": int(job.model.optimizer.iterations),
         "towers": list(job.placed.towers),
@@ -1074,6 +1184,7 @@ def summary_text(summary: dict) -> str:
     """Says how the run ended, and where things lie."""
     rate = summary["images_per_sec"]
     rate_text = f"{rate:,.1f} (warm-up excluded)" if rate else "not measured"
+    bad = summary["bad_records"]
     return "\n".join(
         [
             f"Done: {summary['epochs']} epochs, {summary['steps']} steps on "
@@ -1083,6 +1194,7 @@ def summary_text(summary: dict) -> str:
             f"  model        {summary['model']}",
             f"  checkpoint   {summary['checkpoint']}",
             f"  TensorBoard  tensorboard --logdir {summary['logs']}",
+            *([f"  bad records  {bad:,} passed over"] if bad is not None else []),
         ]
     )
 

@@ -1001,3 +1001,44 @@ def test_corrupt_record(data_dir, tmp_path):
     (said,) = ours(done)
     assert re.match(rf"{shard}: record \d+ \(byte offset \d+\): corrupted", said)
     assert "Traceback" not in done.stderr
+
+
+def test_bad_records_are_passed_over(tmp_path):
+    images = [png(i % 200) for i in range(300)]
+    images[250] = b"no image"
+    path = tmp_path / "train.tfrecord"
+    write_tfrecord(path, images, [i % 3 for i in range(300)])
+    write_tfrecord(tmp_path / "test.tfrecord", images[:9], [0] * 9)
+    flags = (
+        *(f"--dataset=tfrecord:{tmp_path}/*.tfrecord", "--image_size=8"),
+        *("--model=mlp", "--deterministic", "--train_epochs=2", "--batch_size=4"),
+        # So that it is found late.
+        *("--cache=none", "--shuffle_mb=0", "--save_steps=1"),
+    )
+    done = run(*flags, f"--model_dir={tmp_path}/late", code=1)
+    (said,) = ours(done)
+    assert f"{path}: record 250 (byte offset " in said
+    assert "; to train without it, give --bad_records=skip" in said
+    skip = (*flags, "--bad_records=skip")
+    # What was trained before stands.
+    late = run(*skip, f"--model_dir={tmp_path}/late")
+    assert re.search(r"Continuing from .*/ckpt-0-\d+: ", late.stdout)
+    first = run(*skip, f"--model_dir={tmp_path}/first")
+    assert_same_bits(weights(tmp_path / "late"), weights(tmp_path / "first"))
+    file = tmp_path / "first" / "bad_records.json"
+    assert f"Bad records: 1 passed over, listed in {file}." in first.stdout
+    assert "  bad records  1 passed over" in first.stdout
+    (found,) = json.loads(file.read_text())
+    assert found["bad"]["train"][0]["path"] == str(path)
+    assert found["splits"] == {"train": 299, "test": 9}
+    summary = json.loads((tmp_path / "first" / "summary.json").read_text())
+    assert (summary["bad_records"], summary["steps"]) == (1, 2 * 75)
+    (events,) = (tmp_path / "first" / "train").glob("events.out.tfevents.*")
+    values = {
+        value.tag: tf.make_ndarray(value.tensor)
+        for event in tf.compat.v1.train.summary_iterator(str(events))
+        for value in event.summary.value
+    }
+    assert values["bad_records"] == 1
+    few = run(*skip, f"--model_dir={tmp_path}/few", "--max_bad_records=0", code=1)
+    assert "more bad records than the 0" in ours(few)[0]

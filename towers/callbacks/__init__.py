@@ -1,5 +1,6 @@
-"""Keras callbacks, for any Keras model, that watch, write and save a run."""
+"""Keras callbacks that watch, write and save a run."""
 
 from towers.callbacks.checkpoint import Checkpoint
+from towers.callbacks.stall import Stall
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "Stall"]
