@@ -6,14 +6,12 @@ bad, the *quarantine* which are passed over. How batches reach the towers is lef
 caller: nothing here knows of models or devices.
 """
 
+from input_pipeline import quarantine
 from input_pipeline.augment import normalize
 from input_pipeline.cache import CACHES, cached
 from input_pipeline.checks import blame_records, find_bad_record, scan_labels
 from input_pipeline.mix import Mix
 from input_pipeline.pipeline import Pipeline, make_dataset
-from input_pipeline.quarantine import Quarantine, inspect
-from input_pipeline.quarantine import read as read_quarantines
-from input_pipeline.quarantine import write as write_quarantines
 from input_pipeline.recipes import RECIPES
 from input_pipeline.sources import Source, open_source
 from input_pipeline.sources.arrays import ArraySource
@@ -26,16 +24,13 @@ __all__ = [
     "BadRecordError",
     "Mix",
     "Pipeline",
-    "Quarantine",
     "Source",
     "blame_records",
     "cached",
     "find_bad_record",
-    "inspect",
     "make_dataset",
     "normalize",
     "open_source",
-    "read_quarantines",
+    "quarantine",
     "scan_labels",
-    "write_quarantines",
 ]

@@ -33,6 +33,7 @@ from absl import app, flags
 
 import input_pipeline
 import models
+from input_pipeline import quarantine
 from input_pipeline.commands import (
     check_data_service,
     fail,
@@ -41,6 +42,7 @@ from input_pipeline.commands import (
     read_image_size,
     read_randaugment,
 )
+from input_pipeline.quarantine import Quarantine
 from towers import batch, checkpoints, devices
 from towers.callbacks.checkpoint import (
     Checkpoint,
@@ -372,7 +374,7 @@ class Job:
     parallel: TowerModel
     checkpoint: Checkpoint
     model_dir: str
-    quarantines: Sequence[input_pipeline.Quarantine]
+    quarantines: Sequence[Quarantine]
 
     @property
     def bad_records(self) -> int | None:
@@ -464,7 +466,7 @@ def set_up(argv: Sequence[str]) -> Job:
 
     known = os.path.join(model_dir, _BAD_RECORDS)
     source, held_out, quarantines = prepare_data(
-        source, held_out, [] if FLAGS.clean else input_pipeline.read_quarantines(known)
+        source, held_out, [] if FLAGS.clean else quarantine.read(known)
     )
     parallel = multi_gpu_model(
         model,
@@ -531,7 +533,7 @@ def run(job: Job) -> None:
     write_text(job, "flags.txt", flags_text())
     if job.bad_records is not None:
         path = os.path.join(job.model_dir, _BAD_RECORDS)
-        input_pipeline.write_quarantines(job.quarantines, path)
+        quarantine.write(job.quarantines, path)
     images_per_sec = train(job)
     summary = summarise(job, images_per_sec)
     (loss,) = (value for name, value in summary.items() if name.endswith("_loss"))
@@ -825,11 +827,11 @@ def check_same_kind(
 def prepare_data(
     source: input_pipeline.Source,
     held_out: input_pipeline.Source | None,
-    known: Sequence[input_pipeline.Quarantine],
+    known: Sequence[Quarantine],
 ) -> tuple[
     input_pipeline.Source,
     tuple[input_pipeline.Source, str] | None,
-    list[input_pipeline.Quarantine],
+    list[Quarantine],
 ]:
     """Downloads or writes what is missing, and has a look at the records.
 
@@ -856,8 +858,8 @@ def prepare_data(
 def look_at_records(
     source: input_pipeline.Source,
     splits: Sequence[str],
-    known: Sequence[input_pipeline.Quarantine],
-) -> tuple[input_pipeline.Source, list[input_pipeline.Quarantine]]:
+    known: Sequence[Quarantine],
+) -> tuple[input_pipeline.Source, list[Quarantine]]:
     """Checks labels, or leaves out bad records, as --bad_records says.
 
     Returns:
@@ -874,7 +876,7 @@ def look_at_records(
         for split in splits:
             input_pipeline.scan_labels(source, split)
         return source, []
-    found = input_pipeline.inspect(source, splits, FLAGS.max_bad_records, known)
+    found = quarantine.inspect(source, splits, FLAGS.max_bad_records, known)
     return source.without(found.bad, found.splits), [found]
 
 
