@@ -2,9 +2,10 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -41,7 +42,7 @@ class Quarantine:
 
     def __len__(self) -> int:
         """Records that are passed over, as far as they can be counted."""
-        return sum(bad.count or 1 for some in self.bad.values() for bad in some)
+        return sum(map(_count, self.bad.values()))
 
 
 def inspect(
@@ -68,6 +69,7 @@ def inspect(
     key = fingerprint(source)
     for found in known:
         if found.fingerprint == key and [*found.splits] == [*splits]:
+            _check_count(source, [*itertools.chain(*found.bad.values())], most)
             return found
     bad, good = {}, {}
     for split in splits:
@@ -76,8 +78,8 @@ def inspect(
                 logging.warning("%s holds no record", path)
         bad[split], good[split] = [], _count_if_good(source, split)
         if good[split] is None:
-            found = sum(map(len, bad.values()))
-            bad[split], good[split] = _sort(source, split, most - found)
+            bad[split], good[split] = _sort(source, split, most)
+            _check_count(source, [*itertools.chain(*bad.values())], most)
         if not good[split]:
             raise BadRecordError(
                 f"{source.name} has no good record in its split {split}; the first bad "
@@ -141,14 +143,17 @@ def _count_if_good(source: Source, split: str) -> int | None:
 
 
 def _sort(source: Source, split: str, most: int) -> tuple[list[Record], int]:
-    """The bad records of a split, and how many good ones there are."""
+    """The bad records of a split, and how many good ones there are.
+
+    It looks no further where there are more bad ones than `most`.
+    """
 
     def of_file(path):
         bad, good = [], 0
         for record in check_records(source, path, split):
             if record.fault:
                 bad.append(record)
-                if len(bad) > most:
+                if _count(bad) > most:
                     break
             else:
                 good += 1
@@ -158,10 +163,19 @@ def _sort(source: Source, split: str, most: int) -> tuple[list[Record], int]:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for some, good in pool.map(of_file, source.files(split)):
             bad, count = bad + some, count + good
-            if len(bad) > most:
+            if _count(bad) > most:
                 pool.shutdown(cancel_futures=True)
-                raise BadRecordError(
-                    f"{source.name} has more bad records than the {most} to be passed "
-                    f"over, the first one being {bad[0]}"
-                )
+                break
     return bad, count
+
+
+def _count(bad: Iterable[Record]) -> int:
+    return sum(record.count or 1 for record in bad)
+
+
+def _check_count(source: Source, bad: Sequence[Record], most: int) -> None:
+    if _count(bad) > most:
+        raise BadRecordError(
+            f"{source.name} has more bad records than the {most} to be passed over, "
+            f"the first one being {bad[0]}"
+        )

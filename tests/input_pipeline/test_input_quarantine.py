@@ -290,6 +290,8 @@ def test_a_row_group_that_cannot_be_read(tmp_path):
     good, found = _without(source)
     (record,) = found.bad["train"]
     assert (record.place, record.count, len(found)) == ("row group 1", 30, 30)
+    with pytest.raises(BadRecordError, match="more bad records than the 29"):
+        quarantines.inspect(source, ["train"], 29)
     assert sorted(_values(good)) == [*range(30), *range(60, 90)]
 
 
@@ -378,6 +380,8 @@ def test_a_list_is_used_while_the_files_are_the_same(
     with monkeypatch.context() as patch:
         patch.setattr(quarantines, "_count_if_good", None)
         assert quarantines.inspect(source, ["train"], 10, [known]) == found
+        with pytest.raises(BadRecordError, match="more bad records than the 0"):
+            quarantines.inspect(source, ["train"], 0, [known])
     with open(path, "ab") as file:
         file.write(b"\0" * 30)
     again = quarantines.inspect(source, ["train"], 10, [known])
