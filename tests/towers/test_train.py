@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import keras
@@ -340,17 +341,31 @@ def test_help_is_short_and_helpfull_complete():
 @pytest.mark.parametrize(
     ("flags", "steps"),
     [
-        (["--model=mlp", "--optimizer=sgd", "--lr_schedule=cosine"], STEPS),
-        (["--model=mlp", "--optimizer=adamw", "--weight_decay=0.01"], STEPS),
-        (["--model=mlp", "--steps_per_loop=5", "--log_steps=10"], STEPS),
+        (
+            [
+                *("--model=mlp", "--optimizer=sgd", "--lr_schedule=cosine"),
+                *("--steps_per_loop=5", "--log_steps=10"),
+            ],
+            STEPS,
+        ),
+        (
+            [
+                *("--model=mlp", "--optimizer=adamw", "--weight_decay=0.01"),
+                "--local_parameter_device=gpu",
+            ],
+            STEPS,
+        ),
         (["--model=mlp", "--max_train_steps=7", "--num_gpus=3"], 7),
         (["--model=mlp", "--enable_xla=true"], STEPS),
         (["--model=mlp", "--batch_size=719", "--num_gpus=4"], 2),
-        (["--model=mlp", "--local_parameter_device=gpu"], STEPS),
-        (["--dtype=bf16"], STEPS),
         (["--dtype=fp16"], STEPS),
-        (["--image_size=12x10", "--max_train_steps=2"], 2),
-        (["--train_split=train[:128]", "--eval_split=train[-9:]"], 2),
+        (
+            [
+                *("--image_size=12x10", "--train_split=train[:128]"),
+                "--eval_split=train[-9:]",
+            ],
+            2,
+        ),
         (["--recipe=cifar", "--randaugment=1,5", "--prefetch=2"], STEPS),
         (["--mixup_alpha=0.2", "--cutmix_alpha=1", "--dtype=bf16"], STEPS),
         (["--recipe=imagenet", "--cache=none", "--shuffle_mb=1"], STEPS),
@@ -469,6 +484,20 @@ class TestInProcess:
             train.FLAGS(["test"])
         with flagsaver.flagsaver():
             yield
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_after_the_end_is_no_failure(self, monkeypatch, number):
+        job = types.SimpleNamespace(source=None, evaluated=[None])
+        monkeypatch.setattr(train, "set_up", lambda argv: job)
+        monkeypatch.setattr(train, "run", lambda job: None)
+        numbers = signal.SIGINT, signal.SIGTERM
+        before = {each: signal.getsignal(each) for each in numbers}
+        try:
+            assert train.main(["test"]) == 0
+            signal.raise_signal(number)
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
     @pytest.mark.parametrize(
         ("schedule", "expected"),
