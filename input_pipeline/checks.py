@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -176,7 +175,7 @@ def read_labels(
     good = []
     for record in itertools.islice(check_records(source, path), limit):
         if not record.fault:
-            good.append(int(_parse_one(source, record.raw)[1]))
+            good.append(int(source.parse_one(record.raw)[1]))
         elif not skip_bad:
             raise BadRecordError(str(record))
     return np.array(good, np.int64)
@@ -187,10 +186,10 @@ def _checked(source: Source, record: Record) -> Record:
     if record.fault:
         return record
     try:
-        image, label = _parse_one(source, record.raw)
+        image, label = source.parse_one(record.raw)
     except FAULTS as error:
         return record.with_fault(source.explain(fault_of(error)))
-    if not 0 <= label < source.num_classes:
+    if not 0 <= int(label) < source.num_classes:
         fault = f"{source.label_field} {label} is outside [0, {source.num_classes})"
         return record.with_fault(fault)
     if source.encoded:
@@ -203,10 +202,3 @@ def _checked(source: Source, record: Record) -> Record:
         fault = f"{source.image_fields[first]} is {image[first]}, expected a number"
         return record.with_fault(fault)
     return record
-
-
-def _parse_one(source: Source, raw: Any) -> tuple[tf.Tensor, int]:
-    """An image, which may be encoded, and its label."""
-    batch = tf.nest.map_structure(lambda part: tf.expand_dims(part, 0), raw)
-    images, labels = source.parse(batch)
-    return images[0], int(labels[0])

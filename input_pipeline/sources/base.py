@@ -1,7 +1,6 @@
 """What every source offers, and what sources that read files share."""
 
 import abc
-import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -164,10 +163,15 @@ class Source(abc.ABC):
 
         For looking at records one by one; the pipeline decodes no more than it needs.
         """
+        image, label = self.parse_one(record)
+        if self.encoded:
+            image = decode_image(self.load(image), self.image_shape)
+        return image, label
+
+    def parse_one(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Takes one raw record apart, as `parse` does with a batch."""
         batch = tf.nest.map_structure(lambda part: tf.expand_dims(part, 0), record)
         images, labels = self.parse(batch)
-        if self.encoded:
-            return decode_image(self.load(images[0]), self.image_shape), labels[0]
         return images[0], labels[0]
 
     @property
@@ -334,15 +338,6 @@ FAULTS = (tf.errors.OpError, UnicodeDecodeError)
 
 class BadRecordError(ValueError):
     """One record cannot be used; the message names file, position and reason."""
-
-
-@contextlib.contextmanager
-def blame(where: str) -> Iterator[None]:
-    """Turns TensorFlow's errors into a ``BadRecordError`` that says where."""
-    try:
-        yield
-    except FAULTS as error:
-        raise BadRecordError(f"{where}: {fault_of(error)}") from error
 
 
 def fault_of(error: Exception) -> str:
