@@ -11,7 +11,12 @@ from absl import logging
 
 from input_pipeline.pipeline import Pipeline
 from input_pipeline.sources.arrays import RowSource
-from input_pipeline.sources.base import IndexedSource, Source, fingerprint
+from input_pipeline.sources.base import (
+    IndexedSource,
+    Source,
+    fingerprint,
+    size_and_time,
+)
 
 CACHES = ("auto", "memory", "disk", "none")
 
@@ -146,7 +151,7 @@ def _encoded_bytes(source: Source) -> int:
     for split in source.splits:
         paths = source.files(split)
         some = paths[:: max(len(paths) // _SAMPLE, 1)]
-        sizes = [tf.io.gfile.stat(path).length for path in some]
+        sizes = [size_and_time(path)[0] for path in some]
         total += sum(sizes) * len(paths) // max(len(some), 1)
     return total
 

@@ -51,7 +51,10 @@ def scan_labels(source: Source, split: str) -> None:
     if not (source.labels_need_checking or source.ends_need_checking):
         return
     paths = source.files(split)
-    size = sum(tf.io.gfile.stat(path).length for path in paths)
+    try:
+        size = sum(tf.io.gfile.stat(path).length for path in paths)
+    except tf.errors.OpError as error:
+        raise BadRecordError(f"a file cannot be read: {fault_of(error)}") from error
     limit = None if size < _SCAN_ALL_BELOW_MB * 2**20 else _SAMPLE_PER_FILE
     for path in paths:
         if limit is None and not source.is_whole(path):

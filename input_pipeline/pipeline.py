@@ -5,6 +5,7 @@ copying it to the devices and making floats of it are left to whoever iterates.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import os
 import warnings
@@ -18,7 +19,7 @@ from input_pipeline import augment, draws, recipes
 from input_pipeline.checks import assert_good
 from input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
 from input_pipeline.sources import Source
-from input_pipeline.sources.base import decode_image
+from input_pipeline.sources.base import StreamSource, decode_image
 
 _FEW_CORES = 8
 _THREADS = os.cpu_count() or 1
@@ -134,6 +135,30 @@ class Pipeline:
         dataset = self._with_length(self._all())
         dataset.pipeline = self
         return dataset
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which records a batch has, by its place in an epoch.
+
+        A run that goes on in the middle of an epoch needs the same.
+        """
+        paths = self.source.origin.files(self.split)
+        # Wherever they lie: a run may go on elsewhere.
+        names = " ".join(map(os.path.basename, paths)).encode()
+        stream = isinstance(self.source, StreamSource)
+        return {
+            "dataset": self.source.name.partition(":")[0]
+            if paths
+            else self.source.name,
+            "files": f"{len(paths)} ({hashlib.sha256(names).hexdigest()[:8]})",
+            "split": self.split,
+            "batch size": self.batch_size,
+            # Also those that are passed over: the others keep their places.
+            "examples": self.source.size_of_all(self.split),
+            "seed": self.seed,
+            "kept in memory": self.source.origin is not self.source,
+            "shuffle_mb": self.shuffle_mb if stream else None,
+        }
 
     def _all(self):
         if self.data_service is not None:

@@ -118,7 +118,10 @@ def _from_json(found: dict[str, Any]) -> Quarantine:
 
 def _count_if_good(source: Source, split: str) -> int | None:
     """How many records a split has, or None where one is bad."""
-    if not all(map(source.is_whole, source.files(split))):
+    try:
+        if not all(map(source.is_whole, source.files(split))):
+            return None
+    except (OSError, tf.errors.OpError):  # of a file that is not there
         return None
 
     @tf.autograph.experimental.do_not_convert

@@ -25,6 +25,8 @@ _UNFINISHED = ".unfinished"
 _FILES = "variables"
 _ABOUT = "about"
 _FORMAT = 1
+# Where Linux has the folders that a process has opened.
+_OPENED = "/proc/self/fd"
 
 
 class DamagedError(ValueError):
@@ -66,7 +68,7 @@ def find(directory: str) -> list[str]:
     except OSError as error:
         raise DamagedError(
             f"Cannot read the checkpoints in {directory}: {error.strerror}; choose "
-            "another model_dir."
+            "another directory."
         ) from error
     paths = [os.path.join(directory, name) for name in names if _NAME.fullmatch(name)]
     # A link may lead anywhere; we make none.
@@ -99,7 +101,7 @@ def save(directory: str, at: Position, contents: Contents) -> str:
         os.makedirs(directory, exist_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)
         os.mkdir(unfinished)
-        _write(os.path.join(unfinished, _FILES), contents)
+        _write(os.path.join(unfinished, _FILES), at, contents)
         for name in os.listdir(unfinished):
             _sync(os.path.join(unfinished, name))
         _sync(unfinished)
@@ -109,8 +111,11 @@ def save(directory: str, at: Position, contents: Contents) -> str:
         os.rename(unfinished, path)
         shutil.rmtree(os.path.join(path, "replaced"), ignore_errors=True)
         _sync(directory)
-    except (tf.errors.OpError, DamagedError) as error:
+    except tf.errors.OpError as error:
         raise OSError(_reason(error)) from error
+    except DamagedError as error:
+        reason = _reason(error.__cause__)
+        raise OSError(f"it is not read back as it was written: {reason}") from error
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(unfinished)
@@ -123,11 +128,11 @@ def load(path: str) -> Contents:
     Raises:
         DamagedError: It is not one, or not as it was written.
     """
-    with _reading(path):
-        reader = tf.train.load_checkpoint(os.path.join(path, _FILES))
+    with _reading(path) as prefix:
+        reader = tf.train.load_checkpoint(prefix)
         names = reader.get_variable_to_shape_map()
         found = {name: reader.get_tensor(name) for name in names}
-        about = _parse(found[_ABOUT])
+        about = _parse(path, found[_ABOUT])
         values = {
             part: [found[f"{part}/{i}"] for i in range(count)]
             for part, count in about["parts"].items()
@@ -141,9 +146,8 @@ def load_about(path: str) -> dict[str, Any]:
     Raises:
         DamagedError: As for `load`.
     """
-    with _reading(path):
-        about = tf.train.load_variable(os.path.join(path, _FILES), _ABOUT)
-        return _parse(about)
+    with _reading(path) as prefix:
+        return _parse(path, tf.train.load_variable(prefix, _ABOUT))
 
 
 def remove(path: str) -> None:
@@ -164,11 +168,12 @@ def remove_all(directory: str) -> None:
         shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
 
 
-def _write(prefix, contents):
+def _write(prefix, at, contents):
     about = {
         "format": _FORMAT,
         "parts": {part: len(values) for part, values in contents.values.items()},
         **contents.about,
+        "position": dataclasses.astuple(at),
     }
     tensors = {_ABOUT: tf.constant(json.dumps(about))}
     for part, values in contents.values.items():
@@ -182,17 +187,26 @@ def _write(prefix, contents):
         )
 
 
-def _parse(about):
+def _parse(path, about):
     about = json.loads(about)
     if about["format"] != _FORMAT:
         raise ValueError("it is of another version")
+    # The one that is being written has no name yet, and older ones do not say it.
+    if _NAME.fullmatch(os.path.basename(path)) and "position" in about:
+        at = Position(*about["position"])
+        if at != position(path):
+            raise ValueError(
+                f"it is of epoch {at.epoch}, batch {at.batch}: it was renamed"
+            )
     return about
 
 
 @contextlib.contextmanager
 def _reading(path):
+    """Gives the prefix of a checkpoint's files, and says why they cannot be read."""
     try:
-        yield
+        with _not_a_pattern(path) as folder:
+            yield os.path.join(folder, _FILES)
     # A short file is an IndexError; another program's has no such names.
     except (
         *(tf.errors.OpError, ValueError, IndexError, KeyError, TypeError),
@@ -200,8 +214,21 @@ def _reading(path):
     ) as error:
         raise DamagedError(
             f"Cannot read the checkpoint {path}: {_reason(error)}; choose another "
-            "model_dir, or start over with --clean."
+            "directory, or remove it."
         ) from error
+
+
+@contextlib.contextmanager
+def _not_a_pattern(path):
+    """Another path to a folder, where TensorFlow's readers would not find its own."""
+    if not re.search(r"[][\\]", path) or not os.path.isdir(_OPENED):
+        yield path
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield f"{_OPENED}/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path):
@@ -217,6 +244,7 @@ def _reason(error):
     """The first line of a message, without TensorFlow's operation around it."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     line = line.partition(" [Op:")[0].rpartition("}} ")[2]
+    line = re.sub(rf"{_OPENED}/\d+/", "", line)
     # Before it, the name of a file that only TensorFlow knows.
     return line.rpartition("; ")[2]
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
+from input_pipeline.sources import in_python
 from input_pipeline.sources.base import IndexedSource, Record
 from input_pipeline.sources.examples import ExampleFiles, check_kind
 from input_pipeline.sources.files import LABELS_AT_ONCE
@@ -97,11 +98,10 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
             try:
                 records = self._data.__getitems__(numbers.tolist())
             except RuntimeError as error:
-                # TensorFlow's name for it is InvalidArgumentError.
                 raise ValueError(f"{self.name}: {error}") from error
-            return np.array(records, object)
+            return [np.array(records, object)]
 
-        records = tf.numpy_function(read, [numbers], tf.string, stateful=False)
+        (records,) = in_python.call(read, [numbers], [tf.string])
         return tf.ensure_shape(records, [None])
 
 
@@ -109,12 +109,14 @@ def _count_records(path: str) -> int:
     from array_record.python import array_record_module
 
     try:
+        if not tf.io.gfile.stat(path).length:
+            return 0
         reader = array_record_module.ArrayRecordReader(path)
-        # What is cut off is no error there, but has no records.
+        # What is cut off, or damaged there, is no error, but has no records.
         if reader.ok():
             return reader.num_records()
-        reason = "its end is missing"
-    except RuntimeError as error:
+        reason = "its end is missing or damaged"
+    except (RuntimeError, tf.errors.OpError) as error:
         reason = error
     raise ValueError(
         f"{path} cannot be read: {reason}; expected a whole ArrayRecord file on a "

@@ -224,8 +224,8 @@ class Source(abc.ABC):
         source._all_splits = self.splits
         return source
 
-    def _size_of_all(self, split: str) -> int | None:
-        """Examples of a split with those that are passed over."""
+    def size_of_all(self, split: str) -> int | None:
+        """Examples of a split, those that are passed over among them."""
         return getattr(self, "_all_splits", self.splits).get(split)
 
     def _pass_over(self, dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
@@ -291,7 +291,7 @@ class StreamSource(Source):
             records = self.records(split, seeds[0])
             # Still encoded: that takes far less memory than pixels.
             buffer = int(buffer_mb * 2**20 / max(self.record_bytes(split), 1))
-            buffer = min(buffer, self._size_of_all(split) or buffer)
+            buffer = min(buffer, self.size_of_all(split) or buffer)
             records = records.shuffle(
                 max(buffer, 1), seed=seeds[1], reshuffle_each_iteration=False
             )
@@ -316,8 +316,8 @@ class IndexedSource(Source):
     ) -> tf.data.Dataset:
         """See ``Source.batches``."""
         del buffer_mb
-        first = 0 if split == "train" else self._size_of_all("train") or 0
-        count = self._size_of_all(split)
+        first = 0 if split == "train" else self.size_of_all("train") or 0
+        count = self.size_of_all(split)
 
         def numbers(begin):
             places = tf.range(begin, tf.minimum(begin + batch_size, count))
@@ -377,9 +377,17 @@ def fingerprint(source: Source) -> str:
     for split in source.splits:
         facts.append([bad.number for bad in source.passed_over.get(split, ())])
         for path in source.files(split):
-            stat = tf.io.gfile.stat(path)
-            facts.append((path, stat.length, stat.mtime_nsec))
+            facts.append((path, *size_and_time(path)))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def size_and_time(path: str) -> tuple[int, int]:
+    """Bytes of a file, and when it was changed; nothing of one that is not there."""
+    try:
+        stat = tf.io.gfile.stat(path)
+    except tf.errors.OpError:
+        return 0, 0
+    return stat.length, stat.mtime_nsec
 
 
 def shuffle_all(

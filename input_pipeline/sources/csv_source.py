@@ -89,6 +89,7 @@ class CSVSource(StreamFiles):
     def explain(self, fault: str) -> str:
         """See ``Source.explain``."""
         fault = re.sub(r" in record \d+!?", "", fault)
+        fault = re.sub(r"(: .{60}).+", r"\1...", fault)  # a field may be of any length
         return re.sub(
             r"^Field (\d+)", lambda found: self._columns[int(found[1])], fault
         )
@@ -108,12 +109,12 @@ class CSVSource(StreamFiles):
         return _lines(path).filter(lambda line: tf.strings.strip(line) != "")
 
     def _check_row(self, where: str, line: tf.Tensor) -> None:
-        row = next(csv.reader([line.numpy().decode()]), [])
+        row = _fields(where, line.numpy().decode(errors="replace"))
         if len(row) == len(self._types):
             text = row[self._label]
             if not text.strip().removeprefix("-").isdigit():
                 raise ValueError(
-                    f"{where} has the label {text!r} in the column "
+                    f"{where} has the label {text[:60]!r} in the column "
                     f"{self.label_field!r}: expected whole numbers from 0; number the "
                     "classes, or name another column as label_key"
                 )
@@ -121,6 +122,11 @@ class CSVSource(StreamFiles):
             self.decode(line)
         except FAULTS as error:
             fault = self.explain(fault_of(error))
+            for name, text in zip(self._columns, row, strict=False):
+                if "\ufffd" in text:
+                    # TensorFlow's message holds the bytes: Python cannot read it.
+                    fault = f"{name} is {text[:60]!r}, expected a number in UTF-8"
+                    break
             raise BadRecordError(f"{where}: {fault}") from error
 
 
@@ -145,13 +151,21 @@ def _header(path: str) -> list[str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not text: expected a CSV file") from error
     # Excel begins its files with a mark.
-    columns = next(csv.reader([line.removeprefix("\ufeff").rstrip("\r\n")]), [])
+    columns = _fields(f"{path}: line 1", line.removeprefix("\ufeff").rstrip("\r\n"))
     if len(columns) < 2 or any(map(_is_number, columns)):
         raise ValueError(
             f"{path} begins with {line[:60]!r}: expected a header, the names of at "
             "least two columns, separated by commas"
         )
     return columns
+
+
+def _fields(where: str, line: str) -> list[str]:
+    """The fields of one line."""
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as error:
+        raise BadRecordError(f"{where}: {error}") from error
 
 
 def _is_number(text: str) -> bool:

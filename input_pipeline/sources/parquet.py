@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from input_pipeline.sources import in_python
 from input_pipeline.sources.base import FILE, Record, StreamSource, shuffle_all
 from input_pipeline.sources.csv_source import find_label
 from input_pipeline.sources.files import FileSource
@@ -97,7 +98,8 @@ class ParquetSource(FileSource, StreamSource):
             for group, first in enumerate(self._first_rows(path))
             if file * FILE + first not in unreadable
         ]
-        dataset = tf.data.Dataset.from_tensor_slices(tf.constant(groups, tf.int64))
+        places = tf.reshape(tf.constant(groups, tf.int64), [-1, 3])
+        dataset = tf.data.Dataset.from_tensor_slices(places)
         dataset = shuffle_all(dataset, len(groups), shuffle_seed)
 
         def read(place):
@@ -107,7 +109,7 @@ class ParquetSource(FileSource, StreamSource):
 
         return dataset.interleave(
             read,
-            cycle_length=min(len(groups), _CYCLE_LENGTH),
+            cycle_length=min(max(len(groups), 1), _CYCLE_LENGTH),
             block_length=_BLOCK_LENGTH,
             num_parallel_calls=tf.data.AUTOTUNE,
         )
@@ -130,9 +132,8 @@ class ParquetSource(FileSource, StreamSource):
         """See ``Source.walk``."""
         number = self._first_number(path)
         names = [*self._columns, self._label]
-        ends = [*self._first_rows(path)[1:], self._footers[path].num_rows]
-        for group, end in enumerate(ends):
-            first = self._first_rows(path)[group]
+        rows = [*self._first_rows(path), self._footers[path].num_rows]
+        for group, (first, end) in enumerate(itertools.pairwise(rows)):
             try:
                 columns = self._read_group(path, group, names)
             except ValueError as error:
@@ -213,7 +214,7 @@ class ParquetSource(FileSource, StreamSource):
         """Number of the first row of each row group."""
         footer = self._footers[path]
         counts = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
-        return list(itertools.accumulate(counts[:-1], initial=0))
+        return list(itertools.accumulate(counts, initial=0))[:-1]
 
     def _load_group(
         self,
@@ -247,9 +248,7 @@ class ParquetSource(FileSource, StreamSource):
             return self._values(columns)
 
         dtype = tf.string if self.encoded else tf.float32
-        rows, labels = tf.numpy_function(
-            load, [file, group], [dtype, tf.int64], stateful=False
-        )
+        rows, labels = in_python.call(load, [file, group], [dtype, tf.int64])
         shape = [] if self.encoded else self.image_shape
         return tf.ensure_shape(rows, [None, *shape]), tf.ensure_shape(labels, [None])
 

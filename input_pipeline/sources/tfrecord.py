@@ -94,8 +94,10 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         def read(file, path):
             of_file = places[ends[file] : ends[file + 1]]
             # With its table, a damaged file is read as a whole, and taken apart.
-            content = tf.data.Dataset.from_tensors(path).map(tf.io.read_file)
-            pieces = content.take(damaged[file]).flat_map(
+            path_if_any = tf.data.Dataset.from_tensors(path).take(
+                tf.shape(of_file, tf.int64)[0]
+            )
+            pieces = path_if_any.map(tf.io.read_file).flat_map(
                 lambda content: tf.data.Dataset.from_tensor_slices(of_file).map(
                     lambda row: (row[0], tf.strings.substr(content, row[1], row[2]))
                 )

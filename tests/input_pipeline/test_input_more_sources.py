@@ -3,6 +3,8 @@
 import builtins
 import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -183,6 +185,18 @@ def test_a_record_that_is_no_example_is_named(
     assert "not a tf.Example: " in found
 
 
+def test_an_empty_file_of_array_records(array_records, caplog):
+    path = array_records / "train-9.array_record"
+    path.touch()
+    source = open_source(f"array_record:{array_records}/*")
+    assert source.splits == {"train": 10, "test": 1}
+    assert len(_read(source, "train", _seeds(1))) == 10
+    scan_labels(source, "train")
+    assert f"{path} holds no record" in caplog.text
+    with pytest.raises(ValueError, match=r"9.array_record holds no record: expected"):
+        open_source(f"array_record:{path}")
+
+
 @pytest.mark.parametrize("left", [5, 65_000, 90_000])
 def test_an_array_record_file_that_is_cut_off(array_records, left):
     path = array_records / "train-1.array_record"
@@ -190,6 +204,9 @@ def test_an_array_record_file_that_is_cut_off(array_records, left):
     with pytest.raises(
         ValueError, match=r"train-1.array_record cannot be read: .*whole"
     ):
+        open_source(f"array_record:{array_records}/*")
+    path.write_bytes(b"a" * 200_000)
+    with pytest.raises(ValueError, match="read: its end is missing or damaged; exp"):
         open_source(f"array_record:{array_records}/*")
 
 
@@ -203,7 +220,7 @@ def test_an_array_record_file_that_is_damaged(array_records):
     assert find_bad_record(source, "train").startswith(f"{path}: record 0: ")
     with pytest.raises(ValueError, match=r"train-1.array_record: record 0: "):
         scan_labels(source, "train")
-    with pytest.raises(tf.errors.InvalidArgumentError):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"{array_records}"):
         _read(source, "train")
 
 
@@ -277,6 +294,17 @@ def test_the_column_of_labels(tmp_path, header, label_key, label):
         ("a,label\nx,0\n", "a.csv: line 2: a is not a valid float"),
         ("a,label\n,0\n", "a.csv: line 2: a is required but missing"),
         (b"a,label\xff\n1,2", "a.csv is not text: expected a CSV file"),
+        (
+            b"a,label\n7\xff,2",
+            "a.csv: line 2: a is '7\ufffd', expected a number in UTF-8$",
+        ),
+        (
+            b"a,label\n1,\xff",
+            "a.csv: line 2 has the label '\ufffd' in the column 'label'",
+        ),
+        ("a,label\n1,0\n1," + "x" * 999, r"line 3: label is not a .*: x{60}\.\.\.$"),
+        ("a,label\n" + "1" * 140_000 + ",0\n", r"a.csv: line 2: field larger than .*$"),
+        ("a" * 140_000 + ",label\n1,0\n", r"a.csv: line 1: field larger than .*$"),
     ],
 )
 def test_a_csv_file_that_cannot_be_opened(tmp_path, text, message):
@@ -495,6 +523,77 @@ def test_a_file_that_is_not_parquet(tables, change):
         ValueError, match=r"train-1.parquet cannot be read: .*a whole Pa"
     ):
         open_source(f"parquet:{tables}/*")
+
+
+def test_parquet_files_without_row_groups(tables, caplog):
+    path = tables / "train-9.parquet"
+    schema = parquet.read_schema(tables / "train-0.parquet")
+    parquet.ParquetWriter(path, schema).close()
+    source = open_source(f"parquet:{tables}/*")
+    assert source.splits == {"train": 10, "test": 1}
+    assert sorted(_labels(source, "train", _seeds(1))) == [*range(10)]
+    assert find_bad_record(source, "train") is None
+    scan_labels(source, "train")
+    assert f"{path} holds no record" in caplog.text
+    with pytest.raises(ValueError, match=r"9.parquet holds no record: expected"):
+        open_source(f"parquet:{path}")
+    path.rename(tables / "validation.parquet")
+    source = open_source(f"parquet:{tables}/*")
+    assert (source.splits["test"], _read(source, "test")) == (0, [])
+
+
+@pytest.mark.parametrize("fault", ["row", "row group"])
+def test_bad_rows_of_parquet_are_named_by_tensorflow_too(tables, fault):
+    path = tables / "train-0.parquet"
+    if fault == "row":
+        table = {"image": [{"bytes": None, "path": ""}], "label": [1]}
+        schema = parquet.read_schema(path)
+        parquet.write_table(pa.table(table, schema), path)
+        wanted = f"{path}: row 0: nothing in the column"
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[:4] + bytes(200) + content[204:])
+        wanted = f"{path}: row group 0: "
+    source = open_source(f"parquet:{tables}/*", num_classes=10, skip_bad=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=wanted):
+        _read(source, "train")
+    assert find_bad_record(source, "train").startswith(wanted)
+
+
+_FAIL = """
+import sys
+import tensorflow as tf
+from input_pipeline import open_source
+
+source = open_source(sys.argv[1], num_classes=10, skip_bad=True)
+try:
+    list(source.batches("train", 4).map(lambda _, records: source.parse(records)))
+except tf.errors.InvalidArgumentError:
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize("kind", ["parquet", "array_record"])
+def test_a_bad_record_prints_no_stack(
+    tmp_path, grey, image_example, write_array_record, kind
+):
+    path = tmp_path / "a"
+    if kind == "parquet":
+        table = pa.table({"image": [b"", None], "label": [0, 1]})
+        parquet.write_table(table, path)
+    else:
+        write_array_record(path, [image_example(grey(n), n) for n in range(3)])
+        content = bytearray(path.read_bytes())
+        content[content.rindex(b"\x89PNG") + 20] ^= 0xFF
+        path.write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-c", _FAIL, f"{kind}:{path}"],
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "refused\n", done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_parquet_file_that_is_damaged(tables):

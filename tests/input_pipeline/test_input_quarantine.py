@@ -11,6 +11,7 @@ from input_pipeline import (
     find_bad_record,
     make_dataset,
     open_source,
+    scan_labels,
 )
 from input_pipeline import quarantine as quarantines
 from input_pipeline.sources import framing
@@ -141,11 +142,25 @@ def test_after_a_wrong_checksum_reading_goes_on(write, image_example, grey, plac
     assert good.splits == {"train": len(ALL)}
 
 
-def test_behind_a_wrong_length_nothing_can_be_read(write, image_example, grey):
-    source, path, offset = write(image_example(grey(50), 0))
+@pytest.mark.parametrize("record", [0, AT, GOOD - 1])
+def test_behind_a_wrong_length_the_next_record_is_found(write, record):
+    source, path, _ = write()
+    sizes = [len(raw.numpy()) + 16 for raw in tf.data.TFRecordDataset(path)]
+    content = bytearray(open(path, "rb").read())
+    content[sum(sizes[:record]) + 1] ^= 1
+    open(path, "wb").write(content)
+    good, found = _without(source)
+    (bad,) = found.bad["train"]
+    assert bad.place == f"record {record} (byte offset {sum(sizes[:record])})"
+    assert sorted(_values(good)) == sorted({*ALL} - {record})
+
+
+def test_with_no_record_to_be_found_the_rest_is_lost(write):
+    source, path, offset = write()
     content = bytearray(open(path, "rb").read())
     content[offset] ^= 1
-    open(path, "wb").write(content)
+    # The end is lost, too.
+    open(path, "wb").write(content[:-7])
     good, found = _without(source)
     (bad,) = found.bad["train"]
     assert str(bad).endswith(", and nothing behind it can be read")
@@ -164,6 +179,20 @@ def test_a_truncated_file_is_read_up_to_there(write, left):
     assert str(bad).startswith(f"{path}: record {AT} (byte offset {offset}): corrupted")
     assert "truncated" in bad.fault and len(found) == 1
     assert sorted(_values(good)) == [*range(AT), *ALL[GOOD:]]
+
+
+def test_a_file_that_is_not_there(write, tmp_path):
+    write()
+    link = tmp_path / "train-2"
+    link.symlink_to(tmp_path / "nowhere")
+    source = open_source(f"tfrecord:{tmp_path}/*", num_classes=3, skip_bad=True)
+    with pytest.raises(BadRecordError, match=r"a file cannot be read: .*train-2"):
+        scan_labels(source, "train")
+    good, found = _without(source)
+    (bad,) = found.bad["train"]
+    assert bad.path == str(link)
+    assert sorted(_values(good)) == ALL
+    assert sorted(_values(cached(good, "memory"))) == ALL
 
 
 def test_several_gaps_in_several_files(write, image_example, grey):
@@ -397,8 +426,6 @@ def test_a_list_that_is_none_is_no_list(tmp_path, text):
 
 
 def test_an_empty_file_is_said(write, tmp_path, caplog):
-    from input_pipeline import scan_labels
-
     source, _, _ = write()
     empty = tmp_path / "train-2"
     empty.write_bytes(b"")

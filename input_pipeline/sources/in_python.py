@@ -1,0 +1,34 @@
+"""Python within a graph, where an error is no stack trace."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+
+def call(
+    function: Callable[..., Sequence[np.ndarray]],
+    arguments: Sequence[tf.Tensor],
+    types: Sequence[tf.DType],
+) -> list[tf.Tensor]:
+    """Calls a function of arrays.
+
+    TensorFlow logs the stack of what Python raises, also where it is awaited.
+
+    Args:
+        function: may raise ``ValueError``, which is then an InvalidArgumentError.
+        arguments: its own.
+        types: of what it returns.
+    """
+
+    def run(*arguments):
+        try:
+            return b"", *function(*arguments)
+        except ValueError as error:
+            nothing = (np.empty([0], kind.as_numpy_dtype) for kind in types)
+            return str(error).encode(), *nothing
+
+    outputs = [tf.string, *types]
+    fault, *found = tf.numpy_function(run, arguments, outputs, stateful=False)
+    with tf.control_dependencies([tf.debugging.Assert(tf.equal(fault, ""), [fault])]):
+        return [tf.identity(each) for each in found]
