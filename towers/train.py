@@ -13,6 +13,7 @@ Exit codes: 0 done; 1 error; 3 numbers that are not finite; 4 stopped by a stall
 
 import dataclasses
 import difflib
+import fcntl
 import functools
 import gc
 import glob
@@ -62,6 +63,7 @@ from towers.model import (
     multi_gpu_model,
 )
 from towers.reduce import ALGORITHMS
+from towers.resume import ResumeError
 from towers.signals import Stopped
 from towers.tower import ModelError
 
@@ -333,12 +335,13 @@ def main(argv: Sequence[str]) -> int:
         fail(error, _PROGRAM)
         return 3
     except input_pipeline.BadRecordError as error:
-        skips = FLAGS.bad_records == "skip"
+        # What TFDS has prepared, it prepares again.
+        skips = FLAGS.bad_records == "skip" or "tfds" in FLAGS.dataset
         hint = "" if skips else "; to train without it, give --bad_records=skip"
         return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
-    except (ModelError, SaveError) as error:
+    except (ModelError, ResumeError, SaveError) as error:
         return fail(error, _PROGRAM)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, tf.errors.OpError) as error:
         # While setting up, what goes wrong is the user's input, and said in one
         # sentence. Later, it is worth a traceback.
         if job is not None:
@@ -531,13 +534,34 @@ def run(job: Job) -> None:
     if FLAGS.eval_only:
         print(values_text(evaluate(job)))
         return
+    try:
+        os.makedirs(job.model_dir, exist_ok=True)
+        lock = open(os.path.join(job.model_dir, "lock"), "w")
+    except OSError as error:
+        raise cannot_write(job, error) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SaveError(
+                f"Another run writes to {job.model_dir}; expected one at a time, so "
+                "wait for its end, or choose another --model_dir."
+            ) from error
+        run_alone(job)
+
+
+def run_alone(job: Job) -> None:
+    """The same, while no other run writes to the model_dir."""
     if FLAGS.clean:
         remove_run(job.model_dir)
-    os.makedirs(job.model_dir, exist_ok=True)
-    write_text(job, "flags.txt", flags_text())
-    if job.bad_records is not None:
-        path = os.path.join(job.model_dir, _BAD_RECORDS)
-        quarantine.write(job.quarantines, path)
+    try:
+        write_text(job, "flags.txt", flags_text())
+        if job.bad_records is not None:
+            path = os.path.join(job.model_dir, _BAD_RECORDS)
+            quarantine.write(job.quarantines, path)
+    except OSError as error:
+        raise cannot_write(job, error) from error
+    renew_learning_rate(job)
     images_per_sec = train(job)
     summary = summarise(job, images_per_sec)
     (loss,) = (value for name, value in summary.items() if name.endswith("_loss"))
@@ -553,11 +577,19 @@ def run(job: Job) -> None:
         os.replace(unfinished, os.path.join(job.model_dir, "model.keras"))
         write_text(job, "summary.json", json.dumps(summary, indent=2) + "\n")
     except OSError as error:
-        raise SaveError(
-            f"Cannot write the model to {job.model_dir}: {error}; the last checkpoint "
-            f"is {job.checkpoint.latest or 'none'}, so make room and run again."
-        ) from error
+        raise cannot_write(job, error) from error
     print(summary_text(summary))
+
+
+def renew_learning_rate(job: Job) -> None:
+    """Gives a run that goes on the learning rate that is asked for now."""
+    before = float(job.model.optimizer.learning_rate)
+    # A schedule is no variable, so it is not restored.
+    if FLAGS.lr_schedule == "constant" and not math.isclose(
+        before, FLAGS.learning_rate, rel_tol=1e-6
+    ):
+        job.model.optimizer.learning_rate = FLAGS.learning_rate
+        print(f"Learning rate: {FLAGS.learning_rate:g}, after {before:g}.")
 
 
 def train(job: Job) -> float | None:
@@ -1211,6 +1243,17 @@ def values_text(values: dict) -> str:
         f"{name.replace('_', ' ')} {value:.4f}"
         for name, value in values.items()
         if name.startswith(("test_", "train_"))
+    )
+
+
+def cannot_write(job: Job, error: OSError) -> SaveError:
+    """Says that a file in model_dir could not be written."""
+    saved = "nothing was saved yet"
+    if job.checkpoint.latest:
+        saved = f"the last checkpoint is {job.checkpoint.latest}"
+    return SaveError(
+        f"Cannot write to the model_dir {job.model_dir}: {error}; {saved}, so make "
+        "room and run again."
     )
 
 

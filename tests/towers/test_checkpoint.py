@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from input_pipeline import ArraySource, make_dataset
 from tests.small import build
-from towers import checkpoints, multi_gpu_model
+from towers import checkpoints, multi_gpu_model, resume
 from towers.callbacks import states
 from towers.callbacks.checkpoint import (
     Checkpoint,
@@ -26,6 +26,7 @@ from towers.callbacks.checkpoint import (
 )
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.checkpoints import Position
+from towers.resume import ResumeError
 from towers.signals import Stopped
 
 EXAMPLES, BATCH, STEPS = 44, 8, 6
@@ -37,7 +38,7 @@ def source():
     return ArraySource(images, rng.integers(0, 3, EXAMPLES))
 
 
-def data(training=True, repeat=False, batch_size=BATCH):
+def data(training=True, repeat=False, batch_size=BATCH, seed=3):
     return make_dataset(
         source(),
         "train",
@@ -45,9 +46,15 @@ def data(training=True, repeat=False, batch_size=BATCH):
         image_shape=(4, 4, 1),
         training=training,
         recipe="cifar",
-        seed=3,
+        seed=seed,
         repeat=repeat,
     )
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[EXAMPLES, 4, 4, 1]).astype("float32")
+    return x, rng.integers(0, 3, EXAMPLES)
 
 
 class Breaks(keras.callbacks.Callback):
@@ -68,7 +75,7 @@ class Breaks(keras.callbacks.Callback):
 def fit(model, *callbacks, gpus=2, repeat=False, **options):
     parallel = multi_gpu_model(model, gpus=gpus)
     options = {"epochs": 3, "steps_per_epoch": STEPS if repeat else None} | options
-    x = options.pop("x", None) or data(repeat=repeat)
+    x = options.pop("x") if "x" in options else data(repeat=repeat)
     return parallel.fit(x, callbacks=list(callbacks), verbose=0, **options)
 
 
@@ -158,24 +165,164 @@ def test_callbacks_hear_only_of_what_is_done_now(tmp_path):
 
 
 def test_other_data_are_read_again_and_passed_over(tmp_path, capsys):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=[EXAMPLES, 4, 4, 1]).astype("float32")
-    y = rng.integers(0, 3, EXAMPLES)
-    plain = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    plain = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
     whole, model = build(), build()
     fit(whole, x=plain)
     with pytest.raises(ZeroDivisionError):
         fit(build(), Checkpoint(tmp_path, save_steps=2), Breaks(9), x=plain)
     fit(model, Checkpoint(tmp_path), x=plain)
     assert_same(model, whole)
-    assert capsys.readouterr().err.count("only if they come in the same order") == 2
+    assert capsys.readouterr().err.count("only if they come in the same order") == 1
 
 
-def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(tmp_path):
+class TestOtherData:
+    """Which a run in the middle of an epoch cannot go on with."""
+
+    @pytest.fixture(scope="class")
+    def stopped(self, tmp_path_factory):
+        """Stopped after four batches; not to be changed."""
+        folder = tmp_path_factory.mktemp("stopped")
+        fit(build(), Checkpoint(folder), StopAtStep(4))
+        return folder
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"batch_size": 4}, "batch size 8, but received 4"),
+            ({"seed": 7}, "seed 3, but received 7"),
+        ],
+    )
+    def test_is_refused(self, stopped, options, words):
+        with pytest.raises(ResumeError, match=f"ckpt-0-4 goes on .* {words}"):
+            fit(build(), Checkpoint(stopped), x=data(**options))
+
+    def test_of_others_is_refused(self, stopped):
+        x = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
+        with pytest.raises(ResumeError, match=r"dataset .*, but received unknown"):
+            fit(build(), Checkpoint(stopped), x=x)
+
+    def test_at_an_epochs_beginning_it_is_not(self, tmp_path):
+        fit(build(), Checkpoint(tmp_path), epochs=1)
+        x = data(seed=7, batch_size=4)
+        assert fit(build(), Checkpoint(tmp_path), x=x, epochs=2).epoch == [0, 1]
+
+    def test_only_batch_sizes_were_known_once(self, stopped, tmp_path):
+        contents = checkpoints.load(f"{stopped}/ckpt-0-4")
+        about = dict(contents.about, batch_size=BATCH)
+        del about["data"]
+        old = checkpoints.Contents(contents.values, about)
+        checkpoints.save(str(tmp_path), Position(0, 4), old)
+        with pytest.raises(ResumeError, match="batch size 8, but received 4"):
+            fit(build(), Checkpoint(tmp_path), x=data(batch_size=4))
+        fit(build(), Checkpoint(tmp_path), x=data(seed=7), epochs=1)
+
+    def test_arrays_of_another_size(self, tmp_path):
+        x, y = arrays()
+        options = {"x": x, "y": y, "shuffle": False}
+        fit(build(), Checkpoint(tmp_path), StopAtStep(4), batch_size=BATCH, **options)
+        with pytest.raises(ResumeError, match="batch size 8, but received 32"):
+            fit(build(), Checkpoint(tmp_path), **options)
+
+    @pytest.mark.parametrize("length", [None, 2])
+    def test_what_is_known_of_others(self, length):
+        options = {"batch_size": None, "validation_split": 0.5, "validation_data": None}
+        spec = tf.TensorSpec([length, 3] if length else None)
+        found = tf.data.Dataset.from_generator(lambda: (), output_signature=spec)
+        batches = {"batch size": length, "batches": None}
+        assert resume.order(options | {"x": found}) == batches
+        scalars = tf.data.Dataset.range(3)
+        unknown = {"batch size": None, "batches": 3}
+        assert resume.order(options | {"x": scalars}) == unknown
+        halves = {"batch size": 32, "batches": 2}
+        assert resume.order(options | {"x": {"a": np.ones([70, 2])}}) == halves
+
+    @pytest.mark.parametrize("known", [True, False])
+    def test_of_too_few_batches(self, tmp_path, known):
+        def first(batches):
+            found = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
+            return found.take(batches).filter(lambda *_: True)
+
+        fit(build(), Checkpoint(tmp_path), StopAtStep(4), x=first(STEPS))
+        steps = 3 if known else None
+        with pytest.raises(ResumeError, match="data that end before batch 4 "):
+            fit(build(), Checkpoint(tmp_path), x=first(3), steps_per_epoch=steps)
+
+
+def test_in_the_middle_of_a_call_it_does_not_go_on(tmp_path):
+    fit(build(), Checkpoint(tmp_path), StopAtStep(3))
+    for steps, divisor in ((4, 1), (6, 3)):
+        words = f"_execution={steps} .* after batch 3 .* such as {divisor}"
+        with pytest.raises(ResumeError, match=words):
+            fit(build(steps_per_execution=steps), Checkpoint(tmp_path))
+    model = build(steps_per_execution=3)
+    fit(model, Checkpoint(tmp_path), epochs=2)
+    assert int(model.optimizer.iterations) == 2 * STEPS
+
+
+def test_at_an_epochs_end_calls_may_have_any_size(tmp_path):
+    stop = keras.callbacks.LambdaCallback()
+    stop.on_test_begin = lambda logs: signal.raise_signal(signal.SIGTERM)
+    check = data(training=False)
+    with pytest.raises(Stopped):
+        fit(build(), Checkpoint(tmp_path), stop, validation_data=check)
+    model = build(steps_per_execution=4)
+    fit(model, Checkpoint(tmp_path), validation_data=check)
+    assert int(model.optimizer.iterations) == 3 * STEPS
+
+
+@pytest.mark.parametrize("after", [STEPS, STEPS + 2, 2 * STEPS + 1])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_callbacks_do_as_an_epoch_begins_is_done_once(tmp_path, after, first):
+    def rates(checkpoint):
+        halves = keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
+        return [halves, checkpoint] if first else [checkpoint, halves]
+
+    whole, model = build(), build()
+    wanted = fit(whole, *rates(Checkpoint(tmp_path / "whole")))
     with pytest.raises(ZeroDivisionError):
-        fit(build(), Checkpoint(tmp_path, save_steps=2), Breaks(4))
-    with pytest.raises(ValueError, match=r"Received batches of 4, but .*-0-2 is of"):
-        fit(build(), Checkpoint(tmp_path), x=data(batch_size=4))
+        checkpoint = Checkpoint(tmp_path / "run", save_steps=1)
+        fit(build(), *rates(checkpoint), Breaks(after))
+    found = fit(model, *rates(Checkpoint(tmp_path / "run")))
+    assert_same(model, whole)
+    assert found.history == wanted.history
+
+
+def test_nothing_left_to_train_is_said(tmp_path, capsys):
+    wanted = fit(build(), Checkpoint(tmp_path)).history
+    model, checkpoint = build(), Checkpoint(tmp_path)
+    for _ in range(2):
+        capsys.readouterr()
+        found = fit(model, checkpoint)
+        assert (
+            f"towers: Nothing left to train: {tmp_path} has 3 epochs already.\n"
+            in capsys.readouterr().err
+        )
+        assert found.history == wanted and found.epoch == [0, 1, 2]
+    assert fit(model, checkpoint, epochs=4).epoch == [0, 1, 2, 3]
+
+
+def test_how_foreign_data_are_read_is_said_only_of_a_run_that_goes_on(tmp_path, capsys):
+    x, y = arrays()
+    for epochs, notes in ((1, 0), (2, 1)):
+        fit(build(), Checkpoint(tmp_path), x=x, y=y, epochs=epochs)
+        assert capsys.readouterr().err.count("are read from their beginning") == notes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep": 1.5}, "keep=1.5; expected an integer of at least 1"),
+        ({"keep": None}, "keep=None; expected an integer"),
+        ({"keep": 0}, "keep=0; expected an integer"),
+        ({"save_steps": "3"}, "save_steps='3'; expected an integer"),
+        ({"save_minutes": -1}, "save_minutes=-1; expected a number of at least 0"),
+        ({"save_minutes": "1"}, "save_minutes='1'; expected a number"),
+        ({"directory": None}, "directory=None; expected a path"),
+    ],
+)
+def test_arguments_are_checked(options, words):
+    with pytest.raises(ValueError, match=f"Received {words}"):
+        Checkpoint(**{"directory": "never"} | options)
 
 
 class TestASecondFit:
@@ -246,7 +393,7 @@ class TestASecondFit:
         model = build()
         fit(model, Checkpoint(tmp_path), StopAtStep(4))
         parallel = multi_gpu_model(model, gpus=2)
-        with pytest.raises(ValueError, match="Received batches of 4"):
+        with pytest.raises(ValueError, match="batch size 8, but received 4"):
             options = {"callbacks": [Checkpoint(tmp_path)], "verbose": 0}
             parallel.fit(data(batch_size=4), **options)
         parallel.fit(data(), verbose=0)
@@ -386,6 +533,25 @@ def test_a_signal_in_validation_loses_no_metric(tmp_path):
     assert found.history == wanted.history
 
 
+@pytest.mark.parametrize(
+    "event", ["on_train_batch_end", "on_epoch_end", "on_train_end"]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_signal_after_the_last_batch_is_heeded(tmp_path, event, first, capsys):
+    stops = keras.callbacks.Callback()
+    last = {"on_train_batch_end": STEPS - 1, "on_epoch_end": 0}.get(event)
+
+    def stop(*args, **logs):
+        if last is None or args[0] == last:
+            signal.raise_signal(signal.SIGTERM)
+
+    setattr(stops, event, stop)
+    callbacks = [Checkpoint(tmp_path), stops]
+    with pytest.raises(Stopped):
+        fit(build(), *(callbacks[::-1] if first else callbacks), epochs=1)
+    assert f"the last checkpoint is {tmp_path}/ckpt-1-0;" in capsys.readouterr().err
+
+
 def test_sigusr1_saves_and_goes_on(tmp_path):
     model = build()
     save = Breaks(2, lambda: signal.raise_signal(signal.SIGUSR1))
@@ -410,6 +576,21 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert checkpoint.latest == f"{tmp_path}/ckpt-6-0"
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["ckpt-2-0", "ckpt-5-0", "ckpt-6-0"]
+
+
+def test_what_lies_further_on_does_not_count(tmp_path):
+    fit(build(), Checkpoint(tmp_path), epochs=1)
+    # Damaged, or of another program: they are passed over.
+    (tmp_path / "ckpt-40-0").mkdir()
+    (tmp_path / "ckpt-1-3").mkdir()
+    fit(build(), Checkpoint(tmp_path, keep=2), epochs=2)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"ckpt-40-0", "ckpt-1-0", "ckpt-1-3", "ckpt-2-0"}
+    checkpoint = Checkpoint(tmp_path, keep=1)
+    assert checkpoint.restore(build()) and checkpoint.position == Position(2)
+    fit(build(), checkpoint, epochs=3)
+    assert Checkpoint(tmp_path).restore(build())
+    assert (tmp_path / "ckpt-3-0").is_dir() and not (tmp_path / "ckpt-1-3").exists()
 
 
 def test_saved_every_so_many_minutes(tmp_path):
@@ -538,6 +719,12 @@ class TestNotFinite:
             fit(model, Checkpoint(tmp_path), late, x=self.data(), epochs=1)
         assert not checkpoints.find(str(tmp_path))
 
+    def test_before_anything_was_saved(self, tmp_path):
+        model = self.model()
+        late = Breaks(2, lambda: self.poison(model))
+        with pytest.raises(NotFinite, match=r"at step 8; nothing was saved yet[.]"):
+            fit(model, Checkpoint(tmp_path), late, x=self.data(), epochs=1)
+
     def test_steps_that_a_loss_scale_leaves_out_are_finite(self, tmp_path):
         sgd = keras.optimizers.SGD()
         scaled = keras.optimizers.LossScaleOptimizer(sgd, initial_scale=2.0**120)
@@ -588,8 +775,20 @@ class TestDisk:
         folder = tmp_path / "run"
         checkpoint = Checkpoint(folder)
         in_the_way = Breaks(STEPS, lambda: folder.write_text(""))
-        with pytest.raises(SaveError, match="the last one is none"):
+        with pytest.raises(SaveError, match=r"nothing was saved yet[.]"):
             fit(build(), checkpoint, in_the_way, epochs=1)
+
+    def test_a_directory_that_is_gone_is_not_made_anew(self, tmp_path):
+        checkpoint = Checkpoint(tmp_path / "run", save_steps=1)
+
+        def vanish():
+            checkpoint._wait()
+            shutil.rmtree(tmp_path / "run")
+
+        words = "the directory is gone; the last one is .*/run/ckpt-0-2[.]"
+        with pytest.raises(SaveError, match=words):
+            fit(build(), checkpoint, Breaks(3, vanish))
+        assert not (tmp_path / "run").exists()
 
     def test_a_limit_on_files_leaves_the_one_before(self, tmp_path):
         import resource
@@ -757,6 +956,63 @@ def test_what_a_checkpoint_says_is_json(tmp_path):
     fit(build(), again, Checkpoint(tmp_path), epochs=2)
     assert again.best <= stopping.best
     assert len(again.best_weights) == len(stopping.best_weights)
+
+
+class Knows(keras.callbacks.Callback):
+    """A callback of the user's, with a state."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_what_callbacks_know_comes_back_as_it_was(tmp_path):
+    state = {
+        "array": 1,
+        "dict": {"tuple": (1, [2.5, None]), "dict": []},
+        3: "x",
+        (4, True): {},
+        "number": np.float32(0.5),
+    }
+    fit(
+        build(), Knows(state | {"values": np.arange(3)}), Checkpoint(tmp_path), epochs=1
+    )
+    knows = Knows(None)
+    fit(build(), knows, Checkpoint(tmp_path), epochs=2)
+    np.testing.assert_array_equal(knows.state.pop("values"), np.arange(3))
+    assert knows.state == state
+
+
+def test_what_callbacks_knew_in_older_checkpoints():
+    saved = {"wait": 1, "weights": [{"array": 0}], "more": {}}
+    found = states._from_json(saved, [np.ones(2)])
+    assert found["wait"] == 1 and found["more"] == {}
+    np.testing.assert_array_equal(found["weights"][0], np.ones(2))
+
+
+@pytest.mark.parametrize("value", [{1}, b"x", np.array([object()])])
+def test_what_a_callback_knows_and_cannot_be_saved_is_named(tmp_path, value):
+    words = r"Cannot save the state_dict\(\) of the callback Knows: "
+    with pytest.raises(ValueError, match=words):
+        fit(build(), Knows({"a": [value]}), Checkpoint(tmp_path), epochs=1)
+
+
+def test_logs_that_are_no_numbers_end_nothing(tmp_path):
+    logs = {"text": "a", "nothing": None, "array": np.arange(2), "val_loss": "low"}
+    says = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, found: found.update(logs)
+    )
+    fit(build(), says, Checkpoint(tmp_path), epochs=1)
+    model = build()
+    history = fit(model, Checkpoint(tmp_path), epochs=2).history
+    assert history["text"] == ["a"] and history["nothing"] == [None]
+    assert len(history["loss"]) == 2 and "array" not in history
 
 
 _TWICE = """

@@ -1,5 +1,6 @@
 """towers.train, started as a user starts it: `python -m towers.train` in a process."""
 
+import fcntl
 import glob
 import io
 import json
@@ -950,7 +951,7 @@ def test_truncated_checkpoint(trained, data_dir, tmp_path):
             assert said.endswith(f"after it is lost: going back to {older}.")
             assert f"Evaluating {older}: after epoch {number - 1}," in done.stdout
         else:
-            assert said.startswith(first) and said.endswith("with --clean.")
+            assert said.startswith(first) and said.endswith("or remove it.")
         assert "Traceback" not in done.stderr
         assert snapshot(path) == before
 
@@ -1071,3 +1072,41 @@ def test_bad_records_are_passed_over(tmp_path):
     assert values["bad_records"] == 1
     few = run(*skip, f"--model_dir={tmp_path}/few", "--max_bad_records=0", code=1)
     assert "more bad records than the 0" in ours(few)[0]
+
+
+def test_another_learning_rate_is_heeded(data_dir, tmp_path):
+    flags = (f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp")
+    run(*flags, "--train_epochs=1", "--learning_rate=0.01")
+    before = weights(tmp_path)
+    done = run(*flags, "--train_epochs=2", "--learning_rate=0")
+    assert "Learning rate: 0, after 0.01." in done.stdout
+    assert_same_bits(weights(tmp_path), before)
+
+
+def test_another_batch_size_in_the_middle_of_an_epoch(data_dir, tmp_path):
+    flags = (f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp")
+    done = run(*flags, "--max_train_steps=5")
+    assert "epoch 1/30 broken off, step 5" in done.stdout
+    done = run(*flags, "--batch_size=32", code=1)
+    assert "batch size" in ours(done)[0] or "batches of" in ours(done)[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_one_run_at_a_time(data_dir, tmp_path):
+    flags = (f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp")
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = run(*flags, "--train_epochs=1", code=1)
+        assert f"Another run writes to {tmp_path}" in ours(done)[0]
+        assert not (tmp_path / "flags.txt").exists()
+    run(*flags, "--train_epochs=1")
+
+
+@pytest.mark.parametrize("name", ["flags.txt", "lock", "checkpoints"])
+def test_something_in_the_way(data_dir, tmp_path, name):
+    path = tmp_path / name
+    path.write_text("") if name == "checkpoints" else path.mkdir()
+    flags = (f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp")
+    done = run(*flags, "--train_epochs=1", code=1)
+    assert str(tmp_path) in ours(done)[0]
+    assert "Traceback" not in done.stderr

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ import tensorflow as tf
 from towers import checkpoints
 from towers.callbacks import states
 from towers.checkpoints import Contents, Position
+from towers.resume import ResumeError
 from towers.signals import Signals, Stopped
 
 
@@ -38,7 +40,8 @@ class Checkpoint(keras.callbacks.Callback):
     only for the save before.
 
     With data of `input_pipeline.make_dataset`, `fit` goes on at the next batch. Other
-    data are read again, and passed over: the run is the same if they are. A second
+    data are read again, and passed over: the run is the same if they are. Inside of an
+    epoch, it goes on only with the data and calls that it has begun with. A second
     `fit` goes on where the first has ended, with the model as it is then; where that
     was broken off by an error, or another model is fitted, with the last checkpoint.
 
@@ -75,9 +78,23 @@ class Checkpoint(keras.callbacks.Callback):
             clock: Returns seconds.
         """
         super().__init__()
-        for name, value in (("save_steps", save_steps), ("keep", keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"Received {name}={value}; expected at least 1.")
+        if not isinstance(directory, str | os.PathLike):
+            raise ValueError(f"Received directory={directory!r}; expected a path.")
+        numbers = {"keep": keep}
+        if save_steps is not None:
+            numbers["save_steps"] = save_steps
+        for name, value in numbers.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"Received {name}={value!r}; expected an integer of at least 1."
+                )
+        if save_minutes is not None and not (
+            isinstance(save_minutes, int | float) and save_minutes >= 0
+        ):
+            raise ValueError(
+                f"Received save_minutes={save_minutes!r}; expected a number of at "
+                "least 0, or None."
+            )
         if on_save_error not in ("stop", "continue"):
             raise ValueError(
                 f"Received on_save_error={on_save_error!r}; expected 'stop' or "
@@ -95,8 +112,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._metrics_then = ()
         self._signals = Signals()
         self._others = None  # no list: `fit` does not listen
-        self._batch_size = self._saved = self._metrics = self._score = None
-        self._described = self._averaged_later = None
+        self._data = self._saved = self._metrics = self._score = None
+        self._described = self._averaged_later = self._before = None
         self._batch_begun = False
         self._scores = {}
 
@@ -125,9 +142,7 @@ class Checkpoint(keras.callbacks.Callback):
         if path is None:
             return False
         self.position = checkpoints.position(path)
-        for part, variables in _parts(model).items():
-            for variable, value in zip(variables, contents.values[part], strict=True):
-                variable.assign(value)
+        _assign(model, contents.values)
         return True
 
     def prepare(self, model: keras.Model) -> None:
@@ -147,42 +162,62 @@ class Checkpoint(keras.callbacks.Callback):
     def running(
         self,
         callbacks: Sequence[keras.callbacks.Callback],
-        batch_size: int | None,
+        data: Mapping[str, Any],
     ) -> Iterator[None]:
         """Listens to signals while `fit` runs.
 
         Args:
             callbacks: All those of `fit`.
-            batch_size: Examples in a batch, if known.
+            data: What is known to decide which records a batch has, as JSON.
 
         Raises:
-            ValueError: The position restored is inside of an epoch, and counts batches
-                of another size.
+            ResumeError: The position restored is inside of an epoch of other data.
         """
-        before = self._known and self._known.about["batch_size"]
-        if self.position.batch and before != batch_size:
-            raise ValueError(
-                f"Received batches of {batch_size or 'unknown size'}, but "
-                f"{self.latest} is of the middle of an epoch in batches of "
-                f"{before or 'unknown size'}; expected the same."
-            )
-        self._batch_size = batch_size
+        if self.position.batch:
+            self._check_data(data)
+        self._data, self._before = data, None
         self._others = [other for other in callbacks if other is not self]
         with self._signals:
             try:
                 yield
+                # One that came after the last batch, or even after `on_train_end`.
+                self._heed()
             finally:
                 self._others = None
                 # What is begun is finished, whatever ends the run.
                 if self._saving is not None:
                     concurrent.futures.wait([self._saving])
 
+    def _check_data(self, data):
+        about = self._known.about
+        size = about.get("batch_size")
+        before = about.get("data", {} if size is None else {"batch size": size})
+        names = before.keys() & data.keys()
+        if "data" in about:
+            # Foreign data have none.
+            names |= {"dataset"} & (before.keys() | data.keys())
+        different = []
+        for name in sorted(names):
+            then, now = before.get(name), data.get(name)
+            if then != now:
+                received = f"{_or_unknown(then)}, but received {_or_unknown(now)}"
+                different.append(f"{name} {received}")
+        if different:
+            raise ResumeError(
+                f"The run {self.latest or self._directory} goes on in the middle of an "
+                f"epoch of data with {'; '.join(different)}; expected the same data."
+            )
+
     def restore_metrics(self) -> None:
-        """Gives the metrics of the epoch their values, once they are built."""
+        """Gives the metrics of the epoch their values, once they are built.
+
+        Raises:
+            ResumeError: They are others.
+        """
         values = self._metrics_then
         variables = self.model.metrics_variables
         if len(values) != len(variables):
-            raise ValueError(
+            raise ResumeError(
                 f"The checkpoint {self.latest} is of the middle of an epoch with other "
                 "metrics; compile the model with the same, or start over."
             )
@@ -202,17 +237,37 @@ class Checkpoint(keras.callbacks.Callback):
         self._begun, self._described = self.position, None
         self._saved_s, self._saved_step = self._clock(), self._step()
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Saves what the epoch before has come to."""
-        if self._known is not None:
-            self._restore_states()
-        else:
+    def begin_epoch(self, epoch: int) -> None:
+        """Saves what the epoch before has come to, before any callback hears of this.
+
+        Args:
+            epoch: Number of the epoch.
+        """
+        if self._known is None:
             self.position = Position(epoch)
             self._save()
+        elif self.position.batch:
+            self._before = _values(self.model)
+        else:
+            self._restore_states()
         self._heed()
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Saves if it is time, when all callbacks have seen the batch before."""
+    def epoch_begun(self) -> None:
+        """Undoes what callbacks have done at the beginning of an epoch that goes on.
+
+        They have done it before: what was saved inside of the epoch has seen it.
+        """
+        if self._before is not None:
+            _assign(self.model, self._before)
+            self._before = None
+            self._restore_states()
+
+    def begin_batch(self, batch: int) -> None:
+        """Saves if it is time, when all callbacks have seen the batch before.
+
+        Args:
+            batch: Number of the batch that begins.
+        """
         self.position = Position(self.position.epoch, batch)
         self._batch_begun, self._metrics = True, None
         due = self.save_steps and self._step() - self._saved_step >= self.save_steps
@@ -244,8 +299,10 @@ class Checkpoint(keras.callbacks.Callback):
             # At the end of `fit`, Keras puts averages in the place of weights.
             self._averaged_later = _values(self.model)
         logs = logs or {}
-        score = float(logs.get("val_loss", logs.get("loss", math.nan)))
-        self._score = score if math.isfinite(score) else None
+        self._score = None
+        with contextlib.suppress(TypeError, ValueError):  # no number
+            score = float(logs.get("val_loss", logs.get("loss", math.nan)))
+            self._score = score if math.isfinite(score) else None
         # Where Keras does not know how many there are, it begins one batch too many.
         steps = self.params.get("steps") or math.inf
         if self._batch_begun or self.position.batch >= steps:
@@ -253,6 +310,15 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Saves, waits for it, and keeps what another `fit` is to know."""
+        if self._known is not None:
+            # There was no epoch, and nobody was given what they knew.
+            known, epochs = self._known, self.position.epoch
+            self._restore_states()
+            self._known = known
+            _say(
+                f"Nothing left to train: {self._directory} has {epochs} "
+                f"{'epoch' if epochs == 1 else 'epochs'} already."
+            )
         self._save(self._averaged_later)
         self._wait()
         self._averaged_later = None
@@ -297,7 +363,7 @@ class Checkpoint(keras.callbacks.Callback):
         position, arrays = self.position, []
         about = {
             "variables": self._descriptions(),
-            "batch_size": self._batch_size,
+            "data": self._data,
             "step": self._step(),
             "score": None if position.batch else self._score,
             **states.collect(self.model, self._others, position.epoch, arrays),
@@ -317,31 +383,39 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _write(self, position, contents):
         self._check_finite(contents.about["step"], contents.values)
+        if self.latest and not os.path.isdir(self._directory):
+            raise OSError("the directory is gone")
         path = checkpoints.save(self._directory, position, contents)
         self._scores[path] = contents.about["score"]
         self.latest = path
-        self._prune()
+        self._prune(position)
 
     def _check_finite(self, step, values):
         for part, described in self._descriptions().items():
             for value, (name, *_) in zip(values[part], described, strict=True):
                 if not checkpoints.is_finite(value):
+                    saved = "nothing was saved yet"
+                    if self.latest:
+                        saved = f"the last checkpoint, from before, is {self.latest}"
                     raise NotFinite(
-                        f"The variable {name} is not finite at step {step}; the last "
-                        f"checkpoint, from before, is {self.latest or 'none'}. Look "
-                        "for such numbers in the data, or train with a smaller "
+                        f"The variable {name} is not finite at step {step}; {saved}. "
+                        "Look for such numbers in the data, or train with a smaller "
                         "learning rate."
                     )
 
-    def _prune(self):
-        paths = checkpoints.find(self._directory)
+    def _prune(self, position):
+        # Later ones were passed over, as damaged say, when the run was continued.
+        found = checkpoints.find(self._directory)
+        paths = [path for path in found if checkpoints.position(path) <= position]
         for path in paths:
             if path not in self._scores:
                 with contextlib.suppress(ValueError):
                     self._scores[path] = checkpoints.load_about(path)["score"]
         scored = [path for path in paths if self._scores.get(path) is not None]
         best = min(scored, key=self._scores.get, default=None)
-        for path in paths[self._keep :]:
+        kept = [path for path in paths if path in self._scores][: self._keep]
+        older = paths[paths.index(kept[-1]) + 1 :] if kept else ()
+        for path in older:
             if path != best:
                 checkpoints.remove(path)
 
@@ -353,10 +427,10 @@ class Checkpoint(keras.callbacks.Callback):
         try:
             saving.result()
         except OSError as error:
-            text = (
-                f"Cannot save a checkpoint in {self._directory}: {error}; the last one "
-                f"is {self.latest or 'none'}."
-            )
+            saved = "nothing was saved yet"
+            if self.latest:
+                saved = f"the last one is {self.latest}"
+            text = f"Cannot save a checkpoint in {self._directory}: {error}; {saved}."
             if self._on_save_error == "stop":
                 raise SaveError(text) from error
             _say(f"Warning: {text}")
@@ -427,6 +501,12 @@ def _values(model):
     return {part: _copies(variables) for part, variables in _parts(model).items()}
 
 
+def _assign(model, values):
+    for part, variables in _parts(model).items():
+        for variable, value in zip(variables, values[part], strict=True):
+            variable.assign(value)
+
+
 def _copies(variables):
     return [*map(_copy, variables)]
 
@@ -437,6 +517,10 @@ def _copy(variable):
     variable = variable.value
     read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     return np.asarray(read)
+
+
+def _or_unknown(value):
+    return "unknown" if value is None else value
 
 
 def _check_same(path, part, found, expected):

@@ -25,6 +25,7 @@ class Lines(keras.callbacks.Callback):
         self._stream = stream
         self._step = 0
         self._epoch = 0
+        self._batches = 0
 
     def on_train_begin(self, logs=None):
         """Continues the count of a resumed run."""
@@ -36,14 +37,15 @@ class Lines(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Prints a line if the interval is over."""
-        before = self._step
+        before, self._batches = self._step, batch + 1
         self._step = int(self.model.optimizer.iterations)
         if before // self._every_steps != self._step // self._every_steps:
             self._print(logs)
 
     def on_epoch_end(self, epoch, logs=None):
         """Prints the epoch's line."""
-        self._print(logs, " done")
+        whole = self._batches >= (self.params.get("steps") or 0)
+        self._print(logs, " done" if whole else " broken off")
 
     def _print(self, logs, suffix=""):
         values = dict(logs)

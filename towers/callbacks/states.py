@@ -1,5 +1,6 @@
 """What a run knows besides its variables, as JSON; arrays are put aside."""
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,8 @@ _KNOWN = {
     keras.callbacks.ModelCheckpoint: ("best",),
 }
 
-_ARRAY = "array"
+# What JSON has no word for; in what is saved, each object has one of these names only.
+_ARRAY, _TUPLE, _DICT = "array", "tuple", "dict"
 
 
 def collect(
@@ -34,11 +36,14 @@ def collect(
         callbacks: Those of `fit`.
         epochs: How many are done.
         arrays: Receives what is no JSON.
+
+    Raises:
+        ValueError: A callback's `state_dict()` has what cannot be saved.
     """
     return {
         "history": _history(model, epochs),
         "callbacks": [
-            [type(callback).__name__, _to_json(_state(callback), arrays)]
+            [type(callback).__name__, _saved_state(callback, arrays)]
             for callback in callbacks
         ],
         "random": _random_states(),
@@ -83,10 +88,35 @@ def _history(model, epochs):
     past = getattr(history, "epoch", [])
     kept = sum(epoch < epochs for epoch in past)
     logs = history.history if past else {}
+    plain = {name: _plain(values[:kept]) for name, values in logs.items()}
     return {
         "epoch": past[:kept],
-        "history": {name: [*map(float, v[:kept])] for name, v in logs.items()},
+        "history": {k: values for k, values in plain.items() if values is not None},
     }
+
+
+def _plain(values):
+    """A list as JSON has it, or as numbers; None if it is neither."""
+    try:
+        json.dumps(values)
+        return values
+    except (TypeError, ValueError):
+        pass
+    try:
+        return [*map(float, values)]
+    except (TypeError, ValueError):
+        return None
+
+
+def _saved_state(callback, arrays):
+    state = _state(callback)
+    try:
+        return None if state is None else _to_json(state, arrays)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Cannot save the state_dict() of the callback {type(callback).__name__}: "
+            f"{error}; expected numbers, text, None and arrays, in lists and dicts."
+        ) from error
 
 
 def _state(callback):
@@ -100,13 +130,20 @@ def _state(callback):
 
 def _to_json(value, arrays):
     if isinstance(value, dict):
-        return {name: _to_json(part, arrays) for name, part in value.items()}
-    if isinstance(value, list | tuple):
+        # In pairs: JSON has names for keys only.
+        pairs = value.items()
+        return {_DICT: [[_to_json(part, arrays) for part in pair] for pair in pairs]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_to_json(part, arrays) for part in value]}
+    if isinstance(value, list):
         return [_to_json(part, arrays) for part in value]
     if isinstance(value, np.ndarray | tf.Tensor):
         arrays.append(tf.convert_to_tensor(value))
         return {_ARRAY: len(arrays) - 1}
-    return value.item() if isinstance(value, np.generic) else value
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise TypeError(f"it has a {type(value).__name__}")
 
 
 def _from_json(value, arrays):
@@ -116,7 +153,11 @@ def _from_json(value, arrays):
         return value
     if _ARRAY in value:
         return np.asarray(arrays[value[_ARRAY]])
-    return {name: _from_json(part, arrays) for name, part in value.items()}
+    if _TUPLE in value:
+        return tuple(_from_json(value[_TUPLE], arrays))
+    # Older checkpoints have dicts as they are.
+    pairs = value.get(_DICT, value.items())
+    return {_from_json(k, arrays): _from_json(v, arrays) for k, v in pairs}
 
 
 def _random_states():
