@@ -9,10 +9,11 @@ PYTEST := $(RUN) -m pytest --numprocesses=logical --maxprocesses=4
 train: $(VENV)/.ready
 	$(RUN) -m towers.train $(FLAGS)
 
-# The table of exact cases has processes of its own: TensorFlow keeps every graph, and
-# slows down.
+# In three parts, with processes of their own: TensorFlow keeps every graph, and slows
+# down.
 test: $(VENV)/.ready
-	$(PYTEST) --ignore=tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
+	$(PYTEST) --ignore=tests/towers $(PYTEST_FLAGS)
+	$(PYTEST) --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
 	$(PYTEST) --dist=loadgroup tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.

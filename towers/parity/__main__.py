@@ -74,7 +74,7 @@ def check(argv: Sequence[str]) -> int:
     source = train.open_source(FLAGS.dataset, FLAGS.num_classes)
     image_shape = train.choose_image_shape(source)
     model = train.build_model(source, image_shape, placed.home)
-    train.prepare_data(source, None)
+    source, *_ = train.prepare_data(source, None, [])
     with tf.device(placed.home):
         train.compile_model(model, source.splits["train"])
     print(devices.table(placed, batch.cut(FLAGS.batch_size, shares)), flush=True)
