@@ -24,6 +24,11 @@ class ResumeError(ValueError):
     """A run cannot go on with what `fit` was given."""
 
 
+def say(text: str) -> None:
+    """Says on standard error what is no part of a run's results."""
+    print(f"towers: {text}", file=sys.stderr, flush=True)
+
+
 @runtime_checkable
 class Saves(Protocol):
     """What `fit` needs of the callback that saves; see its methods there."""
@@ -67,12 +72,10 @@ def going_on(
     options["initial_epoch"] = position.epoch
     options["x"], read = data_at(options["x"], position)
     if read and position > start:
-        print(
-            "towers: Note: Data that are not of input_pipeline.make_dataset are read "
+        say(
+            "Note: Data that are not of input_pipeline.make_dataset are read "
             "from their beginning, as this run goes on; it ends as one that was not "
-            "broken off only if they come in the same order again.",
-            file=sys.stderr,
-            flush=True,
+            "broken off only if they come in the same order again."
         )
     around = [
         First(saves),

@@ -17,7 +17,7 @@ import tensorflow as tf
 from towers import checkpoints
 from towers.callbacks import states
 from towers.checkpoints import Contents, Position
-from towers.resume import ResumeError
+from towers.resume import ResumeError, say
 from towers.signals import Signals, Stopped
 
 
@@ -315,7 +315,7 @@ class Checkpoint(keras.callbacks.Callback):
             known, epochs = self._known, self.position.epoch
             self._restore_states()
             self._known = known
-            _say(
+            say(
                 f"Nothing left to train: {self._directory} has {epochs} "
                 f"{'epoch' if epochs == 1 else 'epochs'} already."
             )
@@ -341,7 +341,7 @@ class Checkpoint(keras.callbacks.Callback):
             if sys.stdout.isatty():
                 print()  # ends the progress bar's line
             name = {2: "Ctrl-C", 15: "SIGTERM"}[number]
-            _say(f"Stopped by {name}: {again}.")
+            say(f"Stopped by {name}: {again}.")
             raise Stopped(number)
         if self._saving is not None and self._saving.done():
             self._wait()
@@ -433,7 +433,7 @@ class Checkpoint(keras.callbacks.Callback):
             text = f"Cannot save a checkpoint in {self._directory}: {error}; {saved}."
             if self._on_save_error == "stop":
                 raise SaveError(text) from error
-            _say(f"Warning: {text}")
+            say(f"Warning: {text}")
 
     def _step(self):
         return int(self.model.optimizer.iterations)
@@ -458,10 +458,6 @@ def check_checkpoint(directory: str, model: keras.Model) -> None:
     _newest_good(directory, checkpoints.load_about, model, quiet=True)
 
 
-def _say(text):
-    print(f"towers: {text}", file=sys.stderr, flush=True)
-
-
 def _newest_good(directory, load, model, quiet=False):
     """The newest checkpoint that is of this model, and what `load` returns of it."""
     failed = None
@@ -476,7 +472,7 @@ def _newest_good(directory, load, model, quiet=False):
             continue
         if failed is not None and not quiet:
             lost = f"what was trained after it is lost: going back to {path}"
-            _say(f"Warning: {str(failed).partition('; choose')[0]}; {lost}.")
+            say(f"Warning: {str(failed).partition('; choose')[0]}; {lost}.")
         return path, found
     if failed is not None:
         raise failed

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers.resume import Saves
+from towers.resume import Saves, say
 
 STALLED = 4
 """The exit code of a process that a stall has ended."""
@@ -188,7 +188,7 @@ class Stall(keras.callbacks.Callback):
         stacks = _stacks(fit.thread)
         reason = found.reason or self._ask(heard.testing)
         where = _where(heard, (self.params or {}).get("epochs", "?"))
-        _say(
+        say(
             f"Warning: No batch has ended for {now - heard.time_s:.0f} s, {where}; "
             f"waiting for {reason}. The stacks:\n{stacks}"
         )
@@ -239,7 +239,7 @@ class Stall(keras.callbacks.Callback):
             again = ": nothing was saved yet"
             if latest:
                 again = f": the last checkpoint is {latest}; run again to continue"
-        _say(f"Stopped by the stall{again}.")
+        say(f"Stopped by the stall{again}.")
         # In a thread: it may be this that the run waits for. On a terminal, the
         # progress bar's line is ended.
         end = "\n" if sys.stdout.isatty() else ""
@@ -419,8 +419,4 @@ def _stages(pipeline: Any) -> list[tuple[str, tf.data.Dataset]]:
 
 
 def _say_it_goes_on(seconds: float) -> None:
-    _say(f"It goes on after {seconds:.0f} s.")
-
-
-def _say(text: str) -> None:
-    print(f"towers: {text}", file=sys.stderr, flush=True)
+    say(f"It goes on after {seconds:.0f} s.")
