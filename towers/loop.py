@@ -6,11 +6,14 @@ business; epochs, callbacks and the end of the data are Keras's.
 """
 
 import collections
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from towers.phases import moment
 
 
 class Ahead:
@@ -62,7 +65,7 @@ class Ahead:
 def train_function(
     prepare: Callable[[Any], None],
     place: Callable[[Any], Any],
-    step: Callable[[Any, Any], Any],
+    step: Callable[[Any, Any, tf.Tensor], Any],
     steps: int,
     eager: bool,
     prefetch: int,
@@ -77,7 +80,8 @@ def train_function(
         prepare: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
             that do not exist yet: a graph that has to create some is traced twice.
         place: Cuts a batch and copies the shares to where they are needed.
-        step: Takes a batch and its placed shares, trains on it and returns its logs.
+        step: Takes a batch, its placed shares and when a batch was last asked for and
+            came (float64 [2], in seconds), trains on it and returns its logs.
         steps: Steps in a call; at the end of the data there may be fewer.
         eager: Whether steps run op by op, outside of any graph.
         prefetch: With one step in a call, how many batches are placed ahead of it.
@@ -87,16 +91,16 @@ def train_function(
         `StopIteration` or `tf.errors.OutOfRangeError` if there is no batch left.
     """
 
-    def one(data):
+    def one(data, fetched):
         data = without_optionals(data)
-        return step(data, place(data))
+        return step(data, place(data), fetched)
 
     def many(iterator):
         if steps == 1:
-            data = iterator.get_next()
+            data, fetched = _get_next(iterator)
             # At the end of the data nothing happens, also to what does not look at it.
-            with tf.control_dependencies(flat(without_optionals(data))):
-                return one(data)
+            with tf.control_dependencies(flat(data)):
+                return one(data, fetched)
         return _loop(place, step, steps, iterator)
 
     if not eager:
@@ -117,15 +121,53 @@ def train_function(
         if not eager and isinstance(iterator, tf.data.Iterator):
             prepare_once(iterator.element_spec)
             return many(iterator)
-        logs = None
-        for _, data in zip(range(steps), iterator, strict=False):
+        logs, fetches = None, _Fetches()
+        for _, data in zip(range(steps), fetches.timed(iterator), strict=False):
             prepare_once(data)
-            logs = (one if eager else one_in_graph)(data)
+            logs = (one if eager else one_in_graph)(data, fetches.interval())
         if logs is None:
             raise StopIteration
         return logs
 
     return function
+
+
+def _get_next(iterator):
+    """The next batch, and when it was asked for and came."""
+    asked = moment()
+    with tf.control_dependencies([asked]):
+        data = without_optionals(iterator.get_next())
+    return data, tf.stack([asked, moment(flat(data))])
+
+
+class _Fetches:
+    """When batches were asked for and came, where Python takes them."""
+
+    def __init__(self):
+        self._asked_s = self._came_s = 0.0
+
+    def call(self, fetch: Callable[..., Any], *args: Any) -> Any:
+        """Calls what fetches a batch."""
+        asked_s = time.time()
+        try:
+            return fetch(*args)
+        finally:
+            self._asked_s = self._asked_s or asked_s
+            self._came_s = time.time()
+
+    def timed(self, iterator: Iterator) -> Iterator:
+        """Yields what an iterator does."""
+        while True:
+            try:
+                yield self.call(next, iterator)
+            except StopIteration:
+                return
+
+    def interval(self) -> tf.Tensor:
+        """From the first to the last fetch since this was last asked: float64 [2]."""
+        interval = tf.constant([self._asked_s, self._came_s], tf.float64)
+        self._asked_s = 0.0
+        return interval
 
 
 def _one_ahead(place, step, count):
@@ -137,7 +179,7 @@ def _one_ahead(place, step, count):
 
     fetch = tf.function(fetch, autograph=False)
     step = tf.function(step, autograph=False)
-    traced = weakref.WeakKeyDictionary()
+    traced, fetching = weakref.WeakKeyDictionary(), _Fetches()
 
     def trace(iterator):
         fetches = fetch.get_concrete_function(iterator)
@@ -146,19 +188,20 @@ def _one_ahead(place, step, count):
             lambda t: None if t is None else tf.type_spec_from_value(t),
             fetches.structured_outputs,
         )
-        return fetches, step.get_concrete_function(*specs)
+        interval = tf.TensorSpec([2], tf.float64)
+        return fetches, step.get_concrete_function(*specs, interval)
 
     def fetch_next(iterator):
         if iterator not in traced:
             traced[iterator] = trace(iterator)
         fetches, steps = traced[iterator]
-        return steps, fetches(iterator)
+        return steps, fetching.call(fetches, iterator)
 
     ahead = Ahead(count, fetch_next)
 
     def function(iterator):
         step, fetched = ahead.take(iterator)
-        logs = step(*fetched)
+        logs = step(*fetched, fetching.interval())
         del fetched  # to make room
         ahead.fill(iterator)
         return logs
@@ -168,34 +211,40 @@ def _one_ahead(place, step, count):
 
 def _loop(place, step, steps, iterator):
     """Runs up to `steps` steps in a loop of the graph."""
-    first = without_optionals(iterator.get_next())
+    first, fetched = _get_next(iterator)
     placed = place(first)
-    traced = tf.function(step, autograph=False).get_concrete_function(first, placed)
+    traced = tf.function(step, autograph=False)
+    traced = traced.get_concrete_function(first, placed, fetched)
     logs_spec = tf.nest.map_structure(
         tf.type_spec_from_value, traced.structured_outputs
     )
 
-    def body(count, _, data, shares, logs):
+    def body(count, _, data, shares, fetched, logs):
         data_now, shares_now = _pack(first, data), _pack(placed, shares)
-        following = tf.cond(
-            count + 1 < steps,
-            iterator.get_next_as_optional,
-            lambda: tf.experimental.Optional.empty(iterator.element_spec),
-        )
+        asked = moment()
+        with tf.control_dependencies([asked]):
+            following = tf.cond(
+                count + 1 < steps,
+                iterator.get_next_as_optional,
+                lambda: tf.experimental.Optional.empty(iterator.element_spec),
+            )
         more = following.has_value()
+        fetched_next = tf.stack([asked, moment(more)])
         # The choice is made on the host: what a branch returns passes through there.
         data_next = tf.cond(
             more, lambda: flat(without_optionals(following.get_value())), lambda: data
         )
         shares_next = flat(place(_pack(first, data_next)))
-        logs = tf.experimental.Optional.from_value(traced(data_now, shares_now))
-        return count + 1, more, data_next, shares_next, logs
+        logs = traced(data_now, shares_now, fetched)
+        logs = tf.experimental.Optional.from_value(logs)
+        return count + 1, more, data_next, shares_next, fetched_next, logs
 
     variables = (
         tf.zeros([], tf.int32),
         tf.constant(True),
         flat(first),
         flat(placed),
+        fetched,
         tf.experimental.Optional.empty(logs_spec),
     )
     with tf.compat.v1.device(_where_its_input_is):

@@ -96,6 +96,31 @@ class TestThroughput:
         assert (first, second) == (10.0, 2.5)
         assert throughput.images_per_sec == 4.0
 
+    def test_says_mean_standard_error_and_jitter(self):
+        throughput = self.make(batch_size=10, warmup_steps=0)
+        assert throughput.text() == "images/sec: not measured"
+        # Rates of 10, 5, 2, 2 and 2000 images a second: the mean is by time.
+        seconds = [1.0, 2.0, 5.0, 5.0, 0.005]
+        self.drive(throughput, list(enumerate(seconds)))
+        rates = [10 / each for each in seconds]
+        error, jitter = np.std(rates) / 5**0.5, 1.4826 * 3
+        expected = f"{50 / 13.005:,.1f} +/- {error:,.1f} (jitter = {jitter:.1f})"
+        assert throughput.text() == f"images/sec: {expected}"
+        assert f"images/sec: {25 / 13.005:,.1f} +/- " in throughput.text(0.5)
+
+    def test_measures_since_it_was_last_asked_by_tower(self):
+        throughput = self.make(10, warmup_steps=1, fractions=(0.6, 0.4))
+        self.drive(throughput, [(0, 9.0)])
+        assert throughput.measured() == {}
+        self.drive(throughput, [(1, 2.0), (2, 2.0)], begin=1)
+        assert throughput.measured() == {
+            "samples_per_sec": 5.0,
+            "samples_per_sec/tower_0": 3.0,
+            "samples_per_sec/tower_1": 2.0,
+        }
+        self.drive(throughput, [(3, 1.0)], begin=3)
+        assert throughput.measured()["samples_per_sec"] == 10.0
+
     def test_later_callbacks_see_it(self):
         seen = {}
         later = keras.callbacks.LambdaCallback(
@@ -121,7 +146,7 @@ class TestLines:
             "epoch 2/2 done, step 6",
         ]
         for line in lines:
-            assert re.search(r": [\d,.]+ images/s, accuracy \d\.\d+, loss \d", line)
+            assert re.search(r": images/sec: [\d,.]+, accuracy \d\.\d+, loss \d", line)
 
     def test_goes_on_counting(self):
         model, stream = build(), io.StringIO()

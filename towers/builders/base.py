@@ -16,6 +16,8 @@ import tensorflow as tf
 from absl import logging
 
 from towers import batch, lookup, loop, packing, reduce, tower
+from towers.builders.guard import Guard
+from towers.phases import Phases
 from towers.preprocess import Preprocess
 from towers.rules import Rules
 from towers.tower import TowerResult
@@ -57,10 +59,13 @@ class Builder(abc.ABC):
         preprocess: What towers do to their shares before the model sees them, if
             anything.
         prefetch: Batches that are fetched and placed ahead of a call of one step.
+        guard: Stops a step of training that is not finite, if anything does.
         loss_placed: Where it is: "tower" or "gathered"; `None` before the first step.
         compiled: Whether XLA is known to compile the model: by training it once.
         watched: Whether code of the user's runs between calls of training, which may
             change variables.
+        phases: Measures what the time of the steps of `train_function` goes to.
+        graph: The graph that a step of `train_function` was last made in, if any.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Builder(abc.ABC):
         packed: bool | None = None,
         preprocess: Preprocess | None = None,
         prefetch: int = 0,
+        guard: Guard | None = None,
     ):
         self.model = model
         self.devices = tuple(devices)
@@ -86,13 +92,16 @@ class Builder(abc.ABC):
         self.packed = packed
         self.preprocess = preprocess
         self.prefetch = prefetch
+        self.guard = guard
         self.watched = False
+        self.phases = Phases(len(self.devices))
         self._said = set()
         self.forget()
 
     def forget(self) -> None:
         """Forgets what was found out about the model, which has changed."""
         self.loss_placed = None
+        self.graph = None
         self._eager_rules = {}
         self._reads_tables = False
         self._xla = None
@@ -126,8 +135,10 @@ class Builder(abc.ABC):
             returns the logs of the last; see `loop.train_function`.
         """
 
-        def step(data, shares):
-            with scope():
+        def step(data, shares, fetched):
+            if not tf.executing_eagerly():
+                self.graph = tf.compat.v1.get_default_graph()
+            with scope(), self.phases.step(data, shares, fetched):
                 return self.train_step(data, shares)
 
         def place(data):
@@ -140,7 +151,13 @@ class Builder(abc.ABC):
 
         model = self.model
         steps, eager = model.steps_per_execution, model.run_eagerly
-        return loop.train_function(prepare, place, step, steps, eager, self.prefetch)
+        train = loop.train_function(prepare, place, step, steps, eager, self.prefetch)
+
+        def function(iterator):
+            self.phases.reads(iterator)
+            return train(iterator)
+
+        return function
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates one global batch: forward on the towers, loss and metrics at home.

@@ -1,6 +1,7 @@
 """Prints one plain line an interval, for log files."""
 
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 import keras
@@ -13,15 +14,22 @@ class Lines(keras.callbacks.Callback):
     logs and measures nothing.
     """
 
-    def __init__(self, every_steps: int = 100, stream: TextIO | None = None):
+    def __init__(
+        self,
+        every_steps: int = 100,
+        stream: TextIO | None = None,
+        rate: Callable[[], str] | None = None,
+    ):
         """Initializes the callback.
 
         Args:
             every_steps: Steps between lines.
             stream: Where to write; standard output by default.
+            rate: Says how fast the run has been, in place of the logs' mean.
         """
         super().__init__()
         self._every_steps = every_steps
+        self._rate = rate
         self._stream = stream
         self._step = 0
         self._epoch = 0
@@ -52,7 +60,8 @@ class Lines(keras.callbacks.Callback):
         rate = values.pop("images_per_sec", None)
         parts = [f"{name} {value:.4f}" for name, value in values.items()]
         if rate is not None:
-            parts.insert(0, f"{rate:,.1f} images/s")
+            text = self._rate() if self._rate else f"images/sec: {rate:,.1f}"
+            parts.insert(0, text)
         epochs = self.params["epochs"]
         print(
             f"epoch {self._epoch + 1}/{epochs}{suffix}, step {self._step}: "

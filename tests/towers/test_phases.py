@@ -1,0 +1,144 @@
+"""What a step's time goes to: sleeps put into one phase are found there.
+
+A sleep takes at least its time on any machine, however busy.
+"""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers import multi_gpu_model, phases
+from towers.callbacks.step_time import StepTime
+
+NAP_S = 0.02
+BATCHES = 8
+HOW = [
+    ("parameter_server", 1, 0, False),
+    ("parameter_server", 4, 0, False),
+    ("parameter_server", 1, 2, False),
+    ("parameter_server", 1, 0, True),
+    ("replicated", 4, 0, False),
+    ("asynchronous", 4, 0, False),
+]
+
+
+def nap(tensor, when=True):
+    """The tensor, some time later."""
+
+    def sleep(value, when):
+        time.sleep(NAP_S * bool(when))
+        return value
+
+    late = tf.py_function(sleep, [tensor, when], tensor.dtype)
+    return tf.ensure_shape(late, tensor.shape)
+
+
+class SlowSGD(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        super().apply([nap(grads[0]), *grads[1:]], trainable_variables)
+
+
+def slow(data):
+    """Batches that are made when they are asked for, not before."""
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return data.map(lambda x, y: (nap(x), y)).with_options(options)
+
+
+def train(how, data=lambda d: d, optimizer="sgd", preprocess=None, callbacks=()):
+    """Trains for an epoch after a warm-up; returns totals and seconds of the epoch."""
+    builder, steps, prefetch, eager = how
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    parallel = multi_gpu_model(
+        model, gpus=2, builder=builder, prefetch=prefetch, preprocess=preprocess
+    )
+    parallel.compile(optimizer, "mse", steps_per_execution=steps, run_eagerly=eager)
+    x = np.repeat([[-1.0], [1.0]], 3, axis=0) * np.ones([1, 4])
+    batches = tf.data.Dataset.from_tensors(
+        (tf.constant(x, tf.float32), np.zeros([6, 2]))
+    )
+    batches = data(batches.repeat(BATCHES))
+    parallel.fit(batches, verbose=0)
+    before, begin = parallel.builder.phases.totals(), time.perf_counter()
+    parallel.fit(batches, verbose=0, callbacks=list(callbacks))
+    seconds = time.perf_counter() - begin
+    return parallel.builder.phases.totals().since(before), seconds
+
+
+def check(totals, seconds):
+    assert totals.steps == BATCHES
+    parts = totals[1:5]
+    assert min(*parts, *totals.towers_s) >= 0
+    # None is counted twice, nor what others do: TensorFlow's clock has microseconds.
+    assert sum(parts) < seconds + 1e-3
+    assert max(totals.towers_s) <= totals.compute_s + 1e-3 or totals.copy_s == 0
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_waiting_for_input(how):
+    found = train(how, slow)
+    check(*found)
+    totals, _ = found
+    # In a call of several, a batch is made while the towers compute, for a part of it.
+    assert totals.input_s > BATCHES * NAP_S / (2 if how[1] > 1 or how[2] else 1)
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_computing_by_tower(how):
+    """The second tower's rows are positive, and make it slow."""
+
+    def preprocess(x, y, training):
+        return nap(x, x[0, 0] > 0), y
+
+    totals, seconds = train(how, preprocess=preprocess)
+    check(totals, seconds)
+    first, second = totals.towers_s
+    assert second > BATCHES * NAP_S
+    if how[0] != "asynchronous" and not how[3]:
+        # Unless Python has to let one in after the other.
+        assert first < second
+        assert totals.compute_s > BATCHES * NAP_S
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_applying(how):
+    totals, seconds = train(how, optimizer=SlowSGD())
+    check(totals, seconds)
+    assert totals.reduce_s > BATCHES * NAP_S
+
+
+def test_the_iterator_in_use_is_known():
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            iterator = self.model.builder.phases.iterator
+            seen.append(iterator.element_spec[0].shape[1:])
+
+    train(HOW[0], callbacks=[Look()])
+    assert seen == [(4,)] * BATCHES
+    assert phases.Phases(2).iterator is None
+
+
+def test_what_is_measured_adds_up():
+    step_time = StepTime(warmup_steps=2)
+    found = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            found.append(step_time.measured())
+
+    train(HOW[0], slow, callbacks=[step_time, Look()])
+    names = ["input", "copy", "compute", "reduce", "tower_0", "tower_1"]
+    # The second call's end is the start.
+    assert not found[0] and not found[1]
+    assert all(list(each) == [f"step_ms/{n}" for n in names] for each in found[2:])
+    assert min(each["step_ms/input"] for each in found[2:]) > 1000 * NAP_S
+    text = step_time.text()
+    assert "waiting for input" in text and "by tower: " in text
+    waited_ms = float(text.partition(" ms")[0])
+    mean = np.mean([each["step_ms/input"] for each in found[2:]])
+    assert waited_ms == pytest.approx(mean, abs=0.06)

@@ -1,0 +1,170 @@
+"""Measures what the time of training steps goes to.
+
+The graph looks at the clock whenever something is there for all towers: the batch, its
+shares on their devices, the towers' gradients, the updated variables. From one step's
+end to the next, its time is cut at these moments, so that the parts add up to it.
+What runs beside something else, such as a batch that is fetched while the towers
+compute, takes no time. That costs some microseconds a step, so all steps are measured;
+on a GPU, a copy of nothing tells the host that what came before is done.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from towers.devices import HOST
+
+
+class Totals(NamedTuple):
+    """What the time of steps has gone to.
+
+    Attributes:
+        steps: Steps measured.
+        input_s: Towers waited for a batch.
+        copy_s: Shares were cut, and copied to the towers.
+        compute_s: Towers computed, until the last had its gradients.
+        reduce_s: Gradients were added, and variables and metrics updated.
+        towers_s: Each tower computed.
+    """
+
+    steps: int
+    input_s: float
+    copy_s: float
+    compute_s: float
+    reduce_s: float
+    towers_s: tuple[float, ...]
+
+    def since(self, before: "Totals") -> "Totals":
+        """Returns what has come in addition to earlier totals."""
+        parts = zip(self[:-1], before[:-1], strict=True)
+        towers = zip(self.towers_s, before.towers_s, strict=True)
+        return Totals(*(a - b for a, b in parts), tuple(a - b for a, b in towers))
+
+
+class Phases:
+    """Adds up the phases of a builder's steps."""
+
+    def __init__(self, towers: int):
+        """Starts at zero.
+
+        Args:
+            towers: Number of towers.
+        """
+        with tf.init_scope(), tf.device(HOST):
+            zeros = tf.zeros([5 + towers], tf.float64)
+            self._totals = tf.Variable(zeros, trainable=False)
+            # When the last step ended.
+            self._last = tf.Variable(tf.zeros([], tf.float64), trainable=False)
+        self._added, self._lock = np.zeros([5 + towers]), threading.Lock()
+        self._moments: dict[str, Any] | None = None
+        self._iterator = None
+
+    def totals(self) -> Totals:
+        """Returns the sums over all steps so far."""
+        steps, *phases = self._totals.numpy() + self._added
+        return Totals(round(steps), *map(float, phases[:4]), tuple(phases[4:].copy()))
+
+    @property
+    def iterator(self) -> tf.data.Iterator | None:
+        """The iterator of tf.data that batches were last taken from, if it lives."""
+        return self._iterator and self._iterator()
+
+    def reads(self, iterator: Any) -> None:
+        """Is told which iterator batches are taken from."""
+        if isinstance(iterator, tf.data.Iterator):
+            self._iterator = weakref.ref(iterator)
+
+    @contextlib.contextmanager
+    def step(self, data: Any, shares: Any, fetched: tf.Tensor) -> Iterator[None]:
+        """Measures the step whose operations are made inside.
+
+        Args:
+            data: The batch.
+            shares: What the towers have of it.
+            fetched: When a batch was last asked for, and when it came: float64 [2].
+        """
+        graph, before = None, 0
+        if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            before = len(graph.get_operations())
+        self._moments = {"begun": moment(data), "placed": moment(shares)}
+        try:
+            yield
+            if "computed" in self._moments:
+                made = graph.get_operations()[before:] if graph else ()
+                done = moment([op for op in made if op._is_stateful])
+                self._add(fetched, done=done, **self._moments)
+        finally:
+            self._moments = None
+
+    def computed(self, towers: Sequence[Any]) -> None:
+        """Is told of what each tower that has a share makes of it, in a step."""
+        if self._moments is not None:
+            self._moments["computed"] = [moment(tensors) for tensors in towers]
+
+    def add(self, parts: Sequence[float]) -> None:
+        """Adds what was measured elsewhere, by whichever thread.
+
+        Args:
+            parts: As the attributes of `Totals`, in one list.
+        """
+        with self._lock:
+            self._added += parts
+
+    def _add(self, fetched, begun, placed, computed, done):
+        last, (asked, came) = self._last.read_value(), tf.unstack(fetched)
+        with tf.device(HOST):
+            # Of the time since the last step, that in which a batch was fetched.
+            waited = _positive(tf.minimum(came, begun) - tf.maximum(asked, last))
+            begun = tf.maximum(begun, last)
+            placed, all_computed = tf.maximum(placed, begun), tf.reduce_max(computed)
+            idle = [tf.zeros([], tf.float64)] * (
+                self._totals.shape[0] - 5 - len(computed)
+            )
+            parts = [
+                tf.ones([], tf.float64),
+                waited,
+                placed - begun,
+                all_computed - placed,
+                done - all_computed,
+                *(each - placed for each in computed),
+                *idle,
+            ]
+            self._totals.assign_add(tf.stack([_positive(part) for part in parts]))
+            self._last.assign(done)
+
+
+def moment(after: Any = ()) -> tf.Tensor:
+    """Returns the time at which some tensors, or operations, are there.
+
+    Args:
+        after: A nest of them, or of `None`.
+
+    Returns:
+        Seconds, a float64 scalar on the host.
+    """
+    parts = tf.nest.flatten(after, expand_composites=True)
+    parts = [_itself(part) for part in parts if part is not None]
+    with tf.control_dependencies(parts), tf.device(HOST):
+        now = tf.timestamp()
+    if not tf.executing_eagerly() and now.graph.experimental_acd_manager:
+        # TensorFlow would have it wait for whatever draws random numbers.
+        now.graph.experimental_acd_manager.run_independently(now.op)
+    return now
+
+
+def _itself(part):
+    """What waits for a tensor: where it is a function's, the call does not."""
+    if not tf.is_tensor(part) or tf.executing_eagerly():
+        return part
+    with tf.device(None), tf.device(part.device):
+        return tf.identity(part)
+
+
+def _positive(seconds):
+    return tf.maximum(seconds, tf.zeros([], tf.float64))
