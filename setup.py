@@ -14,6 +14,10 @@ CORE = [
     "wrapt>=1.14,<3",
     # Its wheel holds the handwritten digits, the default data set.
     "scikit-learn>=1.5,<2",
+    # What the device report reads; TensorFlow Datasets depends on the first, too, and
+    # the second is small and pure Python.
+    "psutil>=6,<8",
+    "nvidia-ml-py>=12.535,<14",
     # TensorFlow Datasets imports it, and forgets to ask for it.
     "importlib_resources>=6,<8",
 ]
@@ -21,6 +25,8 @@ CORE = [
 # TensorFlow Datasets asks for both, of any version, the first on Linux only.
 ARRAY_RECORD = ["array-record>=0.8,<1"]
 PARQUET = ["pyarrow>=20"]
+# Draws what --plot and towers.report show.
+PLOTS = ["matplotlib>=3.10,<4"]
 
 setup(
     name="towers",
@@ -37,15 +43,19 @@ setup(
             "ruff>=0.14,<0.18",
             *ARRAY_RECORD,
             *PARQUET,
+            *PLOTS,
         ],
         "array_record": ARRAY_RECORD,
         "parquet": PARQUET,
+        "plots": PLOTS,
+        # TensorBoard's page for what --profile_steps records.
+        "profile": ["xprof>=2.24,<2.25"],
         # What peers in scripts/bench_towers.py need, and its plot.
         "bench": [
             "jax>=0.10,<0.11",
             "torch>=2.14,<3",
             "tf_keras>=2.21,<2.22",
-            "matplotlib>=3.10,<4",
+            *PLOTS,
             # What peers in scripts/bench_input.py need, and its photographs.
             "torchvision>=0.29,<1",
             "nvidia-dali-cuda120>=2.4,<3; sys_platform == 'linux'",

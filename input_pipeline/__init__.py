@@ -8,16 +8,18 @@ caller: nothing here knows of models or devices.
 
 from input_pipeline import quarantine
 from input_pipeline.augment import normalize
-from input_pipeline.cache import CACHES, cached
+from input_pipeline.cache import CACHES, cached, free_memory
 from input_pipeline.checks import blame_records, find_bad_record, scan_labels
 from input_pipeline.mix import Mix
 from input_pipeline.pipeline import Pipeline, make_dataset
 from input_pipeline.recipes import RECIPES
+from input_pipeline.report import ADVICE
 from input_pipeline.sources import Source, open_source
 from input_pipeline.sources.arrays import ArraySource
 from input_pipeline.sources.base import BadRecordError
 
 __all__ = [
+    "ADVICE",
     "CACHES",
     "RECIPES",
     "ArraySource",
@@ -28,6 +30,7 @@ __all__ = [
     "blame_records",
     "cached",
     "find_bad_record",
+    "free_memory",
     "make_dataset",
     "normalize",
     "open_source",

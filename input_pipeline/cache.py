@@ -121,7 +121,7 @@ def _choose(needed: int, folder: str | None, deterministic: bool) -> str | None:
     """Where so many bytes fit: "memory", "disk", or None."""
     if deterministic:
         return "memory" if needed <= _FIXED_MB * 2**20 else None
-    if needed <= _SHARE * _free_memory():
+    if needed <= _SHARE * free_memory():
         return "memory"
     if folder is None:
         return None
@@ -130,7 +130,7 @@ def _choose(needed: int, folder: str | None, deterministic: bool) -> str | None:
     return "disk" if needed <= _SHARE * disk.f_bavail * disk.f_frsize else None
 
 
-def _free_memory() -> float:
+def free_memory() -> float:
     """Bytes that this process can still take; none where nobody can tell."""
     free = 0.0
     with contextlib.suppress(OSError, ValueError):

@@ -216,18 +216,22 @@ class Pipeline:
         )
         auto = tf.data.AUTOTUNE
         # By the batch: to start an operation takes longer than a small record does.
-        dataset = raw.map(self._parse(recipe), num_parallel_calls=auto)
+        dataset = raw.map(self._parse(recipe), num_parallel_calls=auto, name="parse")
         stages = [("read", raw), ("parse", dataset)]
         if self.source.encoded or recipe.window or recipe.one:
             # Decoding is the costly stage: image by image, on all cores.
-            dataset = dataset.unbatch().map(self._one(recipe), num_parallel_calls=auto)
+            dataset = dataset.unbatch().map(
+                self._one(recipe), num_parallel_calls=auto, name="decode"
+            )
             stages.append(("decode", dataset))
             # The short last batch stays: every example is seen once in an epoch. To
             # copy in parallel costs more than it gains, but for many cores.
             copies = auto if _THREADS > _FEW_CORES else None
             dataset = dataset.batch(self.batch_size, num_parallel_calls=copies)
             stages.append(("batch", dataset))
-        dataset = dataset.map(self._many(recipe), num_parallel_calls=auto)
+        dataset = dataset.map(
+            self._many(recipe), num_parallel_calls=auto, name="augment"
+        )
         return [*stages, ("augment", dataset)]
 
     def _parse(self, recipe):

@@ -9,7 +9,7 @@ from input_pipeline import measure
 _ADDED = "adds us an example"
 _WORTH = "speed before / after"
 
-_ADVICE = {
+ADVICE = {
     "read": "keep the data on a faster disk, or in fewer and larger files (tfrecord:)",
     "parse": "keep nothing but image and label in the records, or take a larger "
     "--batch_size",
@@ -80,7 +80,7 @@ def bottleneck(added: dict[str, float]) -> str:
     share = added[name] / sum(added.values())
     return (
         f"The bottleneck is {name}, {share:.0%} of the time of an example; for more "
-        f"speed, {_ADVICE[name]}."
+        f"speed, {ADVICE[name]}."
     )
 
 

@@ -43,6 +43,24 @@ for a, b in zip(ours, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 """
 
+_REPORT = """
+import keras
+import numpy as np
+import towers
+from towers.callbacks.devices import DeviceReport
+
+placed = towers.configure(num_gpus=1, gpu_split=2, gpu_memory_limit_mb=4096)
+model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(512)])
+parallel = towers.multi_gpu_model(model, gpus=placed.towers)
+parallel.compile("sgd", "mse")
+report = DeviceReport(placed)
+x = np.ones((4096, 512), "float32")
+parallel.fit(x, x, batch_size=1024, verbose=0, callbacks=[report])
+for tag, value in report.measured().items():
+    print(tag, value)
+print(report.text())
+"""
+
 
 def _run(*command):
     done = subprocess.run(
@@ -84,3 +102,23 @@ def test_the_default_job_trains(tmp_path, dtype, home):
     assert "/device:GPU:1" in out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test_accuracy"] >= 0.98
+
+
+def test_the_device_report_of_a_real_gpu():
+    out = _run("-c", _REPORT)
+    lines = [line.split() for line in out.splitlines() if line.startswith("device/")]
+    for tower in ("gpu:0", "gpu:1"):
+        values = {
+            tag.rpartition("/")[2]: float(value)
+            for tag, value in lines
+            if tag.startswith(f"device/{tower}/")
+        }
+        # A share of the examples is 1 MB, and so are the weights.
+        assert 0 < values["memory_mb"] <= values["peak_memory_mb"]
+        assert 1 < values["peak_memory_mb"] <= values["limit_mb"] == 4096
+        # TensorFlow has taken the memory of both at once.
+        assert values["used_mb"] > 8192
+        assert 0 <= values["utilization"] <= 1
+        assert 0 < values["temperature_c"] < 120
+        assert 1 < values["power_w"] < 2000
+    assert "/device:GPU:1, nvidia-smi's " in out

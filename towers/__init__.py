@@ -5,10 +5,15 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 `towers.train` and `towers.parity`.
 """
 
-from towers import callbacks
-from towers.devices import configure
-from towers.model import TowerModel, multi_gpu_model
-from towers.parity import Parity, check_parity
+from typing import TYPE_CHECKING
+
+from towers import lazy
+
+if TYPE_CHECKING:
+    from towers import callbacks
+    from towers.devices import configure
+    from towers.model import TowerModel, multi_gpu_model
+    from towers.parity import Parity, check_parity
 
 __all__ = [
     "Parity",
@@ -18,3 +23,16 @@ __all__ = [
     "configure",
     "multi_gpu_model",
 ]
+
+# TensorFlow takes seconds to import, and programs have things to do before it.
+__getattr__, __dir__ = lazy.attach(
+    __name__,
+    {
+        "Parity": "towers.parity",
+        "TowerModel": "towers.model",
+        "callbacks": "towers.callbacks",
+        "check_parity": "towers.parity",
+        "configure": "towers.devices",
+        "multi_gpu_model": "towers.model",
+    },
+)

@@ -474,6 +474,11 @@ def _parse_smi(answer: str) -> tuple[_SmiGpu, ...]:
     )
 
 
+def smi_gpu(index: int) -> _SmiGpu | None:
+    """Returns what nvidia-smi says of TensorFlow's GPU of an index; None if unsure."""
+    return _find_in_smi(index, os.environ)
+
+
 def _find_in_smi(index: int, environ: Mapping[str, str]) -> _SmiGpu | None:
     """Finds TensorFlow's GPU of an index at nvidia-smi, or None if unsure."""
     if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -496,7 +501,7 @@ def _check_fits_memory(chosen: Sequence[int], limit_mb: int | None, split: int) 
     if limit_mb is None:
         return
     for index in chosen:
-        gpu = _find_in_smi(index, os.environ)
+        gpu = smi_gpu(index)
         if gpu is not None and split * limit_mb > gpu.memory_mb:
             raise ValueError(
                 f"gpu_memory_limit_mb={limit_mb} was received for gpu_split={split}, "
@@ -545,7 +550,7 @@ def _gpu_rows(devices: Devices) -> list[dict[str, str]]:
         model = details.get("device_name", "GPU of unknown model")
         if "compute_capability" in details:
             model += " (cc {}.{})".format(*details["compute_capability"])
-        smi = _find_in_smi(index, os.environ)
+        smi = smi_gpu(index)
         rows.append(
             {
                 "tower": str(tower),
@@ -678,4 +683,4 @@ def _listed(devices: Sequence[str]) -> str:
 def _more_devices(numbered: Sequence[str]) -> str:
     if ":GPU:" in numbered[0]:
         return "make more GPUs visible with CUDA_VISIBLE_DEVICES"
-    return "make more logical CPUs first with towers.devices.configure(num_gpus=...)"
+    return "make more logical CPUs first with towers.configure(num_gpus=...)"

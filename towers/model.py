@@ -6,9 +6,9 @@ and saving stay Keras's own.
 """
 
 import contextlib
-import functools
 import inspect
 import operator
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +18,11 @@ import tensorflow as tf
 import wrapt
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from towers import auto, devices, reduce, resume, start, tower, variables
+from towers import auto, devices, numerics, reduce, resume, start, tower, variables
 from towers.auto import Choice
 from towers.builders.asynchronous import Asynchronous
 from towers.builders.base import Builder, overrides
+from towers.builders.guard import Guard
 from towers.builders.parameter_server import ParameterServer
 from towers.builders.replicated import Replicated
 from towers.preprocess import Preprocess
@@ -51,6 +52,7 @@ def multi_gpu_model(
     max_staleness: int | None = None,
     preprocess: Callable[[Any, Any, bool], tuple[Any, Any]] | None = None,
     prefetch: int | None = None,
+    check_numerics: bool | str | os.PathLike = False,
 ) -> "TowerModel":
     """Makes a model train, evaluate and predict on several devices.
 
@@ -113,6 +115,11 @@ def multi_gpu_model(
         prefetch: How many batches are fetched and copied to the towers before they are
             asked for, by calls of training with one step; as many more than needed
             are taken from the data. By default 2 if a tower is on a GPU, else none.
+        check_numerics: Whether the first step of training with a loss or a gradient
+            that is not finite changes nothing, and raises a `numerics.NotFiniteStep`
+            that says where that began. A path: the same, and the step's batch is
+            written there, with the variables; see `numerics.locate`. By default such a
+            step is like any other, as on one device.
 
     Returns:
         A model that computes on towers.
@@ -141,6 +148,7 @@ def multi_gpu_model(
     prefetch = _check_prefetch(prefetch, towers)
     if preprocess is not None:
         preprocess = _check_preprocess(preprocess)
+    guard, numerics_file = _check_numerics(check_numerics)
     if builder == "replicated":
         home = _check_home_of_copies(home, cpu_relocation, towers)
     if home is None:
@@ -155,6 +163,7 @@ def multi_gpu_model(
             # Home, where the sum is needed, if that is a CPU.
             merge = where if "CPU" in where else devices.HOST
         options = {"packed": packed, "preprocess": preprocess, "prefetch": prefetch}
+        options["guard"] = guard
         if choice.builder == "replicated":
             options["all_reduce_alg"] = choice.all_reduce_alg
         if choice.builder == "asynchronous":
@@ -163,9 +172,10 @@ def multi_gpu_model(
             model, towers, where, merge, shares, loss_placement, strict, **options
         )
 
-    if builder == "auto":
-        return TowerModel(model, make, Choice(), chosen=False, file=choice_file)
-    return TowerModel(model, make, Choice(builder, all_reduce_alg))
+    chosen = Choice() if builder == "auto" else Choice(builder, all_reduce_alg)
+    return TowerModel(
+        model, make, chosen, builder != "auto", choice_file, numerics_file
+    )
 
 
 class TowerModel(wrapt.CallableObjectProxy):
@@ -187,6 +197,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         choice: Choice,
         chosen: bool = True,
         file: str | None = None,
+        numerics_file: str | None = None,
     ):
         super().__init__(model)
         self._self_make = make
@@ -197,6 +208,9 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_builder = make(choice)
         self._self_seen = []
         self._self_passing = None
+        self._self_numerics_file = numerics_file
+        # The arguments of `fit`, while it runs.
+        self._self_given = {}
         self._follow()
 
     @property
@@ -254,7 +268,28 @@ class TowerModel(wrapt.CallableObjectProxy):
             if builder.xla or not self._self_chosen:
                 self.train_function = self._first_call
             else:
-                self.train_function = builder.train_function(self._step)
+                self.train_function = self._train_function()
+
+    def _train_function(self):
+        """Makes the builder's train function, which says what its guard has caught."""
+        builder = self._self_builder
+        train, guard = builder.train_function(self._step), builder.guard
+        if guard is None:
+            return train
+
+        def function(iterator):
+            guard.caught = None
+            try:
+                return train(iterator)
+            except tf.errors.InvalidArgumentError:
+                if guard.caught is None:
+                    raise
+            with self._step():
+                raise numerics.explain(
+                    builder, guard.caught, self._self_given, self._self_numerics_file
+                )
+
+        return function
 
     def _first_call(self, iterator):
         model = self.__wrapped__
@@ -271,8 +306,9 @@ class TowerModel(wrapt.CallableObjectProxy):
             start.say(f"Updating the variables by {recalled}, as chosen before.")
         begun_s = time.perf_counter()
         builder = self._self_builder
-        train = functools.partial(builder.train_function, self._step)
-        self.train_function, logs = start.train_or_fall_back(builder, train, batches)
+        self.train_function, logs = start.train_or_fall_back(
+            builder, self._train_function, batches
+        )
         start_s = time.perf_counter() - begun_s
         if len(ways) > 1 and recalled is None and builder.xla == ways[0].xla:
             trials = self._choose(ways, batches, start_s)
@@ -301,18 +337,20 @@ class TowerModel(wrapt.CallableObjectProxy):
         def make(way):
             if way not in made:
                 self._install(way, batches)
-                function = self._self_builder.train_function(self._step)
+                function = self._train_function()
                 made[way] = self._self_builder, function, self._current()
             return made[way][1]
 
-        trials = start.try_ways(ways, make, batches, self.__wrapped__, start_s)
+        guard = self._self_builder.guard
+        with contextlib.nullcontext() if guard is None else guard.disarmed():
+            trials = start.try_ways(ways, make, batches, self.__wrapped__, start_s)
         start.say(auto.table(trials))
         chosen = trials[0].choice
         self._self_builder, self.train_function, seen = made[chosen]
         if any(map(operator.is_not, seen, self._current())):
             # The variables have been moved since.
             self._install(chosen, batches)
-            self.train_function = self._self_builder.train_function(self._step)
+            self.train_function = self._train_function()
         self._self_builder.refresh()
         return trials
 
@@ -335,9 +373,20 @@ class TowerModel(wrapt.CallableObjectProxy):
         callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
         self._self_builder.watched = _watches_batches(callbacks)
         saves = [each for each in callbacks if isinstance(each, resume.Saves)]
+        self._self_given = given.arguments
+        try:
+            return self._fit(fit, given, saves)
+        except numerics.NotFiniteStep as error:
+            if saves:
+                error.checkpoint = getattr(saves[0], "latest", None) or ""
+            raise
+        finally:
+            self._self_given = {}
+
+    def _fit(self, fit, given, saves):
         model = self.__wrapped__
         if not saves or not model.compiled:
-            return fit(self, *args, **kwargs)
+            return fit(*given.args, **given.kwargs)
         if model.built and not model.optimizer.built:
             with tf.device(self._self_builder.home):
                 model.optimizer.build(model.trainable_variables)
@@ -558,6 +607,17 @@ def _check_prefetch(prefetch: Any, towers: Sequence[str]) -> int:
             "such as 0 to have none fetched ahead."
         )
     return prefetch
+
+
+def _check_numerics(asked: Any) -> tuple[Guard | None, str | None]:
+    if isinstance(asked, bool):
+        return (Guard() if asked else None), None
+    if not isinstance(asked, str | os.PathLike):
+        raise ValueError(
+            f"Received check_numerics={asked!r}; expected True, False, or where to "
+            "write the batch of a step that is not finite, such as 'not_finite.npz'."
+        )
+    return Guard(), os.path.abspath(os.path.expanduser(asked))
 
 
 def _check_preprocess(preprocess: Any) -> Preprocess:

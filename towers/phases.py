@@ -10,14 +10,18 @@ on a GPU, a copy of nothing tells the host that what came before is done.
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from towers.devices import HOST
+
+_SCOPE = "phases"
 
 
 class Totals(NamedTuple):
@@ -117,8 +121,8 @@ class Phases:
             self._added += parts
 
     def _add(self, fetched, begun, placed, computed, done):
-        last, (asked, came) = self._last.read_value(), tf.unstack(fetched)
-        with tf.device(HOST):
+        with tf.name_scope(_SCOPE), tf.device(HOST):
+            last, (asked, came) = self._last.read_value(), tf.unstack(fetched)
             # Of the time since the last step, that in which a batch was fetched.
             waited = _positive(tf.minimum(came, begun) - tf.maximum(asked, last))
             begun = tf.maximum(begun, last)
@@ -149,13 +153,23 @@ def moment(after: Any = ()) -> tf.Tensor:
         Seconds, a float64 scalar on the host.
     """
     parts = tf.nest.flatten(after, expand_composites=True)
-    parts = [_itself(part) for part in parts if part is not None]
-    with tf.control_dependencies(parts), tf.device(HOST):
-        now = tf.timestamp()
+    with tf.name_scope(_SCOPE):
+        parts = [_itself(part) for part in parts if part is not None]
+        with tf.control_dependencies(parts), tf.device(HOST):
+            now = _now()
     if not tf.executing_eagerly() and now.graph.experimental_acd_manager:
         # TensorFlow would have it wait for whatever draws random numbers.
         now.graph.experimental_acd_manager.run_independently(now.op)
     return now
+
+
+def _now():
+    if is_op_determinism_enabled():
+        # TensorFlow refuses its own clock then.
+        now = tf.numpy_function(time.time, [], tf.float64)
+        now.set_shape([])
+        return now
+    return tf.timestamp()
 
 
 def _itself(part):

@@ -11,6 +11,12 @@ Exit codes: 0 done; 1 error; 3 numbers that are not finite; 4 stopped by a stall
 # run is made of. All flags are here, and here alone towers, models and input_pipeline
 # meet.
 
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from towers import startup
+
+    startup.begin("towers.train", "Stopped by Ctrl-C: nothing was saved yet.")
+
 import dataclasses
 import difflib
 import fcntl
@@ -25,6 +31,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,18 +51,23 @@ from input_pipeline.commands import (
     read_randaugment,
 )
 from input_pipeline.quarantine import Quarantine
-from towers import batch, checkpoints, devices
+from towers import batch, checkpoints, devices, startup
 from towers.callbacks.checkpoint import (
     Checkpoint,
     NotFinite,
     SaveError,
     check_checkpoint,
 )
+from towers.callbacks.devices import DeviceReport
 from towers.callbacks.lines import Lines
+from towers.callbacks.profile import Profile
 from towers.callbacks.stall import Stall
+from towers.callbacks.starvation import Starvation
+from towers.callbacks.step_time import StepTime
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.throughput import Throughput
+from towers.callbacks.watch import Watch
 from towers.model import (
     BUILDERS,
     TowerModel,
@@ -66,10 +78,37 @@ from towers.reduce import ALGORITHMS
 from towers.resume import ResumeError
 from towers.signals import Stopped
 from towers.tower import ModelError
+from towers.versions import versions
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.train"
 _BAD_RECORDS = "bad_records.json"
+_NOT_FINITE = "not_finite.npz"
+# What is looked at most comes first.
+_HYPER_PARAMETERS = (
+    "model",
+    "batch_size",
+    "optimizer",
+    "learning_rate",
+    "dataset",
+    "image_size",
+    "recipe",
+    "randaugment",
+    "mixup_alpha",
+    "cutmix_alpha",
+    "tower_shares",
+    "train_epochs",
+    "max_train_steps",
+    "lr_schedule",
+    "momentum",
+    "weight_decay",
+    "dtype",
+    "variable_update",
+    "max_staleness",
+    "steps_per_loop",
+    "enable_xla",
+    "seed",
+)
 
 flags.DEFINE_string(
     "model",
@@ -207,6 +246,15 @@ flags.DEFINE_enum(
     **_MORE,
 )
 flags.DEFINE_enum(
+    "check_numerics",
+    "auto",
+    ["auto", "off"],
+    "At the first loss or gradient that is not finite, stop before anything is "
+    "updated, say in which tower and layer it began, and write the batch to model_dir "
+    "as not_finite.npz; or go on as on one device.",
+    **_MORE,
+)
+flags.DEFINE_enum(
     "bad_records",
     "fail",
     ["fail", "skip"],
@@ -304,6 +352,16 @@ flags.DEFINE_bool("log_device_placement", False, "Log where ops run.", **_MORE)
 flags.DEFINE_integer("seed", 0, "Of weights, order of examples, dropout.", **_MORE)
 flags.DEFINE_bool("deterministic", False, "Same flags, same bits; slower.", **_MORE)
 flags.DEFINE_integer("log_steps", 100, "Steps between lines and scalars.", **_MORE)
+flags.DEFINE_bool(
+    "histograms", False, "Write histograms of the weights after each epoch.", **_MORE
+)
+flags.DEFINE_list(
+    "profile_steps",
+    None,
+    "First and last step to record a trace of for TensorBoard's profile plugin, such "
+    "as 100,110.",
+    **_MORE,
+)
 flags.DEFINE_integer("parity_steps", 3, "Steps that towers.parity compares.", **_MORE)
 
 
@@ -320,6 +378,7 @@ def main(argv: Sequence[str]) -> int:
     quieten()
     job = None
     try:
+        startup.end()
         job = set_up(argv)
         with input_pipeline.blame_records(job.source, job.evaluated[0]):
             run(job)
@@ -418,22 +477,34 @@ class Job:
         """Opens what to evaluate on, in order."""
         return self._open(*self.evaluated, training=False)
 
-    def _open(self, source, split, training):
-        return input_pipeline.make_dataset(
-            source,
-            split,
-            batch_size=FLAGS.batch_size,
-            image_shape=self.image_shape,
-            training=training,
-            recipe=FLAGS.recipe,
-            randaugment=read_randaugment(FLAGS.randaugment),
-            seed=FLAGS.seed,
-            deterministic=FLAGS.deterministic or not training,
-            shuffle_mb=FLAGS.shuffle_mb,
-            repeat=training and self.steps_per_epoch() is not None,
-            data_service=FLAGS.data_service,
-            ram_budget_mb=FLAGS.ram_budget_mb,
+    def examples(self) -> tf.data.Dataset:
+        """Opens training data for a look at it: augmented, not mixed, read at once."""
+        return self._open(
+            self.source,
+            "train",
+            training=True,
+            batch_size=9,
+            shuffle_mb=0,
+            repeat=False,
+            data_service=None,
         )
+
+    def _open(self, source, split, training, **options):
+        options = {
+            "batch_size": FLAGS.batch_size,
+            "image_shape": self.image_shape,
+            "training": training,
+            "recipe": FLAGS.recipe,
+            "randaugment": read_randaugment(FLAGS.randaugment),
+            "seed": FLAGS.seed,
+            "deterministic": FLAGS.deterministic or not training,
+            "shuffle_mb": FLAGS.shuffle_mb,
+            "repeat": training and self.steps_per_epoch() is not None,
+            "data_service": FLAGS.data_service,
+            "ram_budget_mb": FLAGS.ram_budget_mb,
+            **options,
+        }
+        return input_pipeline.make_dataset(source, split, **options)
 
 
 def set_up(argv: Sequence[str]) -> Job:
@@ -453,7 +524,7 @@ def set_up(argv: Sequence[str]) -> Job:
     folder = os.path.join(model_dir, "checkpoints")
     # Before the data, which TensorFlow may be asked to read.
     placed = configure_devices()
-    shares = tower_shares(placed)
+    tower_shares(placed)  # they are checked
     if FLAGS.all_reduce_alg != "auto":
         check_all_reduce(FLAGS.all_reduce_alg, FLAGS.variable_update, placed.towers)
     source = open_source(FLAGS.dataset, FLAGS.num_classes)
@@ -475,25 +546,7 @@ def set_up(argv: Sequence[str]) -> Job:
     source, held_out, quarantines = prepare_data(
         source, held_out, [] if FLAGS.clean else quarantine.read(known)
     )
-    parallel = multi_gpu_model(
-        model,
-        gpus=placed.towers,
-        cpu_merge=FLAGS.local_parameter_device == "cpu",
-        builder=FLAGS.variable_update,
-        shares=shares,
-        loss_placement=FLAGS.loss_placement,
-        strict=FLAGS.strict,
-        all_reduce_alg=FLAGS.all_reduce_alg,
-        choice_file=os.path.join(model_dir, "variable_update.json"),
-        max_staleness=FLAGS.max_staleness,
-        preprocess=make_preprocess(model.output_shape[-1] if mixes() else None),
-        prefetch=FLAGS.prefetch,
-    )
-    # Towers that do not wait for one another make a step of the optimizer each.
-    asynchronous = FLAGS.variable_update == "asynchronous"
-    steps_per_batch = len(placed.towers) if asynchronous else 1
-    with tf.device(placed.home):
-        compile_model(parallel, source.splits["train"], steps_per_batch)
+    parallel = build_towers(model, placed, source.splits["train"], model_dir=model_dir)
     checkpoint = Checkpoint(
         folder,
         save_steps=FLAGS.save_steps,
@@ -562,8 +615,8 @@ def run_alone(job: Job) -> None:
     except OSError as error:
         raise cannot_write(job, error) from error
     renew_learning_rate(job)
-    images_per_sec = train(job)
-    summary = summarise(job, images_per_sec)
+    watch = train(job)
+    summary = summarise(job, watch)
     (loss,) = (value for name, value in summary.items() if name.endswith("_loss"))
     if not math.isfinite(loss):
         raise NotFinite(
@@ -592,11 +645,11 @@ def renew_learning_rate(job: Job) -> None:
         print(f"Learning rate: {FLAGS.learning_rate:g}, after {before:g}.")
 
 
-def train(job: Job) -> float | None:
+def train(job: Job) -> Watch | None:
     """Fits the model, from where its checkpoint ends.
 
     Returns:
-        Images per second, `None` if too few steps were made to tell.
+        What has measured it; `None` if nothing is left to train.
     """
     if is_finished(job.checkpoint, job.model):
         print(
@@ -604,23 +657,18 @@ def train(job: Job) -> float | None:
             "Give more --train_epochs, or --clean to start over."
         )
         return None
-    throughput = Throughput(FLAGS.batch_size, job.source.splits["train"])
-    sizes = batch.cut(FLAGS.batch_size, tower_shares(job.placed))
+    watch = make_watch(job)
+    measures = watch.measures
+    if FLAGS.variable_update == "asynchronous":
+        measures.append(job.parallel.builder.staleness.measured)
     # The order matters: what one callback adds to the logs, the later ones see.
     callbacks = [
-        throughput,
-        TensorBoard(
-            job.model_dir,
-            every_steps=FLAGS.log_steps,
-            fractions=[size / FLAGS.batch_size for size in sizes],
-            texts={"flags": as_markdown(flags_text())},
-            scalars={"bad_records": job.bad_records},
-            sample=job.eval_data if len(job.image_shape) == 3 else None,
-            class_names=job.source.class_names,
-            staleness=getattr(job.parallel.builder, "staleness", None),
-        ),
+        *watch.callbacks,
+        make_tensorboard(job, measures, watch),
         job.checkpoint,
     ]
+    if (steps := read_profile_steps()) is not None:
+        callbacks.insert(0, Profile(os.path.join(job.model_dir, "train"), *steps))
     if FLAGS.stall_seconds:
         # First, to hear of a batch before it is waited for any other.
         callbacks.insert(0, make_stall(job))
@@ -628,7 +676,7 @@ def train(job: Job) -> float | None:
         callbacks.append(StopAtStep(FLAGS.max_train_steps))
     terminal = sys.stdout.isatty()
     if not terminal:
-        callbacks.append(Lines(FLAGS.log_steps))
+        callbacks.append(Lines(FLAGS.log_steps, rate=watch.throughput.text))
     job.parallel.fit(
         job.train_data,
         validation_data=job.eval_data if job.held_out else None,
@@ -638,7 +686,66 @@ def train(job: Job) -> float | None:
         verbose=1 if terminal else 0,
         shuffle=False,  # the pipeline has shuffled already
     )
-    return throughput.images_per_sec
+    return watch
+
+
+def make_watch(job: Job) -> Watch:
+    """Makes the callbacks that measure the run."""
+    sizes = batch.cut(FLAGS.batch_size, tower_shares(job.placed))
+    fractions = [size / FLAGS.batch_size for size in sizes]
+    examples = job.source.splits["train"]
+    return Watch(
+        Throughput(FLAGS.batch_size, examples, fractions=fractions),
+        StepTime(),
+        Starvation(FLAGS.log_steps, advice=input_pipeline.ADVICE),
+        DeviceReport(job.placed),
+        fractions,
+    )
+
+
+def make_tensorboard(
+    job: Job, measures: Sequence[Callable[[], dict[str, float]]], watch: Watch
+) -> TensorBoard:
+    """Makes the callback that writes what the run does, and is.
+
+    Args:
+        job: The run.
+        measures: What has been measured; see `TensorBoard`.
+        watch: Says at the end what was measured.
+    """
+    sizes = batch.cut(FLAGS.batch_size, tower_shares(job.placed))
+    found = "\n".join(f"{name}: {value}" for name, value in versions().items())
+    texts = {
+        "flags": flags_text(),
+        "devices": devices.table(job.placed, sizes),
+        "versions": found,
+    }
+    return TensorBoard(
+        job.model_dir,
+        every_steps=FLAGS.log_steps,
+        texts={
+            **{tag: as_markdown(text) for tag, text in texts.items()},
+            "verdict": lambda: as_markdown(watch.text()),
+        },
+        scalars={"bad_records": job.bad_records},
+        measures=measures,
+        hparams=hyper_parameters(job),
+        histograms=FLAGS.histograms,
+        graph=lambda: job.parallel.builder.graph,
+        examples=job.examples() if len(job.image_shape) == 3 else None,
+        sample=job.eval_data,
+        class_names=job.source.class_names,
+    )
+
+
+def hyper_parameters(job: Job) -> dict[str, bool | int | float | str]:
+    """Returns the flags that runs are compared by."""
+    values = {name: FLAGS[name].value for name in _HYPER_PARAMETERS}
+    given = {name: value for name, value in values.items() if value is not None}
+    return {
+        "towers": len(job.placed.towers),
+        **{n: ",".join(v) if isinstance(v, list) else v for n, v in given.items()},
+    }
 
 
 def make_stall(job: Job) -> Stall:
@@ -767,6 +874,7 @@ def check_flags(argv: Sequence[str]) -> None:
     optimizer_class()
     read_image_size(FLAGS.image_size)
     read_randaugment(FLAGS.randaugment)
+    read_profile_steps()
     check_data_service(FLAGS.data_service)
 
 
@@ -789,6 +897,21 @@ def check_model_dir() -> str:
             f"({error.strerror}); choose another --model_dir."
         ) from error
     return path
+
+
+def read_profile_steps() -> tuple[int, int] | None:
+    """Reads the first and the last step to profile, if any."""
+    steps = FLAGS.profile_steps
+    if not steps:
+        return None
+    if all(step.isdecimal() for step in steps) and len(steps) == 2:
+        first, last = map(int, steps)
+        if 1 <= first < last:
+            return first, last
+    raise ValueError(
+        f"Received --profile_steps={','.join(steps)}; expected the first and the last "
+        "step to record, such as --profile_steps=100,110."
+    )
 
 
 def mixes() -> bool:
@@ -1042,6 +1165,46 @@ def build_model(
     return model
 
 
+def build_towers(
+    model: keras.Model,
+    placed: devices.Devices,
+    examples: int | None,
+    model_dir: str | None = None,
+) -> TowerModel:
+    """Puts the model on towers and compiles it, as the flags say.
+
+    Args:
+        model: The model.
+        placed: The devices.
+        examples: Examples in an epoch, if known.
+        model_dir: Where to remember which way of updating was chosen, and to keep a
+            batch whose loss is not finite; `None` for nowhere.
+    """
+    parallel = multi_gpu_model(
+        model,
+        gpus=placed.towers,
+        cpu_merge=FLAGS.local_parameter_device == "cpu",
+        builder=FLAGS.variable_update,
+        shares=tower_shares(placed),
+        loss_placement=FLAGS.loss_placement,
+        strict=FLAGS.strict,
+        all_reduce_alg=FLAGS.all_reduce_alg,
+        choice_file=model_dir and os.path.join(model_dir, "variable_update.json"),
+        max_staleness=FLAGS.max_staleness,
+        preprocess=make_preprocess(model.output_shape[-1] if mixes() else None),
+        prefetch=FLAGS.prefetch,
+        check_numerics=FLAGS.check_numerics != "off"
+        and model_dir is not None
+        and os.path.join(model_dir, _NOT_FINITE),
+    )
+    # Towers that do not wait for one another make a step of the optimizer each.
+    asynchronous = FLAGS.variable_update == "asynchronous"
+    steps_per_batch = len(placed.towers) if asynchronous else 1
+    with tf.device(placed.home):
+        compile_model(parallel, examples, steps_per_batch)
+    return parallel
+
+
 def compile_model(
     model: keras.Model | TowerModel, examples: int | None, steps_per_batch: int = 1
 ) -> None:
@@ -1129,6 +1292,7 @@ def remove_run(model_dir: str) -> None:
     checkpoints.remove_all(os.path.join(model_dir, "checkpoints"))
     for pattern in (
         "train/events.out.tfevents.*",
+        "train/plugins/profile",
         "validation/events.out.tfevents.*",
         "model.keras",
         "unfinished.keras",
@@ -1136,11 +1300,12 @@ def remove_run(model_dir: str) -> None:
         "flags.txt",
         "variable_update.json",
         _BAD_RECORDS,
+        _NOT_FINITE,
     ):
         for path in glob.glob(os.path.join(glob.escape(model_dir), pattern)):
-            # A save that was killed leaves a folder.
+            # A trace is one, and so is a save that was killed.
             shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
-    for name in ("checkpoints", "train", "validation"):
+    for name in ("checkpoints", "train/plugins", "train", "validation"):
         path = os.path.join(model_dir, name)
         if os.path.isdir(path) and not os.listdir(path):
             os.rmdir(path)
@@ -1202,11 +1367,13 @@ def as_markdown(lines: str) -> str:
     return "".join(f"    {line}\n" for line in lines.splitlines())
 
 
-def summarise(job: Job, images_per_sec: float | None) -> dict:
+def summarise(job: Job, watch: Watch | None) -> dict:
     """Collects what summary.json holds."""
     return {
         **evaluate(job),
-        "images_per_sec": images_per_sec,
+        "images_per_sec": watch and watch.throughput.images_per_sec,
+        "waiting": watch and watch.starvation.waiting,
+        "measured": watch and watch.text(),
         "bad_records": job.bad_records,
         "epochs": job.epoch,
         "steps": int(job.model.optimizer.iterations),
@@ -1220,15 +1387,14 @@ def summarise(job: Job, images_per_sec: float | None) -> dict:
 
 def summary_text(summary: dict) -> str:
     """Says how the run ended, and where things lie."""
-    rate = summary["images_per_sec"]
-    rate_text = f"{rate:,.1f} (warm-up excluded)" if rate else "not measured"
+    measured = textwrap.indent(summary["measured"] or "images/sec: not measured", "  ")
     bad = summary["bad_records"]
     return "\n".join(
         [
             f"Done: {summary['epochs']} epochs, {summary['steps']} steps on "
             f"{len(summary['towers'])} towers.",
             f"  {values_text(summary)}",
-            f"  images/s     {rate_text}",
+            measured,
             f"  model        {summary['model']}",
             f"  checkpoint   {summary['checkpoint']}",
             f"  TensorBoard  tensorboard --logdir {summary['logs']}",

@@ -15,6 +15,8 @@ from towers.callbacks.step_time import StepTime
 
 NAP_S = 0.02
 BATCHES = 8
+# A tower may begin before the host has looked at the clock.
+LEAST_S = 0.9 * BATCHES * NAP_S
 HOW = [
     ("parameter_server", 1, 0, False),
     ("parameter_server", 4, 0, False),
@@ -83,7 +85,7 @@ def test_waiting_for_input(how):
     check(*found)
     totals, _ = found
     # In a call of several, a batch is made while the towers compute, for a part of it.
-    assert totals.input_s > BATCHES * NAP_S / (2 if how[1] > 1 or how[2] else 1)
+    assert totals.input_s > LEAST_S / (2 if how[1] > 1 or how[2] else 1)
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
@@ -96,18 +98,18 @@ def test_computing_by_tower(how):
     totals, seconds = train(how, preprocess=preprocess)
     check(totals, seconds)
     first, second = totals.towers_s
-    assert second > BATCHES * NAP_S
+    assert second > LEAST_S
     if how[0] != "asynchronous" and not how[3]:
         # Unless Python has to let one in after the other.
         assert first < second
-        assert totals.compute_s > BATCHES * NAP_S
+        assert totals.compute_s > LEAST_S
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_applying(how):
     totals, seconds = train(how, optimizer=SlowSGD())
     check(totals, seconds)
-    assert totals.reduce_s > BATCHES * NAP_S
+    assert totals.reduce_s > LEAST_S
 
 
 def test_the_iterator_in_use_is_known():

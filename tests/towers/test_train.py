@@ -262,7 +262,11 @@ def test_tensorboard_has_the_flags_and_both_runs(trained):
             for value in event.summary.value
         }
     assert {"epoch_accuracy", "batch_accuracy"} <= tags["validation"].keys()
-    assert {"epoch_images_per_sec/tower_1", "input", "step"} <= tags["train"].keys()
+    learning = {"samples_per_sec/tower_1", "step_ms/compute", "waiting"}
+    assert {*learning, "input", "confusion", "confusion_counts"} <= tags["train"].keys()
+    assert {"devices", "versions", "verdict"} <= tags["train"].keys()
+    text = tf.make_ndarray(tags["train"]["versions"].tensor).item().decode()
+    assert f"    TensorFlow: {tf.__version__}\n" in text
     text = tf.make_ndarray(tags["train"]["flags"].tensor).item().decode()
     # Indented, which Markdown shows as it is.
     flags = (trained.path / "flags.txt").read_text()
@@ -553,6 +557,7 @@ class TestInProcess:
         written += ["checkpoints/ckpt-1-0/variables.index"]
         written += ["checkpoints/.unfinished/variables.index"]
         written += [f"{r}/events.out.tfevents.1.v2" for r in ("train", "validation")]
+        written += ["train/plugins/profile/2026_11_21_09_04_01/host.xplane.pb"]
         for name in mine + written:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
@@ -560,12 +565,17 @@ class TestInProcess:
         left = {str(p.relative_to(tmp_path)) for p in snapshot(tmp_path)}
         assert left == set(mine)
         assert not (tmp_path / "validation").exists()
+        assert not (tmp_path / "train" / "plugins").exists()
 
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
             ({"learning_rate": float("nan")}, "--learning_rate=nan; expected at least"),
             ({"parity_steps": 0}, "--parity_steps=0; expected at least 1"),
+            ({"profile_steps": ["5"]}, "--profile_steps=5; expected the first and"),
+            ({"profile_steps": ["5", "5"]}, "--profile_steps=5,5; expected the first"),
+            ({"profile_steps": ["0", "5"]}, "--profile_steps=0,5; expected the first"),
+            ({"profile_steps": ["a", "5"]}, "--profile_steps=a,5; expected the first"),
             ({"randaugment": ["2"]}, "--randaugment=2; expected layers"),
             ({"randaugment": ["2", "11"]}, "--randaugment=2,11; expected layers"),
             ({"randaugment": ["999", "9"]}, "--randaugment=999,9; expected layers"),
@@ -990,6 +1000,7 @@ def test_divergence_is_no_success(data_dir, tmp_path):
     done = run(
         *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
         *("--learning_rate=1e30", "--optimizer=sgd", "--train_epochs=1"),
+        "--check_numerics=off",
         code=3,
     )
     (said,) = ours(done)

@@ -20,14 +20,17 @@ import contextlib
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers import batch, loop, packing, tower
 from towers.builders.base import Builder, Values
+from towers.builders.guard import Guard
 from towers.builders.parameter_server import Computed, ParameterServer, Pulled
 from towers.preprocess import Preprocess
 from towers.tower import ModelError
@@ -78,6 +81,14 @@ class Staleness:
     def mean(self) -> float:
         """The mean staleness of the updates since the last `reset`."""
         return self._total / self.updates if self.updates else 0.0
+
+    def measured(self) -> dict[str, float]:
+        """Returns what was measured since it was last called, or `reset`, by tag."""
+        if not self.updates:
+            return {}
+        found = {"mean": self.mean, "max": self.maximum}
+        self.reset()
+        return {f"towers/staleness_{name}": value for name, value in found.items()}
 
     @contextlib.contextmanager
     def reading(self, tower: int) -> Iterator[None]:
@@ -232,6 +243,7 @@ class Asynchronous(Builder):
         max_staleness: int | None = None,
         preprocess: Preprocess | None = None,
         prefetch: int = 0,
+        guard: Guard | None = None,
     ):
         # One tower, wherever it is called: that is decided by a thread's device.
         self._tower = ParameterServer(
@@ -244,6 +256,7 @@ class Asynchronous(Builder):
             strict,
             packed=False,
             preprocess=preprocess,
+            guard=guard,
         )
         self.staleness = Staleness(max_staleness)
         self._threads = concurrent.futures.ThreadPoolExecutor(
@@ -260,6 +273,7 @@ class Asynchronous(Builder):
             packed,
             preprocess,
             prefetch,
+            guard,
         )
 
     def forget(self) -> None:
@@ -329,6 +343,7 @@ class Asynchronous(Builder):
         ahead = loop.Ahead(self.prefetch if steps == 1 else 0, fetch)
 
         def function(iterator):
+            self.phases.reads(iterator)
             begun, logs = False, {}
             streams, towers = Streams(len(self.devices)), []
             try:
@@ -358,24 +373,42 @@ class Asynchronous(Builder):
     def _work(self, k, streams, logs):
         """One tower's part of a call, in its own thread."""
         try:
+            asked_s = time.perf_counter()
             for piece in streams.of(k):
+                came_s = time.perf_counter()
                 if piece is not None:
-                    self._run(k, *piece, logs)
+                    computed_s = self._run(k, *piece, logs)
+                    self._note(k, asked_s, came_s, computed_s)
+                asked_s = time.perf_counter()
         except BaseException:
             streams.stop()
             raise
 
     def _run(self, k, step, share, logs):
-        """One step of one tower."""
+        """One step of one tower; returns when it had its gradients."""
         try:
             with self.staleness.reading(k), tf.device(self.home):
                 pulled = step.pull[k]()
             with tf.device(self.devices[k]):
                 computed = step.compute(share, pulled)
+            computed_s = time.perf_counter()
             with self.staleness.updating(k), tf.device(self.home):
-                logs.update(step.apply(share, pulled, computed))
+                try:
+                    logs.update(step.apply(share, pulled, computed))
+                except tf.errors.InvalidArgumentError:
+                    if self.guard is not None:
+                        self.guard.on_tower(k, pulled.values[0])
+                    raise
         finally:
             self.staleness.drop(k)
+        return computed_s
+
+    def _note(self, k, asked_s, came_s, computed_s):
+        """Adds a tower's step to the phases: of all towers, the mean counts."""
+        towers = len(self.devices)
+        compute_s, done_s = computed_s - came_s, time.perf_counter()
+        parts = np.array([1, came_s - asked_s, 0, compute_s, done_s - computed_s])
+        self.phases.add([*parts / towers, *compute_s * np.eye(towers)[k]])
 
     def _deal(self, data):
         """Cuts a batch: for each tower its step and share, or `None`."""
@@ -409,6 +442,8 @@ class Asynchronous(Builder):
             return self._trace_step(spec)
         computed = _specs(compute.structured_outputs)
         apply = apply.get_concrete_function(spec, pulled, computed)
+        # Each tower calls it.
+        self.graph = compute.graph
         return _Step(pull, compute, apply)
 
     def _check(self):

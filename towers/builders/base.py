@@ -623,8 +623,10 @@ class Builder(abc.ABC):
             The metrics' results, by name.
         """
         x, y, sample_weight = data
-        self.model._loss_tracker.update_state(loss, sample_weight=batch.batch_size(x))
-        return self.model.compute_metrics(x, y, outputs, sample_weight)
+        with tf.name_scope("metrics"):
+            size = batch.batch_size(x)
+            self.model._loss_tracker.update_state(loss, sample_weight=size)
+            return self.model.compute_metrics(x, y, outputs, sample_weight)
 
 
 def overrides(model: keras.Model, method: str) -> bool:

@@ -6,6 +6,7 @@ recipe is that of the CIFAR-10 multi-GPU tutorial and of tf_cnn_benchmarks'
 `variable_update=parameter_server`.
 """
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Sequence
@@ -100,6 +101,7 @@ class ParameterServer(Builder):
             except NoRuleError as error:
                 self.gather_loss(str(error))
             else:
+                self.phases.computed([(r.loss, r.gradients) for r in results])
                 with tf.device(self.home):
                     loss = tf.add_n([result.loss for result in results])
                 state = self.combine_state(results, rules)
@@ -123,18 +125,32 @@ class ParameterServer(Builder):
         data = keras.utils.unpack_x_y_sample_weight(data)
         results, state, loss, direct, _ = computed
         outputs = self.gather(results)
-        # In this order, as on one device: layers assign before the optimizer does.
-        self.assign_state(state)
         gradients = [result.gradients for result in results]
         if direct:
             with tf.device(self.home):
                 gradients[0] = reduce.sum_gradients([gradients[0], *direct])
+        sums = []
         if self.model.trainable_variables:
-            self.update_weights(gradients, self.devices[: len(results)])
+            with tf.name_scope("reduce"):
+                sums = self.sum_gradients(gradients, self.devices[: len(results)])
         else:
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2
             )
+        with self._unless_stopped(data, loss, sums):
+            # In this order, as on one device: layers assign before the optimizer does.
+            self.assign_state(state)
+            if sums:
+                self.update_weights(sums)
+            return self._update_metrics(data, outputs, computed)
+
+    def _unless_stopped(self, data, loss, sums):
+        if self.guard is None:
+            return contextlib.nullcontext()
+        gradients = sums[0] if sums else []
+        return self.guard.before(data, loss, gradients, self.model.optimizer)
+
+    def _update_metrics(self, data, outputs, computed):
         with tf.device(self.home):
             losses = self.model._compile_loss
             if self.loss_placed == "tower" and losses is not None and losses.metrics:
@@ -142,7 +158,7 @@ class ParameterServer(Builder):
                 # cannot, so this is done once more for the whole batch.
                 y = data[1] if self.preprocess is None else computed.y
                 losses(y, outputs, data[2])
-            return self.update_metrics(data, outputs, loss)
+            return self.update_metrics(data, outputs, computed.loss)
 
     def _gathered(self, values, data, seen, scale, shares):
         """Computes the loss at home, from the outputs of all towers.
@@ -180,29 +196,38 @@ class ParameterServer(Builder):
         backward = functools.partial(tower.backward, self.model, rules)
         whole = x, for_outputs
         back = run(backward, rules, values, whole, for_losses, placed=carried)
+        self.phases.computed([result.gradients for result in back])
         results = [
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
         ]
         return Computed(results, self.combine_state(results, rules), loss, [wanted[2]])
 
-    def update_weights(
+    def sum_gradients(
         self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
-    ) -> None:
-        """Adds gradients and applies the optimizer.
+    ) -> list[list[reduce.Gradient]]:
+        """Adds the towers' gradients.
 
         Args:
             gradients: Lists of gradients; see `TowerResult.gradients`.
             sources: The devices that they are on.
+
+        Returns:
+            The sums, once for each copy of the variables.
         """
-        with tf.name_scope("reduce"):
-            if any(map(self.packs, sources)):
-                gradients = reduce.sum_packed(gradients, sources, self.merge)
-            else:
-                with tf.device(self.merge):
-                    gradients = reduce.sum_gradients(gradients)
+        if any(map(self.packs, sources)):
+            return [reduce.sum_packed(gradients, sources, self.merge)]
+        with tf.device(self.merge):
+            return [reduce.sum_gradients(gradients)]
+
+    def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
+        """Applies the optimizer.
+
+        Args:
+            sums: What `sum_gradients` returned.
+        """
         with tf.device(self.home), tf.name_scope("apply"):
-            self.apply_optimizer(gradients)
+            self.apply_optimizer(sums[0])
 
     def apply_optimizer(self, gradients: Sequence[reduce.Gradient]) -> None:
         """Applies the model's optimizer where it is called.

@@ -119,14 +119,14 @@ class Replicated(ParameterServer):
             values[k] = values[k]._replace(params=params)
         return values
 
-    def update_weights(
+    def sum_gradients(
         self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
-    ) -> None:
+    ) -> list[list[reduce.Gradient]]:
+        """Does so for each tower; see `ParameterServer.sum_gradients`."""
+        return reduce.all_reduce(gradients, sources, self.devices, self.all_reduce_alg)
+
+    def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
         """Does so on each tower; see `ParameterServer.update_weights`."""
-        with tf.name_scope("reduce"):
-            sums = reduce.all_reduce(
-                gradients, sources, self.devices, self.all_reduce_alg
-            )
         with tf.device(self.home), tf.name_scope("apply"):
             self.apply_optimizer(sums[0])
         for k, copy in enumerate(self._copies, start=1):

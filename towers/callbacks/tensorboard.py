@@ -1,118 +1,146 @@
 """Writes what a run does to TensorBoard."""
 
 import os
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from towers.builders.asynchronous import Staleness
+from towers.callbacks import pictures
+from towers.callbacks.graph import readable
+from towers.callbacks.hparams import VALIDATION, Value, hparams_summaries
+from towers.callbacks.layout import layout_summary
+
+_NOTHING = MappingProxyType({})
 
 
 class TensorBoard(keras.callbacks.Callback):
-    """Writes scalars, the graph, texts and pictures, in the runs `train`, `validation`.
+    """Writes what a run does, and is, in the runs `train` and `validation`.
 
     Scalars have the names of Keras's own callback, `epoch_*` and `batch_*`: what is in
-    Keras's logs, the learning rate, and each tower's images per second. Batches are at
-    the optimizer's step, which goes on counting in a resumed run, and so is validation;
-    epochs are at the epoch's number. `towers/staleness_*`, of asynchronous towers, is
-    that of the updates since it was last written. (It is no subclass of Keras's
-    callback, which with an interval of batches drops the scalars of epochs, in 3.15,
-    and counts calls instead of steps.)
+    Keras's logs, and the learning rate. Batches are at the optimizer's step, which goes
+    on counting in a resumed run, and so are validation and what was measured; epochs
+    are at the epoch's number. (It is no subclass of Keras's callback, which with an
+    interval of batches drops the scalars of epochs, in 3.15, and counts calls instead
+    of steps.)
+
+    What costs more than a scalar is written at the start, at the end of an epoch, or at
+    the end.
     """
 
     def __init__(
         self,
         log_dir: str,
         every_steps: int,
-        fractions: Sequence[float],
-        texts: Mapping[str, str],
-        scalars: Mapping[str, float | None] = types.MappingProxyType({}),
+        *,
+        texts: Mapping[str, str | Callable[[], str]] = _NOTHING,
+        scalars: Mapping[str, float | None] = _NOTHING,
+        measures: Sequence[Callable[[], Mapping[str, float]]] = (),
+        hparams: Mapping[str, Value] = _NOTHING,
+        histograms: bool = False,
+        graph: Callable[[], tf.Graph | None] | None = None,
+        examples: tf.data.Dataset | None = None,
         sample: tf.data.Dataset | None = None,
         class_names: Sequence[str] | None = None,
-        staleness: Staleness | None = None,
     ):
         """Initializes the callback; writes nothing.
 
         Args:
             log_dir: Where the runs `train` and `validation` are written.
             every_steps: Steps between two recorded batches.
-            fractions: The part of a full batch that each tower gets.
-            texts: Markdown texts to write, by tag, such as the flags.
+            texts: Markdown texts to write, by tag, such as the flags. Functions are
+                asked at the end.
             scalars: Numbers that do not change in the run, by tag; None is no number.
-            sample: Batches of (uint8 images [B, H, W, C], labels [B]), always in
-                the same order, for the pictures. None: no pictures.
+            measures: Functions that return what was measured since they were last
+                called, by tag; they are called at each recorded batch, and at the end.
+            hparams: Hyper-parameters, by name. None: the run is not compared by them.
+            histograms: Whether to write histograms of the weights after each epoch.
+            graph: Returns the graph of a step, `None` before it exists.
+            examples: Batches of (uint8 images [B, H, W, C], labels [B]) as the model
+                learns from them, for pictures. None: no pictures.
+            sample: Batches of (what the model takes, labels) to try it on at the end,
+                for its mistakes, and what it takes for what. None: neither.
             class_names: Names of the classes; their numbers by default.
-            staleness: The asynchronous builder's.
         """
         super().__init__()
         self._log_dir = log_dir
         self._every_steps = every_steps
-        self._fractions = fractions
         self._texts = texts
         self._scalars = scalars
+        self._measures = measures
+        self._hparams = hparams
+        self._histograms = histograms
+        self._graph = graph
+        self._examples = examples
         self._sample = sample
-        self._class_names = class_names
-        self._staleness = staleness
+        self._classes = pictures.Classes(class_names)
         self._writers = {}
-        self._step = 0
-        self._graph_state = "wanted"
+        self._step = self._measured_step = 0
 
     def on_train_begin(self, logs=None):
-        """Writes texts and input pictures."""
-        self._step = int(self.model.optimizer.iterations)
+        """Writes what is known at the start."""
+        self._step = self._measured_step = int(self.model.optimizer.iterations)
         with self._writer("train").as_default(self._step):
             for tag, text in self._texts.items():
-                tf.summary.text(tag, text)
+                if not callable(text):
+                    tf.summary.text(tag, text)
             for tag, value in self._scalars.items():
                 if value is not None:
                     tf.summary.scalar(tag, value)
-            if self._sample is not None:
-                images, _ = next(iter(self._sample))
-                _write_images("input", images[:9])
-
-    def on_train_batch_begin(self, batch, logs=None):
-        """Begins to record the graph, at the first batch."""
-        if self._graph_state == "wanted":
-            tf.summary.trace_on(graph=True)
-            self._graph_state = "recording"
+            # Of those of a run that goes on, TensorBoard shows the first.
+            summaries = [layout_summary()]
+            if self._hparams:
+                summaries += hparams_summaries(self._log_dir, self._hparams)
+            for summary in summaries:
+                tf.summary.experimental.write_raw_pb(summary)
+            if self._examples is not None:
+                pictures.write_examples(self._examples, self._classes)
 
     def on_train_batch_end(self, batch, logs=None):
-        """Writes the batch's scalars, if its turn has come."""
+        """Writes the batch's scalars, if its turn has come, and once the graph."""
         before = self._step
         self._step = int(self.model.optimizer.iterations)
-        if self._graph_state == "recording":
-            with self._writer("train").as_default(self._step):
-                tf.summary.trace_export("step")
-            self._graph_state = "written"
+        if self._graph is not None:
+            self._write_graph()
         if before // self._every_steps != self._step // self._every_steps:
-            self._write_scalars("train", "batch", self._with_rates(logs), self._step)
-            self._write_staleness()
+            self._write_scalars("train", "batch", self._with_rate(logs), self._step)
+            self._write_measures()
 
     def on_test_end(self, logs=None):
         """Writes the results of validation, at the step they belong to."""
         self._write_scalars("validation", "batch", logs, self._step)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Writes the epoch's scalars."""
+        """Writes the epoch's scalars, and histograms."""
         parts = {"train": {}, "validation": {}}
         for name, value in logs.items():
             run = "validation" if name.startswith("val_") else "train"
             parts[run][name.removeprefix("val_")] = value
-        parts["train"] = self._with_rates(parts["train"])
-        self._write_staleness()
+        parts["train"] = self._with_rate(parts["train"])
         for run, values in parts.items():
             if values:
                 self._write_scalars(run, "epoch", values, epoch)
-                self._writer(run).flush()
+        with self._writer("train").as_default(epoch):
+            if self._hparams:
+                for name, value in parts["validation"].items():
+                    tf.summary.scalar(f"{VALIDATION}{name}", value)
+            if self._histograms:
+                for weight in self.model.weights:
+                    tf.summary.histogram(f"{weight.path}/histogram", weight.value)
+        for writer in self._writers.values():
+            writer.flush()
 
     def on_train_end(self, logs=None):
-        """Writes pictures of what the model gets wrong."""
-        if self._sample is not None:
-            with self._writer("train").as_default(self._step):
-                self._write_mistakes()
+        """Writes what is known at the end."""
+        if self._measured_step != self._step:
+            self._write_measures()
+        with self._writer("train").as_default(self._step):
+            for tag, text in self._texts.items():
+                if callable(text):
+                    tf.summary.text(tag, text())
+            if self._sample is not None:
+                pictures.write_mistakes(self.model, self._sample, self._classes)
         for writer in self._writers.values():
             writer.close()
 
@@ -122,47 +150,24 @@ class TensorBoard(keras.callbacks.Callback):
             self._writers[run] = tf.summary.create_file_writer(path)
         return self._writers[run]
 
+    def _write_graph(self):
+        found = self._graph()
+        if found is not None:
+            self._graph = None
+            with self._writer("train").as_default(self._step):
+                tf.summary.graph(readable(found.as_graph_def()))
+
     def _write_scalars(self, run, prefix, values, step):
         with self._writer(run).as_default(step):
             for name, value in values.items():
                 tf.summary.scalar(f"{prefix}_{name}", value)
 
-    def _write_staleness(self):
-        staleness = self._staleness
-        if staleness is None or not staleness.updates:
-            return
+    def _write_measures(self):
+        self._measured_step = self._step
         with self._writer("train").as_default(self._step):
-            tf.summary.scalar("towers/staleness_mean", staleness.mean)
-            tf.summary.scalar("towers/staleness_max", staleness.maximum)
-        staleness.reset()
+            for measure in self._measures:
+                for tag, value in measure().items():
+                    tf.summary.scalar(tag, value)
 
-    def _with_rates(self, logs):
-        """Adds the learning rate, and each tower's images per second."""
-        rates = {"learning_rate": float(self.model.optimizer.learning_rate)}
-        if "images_per_sec" in logs:
-            # Towers step together, so each has its share of the images of all.
-            for k, fraction in enumerate(self._fractions):
-                rates[f"images_per_sec/tower_{k}"] = logs["images_per_sec"] * fraction
-        return {**logs, **rates}
-
-    def _write_mistakes(self, most=16):
-        pictures, lines = [], []
-        for images, labels in self._sample:
-            guesses = np.argmax(self.model.predict_on_batch(images), axis=-1)
-            for i in np.flatnonzero(guesses != labels.numpy()):
-                truth, guess = self._name(labels[i]), self._name(guesses[i])
-                pictures.append(images[i])
-                lines.append(f"{len(lines) + 1}. {truth}, taken for {guess}")
-            if len(pictures) >= most:
-                break
-        if pictures:
-            _write_images("misclassified", tf.stack(pictures[:most]))
-            # A tag is of one kind only, so not the pictures' own.
-            tf.summary.text("misclassified_as", "\n".join(lines[:most]))
-
-    def _name(self, label):
-        return self._class_names[label] if self._class_names else str(int(label))
-
-
-def _write_images(tag, images):
-    tf.summary.image(tag, images, max_outputs=len(images))
+    def _with_rate(self, logs):
+        return {**logs, "learning_rate": float(self.model.optimizer.learning_rate)}

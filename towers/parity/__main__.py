@@ -7,6 +7,12 @@ The last of them has a short batch, so that the towers' shares are uneven.
 Exit codes: 0 equal; 1 error; 2 not equal; 130 stopped by Ctrl-C.
 """
 
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from towers import startup
+
+    startup.begin("towers.parity")
+
 import functools
 import gc
 import itertools
@@ -18,7 +24,7 @@ from absl import app, flags
 
 import input_pipeline
 from input_pipeline.commands import fail, parse_flags, quieten, read_randaugment
-from towers import batch, devices, train
+from towers import batch, devices, startup, train
 from towers.parity import check_parity
 
 FLAGS = flags.FLAGS
@@ -39,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """
     quieten()
     try:
+        startup.end()
         return check(argv)
     except KeyboardInterrupt:
         print()

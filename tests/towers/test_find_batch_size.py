@@ -1,0 +1,286 @@
+"""Which batch sizes are tried, what is said of them, and whether the limit is found."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from towers.find_batch_size import processes
+from towers.find_batch_size.report import Report
+from towers.find_batch_size.search import Probe, search, unit
+
+ROOT = Path(__file__).parents[2]
+MODULE = "towers.find_batch_size"
+TIMEOUT_S = 300
+
+
+def tried_by(room, start, step=1, most=None, speed=lambda size: 100.0):
+    """The sizes that a search tries where so many examples fit, in order."""
+
+    def probe(size):
+        if size > room:
+            return Probe(size, False, why="no room")
+        return Probe(size, True, speed(size), 1000 * size / speed(size), 10.0 + size)
+
+    return search(probe, probe(start), step, most)
+
+
+def sizes(tried):
+    return [probe.batch_size for probe in tried]
+
+
+# The search.
+
+
+def test_doubles_and_then_bisects():
+    assert sizes(tried_by(21, start=8)) == [8, 16, 32, 24, 20, 22, 21]
+    assert sizes(tried_by(9, start=4, step=2)) == [4, 8, 16, 12, 10]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("start", [1, 64])
+def test_the_largest_is_found_to_within_the_grain(step, start):
+    for room in (*range(1, 200), 1000, 12345):
+        tried = tried_by(room * step, start * step, step)
+        assert all(size % step == 0 for size in sizes(tried))
+        assert len(set(sizes(tried))) == len(tried)
+        largest = max(probe.batch_size for probe in tried if probe.fits) // step
+        assert largest <= room < largest + max(1, largest / 32)
+        # The first, doublings or halvings to pass it, and five to bisect.
+        distance = abs(room.bit_length() - start.bit_length())
+        assert len(tried) <= 1 + distance + 1 + 5
+
+
+def test_halves_where_the_start_does_not_fit():
+    assert sizes(tried_by(6, start=64)) == [64, 32, 16, 8, 4, 6, 7]
+    # Never less than an example for each tower.
+    assert sizes(tried_by(0, start=64, step=16)) == [64, 32, 16]
+
+
+def test_ends_at_the_largest_that_is_allowed():
+    assert sizes(tried_by(10**6, start=8, most=50)) == [8, 16, 32, 50]
+    assert sizes(tried_by(10**6, start=8, step=4, most=51)) == [8, 16, 32, 48]
+    assert sizes(tried_by(10**6, start=50, most=50)) == [50]
+    assert sizes(tried_by(40, start=8, most=50)) == [8, 16, 32, 50, 41, 36, 38, 39, 40]
+
+
+def test_ends_where_speed_has_fallen_off_twice():
+    speeds = {8: 100, 16: 120, 32: 80, 64: 110, 128: 80, 256: 60}
+    tried = tried_by(10**6, start=8, speed=speeds.get)
+    assert sizes(tried) == [8, 16, 32, 64, 128, 256]
+
+
+def test_slow_sizes_do_not_end_a_bisection():
+    tried = tried_by(21, start=16, speed=lambda size: 100.0 if size == 16 else 1.0)
+    assert sizes(tried)[-1] == 21
+
+
+def test_a_unit_gives_each_tower_its_share():
+    assert [unit(shares) for shares in ((1,), (1, 1, 1), (2, 3, 3), (2, 2))] == [
+        1,
+        3,
+        8,
+        2,
+    ]
+
+
+# What is said.
+
+
+def report(tried, shares=(1, 1), most=None):
+    towers = [f"/device:CPU:{tower}" for tower in range(len(shares))]
+    return Report(
+        tried,
+        towers=towers,
+        shares=shares,
+        memory="process",
+        most=most,
+        learning_rate=0.1,
+    )
+
+
+def test_report_names_the_largest_and_the_fastest():
+    speeds = {8: 100.0, 16: 1250.0, 24: 500.0, 20: 400.0, 22: 300.0}
+    said = str(report(tried_by(22, start=8, step=2, speed=speeds.get)))
+    assert "|    16 |         8 |  1,250.0 |    12.8 |      26 |  yes |" in said
+    assert "|    32 |        16 |        - |       - |       - |   no |" in said
+    assert "Largest that fits: 22 (11 per tower); 24 does not (no room)." in said
+    assert "Fastest: 16, 1,250.0 images/s, 12.50 times those of a batch of 8." in said
+    assert "--learning_rate=0.2 for 16" in said
+
+
+def test_report_says_why_nothing_larger_was_tried():
+    said = str(
+        report(tried_by(99, start=8, step=8, most=20), shares=(2, 3, 3), most=20)
+    )
+    assert "Largest that fits: 16 (4+6+6 per tower); nothing larger was tried" in said
+    falling = tried_by(10**9, start=8, speed=lambda size: 1000 / size)
+    assert "with larger ones, images/s had fallen off" in str(report(falling))
+    assert "no other is faster than this, with which" in str(report(falling))
+
+
+def test_report_draws(tmp_path):
+    for name, begins in (("chart.png", b"\x89PNG"), ("chart.svg", b"<?xml")):
+        report(tried_by(21, start=8)).plot(str(tmp_path / name))
+        assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "limited", "expected"),
+    [
+        (-signal.SIGKILL, "", False, {"fits": False}),
+        (-signal.SIGABRT, "x\nwhat():  std::bad_alloc\ny", False, {"fits": False}),
+        (1, "W CUDA_ERROR_OUT_OF_MEMORY: out of memory\nz", False, {"fits": False}),
+        (-signal.SIGSEGV, "", True, {"fits": False}),
+        (-signal.SIGSEGV, "ends", False, {"error": "A probe ended with exit code -11"}),
+        (1, "No ROOM here", True, {"error": "A probe ended with exit code 1: No ROOM"}),
+    ],
+)
+def test_how_a_probe_died(code, stderr, limited, expected):
+    told = processes.how_it_died(code, stderr, limited)
+    assert told.keys() == {"fits", "why"} if "fits" in expected else {"error"}
+    for name, value in expected.items():
+        assert str(told[name]).startswith(str(value))
+
+
+# The program, with real probes.
+
+MB = 512
+# It keeps so many MB for each example that it is trained on. They are never touched:
+# they cost a limit, but no memory.
+MODEL = f"""
+import keras, numpy as np, tensorflow as tf
+
+KEPT = {{}}
+
+def keep(x):
+    # By what is in a share: that of another tower is another.
+    if x.tobytes() not in KEPT:
+        KEPT[x.tobytes()] = np.empty((len(x), {MB} * 2**20), np.uint8)
+    return np.float32(0)
+
+class Keep(keras.layers.Layer):
+    def call(self, x, training=None):
+        if not training:
+            return x
+        with tf.control_dependencies([tf.numpy_function(keep, [x], tf.float32)]):
+            return tf.identity(x)
+
+def build(input_shape, num_classes):
+    return keras.Sequential([
+        keras.Input(input_shape),
+        keras.layers.Flatten(),
+        Keep(),
+        keras.layers.Dense(num_classes),
+    ])
+"""
+
+# Says that it is built, and never returns; the file stays open while it lives.
+WAITING = """
+import os, threading
+
+def build(input_shape, num_classes):
+    with open(os.environ["FIFO"], "w") as fifo:
+        print("here", file=fifo, flush=True)
+        threading.Event().wait()
+"""
+
+FLAGS = (
+    "--dataset=synthetic:4x4x1:3",
+    "--num_gpus=2",
+    "--variable_update=parameter_server",
+    "--enable_xla=false",
+    "--probe_steps=1",
+)
+
+
+def run(*flags):
+    return warm.run(MODULE, *FLAGS, *flags, timeout_s=TIMEOUT_S)
+
+
+def write(folder, text):
+    (folder / "model.py").write_text(text)
+    return f"--model={folder / 'model.py'}:build"
+
+
+@pytest.mark.slow
+def test_finds_the_batch_of_the_memory_limit(tmp_path):
+    # TensorFlow itself takes between 0 and 1000 MB, two towers by two examples.
+    room, own_mb = 12, 1000
+    limit = f"--memory_limit_mb={room * MB + own_mb}"
+    chart = tmp_path / "chart.svg"
+    model = write(tmp_path, MODEL)
+    done = run(model, "--batch_size=9", "--json", limit, f"--plot={chart}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["largest"], found["too_large"]) == (room, room + 2)
+    assert [(probe["batch_size"], probe["fits"]) for probe in found["probes"]] == [
+        (8, True),
+        (12, True),
+        (14, False),
+        (16, False),
+    ]
+    for probe in found["probes"][:2]:
+        assert probe["images_per_s"] == pytest.approx(
+            1000 * probe["batch_size"] / probe["step_ms"]
+        )
+        # They were not touched.
+        assert 100 < probe["peak_memory_mb"] < 8 * MB
+    assert "allocate" in found["probes"][-1]["why"]
+    assert "batch 16: does not fit" in done.stderr
+    assert chart.exists()
+
+
+def test_nothing_fits(tmp_path):
+    model = write(tmp_path, MODEL)
+    done = run(model, "--batch_size=2", f"--memory_limit_mb={MB + 500}")
+    assert done.returncode == 1
+    assert "No batch fits, not even 2 (" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--max_batch_size=0"], "expected|integer|lower"),
+        (["--batch_size=0"], "Received --batch_size=0; expected at least 1."),
+        (["--plot=chart.gif"], "expected a PNG or SVG file"),
+        (["--plot=/nowhere/chart.svg"], "in a folder that exists"),
+        # A probe's own.
+        (["--dataset=folder:/nowhere"], "/nowhere"),
+        (["--max_batch_size=1", "--model=mlp"], "expected at least 2, so that each of"),
+    ],
+)
+def test_wrong_usage_is_said_in_a_sentence(flags, expected):
+    done = run(*flags)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    said = [line for line in done.stderr.splitlines() if line.startswith(MODULE)]
+    assert len(said) == 1
+    assert any(words in said[0] for words in expected.split("|"))
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_the_probe(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    command = [sys.executable, "-m", MODULE, *FLAGS, write(tmp_path, WAITING)]
+    environ = os.environ | {"FIFO": str(fifo), "CUDA_VISIBLE_DEVICES": ""}
+    with (
+        subprocess.Popen(
+            command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True
+        ) as program,
+        fifo.open() as of_probe,
+    ):
+        assert of_probe.readline() == "here\n"
+        program.send_signal(signal.SIGINT)
+        _, said = program.communicate(timeout=TIMEOUT_S)
+        assert of_probe.read() == ""  # when the probe has ended
+    assert program.returncode == 130
+    assert f"{MODULE}: Stopped by Ctrl-C." in said
+    assert "Traceback" not in said

@@ -1,0 +1,346 @@
+"""How programs start, and what is not said."""
+
+import ast
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import keras
+import pytest
+
+import towers
+from towers import parity, startup
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+# What TensorFlow 2.21 writes on a machine without a driver, and could write elsewhere.
+LINES = {
+    "header": "WARNING: All log messages before absl::InitializeLog() ...",
+    "I": "I0000 00:00:1795251347.743295   30824 port.cc:153] oneDNN custom operations",
+    "no driver": "E0000 00:00:1795251350.998367   30824 cuda_platform.cc:52] failed "
+    "call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: UNKNOWN ERROR (303)",
+    "W": "W0000 00:00:1795251350.998367   30824 gpu_device.cc:2344] Cannot dlopen some",
+    "E": "E0000 00:00:1795251350.998367   30824 cuda_platform.cc:52] failed call to "
+    "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+    "ours": "towers: Warning: I0000",
+}
+
+
+def start(*command, environ=None, **options):
+    """Starts Python."""
+    without = {"TF_CPP_MIN_LOG_LEVEL", "NO_COLOR"}
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        **{**pipes, **options},
+        text=True,
+        cwd=ROOT,
+        env={**kept, "CUDA_VISIBLE_DEVICES": "", **(environ or {})},
+    )
+
+
+def run(script, **environ):
+    """Runs a script; returns its exit code, output and errors."""
+    process = start("-c", textwrap.dedent(script), environ=environ)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, out, err
+
+
+def stand_in(folder, script):
+    """Writes a module that is imported in place of TensorFlow; returns where."""
+    (folder / "tensorflow.py").write_text(textwrap.dedent(script))
+    return {"PYTHONPATH": str(folder)}
+
+
+# The import.
+
+
+def test_tensorflow_is_imported_when_it_is_needed():
+    code, out, err = run(
+        """
+        import sys
+        import towers, towers.parity, towers.startup
+        print(*dir(towers))
+        print(*{"tensorflow", "keras"} & set(sys.modules))
+        """
+    )
+    assert (code, err) == (0, "")
+    names, imported = out.split("\n", 1)
+    assert set(towers.__all__) <= set(names.split())
+    assert imported.strip() == ""
+
+
+@pytest.mark.parametrize("package", [towers, parity])
+def test_names_are_what_they_were(package):
+    tree = ast.parse(Path(package.__file__).read_text())
+    # What type checkers read.
+    (declared,) = [node.body for node in tree.body if isinstance(node, ast.If)]
+    names = {a.name: node.module for node in declared for a in node.names}
+    assert set(names) == set(package.__all__)
+    for name, module in names.items():
+        namespace = {}
+        exec(f"from {module} import {name}", namespace)
+        assert getattr(package, name) is namespace[name]
+        assert name in dir(package)
+
+
+@pytest.mark.parametrize("package", [towers, parity])
+def test_an_unknown_name_is_an_error(package):
+    with pytest.raises(AttributeError, match=rf"'{package.__name__}' has no .* 'not'"):
+        package.__getattr__("not")
+    with pytest.raises(ImportError, match="cannot import name 'absent'"):
+        exec(f"from {package.__name__} import absent")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("raise ImportError('no such file')", "no such file"),
+        (
+            """
+            try:
+                import no_such_library
+            except ImportError:
+                raise ImportError("Traceback: ...")
+            """,
+            "No module named 'no_such_library'",
+        ),
+    ],
+)
+def test_a_tensorflow_that_cannot_be_imported(tmp_path, script, reason):
+    process = start("-m", "towers.train", environ=stand_in(tmp_path, script))
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, err) == (
+        1,
+        f"towers.train: TensorFlow cannot be imported ({reason}); ask python -m "
+        "towers.doctor.\n",
+    )
+
+
+# Ctrl-C.
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("towers.train", "Stopped by Ctrl-C: nothing was saved yet."),
+        ("towers.parity", "Stopped by Ctrl-C."),
+    ],
+)
+def test_ctrl_c_while_tensorflow_is_imported(tmp_path, module, said):
+    imports_for_ever = """
+        print("importing", flush=True)
+        while True:
+            try:
+                input()
+            except KeyboardInterrupt:
+                raise ImportError("as C code may make of it")
+    """
+    process = start(
+        *("-m", module),
+        environ=stand_in(tmp_path, imports_for_ever),
+        stdin=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, err) == (130, f"{module}: {said}\n")
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """Keeps what `begin` sets out of other tests."""
+    for name in ("TF_CPP_MIN_LOG_LEVEL", "CUDA_DEVICE_ORDER"):
+        # Set before deleted, so that what `begin` sets is undone as well.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "argv", ["program"])
+    before = signal.getsignal(signal.SIGINT)
+    yield monkeypatch
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_is_the_programs_once_it_has_begun(environ):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    startup.begin("program")
+    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    startup.end()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, print])
+def test_ctrl_c_stays_with_whoever_has_it(environ, handler):
+    signal.signal(signal.SIGINT, handler)
+    startup.begin("program")
+    startup.end()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+# TensorFlow's lines.
+
+
+@pytest.mark.slow
+def test_only_what_is_asked_for_is_said(tmp_path):
+    """Real ones: behind the devices, there are no such pictures."""
+    command = "-m", "towers.train", f"--dataset=folder:{tmp_path}/none"
+    runs = start(*command), start(*command, "--verbosity=0")
+    quiet, loud = (process.communicate(timeout=TIMEOUT_S)[1] for process in runs)
+    assert [process.returncode for process in runs] == [1, 1]
+    assert re.fullmatch(r"towers\.train: .*none' is not a folder.*\n", quiet)
+    assert quiet in loud
+    assert len(re.findall(r"^I0000", loud, re.M)) > 1
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [
+        ("", {"header", "I", "no driver", "W", "E", "ours"}),
+        ("0", {"header", "I", "no driver", "W", "E", "ours"}),
+        ("1", {"W", "E", "ours"}),
+        ("2", {"E", "ours"}),
+        ("3", {"ours"}),
+    ],
+)
+def test_the_level_holds_from_the_start(level, shown):
+    script = f"""
+        import os, sys
+        from towers import startup
+        with startup.quiet():
+            for line in {list(LINES.values())}:
+                os.write(2, line.encode() + b"\\n")
+        print("after", file=sys.stderr)
+    """
+    code, _, err = run(script, TF_CPP_MIN_LOG_LEVEL=level)
+    kept = [line for name, line in LINES.items() if name in shown]
+    assert (code, err.splitlines()) == (0, [*kept, "after"])
+
+
+def test_the_last_words_of_a_crash_are_seen():
+    code, _, err = run(
+        """
+        import os
+        from towers import startup
+        with startup.quiet():
+            os.write(2, b"I0000 nothing\\nF0000 built for another CPU\\n")
+            os.abort()
+        """,
+        TF_CPP_MIN_LOG_LEVEL="1",
+    )
+    assert (code, err) == (-signal.SIGABRT, "F0000 built for another CPU\n")
+
+
+def test_without_grep_all_is_shown():
+    script = """
+        import os
+        from towers import startup
+        with startup.quiet():
+            os.write(2, b"I0000 something\\n")
+    """
+    code, _, err = run(script, TF_CPP_MIN_LOG_LEVEL="1", PATH="")
+    assert (code, err) == (0, "I0000 something\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        ("", "1"),
+        ("--model=cnn --verbosity=-1 --seed=3", "1"),
+        ("--variable_update=auto", "1"),
+        ("--verbosity=warning", "1"),
+        ("--verbosity", "1"),
+        ("--model=cnn --verbosity=0", None),
+        ("--verbosity 1 --seed=3", None),
+        ("-v=2", None),
+        ("--v 0", None),
+        ("--verbosity=info", None),
+    ],
+)
+def test_verbosity(environ, flags, level):
+    environ.setattr(sys, "argv", ["program", *flags.split()])
+    startup.begin("program")
+    assert os.environ.get("TF_CPP_MIN_LOG_LEVEL") == level
+
+
+def test_a_level_of_the_users_stays(environ):
+    environ.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    startup.begin("program")
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"
+
+
+# Color.
+
+
+def read_all(terminal):
+    """Reads what was written to a terminal."""
+    shown = b""
+    try:
+        while part := os.read(terminal, 65536):
+            shown += part
+    except OSError:
+        pass  # how the end of a terminal reads
+    os.close(terminal)
+    return shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("no_color", "colored"), [(None, True), ("", True), ("1", False)]
+)
+def test_no_color_on_a_terminal(tmp_path, no_color, colored):
+    environ = stand_in(
+        tmp_path, "class config: list_physical_devices = staticmethod(list)"
+    )
+    if no_color is not None:
+        environ["NO_COLOR"] = no_color
+    script = (
+        "import sys; from towers import startup; startup.begin('program');"
+        "print(sys.stdout.isatty(), '\\x1b[1mbold\\x1b[0m \\x1b[38;5;2mgreen\\x1b[0m')"
+    )
+    terminal, child = pty.openpty()
+    process = start("-c", script, environ=environ, stdout=child)
+    os.close(child)
+    shown = read_all(terminal)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, err) == (0, "")
+    if colored:
+        assert shown == "True \x1b[1mbold\x1b[0m \x1b[38;5;2mgreen\x1b[0m\r\n"
+    else:
+        assert shown == "True bold green\r\n"
+
+
+def test_no_color_in_a_file(tmp_path):
+    environ = stand_in(
+        tmp_path, "class config: list_physical_devices = staticmethod(list)"
+    )
+    _, out, _ = run(
+        """
+        from towers import startup
+        startup.begin("program")
+        print("\\x1b[1mbold\\x1b[0m")
+        """,
+        **environ,
+    )
+    assert out == "bold\n"
+
+
+def test_a_progress_bar_without_color_shows_progress(monkeypatch):
+    """Keras's own, on a terminal."""
+    terminal, child = pty.openpty()
+    with os.fdopen(child, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", startup.Plain(stream))
+        bar = keras.utils.Progbar(20, interval=0)
+        for step in (5, 20):
+            bar.update(step, [("loss", 0.5)])
+        # At its end, a terminal forgets what nobody has read.
+        stream.flush()
+        shown = os.read(terminal, 65536).decode()
+    os.close(terminal)
+    assert "\x1b" not in shown
+    assert re.search(r" 5/20 ━{5}─{15} \d+s .*loss: 0\.5000", shown)
+    assert re.search(r"20/20 ━{20} \d+s .*loss: 0\.5000", shown)

@@ -1,0 +1,383 @@
+"""Steps that are not finite: stopped in time, and explained."""
+
+import runpy
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests import warm
+from towers import multi_gpu_model, numerics, variables
+from towers.callbacks import Checkpoint
+from towers.callbacks.checkpoint import NotFinite
+
+# Of 3 batches for 3 towers, the row in question is the 2nd one's, on tower 1.
+ROWS, BATCH, ROW = 63, 21, 30
+
+
+@keras.saving.register_keras_serializable()
+class Root(layers.Layer):
+    """Not a number below 0; at 0, its gradient is infinite."""
+
+    def call(self, x):
+        return tf.sqrt(x)
+
+
+def root_of_both(y, predicted):
+    """Not a number where y is below 0; at 0, its gradient is."""
+    return tf.reduce_mean(tf.sqrt(y * (1 + predicted**2)))
+
+
+def build(*more, rate=0.1):
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((1,)),
+            layers.Dense(1, use_bias=False, kernel_initializer="ones", name="weight"),
+            Root(name="root"),
+            *more,
+            layers.Dropout(rate),
+            layers.Dense(1, name="out"),
+        ]
+    )
+
+
+def data(x_at=2.0, y_at=2.0, row=ROW):
+    x, y = np.random.default_rng(0).uniform(1, 2, [2, ROWS, 1]).astype("float32")
+    x[row], y[row] = x_at, y_at
+    return x, y
+
+
+def on_towers(model, gpus=3, loss=root_of_both, optimizer="sgd", **options):
+    compiled = {
+        name: options.pop(name)
+        for name in ("steps_per_execution", "run_eagerly", "jit_compile", "metrics")
+        if name in options
+    }
+    parallel = multi_gpu_model(model, gpus, **{"check_numerics": True, **options})
+    parallel.compile(optimizer, loss, **compiled)
+    return parallel
+
+
+def stopped(parallel, x, y=None, **options):
+    """Trains until it is stopped; returns the error."""
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
+    with pytest.raises(numerics.NotFiniteStep) as caught:
+        parallel.fit(x, y, **options)
+    return caught.value
+
+
+def told(finding):
+    return finding.source, finding.during, finding.name, finding.tower
+
+
+FORWARD = "layer", "forward", "layer 'root'", 1
+BACKWARD = "layer", "backward", "layer 'root'", 1
+FAULTS = {
+    "data": ({"x_at": np.nan}, ("data", "", "x", 1)),
+    "target": ({"y_at": np.inf}, ("data", "", "y", 1)),
+    "forward": ({"x_at": -1}, FORWARD),
+    "backward": ({"x_at": 0}, BACKWARD),
+    "loss": ({"y_at": -1}, ("loss", "forward", "", 1)),
+    "loss's gradient": ({"y_at": 0}, ("loss", "backward", "", 1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_names_what_was_not_finite_first(fault, tmp_path):
+    at, expected = FAULTS[fault]
+    file = tmp_path / "made" / "bad.npz"
+    model = build()
+    error = stopped(on_towers(model, check_numerics=file), *data(**at))
+    finding = error.finding
+    assert told(finding) == expected
+    assert (error.step, finding.towers, finding.examples) == (2, 3, 7)
+    if finding.source != "loss":
+        assert finding.rows == (ROW - BATCH,)
+    assert str(error).startswith(f"Step 2 (epoch 1, batch 2): {finding}")
+    assert "tower 1 of 3" in str(error)
+    assert str(error).endswith(f"the batch is in {file}.")
+    # By another model of that kind, with other variables.
+    again = build()
+    again.compile("sgd", root_of_both)
+    again.layers[0].kernel.assign([[7.0]])
+    before = [v.numpy() for v in again.variables]
+    assert numerics.locate(again, file) == finding
+    for now, then in zip(again.variables, before, strict=True):
+        np.testing.assert_array_equal(now.numpy(), then)
+
+
+WAYS = {
+    "replicated": {"builder": "replicated"},
+    "steps in a loop": {"steps_per_execution": 3},
+    "gathered": {"loss_placement": "gathered"},
+    "replicated, gathered": {"builder": "replicated", "loss_placement": "gathered"},
+    "XLA": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "packed": {"packed": True},
+    "prefetched": {"prefetch": 2},
+    "uneven": {"shares": (1, 2, 1)},
+    "asynchronous": {"builder": "asynchronous"},
+    "asynchronous, in a loop": {"builder": "asynchronous", "steps_per_execution": 2},
+}
+
+
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+@pytest.mark.parametrize("way", WAYS)
+def test_whichever_way_towers_go(way, fault):
+    at, expected = FAULTS[fault]
+    asynchronous = "asynchronous" in way
+    # What is dropped depends on which tower was faster.
+    model = build(rate=0 if asynchronous else 0.1)
+    error = stopped(on_towers(model, **WAYS[way]), *data(**at))
+    assert told(error.finding) == expected
+    if not asynchronous:
+        assert error.step == 2
+    if way == "steps in a loop":
+        assert "(epoch 1, batches 1-3)" in str(error)
+
+
+@pytest.mark.parametrize("way", ["parameter_server", "replicated", "loop", "eager"])
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+def test_nothing_of_the_step_is_applied(way, fault):
+    """Variables, metrics and what layers assign are those of the step before."""
+    options = {
+        "loop": {"steps_per_execution": 3},
+        "eager": {"run_eagerly": True},
+    }.get(way, {"builder": way})
+
+    def train(rows, **at):
+        model = build(layers.BatchNormalization())
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        parallel = on_towers(model, optimizer=optimizer, metrics=["mae"], **options)
+        x, y = data(**at)
+        fit = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+        if at:
+            stopped(parallel, x, y)
+        else:
+            parallel.fit(x[:rows], y[:rows], **fit)
+        return variables.values(model)
+
+    found = train(ROWS, **FAULTS[fault][0])
+    for ours, theirs in zip(found, train(BATCH), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_finite_steps_are_what_they_are_without_the_check():
+    found = []
+    for check in (True, False):
+        model = build()
+        on_towers(model, optimizer="adam", check_numerics=check).fit(
+            *data(), batch_size=BATCH, shuffle=False, verbose=0, epochs=2
+        )
+        found.append(variables.values(model))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_is_off_by_default_as_on_one_device():
+    model = build()
+    parallel = multi_gpu_model(model, 3)
+    parallel.compile("sgd", root_of_both)
+    parallel.fit(*data(x_at=-1), batch_size=BATCH, verbose=0)
+    assert np.isnan(model.layers[0].kernel.numpy()).all()
+
+
+def test_towers_without_examples():
+    x, y = data(x_at=-1, row=0)
+    error = stopped(on_towers(build()), x[:1], y[:1])
+    assert told(error.finding) == ("layer", "forward", "layer 'root'", 0)
+
+
+def test_synchronized_towers():
+    model = build(layers.BatchNormalization(synchronized=True))
+    error = stopped(on_towers(model), *data(x_at=0))
+    assert told(error.finding) == BACKWARD
+
+
+def test_a_table_of_which_rows_are_looked_up():
+    keras.utils.set_random_seed(1)
+    rows = layers.Embedding(50, 1, embeddings_initializer="ones", name="table")
+    model = keras.Sequential(
+        [keras.Input((1,), dtype="int32"), rows, layers.Flatten(), Root(name="root")]
+    )
+    model.add(layers.Dense(1))
+    parallel = on_towers(model, loss="mse")
+    table = np.ones([50, 1], "float32")
+    table[7] = 0
+    parallel.build_from_config({"input_shape": (None, 1)})
+    rows.embeddings.assign(table)
+    x = np.full([BATCH, 1], 3)
+    x[9] = 7
+    error = stopped(parallel, x, np.ones([BATCH, 1], "float32"))
+    assert told(error.finding) == BACKWARD
+    np.testing.assert_array_equal(rows.embeddings.numpy(), table)
+
+
+def test_a_variable_that_was_not_finite_before():
+    model = build()
+    model.get_layer("out").kernel.assign([[np.inf]])
+    error = stopped(on_towers(model), *data())
+    assert error.finding.source == "variable"
+    assert "out/kernel' was not finite before it" in str(error)
+
+
+def test_a_step_that_cannot_be_repeated():
+    """A layer that is right when it is asked a second time."""
+    calls = []
+
+    class Fickle(layers.Layer):
+        def call(self, x):
+            def first(x):
+                calls.append(1)
+                return x * np.nan if len(calls) == 1 else x
+
+            return tf.ensure_shape(tf.numpy_function(first, [x], x.dtype), x.shape)
+
+    model = build(Fickle())
+    error = stopped(on_towers(model, 1), *data())
+    assert error.finding.source == "unknown"
+    assert "computed once more" in str(error)
+
+
+class TestLossScale:
+    def steep(self, y, predicted):
+        return 1000 * root_of_both(y, predicted)
+
+    def scaled(self, scale):
+        inner = keras.optimizers.SGD(0.01)
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=scale)
+
+    def test_an_overflow_is_passed_over(self):
+        optimizer = self.scaled(2.0**127)
+        parallel = on_towers(build(), optimizer=optimizer, loss=self.steep)
+        parallel.fit(*data(), batch_size=BATCH, verbose=0, epochs=2)
+        assert float(optimizer.dynamic_scale) < 2.0**127
+
+    def test_a_loss_that_is_not_finite_is_not(self):
+        parallel = on_towers(build(), optimizer=self.scaled(2.0**15))
+        assert told(stopped(parallel, *data(x_at=-1)).finding) == FORWARD
+
+    def test_a_gradient_that_no_scale_makes_finite_is_not(self):
+        optimizer = self.scaled(4.0)
+        parallel = on_towers(build(), optimizer=optimizer)
+        x, y = data(x_at=0)
+        error = stopped(parallel, x[BATCH : 2 * BATCH], y[:BATCH], epochs=5)
+        assert told(error.finding) == BACKWARD
+        # With a scale of 4, and of 2, it was passed over.
+        assert float(optimizer.dynamic_scale) == 1
+
+
+class TestOrigin:
+    def test_is_the_row_of_the_arrays(self):
+        x, y = data(x_at=np.nan)
+        x = np.concatenate([x, x[::-1] * 1.0], axis=1)
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        error = stopped(on_towers(model, loss="mse"), x, y, shuffle=True)
+        place = {ROW, ROWS - 1 - ROW}
+        assert any(f"it is x[{i}] of what `fit` has got" in str(error) for i in place)
+
+    def test_is_epoch_batch_and_row_of_other_data(self):
+        dataset = tf.data.Dataset.from_tensor_slices(data(x_at=np.nan)).batch(BATCH)
+        error = stopped(on_towers(build()), dataset, batch_size=None)
+        assert str(error).startswith("Step 2 (epoch 1, batch 2): x[9] of the batch is")
+
+    def test_of_what_preprocess_has_made(self):
+        def preprocess(x, y, training):
+            return tf.math.log(tf.cast(x, tf.float32)), y
+
+        x, y = data()
+        x = (x * 5).astype("uint8")
+        x[ROW] = 0
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+        parallel = on_towers(model, loss="mse", preprocess=preprocess)
+        error = stopped(parallel, x, y)
+        assert told(error.finding) == (
+            *("data", "", "what `preprocess` has made of x", 1),
+        )
+        assert error.finding.rows == (ROW - BATCH,)
+
+
+def test_the_last_checkpoint_stays(tmp_path):
+    parallel = on_towers(build(), check_numerics=tmp_path / "bad.npz")
+    checkpoint = Checkpoint(tmp_path / "run", save_steps=1)
+    x, y = data(x_at=-1)
+    with pytest.raises(NotFinite) as caught:
+        parallel.fit(
+            *(x, y), batch_size=BATCH, shuffle=False, verbose=0, callbacks=[checkpoint]
+        )
+    error = caught.value
+    latest = str(tmp_path / "run" / "ckpt-0-1")
+    assert error.checkpoint == checkpoint.latest == latest
+    assert str(error).endswith(
+        f"; the last checkpoint, from before, is {error.checkpoint}."
+    )
+
+
+def run(*flags, code):
+    done = warm.run("towers.train", "--num_gpus=3", *flags, timeout_s=180)
+    assert done.returncode == code, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("towers.")]
+    assert "Traceback" not in done.stderr
+    return done, said
+
+
+def test_the_program_stops_and_says_so(tmp_path):
+    """In its second epoch, where a checkpoint of the first stays."""
+    rows = [f"{value},{label}" for label in range(2) for value in range(1, 22)]
+    (tmp_path / "train.csv").write_text("\n".join(["a,label", *rows, ""]))
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            import keras
+            import tensorflow as tf
+
+            @keras.saving.register_keras_serializable()
+            class Root(keras.layers.Layer):
+                def build(self, shape):
+                    # 2, once it has been tried what the model returns.
+                    initializer = keras.initializers.Constant(2.5)
+                    options = {"initializer": initializer, "trainable": False}
+                    self.left = self.add_weight(name="left", **options)
+
+                def call(self, x):
+                    self.left.assign(self.left - 0.5)
+                    return x * tf.sqrt(self.left)
+
+            def build(input_shape, num_classes):
+                root, dense = Root(name="root"), keras.layers.Dense(num_classes)
+                return keras.Sequential([keras.Input(input_shape), root, dense])
+            """
+        )
+    )
+    model_dir = tmp_path / "run"
+    flags = (
+        *(f"--dataset=csv:{tmp_path}/*.csv", f"--model={tmp_path}/mine.py:build"),
+        *("--batch_size=21", f"--model_dir={model_dir}", "--variable_update=auto"),
+    )
+    _, (said,) = run(*flags, code=3)
+    assert said.startswith("towers.train: Step 5 (epoch 3, batch 1): the output of ")
+    assert "layer 'root' is not finite on tower 0 of 3 (forward pass), 7 of 7" in said
+    assert f"the batch is in {model_dir}/not_finite.npz; the last checkpoint" in said
+    assert said.endswith(f", from before, is {model_dir}/checkpoints/ckpt-2-0.")
+    assert not (model_dir / "model.keras").exists()
+    # What was written is enough to find it again.
+    path = str(tmp_path / "mine.py")
+    root = runpy.run_path(path)["build"]((1,), 2)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    root.compile("adam", loss)
+    found = numerics.locate(root, model_dir / "not_finite.npz")
+    assert told(found) == ("layer", "forward", "layer 'root'", 0)
+
+
+def test_the_program_names_file_and_record_of_a_number_that_is_none(tmp_path):
+    rows = ["1,0", "2,1"] * 20
+    rows[30] = "nan,0"
+    path = tmp_path / "train.csv"
+    path.write_text("\n".join(["a,label", *rows, ""]))
+    flags = f"--dataset=csv:{path}", "--model=mlp", f"--model_dir={tmp_path / 'run'}"
+    _, (said,) = run(*flags, code=1)
+    assert f"{path}" in said and "a is nan, expected a number" in said

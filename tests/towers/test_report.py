@@ -1,0 +1,367 @@
+"""The report, opened in a real browser without a network, says what the run wrote."""
+
+import fcntl
+import json
+import re
+import socket
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import warm
+from tests.browser import needs_browser, open_browser
+from towers.report import __main__ as report
+from towers.report import charts
+from towers.report.read import Series, read
+
+TIMEOUT_S = 120
+EPOCHS, STEPS = 5, 20
+FLAGS = "--model=cnn\n--dataset=digits\n--num_gpus=2\n--note=<b>5 & 6</b>\n"
+SUMMARY = {
+    "test_loss": 0.25,
+    "test_accuracy": 0.9375,
+    "images_per_sec": 1034.25,
+    "bad_records": 3,
+    "epochs": EPOCHS,
+    "steps": EPOCHS * STEPS,
+    "towers": ["/device:CPU:0", "/device:CPU:1"],
+}
+VERDICT = "input-bound: towers waited 43% of the time; the slowest stage is map."
+# A mean of each, over the ten steps that it is written at.
+MEASURED = {
+    "samples_per_sec": 1000.0,
+    "samples_per_sec/tower_0": 500.0,
+    "samples_per_sec/tower_1": 480.0,
+    "waiting": 0.37,
+    "step_ms/input": 3.0,
+    "step_ms/copy": 1.0,
+    "step_ms/compute": 5.0,
+    "step_ms/reduce": 2.0,
+    "device/cpu:0/rss_mb": 812.0,
+    "device/cpu:0/utilization": 0.55,
+    "device/gpu:0/memory_mb": 4321.0,
+    "device/gpu:0/utilization": 0.75,
+    "device/gpu:0/temperature_c": 61.0,
+}
+TEXTS = {
+    "verdict": VERDICT,
+    "devices": "    tower  device\n        0  /device:CPU:0\n",
+    "versions": "Python 3.11 <script>fails()</script>",
+    "input_labels": "1. three\n2. <i>four</i>\n3. five\n",
+    "misclassified_as": "1. 3, taken for 8\n2. 9, taken for 1\n",
+    "confusion_counts": "| is | 0 | 1 |\n|---|---|---|\n| 0 | 35 | 17 |\n",
+}
+
+
+def write_events(folder, epochs=range(EPOCHS), measured=None, loss=1.0):
+    """Writes what training writes: scalars of epochs, and at each tenth step."""
+    writer = tf.summary.create_file_writer(str(folder))
+    measured = {"batch_loss": 2 * loss, "batch_learning_rate": 0.01} | (measured or {})
+    with writer.as_default():
+        for epoch in epochs:
+            for step in range(STEPS * epoch + 10, STEPS * (epoch + 1) + 1, 10):
+                for tag, value in measured.items():
+                    tf.summary.scalar(tag, value, step)
+            tf.summary.scalar("epoch_loss", loss / (epoch + 1), epoch)
+            tf.summary.scalar("epoch_accuracy", 0.1 * epoch, epoch)
+            tf.summary.scalar("epoch_learning_rate", 0.01, epoch)
+    writer.close()
+
+
+def write_texts(folder, texts):
+    writer = tf.summary.create_file_writer(str(folder))
+    with writer.as_default(STEPS):
+        for tag, text in texts.items():
+            tf.summary.text(tag, text)
+    writer.close()
+
+
+def write_pictures(folder):
+    writer = tf.summary.create_file_writer(str(folder))
+    pictures = np.random.default_rng(1).integers(0, 255, [3, 8, 8, 1], np.uint8)
+    with writer.as_default(STEPS):
+        tf.summary.image("input", pictures, max_outputs=3)
+        tf.summary.image("misclassified", pictures[:2], max_outputs=3)
+        tf.summary.image("confusion", tf.zeros([1, 300, 300, 3]))
+    writer.close()
+
+
+def write_run(model_dir, summary=SUMMARY):
+    """Writes all that a whole run does."""
+    write_events(model_dir / "train", measured=MEASURED)
+    write_events(model_dir / "validation", loss=0.8)
+    write_texts(model_dir / "train", TEXTS)
+    write_pictures(model_dir / "train")
+    (model_dir / "flags.txt").write_text(FLAGS)
+    if summary:
+        (model_dir / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.fixture(scope="module")
+def page():
+    """A page of a browser that has no network."""
+    with open_browser() as page:
+        page.context.set_offline(True)
+        page.requests = []
+        page.on("request", lambda request: page.requests.append(request.url))
+        yield page
+
+
+def show(page, model_dir):
+    """Writes a run's report, and opens it."""
+    page.goto(f"file://{report.write(str(model_dir))}")
+    return page
+
+
+def cards(page):
+    """The headline figures, by their names."""
+    found = page.locator(".card").all_inner_texts()
+    return {name: value for value, name in (text.split("\n") for text in found)}
+
+
+def notes(page):
+    return page.locator(".notes li").all_inner_texts()
+
+
+def captions(page, section):
+    return page.locator(f"#{section} .charts figcaption").all_inner_texts()
+
+
+def points(page, name):
+    """Where a curve was drawn: an array of x and y, in the units of the chart."""
+    path = page.locator(f'[id="{name}"] > path').get_attribute("d")
+    return np.array(re.findall(r"[ML] (\S+) (\S+)", path), float)
+
+
+@needs_browser
+def test_a_whole_run(tmp_path, page):
+    write_run(tmp_path)
+    done = warm.run("towers.report", tmp_path, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "report.html"
+    assert re.fullmatch(rf"{path}: \d+ KB\n", done.stdout)
+    assert path.stat().st_size < 300_000
+    page.requests.clear()
+    page.goto(f"file://{path}")
+    assert page.requests == [f"file://{path}"]
+    assert page.title() == "cnn on digits: report"
+    assert page.locator(".status").inner_text() == "Finished: 5 epochs, 100 steps."
+    found = cards(page)
+    assert found.pop("training, in 3 parts").endswith(" s")
+    assert found == {
+        "test accuracy": "0.9375",
+        "test loss": "0.2500",
+        "images/s": "1,034.2",
+        "of the time waiting": "37%",
+        "towers": "2",
+    }
+    assert page.locator(".verdict").inner_text() == VERDICT
+    assert notes(page) == [
+        "3 bad records were passed over: bad_records.json lists them."
+    ]
+    assert captions(page, "learning") == ["Loss", "Accuracy", "Learning rate"]
+    assert captions(page, "speed") == [
+        "Images per second",
+        "Time of a step, ms: 11.0 on average",
+        "Share of the towers' time spent waiting for input",
+    ]
+    assert captions(page, "devices") == [
+        "Memory, MB: gpu:0",
+        "Resident, MB: cpu:0",
+        "Utilisation",
+        "Temperature, °C: gpu:0",
+    ]
+    assert page.locator("svg").count() == 10
+    legends = page.locator("#speed svg").all_text_contents()
+    for tower in ("all", "tower 0", "tower 1"):
+        assert tower in legends[0]
+    for part in ("input", "copy", "compute", "reduce"):
+        assert part in legends[1]
+    assert page.locator("#devices tr").all_inner_texts() == [
+        "device\tmemory, MB\tresident, MB\tutilisation\ttemperature, °C",
+        "cpu:0\t\t812\t55%\t",
+        "gpu:0\t4,321\t\t75%\t61",
+    ]
+    assert page.locator("pre.flags").inner_text() == FLAGS
+
+
+@needs_browser
+def test_curves_are_the_values(tmp_path, page):
+    write_run(tmp_path)
+    show(page, tmp_path)
+    train, validation = points(page, "Loss-train"), points(page, "Loss-validation")
+    values = 1 / np.arange(1, EPOCHS + 1)
+    # The page's y points downwards.
+    slope, zero = np.polyfit(values, train[:, 1], 1)
+    assert slope < 0
+    np.testing.assert_allclose(train[:, 1], zero + slope * values, atol=1e-3)
+    np.testing.assert_allclose(validation[:, 1], zero + slope * 0.8 * values, atol=1e-3)
+    np.testing.assert_allclose(np.diff(train[:, 0]), train[1, 0] - train[0, 0])
+    heights = {}
+    for part in ("input", "copy", "compute", "reduce"):
+        ys = points(page, f"Time-of-a-step-{part}")[:, 1]
+        heights[part] = ys.max() - ys.min()
+    for part, height in heights.items():
+        expected = MEASURED[f"step_ms/{part}"] / MEASURED["step_ms/input"]
+        assert height / heights["input"] == pytest.approx(expected, abs=1e-3)
+
+
+@needs_browser
+def test_pictures_and_texts(tmp_path, page):
+    write_run(tmp_path)
+    show(page, tmp_path)
+    assert page.locator("#pictures h3").all_inner_texts() == [
+        *("Misclassified", "Input", "Confusion")
+    ]
+    assert page.locator("#pictures figcaption").all_inner_texts() == [
+        *("3, taken for 8", "9, taken for 1", "three", "<i>four</i>", "five")
+    ]
+    # As it was, and decoded.
+    widths = page.locator("#pictures img").evaluate_all(
+        "images => images.map(image => image.naturalWidth)"
+    )
+    assert widths == [8, 8, 8, 8, 8, 300]
+    assert page.locator("#pictures td").all_inner_texts() == ["0", "35", "17"]
+    assert page.locator("script").count() == 0
+    environment = page.locator("#environment").inner_text()
+    assert "<script>fails()</script>" in environment
+    assert "0  /device:CPU:0" in environment
+
+
+@needs_browser
+def test_no_text_has_anything_fetched(tmp_path, page):
+    write_run(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        text = f"![x](http://127.0.0.1:{server.getsockname()[1]}/x.png)"
+        write_texts(tmp_path / "train", {"versions": text})
+        page.context.set_offline(False)
+        show(page, tmp_path)
+        page.context.set_offline(True)
+        assert page.get_by_alt_text("x", exact=True).count() == 1
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@needs_browser
+def test_a_run_that_has_only_begun(tmp_path, page):
+    write_events(tmp_path / "train", range(1))
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        show(page, tmp_path)
+    assert page.locator("h1").inner_text() == tmp_path.name
+    assert page.locator(".status").inner_text() == "Still running: step 20."
+    assert page.locator(".verdict").count() == 0
+    assert notes(page) == [
+        "There is no summary.json yet: the figures are those of the last epoch.",
+        "Nothing was validated meanwhile: the curves are of training only.",
+    ]
+    found = cards(page)
+    assert found.pop("training").endswith(" s")
+    assert found == {
+        "train accuracy, epoch 1": "0.0000",
+        "train loss, epoch 1": "1.0000",
+    }
+    # By steps, of which there are more.
+    assert captions(page, "learning") == ["Loss", "Learning rate"]
+    assert len(points(page, "Loss-train")) == 2
+    for section, missing in {
+        "speed": "The run has not measured this, or not yet.",
+        "devices": "The run has not measured this, or not yet.",
+        "pictures": "The run has written no pictures.",
+        "environment": "There is no flags.txt.",
+    }.items():
+        assert missing in page.locator(f"#{section}").inner_text()
+
+
+@needs_browser
+def test_before_the_first_step(tmp_path, page):
+    writer = tf.summary.create_file_writer(str(tmp_path / "train"))
+    with writer.as_default(0):
+        tf.summary.text("flags", "    --model=cnn")
+    writer.close()
+    show(page, tmp_path)
+    status = page.locator(".status").inner_text()
+    assert status == "Not finished, and not running: last heard of at step 0."
+    assert page.locator("svg").count() == 0
+
+
+@needs_browser
+def test_a_run_that_went_on(tmp_path, page):
+    write_run(tmp_path)
+    # From a checkpoint of epoch 3, and then it was killed.
+    write_events(tmp_path / "train", range(3, 7), loss=7.0)
+    with open(tmp_path / "train" / "events.out.tfevents.9999999999.x", "wb") as file:
+        file.write(b"\x18\0\0")
+    show(page, tmp_path)
+    status = page.locator(".status").inner_text()
+    assert status == "Not finished, and not running: last heard of at step 140."
+    assert notes(page) == [
+        "The run ended at step 100 and has gone on since: the figures are those of its "
+        "last epoch, not of summary.json."
+    ]
+    found = cards(page)
+    assert found["validation loss, epoch 5"] == "0.1600"
+    assert found["images/s"] == "1,000.0"
+    assert found["towers"] == "2"
+    assert "training, in 4 parts" in found
+    # What was done twice is drawn once.
+    assert len(points(page, "Loss-train")) == 7
+    losses = read(str(tmp_path)).train.scalars["epoch_loss"]
+    assert losses.steps.tolist() == list(range(7))
+    expected = [1, 1 / 2, 1 / 3, 7 / 4, 7 / 5, 7 / 6, 7 / 7]
+    np.testing.assert_allclose(losses.values, expected, rtol=1e-6)
+
+
+@needs_browser
+def test_numbers_that_are_not_finite(tmp_path, page):
+    write_events(tmp_path / "train", range(2))
+    write_events(tmp_path / "train", range(2, 4), loss=float("nan"))
+    show(page, tmp_path)
+    assert notes(page)[-1] == "The loss of training is not finite at step 50."
+    assert len(points(page, "Loss-train")) == 2
+
+
+def test_long_curves_are_thinned():
+    steps = np.arange(100_000)
+    series = Series(steps, np.sin(steps / 9000))
+    assert len(charts.lines("x", {"y": series})) < 30_000
+    thin_steps, thin = charts._thinned(series.steps, series.values)
+    assert len(thin) == 500 and thin_steps[-1] == steps[-1]
+    np.testing.assert_allclose(thin.mean(), series.values.mean())
+
+
+def test_the_same_run_is_the_same_chart():
+    series = {"a": Series(np.arange(3), np.arange(3.0))}
+    assert charts.lines("x", series) == charts.lines("x", series)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "the following arguments are required: model_dir"),
+        (["{}", "more"], "unrecognized arguments: more"),
+        (["{}/absent"], "which is no directory; expected the --model_dir of a run"),
+        (["{}"], "There is no run in {}: no summary.json, and nothing in train/"),
+        (["{}/run", "--output={}/absent/x"], "Cannot write {}/absent/x: No such file"),
+        (["{}/bad"], "{}/bad/summary.json is not as towers.train writes it"),
+    ],
+)
+def test_what_does_not_fit(tmp_path, capsys, arguments, said):
+    write_events(tmp_path / "run" / "train", range(1))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "summary.json").write_text("{")
+    assert report.main([each.format(tmp_path) for each in arguments]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("towers.report: ") and err.count("\n") == 1
+    assert said.format(tmp_path) in err
+
+
+def test_missing_libraries(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    assert report.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        "towers.report: The report is made with jinja2 and matplotlib, which are not "
+        "installed; run: pip install jinja2 matplotlib\n"
+    )

@@ -1,0 +1,575 @@
+"""The verdict on the input: on pipelines that are slow on purpose."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from input_pipeline import ArraySource, make_dataset
+from input_pipeline.sources.arrays import RowSource
+from towers import multi_gpu_model, stages
+from towers.callbacks.starvation import Starvation
+from towers.phases import Totals
+from towers.stages import Stage, verdict
+
+ROOT = Path(__file__).parents[2]
+
+# The verdict: a pure function.
+
+PREFETCH = Stage("prefetch", "", 0.1, 1, 1, 2)
+MAP = Stage("map", "decode", 60.0, 2, 2, 2)
+BATCH = Stage("batch", "", 1.0, 1, 3, 0)
+READ = Stage("TFRecord", "read", 20.0, 1, 3, 0)
+INPUT = [PREFETCH, MAP, BATCH, READ]
+
+
+def test_compute_bound():
+    assert verdict(0.012, 40, INPUT) == "compute-bound: towers waited 1% of the time"
+    assert verdict(0.012, 40, []) == "compute-bound: towers waited 1% of the time"
+
+
+def test_a_slow_map():
+    assert verdict(0.43, 15, INPUT) == (
+        "input-bound: towers waited 43% of the time; the slowest stage is `map` "
+        "(decode); try this: do less in it, .cache() what it makes, or give the input "
+        "more CPU cores, here or by tf.data's service"
+    )
+    one = MAP._replace(threads=1)
+    assert "num_parallel_calls=tf.data.AUTOTUNE" in verdict(0.43, 15, [one])
+
+
+def test_advice_of_ones_own_is_by_label():
+    said = verdict(0.43, 15, INPUT, {"decode": "take smaller images"})
+    assert said.endswith("`map` (decode); try this: take smaller images")
+
+
+def test_slow_storage():
+    said = verdict(0.1, 50, [PREFETCH, MAP, READ._replace(ms_per_batch=60.0)])
+    assert "the slowest stage is `TFRecord` (read); try this: keep the data on" in said
+
+
+def test_stages_of_one_thread_add_up():
+    several = [PREFETCH] + [Stage("map", n, 30.0, 1, 1, 0) for n in "ab"]
+    assert stages.pace_ms(several) == pytest.approx(60.1)
+    assert "the slowest stage is `map` (a)" in verdict(0.2, 50, several)
+
+
+def test_too_small_a_prefetch():
+    said = verdict(0.43, 50, INPUT)
+    assert "no stage is slower than a step, but the input runs no more than 2" in said
+    assert said.endswith("try .prefetch(8) at its end")
+    alone = [MAP._replace(segment=0, ahead=0)]
+    assert "but the input runs no batch ahead" in verdict(0.43, 80, alone)
+    assert verdict(0.43, 80, INPUT, {"prefetch": "more"}).endswith("try more")
+
+
+def test_steps_that_take_no_time():
+    assert verdict(0.2, 1.6, [PREFETCH]).endswith(
+        "no stage is slower than a step, but to hand over a batch takes 0.4 ms, and a "
+        "step only 1.6; try larger batches, or more steps in a call"
+    )
+
+
+def test_nothing_is_known():
+    assert "tf.data has no statistics of this input" in verdict(0.43, 80, [])
+    assert stages.slowest([]) is None
+
+
+# Real iterators with real statistics, read by a loop of sleeps.
+
+STEPS = 30
+
+
+def nap(seconds, every=1):
+    """A function of tensors that returns them, and sleeps at each `every`-th call."""
+    calls = iter(range(10**6))
+
+    def sleeps(value):
+        if next(calls) % every == 0:
+            time.sleep(seconds)
+        return value
+
+    def in_graph(x):
+        return tf.ensure_shape(tf.numpy_function(sleeps, [x], x.dtype), x.shape)
+
+    return in_graph
+
+
+def numbers(function=None, name=None):
+    data = tf.data.Dataset.range(10**6)
+    if function is not None:
+        data = data.map(function, name=name)
+    return data.batch(2)
+
+
+def zipped(path, mb):
+    """A file of large records that take long to unpack."""
+    options = tf.io.TFRecordOptions(compression_type="GZIP")
+    with tf.io.TFRecordWriter(str(path), options) as writer:
+        for _ in range(4):
+            writer.write(bytes(mb * 2**20))
+    return str(path)
+
+
+def without(data, **off):
+    options = tf.data.Options()
+    for name in off:
+        setattr(options.experimental_optimization, name, off[name])
+    return data.with_options(options)
+
+
+def read_by_hand(data, step_s, steps=STEPS):
+    """What a loop by hand measures of a data set.
+
+    Returns:
+        Share of waiting, and the stages at the end.
+    """
+    iterator, waited, begun = iter(data), 0.0, None
+    for step in range(steps + 3):
+        if step == 3:
+            waited, begun = 0.0, time.perf_counter()
+        asked = time.perf_counter()
+        next(iterator)
+        waited += time.perf_counter() - asked
+        time.sleep(step_s)
+    return waited / (time.perf_counter() - begun), stages.read(iterator).stages()
+
+
+def said_of(data, step_s, steps=STEPS):
+    waiting, found = read_by_hand(data, step_s, steps)
+    return verdict(waiting, 1000 * step_s, found)
+
+
+def decode(x):
+    return nap(0.01)(x)
+
+
+@pytest.mark.parametrize("name", [None, "resize"])
+def test_a_map_that_sleeps(name):
+    data = numbers(decode, name).prefetch(4)
+    said = said_of(data, 0.005)
+    assert said.startswith("input-bound")
+    assert f"the slowest stage is `map` ({name or 'decode'}); try this: pass it" in said
+
+
+def test_a_map_that_sleeps_in_parallel():
+    data = tf.data.Dataset.range(10**6).map(nap(0.04), num_parallel_calls=2)
+    said = said_of(data.batch(2).map(lambda x: x + 1).prefetch(4), 0.005)
+    # `in_graph`, as the function is called.
+    assert "slowest stage is `map` (in_graph); try this: do less in it" in said
+
+
+def test_storage_that_is_slow(tmp_path):
+    files = tf.data.Dataset.from_tensors(zipped(tmp_path / "a", 8)).repeat()
+    data = files.flat_map(lambda path: tf.data.TFRecordDataset(path, "GZIP"))
+    said = said_of(data.map(tf.strings.length).batch(1).prefetch(4), 0.005, 15)
+    assert "the slowest stage is `TFRecord` (read); try this: keep the data on" in said
+
+
+def test_files_that_are_slow_in_parallel(tmp_path):
+    paths = [zipped(tmp_path / name, 8) for name in "ab"]
+    files = tf.data.Dataset.from_tensor_slices(paths).repeat()
+    data = files.interleave(
+        lambda path: tf.data.TFRecordDataset(path, "GZIP"),
+        cycle_length=2,
+        num_parallel_calls=2,
+    )
+    said = said_of(data.map(tf.strings.length).batch(1).prefetch(4), 0.002, 15)
+    assert "the slowest stage is `TFRecord` (read); try this: keep the data on" in said
+
+
+def test_a_generator_that_is_slow():
+    def generate():
+        while True:
+            time.sleep(0.01)
+            yield 0
+
+    spec = tf.TensorSpec([], tf.int64)
+    data = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    said = said_of(data.batch(2).prefetch(4), 0.005)
+    assert "the slowest stage is `Generator` (read); try this: give it workers" in said
+
+
+@pytest.mark.parametrize("ahead", [1, 16])
+def test_bursts(ahead):
+    data = numbers(nap(0.15, every=20)).prefetch(ahead)
+    said = said_of(data, 0.03)
+    if ahead == 1:
+        assert "no stage is slower than a step, but the input runs no more" in said
+        assert "try .prefetch(8)" in said
+    else:
+        assert said.startswith("compute-bound")
+
+
+def test_no_prefetch():
+    data = without(numbers(nap(0.005)), inject_prefetch=False)
+    data = without(data, map_and_batch_fusion=False)
+    said = said_of(data, 0.02)
+    assert "no stage is slower than a step, but the input runs no batch ahead" in said
+
+
+def test_a_pipeline_that_keeps_up():
+    assert said_of(numbers(nap(0.001)).prefetch(4), 0.02).startswith("compute-bound")
+
+
+def test_later_readings_forget_earlier_ones():
+    late = iter(range(10**6))
+
+    def slows(x):
+        time.sleep(0.02 if next(late) > 40 else 0)
+        return x
+
+    data = tf.data.Dataset.range(10**6).map(
+        lambda x: tf.numpy_function(slows, [x], x.dtype), name="slows"
+    )
+    iterator = iter(without(data, inject_prefetch=False))
+    for _ in range(40):
+        next(iterator)
+    first = stages.read(iterator)
+    for _ in range(5):
+        next(iterator)
+    reading = stages.read(iterator, first)
+    now, ever = (
+        stages.slowest(found)
+        for found in (reading.stages(since=first), reading.stages())
+    )
+    assert now.label == ever.label == "slows"
+    assert now.ms_per_batch > 15 > 5 > ever.ms_per_batch
+
+
+class Slow(ArraySource):
+    """A source that sleeps in one of the stages."""
+
+    def __init__(self, stage, function):
+        images = np.zeros([640, 4, 4, 1], np.uint8)
+        super().__init__(images, np.zeros(640, np.int64), num_classes=2)
+        self.stage, self.function = stage, function
+
+    def parse(self, records):
+        images, labels = super().parse(records)
+        return images, self.function(labels) if self.stage == "parse" else labels
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+def test_our_own_stages_have_their_names(repeat):
+    data = make_dataset(
+        *(Slow("parse", nap(0.04)), "train"),
+        batch_size=4,
+        image_shape=(4, 4, 1),
+        training=True,
+        recipe="cifar",
+        repeat=repeat,
+    )
+    iterator = iter(data)
+    next(iterator)
+    begun = stages.read(iterator)
+    for _ in range(8):
+        next(iterator)
+    found = stages.read(iterator).stages(since=begun)
+    labels = [stage.label for stage in found if stage.label]
+    assert labels[:2] == ["augment", "parse"]
+    assert str(stages.slowest(found)) == "`map` (parse)"
+
+
+def test_encoded_images_are_decoded(tmp_path):
+    picture = tf.io.encode_png(np.zeros([4, 4, 1], np.uint8))
+    images = tf.fill([64], picture)
+    labels = np.zeros(64, np.int64)
+    source = RowSource("r", images, labels, {"train": 64}, 2, None, (4, 4, 1))
+    data = make_dataset(
+        *(source, "train"), batch_size=4, image_shape=(4, 4, 1), training=True
+    )
+    iterator = iter(data)
+    next(iterator)
+    found = [stage.label for stage in stages.read(iterator).stages() if stage.label]
+    assert found[:3] == ["augment", "decode", "parse"]
+
+
+def test_without_autotune_nothing_is_known():
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    iterator = iter(numbers().with_options(options))
+    next(iterator)
+    assert stages.read(iterator) is None
+
+
+def test_before_the_first_element():
+    assert stages.read(iter(numbers())).stages() is not None
+
+
+_READS = """
+import sys
+import time
+import tensorflow as tf
+from towers import stages
+
+data = tf.data.TFRecordDataset(sys.argv[1]).repeat().map(tf.strings.length)
+iterator, waited, begun = iter(data.batch(4).prefetch(2)), 0.0, time.perf_counter()
+for _ in range(30):
+    asked = time.perf_counter()
+    next(iterator)
+    waited += time.perf_counter() - asked
+    time.sleep(0.005)
+waiting = waited / (time.perf_counter() - begun)
+print(stages.verdict(waiting, 5, stages.read(iterator).stages()))
+"""
+
+
+def can_slow_disks():
+    if shutil.which("strace") is None:
+        return False
+    return not subprocess.run(["strace", "true"], capture_output=True).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_slow_disks(), reason="strace is missing, or not allowed")
+def test_a_disk_that_is_slow(tmp_path):
+    path = str(tmp_path / "records")
+    with tf.io.TFRecordWriter(path) as writer:
+        for _ in range(300):
+            writer.write(bytes(100_000))
+    # The kernel takes 8 ms for each read of that file.
+    slow = ["-e", "trace=pread64", "-P", path, "-e", "inject=pread64:delay_enter=8000"]
+    done = subprocess.run(
+        [
+            "strace",
+            "-f",
+            "--seccomp-bpf",
+            "-o",
+            os.devnull,
+            *slow,
+            sys.executable,
+            "-c",
+            _READS,
+            path,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "slowest stage is `TFRecord` (read); try this: keep the data" in done.stdout
+
+
+# The callback, with phases of our own making.
+
+
+class Phases:
+    """Steps that take and wait as they are told."""
+
+    def __init__(self):
+        self.steps, self.input_s, self.iterator = 0, 0.0, None
+
+    def totals(self):
+        return Totals(self.steps, self.input_s, 0.0, 0.0, 0.0, (0.0,))
+
+
+class Run:
+    """Calls a callback as Keras does; the clock is its own."""
+
+    def __init__(self, **options):
+        self.now, self.said = 0.0, []
+        options = {"warmup_steps": 2, "terminal": False, "every_steps": 4} | options
+        self.callback = Starvation(
+            clock=lambda: self.now, say=self.said.append, **options
+        )
+        self.phases = Phases()
+        builder = types.SimpleNamespace(phases=self.phases)
+        optimizer = types.SimpleNamespace(iterations=0)
+        model = types.SimpleNamespace(builder=builder, optimizer=optimizer)
+        self.model = self.callback._model = model
+
+    def steps(self, count, waits_s, takes_s=1.0, first=0):
+        for batch in range(first, first + count):
+            self.callback.on_train_batch_begin(batch)
+            self.now += waits_s + takes_s
+            self.phases.input_s += waits_s
+            self.phases.steps += 1
+            self.model.optimizer.iterations += 1
+            self.callback.on_train_batch_end(batch)
+            # Validation, saving, other callbacks.
+            self.now += 5.0
+
+
+@pytest.fixture
+def run():
+    run = Run()
+    run.callback.on_train_begin()
+    return run
+
+
+def test_the_share_is_that_of_the_training_calls(run):
+    run.steps(2, waits_s=100.0)
+    assert run.callback.waiting is None
+    run.steps(4, waits_s=1.0)
+    assert run.callback.waiting == pytest.approx(0.5)
+    run.steps(4, waits_s=0.0)
+    run.callback.on_train_end()
+    assert run.callback.waiting == pytest.approx(4 / 12)
+    assert [line.partition(" of the")[0] for line in run.said] == [
+        "step 4: input-bound: towers waited 50%",
+        "step 8: input-bound: towers waited 33%",
+        "whole run: input-bound: towers waited 33%",
+    ]
+    assert run.said[-1] == f"whole run: {run.callback.verdict}"
+
+
+def test_data_that_end_keep_their_stages(run):
+    data = numbers(nap(0.001), "load").take(12)
+    iterator = run.phases.iterator = iter(data)
+    for _ in range(4):
+        next(iterator)
+    run.steps(5, waits_s=0.002, takes_s=0.001)
+    assert "the slowest stage is `map` (load)" in run.callback.verdict
+    for _ in iterator:
+        pass
+    # Of what is left of the pipeline, nobody could tell.
+    run.steps(4, waits_s=0.002, takes_s=0.001)
+    assert len(run.said) == 2
+    assert "the slowest stage is `map` (load)" in run.callback.verdict
+
+
+def test_measured_is_what_came_since(run):
+    assert run.callback.measured() == {}
+    run.steps(2, waits_s=9.0)
+    assert run.callback.measured() == {}
+    run.steps(3, waits_s=1.0)
+    assert run.callback.measured() == {"waiting": pytest.approx(0.5)}
+    assert run.callback.measured() == {}
+    run.steps(1, waits_s=3.0)
+    assert run.callback.measured() == {"waiting": pytest.approx(0.75)}
+
+
+def test_another_builder_begins_anew(run):
+    run.steps(6, waits_s=9.0)
+    run.phases = Phases()
+    run.model.builder = types.SimpleNamespace(phases=run.phases)
+    run.steps(1, waits_s=9.0)
+    run.steps(3, waits_s=0.0)
+    assert run.callback.waiting == 0
+
+
+def test_on_a_terminal_the_progress_bar_stays_whole():
+    run = Run(terminal=True)
+    run.callback.on_train_begin()
+    for epoch in range(2):
+        run.callback.on_epoch_begin(epoch)
+        run.steps(8, waits_s=0.0)
+        assert len(run.said) == epoch
+    run.callback.on_train_end()
+    kinds = [line.partition(":")[0] for line in run.said]
+    assert kinds == ["step 8", "whole run"]
+
+
+def test_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"every_steps=0; expected at least 1"):
+        Starvation(0)
+
+
+# With towers, against a loop that knows nothing of them.
+
+
+class Computes(keras.layers.Layer):
+    """A layer that takes its time, on however many towers at once."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def call(self, x):
+        def sleeps(value):
+            time.sleep(self.seconds)
+            return value
+
+        # Not stateful: the towers would wait for one another.
+        slept = tf.numpy_function(sleeps, [x], x.dtype, stateful=False)
+        return x + 0 * tf.stop_gradient(tf.ensure_shape(slept, x.shape))
+
+
+def rows(x):
+    x = tf.cast(tf.reshape(x, [-1, 1]), tf.float32) / 1e6
+    return x, x
+
+
+def build(step_s):
+    layers = [keras.layers.Dense(1), Computes(step_s)]
+    return keras.Sequential([keras.Input((1,)), *layers])
+
+
+def by_hand(data, model, steps, warm):
+    """The oracle: a loop and a clock, which know nothing of phases.
+
+    The steps are those of the towers, so that only the measuring differs.
+
+    Returns:
+        Share of waiting.
+    """
+    waited = in_all = 0.0
+    iterator = iter(data)
+    for i in range(steps):
+        asked = time.perf_counter()
+        x, y = next(iterator)
+        came = time.perf_counter()
+        model.train_on_batch(x, y)
+        done = time.perf_counter()
+        if i >= warm:
+            waited, in_all = waited + came - asked, in_all + done - asked
+    return waited / in_all
+
+
+def loaded(input_s, ahead=2, every=1):
+    made = tf.data.Dataset.range(10**6).batch(4).map(nap(input_s, every), name="load")
+    made = made.map(rows, name="rows")
+    if ahead:
+        return made.prefetch(ahead)
+    return without(made, inject_prefetch=False, map_parallelization=False)
+
+
+def from_slow_storage(input_s):
+    def generate():
+        while True:
+            time.sleep(input_s)
+            yield range(4)
+
+    spec = tf.TensorSpec([4], tf.int64)
+    data = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    return data.map(rows).prefetch(2)
+
+
+CASES = {
+    # The data, steps in a call, and what is named.
+    "map": (lambda: loaded(0.4), 1, "the slowest stage is `map` (load)"),
+    "loop": (lambda: loaded(0.4), 5, "the slowest stage is `map` (load)"),
+    "storage": (lambda: from_slow_storage(0.4), 1, "stage is `Generator` (read)"),
+    "bursts": (lambda: loaded(1.0, 1, 5), 1, "runs no more than 1 ahead"),
+    "no prefetch": (lambda: loaded(0.2, 0), 1, "the input runs no batch ahead"),
+    "it keeps up": (lambda: loaded(0.05), 1, "compute-bound"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_waiting_agrees_with_a_clock(case):
+    data, per_call, named = CASES[case]
+    steps, warm = 14, 4
+    model = multi_gpu_model(build(0.25), gpus=2, loss_placement="tower")
+    model.compile(keras.optimizers.SGD(1e-3), "mse", steps_per_execution=per_call)
+    expected = by_hand(data(), model, steps, warm)
+    said = []
+    callback = Starvation(5, warmup_steps=warm, say=said.append, terminal=False)
+    model.fit(data(), steps_per_epoch=steps, verbose=0, callbacks=[callback])
+    print(f"{case}: {callback.waiting:.3f}, by hand {expected:.3f}", *said, sep="\n")
+    assert callback.waiting == pytest.approx(expected, abs=0.05)
+    assert named in callback.verdict
+    assert said[0].startswith("step ")
+    assert said[-1] == f"whole run: {callback.verdict}"

@@ -1,0 +1,543 @@
+"""What a real `fit` on two towers writes to TensorBoard, read by TensorBoard itself."""
+
+import collections
+import itertools
+import json
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard import context
+from tensorboard.backend.event_processing import data_provider as data_provider_lib
+from tensorboard.backend.event_processing import plugin_event_multiplexer
+from tensorboard.compat.proto import graph_pb2
+from tensorboard.plugins import base_plugin
+from tensorboard.plugins.custom_scalar import custom_scalars_plugin
+from tensorboard.plugins.graph import graphs_plugin
+from tensorboard.plugins.hparams import (
+    api_pb2,
+    backend_context,
+    get_experiment,
+    list_session_groups,
+)
+from tensorboard.plugins.scalar import scalars_plugin
+from tensorboard.util import tensor_util
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+from tests.small import build
+from towers import multi_gpu_model
+from towers.callbacks import graph, pictures
+from towers.callbacks.profile import Profile
+from towers.callbacks.tensorboard import TensorBoard
+
+HPARAMS = {"model": "cnn", "learning_rate": 0.1, "batch_size": 8, "clipped": True}
+
+
+def data(examples=20, batch=8):
+    """Batches of (images in [-1, 1], labels), the last one short."""
+    random = np.random.default_rng(0)
+    x = random.uniform(-1, 1, (examples, 4, 4, 1)).astype("float32")
+    y = random.integers(0, 3, examples)
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
+
+
+def pixels():
+    """The same images in 0..255."""
+    return data().map(lambda x, y: (tf.cast((x + 1) * 127.5, tf.uint8), y))
+
+
+def fit(model, *callbacks, gpus=2, builder="parameter_server", **options):
+    """Fits on two towers: three steps an epoch."""
+    parallel = multi_gpu_model(model, gpus=gpus, builder=builder)
+    return parallel.fit(
+        data(), callbacks=list(callbacks), verbose=0, shuffle=False, **options
+    )
+
+
+class Board:
+    """TensorBoard's own view of a directory."""
+
+    def __init__(self, folder):
+        self.runs = plugin_event_multiplexer.EventMultiplexer()
+        self.runs.AddRunsFromDirectory(str(folder))
+        self.runs.Reload()
+        self.provider = data_provider_lib.MultiplexerDataProvider(self.runs, folder)
+        plugins = {}
+        self.context = base_plugin.TBContext(
+            data_provider=self.provider, plugin_name_to_instance=plugins
+        )
+        # The one of custom scalars asks it.
+        plugins["scalars"] = scalars_plugin.ScalarsPlugin(self.context)
+        self.request = context.RequestContext()
+
+    def tags(self, run, plugin):
+        return self.runs.PluginRunToTagToContent(plugin).get(run, {}).keys()
+
+    def values(self, run, tag):
+        """What was written, as (step, array)."""
+        return [
+            (event.step, tensor_util.make_ndarray(event.tensor_proto))
+            for event in self.runs.Tensors(run, tag)
+        ]
+
+    def steps(self, run, tag):
+        return [step for step, _ in self.values(run, tag)]
+
+    def text(self, run, tag):
+        ((step, text),) = self.values(run, tag)
+        return step, text.item().decode()
+
+    def pictures(self, run, tag):
+        ((step, (_, _, *encoded)),) = self.values(run, tag)
+        return step, [tf.io.decode_png(png).numpy() for png in encoded]
+
+    def graph(self, run="train"):
+        """The graph that the page of graphs opens with."""
+        plugin = graphs_plugin.GraphsPlugin(self.context)
+        assert plugin.info_impl(self.request, "")[run]["run_graph"]
+        raw = plugin._read_blob(
+            self.request, "", [graphs_plugin.metadata.PLUGIN_NAME], run, "__run_graph__"
+        )
+        return graph_pb2.GraphDef.FromString(raw)
+
+    def layout(self):
+        plugin = custom_scalars_plugin.CustomScalarsPlugin(self.context)
+        return json.loads(plugin.layout_impl(self.request, ""))
+
+    def experiment(self):
+        backend = backend_context.Context(self.context)
+        request = api_pb2.GetExperimentRequest(include_metrics=True)
+        return get_experiment.Handler(self.request, backend, "", request).run()
+
+    def sessions(self):
+        """The rows of the page of hyper-parameters: {name: (parameters, metrics)}."""
+        experiment = self.experiment()
+        columns = [
+            api_pb2.ColParams(metric=info.name) for info in experiment.metric_infos
+        ]
+        columns += [
+            api_pb2.ColParams(hparam=info.name, include_in_result=True)
+            for info in experiment.hparam_infos
+        ]
+        request = api_pb2.ListSessionGroupsRequest(
+            allowed_statuses=[api_pb2.STATUS_UNKNOWN],
+            col_params=columns,
+            slice_size=10,
+            include_metrics=True,
+        )
+        backend = backend_context.Context(self.context)
+        found = list_session_groups.Handler(self.request, backend, "", request).run()
+        names = {info.name.tag: info.display_name for info in experiment.metric_infos}
+        return {
+            group.name: (
+                {
+                    name: getattr(value, value.WhichOneof("kind"))
+                    for name, value in group.hparams.items()
+                },
+                {names[m.name.tag]: m.value for m in group.metric_values},
+            )
+            for group in found.session_groups
+        }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Returns a function that trains, and one that reads what was written."""
+
+    def train(model, epochs=2, initial_epoch=0, name="", **options):
+        callback = TensorBoard(str(tmp_path / name), every_steps=2, **options)
+        return fit(
+            model,
+            callback,
+            validation_data=data(),
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+        )
+
+    return types.SimpleNamespace(
+        train=train, read=lambda: Board(tmp_path), folder=tmp_path
+    )
+
+
+def test_nothing_is_written_before_training(tmp_path):
+    TensorBoard(str(tmp_path), 2, texts={"a": "b"}, examples=pixels())
+    assert not list(tmp_path.iterdir())
+
+
+class TestScalars:
+    def test_are_keras_own(self, run):
+        adam = keras.optimizers.Adam(0.25)
+        history = run.train(build(optimizer=adam)).history
+        board = run.read()
+        values = {"train": ["loss", "accuracy", "learning_rate"]}
+        values["validation"] = ["loss", "accuracy"]
+        for name, each in values.items():
+            expected = {f"{p}_{value}" for p in ("epoch", "batch") for value in each}
+            assert board.tags(name, "scalars") == expected
+        for tag in board.tags("train", "scalars"):
+            expected = [0, 1] if tag.startswith("epoch_") else [2, 4, 6]
+            assert board.steps("train", tag) == expected, tag
+        # Validation is at the steps that it was made after.
+        assert board.steps("validation", "epoch_loss") == [0, 1]
+        assert board.steps("validation", "batch_loss") == [3, 6]
+        for name, prefix in (("train", ""), ("validation", "val_")):
+            for value in ("loss", "accuracy"):
+                found = [v for _, v in board.values(name, f"epoch_{value}")]
+                assert found == pytest.approx(history[prefix + value])
+        rates = [v for _, v in board.values("train", "batch_learning_rate")]
+        assert rates == [0.25] * 3
+
+    def test_measures_are_asked_at_recorded_batches_and_at_the_end(self, run):
+        calls = itertools.count()
+
+        def measured():
+            count = next(calls)
+            # What is measured may change from time to time.
+            return {"waiting": count / 4, **({"late": 5.0} if count else {})}
+
+        run.train(build(), measures=[measured, lambda: {"device/cpu:0/load": 2.0}])
+        board = run.read()
+        assert board.values("train", "waiting") == [(2, 0.0), (4, 0.25), (6, 0.5)]
+        assert board.values("train", "late") == [(4, 5.0), (6, 5.0)]
+        assert board.steps("train", "device/cpu:0/load") == [2, 4, 6]
+
+    def test_measures_of_a_run_that_ends_between_two(self, run):
+        run.train(build(), epochs=1, measures=[lambda: {"waiting": 1.0}])
+        assert run.read().steps("train", "waiting") == [2, 3]
+
+    def test_numbers_of_the_whole_run(self, run):
+        run.train(build(), epochs=1, scalars={"bad_records": 7, "unknown": None})
+        board = run.read()
+        assert board.values("train", "bad_records") == [(0, 7)]
+        assert "unknown" not in board.tags("train", "scalars")
+
+    def test_steps_go_on_in_a_resumed_run(self, run):
+        model = build()
+        run.train(model, epochs=1, texts={"flags": "once"})
+        run.train(model, epochs=3, initial_epoch=1, texts={"flags": "twice"})
+        board = run.read()
+        assert board.steps("train", "batch_loss") == [2, 4, 6, 8]
+        assert board.steps("train", "epoch_loss") == [0, 1, 2]
+        assert board.steps("validation", "batch_loss") == [3, 6, 9]
+        assert board.values("train", "flags") == [(0, b"once"), (3, b"twice")]
+
+    def test_several_steps_in_a_call(self, run):
+        run.train(build(steps_per_execution=3), epochs=2)
+        assert run.read().steps("train", "batch_loss") == [3, 6]
+
+    def test_learning_rate_of_a_schedule_under_a_loss_scale(self, run):
+        schedule = keras.optimizers.schedules.PiecewiseConstantDecay([3], [0.5, 0.125])
+        sgd = keras.optimizers.SGD(schedule)
+        run.train(build(optimizer=keras.optimizers.LossScaleOptimizer(sgd, 2.0)))
+        found = run.read().values("train", "batch_learning_rate")
+        assert found == [(2, 0.5), (4, 0.125), (6, 0.125)]
+
+
+class TestTextsAndHistograms:
+    def test_texts_that_are_known_at_the_end_only(self, run):
+        model = build()
+        steps = model.optimizer.iterations
+        texts = {"flags": "    --model=cnn\n", "verdict": lambda: f"{int(steps)} steps"}
+        run.train(model, texts=texts)
+        board = run.read()
+        assert board.text("train", "flags") == (0, "    --model=cnn\n")
+        assert board.text("train", "verdict") == (6, "6 steps")
+
+    def test_histograms_of_all_weights_on_request(self, run):
+        model = build()
+        run.train(model, histograms=True)
+        board = run.read()
+        expected = {f"{weight.path}/histogram": weight for weight in model.weights}
+        assert board.tags("train", "histograms") == expected.keys()
+        for tag, weight in expected.items():
+            (first, _), (last, buckets) = board.values("train", tag)
+            assert (first, last) == (0, 1)
+            left, right, count = buckets.T
+            assert count.sum() == np.size(weight)
+            kept = np.array(weight)
+            if kept.ndim:
+                assert left[0] == pytest.approx(kept.min(), abs=1e-6)
+                assert right[-1] == pytest.approx(kept.max(), abs=1e-6)
+
+    def test_no_histograms_by_default(self, run):
+        run.train(build(), epochs=1)
+        assert not run.read().tags("train", "histograms")
+
+
+class TestGraph:
+    def written(self, folder, builder="parameter_server", gpus=2, **options):
+        """Trains and returns the graph's nodes by name, each with its inputs' nodes."""
+        model = build(**options)
+        parallel = multi_gpu_model(model, gpus=gpus, builder=builder)
+        callback = TensorBoard(str(folder), 2, graph=lambda: parallel.builder.graph)
+        parallel.fit(data(), callbacks=[callback], verbose=0, shuffle=False)
+        nodes = Board(folder).graph().node
+        by_name = {node.name: node for node in nodes}
+        assert len(by_name) == len(nodes)
+        for node in nodes:
+            assert {_node(name) for name in node.input} <= by_name.keys()
+        return by_name
+
+    @pytest.mark.parametrize("steps", [1, 3])
+    @pytest.mark.parametrize("builder", ["parameter_server", "replicated"])
+    def test_shows_what_each_tower_does(self, tmp_path, builder, steps):
+        nodes = self.written(tmp_path, builder, steps_per_execution=steps)
+        scopes = collections.defaultdict(collections.Counter)
+        for name, node in nodes.items():
+            part, _, rest = name.partition("/")
+            # The second tower may be idle, and so looks at its size.
+            if node.op not in ("Greater", "Const"):
+                scopes[part][rest, node.op] += 1
+        parts = {"read", "tower_0", "tower_1", "gather", "reduce", "apply", "metrics"}
+        assert parts <= scopes.keys()
+        assert scopes["tower_0"] == scopes["tower_1"]
+        found = {name for name, _ in scopes["tower_0"]}
+        # Forward and backward, by layer.
+        assert any(each.endswith("/dense_1/MatMul") for each in found), found
+        assert any(each.startswith("gradient_tape/") for each in found)
+        assert not any("PartitionedCall" in node.op for node in nodes.values())
+
+    def test_edges_lead_through_the_towers(self, tmp_path):
+        nodes = self.written(tmp_path)
+
+        def behind(name):
+            seen, left = set(), [name]
+            while left:
+                inputs = {_node(each) for each in nodes[left.pop()].input} - seen
+                seen |= inputs
+                left += inputs
+            return seen
+
+        sums = [name for name in nodes if name.startswith("reduce/AddN")]
+        assert sums
+        for name in sums:
+            before = {each.partition("/")[0] for each in behind(name)}
+            assert {"tower_0", "tower_1", "read", "IteratorGetNext"} <= before
+        assert "reduce" not in {
+            each.partition("/")[0] for each in behind("gather/concat")
+        }
+
+    def test_asynchronous_towers_do_all_the_same(self, tmp_path):
+        nodes = self.written(tmp_path, "asynchronous")
+        towers = {name.partition("/")[0] for name in nodes if "tower" in name}
+        assert towers == {"tower_0"}
+
+    def test_calls_stay_where_there_are_too_many_nodes(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(graph, "_MOST_NODES", 10)
+        nodes = self.written(tmp_path)
+        calls = [name for name, node in nodes.items() if "PartitionedCall" in node.op]
+        assert {name.partition("/")[0] for name in calls} >= {"tower_0", "tower_1"}
+
+    def test_none_where_there_is_none(self, run):
+        run.train(build(), epochs=1, graph=lambda: None)
+        assert not run.read().tags("train", "graphs")
+
+
+class TestPictures:
+    def test_examples_as_the_model_learns_from_them(self, run):
+        names = ["ant", "bee", "cat"]
+        run.train(build(), epochs=1, examples=pixels(), class_names=names)
+        board = run.read()
+        step, found = board.pictures("train", "input")
+        images, labels = next(iter(pixels()))
+        assert step == 0
+        np.testing.assert_array_equal(found, images)
+        assert board.text("train", "input_labels")[1].splitlines() == [
+            f"{i}. {names[label]}" for i, label in enumerate(labels, 1)
+        ]
+
+    @pytest.mark.parametrize("names", [None, ["ant", "bee", "cat"]])
+    def test_mistakes_and_confusion(self, run, names):
+        # Labels are random, so that some are wrong for sure, and more than 16 not.
+        model = build()
+        run.train(model, epochs=1, sample=pixels(), class_names=names)
+        counts, wrong = np.zeros((3, 3), int), []
+        for images, labels in pixels():
+            outputs = model(tf.cast(images, tf.float32)).numpy()
+            for image, label, guess in zip(
+                images, labels.numpy(), outputs.argmax(-1), strict=True
+            ):
+                counts[label, guess] += 1
+                if label != guess:
+                    wrong.append((image, label, guess))
+        assert 0 < len(wrong) <= 16
+        board = run.read()
+        step, found = board.pictures("train", "misclassified")
+        assert step == 3
+        np.testing.assert_array_equal(found, [image for image, _, _ in wrong])
+        named = names or ["0", "1", "2"]
+        _, text = board.text("train", "misclassified_as")
+        assert text.splitlines() == [
+            f"{i}. {named[label]}, taken for {named[guess]}"
+            for i, (_, label, guess) in enumerate(wrong, start=1)
+        ]
+        _, text = board.text("train", "confusion_counts")
+        head, _, *rows = [line.strip("| ").split("|") for line in text.splitlines()]
+        assert [cell.strip() for cell in head[1:]] == named
+        assert [row[0].strip("* ") for row in rows] == named
+        found = [[int(cell.strip() or 0) for cell in row[1:4]] for row in rows]
+        np.testing.assert_array_equal(found, counts)
+        step, (picture,) = board.pictures("train", "confusion")
+        assert step == 3
+        np.testing.assert_array_equal(picture, pictures.draw(counts))
+
+    def test_confusion_of_rows_of_numbers(self, run):
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        x = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
+        y = np.arange(6) % 3
+        sample = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+        writer = tf.summary.create_file_writer(str(run.folder / "train"))
+        with writer.as_default(0):
+            pictures.write_mistakes(model, sample, pictures.Classes())
+        writer.close()
+        board = run.read()
+        guesses = model(x).numpy().argmax(-1)
+        assert board.tags("train", "images") == {"confusion"}
+        text = board.text("train", "misclassified_as")[1]
+        assert len(text.splitlines()) == (guesses != y).sum() > 0
+
+    def test_a_picture_of_a_matrix(self):
+        counts = np.array([[4, 0, 0], [1, 0, 3], [0, 0, 0]])
+        picture = pictures.draw(counts)
+        cell = picture.shape[0] // 3
+        found = picture[cell // 2 :: cell, cell // 2 :: cell].astype(int)
+        blue, red = found[..., 2] > found[..., 0], found[..., 0] > found[..., 2]
+        np.testing.assert_array_equal(blue, counts * np.eye(3, dtype=int) > 0)
+        np.testing.assert_array_equal(red, counts * (1 - np.eye(3, dtype=int)) > 0)
+        assert (found[counts == 0] == 255).all()
+        # Three of four are darker than one of four.
+        assert found[1, 2].sum() < found[1, 0].sum()
+
+    def test_many_classes_have_no_table(self, run):
+        counts = np.diag(np.arange(1000))
+        assert pictures.draw(counts).shape == (1000, 1000, 3)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(21)])
+        rows = tf.data.Dataset.from_tensor_slices((np.ones((2, 2)), [0, 20])).batch(2)
+        writer = tf.summary.create_file_writer(str(run.folder / "train"))
+        with writer.as_default(0):
+            pictures.write_mistakes(model, rows, pictures.Classes())
+        writer.close()
+        board = run.read()
+        assert "confusion" in board.tags("train", "images")
+        assert "confusion_counts" not in board.tags("train", "text")
+
+
+class TestDashboards:
+    def test_layout(self, run):
+        model = build()
+        measured = {
+            "samples_per_sec": 1.0,
+            "samples_per_sec/tower_0": 1.0,
+            "step_ms/input": 1.0,
+            "step_ms/compute": 1.0,
+            "step_ms/tower_0": 1.0,
+            "waiting": 0.5,
+            "device/cpu:0/rss_mb": 1.0,
+            "device/gpu:0/memory_mb": 1.0,
+            "device/gpu:0/utilization": 1.0,
+        }
+        run.train(model, epochs=1, measures=[lambda: measured])
+        # A run that goes on does not lay it out twice.
+        run.train(model, epochs=2, initial_epoch=1)
+        board = run.read()
+        layout = board.layout()
+        titles = ["Is it learning?", "Is it fast?", "Is it starved?"]
+        assert [category["title"] for category in layout["category"]] == titles
+        plugin = custom_scalars_plugin.CustomScalarsPlugin(board.context)
+        shown = set()
+        for category in layout["category"]:
+            for chart in category["chart"]:
+                (tag,) = chart["multiline"]["tag"]
+                found = plugin.scalars_impl(board.request, "train", tag, "")
+                assert found["regex_valid"]
+                assert found["tag_to_events"], chart["title"]
+                shown |= found["tag_to_events"].keys()
+        learning = {"epoch_loss", "epoch_accuracy", "batch_loss", "batch_learning_rate"}
+        assert shown == learning | measured.keys()
+
+    def test_hyper_parameters_of_a_run_that_goes_on(self, run):
+        model = build()
+        run.train(model, epochs=1, hparams=HPARAMS)
+        history = run.train(model, 2, 1, hparams=HPARAMS).history
+        ((name, (hparams, metrics)),) = run.read().sessions().items()
+        assert name == f"{run.folder.name} in {run.folder.parent}"
+        assert hparams == HPARAMS
+        assert metrics == pytest.approx(
+            {
+                "train loss": history["loss"][-1],
+                "train accuracy": history["accuracy"][-1],
+                "validation loss": history["val_loss"][-1],
+                "validation accuracy": history["val_accuracy"][-1],
+            }
+        )
+
+    def test_hyper_parameters_of_several_runs(self, run):
+        losses = {}
+        for name, rate in (("a", 0.1), ("b", 0.5)):
+            hparams = {**HPARAMS, "learning_rate": rate}
+            model = build(optimizer=keras.optimizers.SGD(rate))
+            history = run.train(model, 1, name=name, hparams=hparams).history
+            losses[rate] = history["val_loss"][-1]
+        sessions = run.read().sessions()
+        assert sessions.keys() == {f"{name} in {run.folder}" for name in "ab"}
+        found = {
+            hparams["learning_rate"]: metrics["validation loss"]
+            for hparams, metrics in sessions.values()
+        }
+        assert found == pytest.approx(losses)
+
+    def test_hyper_parameters_to_be_seen_first(self, run):
+        # The dashboard shows the first five columns, and orders them by itself.
+        run.train(build(), epochs=1, hparams=dict.fromkeys("zyxwvcba", 1))
+        columns = [info.name for info in run.read().experiment().hparam_infos]
+        assert columns == [*"vwxyz", *"abc"]
+
+
+class TestProfile:
+    def recorded(self, folder):
+        """The names of what was recorded, and the numbers of the steps."""
+        (path,) = folder.glob("plugins/profile/*/*.xplane.pb")
+        names, steps = set(), set()
+        for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
+            stats = {key: value.name for key, value in plane.stat_metadata.items()}
+            names |= {value.name for value in plane.event_metadata.values()}
+            for event in (event for line in plane.lines for event in line.events):
+                if plane.event_metadata[event.metadata_id].name == "train":
+                    steps |= {
+                        stat.int64_value or stat.uint64_value
+                        for stat in event.stats
+                        if stats[stat.metadata_id] == "step_num"
+                    }
+        return names, steps
+
+    def test_records_the_steps_with_the_towers_names(self, tmp_path):
+        fit(build(units=8), Profile(str(tmp_path), 2, 5), epochs=3)
+        names, steps = self.recorded(tmp_path)
+        assert steps == {2, 3, 4, 5}
+        for tower in ("tower_0/", "tower_1/"):
+            # Not of the first step: nothing is traced any more.
+            assert any(n.startswith(tower) and "dense" in n for n in names), names
+
+    def test_training_may_end_before_the_last_step(self, tmp_path, capsys):
+        fit(build(), Profile(str(tmp_path), 3, 100))
+        assert self.recorded(tmp_path)[1] == {3}
+        assert "profiled" not in capsys.readouterr().err
+
+    def test_says_if_training_ended_before_the_first(self, tmp_path, capsys):
+        fit(build(), Profile(str(tmp_path), 4, 5))
+        said = "Nothing was profiled: training ended after step 3, before step 4."
+        assert said in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+    def test_a_run_that_goes_on_behind_it_records_nothing(self, tmp_path, capsys):
+        model = build()
+        fit(model)
+        fit(model, Profile(str(tmp_path), 2, 3))
+        assert not list(tmp_path.iterdir())
+        assert "profiled" not in capsys.readouterr().err
+
+
+def _node(tensor):
+    return tensor.lstrip("^").partition(":")[0]

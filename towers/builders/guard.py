@@ -1,0 +1,132 @@
+"""The guard: a step whose loss or gradient is not finite changes nothing, but raises.
+
+In the graph that is one sum over the gradients that are about to be applied, and a
+branch on it. Which tower, and what in it, is found out afterwards; see `numerics.py`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from towers import reduce
+from towers.devices import HOST
+
+
+class Caught(NamedTuple):
+    """A step that was stopped.
+
+    Attributes:
+        step: Its number, counted from 1 by the optimizer.
+        data: Its batch; to towers that do not wait for one another, a tower's share.
+        tower: Index of that tower, `None` if the batch is that of all.
+        values: What that tower computed with, `None` if that are the variables' values.
+    """
+
+    step: int
+    data: Any
+    tower: int | None = None
+    values: Any = None
+
+
+class Guard:
+    """Stops the first step whose loss or gradient is not finite.
+
+    Attributes:
+        caught: That step, if there was one.
+    """
+
+    def __init__(self) -> None:
+        self.caught: Caught | None = None
+        self._armed = True
+
+    @contextlib.contextmanager
+    def disarmed(self) -> Iterator[None]:
+        """Inside, nothing is stopped: steps are only tried, and undone."""
+        self._armed = False
+        try:
+            yield
+        finally:
+            self._armed = True
+
+    @contextlib.contextmanager
+    def before(
+        self,
+        data: Any,
+        loss: tf.Tensor,
+        gradients: Sequence[reduce.Gradient],
+        optimizer: keras.optimizers.Optimizer | None,
+    ) -> Iterator[None]:
+        """Inside, nothing happens in a step that is stopped.
+
+        Args:
+            data: The batch: a nest of tensors.
+            loss: Its loss, a scalar.
+            gradients: Its gradient for each trainable variable, scaled.
+            optimizer: What is to apply them.
+        """
+        counted = [gradient for gradient in gradients if gradient is not None]
+        with tf.name_scope("check_numerics"):
+            good = finite([loss])
+            if counted:
+                good &= finite(counted) | _may_overflow(optimizer)
+            checked = self._stop_unless(good, data, optimizer)
+        with tf.control_dependencies([checked]):
+            yield
+
+    def on_tower(self, tower: int, values: Any) -> None:
+        """Is told on which tower a step was stopped, and what it had computed with."""
+        if self.caught is not None and self.caught.tower is None:
+            self.caught = self.caught._replace(tower=tower, values=values)
+
+    def _stop_unless(self, good, data, optimizer):
+        some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
+        tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
+        catch = functools.partial(self._catch, optimizer, some)
+
+        def stop():
+            goes_on = tf.py_function(catch, tensors, tf.bool)
+            stopped = tf.debugging.Assert(goes_on, ["A step is not finite."])
+            with tf.control_dependencies([] if stopped is None else [stopped]):
+                return tf.ensure_shape(tf.identity(goes_on), [])
+
+        with tf.device(HOST):
+            return tf.cond(good, lambda: tf.constant(True), stop)
+
+    def _catch(self, optimizer, some, *tensors):
+        """Keeps what the graph hands over; returns whether the step goes on."""
+        if self._armed and self.caught is None:
+            left = iter(tensors)
+            data = tf.nest.map_structure(lambda one: next(left) if one else None, some)
+            done = 0 if optimizer is None else int(optimizer.iterations)
+            self.caught = Caught(done + 1, data)
+        return not self._armed
+
+
+def finite(tensors: Sequence[reduce.Gradient]) -> tf.Tensor:
+    """Tells whether all numbers are finite, by their sum: one pass over each tensor.
+
+    Args:
+        tensors: At least one, of floating types; where they are is summed.
+
+    Returns:
+        A bool scalar.
+    """
+    wide = tf.float64 if any(t.dtype == tf.float64 for t in tensors) else tf.float32
+    sums = []
+    for tensor in tensors:
+        values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
+        with tf.device(values.device):
+            sums.append(tf.reduce_sum(tf.cast(values, wide)))
+    return tf.math.is_finite(tf.add_n(sums))
+
+
+def _may_overflow(optimizer):
+    """Whether gradients may be infinite as they are scaled, which is no fault."""
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return tf.constant(False)
+    # It is halved at each such step; one that is not finite by itself remains so.
+    return optimizer.scale_loss(tf.ones([])) > 1

@@ -1,0 +1,43 @@
+"""Lays out TensorBoard's page of custom scalars: is it learning, fast, starved?"""
+
+from tensorboard.plugins.custom_scalar import layout_pb2, summary
+
+# Regular expressions of the tags in each chart. They match from the beginning.
+_PAGE = {
+    "Is it learning?": {
+        "Loss": ["epoch_loss$"],
+        "Accuracy": ["epoch_accuracy$"],
+        "Loss, by batch": ["batch_loss$"],
+        "Learning rate": ["batch_learning_rate$"],
+    },
+    "Is it fast?": {
+        "Examples a second": ["samples_per_sec$"],
+        "Examples a second, each tower": ["samples_per_sec/tower_.*"],
+        "Milliseconds of a step": ["step_ms/(input|copy|compute|reduce)$"],
+        "Milliseconds that each tower computes": ["step_ms/tower_.*"],
+    },
+    "Is it starved?": {
+        "Share of time waiting for input": ["waiting$"],
+        "Milliseconds of a step waiting for input": ["step_ms/input$"],
+        "Utilization of devices": ["device/.*/utilization$"],
+        "Memory of GPUs in MB": ["device/gpu.*_mb$"],
+        "Memory of the process in MB": ["device/cpu.*_mb$"],
+    },
+}
+
+
+def layout_summary() -> bytes:
+    """Returns the layout as a summary, to be written as it is."""
+    categories = [
+        layout_pb2.Category(
+            title=title,
+            chart=[
+                layout_pb2.Chart(
+                    title=name, multiline=layout_pb2.MultilineChartContent(tag=tags)
+                )
+                for name, tags in charts.items()
+            ],
+        )
+        for title, charts in _PAGE.items()
+    ]
+    return summary.pb(layout_pb2.Layout(category=categories)).SerializeToString()

@@ -1,0 +1,148 @@
+"""Says what is wrong with this machine, if training does not start or is slow.
+
+    python -m towers.doctor --model_dir=runs/mine
+
+Prints a line for each check: "ok", "note" (worth to know) or "wrong", with what was
+found, what was expected and what to do. It trains nothing and leaves no file.
+Exit codes: 0 nothing is wrong; 1 error; 2 something is wrong; 130 stopped by Ctrl-C.
+"""
+
+import argparse
+import collections
+import functools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+from towers.doctor import cluster, devices, gpus, host, versions
+from towers.doctor.finding import NOTE, OK, WRONG, Check, Finding, examine
+
+_PROGRAM = "towers.doctor"
+_WIDTH = 18
+
+
+def main(argv: Sequence[str]) -> int:
+    """Makes all checks, and says what they find.
+
+    Args:
+        argv: The flags.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        options = parse(argv)
+    except ValueError as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    try:
+        found = say(checks(options), options.json)
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: Stopped by Ctrl-C.", file=sys.stderr)
+        return 130
+    return 2 if WRONG in (finding.verdict for _, finding in found) else 0
+
+
+class _Parser(argparse.ArgumentParser):
+    # Not absl's flags: nothing is imported that may be what is missing.
+
+    def error(self, message):
+        raise ValueError(f"{message}; see --help.")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the flags.
+
+    Raises:
+        ValueError: If one is unknown, or its value bad.
+    """
+    parser = _Parser(
+        prog=f"python -m {_PROGRAM}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model_dir", default="runs", help="As in towers.train.")
+    parser.add_argument("--data_dir", default="data", help="As in towers.train.")
+    parser.add_argument(
+        "--num_gpus",
+        type=int,
+        help="Towers to try. Default: all GPUs; without a GPU, 2 logical CPUs.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON, for machines.")
+    options = parser.parse_args(argv)
+    if options.num_gpus is not None and options.num_gpus < 1:
+        raise ValueError(
+            f"Received --num_gpus={options.num_gpus}; expected at least 1."
+        )
+    return options
+
+
+def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
+    """The checks and their names, in the order in which they are made."""
+    bind = functools.partial
+    yield "Python", versions.python
+    for name, asked_by in versions.NAMED.items():
+        yield name, bind(versions.package, name, asked_by)
+    yield "other packages", versions.others
+    # Before TensorFlow takes of their memory.
+    machine = gpus.look()
+    found = devices.probe(options.num_gpus)
+    yield "TensorFlow", bind(devices.start, found)
+    yield "GPUs", bind(gpus.check_gpus, machine, found)
+    yield "driver", bind(gpus.check_driver, machine, found)
+    yield "CUDA", bind(gpus.check_libraries, machine, found)
+    yield "GPU settings", gpus.check_settings
+    yield "GPU memory", bind(gpus.check_memory, machine)
+    for device in found.towers:
+        yield device.removeprefix("/device:"), bind(devices.computation, found, device)
+    if found.towers:
+        yield "copies", bind(devices.copies, found)
+    yield "TF_CONFIG", cluster.check
+    yield "model_dir", bind(host.model_dir, options.model_dir)
+    yield "data_dir", bind(host.data_dir, options.data_dir)
+    yield "shared memory", bind(host.shared_memory, machine.gpus)
+    yield "open files", host.open_files
+    yield "memory", host.memory
+    yield "cores", host.cores
+
+
+def say(named: Iterator[tuple[str, Check]], as_json: bool) -> list[tuple[str, Finding]]:
+    """Makes the checks, and prints each finding as soon as it is there.
+
+    Args:
+        named: Checks and their names.
+        as_json: Whether to print one JSON in the end instead.
+
+    Returns:
+        Names and findings.
+    """
+    found = []
+    for name, check in named:
+        finding = examine(check)
+        found.append((name, finding))
+        if not as_json:
+            print(line(name, finding), flush=True)
+    count = collections.Counter(finding.verdict for _, finding in found)
+    if as_json:
+        report = [
+            {"name": n, "verdict": f.verdict, "text": f.text, "figures": f.figures}
+            for n, f in found
+        ]
+        worst = next(each for each in (WRONG, NOTE, OK) if count[each])
+        print(json.dumps({"verdict": worst, "checks": report}, indent=2))
+    else:
+        print(f"\n{count[WRONG] or 'Nothing'} wrong, {count[NOTE]} to note.")
+    return found
+
+
+def line(name: str, finding: Finding) -> str:
+    """A finding as a line, with its table below it."""
+    text = " ".join(finding.text.split())
+    lines = [f"{finding.verdict:7}{name:{_WIDTH}}{text}"]
+    indent = " " * (7 + _WIDTH)
+    return "\n".join(lines + [indent + row for row in finding.table.splitlines()])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,294 @@
+"""NVIDIA's GPUs: those of the machine, against those that TensorFlow finds, and why."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from towers.doctor import process, versions
+from towers.doctor.devices import Probe
+from towers.doctor.finding import WRONG, Finding, in_a_line, note, ok, wrong
+
+_VENDOR, _DISPLAY = "0x10de", "0x03"  # of the PCI bus
+# https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, "minor version compatibility"
+_LEAST_DRIVER = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
+_HIDES, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+_GROWTH, _ALLOCATOR = "TF_FORCE_GPU_ALLOW_GROWTH", "TF_GPU_ALLOCATOR"
+_SMI_S = 20
+_INSTALL = "pip install 'tensorflow[and-cuda]'"
+# Where TensorFlow's log tells why it does not use a GPU.
+_REASON = re.compile(
+    r"\] (.*(?:dlopen|cuInit|cuda drivers|Ignoring visible gpu|kernel driver).*)"
+)
+
+
+class Card(NamedTuple):
+    """A GPU, as nvidia-smi tells.
+
+    Attributes:
+        index: Its number.
+        name: Its model.
+        uuid: Its identity.
+        memory_mb: Its memory.
+        free_mb: What is free of that.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    memory_mb: int
+    free_mb: int
+
+
+class Machine(NamedTuple):
+    """What the machine shows of its GPUs, without TensorFlow.
+
+    Attributes:
+        on_bus: NVIDIA's GPUs on the PCI bus; a container sees the host's.
+        device_files: Files /dev/nvidia0, ...
+        cards: Those that nvidia-smi lists.
+        driver: The driver's version, or empty.
+        holders: (uuid of a GPU, process's id and name, MB) that hold memory.
+        fault: Why nvidia-smi gave nothing, if so.
+        hidden: Whether the environment hides all of them on purpose.
+    """
+
+    on_bus: int
+    device_files: int
+    cards: tuple[Card, ...] = ()
+    driver: str = ""
+    holders: tuple[tuple[str, str, int], ...] = ()
+    fault: str = ""
+    hidden: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """How many there are, by whoever sees most."""
+        return max(self.on_bus, self.device_files, len(self.cards))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there are any, and they are meant to be used."""
+        return self.gpus > 0 and not self.hidden
+
+
+def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
+    """Looks for GPUs; nothing that it finds or misses is an error.
+
+    Args:
+        root: Where /dev and /sys are.
+        environ: The environment.
+    """
+    on_bus = sum(
+        _read(folder / "vendor") == _VENDOR
+        and _read(folder / "class").startswith(_DISPLAY)
+        for folder in (root / "sys/bus/pci/devices").glob("*")
+    )
+    files = len([*(root / "dev").glob("nvidia[0-9]*")])
+    machine = Machine(on_bus, files, hidden=environ.get(_HIDES) in ("", "-1"))
+    try:
+        return _listed(machine)
+    except FileNotFoundError:
+        return machine._replace(fault="nvidia-smi is not installed")
+    except _SmiError as error:
+        return machine._replace(fault=str(error))
+    except (OSError, ValueError) as error:
+        return machine._replace(fault=f"nvidia-smi fails: {in_a_line(error)}")
+
+
+def _listed(machine: Machine) -> Machine:
+    """Adds what nvidia-smi tells."""
+    rows = _ask_smi("gpu=index,name,uuid,memory.total,memory.free,driver_version")
+    held = _ask_smi("compute-apps=gpu_uuid,pid,process_name,used_memory")
+    cards = tuple(
+        Card(int(index), name, uuid, _number(memory), _number(free))
+        for index, name, uuid, memory, free, _ in rows
+    )
+    holders = tuple(
+        (uuid, f"process {pid} ({name})", _number(used))
+        for uuid, pid, name, used in held
+    )
+    driver = rows[0][-1] if rows else ""
+    return machine._replace(cards=cards, driver=driver, holders=holders)
+
+
+def check_gpus(
+    machine: Machine, found: Probe, environ: Mapping[str, str] = os.environ
+) -> Finding:
+    """Checks that TensorFlow finds the machine's GPUs; says why, if it does not.
+
+    Args:
+        machine: What is there.
+        found: What TensorFlow says.
+        environ: The environment.
+    """
+    figures = {"machine": machine.gpus, "tensorflow": found.gpus}
+    if not machine.gpus and not found.gpus:
+        return note("none in this machine: logical CPUs stand in for them", **figures)
+    if found.gpus is None:
+        text = f"{machine.gpus} in this machine; not known to TensorFlow, which fails"
+        return wrong(text, **figures)
+    text = f"{machine.gpus} in this machine, TensorFlow finds {found.gpus}"
+    if found.gpus >= machine.gpus:
+        names = ", ".join(card.name for card in machine.cards)
+        return ok(f"{text}: {names}" if names else text, **figures)
+    hides = environ.get(_HIDES)
+    if hides is not None and (found.gpus or machine.hidden):
+        return note(f"{text}, as {_HIDES}={hides!r} hides the others", **figures)
+    reason = _reason(machine, found, hides)
+    return wrong(f"{text}, because {reason}", reason=reason, **figures)
+
+
+def check_driver(machine: Machine, found: Probe) -> Finding:
+    """Checks that the driver is as new as TensorFlow's CUDA needs it."""
+    if not machine.in_use:
+        return ok("none is needed without a GPU")
+    if not machine.driver and found.gpus:
+        return note(f"not known, as {machine.fault}; TensorFlow finds GPUs by it")
+    if not machine.driver:
+        return wrong(
+            f"not known, as {machine.fault}; expected NVIDIA's driver, so install it, "
+            "and start the machine anew"
+        )
+    cuda = _built_for(found)
+    least = _LEAST_DRIVER.get(cuda.split(".")[0])
+    figures = {"found": machine.driver, "cuda": cuda, "expected": least}
+    if least is None:
+        return ok(machine.driver, **figures)
+    text = f"{machine.driver} (CUDA {cuda} expects at least {least})"
+    if _parts(machine.driver) >= _parts(least):
+        return ok(text, **figures)
+    return wrong(f"{text}; install a newer driver", **figures)
+
+
+def check_libraries(machine: Machine, found: Probe) -> Finding:
+    """Checks CUDA's and cuDNN's libraries, which pip or the system has installed."""
+    if found.build is None:
+        return note("not known, as TensorFlow cannot be imported")
+    cuda, cudnn = _built_for(found), found.build.get("cudnn_version", "")
+    figures = {"cuda": cuda, "cudnn": cudnn}
+    if not cuda:
+        return ok("TensorFlow is built without CUDA", **figures)
+    text = f"TensorFlow is built for CUDA {cuda} and cuDNN {cudnn}"
+    if not machine.in_use:
+        return ok(f"{text}, not needed without a GPU", **figures)
+    asked = [*versions.requirements("tensorflow", "and-cuda")]
+    absent = [each for each in asked if versions.version(each.name) is None]
+    bad = versions.unfit([each for each in asked if each not in absent])
+    if bad:
+        return wrong(f"{text}, but there is {', '.join(bad)}; {_INSTALL}", **figures)
+    if absent and not found.gpus:
+        names = ", ".join(each.name for each in absent)
+        return wrong(f"{text}, but pip has no {names}; {_INSTALL}", **figures)
+    return ok(f"{text}, as {'the system' if absent else 'pip'} has them", **figures)
+
+
+def check_settings(environ: Mapping[str, str] = os.environ) -> Finding:
+    """Checks what the environment says of GPUs' memory and order."""
+    names = [name for name in (_GROWTH, _ALLOCATOR, _ORDER, _HIDES) if name in environ]
+    figures = {name: environ[name] for name in names}
+    growth, allocator, order = map(figures.get, (_GROWTH, _ALLOCATOR, _ORDER))
+    # TensorFlow logs what it does not understand, and goes on without.
+    bad, doubts = [], []
+    if growth in ("true", "false"):
+        takes = "as needed" if growth == "true" else "all at once"
+        doubts.append(f"{_GROWTH}={growth}: memory is taken {takes} despite any flag")
+    elif growth is not None:
+        bad.append(f"{_GROWTH}={growth!r} is not understood; expected true or false")
+    if allocator not in (None, "", "cuda_malloc_async"):
+        expected = "expected cuda_malloc_async, or none"
+        bad.append(f"{_ALLOCATOR}={allocator!r} is not understood; {expected}")
+    if order not in (None, "PCI_BUS_ID"):
+        doubts.append(f"{_ORDER}={order}: GPUs are numbered not as by nvidia-smi")
+    if bad:
+        return wrong("; ".join(bad), **figures)
+    if doubts:
+        return note("; ".join(doubts), **figures)
+    listed = ", ".join(f"{name}={value}" for name, value in figures.items())
+    return ok(listed or "none: memory grows as needed", **figures)
+
+
+def check_memory(machine: Machine) -> Finding:
+    """Checks the memory that is free on each GPU, and who holds the rest."""
+    if not machine.in_use:
+        return ok("there is none without a GPU")
+    if not machine.cards:
+        return note(f"not known, as {machine.fault}")
+    free_mb = {card.index: card.free_mb for card in machine.cards}
+    text = ", ".join(
+        f"GPU {card.index} has {card.free_mb:,} of {card.memory_mb:,} MB free"
+        for card in machine.cards
+    )
+    held = [card for card in machine.cards if card.free_mb < 0.9 * card.memory_mb]
+    if not held:
+        return ok(text, free_mb=free_mb)
+    advice = f"{text}; GPU {held[0].index}'s is held by {_holders(machine, held[0])}"
+    if any(card.free_mb < 1024 for card in held):
+        return wrong(
+            f"{advice}: end it, or choose other GPUs by --gpu_indices", free_mb=free_mb
+        )
+    return note(advice, free_mb=free_mb)
+
+
+def _reason(machine: Machine, found: Probe, hides: str | None) -> str:
+    """Why TensorFlow does not find a GPU that is there, and what to do."""
+    if hides is not None:
+        return f"{_HIDES}={hides!r} names none of them; unset it"
+    if not _built_for(found):
+        return f"this TensorFlow is built without CUDA; {_INSTALL}"
+    if not machine.device_files and not machine.cards:
+        return (
+            f"there is no /dev/nvidia0, so the driver is not loaded, or the container "
+            f"was started without docker's --gpus=all ({machine.fault}); or hide the "
+            f"GPU by {_HIDES}=-1"
+        )
+    if not machine.cards:
+        return f"the driver does not answer: {machine.fault}; start the machine anew"
+    driver = check_driver(machine, found)
+    if driver.verdict == WRONG:
+        return f"the driver is {driver.text}"
+    libraries = check_libraries(machine, found)
+    if libraries.verdict == WRONG:
+        return libraries.text
+    logged = _REASON.findall(found.log)
+    return f"it says: {logged[0]}" if logged else "of what it does not tell"
+
+
+def _built_for(found: Probe) -> str:
+    return (found.build or {}).get("cuda_version", "")
+
+
+def _holders(machine: Machine, card: Card) -> str:
+    names = [who for uuid, who, _ in machine.holders if uuid == card.uuid]
+    return ", ".join(names) or "a process that nvidia-smi does not name here"
+
+
+class _SmiError(Exception):
+    """nvidia-smi does not answer."""
+
+
+def _ask_smi(query: str) -> list[list[str]]:
+    # Not NVML itself: a broken driver would keep this process.
+    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
+    out, err, code = process.run(command, _SMI_S)
+    if code is None:
+        raise _SmiError(f"nvidia-smi gives nothing within {_SMI_S} s")
+    if code:
+        raise _SmiError(f"nvidia-smi says: {' '.join((out or err).split())}")
+    return [[field.strip() for field in line.split(",")] for line in out.splitlines()]
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,121 @@
+"""Versions of Python and packages, against the ranges that setup.py asks for."""
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from towers.doctor.finding import Finding, note, ok, wrong
+
+_OURS = "towers"
+# Each has a line of its own, by the package that asks for it.
+NAMED = {"tensorflow": _OURS, "keras": _OURS, "numpy": "tensorflow"}
+
+
+def python() -> Finding:
+    """Checks Python's version."""
+    from packaging.specifiers import SpecifierSet
+
+    found = platform.python_version()
+    try:
+        asked = metadata.metadata(_OURS)["Requires-Python"]
+    except metadata.PackageNotFoundError:
+        return _not_installed(_OURS)
+    text, figures = f"{found} (expected {asked})", {"found": found, "expected": asked}
+    if SpecifierSet(asked).contains(found, prereleases=True):
+        return ok(text, **figures)
+    return wrong(f"{text}; make the environment by such a Python", **figures)
+
+
+def package(name: str, asked_by: str) -> Finding:
+    """Checks one package's version.
+
+    Args:
+        name: The package.
+        asked_by: The package whose requirement of it counts.
+    """
+    try:
+        asked = [each for each in requirements(asked_by) if each.name == name]
+    except metadata.PackageNotFoundError:
+        return _not_installed(asked_by)
+    expected = ",".join(str(each.specifier) for each in asked)
+    found = version(name)
+    text = f"{found or 'not installed'} ({asked_by} expects {expected or 'any'})"
+    figures = {"found": found, "expected": expected}
+    if all(_fits(each) for each in asked):
+        return ok(text, **figures)
+    return wrong(f"{text}; {_install(asked)}", **figures)
+
+
+def others() -> Finding:
+    """Checks the versions of all other packages that ours needs."""
+    try:
+        asked = [each for each in requirements(_OURS) if each.name not in NAMED]
+    except metadata.PackageNotFoundError:
+        return _not_installed(_OURS)
+    found = {each.name: version(each.name) for each in asked}
+    if bad := [each for each in asked if not _fits(each)]:
+        return wrong(f"{', '.join(unfit(bad))}; {_install(bad)}", found=found)
+    return ok(", ".join(f"{name} {text}" for name, text in found.items()), found=found)
+
+
+def requirements(name: str, extra: str = "") -> Iterator[Any]:
+    """Finds what an installed package needs here.
+
+    Args:
+        name: The package.
+        extra: An extra of it, whose requirements alone are meant; without one, those
+            that are needed without any.
+
+    Returns:
+        Requirements of `packaging`.
+
+    Raises:
+        PackageNotFoundError: If it is not installed.
+    """
+    from packaging.requirements import Requirement
+
+    asked = [Requirement(text) for text in metadata.requires(name) or ()]
+    needed = [r for r in asked if _applies(r, "")]
+    if not extra:
+        return iter(needed)
+    return (r for r in asked if r not in needed and _applies(r, extra))
+
+
+def unfit(asked: list[Any]) -> list[str]:
+    """Says of each requirement that is not met what is there instead."""
+    return [
+        f"{each.name} {version(each.name) or 'not installed'} (expected "
+        f"{each.specifier})"
+        for each in asked
+        if not _fits(each)
+    ]
+
+
+def _applies(requirement, extra):
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def version(name: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _fits(requirement):
+    found = version(requirement.name)
+    return found is not None and requirement.specifier.contains(found, prereleases=True)
+
+
+def _install(requirements):
+    asked = " ".join(f"'{each.name}{each.specifier}'" for each in requirements)
+    return f"pip install {asked}"
+
+
+def _not_installed(name):
+    return note(
+        f"not known whether it fits, as the package {name} is not installed in this "
+        "Python: install it, or run another Python, such as .venv/bin/python"
+    )

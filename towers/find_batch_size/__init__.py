@@ -1,0 +1,1 @@
+"""Finds the largest global batch that the devices take, and the fastest one."""

@@ -1,0 +1,137 @@
+"""Finds the largest global batch that fits the devices, and the fastest one.
+
+    python -m towers.find_batch_size --model=resnet20 --dataset=tfds:cifar10
+
+The flags are those of towers.train, and the search begins at its --batch_size. Each
+size is trained on for some steps in a process of its own, with random images of the
+data set's shape: how fast the input is, is not part of it.
+Exit codes: 0 done; 1 error, or nothing fits; 130 stopped by Ctrl-C; 143 by SIGTERM.
+"""
+
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from towers import startup
+
+    startup.begin("towers.find_batch_size")
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from input_pipeline.commands import fail, parse_flags, quieten
+from towers import startup, train
+from towers.find_batch_size import probe, search
+from towers.find_batch_size.processes import as_probe, run
+from towers.find_batch_size.report import Report
+from towers.find_batch_size.search import Probe
+
+FLAGS = flags.FLAGS
+_PROGRAM = "towers.find_batch_size"
+
+flags.DEFINE_integer(
+    "max_batch_size", None, "Largest batch to try. Default: any.", lower_bound=1
+)
+flags.DEFINE_string("plot", None, "PNG or SVG file for a chart (needs matplotlib).")
+flags.DEFINE_bool("json", False, "Print one line of JSON instead of a table.")
+# They are shown by --help.
+flags.adopt_module_key_flags(probe)
+flags.adopt_module_key_flags(train)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Searches as the flags describe.
+
+    Args:
+        argv: The program's name, and nothing else.
+
+    Returns:
+        The exit code.
+    """
+    # As an exception, it ends the probe that runs, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    quieten()
+    try:
+        startup.end()
+        check_flags(argv)
+        report = find()
+        print(json.dumps(report.as_dict()) if FLAGS.json else report)
+        if FLAGS.plot:
+            report.plot(FLAGS.plot)
+    except KeyboardInterrupt:
+        fail("Stopped by Ctrl-C.", _PROGRAM)
+        return 130
+    except (ValueError, OSError) as error:
+        return fail(error, _PROGRAM)
+    return 0
+
+
+def check_flags(argv: Sequence[str]) -> None:
+    """Checks the flags that can be checked by themselves."""
+    train.check_flags(argv)
+    if FLAGS.plot is None:
+        return
+    folder = os.path.dirname(os.path.abspath(FLAGS.plot))
+    if not FLAGS.plot.endswith((".png", ".svg")) or not os.path.isdir(folder):
+        raise ValueError(
+            f"Received --plot={FLAGS.plot}; expected a PNG or SVG file in a folder "
+            "that exists, such as --plot=batch_size.svg."
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"Received --plot={FLAGS.plot}, but matplotlib, which draws it, is not "
+            "installed; pip install 'towers[plots]', or leave out --plot."
+        )
+
+
+def find() -> Report:
+    """Searches, and says on stderr how far it is.
+
+    Raises:
+        ValueError: If any input is bad, or nothing fits.
+    """
+    most = FLAGS.max_batch_size
+    start = FLAGS.batch_size if most is None else min(FLAGS.batch_size, most)
+    # Only probes use the devices: this process would keep a part of their memory.
+    told = run(start)
+    unit = search.unit(told["shares"])
+    if most is not None and most < unit:
+        raise ValueError(
+            f"Received --max_batch_size={most}; expected at least {unit}, so that each "
+            f"of {len(told['towers'])} towers gets its share."
+        )
+    tried = search.search(
+        lambda size: said(as_probe(run(size))), said(as_probe(told)), unit, most
+    )
+    if search.largest(tried) is None:
+        raise ValueError(
+            f"No batch fits, not even {tried[-1].batch_size} ({tried[-1].why}); allow "
+            "more memory, or take a smaller model, smaller images or --dtype=bf16."
+        )
+    return Report(
+        tried,
+        towers=told["towers"],
+        shares=told["shares"],
+        memory=told["memory"],
+        most=most,
+        learning_rate=FLAGS.learning_rate,
+        note=told["note"],
+    )
+
+
+def said(result: Probe) -> Probe:
+    """Says on stderr what became of a batch size, since a search takes minutes."""
+    found = f"does not fit ({result.why})"
+    if result.fits:
+        found = f"{result.images_per_s:,.1f} images/s, {result.peak_memory_mb:,.0f} MB"
+    print(f"{_PROGRAM}: batch {result.batch_size:,}: {found}", file=sys.stderr)
+    return result
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))

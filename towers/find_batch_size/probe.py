@@ -1,0 +1,229 @@
+"""Trains a few steps with one batch size, and says how fast and in how much memory.
+
+`towers.find_batch_size` starts it, a process for each size, since TensorFlow seldom
+gives memory back. All is as in training but the input: a random batch in the images'
+real shape and type, again and again, so that no data set is read.
+What is found is printed on stdout, in lines of JSON.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import re
+import resource
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+from absl import app, flags
+
+from input_pipeline import free_memory
+from input_pipeline.commands import parse_flags, quieten
+from towers import devices, train
+from towers.find_batch_size import search
+from towers.model import check_all_reduce
+
+FLAGS = flags.FLAGS
+_PROGRAM = "towers.find_batch_size.probe"
+
+flags.DEFINE_integer(
+    "probe_steps", 5, "Steps to measure, after warming up.", lower_bound=1
+)
+flags.DEFINE_integer(
+    "memory_limit_mb",
+    None,
+    "Without a GPU: most memory for a probe's process to allocate, TensorFlow's own "
+    "included, in MB. Default: what it has, and nine tenths of what is free.",
+    lower_bound=1,
+)
+
+# Calls that are not measured: in the first graphs are built, in the second buffers.
+_WARM_UP = 2
+# Distinct examples in a batch; more would only take time to make.
+_POOL = 64
+_SHARE_OF_FREE = 0.9
+
+# What TensorFlow, CUDA and its libraries, oneDNN, glibc and Python say where there is
+# no memory.
+_NO_MEMORY = re.compile(
+    r"\bOOM\b|out[ _]of[ _]memory|resource[ _]?exhausted|bad_alloc|MemoryError"
+    r"|ALLOC_FAILED|cannot allocate memory|failed to allocate memory"
+    r"|pthread_create.* failed|could not create a (primitive|memory)",
+    re.IGNORECASE,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Tries the batch size that the flags name.
+
+    Args:
+        argv: The program's name, and nothing else.
+
+    Returns:
+        The exit code, 0: what went wrong is said in JSON, too.
+    """
+    del argv
+    quieten()
+    stdout = sys.stdout
+
+    def tell(**facts):
+        print(json.dumps(facts), file=stdout, flush=True)
+
+    # It is for JSON; a model of the user's may print.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            probe(tell)
+        except Exception as error:  # whatever it is, the search says it
+            traceback.print_exc()
+            if shortage := no_memory(f"{type(error).__name__}: {error}"):
+                tell(fits=False, why=shortage)
+            else:
+                said = " ".join(str(error).split()) or type(error).__name__
+                tell(error=said[:500])  # a graph's error may go on for pages
+    return 0
+
+
+def probe(tell: Callable[..., None]) -> None:
+    """Trains as the flags say, and tells of it.
+
+    Args:
+        tell: Takes facts: first what is tried on which towers, then how it went.
+
+    Raises:
+        ValueError: If any input is bad.
+    """
+    placed = train.configure_devices()
+    shares = train.tower_shares(placed)
+    if FLAGS.all_reduce_alg != "auto":
+        check_all_reduce(FLAGS.all_reduce_alg, FLAGS.variable_update, placed.towers)
+    unit = search.unit(shares)
+    FLAGS.batch_size = max(FLAGS.batch_size // unit, 1) * unit
+    gpus = bool(placed.physical)
+    tell(
+        batch_size=FLAGS.batch_size,
+        towers=placed.towers,
+        shares=shares,
+        memory="GPU" if gpus else "process",
+        note=placed.note,
+    )
+    if not gpus:
+        limit_memory()
+    elif FLAGS.memory_limit_mb is not None:
+        raise ValueError(
+            f"Received --memory_limit_mb={FLAGS.memory_limit_mb} for towers on GPUs; "
+            "expected --gpu_memory_limit_mb there."
+        )
+    source = train.open_source(FLAGS.dataset, FLAGS.num_classes)
+    image_shape = train.choose_image_shape(source)
+    model = train.build_model(source, image_shape, placed.home)
+    clock = Clock()
+    # How many examples an epoch has changes the learning rate only.
+    train.build_towers(model, placed, FLAGS.batch_size).fit(
+        batches(FLAGS.batch_size, image_shape, source.num_classes),
+        steps_per_epoch=(_WARM_UP + FLAGS.probe_steps) * FLAGS.steps_per_loop,
+        callbacks=[clock],
+        verbose=0,
+        shuffle=False,
+    )
+    step_s = statistics.median(clock.calls_s()[_WARM_UP - 1 :]) / FLAGS.steps_per_loop
+    tell(
+        fits=True,
+        images_per_s=FLAGS.batch_size / step_s,
+        step_ms=1000 * step_s,
+        peak_memory_mb=peak_memory_mb(placed),
+    )
+
+
+def batches(
+    size: int, image_shape: tuple[int, ...], num_classes: int
+) -> tf.data.Dataset:
+    """Makes batches like those of the pipeline, without end.
+
+    Args:
+        size: Examples in a batch.
+        image_shape: (height, width, channels) of the images, or (numbers in a row,).
+        num_classes: Labels are below.
+
+    Returns:
+        A dataset of (images, labels): uint8 images, or float32 rows; int64 labels.
+    """
+    draw = functools.partial(tf.random.stateless_uniform, seed=(FLAGS.seed, 0))
+    if len(image_shape) == 3:
+        images = draw((_POOL, *image_shape), maxval=256, dtype=tf.int32)
+        images = tf.cast(images, tf.uint8)
+    else:
+        images = draw((_POOL, *image_shape))
+    labels = draw([_POOL], maxval=num_classes, dtype=tf.int64)
+
+    def batch(size):
+        # The size is a tensor, so that it is unknown to the graph, as in training.
+        rows = tf.range(size) % _POOL
+        return tf.gather(images, rows), tf.gather(labels, rows)
+
+    data = tf.data.Dataset.from_tensors(size).repeat()
+    return data.map(batch).prefetch(tf.data.AUTOTUNE)
+
+
+class Clock(keras.callbacks.Callback):
+    """Notes when training calls end."""
+
+    def __init__(self):
+        super().__init__()
+        self._ends_s = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Waits for the step's loss, since a GPU is only told to compute."""
+        float(logs["loss"])
+        self._ends_s.append(time.perf_counter())
+
+    def calls_s(self) -> list[float]:
+        """Returns the times of all calls but the first."""
+        return [end - begin for begin, end in itertools.pairwise(self._ends_s)]
+
+
+def limit_memory() -> None:
+    """Has allocating fail beyond the limit.
+
+    RLIMIT_DATA counts what is allocated; RLIMIT_AS would count TensorFlow's libraries
+    and addresses that are merely reserved, and Linux ignores RLIMIT_RSS.
+    """
+    if FLAGS.memory_limit_mb is not None:
+        limit = FLAGS.memory_limit_mb * 2**20
+    else:
+        # So that the kernel ends no other process.
+        limit = int(_of_process_mb("VmData") * 2**20 + _SHARE_OF_FREE * free_memory())
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def peak_memory_mb(placed: devices.Devices) -> float:
+    """Returns the most memory taken: of the fullest GPU, or of the process."""
+    if placed.physical:
+        info = tf.config.experimental.get_memory_info
+        peaks = [
+            info(tower.removeprefix("/device:"))["peak"] for tower in placed.towers
+        ]
+        return max(peaks) / 2**20
+    return _of_process_mb("VmHWM")
+
+
+def _of_process_mb(name: str) -> float:
+    # Not getrusage: its peak is the larger of this process's and its parent's.
+    with open("/proc/self/status") as lines:
+        facts = dict(line.split(":", 1) for line in lines)
+    return int(facts[name].split()[0]) / 1024
+
+
+def no_memory(text: str) -> str:
+    """Returns what in a text tells of a lack of memory, empty if nothing does."""
+    lines = [line.strip().removeprefix("what():  ") for line in text.splitlines()]
+    # The last: errors of a graph begin with where, and end with what.
+    return next((line[:120] for line in lines[::-1] if _NO_MEMORY.search(line)), "")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))

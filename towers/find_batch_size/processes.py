@@ -1,0 +1,99 @@
+"""Has a process of its own try a batch size, and says how it ended."""
+
+import json
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from absl import flags
+
+from towers import train
+from towers.find_batch_size import probe
+from towers.find_batch_size.search import Probe
+
+FLAGS = flags.FLAGS
+# Most that a probe may take: compiling a large model with XLA takes minutes.
+_PROBE_S = 900
+
+
+def run(batch_size: int) -> dict[str, Any]:
+    """Has a process try a batch size, with the flags of this one.
+
+    Args:
+        batch_size: Examples; the process takes fewer if they are not of whole shares.
+
+    Returns:
+        What the process told: see `probe.probe`.
+
+    Raises:
+        ValueError: If it failed, and not for want of memory.
+    """
+    command = [sys.executable, "-m", probe.__name__, *_flags(batch_size)]
+    try:
+        # It ends the process if anything is raised meanwhile, such as by Ctrl-C.
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PROBE_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"A batch of {batch_size} took longer than {_PROBE_S} s; expected less, so "
+            "give fewer --probe_steps or a smaller --max_batch_size."
+        ) from error
+    told = {}
+    for line in done.stdout.splitlines():
+        told |= json.loads(line)
+    if not told.keys() & {"fits", "error"}:
+        limited = told.get("memory") == "process"
+        told |= how_it_died(done.returncode, done.stderr, limited)
+    if "error" in told:
+        raise ValueError(told["error"])
+    if "batch_size" not in told:
+        raise ValueError(
+            f"A probe ended before it had any tower ({told['why']}); expected memory "
+            "for TensorFlow at least, so allow more."
+        )
+    return told
+
+
+def how_it_died(code: int, stderr: str, limited: bool) -> dict[str, Any]:
+    """Says why a probe ended that could not say so itself.
+
+    Args:
+        code: Its exit code, a signal if negative.
+        stderr: What it wrote.
+        limited: Whether its process had a limit of memory.
+
+    Returns:
+        What it would have told.
+    """
+    if code == -signal.SIGKILL:
+        return {"fits": False, "why": "killed, as the kernel does for want of memory"}
+    if why := probe.no_memory(stderr):
+        return {"fits": False, "why": why}
+    if limited and code < 0:
+        # oneDNN, for one, does not look whether it got what it allocates.
+        why = f"crashed by {signal.Signals(-code).name} under the limit of memory"
+        return {"fits": False, "why": why}
+    last = (stderr.strip() or "it wrote nothing").splitlines()[-1]
+    return {"error": f"A probe ended with exit code {code}: {last}"}
+
+
+def as_probe(told: dict[str, Any]) -> Probe:
+    """Takes the figures out of what a process told."""
+    names = Probe.__dataclass_fields__
+    return Probe(**{name: told[name] for name in names if name in told})
+
+
+def _flags(batch_size):
+    ours = FLAGS.flags_by_module_dict()[probe.__name__]
+    return [
+        *train.flags_text().splitlines(),
+        *(flag.serialize() for flag in ours if flag.value is not None),
+        # Of a flag given twice, the last counts.
+        f"--batch_size={batch_size}",
+    ]

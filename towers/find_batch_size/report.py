@@ -1,0 +1,161 @@
+"""What a search for the batch size says: a table, three sentences, a picture."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from towers import batch
+from towers.find_batch_size import search
+from towers.find_batch_size.search import Probe
+
+_HEAD = "batch", "per tower", "images/s", "step ms", "peak MB", "fits"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A search that is over.
+
+    Attributes:
+        tried: What was tried, in order; at least one batch size fits.
+        towers: The towers' devices.
+        shares: How much of a batch each tower gets, relative to the others.
+        memory: Whose memory was measured, "GPU" or "process".
+        most: The largest size that might be tried, `None` for any.
+        learning_rate: That of the first size that was tried.
+        note: What else is to be known; may be empty.
+    """
+
+    tried: Sequence[Probe]
+    towers: Sequence[str]
+    shares: Sequence[int]
+    memory: str
+    most: int | None
+    learning_rate: float
+    note: str = ""
+
+    def __str__(self) -> str:
+        whose = "the fullest GPU" if self.memory == "GPU" else "the whole process"
+        lines = [
+            f"Towers: {', '.join(self.towers)}; peak MB are of {whose}.",
+            *([self.note] if self.note else []),
+            "",
+            *table(self._ordered(), self.shares),
+            "",
+            self._largest(),
+            self._fastest(),
+            self._advice(),
+        ]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines: figures by name, as JSON has them."""
+        end = search.too_large(self.tried)
+        return {
+            "largest": search.largest(self.tried).batch_size,
+            "too_large": end and end.batch_size,
+            "fastest": search.fastest(self.tried).batch_size,
+            "towers": list(self.towers),
+            "shares": list(self.shares),
+            "memory": self.memory,
+            "probes": [dataclasses.asdict(probe) for probe in self._ordered()],
+        }
+
+    def plot(self, path: str) -> None:
+        """Draws images/s and peak memory by the batch size.
+
+        Args:
+            path: Where to, PNG or SVG.
+        """
+        from matplotlib.figure import Figure
+
+        fitting = [probe for probe in self._ordered() if probe.fits]
+        best, end = search.fastest(self.tried), search.too_large(self.tried)
+        figure = Figure(figsize=(7, 6), layout="constrained")
+        above, below = figure.subplots(2, sharex=True)
+        for axes, name, label in (
+            (above, "images_per_s", "images/s"),
+            (below, "peak_memory_mb", f"peak memory of the {self.memory}, MB"),
+        ):
+            values = {probe.batch_size: getattr(probe, name) for probe in fitting}
+            axes.plot(list(values), list(values.values()), "o-")
+            axes.plot(best.batch_size, values[best.batch_size], "o", markersize=10)
+            axes.set(ylabel=label, ylim=(0, 1.1 * max(values.values())))
+            axes.grid(alpha=0.3)
+            if end:
+                axes.axvline(end.batch_size, color="tab:red", linestyle="--")
+        above.set_title(f"fastest: {best.batch_size:,}", color="tab:orange")
+        if end:
+            below.set_title(f"{end.batch_size:,} does not fit", color="tab:red")
+        # From one size to its double is a step of the search.
+        below.set_xscale("log", base=2)
+        below.xaxis.set_major_formatter("{x:,.0f}")
+        below.set_xlabel("global batch")
+        figure.savefig(path)
+
+    def _ordered(self):
+        return sorted(self.tried, key=lambda probe: probe.batch_size)
+
+    def _largest(self):
+        size, end = search.largest(self.tried).batch_size, search.too_large(self.tried)
+        text = (
+            f"Largest that fits: {size:,} ({_per_tower(size, self.shares)} per tower)"
+        )
+        if end:
+            return f"{text}; {end.batch_size:,} does not ({end.why})."
+        unit = search.unit(self.shares)
+        if self.most is not None and size + unit > self.most:
+            return f"{text}; nothing larger was tried, as --max_batch_size says."
+        return f"{text} of those tried; with larger ones, images/s had fallen off."
+
+    def _fastest(self):
+        best, first = search.fastest(self.tried), self.tried[0]
+        text = f"Fastest: {best.batch_size:,}, {best.images_per_s:,.1f} images/s"
+        if not first.fits:
+            return f"{text}."
+        if best is first:
+            return f"{text}; no other is faster than this, with which the search began."
+        ratio = best.images_per_s / first.images_per_s
+        return f"{text}, {ratio:.2f} times those of a batch of {first.batch_size:,}."
+
+    def _advice(self):
+        best, first = search.fastest(self.tried), self.tried[0]
+        text = (
+            "Another batch size wants another learning rate; as a start, Goyal et al. "
+            "2017 (arXiv:1706.02677) multiply SGD's by as much, after a warm-up"
+        )
+        if best is first:
+            return f"{text}."
+        rate = self.learning_rate * best.batch_size / first.batch_size
+        return f"{text}: --learning_rate={rate:g} for {best.batch_size:,}."
+
+
+def table(probes: Sequence[Probe], shares: Sequence[int]) -> list[str]:
+    """Sets batch sizes out in a table in Markdown, numbers to the right.
+
+    Args:
+        probes: What was tried.
+        shares: How much of a batch each tower gets, relative to the others.
+    """
+    rows = [_HEAD, *(_row(probe, shares) for probe in probes)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    aligned = [map(str.rjust, row, widths) for row in rows]
+    return [f"| {' | '.join(row)} |" for row in aligned]
+
+
+def _row(probe, shares):
+    sizes = f"{probe.batch_size:,}", _per_tower(probe.batch_size, shares)
+    if not probe.fits:
+        return *sizes, "-", "-", "-", "no"
+    figures = probe.images_per_s, probe.step_ms
+    return (
+        *sizes,
+        *(f"{x:,.1f}" for x in figures),
+        f"{probe.peak_memory_mb:,.0f}",
+        "yes",
+    )
+
+
+def _per_tower(size, shares):
+    sizes = batch.cut(size, shares)
+    return "+".join(map(str, sizes)) if len(set(sizes)) > 1 else f"{sizes[0]:,}"

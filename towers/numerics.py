@@ -1,0 +1,425 @@
+"""Finds where numbers stop being finite in a step that was stopped.
+
+The step is computed once more, op by op, with the same variables, batch and random
+seeds, and each layer's call is watched: forward, the first whose outputs are not finite
+while its inputs are; backward, the first that makes such a gradient of one that is
+finite. Where no step is stopped, nothing of this runs.
+"""
+
+import contextlib
+import dataclasses
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import batch, fused, stopped_step, tower
+from towers.builders.base import Builder
+from towers.builders.guard import Caught
+from towers.callbacks.checkpoint import NotFinite
+from towers.stopped_step import Case, find_row, named
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What was not finite first.
+
+    Attributes:
+        source: "data", "variable" (before the step), "layer", "loss", or "unknown".
+        name: Of the tensor, variable or layer, as a phrase.
+        during: "forward", "backward", or "" where it was there before both.
+        tower: Index of the tower, `None` if it cannot be told.
+        towers: Number of towers.
+        rows: The examples in question, as rows of the batch; none if they cannot be
+            told.
+        examples: How many examples the tower, or the step, had.
+    """
+
+    source: str
+    name: str = ""
+    during: str = ""
+    tower: int | None = None
+    towers: int = 1
+    rows: tuple[int, ...] = ()
+    examples: int = 0
+
+    def __str__(self) -> str:
+        if self.source == "data":
+            more = len(self.rows) - 1
+            others = f" (and {more} more {'row' if more == 1 else 'rows'})"
+            what = f"{self.name}[{self.rows[0]}] of the batch"
+            return f"{what}{others if more else ''} is not finite{self._on()}"
+        if self.source == "variable":
+            return f"the variable {self.name} was not finite before it"
+        if self.source == "unknown":
+            return (
+                "the loss or a gradient is not finite, but was when the step was "
+                "computed once more, op by op"
+            )
+        what = {
+            ("layer", "forward"): f"the output of {self.name} is not finite",
+            ("layer", "backward"): f"{self.name} makes a gradient that is not finite",
+            ("loss", "forward"): "the loss is not finite, while the outputs are,",
+            ("loss", "backward"): "the loss has a gradient that is not finite",
+        }[self.source, self.during]
+        count = ""
+        if self.rows:
+            count = f", {len(self.rows)} of {self.examples} examples"
+        return f"{what}{self._on()} ({self.during} pass){count}"
+
+    def _on(self):
+        known = self.tower is not None
+        return f" on tower {self.tower} of {self.towers}" if known else ""
+
+
+class NotFiniteStep(NotFinite):
+    """A step of training is not finite; its batch was left out, and training ended.
+
+    Attributes:
+        step: Number of the step.
+        finding: What was not finite first.
+        file: What `locate` reads, if it was written.
+        checkpoint: The last checkpoint, "" before the first, `None` if none are made.
+    """
+
+    def __init__(self, step: int, finding: Finding, text: str, file: str | None):
+        super().__init__(text)
+        self.step, self.finding, self.file = step, finding, file
+        self.checkpoint: str | None = None
+
+    def __str__(self) -> str:
+        saved = ""
+        if self.checkpoint is not None:
+            saved = "; nothing was saved yet"
+            if self.checkpoint:
+                saved = f"; the last checkpoint, from before, is {self.checkpoint}"
+        return f"{super().__str__()}{saved}."
+
+
+def explain(
+    builder: Builder, caught: Caught, given: Mapping[str, Any], file: str | None
+) -> NotFiniteStep:
+    """Finds out what was wrong with a step that a guard has stopped.
+
+    Args:
+        builder: Whose step it is.
+        caught: What the guard has caught.
+        given: The arguments of `fit` by name, if it is `fit` that runs.
+        file: Where to write the step, for `locate`, if anywhere.
+
+    Returns:
+        The error to raise.
+    """
+    raw = keras.utils.unpack_x_y_sample_weight(caught.data)
+    case = _case(builder, caught, raw)
+    devices = builder.devices if caught.tower is None else [builder.devices[case.first]]
+    finding = search(builder.model, case, devices)
+    origin = ""
+    if finding.source == "data":
+        tensor, row = named(raw).get(finding.name), finding.rows[0]
+        if tensor is None or not bad_rows(tensor, batch.batch_size(raw)):
+            name = f"what `preprocess` has made of {finding.name}"
+            finding = dataclasses.replace(finding, name=name)
+        elif places := find_row(given, finding.name, np.asarray(tensor[row])):
+            equal = f" or one of {len(places) - 1} like it" if len(places) > 1 else ""
+            origin = f"; it is {finding.name}[{places[0]}]{equal} of what `fit` has got"
+    written = ""
+    if file is not None:
+        try:
+            stopped_step.write(file, case)
+            written = f"; the batch is in {file}"
+        except (OSError, ValueError) as error:
+            written, file = f"; the batch cannot be written to {file}: {error}", None
+    text = f"Step {caught.step}{_place()}: {finding}{origin}"
+    text = f"{text}; nothing of it was applied{written}"
+    return NotFiniteStep(caught.step, finding, text, file)
+
+
+def _case(builder, caught, raw):
+    model, data, shares = builder.model, raw, builder.shares
+    values = [variable.value for variable in _variables(model)]
+    if caught.tower is not None:
+        # One of towers that do not wait: others may have updated what it has read.
+        shares, read = (1,), [*caught.values.params, *caught.values.state]
+        values = [
+            now if then is None else then
+            for then, now in zip(read, values, strict=True)
+        ]
+        if builder.preprocess is not None:
+            data = builder.preprocess(raw, training=True)
+    elif builder.preprocess is not None:
+        _, data = builder.prepare(raw, training=True)
+    return Case(
+        caught.step,
+        data,
+        [tf.convert_to_tensor(value) for value in values],
+        shares,
+        caught.tower or 0,
+        len(builder.devices),
+        builder.loss_placed == "gathered",
+    )
+
+
+def _place():
+    """Epoch and batch that `fit` is at, as a phrase, if it is `fit` that runs."""
+    for frame, _ in traceback.walk_stack(None):
+        local = frame.f_locals
+        if frame.f_code.co_name == "fit" and {"epoch", "begin_step"} <= local.keys():
+            first, last = local["begin_step"] + 1, local.get("end_step", 0) + 1
+            batches = f"batch {first}" if last <= first else f"batches {first}-{last}"
+            return f" (epoch {local['epoch'] + 1}, {batches})"
+    return ""
+
+
+def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
+    """Computes a step again that was stopped, and says what was not finite first.
+
+    Example:
+    >>> parallel = multi_gpu_model(model, gpus=2, check_numerics="bad.npz")
+    >>> parallel.fit(x, y)  # stops, and says where, and that it has written bad.npz
+    >>> print(locate(model, "bad.npz"))
+
+    Args:
+        model: The same model, compiled with the same loss, wherever it runs. No
+            variable changes, and their values are those of the file.
+        file: What was written when the step was stopped.
+
+    Returns:
+        The finding.
+
+    Raises:
+        ValueError: The file is not of such a step, or of another model.
+    """
+    model = getattr(model, "__wrapped__", model)
+    case = stopped_step.read(file)
+    model._symbolic_build(data_batch=tf.nest.map_structure(_symbolic, case.data))
+    shapes = [tuple(variable.shape) for variable in _variables(model)]
+    found = [tuple(value.shape) for value in case.variables]
+    if shapes != found:
+        raise ValueError(
+            f"Received {os.fspath(file)} with {len(found)} variables for a model with "
+            f"{len(shapes)}, or of other shapes; expected the model that it was "
+            "written for."
+        )
+    return search(model, case)
+
+
+def search(model: keras.Model, case: Case, devices: Sequence[str] = ()) -> Finding:
+    """Says what was not finite first in a step.
+
+    Args:
+        model: A built, compiled model. No variable changes.
+        case: The step.
+        devices: Where to compute it: a device for each of its towers.
+    """
+    values = [tf.convert_to_tensor(value) for value in case.variables]
+    for variable, value in zip(_variables(model), values, strict=True):
+        if not _is_finite(value):
+            return Finding("variable", f"'{variable.path}'", towers=case.towers)
+    size = batch.batch_size(case.data)
+    for k, (start, end) in enumerate(batch.share_bounds(size, case.shares)):
+        if start == end:
+            continue
+        share = batch.take(case.data, start, end)
+        with tf.device(devices[k] if devices else None):
+            found = _search_share(model, share, values, k, loss=not case.gathered)
+        if found is not None:
+            rows = tuple(start + row for row in found.rows)
+            here = {"tower": case.first + k, "towers": case.towers}
+            return dataclasses.replace(found, rows=rows, **here)
+    if len(case.shares) > 1 or case.gathered:
+        # What needs the whole batch: a loss on gathered outputs, synchronized layers.
+        found = _search_share(model, case.data, values, 0, loss=True)
+        if found is not None:
+            return dataclasses.replace(
+                found, tower=_tower_of(found.rows, size, case), towers=case.towers
+            )
+    return Finding("unknown", towers=case.towers)
+
+
+def _tower_of(rows, size, case):
+    """The tower that has the first of some rows."""
+    for k, (start, end) in enumerate(batch.share_bounds(size, case.shares)):
+        if rows and start <= rows[0] < end:
+            return case.first + k
+    return None
+
+
+# One share.
+
+
+def _search_share(model, share, values, k, loss):
+    """What is not finite first in one share, `None` if all is."""
+    found = _replay(model, share, values, k, loss)
+    if found is None:
+        return None
+    size = batch.batch_size(share)
+    for name, tensor in named(share).items():
+        if rows := bad_rows(tensor, size):
+            found = Finding("data", name, rows=rows)
+            break
+    return dataclasses.replace(found, examples=size)
+
+
+def _replay(model, share, values, k, with_loss):
+    x, y, sample_weight = share
+    params = values[: len(model.trainable_variables)]
+    state = tower.own_seeds(model, values[len(params) :], k)
+    mapping = [*zip(_variables(model), [*params, *state], strict=True)]
+    size = batch.batch_size(x)
+    with (
+        tf.GradientTape() as tape,
+        keras.StatelessScope(mapping, collect_losses=True),
+        fused.batch_normalization(),
+    ):
+        tape.watch(params)
+        with _watched() as calls:
+            training = {"training": True} if model._call_has_training_arg else {}
+            outputs = model(x, **training)
+        if found := _forward(model, calls, size):
+            return found
+        if not with_loss:
+            return None
+        loss = model._compute_loss(x, y, outputs, sample_weight, training=True)
+    if not _is_finite(loss):
+        return Finding("loss", during="forward")
+    return _backward(model, calls, tape, loss, params, outputs, size)
+
+
+class _Call(NamedTuple):
+    """A call of a layer, or of another of Keras's operations, that has ended.
+
+    Attributes:
+        operation: What was called.
+        inputs: The floating tensors that it was called with: copies of its own, so
+            that their gradients are those of this call alone.
+        outputs: Those that it returned.
+    """
+
+    operation: keras.Operation
+    inputs: list[tf.Tensor]
+    outputs: list[tf.Tensor]
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[list[_Call]]:
+    """Inside, calls are noted as they end: inner ones before those around them."""
+    calls, call = [], keras.Operation.__call__
+
+    def watched(operation, *args, **kwargs):
+        if not tf.executing_eagerly():
+            return call(operation, *args, **kwargs)
+        args, kwargs = keras.tree.map_structure(_copy, (args, kwargs))
+        outputs = call(operation, *args, **kwargs)
+        calls.append(_Call(operation, _floats((args, kwargs)), _floats(outputs)))
+        return outputs
+
+    with mock.patch.object(keras.Operation, "__call__", watched):
+        yield calls
+
+
+def _copy(value):
+    if not _is_float(value):
+        return value
+    copy = tf.identity(value)
+    for name in tower.TAGS:
+        if (tag := getattr(value, name, None)) is not None:
+            setattr(copy, name, tag)
+    return copy
+
+
+def _forward(model, calls, size):
+    """The first call that makes what is not finite of what is."""
+    for operation, inputs, outputs in calls:
+        if _all_finite(inputs) and not _all_finite(outputs):
+            rows = _rows_of(outputs, size)
+            return Finding("layer", _phrase(model, operation), "forward", rows=rows)
+    for operation, inputs, _ in calls:
+        if not _all_finite(inputs):
+            # Finite in the data, but not in the layer's type, or computed in between.
+            name = f"what comes before {_phrase(model, operation)}"
+            rows = _rows_of(inputs, size)
+            return Finding("layer", name, "forward", rows=rows)
+    return None
+
+
+def _backward(model, calls, tape, loss, params, outputs, size):
+    """The call that makes a gradient that is not finite of one that is."""
+    ends = [t for t in tower.differentiable(outputs) if _is_float(t)]
+    sources = [ends, params, [call.inputs for call in calls]]
+    sources.append([call.outputs for call in calls])
+    of_ends, of_params, of_inputs, of_outputs = tape.gradient(loss, sources)
+    if not _all_finite(of_ends):
+        rows = _rows_of(of_ends, size)
+        return Finding("loss", during="backward", rows=rows)
+    by_variable = {
+        id(variable): gradient
+        for variable, gradient in zip(model.trainable_variables, of_params, strict=True)
+    }
+    for call, before, after in zip(calls, of_inputs, of_outputs, strict=True):
+        weights = getattr(call.operation, "trainable_variables", ())
+        of_weights = [by_variable.get(id(variable)) for variable in weights]
+        if _all_finite(after) and not _all_finite([*before, *of_weights]):
+            name = _phrase(model, call.operation)
+            return Finding("layer", name, "backward", rows=_rows_of(before, size))
+    if not _all_finite(of_params):
+        return Finding("loss", during="backward")
+    return None
+
+
+def _phrase(model, operation):
+    if operation is model:
+        return f"model '{model.name}' outside of its layers"
+    layer = isinstance(operation, keras.layers.Layer)
+    return f"{'layer' if layer else 'operation'} '{operation.name}'"
+
+
+# Tensors.
+
+
+def bad_rows(tensor: Any, size: int) -> tuple[int, ...]:
+    """Returns the rows of a tensor that are not finite, if it has one an example."""
+    if not _is_float(tensor) or not tensor.shape.rank or tensor.shape[0] != size:
+        return ()
+    wrong = ~tf.math.is_finite(tensor)
+    rows = tf.reduce_any(tf.reshape(wrong, [size, -1]), axis=1)
+    return tuple(map(int, np.flatnonzero(rows)))
+
+
+def _rows_of(tensors, size):
+    return next(filter(None, (bad_rows(tensor, size) for tensor in tensors)), ())
+
+
+def _variables(model):
+    return model.trainable_variables + model.non_trainable_variables
+
+
+def _is_float(value):
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+
+
+def _floats(nest):
+    return [*filter(_is_float, keras.tree.flatten(nest))]
+
+
+def _is_finite(tensor):
+    if isinstance(tensor, tf.IndexedSlices):
+        tensor = tensor.values
+    if not _is_float(tensor):
+        return True
+    return bool(tf.reduce_all(tf.math.is_finite(tensor)))
+
+
+def _all_finite(tensors):
+    return all(map(_is_finite, tensors))
+
+
+def _symbolic(tensor):
+    return (
+        None if tensor is None else keras.KerasTensor(tensor.shape, tensor.dtype.name)
+    )

@@ -1,0 +1,1 @@
+"""One page that says how a run went."""

@@ -1,0 +1,119 @@
+"""Writes one page that says how a run went, to open anywhere and to send around.
+
+    python -m towers.report runs/digits_cnn
+
+The page is MODEL_DIR/report.html, or what --output says. It needs no network to open,
+and the run may still be going on.
+Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
+"""
+
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from towers import startup
+
+    startup.begin("towers.report")
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from towers import startup
+from towers.report.read import read
+
+_PROGRAM = "towers.report"
+# What the page needs beyond what a run needs.
+_LIBRARIES = ("jinja2", "matplotlib")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the report of a run.
+
+    Args:
+        argv: The arguments.
+
+    Returns:
+        The exit code.
+    """
+    startup.end()
+    try:
+        options = parse(argv)
+        path = write(options.model_dir, options.output)
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: Stopped by Ctrl-C.", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    print(f"{path}: {os.path.getsize(path) / 1000:,.0f} KB")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    # Not absl's flags: theirs do not know arguments without a name.
+
+    def error(self, message):
+        raise ValueError(f"{message}; see --help.")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the arguments.
+
+    Raises:
+        ValueError: If one is missing or unknown, or a library is not installed.
+    """
+    parser = _Parser(
+        prog=f"python -m {_PROGRAM}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model_dir", help="The run's, as in towers.train.")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="Where to write the page. Default: report.html in the model_dir.",
+    )
+    options = parser.parse_args(argv)
+    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        raise ValueError(
+            f"The report is made with {' and '.join(missing)}, which are not "
+            f"installed; run: pip install {names}"
+        )
+    return options
+
+
+def write(model_dir: str, output: str | None = None) -> str:
+    """Writes the report of a run.
+
+    Args:
+        model_dir: The run's.
+        output: Where the page goes; by default report.html in the model_dir.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        ValueError: If there is no run, or the page cannot be written.
+        OSError: If a file of the run cannot be read.
+    """
+    # Its libraries are no part of the core.
+    from towers.report import page
+
+    text = page.render(read(model_dir))
+    output = output or os.path.join(model_dir, "report.html")
+    try:
+        with open(output, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ValueError(
+            f"Cannot write {output}: {error.strerror}; choose another --output."
+        ) from error
+    return output
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""How a program starts: quietly, and with a sentence if Ctrl-C ends it so early.
+
+To import TensorFlow takes seconds. This module does without, to be there before.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import wrapt
+
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+# Flags are read later, and by absl.
+_VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")
+# That there is no driver or no GPU is told by the table of the devices.
+_NO_GPU = r"cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
+# In Keras's progress bar, what is still to come is told by its color alone.
+_TO_COME = re.compile(r"\x1b\[37m(━*)\x1b\[0m")
+
+_stderr = 2
+
+
+def begin(program: str, stopped: str = "Stopped by Ctrl-C.") -> None:
+    """Imports TensorFlow without what it says of its start, and sees to plain output.
+
+    --verbosity=0, or more, shows what TensorFlow says, and so does an environment with
+    TF_CPP_MIN_LOG_LEVEL=0. Warnings and errors are shown in any case. There is no color
+    in files, nor on a terminal where NO_COLOR is set.
+
+    Args:
+        program: Its name, such as "towers.train".
+        stopped: What to say if Ctrl-C ends it before it calls `end`.
+
+    Raises:
+        SystemExit: TensorFlow cannot be imported, which is said.
+    """
+    if sys.stdout and (os.environ.get("NO_COLOR") or not sys.stdout.isatty()):
+        sys.stdout = Plain(sys.stdout)
+    if not _asks_for_more(sys.argv[1:]):
+        os.environ.setdefault(_LEVEL, "1")
+    # It is ignored in the jobs that a shell runs in the background.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        leave = functools.partial(_leave, f"{program}: {stopped}\n")
+        signal.signal(signal.SIGINT, leave)
+    # As in `towers.devices`, for absl's `app.run` is before that: it has a function of
+    # TensorFlow's ask for the GPUs. Here, nothing is said of it where there are none.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    try:
+        with quiet():
+            import tensorflow as tf
+
+            tf.config.list_physical_devices()
+    except ImportError as error:
+        # TensorFlow's own adds the traceback to the reason.
+        reason = " ".join(str(error.__context__ or error).split())
+        sys.exit(
+            f"{program}: TensorFlow cannot be imported ({reason}); ask python -m "
+            "towers.doctor."
+        )
+
+
+def end() -> None:
+    """Leaves Ctrl-C to the program, which from here on has something to say itself."""
+    if getattr(signal.getsignal(signal.SIGINT), "func", None) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leaves out what TensorFlow logs below TF_CPP_MIN_LOG_LEVEL, if that is above 0.
+
+    TensorFlow itself does so only once it is initialised; until then it writes to the
+    file of standard error. What it writes goes through a process of its own, so that
+    the last words of a crash are seen.
+    """
+    global _stderr
+    level = os.environ.get(_LEVEL, "")
+    grep = shutil.which("grep")
+    if not level.isdecimal() or int(level) == 0 or not grep or sys.stderr is None:
+        yield
+        return
+    below = "IWEF"[: int(level)]
+    unwanted = rf"^[{below}][0-9]{{4}} |^WARNING: All log messages before|{_NO_GPU}"
+    sieve = subprocess.Popen(
+        [grep, "-Ev", unwanted],
+        stdin=subprocess.PIPE,
+        stdout=2,
+        process_group=0,  # not to be ended by Ctrl-C before all is said
+    )
+    sys.stderr.flush()
+    _stderr = os.dup(2)
+    os.dup2(sieve.stdin.fileno(), 2)
+    sieve.stdin.close()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(_stderr, 2)
+        os.close(_stderr)
+        _stderr = 2
+        sieve.wait()
+
+
+class Plain(wrapt.ObjectProxy):
+    """A stream that writes texts without color, as https://no-color.org asks for."""
+
+    def write(self, text: str) -> int:
+        """Writes a text, and returns its length."""
+        text = _TO_COME.sub(lambda bar: "─" * len(bar[1]), text)
+        return self.__wrapped__.write(_COLOR.sub("", text))
+
+
+def _asks_for_more(argv: Sequence[str]) -> bool:
+    """Tells whether --verbosity is 0, which is "info", or more."""
+    for arg, following in itertools.pairwise([*argv, ""]):
+        if found := _VERBOSITY.fullmatch(arg):
+            value = following if found[1] is None else found[1]
+            return value.isdecimal() or value in ("info", "debug")
+    return False
+
+
+def _leave(said: str, number: int, _) -> None:
+    """Ends the process at once: there is nothing to lose yet."""
+    os.write(_stderr, said.encode())
+    os._exit(128 + number)

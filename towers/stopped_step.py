@@ -1,0 +1,146 @@
+"""A step that was stopped: what it takes to compute it again, kept in a file."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_DATA = "x", "y", "sample_weight"
+
+
+class Case(NamedTuple):
+    """A step that was stopped, with all that it takes to compute it again.
+
+    Attributes:
+        step: Its number.
+        data: (x, y, sample_weight), as the model sees them, each a nest of tensors.
+        variables: Values of the model's variables, trainable ones first.
+        shares: How much of the data each tower had, relative to the others.
+        first: Index of the first of these towers.
+        towers: Number of all towers.
+        gathered: Whether the loss was computed on gathered outputs.
+    """
+
+    step: int
+    data: tuple[Any, Any, Any]
+    variables: Sequence[Any]
+    shares: tuple[int, ...] = (1,)
+    first: int = 0
+    towers: int = 1
+    gathered: bool = False
+
+
+def named(data: tuple[Any, Any, Any]) -> dict[str, Any]:
+    """Returns the tensors of a batch, each by the name that its reader would use.
+
+    Args:
+        data: x, y and sample_weight, each a nest of tensors or `None`.
+    """
+    parts = dict(zip(_DATA, data, strict=True))
+    return {
+        path[0] + "".join(f"[{key!r}]" for key in path[1:]): tensor
+        for path, tensor in keras.tree.flatten_with_path(parts)
+        if tensor is not None
+    }
+
+
+def write(file: str, case: Case) -> None:
+    """Writes a step down, for `locate`.
+
+    Args:
+        file: Where to; folders are made.
+        case: The step.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: The batch has tensors that are ragged, or sparse.
+    """
+    arrays, paths = {}, []
+    parts = dict(zip(_DATA, case.data, strict=True))
+    for path, tensor in keras.tree.flatten_with_path(parts):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, tf.Tensor):
+            raise ValueError("the batch has ragged or sparse tensors")
+        arrays[f"data_{len(paths)}"] = _as_array(tensor)
+        paths.append([*path, tensor.dtype.name])
+    for i, value in enumerate(case.variables):
+        arrays[f"variable_{i}"] = np.asarray(value)
+    about = case._replace(data=paths, variables=len(case.variables))._asdict()
+    arrays["about"] = np.array(json.dumps(about))
+    os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
+    with open(f"{file}.unfinished", "wb") as written:
+        np.savez(written, **arrays)
+    os.replace(f"{file}.unfinished", file)
+
+
+def read(file: str | os.PathLike) -> Case:
+    """Reads what `write` has written.
+
+    Raises:
+        ValueError: The file is none of that kind.
+    """
+    try:
+        with np.load(file) as arrays:
+            about = json.loads(str(arrays["about"]))
+            data = {}
+            for i, (*path, dtype) in enumerate(about["data"]):
+                tensor = tf.cast(tf.constant(arrays[f"data_{i}"]), dtype)
+                _put(data, path, tensor)
+            values = [arrays[f"variable_{i}"] for i in range(about["variables"])]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Received the file {os.fspath(file)}, which cannot be read ({error}); "
+            "expected one that was written when a step was stopped by check_numerics."
+        ) from error
+    x, y, sample_weight = (_as_lists(data.get(name)) for name in _DATA)
+    about |= {"data": (x, y, sample_weight), "variables": values}
+    return Case(**about | {"shares": tuple(about["shares"])})
+
+
+def _as_array(tensor):
+    if tensor.dtype == tf.string:
+        return np.asarray(tensor).astype(bytes)
+    if tensor.dtype == tf.bfloat16:  # which NumPy's files do not know
+        tensor = tf.cast(tensor, tf.float32)
+    return np.asarray(tensor)
+
+
+def _put(nest, path, tensor):
+    for key in path[:-1]:
+        nest = nest.setdefault(key, {})
+    nest[path[-1]] = tensor
+
+
+def _as_lists(nest):
+    """Makes lists of what has numbers for keys."""
+    if not isinstance(nest, dict):
+        return nest
+    parts = {key: _as_lists(part) for key, part in nest.items()}
+    numbered = all(isinstance(key, int) for key in parts)
+    return [*parts.values()] if numbered else parts
+
+
+def find_row(given: Mapping[str, Any], name: str, row: np.ndarray) -> list[int]:
+    """Finds a row that is not finite in the arrays that a batch was made of.
+
+    Args:
+        given: What `fit` was given, by argument: x, y and sample_weight.
+        name: Of the tensor; see `named`.
+        row: The row.
+
+    Returns:
+        The places of all rows that are equal to it; none in data that are no arrays.
+    """
+    array = named([given.get(part) for part in _DATA]).get(name)
+    if not hasattr(array, "__array__"):
+        return []
+    array = np.asarray(array)
+    flat = array.reshape(len(array), -1).astype(row.dtype)
+    (suspects,) = np.nonzero(~np.isfinite(flat).all(axis=1))
+    row = row.ravel()
+    return [int(i) for i in suspects if np.array_equal(flat[i], row, equal_nan=True)]
