@@ -725,7 +725,9 @@ def make_tensorboard(
         every_steps=FLAGS.log_steps,
         texts={
             **{tag: as_markdown(text) for tag, text in texts.items()},
-            "verdict": lambda: as_markdown(watch.text()),
+            "verdict": lambda: (
+                f"{watch.starvation.verdict}\n\n{as_markdown(watch.text())}"
+            ),
         },
         scalars={"bad_records": job.bad_records},
         measures=measures,
@@ -1373,6 +1375,7 @@ def summarise(job: Job, watch: Watch | None) -> dict:
         **evaluate(job),
         "images_per_sec": watch and watch.throughput.images_per_sec,
         "waiting": watch and watch.starvation.waiting,
+        "verdict": watch and watch.starvation.verdict,
         "measured": watch and watch.text(),
         "bad_records": job.bad_records,
         "epochs": job.epoch,

@@ -1,17 +1,21 @@
 """Records a trace of some training steps, for TensorBoard's profile plugin."""
 
+import glob
+import os
+
 import keras
 import tensorflow as tf
 
+from towers.callbacks.trace import add_towers
 from towers.resume import say
 
 
 class Profile(keras.callbacks.Callback):
     """Records what host and devices do from one step of the optimizer to another.
 
-    Operations have the names that they have in the graph: those of the first tower
-    begin with `tower_0/`. The trace is in `plugins/profile` of the log directory.
-    Before and after it, the callback costs nothing.
+    Operations have the names that they have in the graph, and each tower's are also in
+    rows of its own. The trace is in `plugins/profile` of the log directory. Before and
+    after it, the callback costs nothing.
 
     Place it first among the callbacks: what they do after a batch is not its step.
     """
@@ -67,6 +71,8 @@ class Profile(keras.callbacks.Callback):
 
     def _stop(self):
         tf.profiler.experimental.stop()
+        written = os.path.join(glob.escape(self._log_dir), "plugins/profile/*/*.pb")
+        add_towers(max(glob.glob(written), key=os.path.getmtime))
         self._state = "over"
 
     def _done(self):

@@ -1,38 +1,52 @@
 """Says what a step's time goes to."""
 
+import time
+from collections.abc import Callable
+
 import keras
 
 from towers.phases import Phases, Totals
+
+_PHASES = "input", "copy", "compute", "reduce"
 
 
 class StepTime(keras.callbacks.Callback):
     """Reads the phases of a model on towers; the builder has measured them.
 
-    They are means over steps. Keras's own part of a step, and that of other callbacks,
-    is not among them.
+    They are means over steps. What is left of the time inside training calls is
+    Python's, which calls the graph.
     """
 
-    def __init__(self, warmup_steps: int = 10):
+    def __init__(
+        self,
+        warmup_steps: int = 10,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         """Initializes the callback.
 
         Args:
             warmup_steps: Steps at the beginning of the run that are not counted.
+            clock: Returns seconds.
         """
         super().__init__()
         self._warmup_steps = warmup_steps
+        self._clock = clock
         self._steps = self._begun = 0
+        self._begun_s = self._calls_s = 0.0
         self._phases: Phases | None = None
 
     def on_train_batch_begin(self, batch, logs=None):
         """Notes where the call begins."""
-        self._begun = batch
+        self._begun, self._begun_s = batch, self._clock()
 
     def on_train_batch_end(self, batch, logs=None):
         """Starts to count after the warm-up, or as another builder is chosen."""
         phases = self.model.builder.phases
+        self._calls_s += self._clock() - self._begun_s
         if self._steps < self._warmup_steps or phases is not self._phases:
             self._phases = phases
             self._start = self._told = phases.totals()
+            self._calls_s = 0.0
         self._steps += batch + 1 - self._begun
 
     def measured(self) -> dict[str, float]:
@@ -49,11 +63,14 @@ class StepTime(keras.callbacks.Callback):
         if not (found and found.steps):
             return "not measured"
         ms = _by_phase(found)
+        step_ms = 1000 * self._calls_s / found.steps
+        left_ms = max(step_ms - sum(ms[name] for name in _PHASES), 0.0)
         towers = [f"{ms[f'tower_{k}']:,.1f}" for k in range(len(found.towers_s))]
         return (
-            f"{ms['input']:,.1f} ms waiting for input, {ms['copy']:,.1f} copying to "
-            f"towers, {ms['compute']:,.1f} computing (by tower: {', '.join(towers)}), "
-            f"{ms['reduce']:,.1f} reducing and applying"
+            f"{step_ms:,.1f} ms: {ms['input']:,.1f} waiting for input, "
+            f"{ms['copy']:,.1f} copying to towers, {ms['compute']:,.1f} computing (by "
+            f"tower: {', '.join(towers)}), {ms['reduce']:,.1f} reducing and applying, "
+            f"{left_ms:,.1f} in Python"
         )
 
 
@@ -61,10 +78,7 @@ def _by_phase(found: Totals) -> dict[str, float]:
     if not found.steps:
         return {}
     seconds = {
-        "input": found.input_s,
-        "copy": found.copy_s,
-        "compute": found.compute_s,
-        "reduce": found.reduce_s,
+        **dict(zip(_PHASES, found[1:5], strict=True)),
         **{f"tower_{k}": each for k, each in enumerate(found.towers_s)},
     }
     return {name: 1000 * each / found.steps for name, each in seconds.items()}

@@ -47,7 +47,5 @@ class Watch:
                 f"  tower {k}: {self.throughput.text(fraction)}"
                 for k, fraction in enumerate(self.fractions)
             ]
-        lines += [f"a step: {self.step_time.text()}"]
-        if self.starvation.verdict is not None:
-            lines.append(self.starvation.verdict)
+        lines.append(f"a step: {self.step_time.text()}")
         return "\n".join([*lines, self.devices.text()])
