@@ -335,17 +335,21 @@ def _copy(value):
 
 def _forward(model, calls, size):
     """The first call that makes what is not finite of what is."""
+    reached = None
     for operation, inputs, outputs in calls:
-        if _all_finite(inputs) and not _all_finite(outputs):
-            rows = _rows_of(outputs, size)
-            return Finding("layer", _phrase(model, operation), "forward", rows=rows)
-    for operation, inputs, _ in calls:
         if not _all_finite(inputs):
             # Finite in the data, but not in the layer's type, or computed in between.
-            name = f"what comes before {_phrase(model, operation)}"
-            rows = _rows_of(inputs, size)
-            return Finding("layer", name, "forward", rows=rows)
-    return None
+            reached = reached or (
+                f"what comes before {_phrase(model, operation)}",
+                inputs,
+            )
+        elif not _all_finite(outputs):
+            reached = reached or (_phrase(model, operation), outputs)
+            break
+    if reached is None:
+        return None
+    name, tensors = reached
+    return Finding("layer", name, "forward", rows=_rows_of(tensors, size))
 
 
 def _backward(model, calls, tape, loss, params, outputs, size):

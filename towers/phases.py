@@ -126,6 +126,9 @@ class Phases:
             # Of the time since the last step, that in which a batch was fetched.
             waited = _positive(tf.minimum(came, begun) - tf.maximum(asked, last))
             begun = tf.maximum(begun, last)
+            # The clock may be looked at late, with all threads busy; never early.
+            computed = [tf.minimum(each, done) for each in computed]
+            placed = tf.minimum(placed, tf.reduce_min(computed))
             placed, all_computed = tf.maximum(placed, begun), tf.reduce_max(computed)
             idle = [tf.zeros([], tf.float64)] * (
                 self._totals.shape[0] - 5 - len(computed)

@@ -15,34 +15,6 @@ import tensorflow as tf
 from tensorflow.core.framework import dataset_metadata_pb2, model_pb2
 from tensorflow.python.eager import context
 
-STARVED = 0.05
-"""From this share of waiting on, a run is called input-bound."""
-
-# Of the time of a step: a stage that takes so much has nothing to spare for a hiccup.
-_AS_SLOW = 0.9
-
-# To hand over a batch that is ready takes less.
-_HANDED_MS = 1.0
-
-_ADVICE = {
-    "map": "pass it num_parallel_calls=tf.data.AUTOTUNE, .cache() what it makes, or do "
-    "less in it",
-    "map in parallel": "do less in it, .cache() what it makes, or give the input more "
-    "CPU cores, here or by tf.data's service",
-    "batch": "make the examples smaller, or pass it num_parallel_calls",
-    "shuffle": "take a smaller buffer, and shuffle before decoding",
-    "data_service": "start more workers",
-    "read": "keep the data on a faster disk or in memory (.cache()), in fewer and "
-    "larger files, or .interleave() several with num_parallel_calls",
-    "read in parallel": "keep the data on a faster disk or in memory (.cache()), or in "
-    "fewer and larger files",
-    "generator": "give it workers (keras.utils.PyDataset has them), or write its "
-    "data to TFRecord files once and for all",
-    "interleave": "begin fewer data sets in it, of larger files or longer epochs",
-    "flat_map": "begin fewer data sets in it, of larger files or longer epochs",
-    "": "do less in it, or .cache() what it makes",
-}
-
 _ASYNCHRONOUS = {
     model_pb2.NodeClass.ASYNC_INTERLEAVE_MANY,
     model_pb2.NodeClass.ASYNC_KNOWN_RATIO,
@@ -159,64 +131,6 @@ def pace_ms(stages: Sequence[Stage]) -> float:
 
 def _segment_ms(stages, of):
     return sum(stage.busy_ms for stage in stages if stage.segment == of.segment)
-
-
-def verdict(
-    waiting: float,
-    step_ms: float,
-    stages: Sequence[Stage],
-    advice: Mapping[str, str] | None = None,
-) -> str:
-    """Says in a sentence whether the towers starve, and what to do.
-
-    Args:
-        waiting: Share of the time in which the towers waited for input.
-        step_ms: Milliseconds a step takes without that.
-        stages: Of the input, the last one first; none if nothing is known.
-        advice: What to do about a stage, by its label, where there is more to say than
-            of tf.data in general.
-    """
-    waited = f"towers waited {waiting:.0%} of the time"
-    if waiting < STARVED:
-        return f"compute-bound: {waited}"
-    return f"input-bound: {waited}; {_cause(waiting, step_ms, stages, advice or {})}"
-
-
-def _cause(waiting, step_ms, stages, advice):
-    if not stages:
-        return (
-            "tf.data has no statistics of this input, so the slowest stage is unknown; "
-            "try a tf.data.Dataset, with options.autotune left on"
-        )
-    if pace_ms(stages) >= _AS_SLOW * step_ms:
-        stage = slowest(stages)
-        found = advice.get(stage.label) or _advice(stage)
-        return f"the slowest stage is {stage}; try this: {found}"
-    wait_ms = step_ms * waiting / max(1 - waiting, 1e-9)
-    if wait_ms < _HANDED_MS:
-        return (
-            f"no stage is slower than a step, but to hand over a batch takes "
-            f"{wait_ms:.1f} ms, and a step only {step_ms:.1f}; try larger batches, or "
-            "more steps in a call"
-        )
-    ahead = next((s.ahead for s in stages if s.ahead and s.segment == 1), 0)
-    found = f".prefetch({max(8, 4 * ahead)}) at its end"
-    runs = f"no more than {ahead} ahead of the towers" if ahead else "no batch ahead"
-    return (
-        f"no stage is slower than a step, but the input runs {runs}; "
-        f"try {advice.get('prefetch', found)}"
-    )
-
-
-def _advice(stage):
-    if "generator" in stage.kind.lower():
-        kind = "generator"
-    elif stage.label == "read":
-        kind = "read"
-    else:
-        kind = next((kind for kind in _ADVICE if kind and kind in stage.kind), "")
-    parallel = f"{kind} in parallel"
-    return _ADVICE[parallel if stage.threads > 1 and parallel in _ADVICE else kind]
 
 
 class _Walk:

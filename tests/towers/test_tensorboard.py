@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import re
 import types
 
 import keras
@@ -496,11 +497,14 @@ class TestDashboards:
 
 
 class TestProfile:
+    def planes(self, folder):
+        (path,) = folder.glob("plugins/profile/*/*.xplane.pb")
+        return xplane_pb2.XSpace.FromString(path.read_bytes()).planes
+
     def recorded(self, folder):
         """The names of what was recorded, and the numbers of the steps."""
-        (path,) = folder.glob("plugins/profile/*/*.xplane.pb")
         names, steps = set(), set()
-        for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
+        for plane in self.planes(folder):
             stats = {key: value.name for key, value in plane.stat_metadata.items()}
             names |= {value.name for value in plane.event_metadata.values()}
             for event in (event for line in plane.lines for event in line.events):
@@ -519,6 +523,19 @@ class TestProfile:
         for tower in ("tower_0/", "tower_1/"):
             # Not of the first step: nothing is traced any more.
             assert any(n.startswith(tower) and "dense" in n for n in names), names
+        # In rows of the tower's own, each operation once for each step.
+        *_, plane = self.planes(tmp_path)
+        counts = {"tower_0": collections.Counter(), "tower_1": collections.Counter()}
+        for row in plane.lines:
+            counts[row.name].update(
+                plane.event_metadata[event.metadata_id].name for event in row.events
+            )
+        for rows in counts.values():
+            kernel = [n for n in rows if re.search("gradient.*/dense_1/.*MatMul", n)]
+            assert [rows[name] for name in kernel] == [4], rows
+        host = next(p for p in self.planes(tmp_path) if p.name == "/host:CPU")
+        starts = [line.timestamp_ns for line in host.lines]
+        assert all(row.timestamp_ns in starts for row in plane.lines)
 
     def test_training_may_end_before_the_last_step(self, tmp_path, capsys):
         fit(build(), Profile(str(tmp_path), 3, 100))

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers import reduce
+from towers import packing, reduce
 from towers.devices import HOST
+
+# To start a sum over fewer numbers takes longer than to add them, so they are joined.
+_MANY = 2**16
 
 
 class Caught(NamedTuple):
@@ -110,18 +113,20 @@ def finite(tensors: Sequence[reduce.Gradient]) -> tf.Tensor:
     """Tells whether all numbers are finite, by their sum: one pass over each tensor.
 
     Args:
-        tensors: At least one, of floating types; where they are is summed.
+        tensors: At least one, of floating types, all on one device.
 
     Returns:
         A bool scalar.
     """
     wide = tf.float64 if any(t.dtype == tf.float64 for t in tensors) else tf.float32
-    sums = []
-    for tensor in tensors:
-        values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
-        with tf.device(values.device):
-            sums.append(tf.reduce_sum(tf.cast(values, wide)))
-    return tf.math.is_finite(tf.add_n(sums))
+    parts = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
+    small = [part for part in parts if (part.shape.num_elements() or _MANY) < _MANY]
+    large = [part for part in parts if (part.shape.num_elements() or _MANY) >= _MANY]
+    with tf.device(parts[0].device):
+        parts = packing.pack(small) + large
+        return tf.math.is_finite(
+            tf.add_n([tf.reduce_sum(tf.cast(part, wide)) for part in parts])
+        )
 
 
 def _may_overflow(optimizer):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import keras
 
 from towers import stages
+from towers.verdict import verdict
 
 # To look at tf.data's counters takes a millisecond or two.
 _LOOK_EVERY_S = 1.0
@@ -66,7 +67,7 @@ class Starvation(keras.callbacks.Callback):
 
         Args:
             every_steps: Steps of the optimizer between two verdicts.
-            advice: See `stages.verdict`.
+            advice: See `verdict.verdict`.
             warmup_steps: Steps at the beginning of the run that are not counted.
             terminal: Whether verdicts wait for the end of the epoch, so as not to break
                 a progress bar; by default, if standard output is a terminal.
@@ -212,7 +213,7 @@ class Starvation(keras.callbacks.Callback):
     def _judge(self, sums, found):
         if sums.waiting is None:
             return None
-        self.verdict = stages.verdict(sums.waiting, sums.step_ms, found, self._advice)
+        self.verdict = verdict(sums.waiting, sums.step_ms, found, self._advice)
         return self.verdict
 
 

@@ -102,8 +102,11 @@ def _cards(run: Run) -> Iterator[tuple[str, str]]:
         rate = scalars["samples_per_sec"].last
     if rate is not None:
         yield f"{rate:,.1f}", "images/s"
-    if "waiting" in scalars:
-        yield f"{np.mean(scalars['waiting'].values):.0%}", "of the time waiting"
+    waiting = run.summary.get("waiting")
+    if waiting is None and "waiting" in scalars:
+        waiting = np.mean(scalars["waiting"].values)
+    if waiting is not None:
+        yield f"{waiting:.0%}", "of the time waiting"
     if towers := run.summary.get("towers") or figures.towers(scalars):
         yield str(len(towers)), "tower" if len(towers) == 1 else "towers"
     if sessions := run.train.sessions:
@@ -145,7 +148,7 @@ def _notes(run: Run) -> Iterator[str]:
 
 def _groups(events: Events) -> Iterator[tuple[str, list[Picture], markupsafe.Markup]]:
     """The pictures of each tag, with its caption, and a table that belongs to them."""
-    for tag in sorted(events.images, reverse=True):
+    for tag in events.images:
         name = figures.in_words(tag)
         yield name, _pictures(events, tag), _text(events, f"{tag}_counts")
 
