@@ -2,7 +2,8 @@
 
 The door for Python users is `multi_gpu_model`, with `configure` before it to choose the
 devices; `check_parity` shows that nothing else changes. For the command line there are
-`towers.train` and `towers.parity`.
+`towers.train`, `towers.parity`, `towers.doctor`, `towers.find_batch_size` and
+`towers.report`.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from towers import lazy
 
 if TYPE_CHECKING:
-    from towers import callbacks
+    from towers import callbacks, numerics
     from towers.devices import configure
     from towers.model import TowerModel, multi_gpu_model
     from towers.parity import Parity, check_parity
@@ -22,6 +23,7 @@ __all__ = [
     "check_parity",
     "configure",
     "multi_gpu_model",
+    "numerics",
 ]
 
 # TensorFlow takes seconds to import, and programs have things to do before it.
@@ -34,5 +36,6 @@ __getattr__, __dir__ = lazy.attach(
         "check_parity": "towers.parity",
         "configure": "towers.devices",
         "multi_gpu_model": "towers.model",
+        "numerics": "towers.numerics",
     },
 )

@@ -18,7 +18,7 @@ import tensorflow as tf
 import wrapt
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from towers import auto, devices, numerics, reduce, resume, start, tower, variables
+from towers import auto, devices, not_finite, reduce, resume, start, tower, variables
 from towers.auto import Choice
 from towers.builders.asynchronous import Asynchronous
 from towers.builders.base import Builder, overrides
@@ -116,7 +116,7 @@ def multi_gpu_model(
             asked for, by calls of training with one step; as many more than needed
             are taken from the data. By default 2 if a tower is on a GPU, else none.
         check_numerics: Whether the first step of training with a loss or a gradient
-            that is not finite changes nothing, and raises a `numerics.NotFiniteStep`
+            that is not finite changes nothing, and raises a `not_finite.NotFiniteStep`
             that says where that began. A path: the same, and the step's batch is
             written there, with the variables; see `numerics.locate`. By default such a
             step is like any other, as on one device.
@@ -285,7 +285,7 @@ class TowerModel(wrapt.CallableObjectProxy):
                 if guard.caught is None:
                     raise
             with self._step():
-                raise numerics.explain(
+                raise not_finite.explain(
                     builder, guard.caught, self._self_given, self._self_numerics_file
                 )
 
@@ -376,7 +376,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_given = given.arguments
         try:
             return self._fit(fit, given, saves)
-        except numerics.NotFiniteStep as error:
+        except not_finite.NotFiniteStep as error:
             if saves:
                 error.checkpoint = getattr(saves[0], "latest", None) or ""
             raise

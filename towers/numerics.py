@@ -9,8 +9,7 @@ finite. Where no step is stopped, nothing of this runs.
 import contextlib
 import dataclasses
 import os
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,10 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import batch, fused, stopped_step, tower
-from towers.builders.base import Builder
-from towers.builders.guard import Caught
-from towers.callbacks.checkpoint import NotFinite
-from towers.stopped_step import Case, find_row, named
+from towers.stopped_step import Case, named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,105 +73,6 @@ class Finding:
         return f" on tower {self.tower} of {self.towers}" if known else ""
 
 
-class NotFiniteStep(NotFinite):
-    """A step of training is not finite; its batch was left out, and training ended.
-
-    Attributes:
-        step: Number of the step.
-        finding: What was not finite first.
-        file: What `locate` reads, if it was written.
-        checkpoint: The last checkpoint, "" before the first, `None` if none are made.
-    """
-
-    def __init__(self, step: int, finding: Finding, text: str, file: str | None):
-        super().__init__(text)
-        self.step, self.finding, self.file = step, finding, file
-        self.checkpoint: str | None = None
-
-    def __str__(self) -> str:
-        saved = ""
-        if self.checkpoint is not None:
-            saved = "; nothing was saved yet"
-            if self.checkpoint:
-                saved = f"; the last checkpoint, from before, is {self.checkpoint}"
-        return f"{super().__str__()}{saved}."
-
-
-def explain(
-    builder: Builder, caught: Caught, given: Mapping[str, Any], file: str | None
-) -> NotFiniteStep:
-    """Finds out what was wrong with a step that a guard has stopped.
-
-    Args:
-        builder: Whose step it is.
-        caught: What the guard has caught.
-        given: The arguments of `fit` by name, if it is `fit` that runs.
-        file: Where to write the step, for `locate`, if anywhere.
-
-    Returns:
-        The error to raise.
-    """
-    raw = keras.utils.unpack_x_y_sample_weight(caught.data)
-    case = _case(builder, caught, raw)
-    devices = builder.devices if caught.tower is None else [builder.devices[case.first]]
-    finding = search(builder.model, case, devices)
-    origin = ""
-    if finding.source == "data":
-        tensor, row = named(raw).get(finding.name), finding.rows[0]
-        if tensor is None or not bad_rows(tensor, batch.batch_size(raw)):
-            name = f"what `preprocess` has made of {finding.name}"
-            finding = dataclasses.replace(finding, name=name)
-        elif places := find_row(given, finding.name, np.asarray(tensor[row])):
-            equal = f" or one of {len(places) - 1} like it" if len(places) > 1 else ""
-            origin = f"; it is {finding.name}[{places[0]}]{equal} of what `fit` has got"
-    written = ""
-    if file is not None:
-        try:
-            stopped_step.write(file, case)
-            written = f"; the batch is in {file}"
-        except (OSError, ValueError) as error:
-            written, file = f"; the batch cannot be written to {file}: {error}", None
-    text = f"Step {caught.step}{_place()}: {finding}{origin}"
-    text = f"{text}; nothing of it was applied{written}"
-    return NotFiniteStep(caught.step, finding, text, file)
-
-
-def _case(builder, caught, raw):
-    model, data, shares = builder.model, raw, builder.shares
-    values = [variable.value for variable in _variables(model)]
-    if caught.tower is not None:
-        # One of towers that do not wait: others may have updated what it has read.
-        shares, read = (1,), [*caught.values.params, *caught.values.state]
-        values = [
-            now if then is None else then
-            for then, now in zip(read, values, strict=True)
-        ]
-        if builder.preprocess is not None:
-            data = builder.preprocess(raw, training=True)
-    elif builder.preprocess is not None:
-        _, data = builder.prepare(raw, training=True)
-    return Case(
-        caught.step,
-        data,
-        [tf.convert_to_tensor(value) for value in values],
-        shares,
-        caught.tower or 0,
-        len(builder.devices),
-        builder.loss_placed == "gathered",
-    )
-
-
-def _place():
-    """Epoch and batch that `fit` is at, as a phrase, if it is `fit` that runs."""
-    for frame, _ in traceback.walk_stack(None):
-        local = frame.f_locals
-        if frame.f_code.co_name == "fit" and {"epoch", "begin_step"} <= local.keys():
-            first, last = local["begin_step"] + 1, local.get("end_step", 0) + 1
-            batches = f"batch {first}" if last <= first else f"batches {first}-{last}"
-            return f" (epoch {local['epoch'] + 1}, {batches})"
-    return ""
-
-
 def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
     """Computes a step again that was stopped, and says what was not finite first.
 
@@ -198,7 +95,7 @@ def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
     model = getattr(model, "__wrapped__", model)
     case = stopped_step.read(file)
     model._symbolic_build(data_batch=tf.nest.map_structure(_symbolic, case.data))
-    shapes = [tuple(variable.shape) for variable in _variables(model)]
+    shapes = [tuple(variable.shape) for variable in variables_of(model)]
     found = [tuple(value.shape) for value in case.variables]
     if shapes != found:
         raise ValueError(
@@ -218,7 +115,7 @@ def search(model: keras.Model, case: Case, devices: Sequence[str] = ()) -> Findi
         devices: Where to compute it: a device for each of its towers.
     """
     values = [tf.convert_to_tensor(value) for value in case.variables]
-    for variable, value in zip(_variables(model), values, strict=True):
+    for variable, value in zip(variables_of(model), values, strict=True):
         if not _is_finite(value):
             return Finding("variable", f"'{variable.path}'", towers=case.towers)
     size = batch.batch_size(case.data)
@@ -270,7 +167,7 @@ def _replay(model, share, values, k, with_loss):
     x, y, sample_weight = share
     params = values[: len(model.trainable_variables)]
     state = tower.own_seeds(model, values[len(params) :], k)
-    mapping = [*zip(_variables(model), [*params, *state], strict=True)]
+    mapping = [*zip(variables_of(model), [*params, *state], strict=True)]
     size = batch.batch_size(x)
     with (
         tf.GradientTape() as tape,
@@ -399,7 +296,8 @@ def _rows_of(tensors, size):
     return next(filter(None, (bad_rows(tensor, size) for tensor in tensors)), ())
 
 
-def _variables(model):
+def variables_of(model: keras.Model) -> list[keras.Variable]:
+    """Returns the model's variables, those that are trained first."""
     return model.trainable_variables + model.non_trainable_variables
 
 

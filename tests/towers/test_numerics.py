@@ -13,6 +13,7 @@ from tests import warm
 from towers import multi_gpu_model, numerics, variables
 from towers.callbacks import Checkpoint
 from towers.callbacks.checkpoint import NotFinite
+from towers.not_finite import NotFiniteStep
 
 # Of 3 batches for 3 towers, the row in question is the 2nd one's, on tower 1.
 ROWS, BATCH, ROW = 63, 21, 30
@@ -65,7 +66,7 @@ def on_towers(model, gpus=3, loss=root_of_both, optimizer="sgd", **options):
 def stopped(parallel, x, y=None, **options):
     """Trains until it is stopped; returns the error."""
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
-    with pytest.raises(numerics.NotFiniteStep) as caught:
+    with pytest.raises(NotFiniteStep) as caught:
         parallel.fit(x, y, **options)
     return caught.value
 
@@ -121,6 +122,7 @@ WAYS = {
     "prefetched": {"prefetch": 2},
     "uneven": {"shares": (1, 2, 1)},
     "asynchronous": {"builder": "asynchronous"},
+    "asynchronous, eager": {"builder": "asynchronous", "run_eagerly": True},
     "asynchronous, in a loop": {"builder": "asynchronous", "steps_per_execution": 2},
 }
 
@@ -243,6 +245,156 @@ def test_a_step_that_cannot_be_repeated():
     assert "computed once more" in str(error)
 
 
+class Countdown(layers.Layer):
+    """Not a number from its fourth call on."""
+
+    def build(self, shape):
+        self.left = self.add_weight(name="left", initializer="ones", trainable=False)
+
+    def call(self, x):
+        self.left.assign(self.left - 0.3)
+        return x * tf.sqrt(self.left)
+
+
+def test_trying_ways_to_update_is_not_stopped():
+    """It makes more steps, and undoes them."""
+    model = build(Countdown(name="countdown"))
+    parallel = on_towers(model, builder="auto", jit_compile=False)
+    error = stopped(parallel, *data(), epochs=2)
+    assert told(error.finding) == ("layer", "forward", "layer 'countdown'", 0)
+    assert str(error).startswith("Step 4 (epoch 2, batch 1)")
+
+
+def test_a_batch_without_fit():
+    parallel = on_towers(build())
+    x, y = data(x_at=-1, row=9)
+    with pytest.raises(NotFiniteStep, match=r"^Step 1: the output of layer"):
+        parallel.train_on_batch(x[:BATCH], y[:BATCH])
+
+
+def test_accumulated_gradients():
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    parallel = on_towers(build(), optimizer=optimizer, loss="mse")
+    error = stopped(parallel, *data(x_at=0))
+    assert told(error.finding) == BACKWARD
+
+
+def test_in_half_precision():
+    """A number that is finite in the data need not be so in the layer's type."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = build()
+    error = stopped(on_towers(model, loss="mse"), *data(x_at=1e6))
+    assert error.finding.name == "what comes before layer 'weight'"
+    assert (error.finding.tower, error.finding.rows) == (1, (ROW - BATCH,))
+
+
+def test_several_inputs_and_outputs(tmp_path):
+    inputs = {name: keras.Input((1,), name=name) for name in "ab"}
+    total = layers.Add(name="add")([*inputs.values()])
+    ends = {
+        "root": Root(name="root")(layers.Dense(1, name="weight")(total)),
+        "plain": layers.Dense(1)(total),
+    }
+    model = keras.Model(inputs, ends)
+    model.get_layer("weight").kernel.assign([[1.0]])
+    file = tmp_path / "bad.npz"
+    loss = {"root": "mse", "plain": "mse"}
+    parallel = on_towers(model, loss=loss, check_numerics=file)
+    x, y = data()
+    batch = {"a": x, "b": x * 1}
+    batch["b"][ROW] = -9
+    error = stopped(parallel, batch, {"root": y, "plain": y})
+    assert told(error.finding) == FORWARD
+    assert numerics.locate(parallel, file) == error.finding
+    batch["b"][ROW] = np.nan
+    error = stopped(parallel, batch, {"root": y, "plain": y})
+    assert "x['b'][9] of the batch is not finite on tower 1" in str(error)
+    assert f"it is x['b'][{ROW}] of what `fit` has got" in str(error)
+
+
+def test_a_layer_inside_a_layer():
+    class Block(layers.Layer):
+        def __init__(self):
+            super().__init__(name="block")
+            self.root = Root(name="root")
+
+        def call(self, x):
+            return self.root(x) + 1
+
+    for at, during in ((-1, "forward"), (0, "backward")):
+        model = keras.Sequential(
+            [
+                keras.Input((1,)),
+                layers.Dense(1, use_bias=False, kernel_initializer="ones"),
+                Block(),
+            ]
+        )
+        error = stopped(on_towers(model, loss="mse"), *data(x_at=at))
+        assert told(error.finding) == ("layer", during, "layer 'root'", 1)
+
+
+def test_what_a_model_computes_itself():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__(name="own")
+            self.dense = layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(tf.sqrt(x))
+
+    error = stopped(on_towers(Own(), loss="mse"), *data(x_at=-1))
+    assert error.finding.name == "what comes before layer 'dense'"
+
+
+class TestInput:
+    def test_of_multi_gpu_model(self):
+        with pytest.raises(ValueError, match=r"check_numerics=1; expected True, False"):
+            multi_gpu_model(build(), 2, check_numerics=1)
+
+    def test_a_file_that_is_none(self, tmp_path):
+        model = build()
+        model.compile("sgd", "mse")
+        for name in ("missing.npz", "text.npz"):
+            (tmp_path / "text.npz").write_text("no array")
+            with pytest.raises(ValueError, match=rf"{name}, which cannot be read"):
+                numerics.locate(model, tmp_path / name)
+
+    def test_a_file_of_another_model(self, tmp_path):
+        file = tmp_path / "bad.npz"
+        stopped(on_towers(build(), check_numerics=file), *data(x_at=-1))
+        other = build(layers.Dense(3))
+        other.compile("sgd", root_of_both)
+        with pytest.raises(ValueError, match=r"expected the model that it was written"):
+            numerics.locate(other, file)
+
+    def test_a_place_that_cannot_be_written_to(self, tmp_path):
+        (tmp_path / "file").touch()
+        file = tmp_path / "file" / "bad.npz"
+        error = stopped(on_towers(build(), check_numerics=file), *data(x_at=-1))
+        assert f"the batch cannot be written to {file}: " in str(error)
+        assert error.file is None
+
+
+def test_the_same_random_numbers_are_drawn_again():
+    seen = []
+
+    class Spy(layers.Layer):
+        def call(self, x):
+            noted = tf.numpy_function(lambda x: seen.append(x) or x, [x], x.dtype)
+            return tf.ensure_shape(noted, x.shape)
+
+    stages = layers.Dropout(0.5, seed=1), Spy(), Root(), layers.Dense(1)
+    x = np.arange(1, 22, dtype="float32")[:, None]
+    x[7:14] *= -1
+    model = keras.Sequential([keras.Input((1,)), *stages])
+    error = stopped(on_towers(model, loss="mse"), x, np.ones_like(x))
+    assert error.finding.tower == 1
+    then, again = seen[:3], seen[3:]
+    assert len(again) == 2  # it ends at the second tower
+    for share in again:
+        assert any(np.array_equal(share, other) for other in then)
+
+
 class TestLossScale:
     def steep(self, y, predicted):
         return 1000 * root_of_both(y, predicted)
@@ -356,7 +508,8 @@ def test_the_program_stops_and_says_so(tmp_path):
     model_dir = tmp_path / "run"
     flags = (
         *(f"--dataset=csv:{tmp_path}/*.csv", f"--model={tmp_path}/mine.py:build"),
-        *("--batch_size=21", f"--model_dir={model_dir}", "--variable_update=auto"),
+        *("--batch_size=21", f"--model_dir={model_dir}"),
+        "--variable_update=parameter_server",
     )
     _, (said,) = run(*flags, code=3)
     assert said.startswith("towers.train: Step 5 (epoch 3, batch 1): the output of ")

@@ -6,6 +6,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -150,11 +151,15 @@ def _is_running(model_dir):
 def _read_events(folder):
     events, points = Events(), collections.defaultdict(list)
     pattern = os.path.join(glob.escape(folder), "events.out.tfevents.*")
-    # In the order of their making, which begins their names.
-    for path in sorted(glob.glob(pattern)):
+    for path in sorted(glob.glob(pattern), key=_made):
         _read_file(path, events, points)
     events.scalars = {tag: _join(found) for tag, found in points.items()}
     return events
+
+
+def _made(path):
+    """The numbers in a file's name: the second of its making, and last its own."""
+    return [int(number) for number in re.findall(r"\d+", os.path.basename(path))]
 
 
 def _read_file(path, events, points):
