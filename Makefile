@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest --numprocesses=logical --maxprocesses=4
 
-.PHONY: train test lint format clean parity-report
+.PHONY: train test lint format clean parity-report screenshots
 
 train: $(VENV)/.ready
 	$(RUN) -m towers.train $(FLAGS)
@@ -21,6 +21,10 @@ parity-report: $(VENV)/.ready
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
 	TOWERS_EXACT_ALL=1 $(PYTEST) --dist=loadgroup tests/towers/test_exact_cases.py
 	$(RUN) -m scripts.parity_report --mirrored
+
+# docs/tensorboard_*.png and docs/report.png; needs Debian's chromium.
+screenshots: $(VENV)/.ready
+	$(RUN) -m scripts.screenshots
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

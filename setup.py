@@ -27,6 +27,9 @@ ARRAY_RECORD = ["array-record>=0.8,<1"]
 PARQUET = ["pyarrow>=20"]
 # Draws what --plot and towers.report show.
 PLOTS = ["matplotlib>=3.10,<4"]
+REPORT = ["jinja2>=3.1,<4", *PLOTS]
+# TensorBoard's page for what --profile_steps records.
+PROFILE = ["xprof>=2.24,<2.25"]
 
 setup(
     name="towers",
@@ -34,22 +37,26 @@ setup(
     description="Multi-tower training for TensorFlow and Keras: as on one big device.",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["towers*", "input_pipeline*", "models*"]),
+    package_data={"towers.report": ["page.html"]},
     install_requires=CORE,
     extras_require={
         "dev": [
-            "pytest>=8,<10",
+            "pytest>=9,<10",
             "pytest-xdist>=3.6,<4",
             "pillow>=11,<14",
             "ruff>=0.14,<0.18",
             *ARRAY_RECORD,
             *PARQUET,
-            *PLOTS,
+            *REPORT,
+            *PROFILE,
+            # Drives Debian's Chromium, in tests and screenshots of pages.
+            "playwright>=1.55,<2",
         ],
         "array_record": ARRAY_RECORD,
         "parquet": PARQUET,
         "plots": PLOTS,
-        # TensorBoard's page for what --profile_steps records.
-        "profile": ["xprof>=2.24,<2.25"],
+        "report": REPORT,
+        "profile": PROFILE,
         # What peers in scripts/bench_towers.py need, and its plot.
         "bench": [
             "jax>=0.10,<0.11",

@@ -1300,6 +1300,7 @@ def remove_run(model_dir: str) -> None:
         "unfinished.keras",
         "summary.json",
         "flags.txt",
+        "report.html",
         "variable_update.json",
         _BAD_RECORDS,
         _NOT_FINITE,

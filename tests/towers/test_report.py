@@ -15,6 +15,7 @@ from towers.report import __main__ as report
 from towers.report import charts
 from towers.report.read import Series, read
 
+pytestmark = pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated")
 TIMEOUT_S = 120
 EPOCHS, STEPS = 5, 20
 FLAGS = "--model=cnn\n--dataset=digits\n--num_gpus=2\n--note=<b>5 & 6</b>\n"
@@ -22,6 +23,7 @@ SUMMARY = {
     "test_loss": 0.25,
     "test_accuracy": 0.9375,
     "images_per_sec": 1034.25,
+    "waiting": 0.43,
     "bad_records": 3,
     "epochs": EPOCHS,
     "steps": EPOCHS * STEPS,
@@ -38,6 +40,8 @@ MEASURED = {
     "step_ms/copy": 1.0,
     "step_ms/compute": 5.0,
     "step_ms/reduce": 2.0,
+    "step_ms/tower_0": 4.5,
+    "step_ms/tower_1": 5.0,
     "device/cpu:0/rss_mb": 812.0,
     "device/cpu:0/utilization": 0.55,
     "device/gpu:0/memory_mb": 4321.0,
@@ -153,7 +157,7 @@ def test_a_whole_run(tmp_path, page):
         "test accuracy": "0.9375",
         "test loss": "0.2500",
         "images/s": "1,034.2",
-        "of the time waiting": "37%",
+        "of the time waiting": "43%",
         "towers": "2",
     }
     assert page.locator(".verdict").inner_text() == VERDICT
@@ -164,6 +168,7 @@ def test_a_whole_run(tmp_path, page):
     assert captions(page, "speed") == [
         "Images per second",
         "Time of a step, ms: 11.0 on average",
+        "Time that a tower computes, ms",
         "Share of the towers' time spent waiting for input",
     ]
     assert captions(page, "devices") == [
@@ -172,7 +177,7 @@ def test_a_whole_run(tmp_path, page):
         "Utilisation",
         "Temperature, °C: gpu:0",
     ]
-    assert page.locator("svg").count() == 10
+    assert page.locator("svg").count() == 11
     legends = page.locator("#speed svg").all_text_contents()
     for tower in ("all", "tower 0", "tower 1"):
         assert tower in legends[0]
@@ -212,10 +217,10 @@ def test_pictures_and_texts(tmp_path, page):
     write_run(tmp_path)
     show(page, tmp_path)
     assert page.locator("#pictures h3").all_inner_texts() == [
-        *("Misclassified", "Input", "Confusion")
+        *("Input", "Misclassified", "Confusion")
     ]
     assert page.locator("#pictures figcaption").all_inner_texts() == [
-        *("3, taken for 8", "9, taken for 1", "three", "<i>four</i>", "five")
+        *("three", "<i>four</i>", "five", "3, taken for 8", "9, taken for 1")
     ]
     # As it was, and decoded.
     widths = page.locator("#pictures img").evaluate_all(
@@ -304,6 +309,7 @@ def test_a_run_that_went_on(tmp_path, page):
     found = cards(page)
     assert found["validation loss, epoch 5"] == "0.1600"
     assert found["images/s"] == "1,000.0"
+    assert found["of the time waiting"] == "37%"
     assert found["towers"] == "2"
     assert "training, in 4 parts" in found
     # What was done twice is drawn once.
