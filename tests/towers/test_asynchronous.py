@@ -116,6 +116,10 @@ def test_without_a_bound_nobody_waits():
         with staleness.updating(tower):
             pass
     assert (staleness.updates, staleness.mean, staleness.maximum) == (4, 1.5, 3)
+    tags = {"towers/staleness_mean": 1.5, "towers/staleness_max": 3}
+    assert staleness.measured() == tags
+    # Since it was last asked.
+    assert staleness.measured() == {} and staleness.updates == 0
 
 
 def test_it_is_measured_anew_after_a_reset():

@@ -205,12 +205,30 @@ def test_what_a_run_says(trained):
         "epoch 3/3, step 60",
         "epoch 3/3 done, step 69",
     ]
-    assert " images/s, accuracy " in lines[-1]
+    rate = r"images/sec: [\d,.]+ \+/- [\d,.]+ \(jitter = [\d,.]+\)"
+    assert re.search(rf": {rate}, accuracy ", lines[-1])
     # How it ended. Ten steps of warm-up, so that the first line has no rate.
     assert "images/s" not in lines[0]
+    verdicts = re.findall(
+        r"^(step \d+|whole run): (?:input|compute)-bound: towers", out, re.M
+    )
+    assert verdicts == [
+        "step 20",
+        "step 30",
+        "step 40",
+        "step 50",
+        "step 60",
+        "whole run",
+    ]
     path = trained.path
     end = out[out.index("Done: ") :]
     assert end.startswith("Done: 3 epochs, 69 steps on 2 towers.\n")
+    assert re.search(rf"^  {rate}$", end, re.M)
+    for tower in (0, 1):
+        assert re.search(rf"^    tower {tower}: {rate}$", end, re.M)
+    step = r"[\d.]+ waiting for input, .* computing \(by tower: [\d.]+, [\d.]+\)"
+    assert re.search(rf"^  a step: [\d.]+ ms: {step}, .* in Python$", end, re.M)
+    assert re.search(r"^  this process, \d+ cores +[\d,]+ MB", end, re.M)
     assert f"model        {path}/model.keras\n" in end
     assert f"checkpoint   {path}/checkpoints/ckpt-3-0\n" in end
     assert f"tensorboard --logdir {path}\n" in end
@@ -240,6 +258,10 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
     assert int(model.optimizer.iterations) == 3 * STEPS
 
     assert summary["images_per_sec"] > 0
+    assert 0 <= summary["waiting"] < 1
+    assert f"towers waited {summary['waiting']:.0%}" in summary["verdict"]
+    for line in summary["measured"].splitlines():
+        assert f"  {line}\n" in trained.stdout
     for key, value in {
         "epochs": 3,
         "steps": 3 * STEPS,
