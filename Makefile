@@ -12,8 +12,8 @@ train: $(VENV)/.ready
 # In three parts, with processes of their own: TensorFlow keeps every graph, and slows
 # down.
 test: $(VENV)/.ready
-	$(PYTEST) --ignore=tests/towers $(PYTEST_FLAGS)
-	$(PYTEST) --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
+	$(PYTEST) --dist=worksteal --ignore=tests/towers $(PYTEST_FLAGS)
+	$(PYTEST) --dist=worksteal --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
 	$(PYTEST) --dist=loadgroup tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.

@@ -1,4 +1,4 @@
-"""Says in a sentence whether the towers starve, and what to do."""
+"""Says in a sentence what a run is bound by, and what to do."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +12,22 @@ _AS_SLOW = 0.9
 
 # To hand over a batch that is ready takes less.
 _HANDED_MS = 1.0
+
+# With so many batches ahead, it is not their number.
+_ENOUGH = 8
+
+_PARTS = {
+    "copy": "{:.1f} ms go into copying to the towers",
+    "reduce": "{:.1f} ms go into reducing and applying",
+    "Python": "{:.1f} ms go by in Python",
+}
+_TRY = {
+    "copy": "a larger batch of smaller examples, or more steps in a call, in which the "
+    "next batch is copied meanwhile",
+    "reduce": "another builder (--variable_update), XLA, or a larger batch",
+    "Python": "a larger batch, or more steps in a call (--steps_per_loop, "
+    "steps_per_execution)",
+}
 
 _ADVICE = {
     "map": "pass it num_parallel_calls=tf.data.AUTOTUNE, .cache() what it makes, or do "
@@ -35,23 +51,35 @@ _ADVICE = {
 
 def verdict(
     waiting: float,
-    step_ms: float,
+    parts_ms: Mapping[str, float],
     stages: Sequence[Stage],
     advice: Mapping[str, str] | None = None,
 ) -> str:
-    """Says in a sentence whether the towers starve, and what to do.
+    """Says in a sentence what a run is bound by, and what to do.
 
     Args:
         waiting: Share of the time in which the towers waited for input.
-        step_ms: Milliseconds a step takes without that.
+        parts_ms: Milliseconds of a step without that: "compute", "copy", "reduce" and
+            "Python".
         stages: Of the input, the last one first; none if nothing is known.
         advice: What to do about a stage, by its label, where there is more to say than
             of tf.data in general.
     """
-    waited = f"towers waited {waiting:.0%} of the time"
-    if waiting < STARVED:
+    # Not rounded up to where it would be called starved.
+    share = f"{waiting:.0%}" if waiting >= 0.1 or waiting < 0.01 else f"{waiting:.1%}"
+    waited = f"towers waited {share} of the time"
+    step_ms = sum(parts_ms.values())
+    if waiting >= STARVED:
+        return (
+            f"input-bound: {waited}; {_cause(waiting, step_ms, stages, advice or {})}"
+        )
+    largest = max(parts_ms, key=parts_ms.get)
+    if largest == "compute":
         return f"compute-bound: {waited}"
-    return f"input-bound: {waited}; {_cause(waiting, step_ms, stages, advice or {})}"
+    return (
+        f"{largest}-bound: {waited}, but {_PARTS[largest].format(parts_ms[largest])} "
+        f"of a step's {step_ms:.1f}; try {_TRY[largest]}"
+    )
 
 
 def _cause(waiting, step_ms, stages, advice):
@@ -65,14 +93,14 @@ def _cause(waiting, step_ms, stages, advice):
         found = advice.get(stage.label) or _advice(stage)
         return f"the slowest stage is {stage}; try this: {found}"
     wait_ms = step_ms * waiting / max(1 - waiting, 1e-9)
-    if wait_ms < _HANDED_MS:
+    ahead = next((s.ahead for s in stages if s.ahead and s.segment == 1), 0)
+    if wait_ms < _HANDED_MS or ahead >= _ENOUGH:
         return (
             f"no stage is slower than a step, but to hand over a batch takes "
             f"{wait_ms:.1f} ms, and a step only {step_ms:.1f}; try larger batches, or "
             "more steps in a call"
         )
-    ahead = next((s.ahead for s in stages if s.ahead and s.segment == 1), 0)
-    found = f".prefetch({max(8, 4 * ahead)}) at its end"
+    found = f".prefetch({_ENOUGH}) at its end"
     runs = f"no more than {ahead} ahead of the towers" if ahead else "no batch ahead"
     return (
         f"no stage is slower than a step, but the input runs {runs}; "

@@ -143,10 +143,10 @@ class StreamFiles(FileSource, StreamSource):
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""
         with tf.init_scope():  # the pipeline asks while its graph is built
-            first = self._read(tf.constant(self.files(split))[0]).take(_SAMPLE)
-            # A bad record is not for this to say.
-            some = first.ignore_errors().as_numpy_iterator()
-            lengths = [len(record) for record in some]
+            # Of all files, around what cannot be read; a bad record is not for this to
+            # say.
+            first = self.records(split).take(_SAMPLE).ignore_errors()
+            lengths = [len(record) for _, record in first.as_numpy_iterator()]
         return sum(lengths) / max(len(lengths), 1)
 
 

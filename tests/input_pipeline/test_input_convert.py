@@ -244,10 +244,13 @@ def test_whole_files_are_kept(tmp_path):
 
 def test_streams_go_on_in_the_middle(digits, tmp_path):
     convert(digits, f"{tmp_path}", shards=6)
+    content = {path.name: path.read_bytes() for path in tmp_path.glob("*.tfrecord")}
     for shard in (0, 2, 3, 5):
         (tmp_path / f"train-0000{shard}-of-00006.tfrecord").unlink()
     convert(digits, f"{tmp_path}", shards=6)
-    _check_equal(digits, tmp_path)
+    assert content == {
+        path.name: path.read_bytes() for path in tmp_path.glob("*.tfrecord")
+    }
 
 
 def test_a_conversion_that_was_killed_goes_on(tmp_path):

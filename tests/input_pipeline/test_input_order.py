@@ -202,13 +202,13 @@ def test_one_order_for_any_threads_and_towers(photos, arrays, tmp_path):
     np.save(tmp_path / "x.npy", arrays._images)
     folder = photos.files("train")[0].rpartition("/")[0]
     found = []
-    for threads, towers in ((1, 1), (2, 2), (8, 3)):
+    for threads, towers in ((1, 1), (8, 3)):
         command = [sys.executable, "-c", _ORDERS, str(threads), str(towers)]
         command += [folder, str(tmp_path / "x.npy")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     for first, second in found[0].values():
         assert first != second
 
@@ -237,7 +237,7 @@ def test_workers_of_a_service_make_the_same(source, service):
 
 def test_workers_of_a_service_share_the_records(source, service):
     # Who gets which records is left to chance.
-    for epoch in range(3):
+    for epoch in range(2):
         here = _epoch(source, start_epoch=epoch)
         by_record = dict(zip(*here[1::-1], strict=True))
         images, labels, sizes = _epoch(

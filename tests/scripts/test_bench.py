@@ -193,7 +193,7 @@ def test_a_short_race(tmp_path):
     path = tmp_path / "results.jsonl"
     done = _run(
         "--work=mlp",
-        "--contenders=towers,tf_cnn:replicated,one_device@2",
+        "--contenders=towers:parameter_server,tf_cnn:replicated,one_device@2",
         "--rounds=2",
         "--warmup=0",
         "--steps=2",
@@ -205,7 +205,8 @@ def test_a_short_race(tmp_path):
     assert "--tf_cnn_dir" in done.stderr
     assert done.stderr.count("\n") == 1
     towers, one_device = map(json.loads, path.read_text().splitlines())
-    assert (towers["contender"], one_device["contender"]) == ("towers", "one_device@2")
+    names = towers["contender"], one_device["contender"]
+    assert names == ("towers:parameter_server", "one_device@2")
     assert towers["ratio"] == 1
     for result in (towers, one_device):
         assert len(result["rounds_ms"]) == 2

@@ -71,19 +71,21 @@ def train(how, data=lambda d: d, optimizer="sgd", preprocess=None, callbacks=())
     return parallel.builder.phases.totals().since(before), seconds
 
 
-def check(totals, seconds):
+def check(how, totals, seconds):
     assert totals.steps == BATCHES
     parts = totals[1:5]
     assert min(*parts, *totals.towers_s) >= 0
     # None is counted twice, nor what others do: TensorFlow's clock has microseconds.
     assert sum(parts) < seconds + 1e-3
-    assert max(totals.towers_s) <= totals.compute_s + 1e-3 or totals.copy_s == 0
+    # Where towers do not wait for one another, the mean of them counts.
+    if how[0] != "asynchronous":
+        assert max(totals.towers_s) <= totals.compute_s + 1e-3
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_waiting_for_input(how):
     found = train(how, slow)
-    check(*found)
+    check(how, *found)
     totals, _ = found
     # In a call of several, a batch is made while the towers compute, for a part of it.
     assert totals.input_s > LEAST_S / (2 if how[1] > 1 or how[2] else 1)
@@ -97,7 +99,7 @@ def test_computing_by_tower(how):
         return nap(x, x[0, 0] > 0), y
 
     totals, seconds = train(how, preprocess=preprocess)
-    check(totals, seconds)
+    check(how, totals, seconds)
     first, second = totals.towers_s
     assert second > LEAST_S
     if how[0] != "asynchronous" and not how[3]:
@@ -109,7 +111,7 @@ def test_computing_by_tower(how):
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_applying(how):
     totals, seconds = train(how, optimizer=SlowSGD())
-    check(totals, seconds)
+    check(how, totals, seconds)
     assert totals.reduce_s > LEAST_S
 
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from towers import multi_gpu_model
+from towers import auto, multi_gpu_model
 
 CLASSES = 4
 # Three batches; the last one leaves towers idle.
@@ -93,26 +93,29 @@ def plain():
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("towers", [1, 2, 3, 4])
+@pytest.mark.parametrize("towers", [1, 3, 4])
 def test_equals_keras_on_preprocessed_data(towers, builder, plain):
     _, found = _ours(_model(), towers, options={"builder": builder})
     assert oracle.largest_difference(found, plain) < 1e-5
 
 
-@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "steps"),
     [
-        {"builder": "auto"},
-        {"loss_placement": "gathered"},
-        {"shares": (3, 1, 1)},
-        {"packed": True},
-        {"prefetch": 2},
+        ({"builder": "auto"}, 2),
+        ({"loss_placement": "gathered"}, 2),
+        ({"shares": (3, 1, 1)}, 2),
+        ({"packed": True}, 1),
+        ({"prefetch": 2}, 1),
+        ({"prefetch": 2}, 2),
     ],
     ids=str,
 )
-def test_whatever_the_way(options, steps, plain):
-    _, found = _ours(_model(), 3, options=options, steps_per_execution=steps)
+def test_whatever_the_way(options, steps, plain, monkeypatch):
+    monkeypatch.setattr(auto, "_ROUND_S", 0.0)
+    # XLA is tried in test_auto.
+    compiled = {"steps_per_execution": steps, "jit_compile": False}
+    _, found = _ours(_model(), 3, options=options, **compiled)
     assert oracle.largest_difference(found, plain) < 1e-5
 
 

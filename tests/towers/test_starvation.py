@@ -26,6 +26,11 @@ ROOT = Path(__file__).parents[2]
 
 # The verdict: a pure function.
 
+
+def compute(ms):
+    return {"compute": ms, "copy": 0.0, "reduce": 0.0, "Python": 0.0}
+
+
 PREFETCH = Stage("prefetch", "", 0.1, 1, 1, 2)
 MAP = Stage("map", "decode", 60.0, 2, 2, 2)
 BATCH = Stage("batch", "", 1.0, 1, 3, 0)
@@ -34,54 +39,72 @@ INPUT = [PREFETCH, MAP, BATCH, READ]
 
 
 def test_compute_bound():
-    assert verdict(0.012, 40, INPUT) == "compute-bound: towers waited 1% of the time"
-    assert verdict(0.012, 40, []) == "compute-bound: towers waited 1% of the time"
+    assert (
+        verdict(0.012, compute(40), INPUT)
+        == "compute-bound: towers waited 1.2% of the time"
+    )
+    assert (
+        verdict(0.012, compute(40), [])
+        == "compute-bound: towers waited 1.2% of the time"
+    )
 
 
 def test_a_slow_map():
-    assert verdict(0.43, 15, INPUT) == (
+    assert verdict(0.43, compute(15), INPUT) == (
         "input-bound: towers waited 43% of the time; the slowest stage is `map` "
         "(decode); try this: do less in it, .cache() what it makes, or give the input "
         "more CPU cores, here or by tf.data's service"
     )
     one = MAP._replace(threads=1)
-    assert "num_parallel_calls=tf.data.AUTOTUNE" in verdict(0.43, 15, [one])
+    assert "num_parallel_calls=tf.data.AUTOTUNE" in verdict(0.43, compute(15), [one])
 
 
 def test_advice_of_ones_own_is_by_label():
-    said = verdict(0.43, 15, INPUT, {"decode": "take smaller images"})
+    said = verdict(0.43, compute(15), INPUT, {"decode": "take smaller images"})
     assert said.endswith("`map` (decode); try this: take smaller images")
 
 
 def test_slow_storage():
-    said = verdict(0.1, 50, [PREFETCH, MAP, READ._replace(ms_per_batch=60.0)])
+    said = verdict(0.1, compute(50), [PREFETCH, MAP, READ._replace(ms_per_batch=60.0)])
     assert "the slowest stage is `TFRecord` (read); try this: keep the data on" in said
 
 
 def test_stages_of_one_thread_add_up():
     several = [PREFETCH] + [Stage("map", n, 30.0, 1, 1, 0) for n in "ab"]
     assert stages.pace_ms(several) == pytest.approx(60.1)
-    assert "the slowest stage is `map` (a)" in verdict(0.2, 50, several)
+    assert "the slowest stage is `map` (a)" in verdict(0.2, compute(50), several)
+
+
+@pytest.mark.parametrize("part", ["copy", "reduce", "Python"])
+def test_bound_by_something_else(part):
+    said = verdict(0.012, compute(4.0) | {part: 19.0}, INPUT)
+    assert said.startswith(f"{part}-bound: towers waited 1.2% of the time, but 19.0 ms")
+    assert "of a step's 23.0; try " in said
+
+
+def test_enough_batches_are_ahead():
+    said = verdict(0.11, compute(25), [PREFETCH._replace(ahead=16)])
+    assert ".prefetch(" not in said and "to hand over a batch takes 3.1 ms" in said
 
 
 def test_too_small_a_prefetch():
-    said = verdict(0.43, 50, INPUT)
+    said = verdict(0.43, compute(50), INPUT)
     assert "no stage is slower than a step, but the input runs no more than 2" in said
     assert said.endswith("try .prefetch(8) at its end")
     alone = [MAP._replace(segment=0, ahead=0)]
-    assert "but the input runs no batch ahead" in verdict(0.43, 80, alone)
-    assert verdict(0.43, 80, INPUT, {"prefetch": "more"}).endswith("try more")
+    assert "but the input runs no batch ahead" in verdict(0.43, compute(80), alone)
+    assert verdict(0.43, compute(80), INPUT, {"prefetch": "more"}).endswith("try more")
 
 
 def test_steps_that_take_no_time():
-    assert verdict(0.2, 1.6, [PREFETCH]).endswith(
+    assert verdict(0.2, compute(1.6), [PREFETCH]).endswith(
         "no stage is slower than a step, but to hand over a batch takes 0.4 ms, and a "
         "step only 1.6; try larger batches, or more steps in a call"
     )
 
 
 def test_nothing_is_known():
-    assert "tf.data has no statistics of this input" in verdict(0.43, 80, [])
+    assert "tf.data has no statistics of this input" in verdict(0.43, compute(80), [])
     assert stages.slowest([]) is None
 
 
@@ -147,7 +170,7 @@ def read_by_hand(data, step_s, steps=STEPS):
 
 def said_of(data, step_s, steps=STEPS):
     waiting, found = read_by_hand(data, step_s, steps)
-    return verdict(waiting, 1000 * step_s, found)
+    return verdict(waiting, compute(1000 * step_s), found)
 
 
 def decode(x):
@@ -322,7 +345,7 @@ for _ in range(30):
     waited += time.perf_counter() - asked
     time.sleep(0.005)
 waiting = waited / (time.perf_counter() - begun)
-print(verdict(waiting, 5, stages.read(iterator).stages()))
+print(verdict(waiting, {"compute": 5}, stages.read(iterator).stages()))
 """
 
 

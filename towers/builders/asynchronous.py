@@ -259,6 +259,7 @@ class Asynchronous(Builder):
             guard=guard,
         )
         self.staleness = Staleness(max_staleness)
+        self._fetching_s = 0.0  # in all, of the thread that fetches
         self._threads = concurrent.futures.ThreadPoolExecutor(
             len(devices), thread_name_prefix="tower"
         )
@@ -336,7 +337,9 @@ class Asynchronous(Builder):
         self._steps, self._graphs = {}, (_graph(compute), _graph(self._apply))
 
         def fetch(iterator):
+            begun_s = time.perf_counter()
             data = next(iterator)
+            self._fetching_s += time.perf_counter() - begun_s
             with scope():
                 return self._deal(loop.without_optionals(data))
 
@@ -373,13 +376,15 @@ class Asynchronous(Builder):
     def _work(self, k, streams, logs):
         """One tower's part of a call, in its own thread."""
         try:
-            asked_s = time.perf_counter()
+            asked_s, fetching_s = time.perf_counter(), self._fetching_s
             for piece in streams.of(k):
                 came_s = time.perf_counter()
+                # The rest of what it waited went into cutting the batch, say.
+                waited_s = min(came_s - asked_s, self._fetching_s - fetching_s)
                 if piece is not None:
                     computed_s = self._run(k, *piece, logs)
-                    self._note(k, asked_s, came_s, computed_s)
-                asked_s = time.perf_counter()
+                    self._note(k, waited_s, asked_s, came_s, computed_s)
+                asked_s, fetching_s = time.perf_counter(), self._fetching_s
         except BaseException:
             streams.stop()
             raise
@@ -395,7 +400,7 @@ class Asynchronous(Builder):
             with self.staleness.updating(k), tf.device(self.home):
                 try:
                     logs.update(step.apply(share, pulled, computed))
-                except tf.errors.InvalidArgumentError:
+                except tf.errors.OutOfRangeError:
                     if self.guard is not None:
                         self.guard.on_tower(k, pulled.values[0])
                     raise
@@ -403,11 +408,12 @@ class Asynchronous(Builder):
             self.staleness.drop(k)
         return computed_s
 
-    def _note(self, k, asked_s, came_s, computed_s):
+    def _note(self, k, waited_s, asked_s, came_s, computed_s):
         """Adds a tower's step to the phases: of all towers, the mean counts."""
         towers = len(self.devices)
         compute_s, done_s = computed_s - came_s, time.perf_counter()
-        parts = np.array([1, came_s - asked_s, 0, compute_s, done_s - computed_s])
+        copy_s = came_s - asked_s - waited_s
+        parts = np.array([1, waited_s, copy_s, compute_s, done_s - computed_s])
         self.phases.add([*parts / towers, *compute_s * np.eye(towers)[k]])
 
     def _deal(self, data):

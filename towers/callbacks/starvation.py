@@ -9,6 +9,7 @@ from typing import NamedTuple
 import keras
 
 from towers import stages
+from towers.callbacks.step_time import check_towers
 from towers.verdict import verdict
 
 # To look at tf.data's counters takes a millisecond or two.
@@ -22,11 +23,17 @@ class _Sums(NamedTuple):
         steps: Steps.
         train_s: Time inside the calls of training.
         waited_s: Time in which the towers waited for input.
+        copy_s: Time in which shares were copied to them.
+        compute_s: Time in which they computed.
+        reduce_s: Time in which gradients were added, and variables updated.
     """
 
     steps: int = 0
     train_s: float = 0.0
     waited_s: float = 0.0
+    copy_s: float = 0.0
+    compute_s: float = 0.0
+    reduce_s: float = 0.0
 
     def since(self, before: "_Sums") -> "_Sums":
         return _Sums(*(a - b for a, b in zip(self, before, strict=True)))
@@ -38,8 +45,17 @@ class _Sums(NamedTuple):
         return min(max(self.waited_s / self.train_s, 0.0), 1.0)
 
     @property
-    def step_ms(self) -> float:
-        return 1000 * max(self.train_s - self.waited_s, 0.0) / self.steps
+    def parts_ms(self) -> dict[str, float]:
+        """What a step takes without waiting, by part."""
+        seconds = {
+            "compute": self.compute_s,
+            "copy": self.copy_s,
+            "reduce": self.reduce_s,
+        }
+        seconds["Python"] = self.train_s - self.waited_s - sum(seconds.values())
+        return {
+            name: 1000 * max(each, 0.0) / self.steps for name, each in seconds.items()
+        }
 
 
 class Starvation(keras.callbacks.Callback):
@@ -105,11 +121,7 @@ class Starvation(keras.callbacks.Callback):
         Raises:
             ValueError: The model has no towers.
         """
-        if not hasattr(self.model, "builder"):
-            raise ValueError(
-                f"Received the model '{self.model.name}' without towers; expected one "
-                "of multi_gpu_model, whose steps are measured."
-            )
+        check_towers(self.model)
         self._begin()
         self._iterator = self._reading = None
         self._step = int(self.model.optimizer.iterations)
@@ -171,9 +183,8 @@ class Starvation(keras.callbacks.Callback):
     def _sums(self):
         if self._builder is None:
             return _Sums()
-        found = self._builder.phases.totals()
-        waited_s = found.input_s - self._start.input_s
-        return _Sums(found.steps - self._start.steps, self._train_s, waited_s)
+        steps, *seconds, _ = self._builder.phases.totals().since(self._start)
+        return _Sums(steps, self._train_s, *seconds)
 
     def _look(self):
         """Looks at the stages of the input."""
@@ -213,7 +224,7 @@ class Starvation(keras.callbacks.Callback):
     def _judge(self, sums, found):
         if sums.waiting is None:
             return None
-        self.verdict = verdict(sums.waiting, sums.step_ms, found, self._advice)
+        self.verdict = verdict(sums.waiting, sums.parts_ms, found, self._advice)
         return self.verdict
 
 

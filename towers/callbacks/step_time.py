@@ -35,6 +35,14 @@ class StepTime(keras.callbacks.Callback):
         self._begun_s = self._calls_s = 0.0
         self._phases: Phases | None = None
 
+    def on_train_begin(self, logs=None):
+        """Begins a run.
+
+        Raises:
+            ValueError: The model has no towers.
+        """
+        check_towers(self.model)
+
     def on_train_batch_begin(self, batch, logs=None):
         """Notes where the call begins."""
         self._begun, self._begun_s = batch, self._clock()
@@ -57,6 +65,13 @@ class StepTime(keras.callbacks.Callback):
         found, self._told = now.since(self._told), now
         return {f"step_ms/{name}": ms for name, ms in _by_phase(found).items()}
 
+    def busy(self) -> list[float]:
+        """Returns the share of the time in which each tower computes."""
+        found = self._phases and self._phases.totals().since(self._start)
+        if not (found and self._calls_s):
+            return []
+        return [min(each / self._calls_s, 1.0) for each in found.towers_s]
+
     def text(self) -> str:
         """Says what a step of the run takes, and how long each tower computes."""
         found = self._phases and self._phases.totals().since(self._start)
@@ -71,6 +86,19 @@ class StepTime(keras.callbacks.Callback):
             f"{ms['copy']:,.1f} copying to towers, {ms['compute']:,.1f} computing (by "
             f"tower: {', '.join(towers)}), {ms['reduce']:,.1f} reducing and applying, "
             f"{left_ms:,.1f} in Python"
+        )
+
+
+def check_towers(model: keras.Model) -> None:
+    """Checks that a model's steps are measured.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if not hasattr(model, "builder"):
+        raise ValueError(
+            f"Received the model '{model.name}' without towers; expected one of "
+            "multi_gpu_model, whose steps are measured."
         )
 
 

@@ -44,8 +44,11 @@ class Watch:
         lines = [self.throughput.text()]
         if len(self.fractions) > 1:
             lines += [
-                f"  tower {k}: {self.throughput.text(fraction)}"
-                for k, fraction in enumerate(self.fractions)
+                f"  tower {k}: {self.throughput.text(part)}, computing {busy:.0%} of "
+                "the time"
+                for k, (part, busy) in enumerate(
+                    zip(self.fractions, self.step_time.busy(), strict=False)
+                )
             ]
         lines.append(f"a step: {self.step_time.text()}")
         return "\n".join([*lines, self.devices.text()])
