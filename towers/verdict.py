@@ -69,20 +69,25 @@ def verdict(
     share = f"{waiting:.0%}" if waiting >= 0.1 or waiting < 0.01 else f"{waiting:.1%}"
     waited = f"towers waited {share} of the time"
     step_ms = sum(parts_ms.values())
-    if waiting >= STARVED:
-        return (
-            f"input-bound: {waited}; {_cause(waiting, step_ms, stages, advice or {})}"
-        )
     largest = max(parts_ms, key=parts_ms.get)
+    wait_ms = step_ms * waiting / max(1 - waiting, 1e-9)
+    if waiting >= STARVED:
+        cause = _cause(wait_ms, step_ms, stages, advice or {})
+        if cause is not None:
+            return f"input-bound: {waited}; {cause}"
+        waited += ", as it takes a moment to hand over a batch that is ready"
+        if wait_ms > parts_ms[largest]:
+            return f"input-bound: {waited}; try {_TRY['Python']}"
     if largest == "compute":
         return f"compute-bound: {waited}"
     return (
         f"{largest}-bound: {waited}, but {_PARTS[largest].format(parts_ms[largest])} "
-        f"of a step's {step_ms:.1f}; try {_TRY[largest]}"
+        f"of a step's {step_ms + wait_ms:.1f}; try {_TRY[largest]}"
     )
 
 
-def _cause(waiting, step_ms, stages, advice):
+def _cause(wait_ms, step_ms, stages, advice):
+    """Why towers wait, and what to do; `None` if batches are ready."""
     if not stages:
         return (
             "tf.data has no statistics of this input, so the slowest stage is unknown; "
@@ -92,15 +97,10 @@ def _cause(waiting, step_ms, stages, advice):
         stage = slowest(stages)
         found = advice.get(stage.label) or _advice(stage)
         return f"the slowest stage is {stage}; try this: {found}"
-    wait_ms = step_ms * waiting / max(1 - waiting, 1e-9)
     ahead = next((s.ahead for s in stages if s.ahead and s.segment == 1), 0)
     if wait_ms < _HANDED_MS or ahead >= _ENOUGH:
-        return (
-            f"no stage is slower than a step, but to hand over a batch takes "
-            f"{wait_ms:.1f} ms, and a step only {step_ms:.1f}; try larger batches, or "
-            "more steps in a call"
-        )
-    found = f".prefetch({_ENOUGH}) at its end"
+        return None
+    found = f".prefetch({_ENOUGH}) at its end, or more steps in a call"
     runs = f"no more than {ahead} ahead of the towers" if ahead else "no batch ahead"
     return (
         f"no stage is slower than a step, but the input runs {runs}; "
