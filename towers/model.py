@@ -10,7 +10,7 @@ import inspect
 import operator
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -281,7 +281,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             guard.caught = None
             try:
                 return train(iterator)
-            except tf.errors.InvalidArgumentError:
+            except tf.errors.OutOfRangeError:
                 if guard.caught is None:
                     raise
             with self._step():
@@ -366,7 +366,11 @@ class TowerModel(wrapt.CallableObjectProxy):
             self._self_builder.build(data)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """See `keras.Model.fit`; with a `towers.callbacks.Checkpoint`, it goes on."""
+        """See `keras.Model.fit`; with a `towers.callbacks.Checkpoint`, it goes on.
+
+        Where an exception ends it, callbacks with a method `on_train_broken_off` are
+        told, as Keras leaves out `on_train_end` then.
+        """
         self._follow()
         fit = type(self.__wrapped__).fit
         given = inspect.signature(fit).bind(self, *args, **kwargs)
@@ -375,7 +379,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         saves = [each for each in callbacks if isinstance(each, resume.Saves)]
         self._self_given = given.arguments
         try:
-            return self._fit(fit, given, saves)
+            with _told_if_broken_off(callbacks):
+                return self._fit(fit, given, saves)
         except not_finite.NotFiniteStep as error:
             if saves:
                 error.checkpoint = getattr(saves[0], "latest", None) or ""
@@ -444,6 +449,18 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()
+
+
+@contextlib.contextmanager
+def _told_if_broken_off(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Tells callbacks that ask for it of an exception; Keras tells them of nothing."""
+    try:
+        yield
+    except BaseException:
+        for callback in callbacks:
+            if hasattr(callback, "on_train_broken_off"):
+                callback.on_train_broken_off()
+        raise
 
 
 def _watches_batches(callbacks: Any) -> bool:

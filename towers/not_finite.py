@@ -75,8 +75,11 @@ def explain(
             written = f"; the batch is in {file}"
         except (OSError, ValueError) as error:
             written, file = f"; the batch cannot be written to {file}: {error}", None
-    text = f"Step {caught.step}{_place()}: {finding}{origin}"
-    text = f"{text}; nothing of it was applied{written}"
+    skipped = ""
+    if caught.skipped:
+        skipped = f", after {caught.skipped} skipped for the loss scale"
+    text = f"Step {caught.step}{_place()}{skipped}: {finding}{origin}"
+    text = f"{text}; {finding.advice}; nothing of the step was applied{written}"
     return NotFiniteStep(caught.step, finding, text, file)
 
 

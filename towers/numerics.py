@@ -28,7 +28,8 @@ class Finding:
     Attributes:
         source: "data", "variable" (before the step), "layer", "loss", or "unknown".
         name: Of the tensor, variable or layer, as a phrase.
-        during: "forward", "backward", or "" where it was there before both.
+        during: "forward", "backward", "update" (of the step before), or "" where it was
+            there before.
         tower: Index of the tower, `None` if it cannot be told.
         towers: Number of towers.
         rows: The examples in question, as rows of the batch; none if they cannot be
@@ -51,7 +52,8 @@ class Finding:
             what = f"{self.name}[{self.rows[0]}] of the batch"
             return f"{what}{others if more else ''} is not finite{self._on()}"
         if self.source == "variable":
-            return f"the variable {self.name} was not finite before it"
+            made = ": the update of the step before made it so" if self.during else ""
+            return f"the variable {self.name} was not finite before it{made}"
         if self.source == "unknown":
             return (
                 "the loss or a gradient is not finite, but was when the step was "
@@ -67,6 +69,21 @@ class Finding:
         if self.rows:
             count = f", {len(self.rows)} of {self.examples} examples"
         return f"{what}{self._on()} ({self.during} pass){count}"
+
+    @property
+    def advice(self) -> str:
+        """What to look at, as a clause."""
+        if self.source == "variable" and not self.during:
+            return "look for what has set it"
+        return {
+            "data": "look where it comes from, or leave it out",
+            "variable": "try a smaller learning rate, or clip the gradients",
+            "layer": "look for a root, logarithm or quotient there, or try a smaller "
+            "learning rate",
+            "loss": "look for a root, logarithm or quotient in it, and for targets "
+            "that it does not expect",
+            "unknown": "look for a layer that does not compute the same twice",
+        }[self.source]
 
     def _on(self):
         known = self.tower is not None
@@ -90,9 +107,17 @@ def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
         The finding.
 
     Raises:
-        ValueError: The file is not of such a step, or of another model.
+        ValueError: The file is not of such a step, or of another model, or the model is
+            not compiled.
     """
     model = getattr(model, "__wrapped__", model)
+    if not model.compiled:
+        raise ValueError(
+            f"Received model '{model.name}', which is not compiled; expected the loss "
+            "of the step, so call `model.compile(loss=...)` first (towers.train has "
+            "SparseCategoricalCrossentropy, or CategoricalCrossentropy of mixed "
+            "examples, and from_logits=True unless the model ends in a softmax)."
+        )
     case = stopped_step.read(file)
     model._symbolic_build(data_batch=tf.nest.map_structure(_symbolic, case.data))
     shapes = [tuple(variable.shape) for variable in variables_of(model)]
@@ -117,7 +142,9 @@ def search(model: keras.Model, case: Case, devices: Sequence[str] = ()) -> Findi
     values = [tf.convert_to_tensor(value) for value in case.variables]
     for variable, value in zip(variables_of(model), values, strict=True):
         if not _is_finite(value):
-            return Finding("variable", f"'{variable.path}'", towers=case.towers)
+            during = "update" if case.step > 1 else ""
+            name = f"'{variable.path}'"
+            return Finding("variable", name, during, towers=case.towers)
     size = batch.batch_size(case.data)
     for k, (start, end) in enumerate(batch.share_bounds(size, case.shares)):
         if start == end:

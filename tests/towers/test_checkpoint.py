@@ -108,9 +108,9 @@ def broken_off(directory, breaks, run=fit, **options):
     ("options", "breaks"),
     [
         ({}, (3, 5, 2, 6)),
-        ({"repeat": True}, (3, 5, 2, 6)),
+        ({"repeat": True}, (5, 2)),
         ({"validation_data": True, "repeat": True}, (5, 6, 1)),
-        ({"model": {"steps_per_execution": 2}}, (2, 1, 3)),
+        ({"model": {"steps_per_execution": 2}}, (2, 3)),
     ],
     ids=["epochs", "repeat", "validation", "steps_per_execution"],
 )
@@ -270,21 +270,21 @@ def test_at_an_epochs_end_calls_may_have_any_size(tmp_path):
     assert int(model.optimizer.iterations) == 3 * STEPS
 
 
-@pytest.mark.parametrize("after", [STEPS, STEPS + 2, 2 * STEPS + 1])
 @pytest.mark.parametrize("first", [True, False])
-def test_what_callbacks_do_as_an_epoch_begins_is_done_once(tmp_path, after, first):
+def test_what_callbacks_do_as_an_epoch_begins_is_done_once(tmp_path, first):
     def rates(checkpoint):
         halves = keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
         return [halves, checkpoint] if first else [checkpoint, halves]
 
-    whole, model = build(), build()
+    whole = build()
     wanted = fit(whole, *rates(Checkpoint(tmp_path / "whole")))
-    with pytest.raises(ZeroDivisionError):
-        checkpoint = Checkpoint(tmp_path / "run", save_steps=1)
-        fit(build(), *rates(checkpoint), Breaks(after))
-    found = fit(model, *rates(Checkpoint(tmp_path / "run")))
-    assert_same(model, whole)
-    assert found.history == wanted.history
+    for after in (STEPS, STEPS + 2):
+        folder, model = tmp_path / str(after), build()
+        with pytest.raises(ZeroDivisionError):
+            fit(build(), *rates(Checkpoint(folder, save_steps=1)), Breaks(after))
+        found = fit(model, *rates(Checkpoint(folder)))
+        assert_same(model, whole)
+        assert found.history == wanted.history
 
 
 def test_nothing_left_to_train_is_said(tmp_path, capsys):

@@ -1,6 +1,9 @@
 """Steps that are not finite: stopped in time, and explained."""
 
+import os
 import runpy
+import subprocess
+import sys
 import textwrap
 
 import keras
@@ -10,7 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests import warm
-from towers import multi_gpu_model, numerics, variables
+from towers import checkpoints, multi_gpu_model, numerics, variables
 from towers.callbacks import Checkpoint
 from towers.callbacks.checkpoint import NotFinite
 from towers.not_finite import NotFiniteStep
@@ -87,6 +90,13 @@ FAULTS = {
 }
 
 
+ADVICE = {
+    "data": "; look where it comes from, or leave it out; nothing of the step",
+    "layer": "; look for a root, logarithm or quotient there, or try a smaller",
+    "loss": "; look for a root, logarithm or quotient in it, and for targets",
+}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_names_what_was_not_finite_first(fault, tmp_path):
     at, expected = FAULTS[fault]
@@ -99,6 +109,7 @@ def test_names_what_was_not_finite_first(fault, tmp_path):
     if finding.source != "loss":
         assert finding.rows == (ROW - BATCH,)
     assert str(error).startswith(f"Step 2 (epoch 1, batch 2): {finding}")
+    assert ADVICE[finding.source] in str(error)
     assert "tower 1 of 3" in str(error)
     assert str(error).endswith(f"the batch is in {file}.")
     # By another model of that kind, with other variables.
@@ -224,7 +235,28 @@ def test_a_variable_that_was_not_finite_before():
     model.get_layer("out").kernel.assign([[np.inf]])
     error = stopped(on_towers(model), *data())
     assert error.finding.source == "variable"
-    assert "out/kernel' was not finite before it" in str(error)
+    assert "out/kernel' was not finite before it; look for what has set it;" in str(
+        error
+    )
+
+
+def overflowing():
+    """A model, and data of which the second update is infinite."""
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    x, y = np.ones([ROWS, 1], "float32"), np.zeros([ROWS, 1], "float32")
+    y[BATCH : 2 * BATCH] = 1e37
+    loss, optimizer = lambda y, p: tf.reduce_mean(y * p), keras.optimizers.SGD(100.0)
+    return on_towers(model, loss=loss, optimizer=optimizer), x, y
+
+
+def test_a_variable_that_an_update_made_infinite():
+    """With a loss and gradients that are finite."""
+    error = stopped(*overflowing())
+    assert error.step == 3
+    assert "kernel' was not finite before it: the update of the step before made" in (
+        str(error)
+    )
+    assert "; try a smaller learning rate, or clip the gradients;" in str(error)
 
 
 def test_a_step_that_cannot_be_repeated():
@@ -347,6 +379,10 @@ def test_what_a_model_computes_itself():
 
 
 class TestInput:
+    def test_a_model_that_is_not_compiled(self, tmp_path):
+        with pytest.raises(ValueError, match=r"not compiled; expected .* first \("):
+            numerics.locate(build(), tmp_path / "bad.npz")
+
     def test_of_multi_gpu_model(self):
         with pytest.raises(ValueError, match=r"check_numerics=1; expected True, False"):
             multi_gpu_model(build(), 2, check_numerics=1)
@@ -420,6 +456,7 @@ class TestLossScale:
         error = stopped(parallel, x[BATCH : 2 * BATCH], y[:BATCH], epochs=5)
         assert told(error.finding) == BACKWARD
         # With a scale of 4, and of 2, it was passed over.
+        assert ", after 2 skipped for the loss scale: layer 'root' makes" in str(error)
         assert float(optimizer.dynamic_scale) == 1
 
 
@@ -467,6 +504,32 @@ def test_the_last_checkpoint_stays(tmp_path):
     assert str(error).endswith(
         f"; the last checkpoint, from before, is {error.checkpoint}."
     )
+
+
+def test_no_checkpoint_has_a_variable_that_an_update_made_infinite(tmp_path):
+    parallel, x, y = overflowing()
+    checkpoint = Checkpoint(tmp_path, save_steps=1)
+    with pytest.raises(NotFinite):
+        parallel.fit(
+            *(x, y), batch_size=BATCH, shuffle=False, verbose=0, callbacks=[checkpoint]
+        )
+    assert checkpoint.latest == str(tmp_path / "ckpt-0-1")
+    assert checkpoints.find(tmp_path) == [checkpoint.latest]
+
+
+def test_tensorflow_does_not_warn_of_it():
+    """In a process that shows warnings, as this one does not."""
+    script = """
+from tests.towers.test_numerics import *
+on_towers(build(), 1).fit(*data(x_at=-1), batch_size=BATCH, verbose=0)
+"""
+    shown = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, cwd=warm.ROOT, env=shown, capture_output=True, text=True
+    )
+    assert "NotFiniteStep: Step " in done.stderr
+    assert "rendezvous" not in done.stderr and "StopIteration" not in done.stderr
 
 
 def run(*flags, code):

@@ -27,12 +27,15 @@ class Caught(NamedTuple):
         data: Its batch; to towers that do not wait for one another, a tower's share.
         tower: Index of that tower, `None` if the batch is that of all.
         values: What that tower computed with, `None` if that are the variables' values.
+        skipped: How many were skipped just before it, their gradients being infinite at
+            a larger loss scale.
     """
 
     step: int
     data: Any
     tower: int | None = None
     values: Any = None
+    skipped: int = 0
 
 
 class Guard:
@@ -45,6 +48,8 @@ class Guard:
     def __init__(self) -> None:
         self.caught: Caught | None = None
         self._armed = True
+        # The last step that was skipped, and how often.
+        self._skipped = 0, 0
 
     @contextlib.contextmanager
     def disarmed(self) -> Iterator[None]:
@@ -65,6 +70,8 @@ class Guard:
     ) -> Iterator[None]:
         """Inside, nothing happens in a step that is stopped.
 
+        What computes the step raises a `tf.errors.OutOfRangeError` then.
+
         Args:
             data: The batch: a nest of tensors.
             loss: Its loss, a scalar.
@@ -73,10 +80,11 @@ class Guard:
         """
         counted = [gradient for gradient in gradients if gradient is not None]
         with tf.name_scope("check_numerics"):
-            good = finite([loss])
+            good = finite_loss = finite([loss])
             if counted:
-                good &= finite(counted) | _may_overflow(optimizer)
-            checked = self._stop_unless(good, data, optimizer)
+                good &= finite(counted)
+            skips = finite_loss & _may_overflow(optimizer)
+            checked = self._stop_unless(good, skips, data, optimizer)
         with tf.control_dependencies([checked]):
             yield
 
@@ -85,28 +93,34 @@ class Guard:
         if self.caught is not None and self.caught.tower is None:
             self.caught = self.caught._replace(tower=tower, values=values)
 
-    def _stop_unless(self, good, data, optimizer):
+    def _stop_unless(self, good, skips, data, optimizer):
         some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
         tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
         catch = functools.partial(self._catch, optimizer, some)
 
         def stop():
-            goes_on = tf.py_function(catch, tensors, tf.bool)
-            stopped = tf.debugging.Assert(goes_on, ["A step is not finite."])
-            with tf.control_dependencies([] if stopped is None else [stopped]):
-                return tf.ensure_shape(tf.identity(goes_on), [])
+            goes_on = tf.py_function(catch, [skips, *tensors], tf.bool)
+            return tf.ensure_shape(goes_on, [])
 
         with tf.device(HOST):
             return tf.cond(good, lambda: tf.constant(True), stop)
 
-    def _catch(self, optimizer, some, *tensors):
-        """Keeps what the graph hands over; returns whether the step goes on."""
-        if self._armed and self.caught is None:
+    def _catch(self, optimizer, some, skips, *tensors):
+        """Keeps what the graph hands over, and stops the step, or lets it go on."""
+        if not self._armed:
+            return True
+        step = 1 if optimizer is None else int(optimizer.iterations) + 1
+        # A step that is skipped does not count.
+        skipped = self._skipped[1] if self._skipped[0] == step else 0
+        if skips:
+            self._skipped = step, skipped + 1
+            return True
+        if self.caught is None:
             left = iter(tensors)
             data = tf.nest.map_structure(lambda one: next(left) if one else None, some)
-            done = 0 if optimizer is None else int(optimizer.iterations)
-            self.caught = Caught(done + 1, data)
-        return not self._armed
+            self.caught = Caught(step, data, skipped=skipped)
+        # The one error that TensorFlow takes for an end, and does not warn of.
+        raise StopIteration("A step is not finite.")
 
 
 def finite(tensors: Sequence[reduce.Gradient]) -> tf.Tensor:
