@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
     startup.begin("towers.train", "Stopped by Ctrl-C: nothing was saved yet.")
 
+import contextlib
 import dataclasses
 import difflib
 import fcntl
@@ -32,8 +33,9 @@ import signal
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 import keras
 import tensorflow as tf
@@ -60,7 +62,7 @@ from towers.callbacks.checkpoint import (
 )
 from towers.callbacks.devices import DeviceReport
 from towers.callbacks.lines import Lines
-from towers.callbacks.profile import Profile
+from towers.callbacks.profile import MOST_STEPS, Profile, can_record
 from towers.callbacks.stall import Stall
 from towers.callbacks.starvation import Starvation
 from towers.callbacks.step_time import StepTime
@@ -594,7 +596,7 @@ def run(job: Job) -> None:
         raise cannot_write(job, error) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take(lock)
         except BlockingIOError as error:
             raise SaveError(
                 f"Another run writes to {job.model_dir}; expected one at a time, so "
@@ -603,11 +605,29 @@ def run(job: Job) -> None:
         run_alone(job)
 
 
+def take(lock: IO) -> None:
+    """Locks a file; a report that looks whether it is locked holds it for a moment.
+
+    Raises:
+        BlockingIOError: If another run has locked it.
+    """
+    for again in (True, True, False):
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not again:
+                raise
+            time.sleep(0.1)
+
+
 def run_alone(job: Job) -> None:
     """The same, while no other run writes to the model_dir."""
     if FLAGS.clean:
         remove_run(job.model_dir)
     try:
+        # Of an earlier run; this one has found nothing yet.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(job.model_dir, _NOT_FINITE))
         write_text(job, "flags.txt", flags_text())
         if job.bad_records is not None:
             path = os.path.join(job.model_dir, _BAD_RECORDS)
@@ -908,11 +928,11 @@ def read_profile_steps() -> tuple[int, int] | None:
         return None
     if all(step.isdecimal() for step in steps) and len(steps) == 2:
         first, last = map(int, steps)
-        if 1 <= first < last:
+        if can_record(first, last):
             return first, last
     raise ValueError(
         f"Received --profile_steps={','.join(steps)}; expected the first and the last "
-        "step to record, such as --profile_steps=100,110."
+        f"of 2 to {MOST_STEPS} steps to record, such as --profile_steps=100,110."
     )
 
 
@@ -1374,10 +1394,7 @@ def summarise(job: Job, watch: Watch | None) -> dict:
     """Collects what summary.json holds."""
     return {
         **evaluate(job),
-        "images_per_sec": watch and watch.throughput.images_per_sec,
-        "waiting": watch and watch.starvation.waiting,
-        "verdict": watch and watch.starvation.verdict,
-        "measured": watch and watch.text(),
+        **(measured(watch) if watch else measured_before(job.model_dir)),
         "bad_records": job.bad_records,
         "epochs": job.epoch,
         "steps": int(job.model.optimizer.iterations),
@@ -1387,6 +1404,28 @@ def summarise(job: Job, watch: Watch | None) -> dict:
         "checkpoint": job.checkpoint.latest,
         "logs": job.model_dir,
     }
+
+
+def measured(watch: Watch) -> dict:
+    """Returns what this run has measured."""
+    return {
+        "images_per_sec": watch.throughput.images_per_sec,
+        "waiting": watch.starvation.waiting,
+        "verdict": watch.starvation.verdict,
+        "measured": watch.text(),
+    }
+
+
+def measured_before(model_dir: str) -> dict:
+    """Returns what the last run that has trained here had measured, if it is known."""
+    try:
+        with open(os.path.join(model_dir, "summary.json")) as file:
+            summary = json.load(file)
+    except (OSError, ValueError):
+        summary = None
+    known = summary if isinstance(summary, dict) else {}
+    names = "images_per_sec", "waiting", "verdict", "measured"
+    return {name: known.get(name) for name in names}
 
 
 def summary_text(summary: dict) -> str:

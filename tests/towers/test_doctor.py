@@ -599,6 +599,7 @@ def config(cluster=CLUSTER, kind="worker", index=0):
             "the address a:1 is there 2 times",
         ),
         (json.dumps({"cluster": CLUSTER}), "the task is null, whose type"),
+        (config(kind=["x"]), "whose type the cluster has not; expected one of worker"),
         (
             config(kind="chief"),
             "whose type the cluster has not; expected one of worker",

@@ -1,15 +1,19 @@
 """Which batch sizes are tried, what is said of them, and whether the limit is found."""
 
+import dataclasses
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from tests import warm
+from towers.find_batch_size import probe as probing
 from towers.find_batch_size import processes
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe, search, unit
@@ -27,7 +31,7 @@ def tried_by(room, start, step=1, most=None, speed=lambda size: 100.0):
             return Probe(size, False, why="no room")
         return Probe(size, True, speed(size), 1000 * size / speed(size), 10.0 + size)
 
-    return search(probe, probe(start), step, most)
+    return list(search(probe, probe(start), step, most))
 
 
 def sizes(tried):
@@ -124,6 +128,12 @@ def test_report_says_why_nothing_larger_was_tried():
     assert "no other is faster than this, with which" in str(report(falling))
 
 
+def test_report_of_a_search_that_was_stopped():
+    stopped = dataclasses.replace(report([Probe(8, True, 9.0, 1.0, 1.0)]), stopped=True)
+    assert "Largest that fits: 8 (4 per tower); the search was stopped" in str(stopped)
+    assert stopped.as_dict()["stopped"] is True
+
+
 def test_report_draws(tmp_path):
     for name, begins in (("chart.png", b"\x89PNG"), ("chart.svg", b"<?xml")):
         report(tried_by(21, start=8)).plot(str(tmp_path / name))
@@ -146,6 +156,43 @@ def test_how_a_probe_died(code, stderr, limited, expected):
     assert told.keys() == {"fits", "why"} if "fits" in expected else {"error"}
     for name, value in expected.items():
         assert str(told[name]).startswith(str(value))
+
+
+# As TensorFlow and oneDNN say it.
+OOM = """Graph execution error:
+  (0) RESOURCE_EXHAUSTED:  failed to allocate memory
+OOM when allocating tensor with shape[65536,64] and type float on CPU:0 by cpu
+\t [[{{node dense/MatMul}}]]
+Hint: If you want to see a list of allocated tensors when OOM happens, add this."""
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (OOM, OOM.splitlines()[2]),
+        (OOM[OOM.index("Hint") :], ""),
+        ("x\nwhat():  std::bad_alloc\ny", "std::bad_alloc"),
+        (f"OOM {'size ' * 30}", f"OOM{' size' * 22}..."),
+        ("all is well", ""),
+    ],
+)
+def test_what_tells_of_a_lack_of_memory(text, why):
+    assert probing.no_memory(text) == why
+
+
+# A probe.
+
+
+@pytest.mark.parametrize(("call_s", "measured"), [(0.5, 5), (10, 2), (1.3, 3)])
+def test_fewer_calls_are_measured_where_they_take_long(monkeypatch, call_s, measured):
+    now = itertools.count()
+    monkeypatch.setattr(probing.time, "perf_counter", lambda: call_s * next(now))
+    clock = probing.Clock()
+    clock.set_model(types.SimpleNamespace(stop_training=False))
+    for batch in range(probing._WARM_UP + 5):
+        if not clock.model.stop_training:
+            clock.on_train_batch_end(batch, {"loss": 1.0})
+    assert clock.measured_s() == pytest.approx([call_s] * measured)
 
 
 # The program, with real probes.
@@ -180,14 +227,19 @@ def build(input_shape, num_classes):
     ])
 """
 
-# Says that it is built, and never returns; the file stays open while it lives.
+# With a larger batch, it says that it is built, and never returns; the file stays open
+# while it lives.
 WAITING = """
-import os, threading
+import os, sys, threading
+import keras
 
 def build(input_shape, num_classes):
-    with open(os.environ["FIFO"], "w") as fifo:
-        print("here", file=fifo, flush=True)
-        threading.Event().wait()
+    if sys.argv[-1] != "--batch_size=2":
+        with open(os.environ["FIFO"], "w") as fifo:
+            print("here", file=fifo, flush=True)
+            threading.Event().wait()
+    layers = keras.layers.Flatten(), keras.layers.Dense(num_classes)
+    return keras.Sequential([keras.Input(input_shape), *layers])
 """
 
 FLAGS = (
@@ -254,6 +306,7 @@ def test_nothing_fits(tmp_path):
         # A probe's own.
         (["--dataset=folder:/nowhere"], "/nowhere"),
         (["--max_batch_size=1", "--model=mlp"], "expected at least 2, so that each of"),
+        (["--dataset=digits", "--memory_limit_mb=10"], "=10; expected at least "),
     ],
 )
 def test_wrong_usage_is_said_in_a_sentence(flags, expected):
@@ -266,21 +319,34 @@ def test_wrong_usage_is_said_in_a_sentence(flags, expected):
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_ends_the_probe(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code", "cause"),
+    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")],
+)
+def test_a_signal_ends_the_probe_and_shows_what_was_found(
+    tmp_path, number, code, cause
+):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    command = [sys.executable, "-m", MODULE, *FLAGS, write(tmp_path, WAITING)]
+    model = write(tmp_path, WAITING)
+    command = [sys.executable, "-m", MODULE, *FLAGS, "--batch_size=2", model]
     environ = os.environ | {"FIFO": str(fifo), "CUDA_VISIBLE_DEVICES": ""}
     with (
         subprocess.Popen(
-            command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as program,
         fifo.open() as of_probe,
     ):
         assert of_probe.readline() == "here\n"
-        program.send_signal(signal.SIGINT)
-        _, said = program.communicate(timeout=TIMEOUT_S)
+        program.send_signal(number)
+        found, said = program.communicate(timeout=TIMEOUT_S)
         assert of_probe.read() == ""  # when the probe has ended
-    assert program.returncode == 130
-    assert f"{MODULE}: Stopped by Ctrl-C." in said
+    assert program.returncode == code
+    assert f"{MODULE}: Stopped by {cause}." in said
+    assert "Largest that fits: 2 (1 per tower); the search was stopped" in found
     assert "Traceback" not in said

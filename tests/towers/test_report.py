@@ -19,17 +19,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecat
 TIMEOUT_S = 120
 EPOCHS, STEPS = 5, 20
 FLAGS = "--model=cnn\n--dataset=digits\n--num_gpus=2\n--note=<b>5 & 6</b>\n"
+VERDICT = "input-bound: towers waited 43% of the time; the slowest stage is map."
 SUMMARY = {
     "test_loss": 0.25,
     "test_accuracy": 0.9375,
     "images_per_sec": 1034.25,
     "waiting": 0.43,
+    "verdict": VERDICT,
+    "measured": "images/s: 1,034.2",
     "bad_records": 3,
     "epochs": EPOCHS,
     "steps": EPOCHS * STEPS,
     "towers": ["/device:CPU:0", "/device:CPU:1"],
 }
-VERDICT = "input-bound: towers waited 43% of the time; the slowest stage is map."
 # A mean of each, over the ten steps that it is written at.
 MEASURED = {
     "samples_per_sec": 1000.0,
@@ -49,7 +51,7 @@ MEASURED = {
     "device/gpu:0/temperature_c": 61.0,
 }
 TEXTS = {
-    "verdict": VERDICT,
+    "verdict": "compute-bound: of an earlier session",
     "devices": "    tower  device\n        0  /device:CPU:0\n",
     "versions": "Python 3.11 <script>fails()</script>",
     "input_labels": "1. three\n2. <i>four</i>\n3. five\n",
@@ -157,10 +159,12 @@ def test_a_whole_run(tmp_path, page):
         "test accuracy": "0.9375",
         "test loss": "0.2500",
         "images/s": "1,034.2",
-        "of the time waiting": "43%",
+        "of the time waiting, last part": "43%",
         "towers": "2",
     }
-    assert page.locator(".verdict").inner_text() == VERDICT
+    # Of the same session as the figures.
+    verdict = page.locator(".verdict").inner_text().split("\n")
+    assert verdict[0] == VERDICT and "images/s: 1,034.2" in verdict[1:]
     assert notes(page) == [
         "3 bad records were passed over: bad_records.json lists them."
     ]
@@ -309,7 +313,8 @@ def test_a_run_that_went_on(tmp_path, page):
     found = cards(page)
     assert found["validation loss, epoch 5"] == "0.1600"
     assert found["images/s"] == "1,000.0"
-    assert found["of the time waiting"] == "37%"
+    assert found["of the time waiting, all parts"] == "37%"
+    assert page.locator(".verdict").count() == 0
     assert found["towers"] == "2"
     assert "training, in 4 parts" in found
     # What was done twice is drawn once.
@@ -351,17 +356,35 @@ def test_the_same_run_is_the_same_chart():
         (["{}/absent"], "which is no directory; expected the --model_dir of a run"),
         (["{}"], "There is no run in {}: no summary.json, and nothing in train/"),
         (["{}/run", "--output={}/absent/x"], "Cannot write {}/absent/x: No such file"),
-        (["{}/bad"], "{}/bad/summary.json is not as towers.train writes it"),
     ],
 )
 def test_what_does_not_fit(tmp_path, capsys, arguments, said):
     write_events(tmp_path / "run" / "train", range(1))
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "summary.json").write_text("{")
     assert report.main([each.format(tmp_path) for each in arguments]) == 1
     out, err = capsys.readouterr()
     assert not out and err.startswith("towers.report: ") and err.count("\n") == 1
     assert said.format(tmp_path) in err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "no object"),
+        ('{"a": 1}', '"epochs" is missing'),
+        (json.dumps(SUMMARY | {"steps": None}), '"steps" is null'),
+        (json.dumps(SUMMARY | {"waiting": "no"}), '"waiting" is "no"'),
+        (json.dumps(SUMMARY | {"test_loss": [1]}), '"test_loss" is [1]'),
+        (json.dumps(SUMMARY | {"towers": 2}), '"towers" is 2'),
+    ],
+)
+def test_a_summary_of_something_else(tmp_path, capsys, text, said):
+    path = tmp_path / "summary.json"
+    path.write_text(text)
+    assert report.main([str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert f"{path} is not as towers.train writes it ({said}" in err
 
 
 def test_missing_libraries(tmp_path, capsys, monkeypatch):
@@ -369,5 +392,5 @@ def test_missing_libraries(tmp_path, capsys, monkeypatch):
     assert report.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         "towers.report: The report is made with jinja2 and matplotlib, which are not "
-        "installed; run: pip install jinja2 matplotlib\n"
+        "installed; run: pip install 'towers[report]'\n"
     )

@@ -142,7 +142,7 @@ def trained(tmp_path_factory):
 
 # Small, deterministic, and never done before it is killed.
 REPEATABLE = (
-    *("--model=mlp", "--deterministic", "--train_epochs=12", "--seed=3"),
+    *("--model=mlp", "--deterministic", "--train_epochs=8", "--seed=3"),
     "--save_steps=5",
 )
 
@@ -160,7 +160,7 @@ def killed(data_dir, tmp_path_factory):
     """The model_dir of the same run, killed; not to be changed."""
     path = tmp_path_factory.mktemp("killed")
     process = start(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
-    wait_for(process, "epoch 3/12 done")
+    wait_for(process, "epoch 2/8 done")
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -209,9 +209,7 @@ def test_what_a_run_says(trained):
     assert re.search(rf": {rate}, accuracy ", lines[-1])
     # How it ended. Ten steps of warm-up, so that the first line has no rate.
     assert "images/s" not in lines[0]
-    verdicts = re.findall(
-        r"^(step \d+|whole run): (?:input|compute)-bound: towers", out, re.M
-    )
+    verdicts = re.findall(r"^(step \d+|whole run): \w+-bound: towers", out, re.M)
     assert verdicts == [
         "step 20",
         "step 30",
@@ -225,7 +223,8 @@ def test_what_a_run_says(trained):
     assert end.startswith("Done: 3 epochs, 69 steps on 2 towers.\n")
     assert re.search(rf"^  {rate}$", end, re.M)
     for tower in (0, 1):
-        assert re.search(rf"^    tower {tower}: {rate}$", end, re.M)
+        line = rf"^    tower {tower}: {rate}, computing \d+% of the time$"
+        assert re.search(line, end, re.M)
     step = r"[\d.]+ waiting for input, .* computing \(by tower: [\d.]+, [\d.]+\)"
     assert re.search(rf"^  a step: [\d.]+ ms: {step}, .* in Python$", end, re.M)
     assert re.search(r"^  this process, \d+ cores +[\d,]+ MB", end, re.M)
@@ -259,7 +258,7 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
 
     assert summary["images_per_sec"] > 0
     assert 0 <= summary["waiting"] < 1
-    assert f"towers waited {summary['waiting']:.0%}" in summary["verdict"]
+    assert summary["verdict"] in trained.stdout
     for line in summary["measured"].splitlines():
         assert f"  {line}\n" in trained.stdout
     for key, value in {
@@ -378,24 +377,33 @@ def test_help_is_short_and_helpfull_complete():
         (
             [
                 *("--model=mlp", "--optimizer=adamw", "--weight_decay=0.01"),
-                "--local_parameter_device=gpu",
+                *("--local_parameter_device=gpu", "--enable_xla=true"),
             ],
             STEPS,
         ),
-        (["--model=mlp", "--max_train_steps=7", "--num_gpus=3"], 7),
-        (["--model=mlp", "--enable_xla=true"], STEPS),
+        (
+            [
+                *("--model=mlp", "--max_train_steps=7", "--num_gpus=3"),
+                *("--recipe=cifar", "--randaugment=1,5", "--prefetch=2"),
+            ],
+            7,
+        ),
         (["--model=mlp", "--batch_size=719", "--num_gpus=4"], 2),
-        (["--dtype=fp16"], STEPS),
         (
             [
                 *("--image_size=12x10", "--train_split=train[:128]"),
-                "--eval_split=train[-9:]",
+                *("--eval_split=train[-9:]", "--dtype=fp16"),
             ],
             2,
         ),
-        (["--recipe=cifar", "--randaugment=1,5", "--prefetch=2"], STEPS),
-        (["--mixup_alpha=0.2", "--cutmix_alpha=1", "--dtype=bf16"], STEPS),
-        (["--recipe=imagenet", "--cache=none", "--shuffle_mb=1"], STEPS),
+        (
+            [
+                *("--mixup_alpha=0.2", "--cutmix_alpha=1", "--dtype=bf16"),
+                *("--recipe=imagenet", "--cache=none", "--shuffle_mb=1"),
+                "--max_train_steps=3",
+            ],
+            3,
+        ),
         (["--dataset=synthetic:8x8x3:5:128"], 2),
         (["--dataset=synthetic:8x8x1:10:128", "--eval_dataset=digits"], 2),
     ],
@@ -471,14 +479,13 @@ def test_where_examples_are_kept_changes_no_result(data_dir, tmp_path):
     for name, more in (
         ("memory", ["--cache=memory"]),
         ("disk", ["--cache=disk", f"--cache_dir={tmp_path}/cache"]),
-        ("auto", []),
     ):
         done = run(*flags, f"--model_dir={tmp_path}/{name}", "--deterministic", *more)
         where = f"{tmp_path}/cache" if name == "disk" else "memory"
         assert f"0.1 MB of pixels kept in {where}." in done.stdout
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         losses.append(summary["test_loss"])
-    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == losses[1]
 
 
 def test_workers_of_a_service_change_no_result(data_dir, tmp_path):
@@ -486,8 +493,9 @@ def test_workers_of_a_service_change_no_result(data_dir, tmp_path):
 
     dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
     address = dispatcher.target
+    # Before it ends, a worker waits for its next heartbeat: by default, for 30 s.
     worker = service.WorkerServer(
-        service.WorkerConfig(dispatcher_address=address.partition("://")[2])
+        service.WorkerConfig(address.partition("://")[2], heartbeat_interval_ms=500)
     )
     flags = (f"--data_dir={data_dir}", "--model=mlp", "--train_epochs=2")
     losses = []
@@ -572,6 +580,24 @@ class TestInProcess:
         train.compile_model(model, 95)
         assert model.loss.from_logits is from_logits
         assert model.optimizer.built
+
+    @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}'])
+    def test_what_was_measured_before_may_be_unknown(self, tmp_path, text):
+        (tmp_path / "summary.json").write_text(text)
+        assert set(train.measured_before(str(tmp_path)).values()) == {None}
+
+    def test_a_report_that_looks_at_the_lock_keeps_no_run_away(
+        self, tmp_path, monkeypatch
+    ):
+        with open(tmp_path / "lock", "w") as ours, open(tmp_path / "lock") as theirs:
+            fcntl.flock(theirs, fcntl.LOCK_SH)
+            waits = []
+            monkeypatch.setattr(
+                *(train.time, "sleep"),
+                lambda s: (waits.append(s), fcntl.flock(theirs, fcntl.LOCK_UN)),
+            )
+            train.take(ours)
+        assert len(waits) == 1
 
     def test_clean_removes_only_what_a_run_wrote(self, tmp_path):
         mine = ["notes.txt", "other.keras", "train/cat/1.png", "checkpoints/mine.h5"]
@@ -716,25 +742,22 @@ def continued(done, path):
     return epoch, batch
 
 
-@pytest.mark.parametrize("num_gpus", [2, 3])
-def test_killed_and_started_again(killed, whole, data_dir, tmp_path, num_gpus):
+def test_killed_and_started_again(killed, whole, data_dir, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(killed, path)
-    done = run(
-        *(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}"),
-        f"--num_gpus={num_gpus}",
-    )
+    (path / "not_finite.npz").touch()
+    done = run(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
+    # Nothing in this run is not finite.
+    assert not (path / "not_finite.npz").exists()
     epoch, batch = continued(done, path)
-    assert 2 <= epoch < 12 and batch in (0, 5, 10, 15, 20)
+    assert 1 <= epoch < 8 and batch in (0, 5, 10, 15, 20)
     assert first_done(done) == epoch + 1
     summary = json.loads((path / "summary.json").read_text())
-    assert (summary["epochs"], summary["steps"]) == (12, 12 * STEPS)
-    assert len(summary["towers"]) == num_gpus
+    assert (summary["epochs"], summary["steps"]) == (8, 8 * STEPS)
     model = keras.models.load_model(path / "model.keras")
-    assert int(model.optimizer.iterations) == 12 * STEPS
-    if num_gpus == 2:
-        # As if nothing had happened.
-        assert_same_bits(model.get_weights(), weights(whole))
+    assert int(model.optimizer.iterations) == 8 * STEPS
+    # As if nothing had happened.
+    assert_same_bits(model.get_weights(), weights(whole))
 
 
 def test_terminated_and_started_again(data_dir, tmp_path):
@@ -781,6 +804,13 @@ def test_finished_and_started_again(trained, data_dir, tmp_path):
     assert "epoch 4" not in done.stdout and "epoch 1/" not in done.stdout
     assert "Done: 3 epochs, 69 steps" in done.stdout
     assert_same_bits(weights(path), weights(trained.path))
+    # What was measured is kept.
+    before, after = (
+        json.loads((folder / "summary.json").read_text())
+        for folder in (trained.path, path)
+    )
+    for name in ("images_per_sec", "waiting", "verdict", "measured"):
+        assert after[name] == before[name] is not None
 
 
 def test_eval_only(trained, data_dir):
@@ -948,18 +978,12 @@ def test_unwritable_model_dir(made, data_dir, model_dir):
     check_bad(done, [model_dir, parent, "--model_dir"], model_dir)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--model=mlp"], ["another model", "conv2d", "dense"]),
-        (["--optimizer=sgd"], ["another optimizer", "adam/", "sgd/"]),
-    ],
-)
-def test_checkpoint_of_another(trained, data_dir, flags, words):
+def test_checkpoint_of_another(trained, data_dir):
     before = snapshot(trained.path)
-    done = run(f"--data_dir={data_dir}", f"--model_dir={trained.path}", *flags, code=1)
+    flags = f"--data_dir={data_dir}", f"--model_dir={trained.path}", "--model=mlp"
+    done = run(*flags, code=1)
     (said,) = ours(done)
-    for word in [*words, str(trained.path), "--clean"]:
+    for word in ("another model", "conv2d", "dense", str(trained.path), "--clean"):
         assert word in said
     assert "Traceback" not in done.stderr
     assert snapshot(trained.path) == before
@@ -968,9 +992,10 @@ def test_checkpoint_of_another(trained, data_dir, flags, words):
 def test_truncated_checkpoint(trained, data_dir, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(trained.path, path)
-    for number in (3, 2, 1):
-        broken = path / f"checkpoints/ckpt-{number}-0/variables.data-00000-of-00001"
-        broken.write_bytes(broken.read_bytes()[:-1000])
+    for numbers in ((3, 2), (1,)):
+        for number in numbers:
+            broken = path / f"checkpoints/ckpt-{number}-0/variables.data-00000-of-00001"
+            broken.write_bytes(broken.read_bytes()[:-1000])
         before = snapshot(path)
         flags = f"--data_dir={data_dir}", f"--model_dir={path}", "--eval_only"
         done = run(*flags, code=0 if number > 1 else 1)
@@ -978,10 +1003,10 @@ def test_truncated_checkpoint(trained, data_dir, tmp_path):
         # With the newest that is whole, if there is one.
         first = f"Cannot read the checkpoint {path}/checkpoints/ckpt-3-0: "
         if number > 1:
-            older = f"{path}/checkpoints/ckpt-{number - 1}-0"
+            older = f"{path}/checkpoints/ckpt-1-0"
             assert said.startswith(f"Warning: {first}")
             assert said.endswith(f"after it is lost: going back to {older}.")
-            assert f"Evaluating {older}: after epoch {number - 1}," in done.stdout
+            assert f"Evaluating {older}: after epoch 1," in done.stdout
         else:
             assert said.startswith(first) and said.endswith("or remove it.")
         assert "Traceback" not in done.stderr
@@ -1076,7 +1101,7 @@ def test_bad_records_are_passed_over(tmp_path):
         *(f"--dataset=tfrecord:{tmp_path}/*.tfrecord", "--image_size=8"),
         *("--model=mlp", "--deterministic", "--train_epochs=2", "--batch_size=4"),
         # So that it is found late.
-        *("--cache=none", "--shuffle_mb=0", "--save_steps=1"),
+        *("--cache=none", "--shuffle_mb=0", "--save_steps=20"),
     )
     done = run(*flags, f"--model_dir={tmp_path}/late", code=1)
     (said,) = ours(done)
@@ -1132,7 +1157,6 @@ def test_one_run_at_a_time(data_dir, tmp_path):
         done = run(*flags, "--train_epochs=1", code=1)
         assert f"Another run writes to {tmp_path}" in ours(done)[0]
         assert not (tmp_path / "flags.txt").exists()
-    run(*flags, "--train_epochs=1")
 
 
 @pytest.mark.parametrize("name", ["flags.txt", "lock", "checkpoints"])

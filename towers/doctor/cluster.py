@@ -104,7 +104,7 @@ def _check_unique(cluster):
 
 def _task(task: Any, cluster: Mapping[str, Sequence[str]]) -> tuple[str, int]:
     kind = task.get("type") if isinstance(task, dict) else None
-    if kind != _OUTSIDE and kind not in cluster:
+    if not isinstance(kind, str) or kind not in {*cluster, _OUTSIDE}:
         raise ValueError(
             f"the task is {_short(json.dumps(task))}, whose type the cluster has not; "
             f"expected one of {', '.join(cluster)}"

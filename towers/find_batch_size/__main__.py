@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
     startup.begin("towers.find_batch_size")
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -53,22 +54,16 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    # As an exception, it ends the probe that runs, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _terminate)
     quieten()
     try:
         startup.end()
         check_flags(argv)
-        report = find()
-        print(json.dumps(report.as_dict()) if FLAGS.json else report)
-        if FLAGS.plot:
-            report.plot(FLAGS.plot)
-    except KeyboardInterrupt:
-        fail("Stopped by Ctrl-C.", _PROGRAM)
-        return 130
+        return find()
+    except KeyboardInterrupt as stop:
+        return _say_stopped(stop)
     except (ValueError, OSError) as error:
         return fail(error, _PROGRAM)
-    return 0
 
 
 def check_flags(argv: Sequence[str]) -> None:
@@ -89,8 +84,11 @@ def check_flags(argv: Sequence[str]) -> None:
         )
 
 
-def find() -> Report:
-    """Searches, and says on stderr how far it is.
+def find() -> int:
+    """Searches, says on stderr how far it is, and shows what was found.
+
+    Returns:
+        The exit code.
 
     Raises:
         ValueError: If any input is bad, or nothing fits.
@@ -105,15 +103,8 @@ def find() -> Report:
             f"Received --max_batch_size={most}; expected at least {unit}, so that each "
             f"of {len(told['towers'])} towers gets its share."
         )
-    tried = search.search(
-        lambda size: said(as_probe(run(size))), said(as_probe(told)), unit, most
-    )
-    if search.largest(tried) is None:
-        raise ValueError(
-            f"No batch fits, not even {tried[-1].batch_size} ({tried[-1].why}); allow "
-            "more memory, or take a smaller model, smaller images or --dtype=bf16."
-        )
-    return Report(
+    tried, code = [], 0
+    report = Report(
         tried,
         towers=told["towers"],
         shares=told["shares"],
@@ -122,15 +113,53 @@ def find() -> Report:
         learning_rate=FLAGS.learning_rate,
         note=told["note"],
     )
+    try:
+        for result in search.search(
+            lambda size: as_probe(run(size)), as_probe(told), unit, most
+        ):
+            tried.append(result)
+            say(result)
+    except KeyboardInterrupt as stop:
+        code, report = _say_stopped(stop), dataclasses.replace(report, stopped=True)
+    if search.largest(tried):
+        show(report)
+    elif not code:
+        raise ValueError(
+            f"No batch fits, not even {tried[-1].batch_size} ({tried[-1].why}); allow "
+            "more memory, or take a smaller model, smaller images or --dtype=bf16."
+        )
+    return code
 
 
-def said(result: Probe) -> Probe:
+def show(report: Report) -> None:
+    """Prints what was found, and draws it if that is asked for."""
+    print(json.dumps(report.as_dict()) if FLAGS.json else report)
+    if FLAGS.plot:
+        report.plot(FLAGS.plot)
+
+
+def say(result: Probe) -> None:
     """Says on stderr what became of a batch size, since a search takes minutes."""
     found = f"does not fit ({result.why})"
     if result.fits:
         found = f"{result.images_per_s:,.1f} images/s, {result.peak_memory_mb:,.0f} MB"
     print(f"{_PROGRAM}: batch {result.batch_size:,}: {found}", file=sys.stderr)
-    return result
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM arrived."""
+
+
+def _terminate(signum, frame):
+    # As an exception, it ends the probe that runs, too.
+    raise _Terminated
+
+
+def _say_stopped(stop: KeyboardInterrupt) -> int:
+    """Says what has stopped the program, and returns its exit code."""
+    terminated = isinstance(stop, _Terminated)
+    fail(f"Stopped by {'SIGTERM' if terminated else 'Ctrl-C'}.", _PROGRAM)
+    return 143 if terminated else 130
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import re
 import resource
 import statistics
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,7 +34,10 @@ FLAGS = flags.FLAGS
 _PROGRAM = "towers.find_batch_size.probe"
 
 flags.DEFINE_integer(
-    "probe_steps", 5, "Steps to measure, after warming up.", lower_bound=1
+    "probe_steps",
+    5,
+    "Most steps to measure, after warming up; two are enough if they take long.",
+    lower_bound=1,
 )
 flags.DEFINE_integer(
     "memory_limit_mb",
@@ -44,6 +49,8 @@ flags.DEFINE_integer(
 
 # Calls that are not measured: in the first graphs are built, in the second buffers.
 _WARM_UP = 2
+# No more are measured once so many have taken so long.
+_ENOUGH_CALLS, _ENOUGH_S = 2, 3.0
 # Distinct examples in a batch; more would only take time to make.
 _POOL = 64
 _SHARE_OF_FREE = 0.9
@@ -111,15 +118,16 @@ def probe(tell: Callable[..., None]) -> None:
         memory="GPU" if gpus else "process",
         note=placed.note,
     )
-    if not gpus:
-        limit_memory()
-    elif FLAGS.memory_limit_mb is not None:
+    if gpus and FLAGS.memory_limit_mb is not None:
         raise ValueError(
             f"Received --memory_limit_mb={FLAGS.memory_limit_mb} for towers on GPUs; "
             "expected --gpu_memory_limit_mb there."
         )
     source = train.open_source(FLAGS.dataset, FLAGS.num_classes)
     image_shape = train.choose_image_shape(source)
+    if not gpus:
+        # Not before: a library that finds no memory while it is imported says anything.
+        limit_memory()
     model = train.build_model(source, image_shape, placed.home)
     clock = Clock()
     # How many examples an epoch has changes the learning rate only.
@@ -130,7 +138,7 @@ def probe(tell: Callable[..., None]) -> None:
         verbose=0,
         shuffle=False,
     )
-    step_s = statistics.median(clock.calls_s()[_WARM_UP - 1 :]) / FLAGS.steps_per_loop
+    step_s = statistics.median(clock.measured_s()) / FLAGS.steps_per_loop
     tell(
         fits=True,
         images_per_s=FLAGS.batch_size / step_s,
@@ -170,7 +178,7 @@ def batches(
 
 
 class Clock(keras.callbacks.Callback):
-    """Notes when training calls end."""
+    """Notes when training calls end, and ends training once that is enough."""
 
     def __init__(self):
         super().__init__()
@@ -180,10 +188,14 @@ class Clock(keras.callbacks.Callback):
         """Waits for the step's loss, since a GPU is only told to compute."""
         float(logs["loss"])
         self._ends_s.append(time.perf_counter())
+        calls_s = self.measured_s()
+        if len(calls_s) >= _ENOUGH_CALLS and sum(calls_s) >= _ENOUGH_S:
+            self.model.stop_training = True
 
-    def calls_s(self) -> list[float]:
-        """Returns the times of all calls but the first."""
-        return [end - begin for begin, end in itertools.pairwise(self._ends_s)]
+    def measured_s(self) -> list[float]:
+        """Returns the times of the calls after warming up."""
+        ends_s = self._ends_s[_WARM_UP - 1 :]
+        return [end - begin for begin, end in itertools.pairwise(ends_s)]
 
 
 def limit_memory() -> None:
@@ -191,12 +203,21 @@ def limit_memory() -> None:
 
     RLIMIT_DATA counts what is allocated; RLIMIT_AS would count TensorFlow's libraries
     and addresses that are merely reserved, and Linux ignores RLIMIT_RSS.
+
+    Raises:
+        ValueError: If more is allocated already.
     """
-    if FLAGS.memory_limit_mb is not None:
-        limit = FLAGS.memory_limit_mb * 2**20
-    else:
+    taken_mb, limit_mb = _of_process_mb("VmData"), FLAGS.memory_limit_mb
+    if limit_mb is None:
         # So that the kernel ends no other process.
-        limit = int(_of_process_mb("VmData") * 2**20 + _SHARE_OF_FREE * free_memory())
+        limit_mb = taken_mb + _SHARE_OF_FREE * free_memory() / 2**20
+    elif limit_mb <= taken_mb:
+        raise ValueError(
+            f"Received --memory_limit_mb={limit_mb}; expected at least "
+            f"{math.ceil(taken_mb) + 1}, as TensorFlow and the data set take "
+            f"{taken_mb:,.0f} MB before the model is built."
+        )
+    limit = int(limit_mb * 2**20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
@@ -221,8 +242,15 @@ def _of_process_mb(name: str) -> float:
 def no_memory(text: str) -> str:
     """Returns what in a text tells of a lack of memory, empty if nothing does."""
     lines = [line.strip().removeprefix("what():  ") for line in text.splitlines()]
-    # The last: errors of a graph begin with where, and end with what.
-    return next((line[:120] for line in lines[::-1] if _NO_MEMORY.search(line)), "")
+    found = [
+        line
+        for line in lines
+        if _NO_MEMORY.search(line) and not line.startswith("Hint:")
+    ]
+    # Best is the one that says of what size; else the last, as errors of a graph begin
+    # with where, and end with what.
+    found.sort(key=lambda line: "OOM when allocating" in line)
+    return textwrap.shorten(found[-1], 120, placeholder="...") if found else ""
 
 
 if __name__ == "__main__":

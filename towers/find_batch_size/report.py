@@ -13,7 +13,7 @@ _HEAD = "batch", "per tower", "images/s", "step ms", "peak MB", "fits"
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A search that is over.
+    """A search, as far as it has come.
 
     Attributes:
         tried: What was tried, in order; at least one batch size fits.
@@ -23,6 +23,7 @@ class Report:
         most: The largest size that might be tried, `None` for any.
         learning_rate: That of the first size that was tried.
         note: What else is to be known; may be empty.
+        stopped: Whether it was stopped before it was over.
     """
 
     tried: Sequence[Probe]
@@ -32,6 +33,7 @@ class Report:
     most: int | None
     learning_rate: float
     note: str = ""
+    stopped: bool = False
 
     def __str__(self) -> str:
         whose = "the fullest GPU" if self.memory == "GPU" else "the whole process"
@@ -57,6 +59,7 @@ class Report:
             "towers": list(self.towers),
             "shares": list(self.shares),
             "memory": self.memory,
+            "stopped": self.stopped,
             "probes": [dataclasses.asdict(probe) for probe in self._ordered()],
         }
 
@@ -101,7 +104,11 @@ class Report:
             f"Largest that fits: {size:,} ({_per_tower(size, self.shares)} per tower)"
         )
         if end:
-            return f"{text}; {end.batch_size:,} does not ({end.why})."
+            text += f"; {end.batch_size:,} does not ({end.why})"
+        if self.stopped:
+            return f"{text}; the search was stopped before it was over."
+        if end:
+            return f"{text}."
         unit = search.unit(self.shares)
         if self.most is not None and size + unit > self.most:
             return f"{text}; nothing larger was tried, as --max_batch_size says."

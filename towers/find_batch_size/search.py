@@ -6,7 +6,7 @@ unit, so that no tower has an example more than its share.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 GRAIN = 1 / 32
 """The largest that fits is found to within so much of it, or to a unit."""
@@ -45,7 +45,7 @@ def unit(shares: Sequence[int]) -> int:
 
 def search(
     probe: Callable[[int], Probe], first: Probe, step: int, most: int | None = None
-) -> list[Probe]:
+) -> Iterator[Probe]:
     """Tries batch sizes until the largest that fits is known.
 
     The size is doubled while it fits, halved while it does not, and then bisected.
@@ -57,9 +57,10 @@ def search(
         step: What sizes are multiples of, see `unit`.
         most: The largest size to try, `None` for any.
 
-    Returns:
+    Yields:
         All that were tried, in order, with `first`.
     """
+    yield first
     most = most and most // step
     tried = [first]
     units = first.batch_size // step
@@ -68,8 +69,8 @@ def search(
         bad is None and falls_off(tried)
     ):
         tried.append(probe(units * step))
+        yield tried[-1]
         good, bad = (units, bad) if tried[-1].fits else (good, units)
-    return tried
 
 
 def _following(good: int, bad: int | None, most: int | None) -> int | None:

@@ -78,10 +78,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
-        names = " ".join(missing)
         raise ValueError(
             f"The report is made with {' and '.join(missing)}, which are not "
-            f"installed; run: pip install {names}"
+            "installed; run: pip install 'towers[report]'"
         )
     return options
 

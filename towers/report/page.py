@@ -6,6 +6,7 @@ import datetime
 import os
 import re
 import struct
+import textwrap
 from collections.abc import Iterator
 
 import jinja2
@@ -62,7 +63,7 @@ def render(run: Run) -> str:
         status=_status(run),
         made=f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         cards=list(_cards(run)),
-        verdict=_text(run.train, "verdict"),
+        verdict=_verdict(run.summary),
         notes=list(_notes(run)),
         # Each with its table.
         sections=[
@@ -102,16 +103,25 @@ def _cards(run: Run) -> Iterator[tuple[str, str]]:
         rate = scalars["samples_per_sec"].last
     if rate is not None:
         yield f"{rate:,.1f}", "images/s"
-    waiting = run.summary.get("waiting")
+    waiting, part = run.summary.get("waiting"), "last part"
     if waiting is None and "waiting" in scalars:
-        waiting = np.mean(scalars["waiting"].values)
+        waiting, part = np.mean(scalars["waiting"].values), "all parts"
     if waiting is not None:
-        yield f"{waiting:.0%}", "of the time waiting"
+        scope = f", {part}" if len(run.train.sessions) > 1 else ""
+        yield f"{waiting:.0%}", f"of the time waiting{scope}"
     if towers := run.summary.get("towers") or figures.towers(scalars):
         yield str(len(towers)), "tower" if len(towers) == 1 else "towers"
     if sessions := run.train.sessions:
         seconds = sum(end - begin for begin, end in sessions)
         yield _duration(seconds), _in_parts(len(sessions))
+
+
+def _verdict(summary):
+    """What the last part of the run has come to, as its figures are of that, too."""
+    if not summary.get("verdict"):
+        return ""
+    measured = textwrap.indent(summary.get("measured") or "", "    ")
+    return _markdown(f"{summary['verdict']}\n\n{measured}")
 
 
 def _in_parts(sessions):
@@ -168,7 +178,9 @@ def _pictures(events, tag):
 
 
 def _text(events, tag):
+    return _markdown(events.texts.get(tag, ""))
+
+
+def _markdown(text):
     """A text as TensorBoard shows it: Markdown, with no HTML of its own."""
-    return markupsafe.Markup(
-        plugin_util.markdown_to_safe_html(events.texts.get(tag, ""))
-    )
+    return markupsafe.Markup(plugin_util.markdown_to_safe_html(text))

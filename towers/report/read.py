@@ -15,6 +15,17 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.util import tensor_util
 
 RUNS = ("train", "validation")
+# Of what summary.json holds.
+_TYPES = {
+    "epochs": int,
+    "steps": int,
+    "towers": list,
+    "images_per_sec": float | int | None,
+    "waiting": float | int | None,
+    "verdict": str | None,
+    "measured": str | None,
+    "bad_records": int | None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +130,29 @@ def read(model_dir: str) -> Run:
 
 def _read_summary(model_dir):
     try:
-        return json.loads(_read_text(model_dir, "summary.json") or "{}")
+        summary = json.loads(_read_text(model_dir, "summary.json") or "{}")
+        _check(summary)
+        return summary
     except ValueError as error:
         raise ValueError(
             f"{os.path.join(model_dir, 'summary.json')} is not as towers.train writes "
             f"it ({error}); remove it, and there is a report without it."
         ) from error
+
+
+def _check(summary):
+    """Checks what is used of summary.json; it may be empty."""
+    if not isinstance(summary, dict):
+        raise ValueError("no object")
+    missing = [name for name in ("epochs", "steps") if name not in summary]
+    if summary and missing:
+        raise ValueError(f'"{missing[0]}" is missing')
+    for name, value in summary.items():
+        expected = _TYPES.get(name, object)
+        if name.startswith(("test_", "train_")):
+            expected = float | int
+        if not isinstance(value, expected):
+            raise ValueError(f'"{name}" is {json.dumps(value)}')
 
 
 def _read_text(model_dir, name):
