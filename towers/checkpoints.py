@@ -112,10 +112,10 @@ def save(directory: str, at: Position, contents: Contents) -> str:
         shutil.rmtree(os.path.join(path, "replaced"), ignore_errors=True)
         _sync(directory)
     except tf.errors.OpError as error:
-        raise OSError(_reason(error)) from error
+        raise OSError(reason(error)) from error
     except DamagedError as error:
-        reason = _reason(error.__cause__)
-        raise OSError(f"it is not read back as it was written: {reason}") from error
+        why = reason(error.__cause__)
+        raise OSError(f"it is not read back as it was written: {why}") from error
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(unfinished)
@@ -213,7 +213,7 @@ def _reading(path):
         *(AttributeError, OSError, RuntimeError),
     ) as error:
         raise DamagedError(
-            f"Cannot read the checkpoint {path}: {_reason(error)}; choose another "
+            f"Cannot read the checkpoint {path}: {reason(error)}; choose another "
             "directory, or remove it."
         ) from error
 
@@ -240,8 +240,8 @@ def _sync(path):
         os.close(descriptor)
 
 
-def _reason(error):
-    """The first line of a message, without TensorFlow's operation around it."""
+def reason(error: Exception) -> str:
+    """Returns a message's first line, without TensorFlow's operation around it."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     line = line.partition(" [Op:")[0].rpartition("}} ")[2]
     line = re.sub(rf"{_OPENED}/\d+/", "", line)

@@ -155,6 +155,10 @@ class TestLines:
         starts = [line.partition(":")[0] for line in stream.getvalue().splitlines()]
         assert starts == ["epoch 1/1, step 3", "epoch 1/1 done, step 3"]
 
+    def test_bad_number_of_steps(self):
+        with pytest.raises(ValueError, match=r"every_steps=0; expected at least 1"):
+            Lines(0)
+
 
 class TestStopAtStep:
     @pytest.mark.parametrize(("steps_per_call", "made"), [(1, 4), (3, 6)])

@@ -1,9 +1,12 @@
 """What a real `fit` on two towers writes to TensorBoard, read by TensorBoard itself."""
 
 import collections
+import contextlib
 import itertools
 import json
+import os
 import re
+import resource
 import types
 
 import keras
@@ -29,9 +32,10 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tests.small import build
 from towers import multi_gpu_model
-from towers.callbacks import graph, pictures
+from towers.callbacks import graph, pictures, profile
 from towers.callbacks.profile import Profile
 from towers.callbacks.tensorboard import TensorBoard
+from towers.callbacks.trace import add_towers
 
 HPARAMS = {"model": "cnn", "learning_rate": 0.1, "batch_size": 8, "clipped": True}
 
@@ -160,6 +164,72 @@ def run(tmp_path):
     return types.SimpleNamespace(
         train=train, read=lambda: Board(tmp_path), folder=tmp_path
     )
+
+
+@pytest.fixture
+def file_limit():
+    """Returns a context in which files cannot grow beyond some bytes."""
+
+    @contextlib.contextmanager
+    def limited(limit_bytes):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_bad_number_of_steps(steps):
+    with pytest.raises(ValueError, match=rf"every_steps={steps}; expected at least 1"):
+        TensorBoard("x", steps)
+
+
+class TestWriting:
+    def test_where_the_disk_is_full_training_goes_on(self, run, file_limit, capsys):
+        with file_limit(20_000):
+            history = run.train(build(units=64), epochs=9, histograms=True)
+        assert len(history.history["loss"]) == 9
+        (said,) = [s for s in capsys.readouterr().err.splitlines() if "towers" in s]
+        assert said == (
+            "towers: TensorBoard shows nothing of the run from here on, as it could "
+            "not be written: File too large."
+        )
+        assert run.read().steps("train", "epoch_loss")[0] == 0
+
+    def test_where_nothing_can_be_written(self, run, capsys):
+        (run.folder / "train").touch()
+        run.train(build(), epochs=1)
+        assert "could not be written: " in capsys.readouterr().err
+
+    def test_what_is_wrong_with_the_data_is_not_taken_for_that(self, run, capsys):
+        broken = pixels().map(lambda x, y: (tf.io.decode_png(b"broken"), y))
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"PNG"):
+            run.train(build(), epochs=1, examples=broken)
+        assert "towers: " not in capsys.readouterr().err
+
+    def test_fits_with_one_callback(self, run):
+        callback = TensorBoard(str(run.folder), 2)
+        model = build()
+        fit(model, callback)
+        fit(model, callback)
+        board = run.read()
+        assert board.steps("train", "batch_loss") == [2, 4, 6]
+
+    def test_what_was_written_when_training_is_broken_off(self, run):
+        def fails(batch, logs):
+            if batch == 2:
+                raise KeyboardInterrupt
+
+        callback = TensorBoard(str(run.folder), 1)
+        breaks = keras.callbacks.LambdaCallback(on_train_batch_end=fails)
+        with pytest.raises(KeyboardInterrupt):
+            fit(build(), callback, breaks)
+        assert run.read().steps("train", "batch_loss") == [1, 2, 3]
+        assert not callback._writers
 
 
 def test_nothing_is_written_before_training(tmp_path):
@@ -497,6 +567,9 @@ class TestDashboards:
 
 
 class TestProfile:
+    def written(self, folder):
+        return list(folder.glob("plugins/profile/*/*"))
+
     def planes(self, folder):
         (path,) = folder.glob("plugins/profile/*/*.xplane.pb")
         return xplane_pb2.XSpace.FromString(path.read_bytes()).planes
@@ -554,6 +627,95 @@ class TestProfile:
         fit(model, Profile(str(tmp_path), 2, 3))
         assert not list(tmp_path.iterdir())
         assert "profiled" not in capsys.readouterr().err
+
+    def test_a_run_that_is_broken_off_says_where_the_trace_is(self, tmp_path, capsys):
+        class Fails(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                if batch == 2:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fit(build(), Profile(str(tmp_path), 2, 100), Fails())
+        # Not while it runs, so that the next can be recorded.
+        assert self.recorded(tmp_path)[1] >= {2}
+        said = f"broken off after step 2; the trace is in {tmp_path}/plugins/profile."
+        assert said in capsys.readouterr().err
+        fit(build(), Profile(str(tmp_path / "next"), 2, 3))
+        assert self.recorded(tmp_path / "next")[1] == {2, 3}
+
+    def test_a_run_that_is_broken_off_before_it_says_nothing(self, tmp_path, capsys):
+        class Fails(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fit(build(), Profile(str(tmp_path), 10, 100), Fails())
+        assert not list(tmp_path.iterdir())
+        assert "rofile" not in capsys.readouterr().err
+
+    def test_two_runs_with_one_callback(self, tmp_path):
+        profile = Profile(str(tmp_path), 2, 3)
+        fit(build(), profile)
+        fit(build(), profile)
+        assert self.written(tmp_path)
+
+    @pytest.mark.parametrize("limit_bytes", [0, 4096])
+    def test_a_trace_that_cannot_be_written(
+        self, tmp_path, capsys, file_limit, limit_bytes
+    ):
+        with file_limit(limit_bytes):
+            history = fit(build(), Profile(str(tmp_path), 2, 4), epochs=2)
+        assert len(history.history["loss"]) == 2
+        said = "towers: The trace could not be written: File too large."
+        assert said in capsys.readouterr().err
+
+    def test_nothing_written_is_no_end(self, tmp_path, capsys, monkeypatch):
+        stop = tf.profiler.experimental.stop
+        monkeypatch.setattr(tf.profiler.experimental, "stop", lambda: stop(save=False))
+        fit(build(), Profile(str(tmp_path), 2, 3))
+        said = "The trace could not be written: the profiler wrote nothing."
+        assert said in capsys.readouterr().err
+
+    def test_rows_of_towers_that_cannot_be_written(
+        self, tmp_path, capsys, file_limit, monkeypatch
+    ):
+        def add(path):
+            with file_limit(os.path.getsize(path)):
+                add_towers(path)
+
+        monkeypatch.setattr(profile, "add_towers", add)
+        fit(build(), Profile(str(tmp_path), 2, 3))
+        assert self.recorded(tmp_path)[1] == {2, 3}
+        assert "The trace has no rows for the towers: " in capsys.readouterr().err
+        assert len(self.written(tmp_path)) == 1
+
+    def test_beside_another_profiler(self, tmp_path, capsys):
+        keras_own = keras.callbacks.TensorBoard(
+            tmp_path / "keras", profile_batch=(1, 3)
+        )
+        fit(build(), keras_own, Profile(str(tmp_path / "ours"), 2, 3))
+        said = "towers: Nothing is profiled: Another profiler is running."
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "ours").exists()
+
+    @pytest.mark.parametrize(("first", "last"), [(5, 2), (0, 3), (5, 5), (1, 201)])
+    def test_bad_steps(self, first, last):
+        with pytest.raises(ValueError, match=rf"first_step={first} .*2 to 200 steps"):
+            Profile("x", first, last)
+        Profile("x", 1, 200)
+
+    @pytest.mark.parametrize("builder", ["asynchronous", "parameter_server"])
+    def test_looks_a_few_times_only(self, tmp_path, monkeypatch, builder):
+        looks = []
+        look = Profile._look
+        monkeypatch.setattr(
+            Profile, "_look", lambda self: (look(self), looks.append(self._done))
+        )
+        fit(build(), Profile(str(tmp_path), 22, 23), epochs=8, builder=builder)
+        assert len(looks) <= 8
+        # Asynchronous towers make two steps of a batch, the one that begins with 23.
+        expected = {"asynchronous": {23}, "parameter_server": {22, 23}}
+        assert self.recorded(tmp_path)[1] == expected[builder]
 
 
 def _node(tensor):

@@ -26,8 +26,15 @@ class Lines(keras.callbacks.Callback):
             every_steps: Steps between lines.
             stream: Where to write; standard output by default.
             rate: Says how fast the run has been, in place of the logs' mean.
+
+        Raises:
+            ValueError: If the number of steps is not positive.
         """
         super().__init__()
+        if every_steps < 1:
+            raise ValueError(
+                f"Received every_steps={every_steps}; expected at least 1."
+            )
         self._every_steps = every_steps
         self._rate = rate
         self._stream = stream

@@ -1,5 +1,6 @@
 """Writes what a run does to TensorBoard."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,8 +12,32 @@ from towers.callbacks import pictures
 from towers.callbacks.graph import readable
 from towers.callbacks.hparams import VALIDATION, Value, hparams_summaries
 from towers.callbacks.layout import layout_summary
+from towers.checkpoints import reason
+from towers.resume import say
 
 _NOTHING = MappingProxyType({})
+
+
+def _while_it_works(write):
+    """Has a method write until that fails once, as on a full disk; fit goes on."""
+
+    @functools.wraps(write)
+    def method(self, *args, **kwargs):
+        if self._failed:
+            return
+        try:
+            write(self, *args, **kwargs)
+        except tf.errors.OpError as error:
+            # Not what an operation of the data's, or the model's, complains of.
+            if "Summary" not in str(error).rpartition("[Op:")[2]:
+                raise
+            self._failed, self._writers = True, {}
+            say(
+                "TensorBoard shows nothing of the run from here on, as it could not be "
+                f"written: {reason(error).rstrip('.')}."
+            )
+
+    return method
 
 
 class TensorBoard(keras.callbacks.Callback):
@@ -26,7 +51,8 @@ class TensorBoard(keras.callbacks.Callback):
     of steps.)
 
     What costs more than a scalar is written at the start, at the end of an epoch, or at
-    the end.
+    the end. Where something cannot be written, the callback says so, and writes no
+    more.
     """
 
     def __init__(
@@ -62,8 +88,15 @@ class TensorBoard(keras.callbacks.Callback):
             sample: Batches of (what the model takes, labels) to try it on at the end,
                 for its mistakes, and what it takes for what. None: neither.
             class_names: Names of the classes; their numbers by default.
+
+        Raises:
+            ValueError: If the number of steps is not positive.
         """
         super().__init__()
+        if every_steps < 1:
+            raise ValueError(
+                f"Received every_steps={every_steps}; expected at least 1."
+            )
         self._log_dir = log_dir
         self._every_steps = every_steps
         self._texts = texts
@@ -75,12 +108,19 @@ class TensorBoard(keras.callbacks.Callback):
         self._examples = examples
         self._sample = sample
         self._classes = pictures.Classes(class_names)
-        self._writers = {}
-        self._step = self._measured_step = 0
+        self._begin(0)
+
+    def _begin(self, step):
+        self._step = self._measured_step = step
+        self._writers, self._failed, self._graph_written = {}, False, False
 
     def on_train_begin(self, logs=None):
         """Writes what is known at the start."""
-        self._step = self._measured_step = int(self.model.optimizer.iterations)
+        self._begin(int(self.model.optimizer.iterations))
+        self._write_start()
+
+    @_while_it_works
+    def _write_start(self):
         with self._writer("train").as_default(self._step):
             for tag, text in self._texts.items():
                 if not callable(text):
@@ -97,20 +137,23 @@ class TensorBoard(keras.callbacks.Callback):
             if self._examples is not None:
                 pictures.write_examples(self._examples, self._classes)
 
+    @_while_it_works
     def on_train_batch_end(self, batch, logs=None):
         """Writes the batch's scalars, if its turn has come, and once the graph."""
         before = self._step
         self._step = int(self.model.optimizer.iterations)
-        if self._graph is not None:
+        if self._graph is not None and not self._graph_written:
             self._write_graph()
         if before // self._every_steps != self._step // self._every_steps:
             self._write_scalars("train", "batch", self._with_rate(logs), self._step)
             self._write_measures()
 
+    @_while_it_works
     def on_test_end(self, logs=None):
         """Writes the results of validation, at the step they belong to."""
         self._write_scalars("validation", "batch", logs, self._step)
 
+    @_while_it_works
     def on_epoch_end(self, epoch, logs=None):
         """Writes the epoch's scalars, and histograms."""
         parts = {"train": {}, "validation": {}}
@@ -131,6 +174,7 @@ class TensorBoard(keras.callbacks.Callback):
         for writer in self._writers.values():
             writer.flush()
 
+    @_while_it_works
     def on_train_end(self, logs=None):
         """Writes what is known at the end."""
         if self._measured_step != self._step:
@@ -141,8 +185,17 @@ class TensorBoard(keras.callbacks.Callback):
                     tf.summary.text(tag, text())
             if self._sample is not None:
                 pictures.write_mistakes(self.model, self._sample, self._classes)
+        self._close()
+
+    @_while_it_works
+    def on_train_broken_off(self):
+        """Keeps what has been written until then."""
+        self._close()
+
+    def _close(self):
         for writer in self._writers.values():
             writer.close()
+        self._writers = {}
 
     def _writer(self, run):
         if run not in self._writers:
@@ -153,7 +206,7 @@ class TensorBoard(keras.callbacks.Callback):
     def _write_graph(self):
         found = self._graph()
         if found is not None:
-            self._graph = None
+            self._graph_written = True
             with self._writer("train").as_default(self._step):
                 tf.summary.graph(readable(found.as_graph_def()))
 

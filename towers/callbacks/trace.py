@@ -3,6 +3,8 @@
 TensorFlow sorts what it records by thread, and each thread works for all towers.
 """
 
+import contextlib
+import os
 import re
 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -35,8 +37,16 @@ def add_towers(path: str) -> None:
                     row = found.setdefault((name[1], line.id), (line, []))
                     row[1].append((_CALLS.sub("", name[2]), event))
     _add_plane(space, found)
-    with open(path, "wb") as file:
-        file.write(space.SerializeToString())
+    # Beside it, so that what the profiler has written outlives a full disk.
+    unfinished = f"{path}.unfinished"
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(space.SerializeToString())
+        os.replace(unfinished, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(unfinished)
+        raise
 
 
 def _add_plane(space, rows):
