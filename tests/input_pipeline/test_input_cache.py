@@ -70,11 +70,11 @@ def test_other_files_are_another_cache(tmp_path, image_example, grey, write_tfre
 
 
 def test_what_does_not_fit_goes_to_the_disk_or_nowhere(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_free_memory", lambda: 4 * 1797 * 64 - 1)
+    monkeypatch.setattr(cache, "free_memory", lambda: 4 * 1797 * 64 - 1)
     assert cached(digits, "auto") is digits
     kept = cached(digits, "auto", str(tmp_path))
     assert isinstance(kept, RowSource) and len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(cache, "_free_memory", lambda: 4 * 1797 * 64)
+    monkeypatch.setattr(cache, "free_memory", lambda: 4 * 1797 * 64)
     assert isinstance(cached(digits, "auto"), RowSource)
 
 
@@ -84,8 +84,8 @@ def test_the_log_says_what_was_decided(digits, caplog):
     assert "digits: 0.1 MB of pixels kept in memory" in caplog.text
 
 
-def test_free_memory_is_known_here():
-    assert 2**20 < cache._free_memory() < 2**44
+def testfree_memory_is_known_here():
+    assert 2**20 < cache.free_memory() < 2**44
 
 
 def test_what_cannot_be_kept(digits, tmp_path, image_example, grey, write_tfrecord):
@@ -192,7 +192,7 @@ def test_images_of_many_sizes_are_kept_encoded(
 
 
 def test_a_deterministic_run_decides_by_the_data_alone(digits, monkeypatch):
-    monkeypatch.setattr(cache, "_free_memory", lambda: 0)
+    monkeypatch.setattr(cache, "free_memory", lambda: 0)
     assert cached(digits) is digits
     assert isinstance(cached(digits, deterministic=True), RowSource)
     monkeypatch.setattr(cache, "_FIXED_MB", 0.1)
