@@ -84,7 +84,7 @@ def test_the_log_says_what_was_decided(digits, caplog):
     assert "digits: 0.1 MB of pixels kept in memory" in caplog.text
 
 
-def testfree_memory_is_known_here():
+def test_free_memory_is_known_here():
     assert 2**20 < cache.free_memory() < 2**44
 
 
