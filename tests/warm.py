@@ -17,7 +17,7 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["keras", "tensorflow_datasets"])
+_server.set_forkserver_preload(["keras"])
 
 
 def run(
