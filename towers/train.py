@@ -445,6 +445,11 @@ class Job:
     quarantines: Sequence[Quarantine]
 
     @property
+    def sizes(self) -> list[int]:
+        """Examples of a full batch that each tower gets."""
+        return batch.cut(FLAGS.batch_size, tower_shares(self.placed))
+
+    @property
     def bad_records(self) -> int | None:
         """How many are passed over; `None` if they were not looked for."""
         return sum(map(len, self.quarantines)) if self.quarantines else None
@@ -711,8 +716,7 @@ def train(job: Job) -> Watch | None:
 
 def make_watch(job: Job) -> Watch:
     """Makes the callbacks that measure the run."""
-    sizes = batch.cut(FLAGS.batch_size, tower_shares(job.placed))
-    fractions = [size / FLAGS.batch_size for size in sizes]
+    fractions = [size / FLAGS.batch_size for size in job.sizes]
     examples = job.source.splits["train"]
     return Watch(
         Throughput(FLAGS.batch_size, examples, fractions=fractions),
@@ -733,11 +737,10 @@ def make_tensorboard(
         measures: What has been measured; see `TensorBoard`.
         watch: Says at the end what was measured.
     """
-    sizes = batch.cut(FLAGS.batch_size, tower_shares(job.placed))
     found = "\n".join(f"{name}: {value}" for name, value in versions().items())
     texts = {
         "flags": flags_text(),
-        "devices": devices.table(job.placed, sizes),
+        "devices": devices.table(job.placed, job.sizes),
         "versions": found,
     }
     return TensorBoard(
@@ -1339,7 +1342,6 @@ def remove_run(model_dir: str) -> None:
 
 def start_text(job: Job) -> str:
     """Says what will run where."""
-    sizes = batch.cut(FLAGS.batch_size, tower_shares(job.placed))
     examples = job.source.splits["train"]
     count = "an unknown number of" if examples is None else f"{examples:,}"
     what = f"training images of {'x'.join(map(str, job.image_shape))}"
@@ -1347,7 +1349,7 @@ def start_text(job: Job) -> str:
         what = f"rows of {job.image_shape[0]} numbers to train on"
     note = job.source.note and f", {job.source.note}"
     lines = [
-        devices.table(job.placed, sizes),
+        devices.table(job.placed, job.sizes),
         f"Model {FLAGS.model}: {job.model.count_params():,} parameters.",
         f"Data {job.source.name}: {count} {what}, {job.source.num_classes} classes"
         f"{note}.",

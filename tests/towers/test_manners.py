@@ -14,6 +14,7 @@ import keras
 import pytest
 
 import towers
+from tests.terminal import read_all
 from towers import parity, startup
 
 ROOT = Path(__file__).parents[2]
@@ -275,18 +276,6 @@ def test_a_level_of_the_users_stays(environ):
 
 
 # Color.
-
-
-def read_all(terminal):
-    """Reads what was written to a terminal."""
-    shown = b""
-    try:
-        while part := os.read(terminal, 65536):
-            shown += part
-    except OSError:
-        pass  # how the end of a terminal reads
-    os.close(terminal)
-    return shown.decode()
 
 
 @pytest.mark.parametrize(

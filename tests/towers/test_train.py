@@ -24,6 +24,7 @@ from PIL import Image
 
 import input_pipeline
 from tests import warm
+from tests.terminal import read_all
 from towers import devices, train
 
 ROOT = Path(__file__).parents[2]
@@ -310,15 +311,8 @@ def test_progress_bar_on_a_terminal(data_dir, tmp_path):
         stdout=child,
     )
     os.close(child)
-    shown = b""
-    try:
-        while part := os.read(terminal, 65536):
-            shown += part
-    except OSError:
-        pass  # how the end of a terminal reads
-    os.close(terminal)
+    shown = read_all(terminal)
     assert finish(process).returncode == 0
-    shown = shown.decode()
     assert "Epoch 2/2" in shown
     assert "23/23" in shown
     assert "images_per_sec" in shown

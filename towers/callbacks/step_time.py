@@ -67,14 +67,14 @@ class StepTime(keras.callbacks.Callback):
 
     def busy(self) -> list[float]:
         """Returns the share of the time in which each tower computes."""
-        found = self._phases and self._phases.totals().since(self._start)
+        found = self._found()
         if not (found and self._calls_s):
             return []
         return [min(each / self._calls_s, 1.0) for each in found.towers_s]
 
     def text(self) -> str:
         """Says what a step of the run takes, and how long each tower computes."""
-        found = self._phases and self._phases.totals().since(self._start)
+        found = self._found()
         if not (found and found.steps):
             return "not measured"
         ms = _by_phase(found)
@@ -87,6 +87,10 @@ class StepTime(keras.callbacks.Callback):
             f"tower: {', '.join(towers)}), {ms['reduce']:,.1f} reducing and applying, "
             f"{left_ms:,.1f} in Python"
         )
+
+    def _found(self) -> Totals | None:
+        """What was measured of the run so far."""
+        return self._phases and self._phases.totals().since(self._start)
 
 
 def check_towers(model: keras.Model) -> None:
