@@ -326,8 +326,8 @@ def test_a_progress_bar_without_color_shows_progress(monkeypatch):
         bar = keras.utils.Progbar(20, interval=0)
         for step in (5, 20):
             bar.update(step, [("loss", 0.5)])
-        # At its end, a terminal forgets what nobody has read. One reading may bring only
-        # a part.
+        # At its end, a terminal forgets what nobody has read. One reading may bring
+        # only a part.
         print("the end", file=stream, flush=True)
         read = b""
         while b"the end" not in read:
