@@ -56,11 +56,17 @@ def share_bounds(
         One pair (start, end) for each tower, of the type of `total`.
     """
     whole = sum(shares)
-    sizes = [total * share // whole for share in shares]
-    left = total - sum(sizes)
-    smaller = min if isinstance(total, int) else tf.minimum
-    before = itertools.accumulate(sizes, initial=0)
-    edges = [edge + smaller(k, left) for k, edge in enumerate(before)]
+    if isinstance(total, int):
+        sizes = [total * share // whole for share in (0, *shares)]
+        left = total - sum(sizes)
+        starts = itertools.accumulate(sizes)
+        edges = [edge + min(k, left) for k, edge in enumerate(starts)]
+    else:
+        # The same for all towers at once: each operation takes time to trace.
+        sizes = total * tf.constant((0, *shares), total.dtype) // whole
+        more = tf.constant([*range(len(shares) + 1)], total.dtype)
+        left = total - tf.reduce_sum(sizes)
+        edges = tf.unstack(tf.cumsum(sizes) + tf.minimum(more, left))
     return list(itertools.pairwise(edges))
 
 
