@@ -48,6 +48,14 @@ def _comparable(image, label):
     return image.numpy().tobytes(), image.shape, int(label)
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A folder of `_arrays()` in two shards."""
+    folder = tmp_path_factory.mktemp("converted")
+    convert(_arrays(), f"{folder}", shards=2)
+    return folder
+
+
 def _check_equal(source, folder):
     written = open_source(f"tfrecord:{folder}")
     assert written.num_classes == source.num_classes
@@ -294,13 +302,18 @@ def test_a_conversion_that_was_killed_goes_on(tmp_path):
         (open_source("synthetic:6x5x3:4:23"), {}, "another source: arrays, now synth"),
     ],
 )
-def test_a_folder_of_other_arguments(source, options, message, tmp_path):
-    convert(_arrays(), f"{tmp_path}", shards=2)
-    options = {"shards": 2, **options}
+def test_a_folder_of_other_arguments(source, options, message, converted):
+    files = _files(converted)
     with pytest.raises(ValueError, match=message):
-        convert(source, f"{tmp_path}", **options)
-    convert(source, f"{tmp_path}", overwrite=True, **options)
-    assert open_source(f"tfrecord:{tmp_path}").splits == source.splits
+        convert(source, f"{converted}", **({"shards": 2} | options))
+    assert _files(converted) == files
+
+
+def test_a_folder_is_written_over(tmp_path):
+    convert(_arrays(), f"{tmp_path}", shards=2)
+    convert(_arrays(22), f"{tmp_path}", shards=3, overwrite=True)
+    assert open_source(f"tfrecord:{tmp_path}").splits == {"train": 22, "test": 3}
+    assert len(_files(tmp_path)) == 6
 
 
 def test_a_source_that_has_changed(photos, tmp_path):
