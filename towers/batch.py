@@ -97,7 +97,9 @@ def batch_size(batch: Any) -> int | tf.Tensor:
         return tf.cast(first.nrows(), tf.int32)
     if isinstance(first, tf.SparseTensor):
         return tf.cast(first.dense_shape[0], tf.int32)
-    return tf.shape(first)[0]
+    # Where the tensor is: elsewhere it would have to go, to be looked at.
+    with tf.compat.v1.colocate_with(first):
+        return tf.shape(first)[0]
 
 
 def check_rows(batch: Any) -> None:

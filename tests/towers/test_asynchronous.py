@@ -640,21 +640,38 @@ def test_a_bound_for_towers_that_wait():
 # the size and fraction of the share.
 @pytest.mark.parametrize(("packed", "forth", "back"), [(False, 5, 8), (True, 2, 5)])
 def test_towers_compute_on_their_devices(packed, forth, back):
+    name = f"asynchronous_{packed}"
+    nodes = _executed(name, name, packed=packed)
+    products = {d for d, found in nodes.items() if any("MatMul" in n.op for n in found)}
+    assert products == {*DEVICES}
+    # TensorFlow may tell of graphs that threads begin at once as of one: here, of those
+    # that apply gradients.
+    found = [w for w in executed.transfers(nodes) if not w[3].startswith("share")]
+    ways = collections.Counter(way[:2] for way in found)
+    expected = {(HOME, device): forth for device in DEVICES}
+    assert ways == expected | {(device, HOME): back for device in DEVICES}
+
+
+def test_shares_do_not_come_back():
+    """Home takes the targets, for metrics, from where the batch came from."""
+    nodes = _executed("one_way", "apply/adam")
+    ways = [w for w in executed.transfers(nodes) if w[3].startswith("share")]
+    assert ways == [("/device:CPU:0", HOME, tf.float32, "share_1")]
+
+
+DEVICES, HOME = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:3"
+
+
+def _executed(model_name, name, **options):
     model = keras.Sequential(
         [keras.Input((FEATURES,)), layers.Dense(8, "tanh"), layers.Dense(OUTPUTS)],
-        name=f"asynchronous_{packed}",
+        name=model_name,
     )
-    devices, home = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:3"
     parallel = multi_gpu_model(
-        model, devices, builder="asynchronous", home=home, packed=packed
+        model, DEVICES, builder="asynchronous", home=HOME, **options
     )
     parallel.compile("adam", "mse", metrics=["mae"], jit_compile=False)
-    nodes = executed.run(lambda: parallel.train_on_batch(*_data(8)), model.name)
-    products = {d for d, found in nodes.items() if any("MatMul" in n.op for n in found)}
-    assert products == set(devices)
-    ways = collections.Counter(way[:2] for way in executed.transfers(nodes))
-    expected = {(home, device): forth for device in devices}
-    assert ways == expected | {(device, home): back for device in devices}
+    return executed.run(lambda: parallel.train_on_batch(*_data(8)), name)
 
 
 def test_digits_are_learned():

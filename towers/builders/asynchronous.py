@@ -289,6 +289,7 @@ class Asynchronous(Builder):
 
         See `Builder.train_step`. `fit` uses this with `run_eagerly` only.
         """
+        kept = self.cut(data)
         shares = self.place(data) if shares is None else shares
         sizes = [batch.batch_size(share) for share in shares]
         if not all(isinstance(size, int) for size in sizes):
@@ -304,7 +305,7 @@ class Asynchronous(Builder):
         logs = {}
         for k, share in enumerate(shares):
             if sizes[k]:
-                self._run(k, step, share, logs)
+                self._run(k, step, kept[k], share, logs)
         self.loss_placed = self._tower.loss_placed
         return logs
 
@@ -389,8 +390,12 @@ class Asynchronous(Builder):
             streams.stop()
             raise
 
-    def _run(self, k, step, share, logs):
-        """One step of one tower; returns when it had its gradients."""
+    def _run(self, k, step, kept, share, logs):
+        """One step of one tower; returns when it had its gradients.
+
+        What it is applied with is the share where the batch is, not the tower's copy,
+        which would have to come back.
+        """
         try:
             with self.staleness.reading(k), tf.device(self.home):
                 pulled = step.pull[k]()
@@ -399,7 +404,7 @@ class Asynchronous(Builder):
             computed_s = time.perf_counter()
             with self.staleness.updating(k), tf.device(self.home):
                 try:
-                    logs.update(step.apply(share, pulled, computed))
+                    logs.update(step.apply(kept, pulled, computed))
                 except tf.errors.OutOfRangeError:
                     if self.guard is not None:
                         self.guard.on_tower(k, pulled.values[0])
@@ -417,10 +422,12 @@ class Asynchronous(Builder):
         self.phases.add([*parts / towers, *compute_s * np.eye(towers)[k]])
 
     def _deal(self, data):
-        """Cuts a batch: for each tower its step and share, or `None`."""
+        """Cuts a batch: for each tower its step and share, twice, or `None`."""
         return [
-            (self._trace(share), share) if batch.batch_size(share) else None
-            for share in self.place(data)
+            (self._trace(share), share, self.copy(k, share))
+            if batch.batch_size(share)
+            else None
+            for k, share in enumerate(self.cut(data))
         ]
 
     def _trace(self, share):

@@ -207,8 +207,8 @@ class Builder(abc.ABC):
         self.assign_state(self.combine_state(results, rules))
         return self.gather(results)
 
-    def place(self, data: Any) -> list[Any]:
-        """Cuts a batch, and copies each tower's share to its device.
+    def cut(self, data: Any) -> list[Any]:
+        """Cuts a batch, where it is.
 
         Args:
             data: A nest of tensors with one row an example.
@@ -219,12 +219,23 @@ class Builder(abc.ABC):
         batch.check_rows(data)
         data = tf.nest.map_structure(_as_tensor, data)
         bounds = batch.share_bounds(batch.batch_size(data), self.shares)
-        placed = []
-        for device, (start, end) in zip(self.devices, bounds, strict=True):
-            rows = batch.take(data, start, end)
-            with tf.device(device), tf.name_scope("place"):
-                placed.append(packing.copy(rows))
-        return placed
+        return [batch.take(data, start, end) for start, end in bounds]
+
+    def place(self, data: Any) -> list[Any]:
+        """Cuts a batch, and copies each tower's share to its device.
+
+        Args:
+            data: A nest of tensors with one row an example.
+
+        Returns:
+            One such nest for each tower.
+        """
+        return [self.copy(k, share) for k, share in enumerate(self.cut(data))]
+
+    def copy(self, k: int, share: Any) -> Any:
+        """Copies tower `k`'s share of a batch to its device."""
+        with tf.device(self.devices[k]), tf.name_scope("place"):
+            return packing.copy(share)
 
     def build(self, data: Any) -> None:
         """Creates what Keras creates late: variables of model, metrics and optimizer.
