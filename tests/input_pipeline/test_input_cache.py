@@ -1,7 +1,5 @@
 import logging
 import resource
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from input_pipeline import (
     open_source,
 )
 from input_pipeline.sources.arrays import RowSource
+from tests import warm
 
 
 def _examples(source, split, **options):
@@ -33,8 +32,14 @@ def _examples(source, split, **options):
     ]
 
 
+@pytest.fixture(scope="module")
+def examples(digits):
+    """The digits of each split, in their fixed order."""
+    return {split: _examples(digits, split) for split in digits.splits}
+
+
 @pytest.mark.parametrize("where", ["memory", "disk", "auto"])
-def test_kept_examples_are_the_same(digits, tmp_path, where):
+def test_kept_examples_are_the_same(digits, examples, tmp_path, where):
     kept = cached(digits, where, str(tmp_path))
     assert isinstance(kept, RowSource)
     assert (kept.splits, kept.class_names) == (digits.splits, digits.class_names)
@@ -42,18 +47,18 @@ def test_kept_examples_are_the_same(digits, tmp_path, where):
         [".npy", ".npy"] if where == "disk" else []
     )
     for split in digits.splits:
-        assert _examples(kept, split) == _examples(digits, split)
+        assert _examples(kept, split) == examples[split]
     shuffled = _examples(kept, "train", training=True)
-    assert shuffled != _examples(digits, "train")
-    assert sorted(shuffled) == sorted(_examples(digits, "train"))
+    assert shuffled != examples["train"]
+    assert sorted(shuffled) == sorted(examples["train"])
 
 
-def test_a_later_run_reads_the_files(digits, tmp_path, monkeypatch):
-    first = cached(digits, "disk", str(tmp_path))
+def test_a_later_run_reads_the_files(digits, examples, tmp_path, monkeypatch):
+    cached(digits, "disk", str(tmp_path))
     monkeypatch.setattr(cache, "Pipeline", None)  # nothing is decoded
     second = cached(digits, "disk", str(tmp_path))
     monkeypatch.undo()
-    assert _examples(second, "test") == _examples(first, "test")
+    assert _examples(second, "test") == examples["test"]
 
 
 def test_other_files_are_another_cache(tmp_path, image_example, grey, write_tfrecord):
@@ -102,7 +107,7 @@ def test_what_cannot_be_kept(digits, tmp_path, image_example, grey, write_tfreco
         cached(digits, "ram")
 
 
-def test_a_killed_write_leaves_no_cache(digits, tmp_path, monkeypatch):
+def test_a_killed_write_leaves_no_cache(digits, examples, tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
@@ -111,7 +116,7 @@ def test_a_killed_write_leaves_no_cache(digits, tmp_path, monkeypatch):
         cached(digits, "disk", str(tmp_path))
     monkeypatch.undo()
     kept = cached(digits, "disk", str(tmp_path))
-    assert _examples(kept, "test") == _examples(digits, "test")
+    assert _examples(kept, "test") == examples["test"]
 
 
 def test_a_full_disk_is_said(digits, tmp_path):
@@ -245,8 +250,8 @@ def test_pixels_are_kept_once(tmp_path, example, write_tfrecord):
     paths = [
         write_tfrecord(tmp_path / str(count), [record] * count) for count in (64, 512)
     ]
-    command = [sys.executable, "-c", _KEEP, *paths]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = warm.run("tests.input_pipeline.program", _KEEP, *paths, timeout_s=300)
+    assert done.returncode == 0, done.stderr
     # They are 336 MB more.
     assert float(done.stdout) < 1.5 * 336
 
@@ -299,7 +304,8 @@ def test_other_fields_are_another_cache(tmp_path, example, write_tfrecord):
     assert found == {(0, 1), (0, 7), (9, 7)}
 
 
-def test_half_a_cache_is_written_anew(digits, tmp_path):
-    whole = _examples(cached(digits, "disk", str(tmp_path)), "test")
+def test_half_a_cache_is_written_anew(digits, examples, tmp_path):
+    cached(digits, "disk", str(tmp_path))
     next(tmp_path.glob("*-labels.npy")).unlink()
-    assert _examples(cached(digits, "disk", str(tmp_path)), "test") == whole
+    again = cached(digits, "disk", str(tmp_path))
+    assert _examples(again, "test") == examples["test"]

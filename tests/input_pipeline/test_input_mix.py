@@ -118,15 +118,25 @@ def test_a_cutmix_label_is_the_share_of_its_pixels():
         np.testing.assert_allclose(np.mean(mixed, (1, 2, 3)), soft[:, 1], atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "float16", "bfloat16", "float32"])
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0), (0, 1.0), (0.2, 1.0)])
+# Each type with both, and each of the two by itself: XLA takes its time.
+@pytest.mark.parametrize(
+    ("dtype", "mixup", "cutmix"),
+    [
+        ("uint8", 0.2, 1.0),
+        ("float16", 0.2, 1.0),
+        ("bfloat16", 0.2, 1.0),
+        ("float32", 0.2, 1.0),
+        ("uint8", 0.2, 0),
+        ("float16", 0, 1.0),
+    ],
+)
 def test_a_mix_is_the_same_compiled_and_not(dtype, mixup, cutmix):
     mixed = mix.Mix(5, mixup, cutmix, seed=3)
     signature = [tf.TensorSpec([None, 6, 9, 3], dtype), tf.TensorSpec([None], tf.int64)]
     compiled = tf.function(mixed, jit_compile=True, input_signature=signature)
     signature[0] = tf.TensorSpec([None] * 3 + [3], dtype)
     traced = tf.function(mixed, input_signature=signature)
-    for size in (0, 1, 2, 7):
+    for size in (0, 1, 7):
         images, labels = _batch(size)
         images = tf.cast(images, dtype)
         wanted = mixed(images, labels)

@@ -1,6 +1,7 @@
 """ArrayRecord, CSV and Parquet; paths of other file systems; parts of TFDS's splits."""
 
 import builtins
+import functools
 import json
 import os
 import subprocess
@@ -565,34 +566,34 @@ import sys
 import tensorflow as tf
 from input_pipeline import open_source
 
-source = open_source(sys.argv[1], num_classes=10, skip_bad=True)
-try:
-    list(source.batches("train", 4).map(lambda _, records: source.parse(records)))
-except tf.errors.InvalidArgumentError:
-    print("refused")
+for spec in sys.argv[1:]:
+    source = open_source(spec, num_classes=10, skip_bad=True)
+    try:
+        list(source.batches("train", 4).map(lambda _, records: source.parse(records)))
+    except tf.errors.InvalidArgumentError:
+        print("refused")
 """
 
 
-@pytest.mark.parametrize("kind", ["parquet", "array_record"])
 def test_a_bad_record_prints_no_stack(
-    tmp_path, grey, image_example, write_array_record, kind
+    tmp_path, grey, image_example, write_array_record
 ):
-    path = tmp_path / "a"
-    if kind == "parquet":
-        table = pa.table({"image": [b"", None], "label": [0, 1]})
-        parquet.write_table(table, path)
-    else:
-        write_array_record(path, [image_example(grey(n), n) for n in range(3)])
-        content = bytearray(path.read_bytes())
-        content[content.rindex(b"\x89PNG") + 20] ^= 0xFF
-        path.write_bytes(content)
+    table = pa.table({"image": [b"", None], "label": [0, 1]})
+    parquet.write_table(table, tmp_path / "a")
+    path = tmp_path / "b"
+    write_array_record(path, [image_example(grey(n), n) for n in range(3)])
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"\x89PNG") + 20] ^= 0xFF
+    path.write_bytes(content)
+    specs = [f"parquet:{tmp_path}/a", f"array_record:{path}"]
     done = subprocess.run(
-        [sys.executable, "-c", _FAIL, f"{kind}:{path}"],
+        # TensorFlow reads what it may print as it is imported.
+        [sys.executable, "-c", _FAIL, *specs],
         env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"},
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "refused\n", done.stderr
+    assert done.stdout == "refused\nrefused\n", done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -677,6 +678,7 @@ def test_any_depth_of_folders(tmp_path, image_example, grey, write_tfrecord):
 # --- parts of TFDS's splits
 
 
+@functools.cache
 def _multiset(source, split):
     return sorted((image.tobytes(), label) for image, label in _read(source, split))
 

@@ -1,14 +1,14 @@
 """Which records come, in which order, from where on: whatever reads them."""
 
+import functools
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from input_pipeline import ArraySource, make_dataset, open_source
+from tests import warm
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,12 @@ def source(request):
     return request.getfixturevalue(request.param)
 
 
+@functools.cache
 def _epoch(source, **options):
-    """The images and labels of one epoch, and the sizes of its batches."""
+    """The images and labels of one epoch, and the sizes of its batches.
+
+    Made once for all tests that want the same.
+    """
     defaults = {
         "batch_size": 16,
         "image_shape": (8, 8, source.image_shape[-1]),
@@ -116,8 +120,7 @@ def test_only_the_first_epoch_starts_late(source):
     assert epochs[1] == second
 
 
-@pytest.mark.parametrize("served", [False, True])
-def test_epochs_may_follow_without_a_gap(source, served, request):
+def _check_no_gap(source, **served):
     options = {
         "batch_size": 16,
         "image_shape": (8, 8, source.image_shape[-1]),
@@ -128,14 +131,16 @@ def test_epochs_may_follow_without_a_gap(source, served, request):
     }
     epochs = make_dataset(source, "train", **options)
     wanted = [batch for _ in range(3) for batch in epochs.as_numpy_iterator()]
-    if served:
-        options["data_service"] = request.getfixturevalue("service")
-    endless = make_dataset(source, "train", repeat=True, **options)
+    endless = make_dataset(source, "train", repeat=True, **options, **served)
     assert endless.cardinality() == tf.data.INFINITE_CARDINALITY
     found = endless.take(12).as_numpy_iterator()
     for mine, theirs in zip(wanted, found, strict=True):
         for part, other in zip(mine, theirs, strict=True):
             np.testing.assert_array_equal(part, other)
+
+
+def test_epochs_may_follow_without_a_gap(source):
+    _check_no_gap(source)
 
 
 def test_what_is_skipped_is_not_decoded(tmp_path, photos, example, write_tfrecord):
@@ -167,45 +172,18 @@ def test_augmentation_depends_on_seed_epoch_and_record(source):
     assert same(start_epoch=1) < 0.5
 
 
-_ORDERS = """
-import hashlib, json, os, sys
-threads, towers, folder, x = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-os.cpu_count = lambda: threads  # what the pipeline makes threads by
-import keras, numpy as np, tensorflow as tf
-import input_pipeline, towers as ours
-tf.config.threading.set_inter_op_parallelism_threads(threads)
-ours.configure(towers)
-sources = {
-    "tfrecord": input_pipeline.open_source(f"tfrecord:{folder}/*"),
-    "arrays": input_pipeline.ArraySource(np.load(x), np.arange(60)),
-}
-orders = {}
-for name, source in sources.items():
-    dataset = input_pipeline.make_dataset(
-        source, "train", batch_size=16, image_shape=(8, 8, source.image_shape[-1]),
-        training=True, recipe="imagenet", seed=3)
-    model = keras.Sequential([keras.Input(dataset.element_spec[0].shape[1:]),
-                              keras.layers.Flatten()])
-    parallel = ours.multi_gpu_model(
-        model, gpus=towers, preprocess=lambda x, y, _: (tf.cast(x, tf.float32), y))
-    epochs = []
-    for _ in range(2):
-        pixels = parallel.predict(dataset.map(lambda x, y: x), verbose=0)
-        epochs.append(hashlib.sha256(pixels.tobytes()).hexdigest())
-    orders[name] = epochs
-print(json.dumps(orders))
-"""
-
-
-@pytest.mark.slow
 def test_one_order_for_any_threads_and_towers(photos, arrays, tmp_path):
     np.save(tmp_path / "x.npy", arrays._images)
     folder = photos.files("train")[0].rpartition("/")[0]
     found = []
     for threads, towers in ((1, 1), (8, 3)):
-        command = [sys.executable, "-c", _ORDERS, str(threads), str(towers)]
-        command += [folder, str(tmp_path / "x.npy")]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = warm.run(
+            "tests.input_pipeline.orders",
+            *(threads, towers, folder, tmp_path / "x.npy"),
+            timeout_s=300,
+            # What the pipeline makes threads by.
+            changed={"os.cpu_count": functools.partial(int, threads)},
+        )
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
     assert found[0] == found[1]
@@ -227,7 +205,10 @@ def service():
     del workers, dispatcher
 
 
-def test_workers_of_a_service_make_the_same(source, service):
+# Of a stream that is decoded, and of what is read from any place.
+@pytest.mark.parametrize("kind", ["photos", "arrays"])
+def test_workers_of_a_service_make_the_same(kind, service, request):
+    source = request.getfixturevalue(kind)
     options = {"start_epoch": 1, "start_record": 5}
     images, labels, sizes = _epoch(source, **options)
     served = _epoch(source, data_service=service, **options)
@@ -235,7 +216,10 @@ def test_workers_of_a_service_make_the_same(source, service):
     assert served[1:] == (labels, sizes)
 
 
-def test_workers_of_a_service_share_the_records(source, service):
+# Workers divide the files of the one, and the numbers of the other.
+@pytest.mark.parametrize("kind", ["raw", "arrays"])
+def test_workers_of_a_service_share_the_records(kind, service, request):
+    source = request.getfixturevalue(kind)
     # Who gets which records is left to chance.
     for epoch in range(2):
         here = _epoch(source, start_epoch=epoch)
@@ -250,15 +234,32 @@ def test_workers_of_a_service_share_the_records(source, service):
             np.testing.assert_array_equal(image, by_record[label])
 
 
-@pytest.mark.parametrize("recipe", ["none", "imagenet", "cifar"])
-def test_randaugment_comes_on_top(source, recipe):
+def test_epochs_of_a_service_follow_without_a_gap(raw, service):
+    _check_no_gap(raw, data_service=service)
+
+
+def _check_randaugment(source, recipe):
     before, labels, _ = _epoch(source, recipe=recipe)
     after, again, _ = _epoch(source, recipe=recipe, randaugment=(2, 9))
     assert again == labels
     assert after.shape == before.shape
     changed = [not np.array_equal(*pair) for pair in zip(after, before, strict=True)]
     assert np.mean(changed) > 0.5
-    # In evaluation, nothing is random.
-    plain, _, _ = _epoch(source, recipe=recipe, training=False)
-    still, _, _ = _epoch(source, recipe=recipe, training=False, randaugment=(2, 9))
+
+
+# By the image, and behind cifar by the batch.
+@pytest.mark.parametrize("recipe", ["none", "imagenet", "cifar"])
+def test_randaugment_comes_on_top(raw, recipe):
+    _check_randaugment(raw, recipe)
+
+
+def test_randaugment_of_photos_and_arrays(photos, arrays):
+    _check_randaugment(photos, "imagenet")
+    _check_randaugment(arrays, "cifar")
+
+
+def test_in_evaluation_nothing_is_random(source):
+    options = {"recipe": "imagenet", "training": False}
+    plain, _, _ = _epoch(source, **options)
+    still, _, _ = _epoch(source, randaugment=(2, 9), **options)
     np.testing.assert_array_equal(plain, still)

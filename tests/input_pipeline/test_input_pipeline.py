@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,6 +11,7 @@ from input_pipeline import (
     open_source,
 )
 from input_pipeline.sources.arrays import ArraySource
+from tests import warm
 
 
 @pytest.fixture
@@ -64,8 +62,8 @@ def test_evaluation_keeps_one_order(numbered):
 def test_every_epoch_has_its_own_order(numbered, monkeypatch):
     # It fixes malloc's threshold for the whole process, which slows down small models.
     monkeypatch.setattr(tf.data.Dataset, "from_generator", None)
-    epochs = _epochs(_dataset(numbered), 4)
-    assert len({tuple(labels) for labels in epochs}) == 4
+    epochs = _epochs(_dataset(numbered), 3)
+    assert len({tuple(labels) for labels in epochs}) == 3
     assert tuple(range(100)) not in {tuple(labels) for labels in epochs}
 
 
@@ -79,16 +77,16 @@ def test_the_seed_decides_the_order(numbered):
     assert not any(labels in others for labels in first)
 
 
-@pytest.mark.parametrize("global_seed", [0, 1, 77])
-def test_the_global_seed_does_not(numbered, global_seed):
+def test_the_global_seed_does_not(numbered):
     wanted = _epochs(_dataset(numbered, seed=1), 2)
-    tf.random.set_seed(global_seed)
-    assert _epochs(_dataset(numbered, seed=1), 2) == wanted
+    for global_seed in (0, 77):
+        tf.random.set_seed(global_seed)
+        assert _epochs(_dataset(numbered, seed=1), 2) == wanted
 
 
 def test_a_resumed_run_continues_the_orders(digits):
-    whole = _epochs(_dataset(digits, seed=3), 4)
-    assert _epochs(_dataset(digits, seed=3, start_epoch=2), 2) == whole[2:]
+    whole = _epochs(_dataset(digits, seed=3), 3)
+    assert _epochs(_dataset(digits, seed=3, start_epoch=1), 2) == whole[1:]
 
 
 def test_a_fresh_process_gives_the_same_epochs():
@@ -101,7 +99,7 @@ def test_a_fresh_process_gives_the_same_epochs():
             for _, labels in dataset:
                 print(*labels.numpy())
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = warm.run("tests.input_pipeline.program", code, timeout_s=300)
     assert done.returncode == 0, done.stderr
     there = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
     source = open_source("synthetic:2x2x1:50:50")

@@ -1,5 +1,8 @@
 """Bad records of every kind, in every source: named, or passed over and counted."""
 
+import pathlib
+import shutil
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -113,7 +116,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_example_is_named_or_passed_over(write, encode, grey, kind):
+def test_a_bad_example_is_named(write, encode, grey, kind):
     make, reason = KINDS[kind]
     source, path, offset = write(make(encode(grey(1))))
     where = f"{path}: record {AT} (byte offset {offset}): "
@@ -121,8 +124,18 @@ def test_a_bad_example_is_named_or_passed_over(write, encode, grey, kind):
     assert named.startswith(where) and reason in named and "\n" not in named
     with pytest.raises(BadRecordError), blame_records(source):
         _values(source)
-    good, found = _without(source)
+    found = quarantines.inspect(source, ["train"], 1)
     assert len(found) == 1 and str(found.bad["train"][0]) == named
+
+
+def test_bad_examples_are_passed_over(write, encode, grey):
+    source, path, _ = write(*(make(encode(grey(1))) for make, _ in KINDS.values()))
+    good, found = _without(source)
+    for place, ((_, reason), bad) in enumerate(
+        zip(KINDS.values(), found.bad["train"], strict=True)
+    ):
+        assert str(bad).startswith(f"{path}: record {AT + place} ")
+        assert reason in str(bad)
     assert good.splits == {"train": 2 * GOOD}
     assert sorted(_values(good)) == ALL
     assert find_bad_record(good, "train") is None
@@ -264,21 +277,21 @@ def _values_of(source):
 
 
 @pytest.mark.parametrize(
-    ("row", "first"),
+    ("rows", "line"),
     [
-        *[(row, False) for row in ("x,1", "nan,1", "1,9", "1,-1", "1", "1,x")],
+        (("x,1", "nan,1", "1,9", "1,-1", "1", "1,x"), 6),
         # Which is looked at before, too.
-        *[(row, True) for row in ("x,1", "1,9", "1")],
+        *(((row,), 2) for row in ("x,1", "1,9", "1")),
     ],
 )
-def test_csv(tmp_path, row, first):
+def test_csv(tmp_path, rows, line):
     lines = ["a,label", *(f"{i},{i % 3}" for i in range(10))]
-    lines.insert(1 if first else 5, row)
+    lines[line - 1 : line - 1] = rows
     (tmp_path / "a.csv").write_text("\n".join(lines))
     source = open_source(f"csv:{tmp_path}/*", num_classes=3, skip_bad=True)
     good, found = _without(source)
-    (record,) = found.bad["train"]
-    assert record.place == f"line {2 if first else 6}"
+    places = [record.place for record in found.bad["train"]]
+    assert places == [f"line {line + i}" for i in range(len(rows))]
     assert sorted(_values(good)) == [*range(10)]
 
 
@@ -348,9 +361,15 @@ def test_array_record(tmp_path, image_example, example, grey):
     assert sorted(_values(good)) == [*range(9)]
 
 
-def test_tfds(tmp_path):
-    source = open_source("digits", data_dir=tmp_path)
-    source.prepare()
+@pytest.fixture
+def own_digits(digits, tmp_path):
+    """A folder of digits that may be changed."""
+    folder = pathlib.Path(digits._builder.data_dir).parents[1]
+    return shutil.copytree(folder, tmp_path / "digits")
+
+
+def test_tfds(own_digits):
+    source = open_source("digits", data_dir=own_digits)
     path = source.files("train")[1]
     records = [record.numpy() for record in tf.data.TFRecordDataset(path)]
     broken = tf.train.Example.FromString(records[3])
@@ -369,14 +388,12 @@ def test_tfds(tmp_path):
     )
     assert sum(len(labels) for _, labels in data) == count
     # Of a part of a split, what lies in the part counts.
-    part = open_source("digits", data_dir=tmp_path, train_split="train[:10]")
-    part.prepare()
+    part = open_source("digits", data_dir=own_digits, train_split="train[:10]")
     assert quarantines.inspect(part, ["train"], 0).splits["train"] == 10
 
 
-def test_what_tfds_has_to_write_again(tmp_path):
-    source = open_source("digits", data_dir=tmp_path)
-    source.prepare()
+def test_what_tfds_has_to_write_again(own_digits):
+    source = open_source("digits", data_dir=own_digits)
     path = source.files("train")[0]
     content = bytearray(open(path, "rb").read())
     content[40] ^= 1

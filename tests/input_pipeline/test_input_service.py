@@ -43,8 +43,9 @@ def test_processes_make_the_batches(tmp_path, image_example, grey, write_tfrecor
     with _started("dispatcher") as said:
         address = said.removeprefix("dispatcher at ")
         worker = ("worker", f"--dispatcher={address.partition('://')[2]}")
-        with _started(*worker) as first, _started(*worker) as second:
-            assert first == second == f"worker of {address.partition('://')[2]}"
+        # One is enough: what is the same in each epoch is made by one of them.
+        with _started(*worker) as first:
+            assert first == f"worker of {address.partition('://')[2]}"
             there = make_dataset(source, "train", data_service=address, **options)
             for mine, theirs in zip(here, there.as_numpy_iterator(), strict=True):
                 for part, other in zip(mine, theirs, strict=True):

@@ -3,9 +3,6 @@
 import inspect
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 
 import models
 from models import applications, resnet_cifar
+from tests import warm
 
 OWN = ("cnn", "lstm", "mlp", "resnet20", "resnet32", "resnet56")
 
@@ -207,8 +205,9 @@ def test_cnn_learns_digits():
     keras.utils.set_random_seed(0)
     model = models.build("cnn", input_shape=(8, 8, 1), num_classes=10)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"])
-    model.fit(x_train, y_train, batch_size=64, epochs=10, verbose=0)
+    # To compile with XLA takes longer than to train.
+    model.compile("adam", loss, metrics=["accuracy"], jit_compile=False)
+    model.fit(x_train, y_train, batch_size=64, epochs=5, verbose=0)
     assert model.evaluate(x_test, y_test, verbose=0)[1] > 0.96
 
 
@@ -346,12 +345,6 @@ def test_check_leaves_the_devices_alone():
         "tf.config.set_logical_device_configuration(cpu, [part] * 3)\n"
         "print(len(tf.config.list_logical_devices('CPU')))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-    )
+    result = warm.run("tests.input_pipeline.program", script, timeout_s=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "3"

@@ -57,6 +57,22 @@ def arrays():
     return x, rng.integers(0, 3, EXAMPLES)
 
 
+def plain():
+    """Data that are not of input_pipeline: a run starts sooner."""
+    return tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
+
+
+def tiny(optimizer="sgd", seed=1, **options):
+    """A model for where only the loop matters: a run starts in half the time."""
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((4, 4, 1)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, **options)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
 class Breaks(keras.callbacks.Callback):
     """Ends the run, or does something else, once so many batches have been trained."""
 
@@ -72,11 +88,11 @@ class Breaks(keras.callbacks.Callback):
             self.what()
 
 
-def fit(model, *callbacks, gpus=2, repeat=False, **options):
+def fit(model, *callbacks, x=None, gpus=2, epochs=3, **options):
+    x = plain() if x is None else x
     parallel = multi_gpu_model(model, gpus=gpus)
-    options = {"epochs": 3, "steps_per_epoch": STEPS if repeat else None} | options
-    x = options.pop("x") if "x" in options else data(repeat=repeat)
-    return parallel.fit(x, callbacks=list(callbacks), verbose=0, **options)
+    options |= {"epochs": epochs, "callbacks": list(callbacks)}
+    return parallel.fit(x, verbose=0, **options)
 
 
 def values(model):
@@ -88,38 +104,39 @@ def assert_same(model, other):
         np.testing.assert_array_equal(a, b)
 
 
-def broken_off(directory, breaks, run=fit, **options):
+def broken_off(directory, breaks, compiled, **options):
     """A run that is broken off after so many batches each time; its last process."""
     for after in [*breaks, None]:
-        model = build(**options.get("model", {}))
+        model = build(**compiled)
         callbacks = [
             keras.callbacks.EarlyStopping("loss", patience=9),
             Checkpoint(directory, save_steps=2),
         ]
         if after is None:
-            kept = {k: v for k, v in options.items() if k != "model"}
-            return model, fit(model, *callbacks, **kept), callbacks[0]
+            return model, fit(model, *callbacks, **options), callbacks[0]
         with pytest.raises(ZeroDivisionError):
-            kept = {k: v for k, v in options.items() if k != "model"}
-            fit(model, *callbacks, Breaks(after), **kept)
+            fit(model, *callbacks, Breaks(after), **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "breaks"),
+    ("compiled", "repeat", "breaks"),
     [
-        ({}, (3, 5, 2, 6)),
-        ({"repeat": True}, (5, 2)),
-        ({"validation_data": True, "repeat": True}, (5, 6, 1)),
-        ({"model": {"steps_per_execution": 2}}, (2, 3)),
+        # In the middle of an epoch, at once, and in that of the next epoch.
+        ({}, False, (3, 1, 8)),
+        # And between two epochs.
+        ({}, True, (7, 6)),
+        ({"steps_per_execution": 2}, False, (5,)),
     ],
-    ids=["epochs", "repeat", "validation", "steps_per_execution"],
+    ids=["epochs", "repeat and validation", "steps_per_execution"],
 )
-def test_a_run_broken_off_ends_as_one_that_was_not(tmp_path, options, breaks):
-    if options.get("validation_data"):
-        options = options | {"validation_data": data(training=False)}
-    whole, history, stopping = broken_off(tmp_path / "whole", (), **options)
+def test_a_run_broken_off_ends_as_one_that_was_not(tmp_path, compiled, repeat, breaks):
+    options = {"x": data(repeat=repeat)}
+    if repeat:
+        options["steps_per_epoch"] = STEPS
+        options["validation_data"] = data(training=False)
+    whole, history, stopping = broken_off(tmp_path / "a", (), compiled, **options)
     model, continued, continued_stopping = broken_off(
-        tmp_path / "broken", breaks, **options
+        tmp_path / "b", breaks, compiled, **options
     )
     assert_same(model, whole)
     assert continued.history == history.history
@@ -130,18 +147,13 @@ def test_a_run_broken_off_ends_as_one_that_was_not(tmp_path, options, breaks):
 
 def test_with_other_numbers_of_towers_the_rest_is_the_same(tmp_path):
     # Without dropout and BatchNorm, which are the towers' own.
-    def plain():
-        keras.utils.set_random_seed(1)
-        layers = [keras.layers.Flatten(), keras.layers.Dense(3)]
-        model = keras.Sequential([keras.Input((4, 4, 1)), *layers])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(1e-3, 0.9), loss)
-        return model
+    def make():
+        return tiny(keras.optimizers.SGD(1e-3, 0.9))
 
-    whole, model = plain(), None
+    whole, model = make(), None
     fit(whole, gpus=1)
     for gpus, after in ((1, 4), (2, 5), (3, 4), (4, None)):
-        model = plain()
+        model = make()
         breaks = [] if after is None else [Breaks(after)]
         try:
             fit(model, Checkpoint(tmp_path, save_steps=1), *breaks, gpus=gpus)
@@ -158,20 +170,18 @@ def test_callbacks_hear_only_of_what_is_done_now(tmp_path):
         on_train_batch_end=lambda batch, logs: heard.append(-batch),
     )
     with pytest.raises(ZeroDivisionError):
-        fit(build(), Checkpoint(tmp_path, save_steps=1), Breaks(5))
-    fit(build(), Checkpoint(tmp_path), hears, epochs=2)
+        fit(tiny(), Checkpoint(tmp_path, save_steps=1), Breaks(5))
+    fit(tiny(), Checkpoint(tmp_path), hears, epochs=2)
     # The fifth was trained on, but not saved.
     assert heard == [4, -4, 5, -5, 0, 0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5]
 
 
-def test_other_data_are_read_again_and_passed_over(tmp_path, capsys):
-    plain = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
-    whole, model = build(), build()
-    fit(whole, x=plain)
+def test_other_data_are_read_again_and_passed_over(never_stopped, tmp_path, capsys):
+    model = build()
     with pytest.raises(ZeroDivisionError):
-        fit(build(), Checkpoint(tmp_path, save_steps=2), Breaks(9), x=plain)
-    fit(model, Checkpoint(tmp_path), x=plain)
-    assert_same(model, whole)
+        fit(build(), Checkpoint(tmp_path, save_steps=2), Breaks(9))
+    fit(model, Checkpoint(tmp_path))
+    assert_same(model, never_stopped)
     assert capsys.readouterr().err.count("only if they come in the same order") == 1
 
 
@@ -182,7 +192,7 @@ class TestOtherData:
     def stopped(self, tmp_path_factory):
         """Stopped after four batches; not to be changed."""
         folder = tmp_path_factory.mktemp("stopped")
-        fit(build(), Checkpoint(folder), StopAtStep(4))
+        fit(tiny(), Checkpoint(folder), StopAtStep(4), x=data())
         return folder
 
     @pytest.mark.parametrize(
@@ -194,17 +204,16 @@ class TestOtherData:
     )
     def test_is_refused(self, stopped, options, words):
         with pytest.raises(ResumeError, match=f"ckpt-0-4 goes on .* {words}"):
-            fit(build(), Checkpoint(stopped), x=data(**options))
+            fit(tiny(), Checkpoint(stopped), x=data(**options))
 
     def test_of_others_is_refused(self, stopped):
-        x = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
         with pytest.raises(ResumeError, match=r"dataset .*, but received unknown"):
-            fit(build(), Checkpoint(stopped), x=x)
+            fit(tiny(), Checkpoint(stopped))
 
     def test_at_an_epochs_beginning_it_is_not(self, tmp_path):
-        fit(build(), Checkpoint(tmp_path), epochs=1)
+        fit(tiny(), Checkpoint(tmp_path), x=data(), epochs=1)
         x = data(seed=7, batch_size=4)
-        assert fit(build(), Checkpoint(tmp_path), x=x, epochs=2).epoch == [0, 1]
+        assert fit(tiny(), Checkpoint(tmp_path), x=x, epochs=2).epoch == [0, 1]
 
     def test_only_batch_sizes_were_known_once(self, stopped, tmp_path):
         contents = checkpoints.load(f"{stopped}/ckpt-0-4")
@@ -213,15 +222,15 @@ class TestOtherData:
         old = checkpoints.Contents(contents.values, about)
         checkpoints.save(str(tmp_path), Position(0, 4), old)
         with pytest.raises(ResumeError, match="batch size 8, but received 4"):
-            fit(build(), Checkpoint(tmp_path), x=data(batch_size=4))
-        fit(build(), Checkpoint(tmp_path), x=data(seed=7), epochs=1)
+            fit(tiny(), Checkpoint(tmp_path), x=data(batch_size=4))
+        fit(tiny(), Checkpoint(tmp_path), x=data(seed=7), epochs=1)
 
     def test_arrays_of_another_size(self, tmp_path):
         x, y = arrays()
         options = {"x": x, "y": y, "shuffle": False}
-        fit(build(), Checkpoint(tmp_path), StopAtStep(4), batch_size=BATCH, **options)
+        fit(tiny(), Checkpoint(tmp_path), StopAtStep(4), batch_size=BATCH, **options)
         with pytest.raises(ResumeError, match="batch size 8, but received 32"):
-            fit(build(), Checkpoint(tmp_path), **options)
+            fit(tiny(), Checkpoint(tmp_path), **options)
 
     @pytest.mark.parametrize("length", [None, 2])
     def test_what_is_known_of_others(self, length):
@@ -239,22 +248,21 @@ class TestOtherData:
     @pytest.mark.parametrize("known", [True, False])
     def test_of_too_few_batches(self, tmp_path, known):
         def first(batches):
-            found = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
-            return found.take(batches).filter(lambda *_: True)
+            return plain().take(batches).filter(lambda *_: True)
 
-        fit(build(), Checkpoint(tmp_path), StopAtStep(4), x=first(STEPS))
+        fit(tiny(), Checkpoint(tmp_path), StopAtStep(4), x=first(STEPS))
         steps = 3 if known else None
         with pytest.raises(ResumeError, match="data that end before batch 4 "):
-            fit(build(), Checkpoint(tmp_path), x=first(3), steps_per_epoch=steps)
+            fit(tiny(), Checkpoint(tmp_path), x=first(3), steps_per_epoch=steps)
 
 
 def test_in_the_middle_of_a_call_it_does_not_go_on(tmp_path):
-    fit(build(), Checkpoint(tmp_path), StopAtStep(3))
+    fit(tiny(), Checkpoint(tmp_path), StopAtStep(3))
     for steps, divisor in ((4, 1), (6, 3)):
         words = f"_execution={steps} .* after batch 3 .* such as {divisor}"
         with pytest.raises(ResumeError, match=words):
-            fit(build(steps_per_execution=steps), Checkpoint(tmp_path))
-    model = build(steps_per_execution=3)
+            fit(tiny(steps_per_execution=steps), Checkpoint(tmp_path))
+    model = tiny(steps_per_execution=3)
     fit(model, Checkpoint(tmp_path), epochs=2)
     assert int(model.optimizer.iterations) == 2 * STEPS
 
@@ -262,10 +270,10 @@ def test_in_the_middle_of_a_call_it_does_not_go_on(tmp_path):
 def test_at_an_epochs_end_calls_may_have_any_size(tmp_path):
     stop = keras.callbacks.LambdaCallback()
     stop.on_test_begin = lambda logs: signal.raise_signal(signal.SIGTERM)
-    check = data(training=False)
+    check = plain()
     with pytest.raises(Stopped):
-        fit(build(), Checkpoint(tmp_path), stop, validation_data=check)
-    model = build(steps_per_execution=4)
+        fit(tiny(), Checkpoint(tmp_path), stop, validation_data=check)
+    model = tiny(steps_per_execution=4)
     fit(model, Checkpoint(tmp_path), validation_data=check)
     assert int(model.optimizer.iterations) == 3 * STEPS
 
@@ -276,20 +284,20 @@ def test_what_callbacks_do_as_an_epoch_begins_is_done_once(tmp_path, first):
         halves = keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
         return [halves, checkpoint] if first else [checkpoint, halves]
 
-    whole = build()
+    whole = tiny()
     wanted = fit(whole, *rates(Checkpoint(tmp_path / "whole")))
     for after in (STEPS, STEPS + 2):
-        folder, model = tmp_path / str(after), build()
+        folder, model = tmp_path / str(after), tiny()
         with pytest.raises(ZeroDivisionError):
-            fit(build(), *rates(Checkpoint(folder, save_steps=1)), Breaks(after))
+            fit(tiny(), *rates(Checkpoint(folder, save_steps=1)), Breaks(after))
         found = fit(model, *rates(Checkpoint(folder)))
         assert_same(model, whole)
         assert found.history == wanted.history
 
 
 def test_nothing_left_to_train_is_said(tmp_path, capsys):
-    wanted = fit(build(), Checkpoint(tmp_path)).history
-    model, checkpoint = build(), Checkpoint(tmp_path)
+    wanted = fit(tiny(), Checkpoint(tmp_path)).history
+    model, checkpoint = tiny(), Checkpoint(tmp_path)
     for _ in range(2):
         capsys.readouterr()
         found = fit(model, checkpoint)
@@ -304,7 +312,7 @@ def test_nothing_left_to_train_is_said(tmp_path, capsys):
 def test_how_foreign_data_are_read_is_said_only_of_a_run_that_goes_on(tmp_path, capsys):
     x, y = arrays()
     for epochs, notes in ((1, 0), (2, 1)):
-        fit(build(), Checkpoint(tmp_path), x=x, y=y, epochs=epochs)
+        fit(tiny(), Checkpoint(tmp_path), x=x, y=y, epochs=epochs)
         assert capsys.readouterr().err.count("are read from their beginning") == notes
 
 
@@ -332,41 +340,41 @@ class TestASecondFit:
     def whole(self):
         """A model that was never stopped, and its history; not to be changed."""
         model = build()
-        return model, fit(model, validation_data=data(training=False)).history
+        return model, fit(model, x=data(), validation_data=plain()).history
 
     @pytest.mark.parametrize("same", [True, False], ids=["process", "new_process"])
     def test_goes_on_where_the_first_was_stopped(self, whole, tmp_path, same):
         model, checkpoint = build(), Checkpoint(tmp_path)
-        check = data(training=False)
+        options = {"x": data(), "validation_data": plain()}
         # Validation takes the metrics' place, before they are saved.
-        fit(model, checkpoint, StopAtStep(4), validation_data=check)
+        fit(model, checkpoint, StopAtStep(4), **options)
         assert checkpoint.position == Position(0, 4)
-        model.evaluate(check, verbose=0)
+        model.evaluate(plain(), verbose=0)
         if not same:
             model, checkpoint = build(), Checkpoint(tmp_path)
-        history = fit(model, checkpoint, validation_data=check)
+        history = fit(model, checkpoint, **options)
         assert_same(model, whole[0])
         assert history.history == whole[1] and history.epoch == [0, 1, 2]
 
     def test_goes_on_with_the_last_checkpoint_after_an_error(self, whole, tmp_path):
         model, checkpoint = build(), Checkpoint(tmp_path, save_steps=2)
-        check = data(training=False)
+        options = {"x": data(), "validation_data": plain()}
         with pytest.raises(ZeroDivisionError):
-            fit(model, checkpoint, Breaks(9), validation_data=check)
-        history = fit(model, checkpoint, validation_data=check)
+            fit(model, checkpoint, Breaks(9), **options)
+        history = fit(model, checkpoint, **options)
         assert_same(model, whole[0])
         assert history.history == whole[1]
 
     def test_starts_over_if_nothing_was_saved(self, tmp_path):
         folder = tmp_path / "run"
-        model, checkpoint = build(), Checkpoint(folder)
+        model, checkpoint = tiny(), Checkpoint(folder)
         with pytest.raises(ZeroDivisionError):
             fit(model, checkpoint, Breaks(3))
         assert not folder.exists()
         assert fit(model, checkpoint).epoch == [0, 1, 2]
 
     def test_takes_the_model_as_it_is(self, tmp_path):
-        model, checkpoint = build(), Checkpoint(tmp_path)
+        model, checkpoint = tiny("adam"), Checkpoint(tmp_path)
         fit(model, checkpoint, epochs=1)
         model.compile("sgd", model.loss)
         assert fit(model, checkpoint, epochs=2).epoch == [0, 1]
@@ -374,7 +382,7 @@ class TestASecondFit:
         assert about["variables"]["optimizer"][0][0].startswith("sgd/")
 
     def test_of_another_model_restores_it(self, tmp_path):
-        model, other, checkpoint = build(), build(seed=2), Checkpoint(tmp_path)
+        model, other, checkpoint = tiny(), tiny(seed=2), Checkpoint(tmp_path)
         fit(model, checkpoint)
         fit(other, checkpoint)
         assert_same(model, other)
@@ -385,13 +393,13 @@ class TestASecondFit:
             on_train_batch_end=lambda batch, logs: heard.append(batch)
         )
         checkpoint = Checkpoint(tmp_path)
-        fit(build(), checkpoint, StopAtStep(4))
-        fit(build(), checkpoint, hears, initial_epoch=1, epochs=2)
+        fit(tiny(), checkpoint, StopAtStep(4))
+        fit(tiny(), checkpoint, hears, initial_epoch=1, epochs=2)
         assert heard == [0, 1, 2, 3, 4, 5]
 
     def test_that_was_refused_leaves_nothing_behind(self, tmp_path):
-        model = build()
-        fit(model, Checkpoint(tmp_path), StopAtStep(4))
+        model = tiny()
+        fit(model, Checkpoint(tmp_path), StopAtStep(4), x=data())
         parallel = multi_gpu_model(model, gpus=2)
         with pytest.raises(ValueError, match="batch size 8, but received 4"):
             options = {"callbacks": [Checkpoint(tmp_path)], "verbose": 0}
@@ -403,7 +411,7 @@ class TestASecondFit:
 @pytest.mark.parametrize("steps", [STEPS, 3])
 def test_averages_come_in_the_place_of_weights_only_at_the_end(tmp_path, steps):
     def make():
-        return build(optimizer=keras.optimizers.Adam(use_ema=True))
+        return tiny(optimizer=keras.optimizers.Adam(use_ema=True))
 
     whole, first, again = make(), make(), make()
     fit(whole, epochs=2)
@@ -419,7 +427,7 @@ class TestDataOfUnknownSize:
         return x.filter(lambda *_: True)
 
     def test_an_epoch_that_was_stopped_goes_on(self, tmp_path):
-        whole, model, checkpoint = build(), build(), Checkpoint(tmp_path)
+        whole, model, checkpoint = tiny(), tiny(), Checkpoint(tmp_path)
         options = {"x": self.data(), "epochs": 2}
         fit(whole, **options)
         fit(model, checkpoint, StopAtStep(4), **options)
@@ -431,7 +439,7 @@ class TestDataOfUnknownSize:
     def test_saved_where_there_is_no_batch_left(self, tmp_path):
         # Keras begins the ninth step before it knows that there are six.
         options = {"x": self.data(), "epochs": 2}
-        whole, model = build(steps_per_execution=4), build(steps_per_execution=4)
+        whole, model = tiny(steps_per_execution=4), tiny(steps_per_execution=4)
         history = fit(whole, **options).history
 
         def stop(epoch, logs):
@@ -500,8 +508,16 @@ def test_random_numbers_that_were_not_saved_are_left(no_generator):
     assert "keras" in states.collect(model, [], 0, [])["random"]
 
 
+@pytest.fixture(scope="module")
+def never_stopped():
+    """A model after three epochs of the plain data; not to be changed."""
+    model = build()
+    fit(model)
+    return model
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_the_run(tmp_path, number, capsys):
+def test_a_signal_saves_and_ends_the_run(never_stopped, tmp_path, number, capsys):
     before = signal.getsignal(number)
     stop = Breaks(4, lambda: signal.raise_signal(number))
     with pytest.raises(Stopped) as stopped:
@@ -513,20 +529,23 @@ def test_a_signal_saves_and_ends_the_run(tmp_path, number, capsys):
         f"towers: Stopped by {name}: the last checkpoint is {tmp_path}/ckpt-0-4; run "
         "again to continue."
     )
-    whole, model = build(), build()
-    fit(whole)
+    model = build()
     fit(model, Checkpoint(tmp_path))
-    assert_same(model, whole)
+    assert_same(model, never_stopped)
 
 
 def test_a_signal_in_validation_loses_no_metric(tmp_path):
     stop = keras.callbacks.LambdaCallback()
     stop.on_test_batch_end = lambda batch, logs: signal.raise_signal(signal.SIGTERM)
-    whole, model = build(), build()
-    check = data(training=False)
+
+    def make():
+        return tiny(metrics=["accuracy"])
+
+    whole, model = make(), make()
+    check = plain()
     wanted = fit(whole, validation_data=check)
     with pytest.raises(Stopped):
-        fit(build(), Checkpoint(tmp_path), stop, validation_data=check)
+        fit(make(), Checkpoint(tmp_path), stop, validation_data=check)
     assert [p.name for p in tmp_path.iterdir()] == [f"ckpt-0-{STEPS}"]
     found = fit(model, Checkpoint(tmp_path), validation_data=check)
     assert_same(model, whole)
@@ -548,19 +567,19 @@ def test_a_signal_after_the_last_batch_is_heeded(tmp_path, event, first, capsys)
     setattr(stops, event, stop)
     callbacks = [Checkpoint(tmp_path), stops]
     with pytest.raises(Stopped):
-        fit(build(), *(callbacks[::-1] if first else callbacks), epochs=1)
+        fit(tiny(), *(callbacks[::-1] if first else callbacks), epochs=1)
     assert f"the last checkpoint is {tmp_path}/ckpt-1-0;" in capsys.readouterr().err
 
 
 def test_sigusr1_saves_and_goes_on(tmp_path):
-    model = build()
+    model = tiny()
     save = Breaks(2, lambda: signal.raise_signal(signal.SIGUSR1))
     fit(model, Checkpoint(tmp_path), save, epochs=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt-0-2", "ckpt-1-0"]
 
 
 def test_in_another_thread_there_are_no_signals(tmp_path):
-    thread = threading.Thread(target=fit, args=(build(), Checkpoint(tmp_path)))
+    thread = threading.Thread(target=fit, args=(tiny(), Checkpoint(tmp_path)))
     thread.start()
     thread.join()
     assert checkpoints.find(str(tmp_path))[0].endswith("ckpt-3-0")
@@ -572,24 +591,24 @@ def test_the_last_and_the_best_are_kept(tmp_path):
         on_epoch_end=lambda epoch, logs: logs.update(val_loss=next(losses))
     )
     checkpoint = Checkpoint(tmp_path, keep=2)
-    fit(build(), says, checkpoint, epochs=6)
+    fit(tiny(), says, checkpoint, epochs=6)
     assert checkpoint.latest == f"{tmp_path}/ckpt-6-0"
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["ckpt-2-0", "ckpt-5-0", "ckpt-6-0"]
 
 
 def test_what_lies_further_on_does_not_count(tmp_path):
-    fit(build(), Checkpoint(tmp_path), epochs=1)
+    fit(tiny(), Checkpoint(tmp_path), epochs=1)
     # Damaged, or of another program: they are passed over.
     (tmp_path / "ckpt-40-0").mkdir()
     (tmp_path / "ckpt-1-3").mkdir()
-    fit(build(), Checkpoint(tmp_path, keep=2), epochs=2)
+    fit(tiny(), Checkpoint(tmp_path, keep=2), epochs=2)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"ckpt-40-0", "ckpt-1-0", "ckpt-1-3", "ckpt-2-0"}
     checkpoint = Checkpoint(tmp_path, keep=1)
-    assert checkpoint.restore(build()) and checkpoint.position == Position(2)
-    fit(build(), checkpoint, epochs=3)
-    assert Checkpoint(tmp_path).restore(build())
+    assert checkpoint.restore(tiny()) and checkpoint.position == Position(2)
+    fit(tiny(), checkpoint, epochs=3)
+    assert Checkpoint(tmp_path).restore(tiny())
     assert (tmp_path / "ckpt-3-0").is_dir() and not (tmp_path / "ckpt-1-3").exists()
 
 
@@ -601,7 +620,7 @@ def test_saved_every_so_many_minutes(tmp_path):
         now += 90.0
 
     checkpoint = Checkpoint(tmp_path, save_minutes=1, clock=lambda: now)
-    fit(build(), checkpoint, Breaks(2, later), Breaks(5, later), epochs=1)
+    fit(tiny(), checkpoint, Breaks(2, later), Breaks(5, later), epochs=1)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["ckpt-0-2", "ckpt-0-5", "ckpt-1-0"]
 
@@ -739,7 +758,7 @@ class TestNotFinite:
         says = keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: logs.update(val_loss=next(losses))
         )
-        fit(build(), says, Checkpoint(tmp_path, keep=1), epochs=4)
+        fit(tiny(), says, Checkpoint(tmp_path, keep=1), epochs=4)
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["ckpt-1-0", "ckpt-4-0"]
 
@@ -766,9 +785,9 @@ class TestDisk:
             with pytest.raises(
                 SaveError, match=f"Cannot save a checkpoint in {folder}"
             ):
-                fit(build(), checkpoint, Breaks(3, vanish))
+                fit(tiny(), checkpoint, Breaks(3, vanish))
         else:
-            fit(build(), checkpoint, Breaks(3, vanish))
+            fit(tiny(), checkpoint, Breaks(3, vanish))
             assert "Warning: Cannot save a checkpoint" in capsys.readouterr().err
 
     def test_the_last_save_is_heard_of(self, tmp_path):
@@ -776,7 +795,7 @@ class TestDisk:
         checkpoint = Checkpoint(folder)
         in_the_way = Breaks(STEPS, lambda: folder.write_text(""))
         with pytest.raises(SaveError, match=r"nothing was saved yet[.]"):
-            fit(build(), checkpoint, in_the_way, epochs=1)
+            fit(tiny(), checkpoint, in_the_way, epochs=1)
 
     def test_a_directory_that_is_gone_is_not_made_anew(self, tmp_path):
         checkpoint = Checkpoint(tmp_path / "run", save_steps=1)
@@ -787,7 +806,7 @@ class TestDisk:
 
         words = "the directory is gone; the last one is .*/run/ckpt-0-2[.]"
         with pytest.raises(SaveError, match=words):
-            fit(build(), checkpoint, Breaks(3, vanish))
+            fit(tiny(), checkpoint, Breaks(3, vanish))
         assert not (tmp_path / "run").exists()
 
     def test_a_limit_on_files_leaves_the_one_before(self, tmp_path):
@@ -941,9 +960,9 @@ def test_a_fit_that_restores_nothing_is_refused(tmp_path):
     words = "Received a Checkpoint that this `fit` does not restore; expected one only"
     options = {"x": data(), "verbose": 0}
     with pytest.raises(ValueError, match=words):
-        build().fit(callbacks=[Checkpoint(tmp_path)], **options)
+        tiny().fit(callbacks=[Checkpoint(tmp_path)], **options)
     with pytest.raises(ValueError, match=words):
-        fit(build(), Checkpoint(tmp_path), Checkpoint(tmp_path))
+        fit(tiny(), Checkpoint(tmp_path), Checkpoint(tmp_path))
     assert not [*tmp_path.iterdir()]
 
 
@@ -980,11 +999,9 @@ def test_what_callbacks_know_comes_back_as_it_was(tmp_path):
         (4, True): {},
         "number": np.float32(0.5),
     }
-    fit(
-        build(), Knows(state | {"values": np.arange(3)}), Checkpoint(tmp_path), epochs=1
-    )
+    fit(tiny(), Knows(state | {"values": np.arange(3)}), Checkpoint(tmp_path), epochs=1)
     knows = Knows(None)
-    fit(build(), knows, Checkpoint(tmp_path), epochs=2)
+    fit(tiny(), knows, Checkpoint(tmp_path), epochs=2)
     np.testing.assert_array_equal(knows.state.pop("values"), np.arange(3))
     assert knows.state == state
 
@@ -1000,7 +1017,7 @@ def test_what_callbacks_knew_in_older_checkpoints():
 def test_what_a_callback_knows_and_cannot_be_saved_is_named(tmp_path, value):
     words = r"Cannot save the state_dict\(\) of the callback Knows: "
     with pytest.raises(ValueError, match=words):
-        fit(build(), Knows({"a": [value]}), Checkpoint(tmp_path), epochs=1)
+        fit(tiny(), Knows({"a": [value]}), Checkpoint(tmp_path), epochs=1)
 
 
 def test_logs_that_are_no_numbers_end_nothing(tmp_path):
@@ -1008,8 +1025,8 @@ def test_logs_that_are_no_numbers_end_nothing(tmp_path):
     says = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, found: found.update(logs)
     )
-    fit(build(), says, Checkpoint(tmp_path), epochs=1)
-    model = build()
+    fit(tiny(), says, Checkpoint(tmp_path), epochs=1)
+    model = tiny()
     history = fit(model, Checkpoint(tmp_path), epochs=2).history
     assert history["text"] == ["a"] and history["nothing"] == [None]
     assert len(history["loss"]) == 2 and "array" not in history

@@ -5,10 +5,8 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import types
-from pathlib import Path
+from concurrent import futures
 
 import pytest
 
@@ -18,7 +16,6 @@ from towers.find_batch_size import processes
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe, search, unit
 
-ROOT = Path(__file__).parents[2]
 MODULE = "towers.find_batch_size"
 TIMEOUT_S = 300
 
@@ -227,16 +224,16 @@ def build(input_shape, num_classes):
     ])
 """
 
-# With a larger batch, it says that it is built, and never returns; the file stays open
-# while it lives.
+# With a larger batch, it tells a pipe which process tries it, and never returns; the
+# pipe stays open while it lives.
 WAITING = """
 import os, sys, threading
 import keras
 
 def build(input_shape, num_classes):
     if sys.argv[-1] != "--batch_size=2":
-        with open(os.environ["FIFO"], "w") as fifo:
-            print("here", file=fifo, flush=True)
+        with open("{pipe}", "w") as pipe:
+            print(os.getppid(), file=pipe, flush=True)
             threading.Event().wait()
     layers = keras.layers.Flatten(), keras.layers.Dense(num_classes)
     return keras.Sequential([keras.Input(input_shape), *layers])
@@ -263,28 +260,25 @@ def write(folder, text):
 @pytest.mark.slow
 def test_finds_the_batch_of_the_memory_limit(tmp_path):
     # TensorFlow itself takes between 0 and 1000 MB, two towers by two examples.
-    room, own_mb = 12, 1000
+    room, own_mb = 6, 1000
     limit = f"--memory_limit_mb={room * MB + own_mb}"
     chart = tmp_path / "chart.svg"
     model = write(tmp_path, MODEL)
-    done = run(model, "--batch_size=9", "--json", limit, f"--plot={chart}")
+    sizes = ("--batch_size=7", f"--max_batch_size={room + 2}")
+    done = run(model, *sizes, "--json", limit, f"--plot={chart}")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["largest"], found["too_large"]) == (room, room + 2)
     assert [(probe["batch_size"], probe["fits"]) for probe in found["probes"]] == [
-        (8, True),
-        (12, True),
-        (14, False),
-        (16, False),
+        (6, True),
+        (8, False),
     ]
-    for probe in found["probes"][:2]:
-        assert probe["images_per_s"] == pytest.approx(
-            1000 * probe["batch_size"] / probe["step_ms"]
-        )
-        # They were not touched.
-        assert 100 < probe["peak_memory_mb"] < 8 * MB
-    assert "allocate" in found["probes"][-1]["why"]
-    assert "batch 16: does not fit" in done.stderr
+    fits, fails = found["probes"]
+    assert fits["images_per_s"] == pytest.approx(1000 * room / fits["step_ms"])
+    # What is kept was not touched.
+    assert 100 < fits["peak_memory_mb"] < 8 * MB
+    assert "allocate" in fails["why"]
+    assert "batch 8: does not fit" in done.stderr
     assert chart.exists()
 
 
@@ -306,7 +300,6 @@ def test_nothing_fits(tmp_path):
         # A probe's own.
         (["--dataset=folder:/nowhere"], "/nowhere"),
         (["--max_batch_size=1", "--model=mlp"], "expected at least 2, so that each of"),
-        (["--dataset=digits", "--memory_limit_mb=10"], "=10; expected at least "),
     ],
 )
 def test_wrong_usage_is_said_in_a_sentence(flags, expected):
@@ -319,6 +312,17 @@ def test_wrong_usage_is_said_in_a_sentence(flags, expected):
     assert "Traceback" not in done.stderr
 
 
+def test_a_limit_that_is_too_low_is_said_by_the_probe():
+    flags = ("--dataset=digits", "--memory_limit_mb=10", "--batch_size=2")
+    done = warm.run(probing.__name__, *FLAGS, *flags, timeout_s=TIMEOUT_S)
+    (error,) = (
+        found["error"]
+        for found in map(json.loads, done.stdout.splitlines())
+        if "error" in found
+    )
+    assert "--memory_limit_mb=10; expected at least " in error
+
+
 @pytest.mark.parametrize(
     ("number", "code", "cause"),
     [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")],
@@ -326,27 +330,16 @@ def test_wrong_usage_is_said_in_a_sentence(flags, expected):
 def test_a_signal_ends_the_probe_and_shows_what_was_found(
     tmp_path, number, code, cause
 ):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    model = write(tmp_path, WAITING)
-    command = [sys.executable, "-m", MODULE, *FLAGS, "--batch_size=2", model]
-    environ = os.environ | {"FIFO": str(fifo), "CUDA_VISIBLE_DEVICES": ""}
-    with (
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as program,
-        fifo.open() as of_probe,
-    ):
-        assert of_probe.readline() == "here\n"
-        program.send_signal(number)
-        found, said = program.communicate(timeout=TIMEOUT_S)
-        assert of_probe.read() == ""  # when the probe has ended
-    assert program.returncode == code
-    assert f"{MODULE}: Stopped by {cause}." in said
-    assert "Largest that fits: 2 (1 per tower); the search was stopped" in found
-    assert "Traceback" not in said
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    model = write(tmp_path, WAITING.format(pipe=pipe))
+    with futures.ThreadPoolExecutor() as pool:
+        program = pool.submit(run, "--batch_size=2", model)
+        with pipe.open() as of_probe:
+            os.kill(int(of_probe.readline()), number)
+            done = program.result(TIMEOUT_S)
+            assert of_probe.read() == ""  # when the probe has ended
+    assert done.returncode == code
+    assert f"{MODULE}: Stopped by {cause}." in done.stderr
+    assert "Largest that fits: 2 (1 per tower); the search was stopped" in done.stdout
+    assert "Traceback" not in done.stderr

@@ -64,10 +64,13 @@ def _assert_copies_are_equal(parallel):
 def _twice(optimizer, make=_model, between=None, towers=3, fit=None, **options):
     """Trains on one device and on towers; returns the largest difference."""
     found = []
-    for wrap in (lambda model: model, lambda model: _copied(model, towers)):
+    for wrap in (None, _copied):
         model = make()
-        trained = wrap(model)
-        trained.compile(optimizer(), "mse", **{"jit_compile": False} | options)
+        trained = wrap(model, towers) if wrap else model
+        # Nothing is traced for the one device.
+        trained.compile(
+            optimizer(), "mse", jit_compile=False, run_eagerly=not wrap, **options
+        )
         history = _fit(trained, **fit() if fit else {}).history
         if between is not None:
             between(model, trained)
@@ -115,14 +118,12 @@ def _schedule():
     return keras.optimizers.schedules.CosineDecay(0.1, 12, warmup_steps=3)
 
 
+# Others are in the table of exact cases.
 OPTIMIZERS = {
     "momentum": _sgd,
-    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: keras.optimizers.Adam(0.01),
-    "amsgrad": lambda: keras.optimizers.Adam(0.01, amsgrad=True, epsilon=1e-3),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
     "global_clipnorm": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
-    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
     "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
     "ema": lambda: keras.optimizers.SGD(
         0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4
@@ -134,7 +135,6 @@ OPTIMIZERS = {
         keras.optimizers.Adam(0.01), dynamic_growth_steps=3
     ),
     "own": lambda: SignedMean(0.1),
-    "nadam": lambda: keras.optimizers.Nadam(0.01),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
 }
 
@@ -301,9 +301,10 @@ def _scatter(model):
 
 CHANGES = [_halve, _assign_one, _add, _scatter, _forget_momenta, _slower, _count]
 MOMENTS = ["epoch_begin", "epoch_end", "train_batch_begin", "train_batch_end"]
-WHEN = [(_halve, moment, steps) for moment in MOMENTS for steps in (1, 3)]
+WHEN = [(_halve, moment, 1) for moment in MOMENTS]
+WHEN += [(_halve, moment, 3) for moment in MOMENTS[2:]]
 # Moments do not ask what was changed.
-WHEN += [(change, moment, 1) for change in CHANGES[1:] for moment in MOMENTS[::3]]
+WHEN += zip(CHANGES[1:], itertools.cycle(MOMENTS[::3]), itertools.repeat(1))
 
 
 @pytest.mark.parametrize(("change", "moment", "steps"), WHEN)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import flagsaver
+from tensorflow.data.experimental import service
 
 from input_pipeline import ArraySource, make_dataset
 from towers import checkpoints, multi_gpu_model, train
@@ -28,7 +29,7 @@ SECONDS = 300
 TOWERS = "/device:CPU:0", "/device:CPU:1"
 TIMEOUT_S = 60
 # What does not answer costs so much time.
-SOON = {"patience_s": 4}
+SOON = {"patience_s": 2}
 
 
 class Block:
@@ -236,7 +237,7 @@ def test_a_stage_of_the_input(run, stage):
     run.stall(data=data, **SOON)
     with run.blocked(block, data):
         said = run.wait()
-    assert reason(said) == f"the input, whose stage '{stage}' gives nothing within 4 s"
+    assert reason(said) == f"the input, whose stage '{stage}' gives nothing within 2 s"
     assert "300 s, in epoch 1/3 before its first;" in said
 
 
@@ -275,7 +276,7 @@ def test_the_input_of_validation(run):
     run.stall(data=data, validation_data=validation_data, **SOON)
     with run.blocked(block, data, validation_data=validation_data):
         said = run.wait()
-    assert reason(said) == "the input, whose stage 'parse' gives nothing within 4 s"
+    assert reason(said) == "the input, whose stage 'parse' gives nothing within 2 s"
     assert "300 s, in the validation of epoch 1/3 before its first;" in said
 
 
@@ -292,7 +293,7 @@ def test_a_device_that_does_not_answer(run, monkeypatch):
     with run.blocked(block, data):
         said = run.wait()
     dead.free.set()
-    assert reason(said) == f"the device {TOWERS[1]}, which gives nothing within 4 s"
+    assert reason(said) == f"the device {TOWERS[1]}, which gives nothing within 2 s"
 
 
 def test_devices_compute_what_they_are_asked(run):
@@ -617,46 +618,58 @@ def test_stop_ends_a_process_that_waits_for_tensorflow():
 # In towers.train.
 
 
-def start(module, *flags):
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *flags],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+# What does not answer costs so much time, as above.
+_TRAINS = """
+import functools, runpy
+from towers.callbacks import stall
+
+stall.Stall = functools.partial(stall.Stall, patience_s=4)
+runpy.run_module("towers.train", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.slow
 def test_a_service_whose_worker_is_killed(tmp_path):
     for shard in range(2):
         write_tfrecord(tmp_path / f"train-{shard}", 40)
+    dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
     with contextlib.ExitStack() as stack:
 
-        def started(*args):
-            process = stack.enter_context(start(*args))
+        def start(*args):
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, *args],
+                    cwd=ROOT,
+                    env=os.environ
+                    | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
             stack.callback(process.kill)
-            return process, process.stdout.readline().split()[-1]
+            return process
 
-        _, address = started("input_pipeline.service", "dispatcher")
-        worker = ("worker", f"--dispatcher={address.partition('://')[2]}")
-        worker, _ = started("input_pipeline.service", *worker)
-        run, _ = started(
-            *("towers.train", f"--dataset=tfrecord:{tmp_path}/train-*"),
-            *(f"--model_dir={tmp_path / 'run'}", f"--data_service={address}"),
+        address = dispatcher.target.partition("://")[2]
+        worker = start(
+            *("-m", "input_pipeline.service", "worker", f"--dispatcher={address}")
+        )
+        # Until the worker is there, the run waits for it.
+        run = start(
+            *("-c", _TRAINS, f"--dataset=tfrecord:{tmp_path}/train-*"),
+            *(f"--model_dir={tmp_path / 'run'}", f"--data_service=grpc://{address}"),
             *("--model=mlp", "--batch_size=8", "--train_epochs=100000"),
             *("--variable_update=parameter_server", "--image_size=4"),
-            *("--stall_seconds=20", "--on_stall=stop"),
+            *("--stall_seconds=10", "--on_stall=stop"),
         )
         for line in run.stdout:
-            if line.startswith("epoch 3/"):
+            if line.startswith("epoch 2/"):
                 break
         worker.kill()
         _, errors = run.communicate(timeout=5 * TIMEOUT_S)
     assert run.returncode == 4, errors
     found = reason(errors)
-    assert found == ("the input, whose stage 'data service' gives nothing within 10 s")
+    assert found == "the input, whose stage 'data service' gives nothing within 4 s"
     latest = re.search(r"^towers: Stopped by the stall: .* is (.*); run", errors, re.M)
     assert checkpoints.load(latest[1]).about["step"]
 

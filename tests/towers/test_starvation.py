@@ -586,22 +586,21 @@ def from_slow_storage(input_s):
 
 
 CASES = {
-    # The data, steps in a call, and what is named.
-    "map": (lambda: loaded(0.3), 1, "the slowest stage is `map` (load)"),
-    "loop": (lambda: loaded(0.3), 5, "the slowest stage is `map` (load)"),
-    "storage": (lambda: from_slow_storage(0.3), 1, "stage is `Generator` (read)"),
-    "bursts": (lambda: loaded(0.6, 1, 6), 1, "runs no more than 1 ahead"),
-    "no prefetch": (lambda: loaded(0.1, 0), 1, "the input runs no batch ahead"),
-    "it keeps up": (lambda: loaded(0.03), 1, "compute-bound"),
+    # The data, steps in a call, steps, and what is named.
+    "map": (lambda: loaded(0.15), 1, 12, "the slowest stage is `map` (load)"),
+    "loop": (lambda: from_slow_storage(0.15), 4, 12, "stage is `Generator` (read)"),
+    "bursts": (lambda: loaded(0.3, 1, 6), 1, 16, "runs no more than 1 ahead"),
+    "no prefetch": (lambda: loaded(0.05, 0), 1, 12, "the input runs no batch ahead"),
+    "it keeps up": (lambda: loaded(0.015), 1, 12, "compute-bound"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_waiting_agrees_with_a_clock(case):
-    data, per_call, named = CASES[case]
-    steps, warm = 16, 4
-    model = multi_gpu_model(build(0.15), gpus=2, loss_placement="tower")
+    data, per_call, steps, named = CASES[case]
+    warm = 4
+    model = multi_gpu_model(build(0.075), gpus=2, loss_placement="tower")
     model.compile(keras.optimizers.SGD(1e-3), "mse", steps_per_execution=per_call)
     # Graphs are built before: batches would pile up meanwhile.
     options = {"verbose": 0, "shuffle": False}

@@ -144,8 +144,12 @@ def trained(tmp_path_factory):
 # Small, deterministic, and never done before it is killed.
 REPEATABLE = (
     *("--model=mlp", "--deterministic", "--train_epochs=8", "--seed=3"),
-    "--save_steps=5",
+    *("--save_steps=5", "--log_steps=10"),
 )
+
+
+# With --cache=memory, which is what --cache=auto comes to.
+ONE_EPOCH = ("--model=mlp", "--deterministic", "--train_epochs=1", "--cache=memory")
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +165,38 @@ def killed(data_dir, tmp_path_factory):
     """The model_dir of the same run, killed; not to be changed."""
     path = tmp_path_factory.mktemp("killed")
     process = start(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
-    wait_for(process, "epoch 2/8 done")
+    wait_for(process, "epoch 2/8, step 30")
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert not (path / "model.keras").exists()
+    return path
+
+
+def loss(folder):
+    return json.loads((folder / "summary.json").read_text())["test_loss"]
+
+
+@pytest.fixture(scope="module")
+def one_epoch(data_dir, tmp_path_factory):
+    """A deterministic run of one epoch; not to be changed."""
+    path = tmp_path_factory.mktemp("one_epoch") / "run"
+    done = run(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}")
+    assert "0.1 MB of pixels kept in memory." in done.stdout
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared(data_dir, tmp_path_factory):
+    """The same with shares, one for each of three towers."""
+    path = tmp_path_factory.mktemp("shared") / "run"
+    done = run(
+        *(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}"),
+        *("--tower_shares=2,3,3", "--loss_placement=gathered"),
+    )
+    for tower, size in enumerate((16, 24, 24)):
+        line = rf"^ +{tower} +/device:CPU:{tower} .* {size}$"
+        assert re.search(line, done.stdout, re.M)
     return path
 
 
@@ -297,50 +328,38 @@ def test_tensorboard_has_the_flags_and_both_runs(trained):
 
 @pytest.mark.slow
 def test_the_default_job_learns_the_digits(data_dir, tmp_path):
-    run(f"--data_dir={data_dir}", f"--model_dir={tmp_path}")
+    # Later epochs change little.
+    run(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--train_epochs=8")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["test_accuracy"] >= 0.98
     assert len(summary["towers"]) == 2
 
 
-def test_progress_bar_on_a_terminal(data_dir, tmp_path):
+def test_progress_bar_on_a_terminal_and_ctrl_c(data_dir, tmp_path):
     terminal, child = pty.openpty()
     process = start(
         *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
-        "--train_epochs=2",
+        "--train_epochs=1000",
         stdout=child,
     )
     os.close(child)
-    shown = read_all(terminal)
-    assert finish(process).returncode == 0
-    assert "Epoch 2/2" in shown
+    shown = ""
+    while "Epoch 2/1000" not in shown:
+        shown += os.read(terminal, 65536).decode(errors="replace")
+    process.send_signal(signal.SIGINT)
+    shown += read_all(terminal)
+    done = finish(process)
+    assert done.returncode == 130
+    (said,) = ours(done)
+    assert said.startswith("Stopped by Ctrl-C: the last checkpoint is ")
+    assert list(tmp_path.glob("checkpoints/ckpt-*/variables.index"))
+    assert "Traceback" not in done.stderr
     assert "23/23" in shown
     assert "images_per_sec" in shown
-    assert "epoch 2/2 done" not in shown
+    assert "epoch 1/1000 done" not in shown
 
 
 # Flags.
-
-
-def test_flags_can_be_given_back(whole, tmp_path):
-    again = tmp_path / "again"
-    run(f"--flagfile={whole / 'flags.txt'}", f"--model_dir={again}")
-    before, after = ((p / "flags.txt").read_text() for p in (whole, again))
-    assert f"--model_dir={whole}\n" in before
-    assert "--model=mlp\n" in before
-    assert "--deterministic\n" in before
-    assert after == before.replace(f"={whole}\n", f"={again}\n")
-    # Deterministic, so they also give the same bits.
-    assert_same_bits(weights(again), weights(whole))
-
-
-@pytest.mark.slow
-def test_another_seed_gives_other_weights(whole, tmp_path):
-    run(
-        *(f"--flagfile={whole / 'flags.txt'}", f"--model_dir={tmp_path}"),
-        *("--seed=4", "--max_train_steps=1"),
-    )
-    assert not np.array_equal(weights(tmp_path)[0], weights(whole)[0])
 
 
 def test_help_is_short_and_helpfull_complete():
@@ -370,36 +389,38 @@ def test_help_is_short_and_helpfull_complete():
         ),
         (
             [
-                *("--model=mlp", "--optimizer=adamw", "--weight_decay=0.01"),
+                *("--dataset=synthetic:8x8x3:5:128", "--model=mlp"),
+                *("--optimizer=adamw", "--weight_decay=0.01"),
                 *("--local_parameter_device=gpu", "--enable_xla=true"),
-            ],
-            STEPS,
-        ),
-        (
-            [
-                *("--model=mlp", "--max_train_steps=7", "--num_gpus=3"),
-                *("--recipe=cifar", "--randaugment=1,5", "--prefetch=2"),
-            ],
-            7,
-        ),
-        (["--model=mlp", "--batch_size=719", "--num_gpus=4"], 2),
-        (
-            [
-                *("--image_size=12x10", "--train_split=train[:128]"),
-                *("--eval_split=train[-9:]", "--dtype=fp16"),
             ],
             2,
         ),
         (
             [
-                *("--mixup_alpha=0.2", "--cutmix_alpha=1", "--dtype=bf16"),
+                *("--dataset=synthetic:8x8x1:10:640", "--eval_dataset=digits"),
+                *("--model=mlp", "--max_train_steps=7", "--num_gpus=3"),
+                *("--recipe=cifar", "--randaugment=1,5", "--prefetch=2"),
+            ],
+            7,
+        ),
+        (
+            [
+                *("--model=mlp", "--image_size=12x10", "--dtype=fp16"),
+                *("--train_split=train[:128]", "--eval_split=train[-9:]"),
+                # The last batch is of two images.
+                *("--batch_size=63", "--num_gpus=4"),
+            ],
+            3,
+        ),
+        (
+            [
+                *("--model=mlp", "--dtype=bf16"),
+                *("--mixup_alpha=0.2", "--cutmix_alpha=1"),
                 *("--recipe=imagenet", "--cache=none", "--shuffle_mb=1"),
                 "--max_train_steps=3",
             ],
             3,
         ),
-        (["--dataset=synthetic:8x8x3:5:128"], 2),
-        (["--dataset=synthetic:8x8x1:10:128", "--eval_dataset=digits"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -413,28 +434,12 @@ def test_flags_at_work(data_dir, tmp_path, flags, steps):
     assert ours(done) == []
 
 
-def test_shares_and_loss_placement(data_dir, tmp_path):
-    flags = (f"--data_dir={data_dir}", "--model=mlp", "--deterministic")
-    even, uneven = tmp_path / "even", tmp_path / "uneven"
-    run(*flags, f"--model_dir={even}", "--train_epochs=1")
-    done = run(
-        # As many towers as shares.
-        *(*flags, f"--model_dir={uneven}", "--train_epochs=1"),
-        *("--tower_shares=2,3,3", "--loss_placement=gathered"),
+def test_shares_and_loss_placement(one_epoch, shared):
+    even, uneven = (
+        json.loads((path / "summary.json").read_text()) for path in (one_epoch, shared)
     )
-    for tower, size in enumerate((16, 24, 24)):
-        assert re.search(
-            rf"^ +{tower} +/device:CPU:{tower} .* {size}$", done.stdout, re.M
-        )
     for name in ("test_loss", "test_accuracy"):
-        expected, found = (
-            json.loads((path / "summary.json").read_text())[name]
-            for path in (even, uneven)
-        )
-        assert found == pytest.approx(expected, rel=1e-4)
-    # Shares are no part of what is saved.
-    again = run(*flags, f"--model_dir={uneven}", "--train_epochs=2")
-    assert continued(again, uneven) == (1, 0)
+        assert uneven[name] == pytest.approx(even[name], rel=1e-4)
 
 
 def test_images_in_folders(tmp_path):
@@ -459,27 +464,22 @@ def test_rows_of_numbers(tmp_path):
         (tmp_path / f"{split}.csv").write_text("a,b,c,label\n" + "".join(lines))
     done = run(
         *(f"--dataset=csv:{tmp_path}/*.csv", "--model=mlp", "--batch_size=16"),
-        *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=15"),
+        *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=4"),
+        "--learning_rate=0.02",
     )
     assert "90 rows of 3 numbers to train on, 2 classes" in done.stdout
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["test_accuracy"] > 0.9
 
 
-def test_where_examples_are_kept_changes_no_result(data_dir, tmp_path):
-    # By --deterministic, in the order of the kept ones; so does a disk's.
-    flags = (f"--data_dir={data_dir}", "--model=mlp", "--train_epochs=1")
-    losses = []
-    for name, more in (
-        ("memory", ["--cache=memory"]),
-        ("disk", ["--cache=disk", f"--cache_dir={tmp_path}/cache"]),
-    ):
-        done = run(*flags, f"--model_dir={tmp_path}/{name}", "--deterministic", *more)
-        where = f"{tmp_path}/cache" if name == "disk" else "memory"
-        assert f"0.1 MB of pixels kept in {where}." in done.stdout
-        summary = json.loads((tmp_path / name / "summary.json").read_text())
-        losses.append(summary["test_loss"])
-    assert losses[0] == losses[1]
+def test_where_examples_are_kept_changes_no_result(one_epoch, data_dir, tmp_path):
+    # By --deterministic, in the order of those in memory; so does a disk's.
+    done = run(
+        *(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={tmp_path / 'run'}"),
+        *("--cache=disk", f"--cache_dir={tmp_path}/cache"),
+    )
+    assert f"0.1 MB of pixels kept in {tmp_path}/cache." in done.stdout
+    assert loss(tmp_path / "run") == loss(one_epoch)
 
 
 def test_workers_of_a_service_change_no_result(data_dir, tmp_path):
@@ -499,7 +499,7 @@ def test_workers_of_a_service_change_no_result(data_dir, tmp_path):
     ):
         path = tmp_path / name
         run(*flags, f"--model_dir={path}", "--deterministic", "--recipe=cifar", more)
-        losses.append(json.loads((path / "summary.json").read_text())["test_loss"])
+        losses.append(loss(path))
     assert losses[0] == losses[1]
     del worker, dispatcher
 
@@ -527,6 +527,17 @@ class TestInProcess:
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def test_another_seed_gives_other_weights(self, monkeypatch):
+        monkeypatch.setattr(devices, "configure", lambda *_, **__: None)
+        drawn = []
+        for seed in (3, 4, 3):
+            train.FLAGS.seed = seed
+            train.configure_devices()
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+            drawn.append(model.get_weights()[0])
+        np.testing.assert_array_equal(drawn[0], drawn[2])
+        assert not np.array_equal(drawn[0], drawn[1])
 
     @pytest.mark.parametrize(
         ("schedule", "expected"),
@@ -736,11 +747,16 @@ def continued(done, path):
     return epoch, batch
 
 
-def test_killed_and_started_again(killed, whole, data_dir, tmp_path):
+def test_killed_and_started_again_with_the_flags_that_it_wrote(killed, whole, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(killed, path)
     (path / "not_finite.npz").touch()
-    done = run(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
+    done = run(f"--flagfile={killed / 'flags.txt'}", f"--model_dir={path}")
+    before, after = ((p / "flags.txt").read_text() for p in (killed, path))
+    assert f"--model_dir={killed}\n" in before
+    assert "--model=mlp\n" in before
+    assert "--deterministic\n" in before
+    assert after == before.replace(f"={killed}\n", f"={path}\n")
     # Nothing in this run is not finite.
     assert not (path / "not_finite.npz").exists()
     epoch, batch = continued(done, path)
@@ -773,21 +789,6 @@ def test_terminated_and_started_again(data_dir, tmp_path):
     assert continued(again, tmp_path) == (epoch, batch)
     assert first_done(again) == epoch + 1
     assert f"Done: {epoch + 1} epochs, {(epoch + 1) * STEPS} steps" in again.stdout
-
-
-def test_ctrl_c(data_dir, tmp_path):
-    process = start(
-        *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
-        *("--train_epochs=1000", "--log_steps=5"),
-    )
-    wait_for(process, "epoch 1/1000, step 5")
-    process.send_signal(signal.SIGINT)
-    done = finish(process)
-    assert done.returncode == 130
-    (said,) = ours(done)
-    assert said.startswith("Stopped by Ctrl-C: the last checkpoint is ")
-    assert list(tmp_path.glob("checkpoints/ckpt-*/variables.index"))
-    assert "Traceback" not in done.stderr
 
 
 def test_finished_and_started_again(trained, data_dir, tmp_path):
@@ -1086,20 +1087,20 @@ def test_corrupt_record(data_dir, tmp_path):
 
 
 def test_bad_records_are_passed_over(tmp_path):
-    images = [png(i % 200) for i in range(300)]
-    images[250] = b"no image"
+    images = [png(i) for i in range(100)]
+    images[80] = b"no image"
     path = tmp_path / "train.tfrecord"
-    write_tfrecord(path, images, [i % 3 for i in range(300)])
+    write_tfrecord(path, images, [i % 3 for i in range(100)])
     write_tfrecord(tmp_path / "test.tfrecord", images[:9], [0] * 9)
     flags = (
         *(f"--dataset=tfrecord:{tmp_path}/*.tfrecord", "--image_size=8"),
         *("--model=mlp", "--deterministic", "--train_epochs=2", "--batch_size=4"),
         # So that it is found late.
-        *("--cache=none", "--shuffle_mb=0", "--save_steps=20"),
+        *("--cache=none", "--shuffle_mb=0", "--save_steps=5"),
     )
     done = run(*flags, f"--model_dir={tmp_path}/late", code=1)
     (said,) = ours(done)
-    assert f"{path}: record 250 (byte offset " in said
+    assert f"{path}: record 80 (byte offset " in said
     assert "; to train without it, give --bad_records=skip" in said
     skip = (*flags, "--bad_records=skip")
     # What was trained before stands.
@@ -1112,9 +1113,9 @@ def test_bad_records_are_passed_over(tmp_path):
     assert "  bad records  1 passed over" in first.stdout
     (found,) = json.loads(file.read_text())
     assert found["bad"]["train"][0]["path"] == str(path)
-    assert found["splits"] == {"train": 299, "test": 9}
+    assert found["splits"] == {"train": 99, "test": 9}
     summary = json.loads((tmp_path / "first" / "summary.json").read_text())
-    assert (summary["bad_records"], summary["steps"]) == (1, 2 * 75)
+    assert (summary["bad_records"], summary["steps"]) == (1, 2 * 25)
     (events,) = (tmp_path / "first" / "train").glob("events.out.tfevents.*")
     values = {
         value.tag: tf.make_ndarray(value.tensor)
@@ -1126,13 +1127,15 @@ def test_bad_records_are_passed_over(tmp_path):
     assert "more bad records than the 0" in ours(few)[0]
 
 
-def test_another_learning_rate_is_heeded(data_dir, tmp_path):
-    flags = (f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp")
-    run(*flags, "--train_epochs=1", "--learning_rate=0.01")
-    before = weights(tmp_path)
+def test_another_learning_rate_is_heeded(shared, data_dir, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(shared, path)
+    flags = (f"--data_dir={data_dir}", f"--model_dir={path}", "--model=mlp")
     done = run(*flags, "--train_epochs=2", "--learning_rate=0")
-    assert "Learning rate: 0, after 0.01." in done.stdout
-    assert_same_bits(weights(tmp_path), before)
+    assert "Learning rate: 0, after 0.001." in done.stdout
+    assert_same_bits(weights(path), weights(shared))
+    # Shares are no part of what is saved.
+    assert continued(done, path) == (1, 0)
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch(data_dir, tmp_path):
