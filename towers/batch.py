@@ -98,7 +98,7 @@ def batch_size(batch: Any) -> int | tf.Tensor:
     if isinstance(first, tf.SparseTensor):
         return tf.cast(first.dense_shape[0], tf.int32)
     # Where the tensor is: elsewhere it would have to go, to be looked at.
-    with tf.compat.v1.colocate_with(first):
+    with tf.compat.v1.get_default_graph().colocate_with(first):
         return tf.shape(first)[0]
 
 

@@ -594,7 +594,12 @@ class Encoder(keras.layers.Layer):
 
 # What a class of `keras.losses` is trained on, if not on smooth targets and a softmax.
 _LOSS_CASES = {
-    "Circle": {"make": _of(_dense(4), layers.UnitNormalization), "batches": _classes()},
+    # Its exponents, of up to 80, enlarge what is rounded.
+    "Circle": {
+        "make": _of(_dense(4), layers.UnitNormalization),
+        "batches": _classes(),
+        "optimizer": lambda: optimizers.SGD(1e-3, momentum=0.9),
+    },
     "CTC": {
         "make": _of(_dense(5), shape=(STEPS, FEATURES)),
         "batches": lambda: _cut(
