@@ -20,17 +20,6 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration() for _ in range(4)],
 )
-# To optimise graphs that run a few times takes a fifth of the time. Programs that tests
-# start do, and so does what asks for `grappler`.
-tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-
-
-@pytest.fixture
-def grappler():
-    """Graphs are optimised, as they are outside of tests."""
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
-    yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 @pytest.fixture(autouse=True)

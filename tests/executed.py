@@ -17,14 +17,11 @@ def run(function: Callable[[], Any], name: str) -> Nodes:
     earlier tests ran; ours is the one in which `name` occurs.
     """
     context.context().enable_graph_collection()
-    before = tf.config.optimizer.get_experimental_options()
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
     try:
         function()
         metadata = context.context().export_run_metadata()
     finally:
         context.context().disable_graph_collection()
-        tf.config.optimizer.set_experimental_options(before)
     nodes = collections.defaultdict(list)
     partitions = [
         partition

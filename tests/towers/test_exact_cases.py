@@ -6,6 +6,7 @@ import os
 import pathlib
 
 import pytest
+import tensorflow as tf
 
 import towers.model
 from tests.exact import oracle
@@ -29,7 +30,6 @@ TURNS = [(MAIN,)] * 8
 TURNS[0] = MAIN, "asynchronous"
 TURNS[1] = TURNS[5] = ("replicated",)
 ALL = "TOWERS_EXACT_ALL" in os.environ
-pytestmark = pytest.mark.usefixtures("grappler") if ALL else ()
 
 # To trace it takes 25 s; the layer is in other cases, too.
 FOR_THE_REPORT = ("models/MobileNetV2, synchronized BatchNormalization",)
@@ -46,6 +46,14 @@ RUNS = [
     and (ALL or builder in TURNS[number % len(TURNS)])
     and (ALL or str(case) not in FOR_THE_REPORT)
 ]
+
+
+@pytest.fixture(autouse=True)
+def _without_grappler():
+    """To optimise a graph that runs a few times takes a fifth of the time."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not ALL})
+    yield
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 @pytest.mark.parametrize(("case", "builder"), RUNS)

@@ -7,9 +7,6 @@ import tensorflow as tf
 
 from towers import fused
 
-# What is tested here may hang on what is done to a graph.
-pytestmark = pytest.mark.usefixtures("grappler")
-
 
 class Own(keras.layers.BatchNormalization):
     def call(self, inputs, training=None, mask=None):

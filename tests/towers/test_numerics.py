@@ -18,9 +18,6 @@ from towers.callbacks import Checkpoint
 from towers.callbacks.checkpoint import NotFinite
 from towers.not_finite import NotFiniteStep
 
-# What is tested here may hang on what is done to a graph.
-pytestmark = pytest.mark.usefixtures("grappler")
-
 # Of 3 batches for 3 towers, the row in question is the 2nd one's, on tower 1.
 ROWS, BATCH, ROW = 63, 21, 30
 

@@ -14,9 +14,6 @@ import tensorflow as tf
 from towers import multi_gpu_model, phases
 from towers.callbacks.step_time import StepTime
 
-# What is tested here may hang on what is done to a graph.
-pytestmark = pytest.mark.usefixtures("grappler")
-
 NAP_S = 0.02
 BATCHES = 8
 # A tower may begin before the host has looked at the clock.

@@ -22,9 +22,6 @@ from towers.phases import Totals
 from towers.stages import Stage
 from towers.verdict import verdict
 
-# What is tested here may hang on what is done to a graph.
-pytestmark = pytest.mark.usefixtures("grappler")
-
 ROOT = Path(__file__).parents[2]
 
 # The verdict: a pure function.

@@ -37,9 +37,6 @@ from towers.callbacks.profile import Profile
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.trace import add_towers
 
-# What is tested here may hang on what is done to a graph.
-pytestmark = pytest.mark.usefixtures("grappler")
-
 HPARAMS = {"model": "cnn", "learning_rate": 0.1, "batch_size": 8, "clipped": True}
 
 

@@ -10,9 +10,6 @@ import tensorflow as tf
 from tests import executed
 from towers import multi_gpu_model
 
-# What is tested here may hang on what is done to a graph.
-pytestmark = pytest.mark.usefixtures("grappler")
-
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
 HOME = "/device:CPU:2"
 _numbers = itertools.count(1000)
