@@ -252,7 +252,7 @@ def _run(make, x, wrap, optimizer=None, batch_size=8, **options):
 @functools.cache
 def _expected(case):
     """What one device makes of a case."""
-    # Nothing is traced then. Eagerly, a loop makes its layer before the others.
+    # Nothing is traced then. Eagerly, Keras trains a table in a loop otherwise.
     eager = case != "in a loop"
     return _run(*CASES[case], lambda model: model, run_eagerly=eager)
 
