@@ -19,5 +19,5 @@ def test_the_first_python_example(tmp_path):
     # Keras draws the seeds of weights from `random`.
     start = f"import os, random; os.chdir({str(tmp_path)!r}); random.seed(1)\n"
     program = start + code + _CHECK
-    done = warm.run("tests.input_pipeline.program", program, timeout_s=300)
+    done = warm.run("tests.program", program, timeout_s=300)
     assert done.returncode == 0, done.stderr

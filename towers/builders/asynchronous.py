@@ -290,7 +290,8 @@ class Asynchronous(Builder):
         See `Builder.train_step`. `fit` uses this with `run_eagerly` only.
         """
         kept = self.cut(data)
-        shares = self.place(data) if shares is None else shares
+        if shares is None:
+            shares = [self.copy(k, share) for k, share in enumerate(kept)]
         sizes = [batch.batch_size(share) for share in shares]
         if not all(isinstance(size, int) for size in sizes):
             raise ValueError(
@@ -422,7 +423,7 @@ class Asynchronous(Builder):
         self.phases.add([*parts / towers, *compute_s * np.eye(towers)[k]])
 
     def _deal(self, data):
-        """Cuts a batch: for each tower its step and share, twice, or `None`."""
+        """Cuts a batch: for each tower its step, share and copy of it, or `None`."""
         return [
             (self._trace(share), share, self.copy(k, share))
             if batch.batch_size(share)
