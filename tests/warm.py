@@ -4,6 +4,7 @@ Python's fork server imports it once, before it has any device or thread of its 
 forks from there. What a test does to a process (signals, a terminal) needs a real one.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -49,6 +50,7 @@ def _be(args, changed, out, err):
     for stream, file in ((sys.stdout, out), (sys.stderr, err)):
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, stream.fileno())
+    gc.freeze()  # TensorFlow and Keras stay
     os.chdir(ROOT)
     sys.argv[:] = args
     for name, value in changed.items():

@@ -5,6 +5,7 @@ To import TensorFlow takes seconds. This module does without, to be there before
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import re
@@ -33,7 +34,8 @@ def begin(program: str, stopped: str = "Stopped by Ctrl-C.") -> None:
 
     --verbosity=0, or more, shows what TensorFlow says, and so does an environment with
     TF_CPP_MIN_LOG_LEVEL=0. Warnings and errors are shown in any case. There is no color
-    in files, nor on a terminal where NO_COLOR is set.
+    in files, nor on a terminal where NO_COLOR is set. No garbage is collected until
+    `end`.
 
     Args:
         program: Its name, such as "towers.train".
@@ -42,6 +44,9 @@ def begin(program: str, stopped: str = "Stopped by Ctrl-C.") -> None:
     Raises:
         SystemExit: TensorFlow cannot be imported, which is said.
     """
+    # What imports make stays: 600,000 objects. To look for garbage in them again and
+    # again, as Python does, takes a quarter of the time.
+    gc.disable()
     if sys.stdout and (os.environ.get("NO_COLOR") or not sys.stdout.isatty()):
         sys.stdout = Plain(sys.stdout)
     if not _asks_for_more(sys.argv[1:]):
@@ -68,7 +73,12 @@ def begin(program: str, stopped: str = "Stopped by Ctrl-C.") -> None:
 
 
 def end() -> None:
-    """Leaves Ctrl-C to the program, which from here on has something to say itself."""
+    """Leaves Ctrl-C to the program, which from here on has something to say itself.
+
+    What there is by then is no longer looked through for garbage.
+    """
+    gc.freeze()
+    gc.enable()
     if getattr(signal.getsignal(signal.SIGINT), "func", None) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,6 +1,7 @@
 """How programs start, and what is not said."""
 
 import ast
+import gc
 import os
 import pty
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import keras
 import pytest
@@ -166,6 +168,7 @@ def environ(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     yield monkeypatch
     signal.signal(signal.SIGINT, before)
+    gc.enable()
 
 
 def test_ctrl_c_is_the_programs_once_it_has_begun(environ):
@@ -182,6 +185,16 @@ def test_ctrl_c_stays_with_whoever_has_it(environ, handler):
     startup.begin("program")
     startup.end()
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_garbage_is_collected_again(environ):
+    environ.setattr(gc, "freeze", mock.Mock())
+    startup.begin("program")
+    assert not gc.isenabled()
+    gc.freeze.assert_not_called()
+    startup.end()
+    assert gc.isenabled()
+    gc.freeze.assert_called_once()
 
 
 # TensorFlow's lines.
