@@ -14,9 +14,6 @@ import keras
 import pytest
 import tensorflow as tf
 
-# Tracing makes much that stays, and little garbage; a test's is collected after it.
-gc.set_threshold(100_000, 50)
-
 # Counts of GPUs mean logical CPUs here; tests of real ones run scripts.
 tf.config.set_visible_devices([], "GPU")
 tf.config.set_logical_device_configuration(
