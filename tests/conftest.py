@@ -9,6 +9,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Kernels as on GPUs: oneDNN's are made anew for each graph, a tenth of the tests' time.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import keras
 import pytest

@@ -257,20 +257,14 @@ def share_spec(batch: Any, rows: int | None) -> Any:
     return tf.nest.map_structure(spec, batch)
 
 
-def fractions(batch: Any, shares: Sequence[int]) -> list[tf.Tensor]:
+def fractions(sizes: Sequence[int | tf.Tensor]) -> list[tf.Tensor]:
     """Returns the part of a batch that each tower's share is.
 
     Args:
-        batch: A nest of tensors with one row an example.
-        shares: How much each tower gets, relative to the others: positive integers.
+        sizes: Number of rows of each share: ints or scalar tensors.
 
     Returns:
         One float32 scalar for each tower; they sum to 1, or to 0 if there is no row.
     """
-    size = batch_size(batch)
-    return [
-        tf.math.divide_no_nan(
-            tf.cast(end - start, tf.float32), tf.cast(size, tf.float32)
-        )
-        for start, end in share_bounds(size, shares)
-    ]
+    rows = tf.cast(tf.stack(sizes), tf.float32)
+    return tf.unstack(tf.math.divide_no_nan(rows, tf.reduce_sum(rows)))

@@ -596,8 +596,9 @@ def test_targets_have_as_many_rows_as_inputs():
     parallel = _compiled()
     rows = tf.data.Dataset.from_tensors((tf.ones([8, 6]), tf.zeros([4], tf.int32)))
     for data in (rows, rows.map(lambda *t: [tf.repeat(i, 2, axis=0) for i in t])):
-        with pytest.raises(Exception, match="as many rows"):
-            parallel.fit(data, verbose=0)
+        for use in parallel.fit, parallel.evaluate:
+            with pytest.raises(Exception, match="as many rows"):
+                use(data, verbose=0)
 
 
 def test_moving_the_model_again_is_noticed():

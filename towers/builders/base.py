@@ -168,6 +168,8 @@ class Builder(abc.ABC):
         Returns:
             The model's metrics, by name.
         """
+        # Targets are not cut.
+        batch.check_rows(data)
         self.build(data)
         data = keras.utils.unpack_x_y_sample_weight(data)
         rules = self.rules("test")
@@ -245,7 +247,8 @@ class Builder(abc.ABC):
         Args:
             data: A batch, or its `tf.TypeSpec`s.
         """
-        batch.check_rows(data)
+        # What is not known when the graph is built, it checks where the batch is cut.
+        batch.check_rows(tf.nest.map_structure(_spec, data))
         losses = self.model._compile_loss
         with tf.init_scope(), tf.device(self.home):
             if self.preprocess is None:
@@ -464,7 +467,9 @@ class Builder(abc.ABC):
         # Keras gives arrays to eager steps.
         whole = tf.nest.map_structure(_as_tensor, whole)
         size = batch.batch_size(whole)
-        fractions = batch.fractions(whole, self.shares)
+        bounds = batch.share_bounds(size, self.shares)
+        sizes = [end - start for start, end in bounds]
+        fractions = batch.fractions(sizes)
         placed = self.place(whole) if placed is None else placed
         like = whole if self.preprocess is None else placed[0]
         traced = None
@@ -494,8 +499,8 @@ class Builder(abc.ABC):
             return tower.Share(self.devices[k], size, fraction, arguments)
 
         shares = [
-            share(k, placed[k], end - start, fractions[k])
-            for k, (start, end) in enumerate(batch.share_bounds(size, self.shares))
+            share(k, *mine)
+            for k, mine in enumerate(zip(placed, sizes, fractions, strict=True))
         ]
 
         def everything():
@@ -682,6 +687,11 @@ def _symbolic_tensor(tensor):
 
 def _as_tensor(value):
     return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def _spec(value):
+    known = value is None or isinstance(value, tf.TypeSpec)
+    return value if known else tf.type_spec_from_value(value)
 
 
 def _specs(tensors):
