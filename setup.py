@@ -37,7 +37,7 @@ setup(
     description="Multi-tower training for TensorFlow and Keras: as on one big device.",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["towers*", "input_pipeline*", "models*"]),
-    package_data={"towers.report": ["page.html"]},
+    package_data={"": ["*.pyi"], "towers.report": ["page.html"]},
     install_requires=CORE,
     extras_require={
         "dev": [

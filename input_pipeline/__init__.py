@@ -6,34 +6,8 @@ bad, the *quarantine* which are passed over. How batches reach the towers is lef
 caller: nothing here knows of models or devices.
 """
 
-from input_pipeline import quarantine
-from input_pipeline.augment import normalize
-from input_pipeline.cache import CACHES, cached, free_memory
-from input_pipeline.checks import blame_records, find_bad_record, scan_labels
-from input_pipeline.mix import Mix
-from input_pipeline.pipeline import Pipeline, make_dataset
-from input_pipeline.recipes import RECIPES
-from input_pipeline.report import ADVICE
-from input_pipeline.sources import Source, open_source
-from input_pipeline.sources.arrays import ArraySource
-from input_pipeline.sources.base import BadRecordError
+from input_pipeline import lazy
 
-__all__ = [
-    "ADVICE",
-    "CACHES",
-    "RECIPES",
-    "ArraySource",
-    "BadRecordError",
-    "Mix",
-    "Pipeline",
-    "Source",
-    "blame_records",
-    "cached",
-    "find_bad_record",
-    "free_memory",
-    "make_dataset",
-    "normalize",
-    "open_source",
-    "quarantine",
-    "scan_labels",
-]
+# TensorFlow takes seconds to import, and programs have things to do before it: what
+# __init__.pyi lists is imported when it is asked for.
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

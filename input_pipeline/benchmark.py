@@ -8,6 +8,12 @@ pipeline and the copying of each tower's share to its device. It takes a minute 
 Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from input_pipeline import startup
+
+    startup.begin("input_pipeline.benchmark")
+
 import contextlib
 import functools
 import gc
@@ -23,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 from absl import app, flags
 
-from input_pipeline import measure, recipes, report, sources
+from input_pipeline import measure, recipes, report, sources, startup
 from input_pipeline.cache import CACHES, cached
 from input_pipeline.checks import blame_records
 from input_pipeline.commands import (
@@ -102,6 +108,7 @@ def main(argv: Sequence[str]) -> int:
         The exit code.
     """
     try:
+        startup.end()
         pipeline, towers = set_up(argv)
         steps = FLAGS.step_ms and [float(step) for step in FLAGS.step_ms]
         results = describe(pipeline)

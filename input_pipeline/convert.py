@@ -9,6 +9,12 @@ disk and read back, so that what was interrupted goes on where it stopped.
 Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from input_pipeline import startup
+
+    startup.begin("input_pipeline.convert")
+
 import concurrent.futures
 import dataclasses
 import datetime
@@ -26,7 +32,7 @@ import numpy as np
 import tensorflow as tf
 from absl import flags
 
-from input_pipeline import augment
+from input_pipeline import augment, startup
 from input_pipeline.checks import assert_good, blame_records, read_labels
 from input_pipeline.commands import fail, quieten, read_image_size
 from input_pipeline.decode import Tricks, decode_window
@@ -525,6 +531,7 @@ def main(argv: Sequence[str]) -> int:
     # Of its own: towers.train has flags of the same names.
     values = _define_flags()
     try:
+        startup.end()
         _, *names = values(argv)
         if values.help:
             print(f"{__doc__}\nFlags:\n{values.get_help()}")

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from input_pipeline import startup
 from input_pipeline.commands import fail
 
 FLAGS = flags.FLAGS
@@ -53,12 +54,14 @@ def main(argv: Sequence[str]) -> int:
         return fail(error, _PROGRAM)
     # Whoever starts it has no use for GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    startup.begin(_PROGRAM)
     from tensorflow.data.experimental import service
 
     # Servers run in threads of their own; this one waits for a signal. Blocked from
     # here on, so that none is lost meanwhile.
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    startup.end()
     if role == "dispatcher":
         try:
             server = service.DispatchServer(service.DispatcherConfig(port=FLAGS.port))

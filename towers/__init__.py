@@ -6,36 +6,8 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 `towers.report`.
 """
 
-from typing import TYPE_CHECKING
+from input_pipeline import lazy
 
-from towers import lazy
-
-if TYPE_CHECKING:
-    from towers import callbacks, numerics
-    from towers.devices import configure
-    from towers.model import TowerModel, multi_gpu_model
-    from towers.parity import Parity, check_parity
-
-__all__ = [
-    "Parity",
-    "TowerModel",
-    "callbacks",
-    "check_parity",
-    "configure",
-    "multi_gpu_model",
-    "numerics",
-]
-
-# TensorFlow takes seconds to import, and programs have things to do before it.
-__getattr__, __dir__ = lazy.attach(
-    __name__,
-    {
-        "Parity": "towers.parity",
-        "TowerModel": "towers.model",
-        "callbacks": "towers.callbacks",
-        "check_parity": "towers.parity",
-        "configure": "towers.devices",
-        "multi_gpu_model": "towers.model",
-        "numerics": "towers.numerics",
-    },
-)
+# TensorFlow takes seconds to import, and programs have things to do before it: what
+# __init__.pyi lists is imported when it is asked for.
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

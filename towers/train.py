@@ -13,7 +13,7 @@ Exit codes: 0 done; 1 error; 3 numbers that are not finite; 4 stopped by a stall
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from towers import startup
+    from input_pipeline import startup
 
     startup.begin("towers.train", "Stopped by Ctrl-C: nothing was saved yet.")
 
@@ -43,7 +43,7 @@ from absl import app, flags
 
 import input_pipeline
 import models
-from input_pipeline import quarantine
+from input_pipeline import quarantine, startup
 from input_pipeline.commands import (
     check_data_service,
     fail,
@@ -53,7 +53,7 @@ from input_pipeline.commands import (
     read_randaugment,
 )
 from input_pipeline.quarantine import Quarantine
-from towers import batch, checkpoints, devices, startup
+from towers import batch, checkpoints, devices
 from towers.callbacks.checkpoint import (
     Checkpoint,
     NotFinite,

@@ -4,22 +4,7 @@
 `towers.train`.
 """
 
-from typing import TYPE_CHECKING
-
-from towers import lazy
-
-if TYPE_CHECKING:
-    from towers.parity.check import check_parity
-    from towers.parity.report import Parity, Row
-
-__all__ = ["Parity", "Row", "check_parity"]
+from input_pipeline import lazy
 
 # As in `towers`.
-__getattr__, __dir__ = lazy.attach(
-    __name__,
-    {
-        "Parity": "towers.parity.report",
-        "Row": "towers.parity.report",
-        "check_parity": "towers.parity.check",
-    },
-)
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)
