@@ -213,23 +213,28 @@ def _expected(steps=1, dropped=0.5):
     return _fit("parameter_server", steps, dropped=dropped)[1:]
 
 
-def _prefer(monkeypatch, preferred):
-    """Has the first candidate chosen that is so."""
+def _prefer(monkeypatch, preferred, tried=2):
+    """Has the first candidate chosen that is so.
+
+    So many are tried, it among them.
+    """
 
     def order(choices, train, steps, start_s):
+        first = next(choice for choice in choices if preferred(choice))
+        others = [choice for choice in choices if choice != first][: tried - 1]
         for choice in choices:
-            train(choice)()
-        ordered = sorted(choices, key=lambda choice: not preferred(choice))
-        return [auto.Trial(choice, 1.0) for choice in ordered]
+            if choice in (first, *others):
+                train(choice)()
+        return [auto.Trial(choice, 1.0) for choice in (first, *others)]
 
     monkeypatch.setattr(auto, "choose", order)
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("parameter_server", 1), ("replicated", 4)]
+    ("name", "steps", "tried"), [("parameter_server", 1, 3), ("replicated", 4, 2)]
 )
-def test_trying_changes_nothing(monkeypatch, name, steps):
-    _prefer(monkeypatch, lambda choice: choice.builder == name)
+def test_trying_changes_nothing(monkeypatch, name, steps, tried):
+    _prefer(monkeypatch, lambda choice: choice.builder == name, tried)
     history, expected = _expected(steps)
     parallel, ours, variables = _fit("auto", steps)
     assert type(parallel.builder) is door.BUILDERS[name]
@@ -282,7 +287,9 @@ def test_nothing_is_measured(monkeypatch, why):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_every_batch_is_trained_on_once(steps):
+def test_every_batch_is_trained_on_once(monkeypatch, steps):
+    if steps > 1:
+        monkeypatch.setattr(auto, "_ROUND_S", 0.0)
     # The mean of the targets is learned exactly once an example: w += sum of targets.
     seen = []
 

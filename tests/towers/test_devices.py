@@ -2,28 +2,20 @@
 
 import os
 import subprocess
-import sys
 import textwrap
 import types
-from pathlib import Path
 
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tests import warm
 from towers import devices
 
 
-def run_python(script: str, **environ: str) -> subprocess.CompletedProcess:
+def run_python(script: str) -> subprocess.CompletedProcess:
     """Runs a script in a process whose TensorFlow is not initialised yet."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environ},
-    )
+    return warm.run("tests.program", textwrap.dedent(script), timeout_s=120)
 
 
 @pytest.fixture(autouse=True)

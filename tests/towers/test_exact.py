@@ -1,5 +1,7 @@
 """K towers give what one device gives: what test_exact_cases.py has no row for."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -31,6 +33,11 @@ def _mlp():
     )
 
 
+def _batches(size, *data):
+    # Of arrays, Keras would trace how to cut them.
+    return tf.data.Dataset.from_tensor_slices(data).batch(size)
+
+
 def _sgd():
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
@@ -39,17 +46,24 @@ def _cross_entropy():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-@pytest.mark.parametrize("towers", [1, 2, 3, 4])
-def test_twenty_steps_of_momentum_equal_the_oracle(towers):
+@functools.cache
+def _twenty_steps():
+    """The batches, and what the oracle makes of them: losses and weights."""
     # 120 rows in batches of 50 are steps of 50, 50 and 20: 7 epochs less one step.
     x, y, _ = _data(120)
-    expected, model = _mlp(), _mlp()
-    batches = oracle.batches(50, x, y, epochs=7)[:20]
-    losses = oracle.train(expected, _sgd(), _cross_entropy(), batches)
+    model, batches = _mlp(), oracle.batches(50, x, y, epochs=7)[:20]
+    losses = oracle.train(model, _sgd(), _cross_entropy(), batches)
+    return batches, losses, model.get_weights()
+
+
+@pytest.mark.parametrize("towers", [1, 2, 3, 4])
+def test_twenty_steps_of_momentum_equal_the_oracle(towers):
+    batches, losses, expected = _twenty_steps()
+    model = _mlp()
     parallel = multi_gpu_model(model, gpus=towers)
     parallel.compile(_sgd(), _cross_entropy())
     ours = [parallel.train_on_batch(*batch) for batch in batches]
-    difference = oracle.largest_difference(model.get_weights(), expected.get_weights())
+    difference = oracle.largest_difference(model.get_weights(), expected)
     print(f"{towers} towers: largest relative difference {difference:.1e}")
     assert difference <= 1e-5
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
@@ -76,7 +90,7 @@ def test_batch_normalization_follows_the_written_rule():
     np.testing.assert_allclose(layer.moving_mean, 0.1 * mean, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(layer.moving_variance, 0.9 + 0.1 * variance, rtol=1e-5)
     one = make()
-    one.compile(_sgd(), "mse")
+    one.compile(_sgd(), "mse", run_eagerly=True)
     one.train_on_batch(x, x)
     np.testing.assert_allclose(
         layer.moving_mean, one.layers[-1].moving_mean, rtol=1e-4, atol=1e-7
@@ -140,8 +154,10 @@ def test_idle_towers_of_sequence_models(body):
     for towers in (0, 3):
         model = make()
         trained = multi_gpu_model(model, gpus=towers) if towers else model
-        trained.compile(_sgd(), "mse")
-        trained.fit(x, x[:, 0, :1], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        # Nothing is traced for one device.
+        trained.compile(_sgd(), "mse", run_eagerly=not towers)
+        data = _batches(4, x, x[:, 0, :1])
+        trained.fit(data, epochs=2, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     for ours, expected in zip(weights[1], weights[0], strict=True):
         # Attention does not depend on the keys' bias, so its gradient is rounding.
@@ -154,7 +170,7 @@ def test_an_empty_batch():
     parallel.compile(_sgd(), _cross_entropy())
     none = np.zeros((0, 12), "float32")
     assert parallel.predict_on_batch(none).shape == (0, CLASSES)
-    model.compile(_sgd(), _cross_entropy())
+    model.compile(_sgd(), _cross_entropy(), run_eagerly=True)
     expected = model.test_on_batch(none, np.zeros((0,), "int32"))
     assert parallel.test_on_batch(none, np.zeros((0,), "int32")) == expected
 
@@ -183,8 +199,8 @@ def test_gathered_losses_of_variables(make):
         keras.utils.set_random_seed(7)
         model = make([keras.Input((12,)), keras.layers.Dense(CLASSES)])
         trained = multi_gpu_model(model, gpus=towers) if towers else model
-        trained.compile(_sgd(), _cross_entropy())
-        trained.fit(x, y, batch_size=50, epochs=2, shuffle=False, verbose=0)
+        trained.compile(_sgd(), _cross_entropy(), run_eagerly=not towers)
+        trained.fit(_batches(50, x, y), epochs=2, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     assert trained.loss_placement == "gathered"
     assert oracle.largest_difference(*weights) <= 1e-5
@@ -209,9 +225,9 @@ def test_outputs_with_several_rows_an_example(coupled):
     for towers in (0, 3):
         model = make()
         trained = multi_gpu_model(model, gpus=towers) if towers else model
-        trained.compile(_sgd(), loss)
-        fit = trained.fit(x, y, batch_size=50, shuffle=False, verbose=0)
-        rows = trained.predict(x, batch_size=50, verbose=0)
+        trained.compile(_sgd(), loss, run_eagerly=not towers)
+        fit = trained.fit(_batches(50, x, y), shuffle=False, verbose=0)
+        rows = trained.predict(_batches(50, x), verbose=0)
         found.append([*model.get_weights(), fit.history["loss"], rows])
     assert trained.loss_placement == ("gathered" if coupled else "tower")
     assert oracle.largest_difference(*found) <= 1e-5

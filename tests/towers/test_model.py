@@ -23,6 +23,11 @@ def _data(rows=60):
     )
 
 
+def _batches():
+    # Of arrays, Keras traces how to cut them.
+    return tf.data.Dataset.from_tensor_slices(_data()).batch(32)
+
+
 def _model():
     keras.utils.set_random_seed(2)
     return keras.Sequential(
@@ -80,40 +85,42 @@ def test_it_is_the_users_model():
 
 
 def test_the_template_shares_weights_and_stays_on_one_device():
-    x, y = _data()
+    data = _batches()
     model = _model()
     parallel = _compiled(model)
-    parallel.fit(x, y, epochs=1, verbose=0)
+    parallel.fit(data, epochs=1, shuffle=False, verbose=0)
     # Both have steps of their own, on the same weights and optimizer.
-    model.fit(x, y, epochs=1, verbose=0)
-    parallel.fit(x, y, epochs=1, verbose=0)
+    model.fit(data, epochs=1, shuffle=False, verbose=0)
+    parallel.fit(data, epochs=1, shuffle=False, verbose=0)
     assert int(model.optimizer.iterations) == 6
     np.testing.assert_allclose(
-        model.predict(x, verbose=0), parallel.predict(x, verbose=0), rtol=1e-5
+        model.predict(data, verbose=0), parallel.predict(data, verbose=0), rtol=1e-5
     )
 
 
 def test_a_model_compiled_before_keeps_its_optimizer():
-    x, y = _data()
+    data, options = _batches(), {"epochs": 2, "shuffle": False, "verbose": 0}
     expected, model = _model(), _model()
     for each in (expected, model):
-        each.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
-        each.fit(x, y, epochs=2, shuffle=False, verbose=0)
-    expected.fit(x, y, epochs=2, shuffle=False, verbose=0)
-    multi_gpu_model(model, gpus=3).fit(x, y, epochs=2, shuffle=False, verbose=0)
+        loss = "sparse_categorical_crossentropy"
+        eager = each is expected  # where nothing is traced
+        each.compile(keras.optimizers.Adam(0.01), loss, run_eagerly=eager)
+        each.fit(data, **options)
+    expected.fit(data, **options)
+    multi_gpu_model(model, gpus=3).fit(data, **options)
     assert int(model.optimizer.iterations) == int(expected.optimizer.iterations)
     difference = oracle.largest_difference(model.get_weights(), expected.get_weights())
     assert difference <= 1e-4
 
 
 def test_compiling_the_template_again_is_noticed():
-    x, y = _data()
+    data = _batches()
     model = _model()
     parallel = _compiled(model)
-    parallel.fit(x, y, epochs=1, verbose=0)
+    parallel.fit(data, epochs=1, shuffle=False, verbose=0)
     model.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
     before = model.get_weights()
-    parallel.fit(x, y, epochs=1, verbose=0)
+    parallel.fit(data, epochs=1, shuffle=False, verbose=0)
     for a, b in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -142,14 +149,16 @@ def test_relocation_takes_the_optimizer_along():
         keras.utils.set_random_seed(7)
         with tf.device("/device:CPU:3"):
             model = _model()
-            model.compile("adam", "sparse_categorical_crossentropy")
-            model.fit(*_data(), epochs=1, shuffle=False, verbose=0)
+            # Nothing is traced where there is one device.
+            loss, eager = "sparse_categorical_crossentropy", not relocation
+            model.compile("adam", loss, run_eagerly=eager)
+            model.fit(_batches(), shuffle=False, verbose=0)
         trained = model
         if relocation:
             trained = multi_gpu_model(model, gpus=2, cpu_relocation=relocation)
             variables = [*model.variables, *model.optimizer.variables]
             assert all(v.value.device.endswith("CPU:0") for v in variables)
-        trained.fit(*_data(), epochs=1, shuffle=False, verbose=0)
+        trained.fit(_batches(), shuffle=False, verbose=0)
         weights.append(model.get_weights())
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -203,6 +212,7 @@ def test_batches_by_hand():
         keras.optimizers.Adam(0.01),
         "sparse_categorical_crossentropy",
         metrics=["accuracy"],
+        run_eagerly=True,
     )
     for rows in (7, 3, 1):
         np.testing.assert_allclose(
@@ -445,7 +455,7 @@ def test_what_a_tower_cannot_do_is_said(layer, words):
     model = keras.Sequential([keras.Input((6,)), layer(), keras.layers.Dense(3)])
     parallel = _compiled(model)
     with pytest.raises(ValueError, match=words):
-        parallel.fit(*_data(), verbose=0)
+        parallel.fit(_batches(), shuffle=False, verbose=0)
 
 
 @pytest.mark.parametrize(
@@ -544,13 +554,13 @@ class _Unreadable(keras.layers.Layer):
 
 
 def test_doubts_and_placement_are_said_once(caplog):
-    x, y = _data()
+    data = _batches()
     model = Custom()
     model.dense = keras.Sequential([_Unreadable(), model.dense])
     parallel = _compiled(model)
-    parallel.fit(x, y, epochs=2, verbose=0)
-    parallel.evaluate(x, y, verbose=0)
-    parallel.predict(x, verbose=0)
+    parallel.fit(data, epochs=2, shuffle=False, verbose=0)
+    parallel.evaluate(data, verbose=0)
+    parallel.predict(data, verbose=0)
     said = [r.getMessage() for r in caplog.records if "treat each" in r.getMessage()]
     assert len(said) == 1
     assert parallel.loss_placement == "tower"
@@ -563,15 +573,15 @@ class _Centres(keras.layers.Layer):
 
 @pytest.mark.parametrize("layer", [_Centres, _SumsUp])
 def test_strictness_can_be_waived(layer):
-    x, y = _data()
+    data = _batches()
     model = keras.Sequential([keras.Input((6,)), layer(), keras.layers.Dense(3)])
     strict = multi_gpu_model(model, gpus=2)
     strict.compile("sgd", "sparse_categorical_crossentropy")
     with pytest.raises(ValueError, match="strict=False"):
-        strict.fit(x, y, verbose=0)
+        strict.fit(data, shuffle=False, verbose=0)
     lax = multi_gpu_model(model, gpus=2, strict=False)
     lax.compile("sgd", "sparse_categorical_crossentropy")
-    lax.fit(x, y, verbose=0)
+    lax.fit(data, shuffle=False, verbose=0)
 
 
 def test_a_stateful_layer_is_refused():
@@ -602,14 +612,14 @@ def test_targets_have_as_many_rows_as_inputs():
 
 
 def test_moving_the_model_again_is_noticed():
-    x, _ = _data()
+    data = _batches()
     model = _model()
     first = multi_gpu_model(model, gpus=2)
-    first.predict(x, verbose=0)
+    first.predict(data, verbose=0)
     second = multi_gpu_model(model, gpus=2, home="/cpu:2")
     model.set_weights([w * 0 for w in model.get_weights()])
     np.testing.assert_allclose(
-        first.predict(x, verbose=0), second.predict(x, verbose=0), rtol=1e-6
+        first.predict(data, verbose=0), second.predict(data, verbose=0), rtol=1e-6
     )
 
 
@@ -628,6 +638,7 @@ def test_one_sample_weight_for_all():
         keras.optimizers.Adam(0.01),
         "sparse_categorical_crossentropy",
         metrics=["accuracy"],
+        run_eagerly=True,
     )
     half = np.float32(0.5)
     np.testing.assert_allclose(

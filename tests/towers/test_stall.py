@@ -1,14 +1,14 @@
 """What is said of a run that stands still: with things that really block."""
 
 import contextlib
+import functools
 import math
 import os
 import re
-import subprocess
-import sys
+import signal
 import threading
 import types
-from pathlib import Path
+from concurrent import futures
 
 import keras
 import numpy as np
@@ -18,12 +18,12 @@ from absl.testing import flagsaver
 from tensorflow.data.experimental import service
 
 from input_pipeline import ArraySource, make_dataset
+from tests import warm
 from towers import checkpoints, multi_gpu_model, train
 from towers.callbacks import stall as stall_module
 from towers.callbacks.checkpoint import Checkpoint
 from towers.callbacks.stall import Stall
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES, BATCH, STEPS = 44, 8, 6
 SECONDS = 300
 TOWERS = "/device:CPU:0", "/device:CPU:1"
@@ -107,6 +107,12 @@ def build(*layers):
     return model
 
 
+@functools.cache
+def shared():
+    """Two towers for tests of what is not theirs: they are traced once."""
+    return multi_gpu_model(build(), gpus=2)
+
+
 def plain(block=None):
     """Data that are not of input_pipeline."""
     data = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
@@ -158,7 +164,7 @@ class Run:
         return self.callback
 
     def fit(self, data, *callbacks, model=None, **options):
-        parallel = multi_gpu_model(model or build(), gpus=2)
+        parallel = multi_gpu_model(model, gpus=2) if model else shared()
         options = {"epochs": 3, "steps_per_epoch": STEPS, "shuffle": False} | options
         parallel.fit(data, callbacks=[self.callback, *callbacks], verbose=0, **options)
 
@@ -503,7 +509,7 @@ def test_nothing_after_fit(run, ends):
 
     run.stall("stop")
     # The list outlives fit, and so does what was raised.
-    model = multi_gpu_model(build(), gpus=2)
+    model = shared()
     callbacks = keras.callbacks.CallbackList(
         [run.callback, Ends()], add_history=True, model=model
     )
@@ -564,6 +570,7 @@ def test_stop_names_the_last_checkpoint(run, saved):
 
 
 _STOPS = """
+import sys
 import threading
 import keras
 import tensorflow as tf
@@ -591,22 +598,15 @@ clock = Clock()
 stall = Stall(300, "stop", devices=["CPU:0"], clock=clock)
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
+# With a buffer that has to be flushed.
+sys.stdout = open(1, "w", closefd=False)
 print("begins", end="")
 model.fit(tf.data.Dataset.range(2).map(rows), callbacks=[stall], verbose=0)
 """
 
 
 def test_stop_ends_a_process_that_waits_for_tensorflow():
-    done = subprocess.run(
-        [sys.executable, "-c", _STOPS],
-        cwd=ROOT,
-        # With a buffer that has to be flushed.
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": ""},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = warm.run("tests.program", _STOPS, timeout_s=TIMEOUT_S)
     assert done.returncode == 4, done.stderr
     assert reason(done.stderr) == "the input or the computation (the devices answer)"
     assert "\nThread MainThread:\n" in done.stderr
@@ -618,11 +618,21 @@ def test_stop_ends_a_process_that_waits_for_tensorflow():
 # In towers.train.
 
 
-# What does not answer costs so much time, as above.
+# Tells a pipe which process it is.
+_WORKS = """
+import os, runpy, sys
+
+with open(sys.argv.pop(1), "w") as pipe:
+    print(os.getpid(), file=pipe)
+runpy.run_module("input_pipeline.service", run_name="__main__", alter_sys=True)
+"""
+
+# Tells a pipe what it prints. What does not answer costs so much time, as above.
 _TRAINS = """
-import functools, runpy
+import functools, runpy, sys
 from towers.callbacks import stall
 
+sys.stdout = open(sys.argv.pop(1), "w", buffering=1)
 stall.Stall = functools.partial(stall.Stall, patience_s=4)
 runpy.run_module("towers.train", run_name="__main__", alter_sys=True)
 """
@@ -633,44 +643,35 @@ def test_a_service_whose_worker_is_killed(tmp_path):
     for shard in range(2):
         write_tfrecord(tmp_path / f"train-{shard}", 40)
     dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
-    with contextlib.ExitStack() as stack:
+    address = dispatcher.target.partition("://")[2]
+    with futures.ThreadPoolExecutor() as pool:
 
-        def start(*args):
-            process = stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, *args],
-                    cwd=ROOT,
-                    env=os.environ
-                    | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            stack.callback(process.kill)
-            return process
+        def start(program, *flags):
+            pipe = tmp_path / f"pipe-{len(flags)}"
+            os.mkfifo(pipe)
+            args = "tests.program", program, pipe, *flags
+            return pipe, pool.submit(warm.run, *args, timeout_s=5 * TIMEOUT_S)
 
-        address = dispatcher.target.partition("://")[2]
-        worker = start(
-            *("-m", "input_pipeline.service", "worker", f"--dispatcher={address}")
-        )
+        pipe, _ = start(_WORKS, "worker", f"--dispatcher={address}")
+        worker = int(pipe.read_text())
         # Until the worker is there, the run waits for it.
-        run = start(
-            *("-c", _TRAINS, f"--dataset=tfrecord:{tmp_path}/train-*"),
+        pipe, run = start(
+            *(_TRAINS, f"--dataset=tfrecord:{tmp_path}/train-*"),
             *(f"--model_dir={tmp_path / 'run'}", f"--data_service=grpc://{address}"),
             *("--model=mlp", "--batch_size=8", "--train_epochs=100000"),
             *("--variable_update=parameter_server", "--image_size=4"),
             *("--stall_seconds=10", "--on_stall=stop"),
         )
-        for line in run.stdout:
-            if line.startswith("epoch 2/"):
-                break
-        worker.kill()
-        _, errors = run.communicate(timeout=5 * TIMEOUT_S)
-    assert run.returncode == 4, errors
-    found = reason(errors)
+        with pipe.open() as lines:
+            begun = any(line.startswith("epoch 2/") for line in lines)
+            os.kill(worker, signal.SIGKILL)
+            lines.read()
+        done = run.result()
+    assert begun and done.returncode == 4, done.stderr
+    found = reason(done.stderr)
     assert found == "the input, whose stage 'data service' gives nothing within 4 s"
-    latest = re.search(r"^towers: Stopped by the stall: .* is (.*); run", errors, re.M)
+    said = r"^towers: Stopped by the stall: .* is (.*); run"
+    latest = re.search(said, done.stderr, re.M)
     assert checkpoints.load(latest[1]).about["step"]
 
 

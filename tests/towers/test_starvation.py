@@ -1,5 +1,6 @@
 """The verdict on the input: on pipelines that are slow on purpose."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -249,7 +250,9 @@ def test_no_prefetch():
 
 
 def test_a_pipeline_that_keeps_up():
-    assert said_of(numbers(nap(0.001)).prefetch(4), 0.02).startswith("compute-bound")
+    # Even where the machine has something else to do.
+    said = said_of(numbers(nap(0.001)).prefetch(4), 0.1, 15)
+    assert said.startswith("compute-bound")
 
 
 def test_later_readings_forget_earlier_ones():
@@ -540,9 +543,16 @@ def rows(x):
     return x, x
 
 
-def build(step_s):
+@functools.cache
+def trained(step_s, per_call):
+    """Two towers with graphs: batches would pile up while those are built."""
     layers = [keras.layers.Dense(1), Computes(step_s)]
-    return keras.Sequential([keras.Input((1,)), *layers])
+    model = keras.Sequential([keras.Input((1,)), *layers])
+    model = multi_gpu_model(model, gpus=2, loss_placement="tower")
+    model.compile(keras.optimizers.SGD(1e-3), "mse", steps_per_execution=per_call)
+    model.fit(loaded(0), steps_per_epoch=per_call, verbose=0, shuffle=False)
+    model.train_on_batch(*next(iter(loaded(0))))
+    return model
 
 
 def by_hand(data, model, steps, warm):
@@ -600,12 +610,8 @@ CASES = {
 def test_waiting_agrees_with_a_clock(case):
     data, per_call, steps, named = CASES[case]
     warm = 4
-    model = multi_gpu_model(build(0.075), gpus=2, loss_placement="tower")
-    model.compile(keras.optimizers.SGD(1e-3), "mse", steps_per_execution=per_call)
-    # Graphs are built before: batches would pile up meanwhile.
+    model = trained(0.075, per_call)
     options = {"verbose": 0, "shuffle": False}
-    model.fit(loaded(0), steps_per_epoch=per_call, **options)
-    model.train_on_batch(*next(iter(loaded(0))))
     differences = []
     for _ in range(3):  # the machine may have something else to do
         expected = by_hand(data(), model, steps, warm)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -30,7 +31,7 @@ from tensorboard.plugins.scalar import scalars_plugin
 from tensorboard.util import tensor_util
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from tests.small import build
+from tests import small
 from towers import multi_gpu_model
 from towers.callbacks import graph, pictures, profile
 from towers.callbacks.profile import Profile
@@ -53,9 +54,23 @@ def pixels():
     return data().map(lambda x, y: (tf.cast((x + 1) * 127.5, tf.uint8), y))
 
 
+def build(optimizer="sgd", **options):
+    """A compiled model that is traced in less than `small.build`'s time."""
+    hidden, out = keras.layers.Dense(4), keras.layers.Dense(3)
+    layers = [keras.Input((4, 4, 1)), keras.layers.Flatten(), hidden, out]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    return model
+
+
+# A model that is fitted again is not traced again.
+towers = functools.lru_cache(maxsize=1)(multi_gpu_model)
+
+
 def fit(model, *callbacks, gpus=2, builder="parameter_server", **options):
     """Fits on two towers: three steps an epoch."""
-    parallel = multi_gpu_model(model, gpus=gpus, builder=builder)
+    parallel = towers(model, gpus=gpus, builder=builder)
     return parallel.fit(
         data(), callbacks=list(callbacks), verbose=0, shuffle=False, **options
     )
@@ -151,12 +166,12 @@ class Board:
 def run(tmp_path):
     """Returns a function that trains, and one that reads what was written."""
 
-    def train(model, epochs=2, initial_epoch=0, name="", **options):
+    def train(model, epochs=2, initial_epoch=0, name="", validated=False, **options):
         callback = TensorBoard(str(tmp_path / name), every_steps=2, **options)
         return fit(
             model,
             callback,
-            validation_data=data(),
+            validation_data=data() if validated else None,
             epochs=epochs,
             initial_epoch=initial_epoch,
         )
@@ -191,7 +206,8 @@ def test_bad_number_of_steps(steps):
 class TestWriting:
     def test_where_the_disk_is_full_training_goes_on(self, run, file_limit, capsys):
         with file_limit(20_000):
-            history = run.train(build(units=64), epochs=9, histograms=True)
+            model = small.build(units=64)
+            history = run.train(model, epochs=9, histograms=True, validated=True)
         assert len(history.history["loss"]) == 9
         (said,) = [s for s in capsys.readouterr().err.splitlines() if "towers" in s]
         assert said == (
@@ -202,7 +218,7 @@ class TestWriting:
 
     def test_where_nothing_can_be_written(self, run, capsys):
         (run.folder / "train").touch()
-        run.train(build(), epochs=1)
+        run.train(build(), epochs=1, validated=True)
         assert "could not be written: " in capsys.readouterr().err
 
     def test_what_is_wrong_with_the_data_is_not_taken_for_that(self, run, capsys):
@@ -240,7 +256,7 @@ def test_nothing_is_written_before_training(tmp_path):
 class TestScalars:
     def test_are_keras_own(self, run):
         adam = keras.optimizers.Adam(0.25)
-        history = run.train(build(optimizer=adam)).history
+        history = run.train(build(optimizer=adam), validated=True).history
         board = run.read()
         values = {"train": ["loss", "accuracy", "learning_rate"]}
         values["validation"] = ["loss", "accuracy"]
@@ -286,8 +302,8 @@ class TestScalars:
 
     def test_steps_go_on_in_a_resumed_run(self, run):
         model = build()
-        run.train(model, epochs=1, texts={"flags": "once"})
-        run.train(model, epochs=3, initial_epoch=1, texts={"flags": "twice"})
+        run.train(model, 1, texts={"flags": "once"}, validated=True)
+        run.train(model, 3, 1, texts={"flags": "twice"}, validated=True)
         board = run.read()
         assert board.steps("train", "batch_loss") == [2, 4, 6, 8]
         assert board.steps("train", "epoch_loss") == [0, 1, 2]
@@ -317,7 +333,7 @@ class TestTextsAndHistograms:
         assert board.text("train", "verdict") == (6, "6 steps")
 
     def test_histograms_of_all_weights_on_request(self, run):
-        model = build()
+        model = small.build()
         run.train(model, histograms=True)
         board = run.read()
         expected = {f"{weight.path}/histogram": weight for weight in model.weights}
@@ -340,7 +356,7 @@ class TestTextsAndHistograms:
 class TestGraph:
     def written(self, folder, builder="parameter_server", gpus=2, **options):
         """Trains and returns the graph's nodes by name, each with its inputs' nodes."""
-        model = build(**options)
+        model = small.build(**options)
         parallel = multi_gpu_model(model, gpus=gpus, builder=builder)
         callback = TensorBoard(str(folder), 2, graph=lambda: parallel.builder.graph)
         parallel.fit(data(), callbacks=[callback], verbose=0, shuffle=False)
@@ -422,7 +438,7 @@ class TestPictures:
     @pytest.mark.parametrize("names", [None, ["ant", "bee", "cat"]])
     def test_mistakes_and_confusion(self, run, names):
         # Labels are random, so that some are wrong for sure, and more than 16 not.
-        model = build()
+        model = small.build()
         run.train(model, epochs=1, sample=pixels(), class_names=names)
         counts, wrong = np.zeros((3, 3), int), []
         for images, labels in pixels():
@@ -530,8 +546,8 @@ class TestDashboards:
 
     def test_hyper_parameters_of_a_run_that_goes_on(self, run):
         model = build()
-        run.train(model, epochs=1, hparams=HPARAMS)
-        history = run.train(model, 2, 1, hparams=HPARAMS).history
+        run.train(model, epochs=1, hparams=HPARAMS, validated=True)
+        history = run.train(model, 2, 1, hparams=HPARAMS, validated=True).history
         ((name, (hparams, metrics)),) = run.read().sessions().items()
         assert name == f"{run.folder.name} in {run.folder.parent}"
         assert hparams == HPARAMS
@@ -549,7 +565,8 @@ class TestDashboards:
         for name, rate in (("a", 0.1), ("b", 0.5)):
             hparams = {**HPARAMS, "learning_rate": rate}
             model = build(optimizer=keras.optimizers.SGD(rate))
-            history = run.train(model, 1, name=name, hparams=hparams).history
+            options = {"name": name, "hparams": hparams, "validated": True}
+            history = run.train(model, 1, **options).history
             losses[rate] = history["val_loss"][-1]
         sessions = run.read().sessions()
         assert sessions.keys() == {f"{name} in {run.folder}" for name in "ab"}
@@ -590,7 +607,7 @@ class TestProfile:
         return names, steps
 
     def test_records_the_steps_with_the_towers_names(self, tmp_path):
-        fit(build(units=8), Profile(str(tmp_path), 2, 5), epochs=3)
+        fit(small.build(units=8), Profile(str(tmp_path), 2, 5), epochs=3)
         names, steps = self.recorded(tmp_path)
         assert steps == {2, 3, 4, 5}
         for tower in ("tower_0/", "tower_1/"):
