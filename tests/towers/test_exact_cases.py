@@ -19,8 +19,9 @@ FILE = pathlib.Path(os.environ.get("TOWERS_EXACT_FILE", ROOT / ".exact/towers.js
 # What these are about is how several towers cut a batch. `asynchronous` equals one
 # device with one tower only.
 OF_SEVERAL_TOWERS = "shares", "batches"
-# What these are about is how weights change.
-OF_TRAINING = "optimizers", "gradients"
+# What these are about is how weights change. A loss is evaluated by Keras, on the whole
+# batch, as those of the other groups are.
+OF_TRAINING = "optimizers", "gradients", "losses"
 
 # What the other builders do differently is met by many cases: `replicated` takes every
 # fourth of them in place of `parameter_server`, of which it is one, `asynchronous`
@@ -31,8 +32,11 @@ TURNS[0] = MAIN, "asynchronous"
 TURNS[1] = TURNS[5] = ("replicated",)
 ALL = "TOWERS_EXACT_ALL" in os.environ
 
-# To trace it takes 25 s; the layer is in other cases, too.
-FOR_THE_REPORT = ("models/MobileNetV2, synchronized BatchNormalization",)
+# To trace them takes 25 s and 11 s; the layers are in other cases, too.
+FOR_THE_REPORT = (
+    "models/MobileNetV2, synchronized BatchNormalization",
+    "models/MobileNetV2, frozen BatchNormalization",
+)
 
 # Builders of a case follow one another, and with --dist=loadgroup in one process: what
 # one device makes of it is then computed once.

@@ -5,10 +5,11 @@ import functools
 import math
 import os
 import re
-import signal
+import subprocess
+import sys
 import threading
 import types
-from concurrent import futures
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -24,6 +25,7 @@ from towers.callbacks import stall as stall_module
 from towers.callbacks.checkpoint import Checkpoint
 from towers.callbacks.stall import Stall
 
+ROOT = Path(__file__).parents[2]
 EXAMPLES, BATCH, STEPS = 44, 8, 6
 SECONDS = 300
 TOWERS = "/device:CPU:0", "/device:CPU:1"
@@ -618,21 +620,11 @@ def test_stop_ends_a_process_that_waits_for_tensorflow():
 # In towers.train.
 
 
-# Tells a pipe which process it is.
-_WORKS = """
-import os, runpy, sys
-
-with open(sys.argv.pop(1), "w") as pipe:
-    print(os.getpid(), file=pipe)
-runpy.run_module("input_pipeline.service", run_name="__main__", alter_sys=True)
-"""
-
-# Tells a pipe what it prints. What does not answer costs so much time, as above.
+# What does not answer costs so much time, as above.
 _TRAINS = """
-import functools, runpy, sys
+import functools, runpy
 from towers.callbacks import stall
 
-sys.stdout = open(sys.argv.pop(1), "w", buffering=1)
 stall.Stall = functools.partial(stall.Stall, patience_s=4)
 runpy.run_module("towers.train", run_name="__main__", alter_sys=True)
 """
@@ -643,35 +635,44 @@ def test_a_service_whose_worker_is_killed(tmp_path):
     for shard in range(2):
         write_tfrecord(tmp_path / f"train-{shard}", 40)
     dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
-    address = dispatcher.target.partition("://")[2]
-    with futures.ThreadPoolExecutor() as pool:
+    with contextlib.ExitStack() as stack:
 
-        def start(program, *flags):
-            pipe = tmp_path / f"pipe-{len(flags)}"
-            os.mkfifo(pipe)
-            args = "tests.program", program, pipe, *flags
-            return pipe, pool.submit(warm.run, *args, timeout_s=5 * TIMEOUT_S)
+        def start(*args):
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, *args],
+                    cwd=ROOT,
+                    env=os.environ
+                    | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            return process
 
-        pipe, _ = start(_WORKS, "worker", f"--dispatcher={address}")
-        worker = int(pipe.read_text())
+        address = dispatcher.target.partition("://")[2]
+        worker = start(
+            *("-m", "input_pipeline.service", "worker", f"--dispatcher={address}")
+        )
         # Until the worker is there, the run waits for it.
-        pipe, run = start(
-            *(_TRAINS, f"--dataset=tfrecord:{tmp_path}/train-*"),
+        run = start(
+            *("-c", _TRAINS, f"--dataset=tfrecord:{tmp_path}/train-*"),
             *(f"--model_dir={tmp_path / 'run'}", f"--data_service=grpc://{address}"),
             *("--model=mlp", "--batch_size=8", "--train_epochs=100000"),
             *("--variable_update=parameter_server", "--image_size=4"),
             *("--stall_seconds=10", "--on_stall=stop"),
         )
-        with pipe.open() as lines:
-            begun = any(line.startswith("epoch 2/") for line in lines)
-            os.kill(worker, signal.SIGKILL)
-            lines.read()
-        done = run.result()
-    assert begun and done.returncode == 4, done.stderr
-    found = reason(done.stderr)
+        for line in run.stdout:
+            if line.startswith("epoch 2/"):
+                break
+        worker.kill()
+        _, errors = run.communicate(timeout=5 * TIMEOUT_S)
+    assert run.returncode == 4, errors
+    found = reason(errors)
     assert found == "the input, whose stage 'data service' gives nothing within 4 s"
-    said = r"^towers: Stopped by the stall: .* is (.*); run"
-    latest = re.search(said, done.stderr, re.M)
+    latest = re.search(r"^towers: Stopped by the stall: .* is (.*); run", errors, re.M)
     assert checkpoints.load(latest[1]).about["step"]
 
 
