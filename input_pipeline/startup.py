@@ -27,6 +27,8 @@ _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _TO_COME = re.compile(r"\x1b\[37m(━*)\x1b\[0m")
 
 _stderr = 2
+# Whether `begin` has turned the garbage collector off.
+_paused = False
 
 
 def begin(program: str, stopped: str = "Stopped by Ctrl-C.") -> None:
@@ -46,6 +48,8 @@ def begin(program: str, stopped: str = "Stopped by Ctrl-C.") -> None:
     """
     # What imports make stays: 600,000 objects. To look for garbage in them again and
     # again, as Python does, takes a quarter of the time.
+    global _paused
+    _paused = gc.isenabled()
     gc.disable()
     if sys.stdout and (os.environ.get("NO_COLOR") or not sys.stdout.isatty()):
         sys.stdout = Plain(sys.stdout)
@@ -77,8 +81,11 @@ def end() -> None:
 
     What there is by then is no longer looked through for garbage.
     """
-    gc.freeze()
-    gc.enable()
+    global _paused
+    if _paused:
+        gc.freeze()
+        gc.enable()
+        _paused = False
     if getattr(signal.getsignal(signal.SIGINT), "func", None) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

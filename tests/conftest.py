@@ -9,7 +9,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Kernels as on GPUs: oneDNN's are made anew for each graph, a tenth of the tests' time.
+# oneDNN makes kernels anew for each graph, a tenth of the tests' time; GPUs have none.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import keras

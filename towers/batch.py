@@ -116,7 +116,9 @@ def check_rows(batch: Any) -> None:
     """
     tensors = [t for t in tf.nest.flatten(batch) if t is not None and not _is_scalar(t)]
     # Of a spec, only what it says.
-    tensors = [t for t in tensors if not isinstance(t, tf.TypeSpec) or t.shape[0]]
+    tensors = [
+        t for t in tensors if not isinstance(t, tf.TypeSpec) or t.shape[0] is not None
+    ]
     sizes = [batch_size(tensor) for tensor in tensors]
     known = {size for size in sizes if isinstance(size, int)}
     if len(known) > 1:

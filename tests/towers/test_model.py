@@ -611,6 +611,18 @@ def test_targets_have_as_many_rows_as_inputs():
                 use(data, verbose=0)
 
 
+def test_targets_have_as_many_rows_in_a_loop_of_the_users_own():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    parallel = multi_gpu_model(model, gpus=2, loss_placement="gathered")
+    parallel.compile("sgd", "mse")
+    signature = [tf.TensorSpec([None, 6]), tf.TensorSpec([None, 3])]
+    step = tf.function(lambda *data: parallel.train_step(data), signature)
+    step(tf.ones([8, 6]), tf.zeros([8, 3]))
+    # One row would be taken for all.
+    with pytest.raises(tf.errors.InvalidArgumentError, match="as many rows"):
+        step(tf.ones([8, 6]), tf.zeros([1, 3]))
+
+
 def test_moving_the_model_again_is_noticed():
     data = _batches()
     model = _model()

@@ -160,9 +160,9 @@ def test_one_asynchronous_tower_is_one_device():
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_asynchronous_towers_learn(prefetch):
     options = {"builder": "asynchronous", "prefetch": prefetch}
-    parallel, found = _ours(_model(), 3, 10, options, evaluated=False)
+    parallel, found = _ours(_model(), 3, 20, options, evaluated=False)
     # The third batch has one example.
-    assert int(parallel.optimizer.iterations) == 10 * 7
+    assert int(parallel.optimizer.iterations) == 20 * 7
     assert np.isfinite(np.concatenate([np.ravel(part) for part in found])).all()
     losses = parallel.history.history["loss"]
     assert losses[-1] < losses[0] / 2

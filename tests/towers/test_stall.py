@@ -184,6 +184,7 @@ class Run:
         finally:
             block.free.set()
             thread.join(TIMEOUT_S)
+            assert not thread.is_alive()  # others use the model after it
 
     def wait(self, seconds=SECONDS):
         """Lets the clock run, and returns what was said meanwhile."""

@@ -423,6 +423,8 @@ def test_flags_at_work(data_dir, tmp_path, flags, steps):
     assert ours(done) == []
     broken_off = f"epoch 1/1 broken off, step {steps}" in done.stdout
     assert broken_off == any("max_train_steps" in flag for flag in flags)
+    if "--log_steps=10" in flags:  # no rate yet: these steps were the warm-up
+        assert re.search(r"^epoch 1/1, step 10:(?!.*images/s)", done.stdout, re.M)
 
 
 def test_shares_and_loss_placement(one_epoch, shared):

@@ -167,6 +167,8 @@ class ParameterServer(Builder):
         the towers carry that gradient back. Where the loss looks at variables, too,
         there is a gradient of home's own.
         """
+        if shares is None:
+            batch.check_rows(data)  # of which x alone is cut
         x = data[0]
         x_shares = shares and [share[0] for share in shares]
         rules = self.rules("train, gathered")
