@@ -182,6 +182,7 @@ def environ(monkeypatch):
         # Set before deleted, so that what `begin` sets is undone as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(startup, "_paused", False)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "argv", ["program"])
     before = signal.getsignal(signal.SIGINT)

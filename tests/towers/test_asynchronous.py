@@ -50,7 +50,6 @@ def _towers(model, gpus=2, optimizer=None, loss="mse", max_staleness=None, **opt
 
 
 def _batches(*data):
-    # Of arrays, Keras would trace how to cut them.
     return tf.data.Dataset.from_tensor_slices(data).batch(8)
 
 

@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from input_pipeline import ArraySource, make_dataset
-from tests.small import build
+from tests.small import build, tiny
 from towers import checkpoints, multi_gpu_model, resume
 from towers.callbacks import states
 from towers.callbacks.checkpoint import (
@@ -61,17 +61,6 @@ def arrays():
 def plain():
     """Data that are not of input_pipeline: a run starts sooner."""
     return tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
-
-
-def tiny(optimizer="sgd", seed=1, units=3, **options):
-    """A model for where only the loop matters: a run starts in half the time."""
-    keras.utils.set_random_seed(seed)
-    layers = [keras.layers.Flatten(), keras.layers.Dense(units)]
-    model = keras.Sequential([keras.Input((4, 4, 1)), *layers])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, **options)
-    model.optimizer.build(model.trainable_variables)
-    return model
 
 
 class Breaks(keras.callbacks.Callback):

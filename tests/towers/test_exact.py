@@ -34,7 +34,6 @@ def _mlp():
 
 
 def _batches(size, *data):
-    # Of arrays, Keras would trace how to cut them.
     return tf.data.Dataset.from_tensor_slices(data).batch(size)
 
 

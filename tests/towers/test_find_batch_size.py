@@ -328,9 +328,7 @@ def test_a_limit_that_is_too_low_is_said_by_the_probe():
     # In the second probe, and in the first.
     [(signal.SIGINT, 130, "Ctrl-C", 2), (signal.SIGTERM, 143, "SIGTERM", 4)],
 )
-def test_a_signal_ends_the_probe_and_shows_what_was_found(
-    tmp_path, number, code, cause, first
-):
+def test_a_signal_ends_the_probe(tmp_path, number, code, cause, first):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     model = write(tmp_path, WAITING.format(pipe=pipe))

@@ -245,8 +245,7 @@ def _run(case, wrap, optimizer=None, batch_size=8, epochs=2, **options):
     trained = wrap(model)
     optimizer = optimizer() if optimizer else keras.optimizers.Adam(0.01)
     trained.compile(optimizer, "mse", **{"jit_compile": False} | options)
-    # Of arrays, Keras would trace how to cut them. Batches of 8 and 5: shares of 3, 3
-    # and 2, or of 2, 2 and 1.
+    # Batches of 8 and 5: shares of 3, 3 and 2, or of 2, 2 and 1.
     data = tf.data.Dataset.from_tensor_slices((x, _targets())).batch(batch_size)
     fit = trained.fit(data, epochs=epochs, shuffle=False, verbose=0)
     found = list(fit.history["loss"])

@@ -24,7 +24,6 @@ def _data(rows=60):
 
 
 def _batches():
-    # Of arrays, Keras traces how to cut them.
     return tf.data.Dataset.from_tensor_slices(_data()).batch(32)
 
 

@@ -128,7 +128,6 @@ def _trained(name, towers, builder, scale=None, **options):
     x = random.integers(0, 11, (13, 6)) if name == "embedding" else None
     x = random.normal(size=(13, 6)).astype("float32") if x is None else x
     y = random.normal(size=(13, 3)).astype("float32")
-    # Of arrays, Keras would trace how to cut them.
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     model = _states(name)
     trained = model

@@ -24,7 +24,7 @@ def _data(rows=21):
 
 @functools.cache
 def _batches(rows=21, size=8):
-    """The data in order, cut once: of arrays, Keras traces how to, in every fit."""
+    """The data in order."""
     return tf.data.Dataset.from_tensor_slices(_data(rows)).batch(size)
 
 
