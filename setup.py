@@ -36,7 +36,9 @@ setup(
     version="0.1.0",
     description="Multi-tower training for TensorFlow and Keras: as on one big device.",
     python_requires=">=3.11,<3.14",
-    packages=find_packages(include=["towers*", "input_pipeline*", "models*"]),
+    # `towers` holds links to `input_pipeline` and `models`: installed at the top level,
+    # they would take names that users have in their own projects.
+    packages=find_packages(include=["towers*"]),
     package_data={"": ["*.pyi"], "towers.report": ["page.html"]},
     install_requires=CORE,
     extras_require={

@@ -1,6 +1,6 @@
 """Says how fast the input pipeline is, without any training, and what slows it down.
 
-    python -m input_pipeline.benchmark --dataset=tfds:cifar10 --recipe=cifar --ablate
+    python -m towers.input_pipeline.benchmark --dataset=tfds:cifar10 --ablate
 
 Each stage is read with all those before it, but nothing behind it; "copy" is the whole
 pipeline and the copying of each tower's share to its device. It takes a minute or two,
@@ -10,9 +10,9 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from input_pipeline import startup
+    from towers.input_pipeline import startup
 
-    startup.begin("input_pipeline.benchmark")
+    startup.begin("towers.input_pipeline.benchmark")
 
 import contextlib
 import functools
@@ -29,10 +29,10 @@ from typing import Any
 import tensorflow as tf
 from absl import app, flags
 
-from input_pipeline import measure, recipes, report, sources, startup
-from input_pipeline.cache import CACHES, cached
-from input_pipeline.checks import blame_records
-from input_pipeline.commands import (
+from towers.input_pipeline import measure, recipes, report, sources, startup
+from towers.input_pipeline.cache import CACHES, cached
+from towers.input_pipeline.checks import blame_records
+from towers.input_pipeline.commands import (
     check_data_service,
     fail,
     parse_flags,
@@ -40,10 +40,10 @@ from input_pipeline.commands import (
     read_image_size,
     read_randaugment,
 )
-from input_pipeline.pipeline import Pipeline
+from towers.input_pipeline.pipeline import Pipeline
 
 FLAGS = flags.FLAGS
-_PROGRAM = "input_pipeline.benchmark"
+_PROGRAM = "towers.input_pipeline.benchmark"
 
 flags.DEFINE_string(
     "dataset",

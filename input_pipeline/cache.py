@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from input_pipeline.pipeline import Pipeline
-from input_pipeline.sources.arrays import RowSource
-from input_pipeline.sources.base import (
+from towers.input_pipeline.pipeline import Pipeline
+from towers.input_pipeline.sources.arrays import RowSource
+from towers.input_pipeline.sources.base import (
     IndexedSource,
     Source,
     fingerprint,

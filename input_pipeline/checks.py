@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from input_pipeline.sources.base import (
+from towers.input_pipeline.sources.base import (
     FAULTS,
     BadRecordError,
     Record,

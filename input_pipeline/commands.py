@@ -77,15 +77,16 @@ def check_data_service(address: str | None) -> None:
     except grpc.RpcError as error:
         raise ValueError(
             f"Received --data_service={address}, where no dispatcher answers "
-            f"({error.details()}); start one there: python -m input_pipeline.service "
-            "dispatcher."
+            f"({error.details()}); start one there: python -m "
+            "towers.input_pipeline.service dispatcher."
         ) from error
     workers = [worker.decode() for worker in re.findall(rb"[\w.-]+:\d+", answer)]
     if not any(map(_answers, workers)):
         raise ValueError(
             f"Received --data_service={address}, whose workers do not answer "
             f"({', '.join(workers) or 'there are none'}); start one: python -m "
-            "input_pipeline.service worker, with an --address that is known here."
+            "towers.input_pipeline.service worker, with an --address that is known "
+            "here."
         )
 
 

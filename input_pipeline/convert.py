@@ -1,6 +1,6 @@
 """Writes a source as TFRecord files, which are the fastest to read.
 
-    python -m input_pipeline.convert folder:my_pictures tfrecord:my_records --shards=64
+    python -m towers.input_pipeline.convert folder:my_pictures tfrecord:my_records
 
 Encoded images are kept byte for byte, unless --image_size asks for another size; small
 ones of one size become pixels, which need no decoding. Each file holds a part of the
@@ -11,9 +11,9 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from input_pipeline import startup
+    from towers.input_pipeline import startup
 
-    startup.begin("input_pipeline.convert")
+    startup.begin("towers.input_pipeline.convert")
 
 import concurrent.futures
 import dataclasses
@@ -32,17 +32,17 @@ import numpy as np
 import tensorflow as tf
 from absl import flags
 
-from input_pipeline import augment, startup
-from input_pipeline.checks import assert_good, blame_records, read_labels
-from input_pipeline.commands import fail, quieten, read_image_size
-from input_pipeline.decode import Tricks, decode_window
-from input_pipeline.sources import Source, open_source
-from input_pipeline.sources.base import IndexedSource, decode_image
-from input_pipeline.sources.tfrecord import CONVERTER, INFO
+from towers.input_pipeline import augment, startup
+from towers.input_pipeline.checks import assert_good, blame_records, read_labels
+from towers.input_pipeline.commands import fail, quieten, read_image_size
+from towers.input_pipeline.decode import Tricks, decode_window
+from towers.input_pipeline.sources import Source, open_source
+from towers.input_pipeline.sources.base import IndexedSource, decode_image
+from towers.input_pipeline.sources.tfrecord import CONVERTER, INFO
 
 RAW = ("auto", "true", "false")
 
-_PROGRAM = "input_pipeline.convert"
+_PROGRAM = "towers.input_pipeline.convert"
 _MANIFEST = ".convert.json"
 _UNFINISHED = ".unfinished"
 # Images that take no more than this are kept as pixels.

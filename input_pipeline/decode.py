@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from input_pipeline import augment
+from towers.input_pipeline import augment
 
 _JPEG = b"\xff\xd8\xff"
 

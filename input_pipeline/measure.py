@@ -1,6 +1,6 @@
 """How fast a pipeline is, stage by stage, and what each of its tricks is worth.
 
-For `input_pipeline.benchmark`, which has the flags and says what comes out.
+For `towers.input_pipeline.benchmark`, which has the flags and says what comes out.
 """
 
 import collections
@@ -15,10 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from input_pipeline import augment, recipes
-from input_pipeline.decode import Tricks, is_jpeg
-from input_pipeline.pipeline import Pipeline
-from input_pipeline.sources.base import StreamSource
+from towers.input_pipeline import augment, recipes
+from towers.input_pipeline.decode import Tricks, is_jpeg
+from towers.input_pipeline.pipeline import Pipeline
+from towers.input_pipeline.sources.base import StreamSource
 
 _SECONDS = 5
 # Of what is read for a figure; this much is read before, in each round.
@@ -112,7 +112,7 @@ def measure(
 
     Returns:
         examples_per_s, first_batch_s, peak_rss_mb, cpu_cores, stages and waiting, as
-        ``input_pipeline.benchmark --json`` prints them.
+        ``towers.input_pipeline.benchmark --json`` prints them.
     """
     begin = time.perf_counter()
     dataset = pipeline.dataset()

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline import augment, draws, recipes
-from input_pipeline.checks import assert_good
-from input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
-from input_pipeline.sources import Source
-from input_pipeline.sources.base import StreamSource, decode_image
+from towers.input_pipeline import augment, draws, recipes
+from towers.input_pipeline.checks import assert_good
+from towers.input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
+from towers.input_pipeline.sources import Source
+from towers.input_pipeline.sources.base import StreamSource, decode_image
 
 _FEW_CORES = 8
 _THREADS = os.cpu_count() or 1
@@ -113,7 +113,7 @@ class Pipeline:
             raise ValueError(
                 f"data_service is {self.data_service}, but {self.source.name} is read "
                 "by Python, which its workers cannot run: expected TFRecord files, to "
-                "which input_pipeline.convert turns any source"
+                "which towers.input_pipeline.convert turns any source"
             )
         plain = self.recipe == "none" and self.randaugment is None
         if len(self.image_shape) == 1 and not plain:

@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from input_pipeline.checks import assert_good, check_records
-from input_pipeline.sources.base import (
+from towers.input_pipeline.checks import assert_good, check_records
+from towers.input_pipeline.sources.base import (
     FAULTS,
     BadRecordError,
     Record,

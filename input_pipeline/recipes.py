@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from input_pipeline import augment, randaugment
+from towers.input_pipeline import augment, randaugment
 
 RECIPES = ("none", "imagenet", "cifar")
 

@@ -1,10 +1,10 @@
-"""What `input_pipeline.benchmark` says: tables, a sentence, a picture."""
+"""What `towers.input_pipeline.benchmark` says: tables, a sentence, a picture."""
 
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from input_pipeline import measure
+from towers.input_pipeline import measure
 
 _ADDED = "adds us an example"
 _WORTH = "speed before / after"

@@ -1,7 +1,7 @@
 """Starts a dispatcher or a worker of a tf.data service, and keeps it running.
 
-    python -m input_pipeline.service dispatcher --port=5050
-    python -m input_pipeline.service worker --dispatcher=localhost:5050
+    python -m towers.input_pipeline.service dispatcher --port=5050
+    python -m towers.input_pipeline.service worker --dispatcher=localhost:5050
 
 One dispatcher, and as many workers as are needed, on any machines that see the same
 files. Training finds them by --data_service=grpc://localhost:5050. The service has no
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from input_pipeline import startup
-from input_pipeline.commands import fail
+from towers.input_pipeline import startup
+from towers.input_pipeline.commands import fail
 
 FLAGS = flags.FLAGS
-_PROGRAM = "input_pipeline.service"
+_PROGRAM = "towers.input_pipeline.service"
 
 _ROLES = ("dispatcher", "worker")
 

@@ -1,5 +1,5 @@
 """Models by name; see `models.registry`."""
 
-from models.registry import build, check, names
+from towers.models.registry import build, check, names
 
 __all__ = ["build", "check", "names"]

@@ -22,7 +22,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from models import applications, cnn, lstm, mlp, resnet_cifar
+from towers.models import applications, cnn, lstm, mlp, resnet_cifar
 
 Builder = Callable[[tuple[int, ...], int], keras.Model]
 

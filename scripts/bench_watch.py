@@ -18,9 +18,8 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-import models
 import towers
-from towers import devices, loop
+from towers import devices, loop, models
 from towers.callbacks.devices import DeviceReport
 from towers.callbacks.starvation import Starvation
 from towers.callbacks.step_time import StepTime

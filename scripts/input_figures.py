@@ -49,7 +49,7 @@ def main(argv):
 
 def start(_):
     """Prints how long it takes to start late."""
-    import input_pipeline
+    from towers import input_pipeline
 
     source = input_pipeline.open_source("synthetic:32x32x3:10:2000000")
 
@@ -78,7 +78,7 @@ def start(_):
 
 
 def _photographs(folder, cache="auto", **options):
-    import input_pipeline
+    from towers import input_pipeline
 
     source = input_pipeline.open_source(
         f"tfrecord:{folder / 'train-*'}", num_classes=10

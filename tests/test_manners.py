@@ -15,11 +15,10 @@ import keras
 import pytest
 import setuptools
 
-import input_pipeline
 import towers
-from input_pipeline import startup
 from tests.terminal import read_all
-from towers import parity
+from towers import input_pipeline, parity
+from towers.input_pipeline import startup
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 120
@@ -70,7 +69,7 @@ def test_tensorflow_is_imported_when_it_is_needed():
     code, out, err = run(
         """
         import sys
-        import input_pipeline.startup, towers.parity
+        import towers.input_pipeline.startup, towers.parity
         print(*dir(towers))
         print(*{"tensorflow", "keras"} & set(sys.modules))
         """
@@ -150,9 +149,9 @@ def test_a_tensorflow_that_cannot_be_imported(tmp_path, script, reason):
     [
         ("towers.train", "Stopped by Ctrl-C: nothing was saved yet."),
         ("towers.parity", "Stopped by Ctrl-C."),
-        ("input_pipeline.convert", "Stopped by Ctrl-C."),
-        ("input_pipeline.benchmark", "Stopped by Ctrl-C."),
-        ("input_pipeline.service dispatcher", "Stopped by Ctrl-C."),
+        ("towers.input_pipeline.convert", "Stopped by Ctrl-C."),
+        ("towers.input_pipeline.benchmark", "Stopped by Ctrl-C."),
+        ("towers.input_pipeline.service dispatcher", "Stopped by Ctrl-C."),
     ],
 )
 def test_ctrl_c_while_tensorflow_is_imported(tmp_path, module, said):
@@ -255,7 +254,7 @@ def test_only_what_is_asked_for_is_said(tmp_path):
 def test_the_level_holds_from_the_start(level, shown):
     script = f"""
         import os, sys
-        from input_pipeline import startup
+        from towers.input_pipeline import startup
         with startup.quiet():
             for line in {list(LINES.values())}:
                 os.write(2, line.encode() + b"\\n")
@@ -270,7 +269,7 @@ def test_the_last_words_of_a_crash_are_seen():
     code, _, err = run(
         """
         import os
-        from input_pipeline import startup
+        from towers.input_pipeline import startup
         with startup.quiet():
             os.write(2, b"I0000 nothing\\nF0000 built for another CPU\\n")
             os.abort()
@@ -283,7 +282,7 @@ def test_the_last_words_of_a_crash_are_seen():
 def test_without_grep_all_is_shown():
     script = """
         import os
-        from input_pipeline import startup
+        from towers.input_pipeline import startup
         with startup.quiet():
             os.write(2, b"I0000 something\\n")
     """
@@ -331,7 +330,8 @@ def test_no_color_on_a_terminal(tmp_path, no_color, colored):
     if no_color is not None:
         environ["NO_COLOR"] = no_color
     script = (
-        "import sys; from input_pipeline import startup; startup.begin('program');"
+        "import sys; from towers.input_pipeline import startup;"
+        "startup.begin('program');"
         "print(sys.stdout.isatty(), '\\x1b[1mbold\\x1b[0m \\x1b[38;5;2mgreen\\x1b[0m')"
     )
     terminal, child = pty.openpty()
@@ -352,7 +352,7 @@ def test_no_color_in_a_file(tmp_path):
     )
     _, out, _ = run(
         """
-        from input_pipeline import startup
+        from towers.input_pipeline import startup
         startup.begin("program")
         print("\\x1b[1mbold\\x1b[0m")
         """,

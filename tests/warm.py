@@ -29,7 +29,8 @@ def run(
 ) -> subprocess.CompletedProcess:
     """Does what `python -m module flags` does, without GPUs, nor functions at exit.
 
-    What is `changed`, such as {"input_pipeline.measure._ROUNDS": 1}, is so before.
+    What is `changed`, such as {"towers.input_pipeline.measure._ROUNDS": 1}, is so
+    before.
     """
     args = [module, *map(str, flags)]
     with tempfile.TemporaryDirectory() as folder:

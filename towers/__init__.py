@@ -6,7 +6,7 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 `towers.report`.
 """
 
-from input_pipeline import lazy
+from towers.input_pipeline import lazy
 
 # TensorFlow takes seconds to import, and programs have things to do before it: what
 # __init__.pyi lists is imported when it is asked for.

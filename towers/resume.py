@@ -73,7 +73,7 @@ def going_on(
     options["x"], read = data_at(options["x"], position)
     if read and position > start:
         say(
-            "Note: Data that are not of input_pipeline.make_dataset are read "
+            "Note: Data that are not of towers.input_pipeline.make_dataset are read "
             "from their beginning, as this run goes on; it ends as one that was not "
             "broken off only if they come in the same order again."
         )
@@ -133,8 +133,8 @@ def data_at(data: Any, position: Position) -> tuple[Any, bool]:
     """Returns data that begin at a position, and whether to pass over the batches.
 
     Args:
-        data: What `fit` was given. Of what `input_pipeline.make_dataset` has made, the
-            records before are not read; the epochs of others are all alike.
+        data: What `fit` was given. Of what `towers.input_pipeline.make_dataset` has
+            made, the records before are not read; the epochs of others are all alike.
         position: Where to begin.
     """
     pipeline = getattr(data, "pipeline", None)

@@ -13,7 +13,7 @@ Exit codes: 0 done; 1 error; 3 numbers that are not finite; 4 stopped by a stall
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from input_pipeline import startup
+    from towers.input_pipeline import startup
 
     startup.begin("towers.train", "Stopped by Ctrl-C: nothing was saved yet.")
 
@@ -41,19 +41,7 @@ import keras
 import tensorflow as tf
 from absl import app, flags
 
-import input_pipeline
-import models
-from input_pipeline import quarantine, startup
-from input_pipeline.commands import (
-    check_data_service,
-    fail,
-    parse_flags,
-    quieten,
-    read_image_size,
-    read_randaugment,
-)
-from input_pipeline.quarantine import Quarantine
-from towers import batch, checkpoints, devices
+from towers import batch, checkpoints, devices, input_pipeline, models
 from towers.callbacks.checkpoint import (
     Checkpoint,
     NotFinite,
@@ -70,6 +58,16 @@ from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.throughput import Throughput
 from towers.callbacks.watch import Watch
+from towers.input_pipeline import quarantine, startup
+from towers.input_pipeline.commands import (
+    check_data_service,
+    fail,
+    parse_flags,
+    quieten,
+    read_image_size,
+    read_randaugment,
+)
+from towers.input_pipeline.quarantine import Quarantine
 from towers.model import (
     BUILDERS,
     TowerModel,

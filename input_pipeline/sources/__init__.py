@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from input_pipeline.sources.base import Source
+from towers.input_pipeline.sources.base import Source
 
 __all__ = ["Source", "open_source"]
 
@@ -77,34 +77,34 @@ def open_source(
         )
     try:
         if kind == "digits":
-            from input_pipeline.sources.digits import open_digits
+            from towers.input_pipeline.sources.digits import open_digits
 
             return open_digits(data_dir, **tfds_options)
         if kind == "tfds":
-            from input_pipeline.sources.tfds_source import open_tfds
+            from towers.input_pipeline.sources.tfds_source import open_tfds
 
             return open_tfds(rest, data_dir, **tfds_options)
         if kind == "tfrecord":
-            from input_pipeline.sources.tfrecord import TFRecordSource
+            from towers.input_pipeline.sources.tfrecord import TFRecordSource
 
             return TFRecordSource(rest, image_key, label_key, num_classes, skip_bad)
         if kind == "array_record":
-            from input_pipeline.sources.array_record import ArrayRecordSource
+            from towers.input_pipeline.sources.array_record import ArrayRecordSource
 
             return ArrayRecordSource(rest, image_key, label_key, num_classes, skip_bad)
         if kind == "parquet":
-            from input_pipeline.sources.parquet import ParquetSource
+            from towers.input_pipeline.sources.parquet import ParquetSource
 
             return ParquetSource(rest, image_key, label_key, num_classes, skip_bad)
         if kind == "csv":
-            from input_pipeline.sources.csv_source import CSVSource
+            from towers.input_pipeline.sources.csv_source import CSVSource
 
             return CSVSource(rest, label_key, num_classes, skip_bad)
         if kind == "folder":
-            from input_pipeline.sources.image_folder import ImageFolderSource
+            from towers.input_pipeline.sources.image_folder import ImageFolderSource
 
             return ImageFolderSource(rest)
-        from input_pipeline.sources.synthetic import open_synthetic
+        from towers.input_pipeline.sources.synthetic import open_synthetic
 
         return open_synthetic(rest, seed)
     # Of a file system: not installed, no permission, no network.
@@ -118,7 +118,7 @@ def _hint(spec: str) -> str:
     near = difflib.get_close_matches(spec.partition(":")[0], _FORMS, n=1)
     if near:
         return f"did you mean {_FORMS[near[0]]}? "
-    from input_pipeline.sources.tfds_source import near_names
+    from towers.input_pipeline.sources.tfds_source import near_names
 
     near = near_names(spec)
     return f"did you mean tfds:{near[0]}? " if near else ""

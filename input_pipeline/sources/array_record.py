@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources import in_python
-from input_pipeline.sources.base import IndexedSource, Record
-from input_pipeline.sources.examples import ExampleFiles, check_kind
-from input_pipeline.sources.files import LABELS_AT_ONCE
+from towers.input_pipeline.sources import in_python
+from towers.input_pipeline.sources.base import IndexedSource, Record
+from towers.input_pipeline.sources.examples import ExampleFiles, check_kind
+from towers.input_pipeline.sources.files import LABELS_AT_ONCE
 
 
 class ArrayRecordSource(ExampleFiles, IndexedSource):

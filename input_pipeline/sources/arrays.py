@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline.decode import is_jpeg
-from input_pipeline.sources.base import IndexedSource, Source
+from towers.input_pipeline.decode import is_jpeg
+from towers.input_pipeline.sources.base import IndexedSource, Source
 
 
 class RowSource(IndexedSource):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from input_pipeline.sources.base import FAULTS, BadRecordError, Record, fault_of
-from input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
+from towers.input_pipeline.sources.base import FAULTS, BadRecordError, Record, fault_of
+from towers.input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
 
 _LABELS = ("label", "class", "target")
 

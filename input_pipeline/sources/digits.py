@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from input_pipeline.sources.tfds_source import TFDSSource
+from towers.input_pipeline.sources.tfds_source import TFDSSource
 
 _NUM_SHARDS = 4
 _TEST_FRACTION = 0.2

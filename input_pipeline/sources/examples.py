@@ -4,8 +4,8 @@ import math
 
 import tensorflow as tf
 
-from input_pipeline.sources.base import Record
-from input_pipeline.sources.files import FileSource
+from towers.input_pipeline.sources.base import Record
+from towers.input_pipeline.sources.files import FileSource
 
 
 class ExampleFiles(FileSource):

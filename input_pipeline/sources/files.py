@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources.base import (
+from towers.input_pipeline.sources.base import (
     FILE,
     HELD_OUT,
     BadRecordError,
@@ -96,7 +96,7 @@ class FileSource(Source):
         if self.num_classes < math.inf:
             return
         # Imported here, since the checks import the sources.
-        from input_pipeline.checks import read_labels
+        from towers.input_pipeline.checks import read_labels
 
         largest = -1
         for split, paths in self._files.items():

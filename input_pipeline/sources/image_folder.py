@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from input_pipeline.sources.base import IndexedSource, Record, held_out
+from towers.input_pipeline.sources.base import IndexedSource, Record, held_out
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 _HOLD_OUT_EVERY = 10

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources import in_python
-from input_pipeline.sources.base import FILE, Record, StreamSource, shuffle_all
-from input_pipeline.sources.csv_source import find_label
-from input_pipeline.sources.files import FileSource
+from towers.input_pipeline.sources import in_python
+from towers.input_pipeline.sources.base import FILE, Record, StreamSource, shuffle_all
+from towers.input_pipeline.sources.csv_source import find_label
+from towers.input_pipeline.sources.files import FileSource
 
 _CYCLE_LENGTH = 4
 _BLOCK_LENGTH = 16

@@ -5,8 +5,8 @@ import re
 
 import tensorflow as tf
 
-from input_pipeline import draws
-from input_pipeline.sources.base import IndexedSource
+from towers.input_pipeline import draws
+from towers.input_pipeline.sources.base import IndexedSource
 
 _DEFAULT_COUNT = 1024
 _TEST_FRACTION = 4  # one test image for so many training images

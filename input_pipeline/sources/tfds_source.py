@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from input_pipeline.sources import framing
-from input_pipeline.sources.base import (
+from towers.input_pipeline.sources import framing
+from towers.input_pipeline.sources.base import (
     FAULTS,
     Record,
     Source,

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from input_pipeline.sources import framing
-from input_pipeline.sources.base import FILE, Record
-from input_pipeline.sources.examples import ExampleFiles, check_kind
-from input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
+from towers.input_pipeline.sources import framing
+from towers.input_pipeline.sources.base import FILE, Record
+from towers.input_pipeline.sources.examples import ExampleFiles, check_kind
+from towers.input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
 
-# What input_pipeline.convert writes beside the files.
+# What `convert` writes beside the files. The mark stays as it first was, so that files
+# of before are known.
 INFO = "dataset_info.json"
 CONVERTER = "input_pipeline.convert"
 
@@ -22,8 +23,8 @@ CONVERTER = "input_pipeline.convert"
 class TFRecordSource(ExampleFiles, StreamFiles):
     """TFRecord files.
 
-    Where ``input_pipeline.convert`` has written them, sizes and classes are read from
-    the file beside them.
+    Where ``towers.input_pipeline.convert`` has written them, sizes and classes are read
+    from the file beside them.
 
     Args:
         pattern: see ``FileSource``.

@@ -24,7 +24,7 @@ def run(job: Job, clock: Clock) -> None:
     import mlperf
     from absl import flags as absl_flags
 
-    from models import model_config
+    from towers.models import model_config
 
     flags.define_flags()
     gpus = tf.config.list_physical_devices("GPU")
@@ -88,8 +88,8 @@ def _models() -> dict:
     """
     import tensorflow.compat.v1 as tf
 
-    from models import model as model_lib
-    from models import resnet_model
+    from towers.models import model as model_lib
+    from towers.models import resnet_model
 
     class Mlp(model_lib.CNNModel):
         def __init__(self, params=None):

@@ -66,7 +66,7 @@ def build(name: str):
     """Builds the Keras model, from examples to logits."""
     import keras
 
-    import models
+    from towers import models
 
     work = WORKS[name]
     keras.config.set_dtype_policy(work.policy)

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-import input_pipeline
-import models
 import towers
+from towers import input_pipeline, models
 
 
 def on_two_towers(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-import input_pipeline
+from towers import input_pipeline
 
 from .works import CLASSES, WORKS
 

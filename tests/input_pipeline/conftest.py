@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from input_pipeline import open_source
+from towers.input_pipeline import open_source
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import input_pipeline
 import towers
+from towers import input_pipeline
 
 threads, count, folder, images = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 tf.config.threading.set_inter_op_parallelism_threads(threads)

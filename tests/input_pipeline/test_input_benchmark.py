@@ -1,4 +1,4 @@
-"""input_pipeline.benchmark, as a user starts it."""
+"""towers.input_pipeline.benchmark, as a user starts it."""
 
 import importlib.util
 import json
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from input_pipeline import measure, open_source, report
-from input_pipeline.pipeline import Pipeline
 from tests import warm
+from towers.input_pipeline import measure, open_source, report
+from towers.input_pipeline.pipeline import Pipeline
 
 SYNTHETIC = "--dataset=synthetic:8x8x3:4:100"
 QUICKLY = ("--examples=64", "--batch_size=16")
@@ -23,14 +23,14 @@ LAST = ["parallel maps off", "private threads off", "prefetch off", "float32 on"
 def run(*flags, code=0, **options):
     """Runs to the end, which has to be with this exit code."""
     flags = *QUICKLY, *flags
-    done = warm.run("input_pipeline.benchmark", *flags, timeout_s=300, **options)
+    done = warm.run("towers.input_pipeline.benchmark", *flags, timeout_s=300, **options)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
 
 def results(*flags):
     # Of one round: to begin takes far longer than to read so little.
-    once = {"input_pipeline.measure._ROUNDS": 1}
+    once = {"towers.input_pipeline.measure._ROUNDS": 1}
     (line,) = run("--json", *flags, changed=once).stdout.splitlines()
     return json.loads(line)
 
@@ -73,7 +73,7 @@ def test_json(tmp_path):
 
 
 def test_tables():
-    twice = {"input_pipeline.measure._ROUNDS": 2}
+    twice = {"towers.input_pipeline.measure._ROUNDS": 2}
     done = run(SYNTHETIC, "--step_ms=0,1.5", "--ablate", changed=twice)
     lines = done.stdout.splitlines()
     assert lines[0].startswith(
@@ -177,7 +177,7 @@ def test_what_a_stage_adds():
 )
 def test_bad_flags(flag, words):
     message = error(SYNTHETIC, flag)
-    assert message.startswith("input_pipeline.benchmark: ") and words in message
+    assert message.startswith("towers.input_pipeline.benchmark: ") and words in message
 
 
 def test_the_tricks_of_a_data_service_are_not_here():
@@ -198,7 +198,7 @@ def test_a_bad_record_is_named(tmp_path, encode, grey):
     bad = tmp_path / "dogs" / "1.png"
     bad.write_bytes(b"not a picture")
     message = error(f"--dataset=folder:{tmp_path}", "--image_size=8")
-    assert message.startswith(f"input_pipeline.benchmark: {bad}: ")
+    assert message.startswith(f"towers.input_pipeline.benchmark: {bad}: ")
 
 
 @pytest.mark.skipif(

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from input_pipeline import (
+from tests import warm
+from towers.input_pipeline import (
     ArraySource,
     cache,
     cached,
@@ -13,8 +14,7 @@ from input_pipeline import (
     make_dataset,
     open_source,
 )
-from input_pipeline.sources.arrays import RowSource
-from tests import warm
+from towers.input_pipeline.sources.arrays import RowSource
 
 
 def _examples(source, split, **options):
@@ -220,7 +220,7 @@ def test_rows_of_numbers_are_kept(tmp_path):
 _KEEP = """
 import resource, sys
 import tensorflow as tf
-from input_pipeline import cached, make_dataset, open_source
+from towers.input_pipeline import cached, make_dataset, open_source
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from input_pipeline import checks, find_bad_record, open_source, scan_labels
+from towers.input_pipeline import checks, find_bad_record, open_source, scan_labels
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from input_pipeline import ArraySource, make_dataset, open_source
-from input_pipeline.convert import convert, main
-from input_pipeline.sources.tfds_source import TFDSSource
+from towers.input_pipeline import ArraySource, make_dataset, open_source
+from towers.input_pipeline.convert import convert, main
+from towers.input_pipeline.sources.tfds_source import TFDSSource
 
 # Each part of a split that is read in one go has a pipeline of its own, half a second
 # to trace: so most folders here are written once, or with one file for each split.
@@ -230,7 +230,7 @@ def test_memory_is_a_file_system_too():
 
 
 def test_nothing_is_counted_where_the_info_lies(converted, monkeypatch):
-    monkeypatch.setattr("input_pipeline.checks.read_labels", None)
+    monkeypatch.setattr("towers.input_pipeline.checks.read_labels", None)
     assert open_source(f"tfrecord:{converted}").splits == {"train": 23, "test": 3}
     part = open_source(f"tfrecord:{converted}/train-0000[01]*")
     assert (part.splits, part.num_classes) == ({"train": 11}, 4)
@@ -296,7 +296,13 @@ def test_streams_go_on_in_the_middle(few_digits, converted_digits, tmp_path):
 def test_a_conversion_that_was_killed_goes_on(tmp_path):
     spec = "synthetic:16x16x3:10:2000"
     process = subprocess.Popen(
-        [sys.executable, "-m", "input_pipeline.convert", spec, f"tfrecord:{tmp_path}"]
+        [
+            sys.executable,
+            "-m",
+            "towers.input_pipeline.convert",
+            spec,
+            f"tfrecord:{tmp_path}",
+        ]
         + ["--shards=8"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -360,7 +366,7 @@ def test_a_source_that_has_changed(photos, tmp_path):
 def test_files_of_others_stay(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="is not empty, and input_pipeline"):
+        with pytest.raises(ValueError, match="is not empty, and towers.input_pipeline"):
             convert(_arrays(), f"{tmp_path}", overwrite=overwrite)
     assert os.listdir(tmp_path) == ["notes.txt"]
 
@@ -476,7 +482,9 @@ def test_a_command_line_that_cannot_be_read(
     monkeypatch.chdir(tmp_path)
     assert main(["convert", *arguments]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("input_pipeline.convert: ") and error.count("\n") == 1
+    assert (
+        error.startswith("towers.input_pipeline.convert: ") and error.count("\n") == 1
+    )
     assert re.search(message, error)
     assert os.listdir(tmp_path) == []
 

@@ -6,8 +6,8 @@ import tensorflow as tf
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from input_pipeline import augment, decode
-from input_pipeline.decode import Tricks, decode_window
+from towers.input_pipeline import augment, decode
+from towers.input_pipeline.decode import Tricks, decode_window
 
 SLOW = Tricks(fused_crop=False, scaled=False, fast_dct=False, plain_upsampling=False)
 

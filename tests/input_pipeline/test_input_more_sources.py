@@ -15,8 +15,13 @@ import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 from pyarrow import parquet
 
-from input_pipeline import find_bad_record, make_dataset, open_source, scan_labels
-from input_pipeline.sources.tfds_source import TFDSSource
+from towers.input_pipeline import (
+    find_bad_record,
+    make_dataset,
+    open_source,
+    scan_labels,
+)
+from towers.input_pipeline.sources.tfds_source import TFDSSource
 
 
 def _read(source, split, seeds=None):
@@ -564,7 +569,7 @@ def test_bad_rows_of_parquet_are_named_by_tensorflow_too(tables, fault):
 _FAIL = """
 import sys
 import tensorflow as tf
-from input_pipeline import open_source
+from towers.input_pipeline import open_source
 
 for spec in sys.argv[1:]:
     source = open_source(spec, num_classes=10, skip_bad=True)

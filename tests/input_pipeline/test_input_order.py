@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from input_pipeline import ArraySource, make_dataset, open_source
 from tests import warm
+from towers.input_pipeline import ArraySource, make_dataset, open_source
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,15 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from input_pipeline import (
+from tests import warm
+from towers.input_pipeline import (
     BadRecordError,
     augment,
     blame_records,
     make_dataset,
     open_source,
 )
-from input_pipeline.sources.arrays import ArraySource
-from tests import warm
+from towers.input_pipeline.sources.arrays import ArraySource
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_resumed_run_continues_the_orders(digits):
 
 def test_a_fresh_process_gives_the_same_epochs():
     code = """if True:
-        from input_pipeline import make_dataset, open_source
+        from towers.input_pipeline import make_dataset, open_source
         dataset = make_dataset(
             open_source("synthetic:2x2x1:50:50"), "train",
             batch_size=50, image_shape=(2, 2, 1), training=True, seed=5)

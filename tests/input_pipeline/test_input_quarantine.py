@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from input_pipeline import (
+from towers.input_pipeline import (
     BadRecordError,
     blame_records,
     cached,
@@ -16,8 +16,8 @@ from input_pipeline import (
     open_source,
     scan_labels,
 )
-from input_pipeline import quarantine as quarantines
-from input_pipeline.sources import framing
+from towers.input_pipeline import quarantine as quarantines
+from towers.input_pipeline.sources import framing
 
 GOOD = 12
 # Where the bad one is put among them.

@@ -6,15 +6,15 @@ import sys
 import numpy as np
 import pytest
 
-from input_pipeline import make_dataset, open_source
-from input_pipeline.commands import check_data_service
 from tests import warm
+from towers.input_pipeline import make_dataset, open_source
+from towers.input_pipeline.commands import check_data_service
 
 
 @contextlib.contextmanager
 def _started(*args):
     """A server in a process of its own; gives what it says first."""
-    command = [sys.executable, "-m", "input_pipeline.service", *args]
+    command = [sys.executable, "-m", "towers.input_pipeline.service", *args]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen(command, **pipes)
     try:
@@ -83,7 +83,7 @@ def test_a_service_without_workers_is_not_waited_for():
     ],
 )
 def test_arguments_that_do_not_fit(args, message):
-    done = warm.run("input_pipeline.service", *args, timeout_s=60)
+    done = warm.run("towers.input_pipeline.service", *args, timeout_s=60)
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,10 +5,10 @@ import tensorflow_datasets as tfds
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from input_pipeline import open_source
-from input_pipeline.sources.arrays import ArraySource
-from input_pipeline.sources.tfds_source import TFDSSource
 from tests import warm
+from towers.input_pipeline import open_source
+from towers.input_pipeline.sources.arrays import ArraySource
+from towers.input_pipeline.sources.tfds_source import TFDSSource
 
 
 def _read(source, split, **kwargs):
@@ -34,10 +34,11 @@ def _comparable(examples):
 
 def test_importing_is_light():
     code = """if True:
-        import sys, input_pipeline
+        import sys
+        from towers import input_pipeline
         from tensorflow.python.eager import context
         assert context.context()._context_handle is None, "devices are initialised"
-        heavy = {"tensorflow_datasets", "towers", "models"}
+        heavy = {"tensorflow_datasets", "towers.model", "towers.models"}
         assert not heavy & set(sys.modules), heavy & set(sys.modules)
     """
     # Keras is there before, and leaves the devices alone.

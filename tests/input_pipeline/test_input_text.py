@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from input_pipeline import text
+from towers.input_pipeline import text
 
 TEXTS = ["", "a", "Straße", "日本語", "😀😀", "a\0b\0", "é" * 40, "\0", "line\nline"]
 

@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import pytest
 
-import models
-from models import applications, resnet_cifar
 from tests import warm
+from towers import models
+from towers.models import applications, resnet_cifar
 
 OWN = ("cnn", "lstm", "mlp", "resnet20", "resnet32", "resnet56")
 
@@ -338,7 +338,9 @@ def test_images_too_small_for_an_application():
 
 def test_check_leaves_the_devices_alone():
     script = (
-        "import models; models.check('resnet20'); models.check('ResNet50')\n"
+        "from towers import models\n"
+        "models.check('resnet20')\n"
+        "models.check('ResNet50')\n"
         "import tensorflow as tf\n"
         "cpu = tf.config.list_physical_devices('CPU')[0]\n"
         "part = tf.config.LogicalDeviceConfiguration()\n"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from input_pipeline import open_source, quarantine
 from scripts.faults import records
+from towers.input_pipeline import open_source, quarantine
 
 
 @pytest.mark.parametrize("kind", records.KINDS)

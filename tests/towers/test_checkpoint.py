@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from input_pipeline import ArraySource, make_dataset
 from tests.small import build, tiny
 from towers import checkpoints, multi_gpu_model, resume
 from towers.callbacks import states
@@ -27,6 +26,7 @@ from towers.callbacks.checkpoint import (
 )
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.checkpoints import Position
+from towers.input_pipeline import ArraySource, make_dataset
 from towers.resume import ResumeError
 from towers.signals import Stopped
 

@@ -6,9 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-import input_pipeline
 from tests import warm
-from towers import multi_gpu_model, reduce
+from towers import input_pipeline, multi_gpu_model, reduce
 from towers.parity import check_parity
 from towers.parity.report import (
     DIFFERS,

@@ -18,12 +18,12 @@ import tensorflow as tf
 from absl.testing import flagsaver
 from tensorflow.data.experimental import service
 
-from input_pipeline import ArraySource, make_dataset
 from tests import warm
 from towers import checkpoints, multi_gpu_model, train
 from towers.callbacks import stall as stall_module
 from towers.callbacks.checkpoint import Checkpoint
 from towers.callbacks.stall import Stall
+from towers.input_pipeline import ArraySource, make_dataset
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, BATCH, STEPS = 44, 8, 6
@@ -655,7 +655,12 @@ def test_a_service_whose_worker_is_killed(tmp_path):
 
         address = dispatcher.target.partition("://")[2]
         worker = start(
-            *("-m", "input_pipeline.service", "worker", f"--dispatcher={address}")
+            *(
+                "-m",
+                "towers.input_pipeline.service",
+                "worker",
+                f"--dispatcher={address}",
+            )
         )
         # Until the worker is there, the run waits for it.
         run = start(

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from input_pipeline import ArraySource, make_dataset
-from input_pipeline.sources.arrays import RowSource
 from towers import multi_gpu_model, stages
 from towers.callbacks.starvation import Starvation
+from towers.input_pipeline import ArraySource, make_dataset
+from towers.input_pipeline.sources.arrays import RowSource
 from towers.phases import Totals
 from towers.stages import Stage
 from towers.verdict import verdict

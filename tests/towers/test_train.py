@@ -22,10 +22,9 @@ import tensorflow as tf
 from absl.testing import flagsaver
 from PIL import Image
 
-import input_pipeline
 from tests import warm
 from tests.terminal import read_all
-from towers import devices, train
+from towers import devices, input_pipeline, train
 
 ROOT = Path(__file__).parents[2]
 # Of an epoch of digits: 1,437 images at 64 a batch.

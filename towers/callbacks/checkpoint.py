@@ -39,11 +39,12 @@ class Checkpoint(keras.callbacks.Callback):
     or Ctrl-C ends the run. A thread of its own writes it, from copies; training waits
     only for the save before.
 
-    With data of `input_pipeline.make_dataset`, `fit` goes on at the next batch. Other
-    data are read again, and passed over: the run is the same if they are. Inside of an
-    epoch, it goes on only with the data and calls that it has begun with. A second
-    `fit` goes on where the first has ended, with the model as it is then; where that
-    was broken off by an error, or another model is fitted, with the last checkpoint.
+    With data of `towers.input_pipeline.make_dataset`, `fit` goes on at the next batch.
+    Other data are read again, and passed over: the run is the same if they are. Inside
+    of an epoch, it goes on only with the data and calls that it has begun with. A
+    second `fit` goes on where the first has ended, with the model as it is then; where
+    that was broken off by an error, or another model is fitted, with the last
+    checkpoint.
 
     Variables that are not finite end the run, at a save or at the end of an epoch. To
     callbacks further down the list, such as `ModelCheckpoint`, that comes in time.

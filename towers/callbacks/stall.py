@@ -37,8 +37,8 @@ class Stall(keras.callbacks.Callback):
     for: a save, another callback, the building of a graph, a device, a stage of the
     input. The stack of each Python thread follows. It says so when the run goes on.
 
-    The input can be asked if it is of `input_pipeline.make_dataset`. Others are left
-    alone: to read a generator of the user's once more may change what it gives.
+    The input can be asked if it is of `towers.input_pipeline.make_dataset`. Others are
+    left alone: to read a generator of the user's once more may change what it gives.
 
     Place it first among the callbacks, so that it hears before they are waited for. It
     costs nothing else: a thread looks at the clock about once a second.
@@ -408,7 +408,7 @@ def _read(dataset: tf.data.Dataset) -> None:
 
 
 def _stages(pipeline: Any) -> list[tuple[str, tf.data.Dataset]]:
-    """The stages of an `input_pipeline.Pipeline`, from the beginning."""
+    """The stages of an `towers.input_pipeline.Pipeline`, from the beginning."""
     # To fill a buffer takes time, and is no fault.
     pipeline = dataclasses.replace(pipeline, start_record=0, repeat=False, shuffle_mb=0)
     if pipeline.data_service is not None:

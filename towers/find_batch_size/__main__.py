@@ -10,7 +10,7 @@ Exit codes: 0 done; 1 error, or nothing fits; 130 stopped by Ctrl-C; 143 by SIGT
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from input_pipeline import startup
+    from towers.input_pipeline import startup
 
     startup.begin("towers.find_batch_size")
 
@@ -25,13 +25,13 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from input_pipeline import startup
-from input_pipeline.commands import fail, parse_flags, quieten
 from towers import train
 from towers.find_batch_size import probe, search
 from towers.find_batch_size.processes import as_probe, run
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe
+from towers.input_pipeline import startup
+from towers.input_pipeline.commands import fail, parse_flags, quieten
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.find_batch_size"

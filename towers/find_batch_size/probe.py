@@ -24,10 +24,10 @@ import keras
 import tensorflow as tf
 from absl import app, flags
 
-from input_pipeline import free_memory
-from input_pipeline.commands import parse_flags, quieten
 from towers import devices, train
 from towers.find_batch_size import search
+from towers.input_pipeline import free_memory
+from towers.input_pipeline.commands import parse_flags, quieten
 from towers.model import check_all_reduce
 
 FLAGS = flags.FLAGS

@@ -9,7 +9,7 @@ Exit codes: 0 equal; 1 error; 2 not equal; 130 stopped by Ctrl-C.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from input_pipeline import startup
+    from towers.input_pipeline import startup
 
     startup.begin("towers.parity")
 
@@ -22,10 +22,9 @@ from typing import Any
 import tensorflow as tf
 from absl import app, flags
 
-import input_pipeline
-from input_pipeline import startup
-from input_pipeline.commands import fail, parse_flags, quieten, read_randaugment
-from towers import batch, devices, train
+from towers import batch, devices, input_pipeline, train
+from towers.input_pipeline import startup
+from towers.input_pipeline.commands import fail, parse_flags, quieten, read_randaugment
 from towers.parity import check_parity
 
 FLAGS = flags.FLAGS

@@ -9,7 +9,7 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from input_pipeline import startup
+    from towers.input_pipeline import startup
 
     startup.begin("towers.report")
 
@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from input_pipeline import startup
+from towers.input_pipeline import startup
 from towers.report.read import read
 
 _PROGRAM = "towers.report"
