@@ -22,7 +22,6 @@ import towers
 from towers import devices, loop, models
 from towers.callbacks.devices import DeviceReport
 from towers.callbacks.starvation import Starvation
-from towers.callbacks.step_time import StepTime
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.throughput import Throughput
 from towers.callbacks.watch import Watch
@@ -130,7 +129,6 @@ def callbacks(folder: str, placed: devices.Devices) -> list[keras.callbacks.Call
     fractions = [1 / TOWERS] * TOWERS
     watch = Watch(
         Throughput(BATCH, fractions=fractions),
-        StepTime(),
         Starvation(STEPS, say=lambda line: None),
         DeviceReport(placed),
         fractions,

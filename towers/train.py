@@ -53,7 +53,6 @@ from towers.callbacks.lines import Lines
 from towers.callbacks.profile import MOST_STEPS, Profile, can_record
 from towers.callbacks.stall import Stall
 from towers.callbacks.starvation import Starvation
-from towers.callbacks.step_time import StepTime
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.throughput import Throughput
@@ -718,7 +717,6 @@ def make_watch(job: Job) -> Watch:
     examples = job.source.splits["train"]
     return Watch(
         Throughput(FLAGS.batch_size, examples, fractions=fractions),
-        StepTime(),
         Starvation(FLAGS.log_steps, advice=input_pipeline.ADVICE),
         DeviceReport(job.placed),
         fractions,

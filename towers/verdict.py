@@ -4,8 +4,14 @@ from collections.abc import Mapping, Sequence
 
 from towers.stages import Stage, pace_ms, slowest
 
-STARVED = 0.05
-"""From this share of waiting on, a run is called input-bound."""
+# A part binds the step if it is shorter than the longest by at most these shares of the
+# step. The second share is for parts that did so before: lines that follow one another
+# then say the same.
+_CLOSE = 0.1
+_STILL_CLOSE = 0.2
+
+# From this share of waiting on, a way to less of it is worth a word.
+_WORTHWHILE = 0.1
 
 # Of the time of a step: a stage that takes so much has nothing to spare for a hiccup.
 _AS_SLOW = 0.9
@@ -16,16 +22,19 @@ _HANDED_MS = 1.0
 # With so many batches ahead, it is not their number.
 _ENOUGH = 8
 
-_PARTS = {
-    "copy": "{:.1f} ms go into copying to the towers",
-    "reduce": "{:.1f} ms go into reducing and applying",
-    "Python": "{:.1f} ms go by in Python",
+# The parts of a step, in the order in which they are named.
+_TOOK = {
+    "input": "towers waited {} of the time",
+    "compute": "computing took {}",
+    "copy": "copying to towers took {}",
+    "reduce": "reducing and applying took {}",
+    "python": "Python took {}",
 }
 _TRY = {
     "copy": "a larger batch of smaller examples, or more steps in a call, in which the "
     "next batch is copied meanwhile",
     "reduce": "another builder (--variable_update), XLA, or a larger batch",
-    "Python": "a larger batch, or more steps in a call (--steps_per_loop, "
+    "python": "a larger batch, or more steps in a call (--steps_per_loop, "
     "steps_per_execution)",
 }
 
@@ -49,41 +58,63 @@ _ADVICE = {
 }
 
 
+def bound_by(
+    parts_ms: Mapping[str, float], before: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Finds what takes the largest part of a step.
+
+    Args:
+        parts_ms: Milliseconds of a step by part, which add up to more than 0: "input",
+            "compute", "copy", "reduce" and "python".
+        before: What steps were bound by in the interval before.
+
+    Returns:
+        The largest part, and others that are about as large; "input" first.
+    """
+    step_ms, largest_ms = sum(parts_ms.values()), max(parts_ms.values())
+    return tuple(
+        name
+        for name in _TOOK
+        if (largest_ms - parts_ms[name]) / step_ms
+        <= (_STILL_CLOSE if name in before else _CLOSE)
+    )
+
+
 def verdict(
-    waiting: float,
     parts_ms: Mapping[str, float],
+    bound: Sequence[str],
     stages: Sequence[Stage],
     advice: Mapping[str, str] | None = None,
 ) -> str:
     """Says in a sentence what a run is bound by, and what to do.
 
     Args:
-        waiting: Share of the time in which the towers waited for input.
-        parts_ms: Milliseconds of a step without that: "compute", "copy", "reduce" and
-            "Python".
+        parts_ms: As for `bound_by`.
+        bound: What that found.
         stages: Of the input, the last one first; none if nothing is known.
         advice: What to do about a stage, by its label, where there is more to say than
             of tf.data in general.
     """
-    # Not rounded up to where it would be called starved.
-    share = f"{waiting:.0%}" if waiting >= 0.1 or waiting < 0.01 else f"{waiting:.1%}"
-    waited = f"towers waited {share} of the time"
     step_ms = sum(parts_ms.values())
-    largest = max(parts_ms, key=parts_ms.get)
-    wait_ms = step_ms * waiting / max(1 - waiting, 1e-9)
-    if waiting >= STARVED:
-        cause = _cause(wait_ms, step_ms, stages, advice or {})
-        if cause is not None:
-            return f"input-bound: {waited}; {cause}"
-        waited += ", as it takes a moment to hand over a batch that is ready"
-        if wait_ms > parts_ms[largest]:
-            return f"input-bound: {waited}; try {_TRY['Python']}"
-    if largest == "compute":
-        return f"compute-bound: {waited}"
-    return (
-        f"{largest}-bound: {waited}, but {_PARTS[largest].format(parts_ms[largest])} "
-        f"of a step's {step_ms + wait_ms:.1f}; try {_TRY[largest]}"
-    )
+    waiting = parts_ms["input"] / step_ms
+    named = [name for name in _TOOK if name in bound or name == "input"]
+    said = [_TOOK[name].format(_share(parts_ms[name] / step_ms)) for name in named]
+    tips = [f"try {_TRY[name]}" for name in bound if name in _TRY]
+    if "input" in bound or waiting >= _WORTHWHILE:
+        wait_ms = parts_ms["input"]
+        cause = _cause(wait_ms, step_ms - wait_ms, stages, advice or {})
+        if cause is None:
+            cause = f"a batch that is ready is handed over in {wait_ms:.1f} ms"
+            if "input" in bound and "python" not in bound:
+                cause += f", so try {_TRY['python']}"
+        tips.insert(0, cause)
+    kinds = [name.capitalize() if name == "python" else name for name in bound]
+    kind = " and ".join(f"{name}-" for name in kinds) + "bound"
+    return "; ".join([f"{kind}: {', '.join(said)}", *tips])
+
+
+def _share(part):
+    return f"{part:.0%}" if part >= 0.1 or part < 0.01 else f"{part:.1%}"
 
 
 def _cause(wait_ms, step_ms, stages, advice):

@@ -21,15 +21,25 @@ from towers.input_pipeline import ArraySource, make_dataset
 from towers.input_pipeline.sources.arrays import RowSource
 from towers.phases import Totals
 from towers.stages import Stage
-from towers.verdict import verdict
+from towers.verdict import bound_by, verdict
 
 ROOT = Path(__file__).parents[2]
 
 # The verdict: a pure function.
 
 
-def compute(ms):
-    return {"compute": ms, "copy": 0.0, "reduce": 0.0, "Python": 0.0}
+def parts(**ms):
+    """A step's parts, in ms; those that are not named take no time."""
+    return dict.fromkeys(("input", "copy", "compute", "reduce", "python"), 0.0) | ms
+
+
+def waits(waiting, step_ms):
+    """A step of which the towers wait for a share, and compute for the rest of it."""
+    return parts(input=step_ms * waiting / (1 - waiting), compute=step_ms)
+
+
+def judge(parts_ms, found=(), advice=None):
+    return verdict(parts_ms, bound_by(parts_ms), found, advice)
 
 
 PREFETCH = Stage("prefetch", "", 0.1, 1, 1, 2)
@@ -39,80 +49,140 @@ READ = Stage("TFRecord", "read", 20.0, 1, 3, 0)
 INPUT = [PREFETCH, MAP, BATCH, READ]
 
 
-def test_compute_bound():
-    assert (
-        verdict(0.012, compute(40), INPUT)
-        == "compute-bound: towers waited 1.2% of the time"
-    )
-    assert (
-        verdict(0.012, compute(40), [])
-        == "compute-bound: towers waited 1.2% of the time"
-    )
+BOUND = {
+    # What an outside trial has seen called input-bound.
+    "compute-bound: towers waited 8.3% of the time, computing took 92%": parts(
+        input=1.2, compute=13.2
+    ),
+    "compute-bound: towers waited 1.2% of the time, computing took 99%": waits(
+        0.012, 40
+    ),
+    "input-bound: towers waited 70% of the time": parts(input=7, compute=2, python=1),
+    "copy-bound: towers waited 1.0% of the time, copying to towers took 60%": parts(
+        input=1, copy=60, compute=39
+    ),
+    "reduce-bound: towers waited 0% of the time, reducing and applying took 70%": parts(
+        reduce=7, compute=3
+    ),
+    "Python-bound: towers waited 0% of the time, Python took 80%": parts(
+        python=0.8, compute=0.2
+    ),
+    # Ties, exact and close, in one order.
+    "input- and compute-bound: towers waited 50% of the time, computing took 50%": (
+        parts(input=5, compute=5)
+    ),
+    "input- and compute-bound: towers waited 48% of the time, computing took 52%": (
+        parts(input=48, compute=52)
+    ),
+    "input- and compute-bound: towers waited 52% of the time, computing took 48%": (
+        parts(input=52, compute=48)
+    ),
+    "copy- and reduce-bound: towers waited 0% of the time, copying to towers took 42%, "
+    "reducing and applying took 38%": parts(copy=42, reduce=38, compute=20),
+    "input- and compute- and copy- and reduce- and Python-bound: towers waited 20%": (
+        dict.fromkeys(parts(), 1.0)
+    ),
+    # Steps of a microsecond.
+    "Python-bound: towers waited 10% of the time, Python took 60%": parts(
+        input=1e-4, compute=3e-4, python=6e-4
+    ),
+    "input-bound: towers waited 100% of the time": parts(input=1e-6),
+}
+
+
+@pytest.mark.parametrize("said", BOUND)
+def test_a_step_is_bound_by_its_largest_part(said):
+    assert judge(BOUND[said]).startswith(said)
+
+
+@pytest.mark.parametrize("said", BOUND)
+def test_only_what_takes_most_is_named(said):
+    """The figures in the sentence are the largest, besides that of waiting."""
+    parts_ms = BOUND[said]
+    bound = bound_by(parts_ms)
+    assert max(parts_ms, key=parts_ms.get) in bound
+    others = [ms for name, ms in parts_ms.items() if name not in bound]
+    assert min(parts_ms[name] for name in bound) > max(others, default=-1)
+
+
+def test_lines_that_follow_one_another_say_the_same():
+    """Of two parts that are as long, now this is longer, and now that."""
+    random = np.random.default_rng(0)
+    for share in (0.3, 0.4, 0.45, 0.5):
+        bound, changes = (), -1
+        for noise in random.uniform(-0.04, 0.04, 200):
+            waited = share + noise
+            now = bound_by(parts(input=waited, compute=1 - waited), bound)
+            changes, bound = changes + (now != bound), now
+        # Where it is close to a border, it may cross it once.
+        assert changes <= 1
+    assert bound_by(parts(input=30, compute=70), bound) == ("compute",)
 
 
 def test_a_slow_map():
-    assert verdict(0.43, compute(15), INPUT) == (
-        "input-bound: towers waited 43% of the time; the slowest stage is `map` "
+    assert judge(waits(0.6, 15), INPUT) == (
+        "input-bound: towers waited 60% of the time; the slowest stage is `map` "
         "(decode); try this: do less in it, .cache() what it makes, or give the input "
         "more CPU cores, here or by tf.data's service"
     )
     one = MAP._replace(threads=1)
-    assert "num_parallel_calls=tf.data.AUTOTUNE" in verdict(0.43, compute(15), [one])
+    assert "num_parallel_calls=tf.data.AUTOTUNE" in judge(waits(0.6, 15), [one])
+
+
+def test_waiting_is_explained_where_it_is_worth_it():
+    said = judge(waits(0.3, 15), INPUT)
+    assert said.startswith(
+        "compute-bound: towers waited 30% of the time, computing took 70%; the slowest "
+        "stage is `map` (decode); try this: "
+    )
+    said = judge(waits(0.09, 15), INPUT)
+    assert said == "compute-bound: towers waited 9.0% of the time, computing took 91%"
 
 
 def test_advice_of_ones_own_is_by_label():
-    said = verdict(0.43, compute(15), INPUT, {"decode": "take smaller images"})
+    said = judge(waits(0.43, 15), INPUT, {"decode": "take smaller images"})
     assert said.endswith("`map` (decode); try this: take smaller images")
 
 
 def test_slow_storage():
-    said = verdict(0.1, compute(50), [PREFETCH, MAP, READ._replace(ms_per_batch=60.0)])
+    stages_ = [PREFETCH, MAP, READ._replace(ms_per_batch=60.0)]
+    said = judge(waits(0.12, 50), stages_)
     assert "the slowest stage is `TFRecord` (read); try this: keep the data on" in said
 
 
 def test_stages_of_one_thread_add_up():
     several = [PREFETCH] + [Stage("map", n, 30.0, 1, 1, 0) for n in "ab"]
     assert stages.pace_ms(several) == pytest.approx(60.1)
-    assert "the slowest stage is `map` (a)" in verdict(0.2, compute(50), several)
+    assert "the slowest stage is `map` (a)" in judge(waits(0.2, 50), several)
 
 
-@pytest.mark.parametrize("part", ["copy", "reduce", "Python"])
-def test_bound_by_something_else(part):
-    said = verdict(0.012, compute(4.0) | {part: 19.0}, INPUT)
-    assert said.startswith(f"{part}-bound: towers waited 1.2% of the time, but 19.0 ms")
-    assert "of a step's 23.3; try " in said
+@pytest.mark.parametrize("part", ["copy", "reduce", "python"])
+def test_something_else_has_a_way_to_less_of_it(part):
+    said = judge(parts(input=0.3, compute=4.0) | {part: 19.0}, INPUT)
+    assert said.partition("82%; try ")[2]
 
 
 def test_enough_batches_are_ahead():
     ready = [PREFETCH._replace(ahead=16)]
-    handed = "as it takes a moment to hand over a batch that is ready"
-    assert verdict(0.11, compute(25), ready) == (
-        f"compute-bound: towers waited 11% of the time, {handed}"
+    said = judge(waits(0.11, 25), ready)
+    assert said.endswith(
+        "computing took 89%; a batch that is ready is handed over in 3.1 ms"
     )
-    said = verdict(0.06, compute(2.8) | {"Python": 12.9}, ready)
-    assert said.startswith(
-        f"Python-bound: towers waited 6.0% of the time, {handed}, but"
-    )
-    said = verdict(0.6, compute(0.2), ready)
-    assert said.startswith(f"input-bound: towers waited 60% of the time, {handed}; try")
+    said = judge(waits(0.6, 0.2), ready)
+    assert "is handed over in 0.3 ms, so try a larger batch, or more steps" in said
 
 
 def test_too_small_a_prefetch():
-    said = verdict(0.43, compute(50), INPUT)
+    said = judge(waits(0.43, 50), INPUT)
     assert "no stage is slower than a step, but the input runs no more than 2" in said
     assert said.endswith("try .prefetch(8) at its end, or more steps in a call")
     alone = [MAP._replace(segment=0, ahead=0)]
-    assert "but the input runs no batch ahead" in verdict(0.43, compute(80), alone)
-    assert verdict(0.43, compute(80), INPUT, {"prefetch": "more"}).endswith("try more")
-
-
-def test_steps_that_take_no_time():
-    said = verdict(0.2, compute(1.6), [PREFETCH])
-    assert said.startswith("compute-bound: towers waited 20% of the time, as it takes")
+    assert "but the input runs no batch ahead" in judge(waits(0.43, 80), alone)
+    assert judge(waits(0.43, 80), INPUT, {"prefetch": "more"}).endswith("try more")
 
 
 def test_nothing_is_known():
-    assert "tf.data has no statistics of this input" in verdict(0.43, compute(80), [])
+    assert "tf.data has no statistics of this input" in judge(waits(0.43, 80), [])
     assert stages.slowest([]) is None
 
 
@@ -178,7 +248,7 @@ def read_by_hand(data, step_s, steps=STEPS):
 
 def said_of(data, step_s, steps=STEPS):
     waiting, found = read_by_hand(data, step_s, steps)
-    return verdict(waiting, compute(1000 * step_s), found)
+    return judge(waits(waiting, 1000 * step_s), found)
 
 
 def decode(x):
@@ -345,7 +415,7 @@ import sys
 import time
 import tensorflow as tf
 from towers import stages
-from towers.verdict import verdict
+from towers.verdict import bound_by, verdict
 
 data = tf.data.TFRecordDataset(sys.argv[1]).repeat().map(tf.strings.length)
 iterator, waited, begun = iter(data.batch(4).prefetch(2)), 0.0, time.perf_counter()
@@ -355,7 +425,8 @@ for _ in range(30):
     waited += time.perf_counter() - asked
     time.sleep(0.005)
 waiting = waited / (time.perf_counter() - begun)
-print(verdict(waiting, {"compute": 5}, stages.read(iterator).stages()))
+parts = {"input": waiting, "compute": 1 - waiting, "copy": 0, "reduce": 0, "python": 0}
+print(verdict(parts, bound_by(parts), stages.read(iterator).stages()))
 """
 
 
@@ -453,9 +524,9 @@ def test_the_share_is_that_of_the_training_calls(run):
     run.callback.on_train_end()
     assert run.callback.waiting == pytest.approx(4 / 12)
     assert [line.partition(" of the")[0] for line in run.said] == [
-        "step 4: input-bound: towers waited 50%",
-        "step 8: input-bound: towers waited 33%",
-        "whole run: input-bound: towers waited 33%",
+        "step 4: input- and Python-bound: towers waited 50%",
+        "step 8: Python-bound: towers waited 33%",
+        "whole run: Python-bound: towers waited 33%",
     ]
     assert run.said[-1] == f"whole run: {run.callback.verdict}"
 
@@ -480,10 +551,40 @@ def test_measured_is_what_came_since(run):
     run.steps(2, waits_s=9.0)
     assert run.callback.measured() == {}
     run.steps(3, waits_s=1.0)
-    assert run.callback.measured() == {"waiting": pytest.approx(0.5)}
+    assert run.callback.measured()["waiting"] == pytest.approx(0.5)
     assert run.callback.measured() == {}
     run.steps(1, waits_s=3.0)
-    assert run.callback.measured() == {"waiting": pytest.approx(0.75)}
+    assert run.callback.measured()["waiting"] == pytest.approx(0.75)
+
+
+def test_sentences_split_and_curves_have_the_same_figures(run):
+    """Over the same steps, without the warm-up."""
+    curve = []
+    for steps, waits_s in ((6, 0.5), (4, 3.0), (3, 0.25)):
+        run.steps(steps, waits_s=waits_s, takes_s=0.75)
+        found = run.callback.measured()
+        ms = [found[f"step_ms/{name}"] for name in parts()]
+        curve.append((steps - 2 * (not curve), np.array(ms), found["waiting"]))
+    run.callback.on_train_end()
+    # 11 steps, in which towers waited for 14.75 s.
+    waited_ms, step_ms = 14750 / 11, 14750 / 11 + 750
+    mean = sum(steps * ms for steps, ms, _ in curve) / 11
+    np.testing.assert_allclose(mean, [waited_ms, 0, 0, 0, 750])
+    for _, ms, waiting in curve:
+        assert waiting == pytest.approx(ms[0] / ms.sum())
+    assert run.callback.text() == (
+        f"{step_ms:,.1f} ms: {waited_ms:,.1f} waiting for input, 0.0 copying to "
+        "towers, 0.0 computing (by tower: 0.0), 0.0 reducing and applying, 750.0 in "
+        "Python"
+    )
+    assert run.callback.waiting == pytest.approx(waited_ms / step_ms)
+    assert f"towers waited {waited_ms / step_ms:.0%} of" in run.callback.verdict
+    assert [line.partition(" of the")[0] for line in run.said] == [
+        "step 4: Python-bound: towers waited 40%",
+        "step 8: input-bound: towers waited 70%",
+        "step 12: input-bound: towers waited 68%",
+        "whole run: input-bound: towers waited 64%",
+    ]
 
 
 def test_another_builder_begins_anew(run):

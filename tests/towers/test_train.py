@@ -246,7 +246,7 @@ def test_what_a_run_says(trained):
     rate = r"images/sec: [\d,.]+ \+/- [\d,.]+ \(jitter = [\d,.]+\)"
     assert re.search(rf": {rate}, accuracy ", lines[-1])
     # How it ended.
-    verdicts = re.findall(r"^(step \d+|whole run): \w+-bound: towers", out, re.M)
+    verdicts = re.findall(r"^(step \d+|whole run): [\w -]+-bound: towers", out, re.M)
     assert verdicts == ["step 50", "step 100", "step 150", "whole run"]
     path = trained.path
     end = out[out.index("Done: ") :]

@@ -13,7 +13,7 @@ _PAGE = {
     "Is it fast?": {
         "Examples a second": ["samples_per_sec$"],
         "Examples a second, each tower": ["samples_per_sec/tower_.*"],
-        "Milliseconds of a step": ["step_ms/(input|copy|compute|reduce)$"],
+        "Milliseconds of a step": ["step_ms/(input|copy|compute|reduce|python)$"],
         "Milliseconds that each tower computes": ["step_ms/tower_.*"],
     },
     "Is it starved?": {

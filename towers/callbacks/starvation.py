@@ -1,69 +1,23 @@
-"""Says whether the towers wait for input, and for which stage of it."""
+"""Says what a run is bound by, and which stage of its input the towers wait for."""
 
 import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
-
-import keras
 
 from towers import stages
-from towers.callbacks.step_time import check_towers
-from towers.verdict import verdict
+from towers.callbacks.step_time import StepTime
+from towers.verdict import bound_by, verdict
 
 # To look at tf.data's counters takes a millisecond or two.
 _LOOK_EVERY_S = 1.0
 
 
-class _Sums(NamedTuple):
-    """Since the warm-up.
+class Starvation(StepTime):
+    """Says every interval, and at the end, what the steps are bound by, and why.
 
-    Attributes:
-        steps: Steps.
-        train_s: Time inside the calls of training.
-        waited_s: Time in which the towers waited for input.
-        copy_s: Time in which shares were copied to them.
-        compute_s: Time in which they computed.
-        reduce_s: Time in which gradients were added, and variables updated.
-    """
-
-    steps: int = 0
-    train_s: float = 0.0
-    waited_s: float = 0.0
-    copy_s: float = 0.0
-    compute_s: float = 0.0
-    reduce_s: float = 0.0
-
-    def since(self, before: "_Sums") -> "_Sums":
-        return _Sums(*(a - b for a, b in zip(self, before, strict=True)))
-
-    @property
-    def waiting(self) -> float | None:
-        if not (self.steps and self.train_s):
-            return None
-        return min(max(self.waited_s / self.train_s, 0.0), 1.0)
-
-    @property
-    def parts_ms(self) -> dict[str, float]:
-        """What a step takes without waiting, by part."""
-        seconds = {
-            "compute": self.compute_s,
-            "copy": self.copy_s,
-            "reduce": self.reduce_s,
-        }
-        seconds["Python"] = self.train_s - self.waited_s - sum(seconds.values())
-        return {
-            name: 1000 * max(each, 0.0) / self.steps for name, each in seconds.items()
-        }
-
-
-class Starvation(keras.callbacks.Callback):
-    """Says every interval, and at the end, whether and why the towers wait for input.
-
-    The share of waiting is that of the time inside the calls of training: not of
-    validation, saving, other callbacks, or the warm-up. The stages are known of data
-    of tf.data, with its autotuning left on.
+    The sentence of an interval is about the steps since the last one. The stages of the
+    input are known if it is of tf.data, with its autotuning left on.
 
     Attributes:
         verdict: The last sentence, after `fit` that of the whole run; `None` before.
@@ -90,28 +44,21 @@ class Starvation(keras.callbacks.Callback):
             say: Prints a line.
             clock: Returns seconds.
         """
-        super().__init__()
+        super().__init__(warmup_steps, clock)
         if every_steps < 1:
             raise ValueError(
                 f"Received every_steps={every_steps}; expected at least 1."
             )
         self._every_steps, self._advice = every_steps, advice
-        self._warmup_steps = warmup_steps
         self._terminal = sys.stdout.isatty() if terminal is None else terminal
-        self._say, self._clock = say, clock
-        self._begin()
+        self._say = say
 
     @property
     def waiting(self) -> float | None:
-        """Share of the run's time in which towers waited; `None` during warm-up."""
-        return self._sums().waiting
-
-    def measured(self) -> dict[str, float]:
-        """Returns the share of waiting since the last call, if there was a step."""
-        sums = self._sums()
-        waiting = sums.since(self._measured).waiting
-        self._measured = sums
-        return {} if waiting is None else {"waiting": waiting}
+        """Share of a step in which towers wait; `None` during the warm-up."""
+        parts = self.split and self.split.parts_ms
+        step_ms = sum(parts.values()) if parts else 0.0
+        return parts["input"] / step_ms if step_ms else None
 
     # Called by Keras.
 
@@ -121,11 +68,8 @@ class Starvation(keras.callbacks.Callback):
         Raises:
             ValueError: The model has no towers.
         """
-        check_towers(self.model)
-        self._begin()
-        self._iterator = self._reading = None
+        super().on_train_begin(logs)
         self._step = int(self.model.optimizer.iterations)
-        self._trained = 0
 
     def on_epoch_begin(self, epoch, logs=None):
         """Says on a terminal what was found in the last epoch."""
@@ -134,24 +78,12 @@ class Starvation(keras.callbacks.Callback):
             self._say(self._unsaid)
             self._unsaid = None
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Starts the clock; `batch` is the first of the call's batches."""
-        self._next_batch = batch
-        self._begun_s = self._clock()
-
     def on_train_batch_end(self, batch, logs=None):
         """Stops the clock, and gives a verdict if the interval is over."""
-        now = self._clock()
-        warm = self._trained >= self._warmup_steps
-        self._trained += batch + 1 - self._next_batch
-        if self.model.builder is not self._builder or not warm:
-            # With `auto`, the first calls choose one.
-            self._begin(self.model.builder)
-            self._first = self._since = self._read()
-        else:
-            self._train_s += now - self._begun_s
+        super().on_train_batch_end(batch, logs)
         before, self._step = self._step, int(self.model.optimizer.iterations)
         over = before // self._every_steps != self._step // self._every_steps
+        now = self._clock()
         if over or now - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now
             self._look()
@@ -162,29 +94,29 @@ class Starvation(keras.callbacks.Callback):
         """Gives the verdict of the whole run."""
         self._unsaid = None
         self._look()
-        if sentence := self._judge(self._sums(), self._stages):
-            self._say(f"whole run: {sentence}")
+        if self._judge(self.split, self._stages):
+            self._say(f"whole run: {self.verdict}")
         # They keep the data alive.
         self._reading = self._first = self._since = None
 
     # Measuring.
 
-    def _begin(self, builder=None):
-        """Starts anew, with a builder whose steps are measured from now on."""
-        self._builder, self._train_s = builder, 0.0
-        self._start = builder.phases.totals() if builder is not None else None
-        self._measured = self._judged = _Sums()
-        self._looked_s = float("-inf")
+    def _forget(self):
+        super()._forget()
+        self._iterator = self._reading = None
         self._first = self._since = None
+        self._forget_verdicts()
+
+    def _forget_verdicts(self):
+        self._judged, self._bound, self.verdict = None, (), None
         # Of the whole run, and of the interval.
         self._stages, self._lately = [], []
-        self.verdict = self._unsaid = None
+        self._looked_s, self._unsaid = float("-inf"), None
 
-    def _sums(self):
-        if self._builder is None:
-            return _Sums()
-        steps, *seconds, _ = self._builder.phases.totals().since(self._start)
-        return _Sums(steps, self._train_s, *seconds)
+    def _start(self, phases):
+        super()._start(phases)
+        self._forget_verdicts()
+        self._first = self._since = self._read()
 
     def _look(self):
         """Looks at the stages of the input."""
@@ -195,7 +127,7 @@ class Starvation(keras.callbacks.Callback):
 
     def _read(self):
         """Reads the counters of the input, if there are any."""
-        iterator = self._builder.phases.iterator if self._builder else None
+        iterator = self._phases.iterator if self._phases else None
         if iterator is None:
             return None
         if self._iterator is None or self._iterator() is not iterator:
@@ -208,24 +140,28 @@ class Starvation(keras.callbacks.Callback):
     # Judging.
 
     def _judge_interval(self):
-        sums = self._sums()
+        split = self.split
+        lately = split.since(self._judged) if self._judged else split
         found = self._lately if _is_whole(self._lately) else self._stages
-        sentence = self._judge(sums.since(self._judged), found)
-        self._judged = sums
+        judged = self._judge(lately, found, self._bound)
+        self._judged = split
         self._since, self._lately = self._reading, []
-        if sentence is None:
+        if not judged:
             return
-        line = f"step {self._step}: {sentence}"
+        line = f"step {self._step}: {self.verdict}"
         if self._terminal:
             self._unsaid = line
         else:
             self._say(line)
 
-    def _judge(self, sums, found):
-        if sums.waiting is None:
-            return None
-        self.verdict = verdict(sums.waiting, sums.parts_ms, found, self._advice)
-        return self.verdict
+    def _judge(self, split, found, before=()):
+        """Gives a verdict, if there was a step; tells whether there was one."""
+        parts = split.parts_ms if split else {}
+        if not any(parts.values()):
+            return False
+        self._bound = bound_by(parts, before)
+        self.verdict = verdict(parts, self._bound, found, self._advice)
+        return True
 
 
 def _better(before, now):

@@ -2,19 +2,68 @@
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 
 from towers.phases import Phases, Totals
 
-_PHASES = "input", "copy", "compute", "reduce"
+# The parts of a step, in the order in which they come.
+_WORDS = {
+    "input": "waiting for input",
+    "copy": "copying to towers",
+    "compute": "computing",
+    "reduce": "reducing and applying",
+    "python": "in Python",
+}
+
+
+class Split(NamedTuple):
+    """The time of some steps, in its parts.
+
+    Attributes:
+        totals: What the graph has measured of them.
+        calls_s: Time inside the calls of training that made them.
+    """
+
+    totals: Totals
+    calls_s: float
+
+    def since(self, before: "Split") -> "Split":
+        """Returns what has come in addition to an earlier split."""
+        return Split(self.totals.since(before.totals), self.calls_s - before.calls_s)
+
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """Milliseconds of a step by part, which add up to the step; empty without one.
+
+        The parts are "input", "copy", "compute", "reduce" and "python": what is left of
+        the calls, in which Python calls the graph.
+        """
+        steps, *seconds = self.totals[:5]
+        if not steps:
+            return {}
+        seconds = [max(each, 0.0) for each in seconds]
+        seconds.append(max(self.calls_s - sum(seconds), 0.0))
+        return {
+            name: 1000 * each / steps
+            for name, each in zip(_WORDS, seconds, strict=True)
+        }
+
+    @property
+    def towers_ms(self) -> list[float]:
+        """Milliseconds of a step in which each tower computes; empty without a step."""
+        if not self.totals.steps:
+            return []
+        return [1000 * each / self.totals.steps for each in self.totals.towers_s]
 
 
 class StepTime(keras.callbacks.Callback):
-    """Reads the phases of a model on towers; the builder has measured them.
+    """Takes apart the time of the steps of a model on towers.
 
-    They are means over steps. What is left of the time inside training calls is
-    Python's, which calls the graph.
+    The builder measures the parts. They are means over steps, without the warm-up, in
+    which graphs are built, and of the time inside the calls of training: not of
+    validation, saving, or other callbacks.
     """
 
     def __init__(
@@ -31,9 +80,7 @@ class StepTime(keras.callbacks.Callback):
         super().__init__()
         self._warmup_steps = warmup_steps
         self._clock = clock
-        self._steps = self._begun = 0
-        self._begun_s = self._calls_s = 0.0
-        self._phases: Phases | None = None
+        self._forget()
 
     def on_train_begin(self, logs=None):
         """Begins a run.
@@ -42,55 +89,76 @@ class StepTime(keras.callbacks.Callback):
             ValueError: The model has no towers.
         """
         check_towers(self.model)
+        self._forget()
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Notes where the call begins."""
+        """Starts the clock; `batch` is the first of the call's batches."""
         self._begun, self._begun_s = batch, self._clock()
 
     def on_train_batch_end(self, batch, logs=None):
         """Starts to count after the warm-up, or as another builder is chosen."""
-        phases = self.model.builder.phases
         self._calls_s += self._clock() - self._begun_s
+        phases = self.model.builder.phases
         if self._steps < self._warmup_steps or phases is not self._phases:
-            self._phases = phases
-            self._start = self._told = phases.totals()
-            self._calls_s = 0.0
+            self._start(phases)
         self._steps += batch + 1 - self._begun
 
+    @property
+    def split(self) -> Split | None:
+        """The time of the run's steps so far; `None` before the first."""
+        if self._phases is None:
+            return None
+        return Split(self._phases.totals().since(self._before), self._calls_s)
+
     def measured(self) -> dict[str, float]:
-        """Returns milliseconds of a step since it was last called, by phase."""
+        """Returns milliseconds of a step since it was last called, by part and tower.
+
+        And `waiting`, the share of that time in which the towers waited for input.
+        """
         if self._phases is None:
             return {}
-        now = self._phases.totals()
-        found, self._told = now.since(self._told), now
-        return {f"step_ms/{name}": ms for name, ms in _by_phase(found).items()}
+        now = self.split
+        found = now.since(self._told) if self._told else now
+        self._told = now
+        parts, towers = found.parts_ms, found.towers_ms
+        step_ms = sum(parts.values())
+        return {
+            **({"waiting": parts["input"] / step_ms} if step_ms else {}),
+            **{f"step_ms/{name}": ms for name, ms in parts.items()},
+            **{f"step_ms/tower_{k}": ms for k, ms in enumerate(towers)},
+        }
 
     def busy(self) -> list[float]:
         """Returns the share of the time in which each tower computes."""
-        found = self._found()
-        if not (found and self._calls_s):
+        found = self.split
+        if not (found and found.parts_ms and found.calls_s):
             return []
-        return [min(each / self._calls_s, 1.0) for each in found.towers_s]
+        return [min(each / found.calls_s, 1.0) for each in found.totals.towers_s]
 
-    def text(self) -> str:
-        """Says what a step of the run takes, and how long each tower computes."""
-        found = self._found()
-        if not (found and found.steps):
-            return "not measured"
-        ms = _by_phase(found)
-        step_ms = 1000 * self._calls_s / found.steps
-        left_ms = max(step_ms - sum(ms[name] for name in _PHASES), 0.0)
-        towers = [f"{ms[f'tower_{k}']:,.1f}" for k in range(len(found.towers_s))]
-        return (
-            f"{step_ms:,.1f} ms: {ms['input']:,.1f} waiting for input, "
-            f"{ms['copy']:,.1f} copying to towers, {ms['compute']:,.1f} computing (by "
-            f"tower: {', '.join(towers)}), {ms['reduce']:,.1f} reducing and applying, "
-            f"{left_ms:,.1f} in Python"
-        )
+    def text(self) -> str | None:
+        """Says what a step takes, and how long each tower computes.
 
-    def _found(self) -> Totals | None:
-        """What was measured of the run so far."""
-        return self._phases and self._phases.totals().since(self._start)
+        Returns:
+            A line about all steps behind the warm-up; `None` if there was none.
+        """
+        parts = self.split and self.split.parts_ms
+        if not parts:
+            return None
+        said = {name: f"{parts[name]:,.1f} {words}" for name, words in _WORDS.items()}
+        towers = ", ".join(f"{ms:,.1f}" for ms in self.split.towers_ms)
+        said["compute"] += f" (by tower: {towers})"
+        return f"{sum(parts.values()):,.1f} ms: {', '.join(said.values())}"
+
+    def _forget(self):
+        self._steps = self._begun = 0
+        self._begun_s = self._calls_s = 0.0
+        self._phases: Phases | None = None
+        self._told: Split | None = None
+
+    def _start(self, phases):
+        """Counts from here on, by what a builder measures."""
+        self._phases, self._before = phases, phases.totals()
+        self._calls_s, self._told = 0.0, None
 
 
 def check_towers(model: keras.Model) -> None:
@@ -104,13 +172,3 @@ def check_towers(model: keras.Model) -> None:
             f"Received the model '{model.name}' without towers; expected one of "
             "multi_gpu_model, whose steps are measured."
         )
-
-
-def _by_phase(found: Totals) -> dict[str, float]:
-    if not found.steps:
-        return {}
-    seconds = {
-        **dict(zip(_PHASES, found[1:5], strict=True)),
-        **{f"tower_{k}": each for k, each in enumerate(found.towers_s)},
-    }
-    return {name: 1000 * each / found.steps for name, each in seconds.items()}

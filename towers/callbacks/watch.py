@@ -7,7 +7,6 @@ import keras
 
 from towers.callbacks.devices import DeviceReport
 from towers.callbacks.starvation import Starvation
-from towers.callbacks.step_time import StepTime
 from towers.callbacks.throughput import Throughput
 
 
@@ -17,14 +16,12 @@ class Watch:
 
     Attributes:
         throughput: How fast is it?
-        step_time: What does a step's time go to?
-        starvation: Is the input too slow, and why?
+        starvation: What does a step's time go to, and what is it bound by?
         devices: What do the devices have to do?
         fractions: The part of a full batch that each tower gets.
     """
 
     throughput: Throughput
-    step_time: StepTime
     starvation: Starvation
     devices: DeviceReport
     fractions: Sequence[float]
@@ -32,7 +29,7 @@ class Watch:
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
         """The callbacks, to be placed before those that show what they add to logs."""
-        return [self.throughput, self.step_time, self.starvation, self.devices]
+        return [self.throughput, self.starvation, self.devices]
 
     @property
     def measures(self) -> list[Callable[[], dict[str, float]]]:
@@ -47,8 +44,9 @@ class Watch:
                 f"  tower {k}: {self.throughput.text(part)}, computing {busy:.0%} of "
                 "the time"
                 for k, (part, busy) in enumerate(
-                    zip(self.fractions, self.step_time.busy(), strict=False)
+                    zip(self.fractions, self.starvation.busy(), strict=False)
                 )
             ]
-        lines.append(f"a step: {self.step_time.text()}")
+        if step := self.starvation.text():
+            lines.append(f"a step: {step}")
         return "\n".join([*lines, self.devices.text()])
