@@ -18,7 +18,17 @@ import tensorflow as tf
 import wrapt
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from towers import auto, devices, not_finite, reduce, resume, start, tower, variables
+from towers import (
+    auto,
+    devices,
+    listeners,
+    not_finite,
+    reduce,
+    resume,
+    start,
+    tower,
+    variables,
+)
 from towers.auto import Choice
 from towers.builders.asynchronous import Asynchronous
 from towers.builders.base import Builder, overrides
@@ -375,7 +385,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         fit = type(self.__wrapped__).fit
         given = inspect.signature(fit).bind(self, *args, **kwargs)
         callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
-        self._self_builder.watched = _watches_batches(callbacks)
+        self._self_builder.watched = listeners.may_change_variables(callbacks)
         saves = [each for each in callbacks if isinstance(each, resume.Saves)]
         self._self_given = given.arguments
         try:
@@ -457,24 +467,10 @@ def _told_if_broken_off(callbacks: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for callback in callbacks:
+        for callback in listeners.flat(callbacks):
             if hasattr(callback, "on_train_broken_off"):
                 callback.on_train_broken_off()
         raise
-
-
-def _watches_batches(callbacks: Any) -> bool:
-    """Tells whether a callback of the user's may change variables between calls."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    if isinstance(callbacks, keras.callbacks.Callback):
-        callbacks = [callbacks]
-    ours = "keras.", "towers."
-    return any(
-        isinstance(callback, keras.callbacks.LambdaCallback)
-        or not type(callback).__module__.startswith(ours)
-        for callback in callbacks or ()
-    )
 
 
 def _loop_method(name):

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from towers import multi_gpu_model
+from towers import listeners, multi_gpu_model
 
 TOWERS = ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
 FEATURES = 6
@@ -68,6 +68,21 @@ def _assert_copies_are_equal(parallel):
             assert ours.tobytes() == own.tobytes(), variable.path
 
 
+@listeners.changes_no_variable
+class _Looks(keras.callbacks.Callback):
+    """Compares the copies, which are not made anew for its sake.
+
+    It does so before the end of training, when some optimizers write averages.
+    """
+
+    def __init__(self, trained):
+        super().__init__()
+        self._trained = trained
+
+    def on_epoch_end(self, epoch, logs=None):
+        _assert_copies_are_equal(self._trained)
+
+
 def _trained(towers, optimizer, make=_model, between=None, fit=None, **options):
     """Trains on towers, or with 0 on one device; returns all numbers."""
     model = make()
@@ -79,11 +94,8 @@ def _trained(towers, optimizer, make=_model, between=None, fit=None, **options):
     if between is not None:
         between(model, trained)
     # What has changed since the last step reaches the copies before the next.
-    callback = keras.callbacks.Callback()
-    if towers > 1:
-        # Before the end of training: then some optimizers write averages to the model.
-        callback.on_epoch_end = lambda *_, **__: _assert_copies_are_equal(trained)
-    history["last"] = _fit(trained, [callback], epochs=1, rows=11).history["loss"]
+    looks = [_Looks(trained)] if towers > 1 else []
+    history["last"] = _fit(trained, looks, epochs=1, rows=11).history["loss"]
     return [*history.values(), *_state(model)]
 
 
@@ -336,6 +348,24 @@ def test_changes_in_callbacks_reach_all_towers(moment, changes, steps):
         return keras.optimizers.SGD(_schedule() if _count in changes else 0.1, 0.9)
 
     assert _twice(optimizer, fit=fit, steps_per_execution=steps) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [keras.callbacks.Callback, keras.callbacks.History])
+def test_a_function_of_a_callback_s_own_reaches_all_towers(kind):
+    def fit():
+        callback = kind()
+        callback.on_train_batch_end = lambda batch, logs: _halve(callback.model)
+        return {"callbacks": [callback], "epochs": 1}
+
+    assert _twice(_sgd, fit=fit) < 1e-5
+
+
+def test_a_callback_in_a_list_of_keras_s_reaches_all_towers():
+    def fit():
+        callbacks = [_Now("train_batch_end", [_halve])]
+        return {"callbacks": [keras.callbacks.CallbackList(callbacks)], "epochs": 1}
+
+    assert _twice(_sgd, fit=fit) < 1e-5
 
 
 @pytest.mark.parametrize("changes", [CHANGES, [_count]], ids=["most", "count"])

@@ -62,8 +62,8 @@ class Builder(abc.ABC):
         guard: Stops a step of training that is not finite, if anything does.
         loss_placed: Where it is: "tower" or "gathered"; `None` before the first step.
         compiled: Whether XLA is known to compile the model: by training it once.
-        watched: Whether code of the user's runs between calls of training, which may
-            change variables.
+        watched: Whether a callback that may change variables runs between calls of
+            training.
         phases: Measures what the time of the steps of `train_function` goes to.
         graph: The graph that a step of `train_function` was last made in, if any.
     """

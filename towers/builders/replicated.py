@@ -8,7 +8,7 @@ Balso 2018) and of tf_cnn_benchmarks' `variable_update=replicated`.
 The model's own variables are the first tower's copy, so whoever reads them finds them
 current. Where they may have been changed from outside, the other copies are made anew:
 at the start of `fit` and of each epoch, and before each call of training if a callback
-of the user's runs in between.
+runs in between that may change them (`listeners.py`).
 """
 
 import contextlib

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import checkpoints
+from towers import checkpoints, listeners
 from towers.callbacks import states
 from towers.checkpoints import Contents, Position
 from towers.resume import ResumeError, say
@@ -29,6 +29,7 @@ class SaveError(Exception):
     """A checkpoint could not be written; those before are as they were."""
 
 
+@listeners.changes_no_variable
 class Checkpoint(keras.callbacks.Callback):
     """Saves a run of a tower model, and has the next `fit` continue it.
 

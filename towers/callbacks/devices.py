@@ -16,6 +16,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 
+from towers import listeners
 from towers.devices import Devices, smi_gpu
 from towers.gpus import Driver
 from towers.resume import say
@@ -24,6 +25,7 @@ _MB = 2**20
 _CPU = "device/cpu:0"
 
 
+@listeners.changes_no_variable
 class DeviceReport(keras.callbacks.Callback):
     """Measures devices when it is asked to, and nothing in between.
 

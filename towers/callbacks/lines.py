@@ -6,7 +6,10 @@ from typing import TextIO
 
 import keras
 
+from towers import listeners
 
+
+@listeners.changes_no_variable
 class Lines(keras.callbacks.Callback):
     """Writes a line every so many steps, and one at the end of each epoch.
 

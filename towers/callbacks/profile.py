@@ -6,6 +6,7 @@ import os
 import keras
 import tensorflow as tf
 
+from towers import listeners
 from towers.callbacks.trace import add_towers
 from towers.checkpoints import reason
 from towers.resume import say
@@ -19,6 +20,7 @@ def can_record(first_step: int, last_step: int) -> bool:
     return 1 <= first_step < last_step < first_step + MOST_STEPS
 
 
+@listeners.changes_no_variable
 class Profile(keras.callbacks.Callback):
     """Records what host and devices do from one step of the optimizer to another.
 

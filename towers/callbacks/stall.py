@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers import listeners
 from towers.resume import Saves, say
 
 STALLED = 4
@@ -30,6 +31,7 @@ _LIST = keras.callbacks.CallbackList.__module__
 _TRACING = "func_graph_from_py_func", "compute_output_spec"
 
 
+@listeners.changes_no_variable
 class Stall(keras.callbacks.Callback):
     """Says on stderr what the towers wait for, when no batch ends for a while.
 

@@ -5,7 +5,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 
-from towers import stages
+from towers import listeners, stages
 from towers.callbacks.step_time import StepTime
 from towers.verdict import bound_by, verdict
 
@@ -13,6 +13,7 @@ from towers.verdict import bound_by, verdict
 _LOOK_EVERY_S = 1.0
 
 
+@listeners.changes_no_variable
 class Starvation(StepTime):
     """Says every interval, and at the end, what the steps are bound by, and why.
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import keras
 
+from towers import listeners
 from towers.phases import Phases, Totals
 
 # The parts of a step, in the order in which they come.
@@ -58,6 +59,7 @@ class Split(NamedTuple):
         return [1000 * each / self.totals.steps for each in self.totals.towers_s]
 
 
+@listeners.changes_no_variable
 class StepTime(keras.callbacks.Callback):
     """Takes apart the time of the steps of a model on towers.
 

@@ -2,7 +2,10 @@
 
 import keras
 
+from towers import listeners
 
+
+@listeners.changes_no_variable
 class StopAtStep(keras.callbacks.Callback):
     """Stops `fit` once the optimizer has made so many steps, earlier runs included.
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import keras
 import tensorflow as tf
 
+from towers import listeners
 from towers.callbacks import pictures
 from towers.callbacks.graph import readable
 from towers.callbacks.hparams import VALIDATION, Value, hparams_summaries
@@ -40,6 +41,7 @@ def _while_it_works(write):
     return method
 
 
+@listeners.changes_no_variable
 class TensorBoard(keras.callbacks.Callback):
     """Writes what a run does, and is, in the runs `train` and `validation`.
 

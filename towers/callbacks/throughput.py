@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 
 import keras
 
+from towers import listeners
+
 # Calls of training that spread and jitter are taken of, at most.
 _CALLS = 1000
 
 
+@listeners.changes_no_variable
 class Throughput(keras.callbacks.Callback):
     """Measures how many examples a second are trained on.
 

@@ -1,0 +1,80 @@
+"""Tells whether a callback may change variables between two calls of training.
+
+Any may but those that are known. A callback is known by its very class: a subclass may
+do anything, and so may an object with a function of its own in place of its class's.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+# By class, its functions as they were when it became known.
+_KNOWN: dict[type, dict[str, Callable]] = {}
+
+
+def changes_no_variable(kind: type) -> type:
+    """Declares, as a decorator, that a callback changes no variable between batches.
+
+    It may do so as an epoch begins or ends. Subclasses are not meant.
+
+    Args:
+        kind: The class.
+    """
+    _KNOWN[kind] = _functions(kind)
+    return kind
+
+
+def may_change_variables(callbacks: Any) -> bool:
+    """Tells whether one of the callbacks may change variables between batches.
+
+    Args:
+        callbacks: What `fit` takes: a callback, a nest of them, or `None`.
+    """
+    return not all(_is_known(each) for each in flat(callbacks))
+
+
+def flat(callbacks: Any) -> Iterator[Any]:
+    """Yields all callbacks of what `fit` takes, with those in a `CallbackList`."""
+    for callback in keras.tree.flatten(callbacks or ()):
+        yield callback
+        if isinstance(callback, keras.callbacks.CallbackList):
+            yield from flat(callback.callbacks)
+
+
+def _is_known(callback):
+    kind = type(callback)
+    known = _KNOWN.get(kind)
+    if known is None or known.keys() & vars(callback).keys():
+        return False
+    return known == _functions(kind)
+
+
+def _functions(kind):
+    return {
+        name: value
+        for base in reversed(kind.__mro__)
+        for name, value in vars(base).items()
+        if inspect.isfunction(value)
+    }
+
+
+for _kind in (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.Callback,
+    keras.callbacks.CallbackList,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.History,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.OrbaxCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.SwapEMAWeights,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.TerminateOnNaN,
+):
+    changes_no_variable(_kind)
