@@ -1,7 +1,8 @@
 """The guard: a step whose loss or gradient is not finite changes nothing, but raises.
 
 In the graph that is one sum over the gradients that are about to be applied, and a
-branch on it. Which tower, and what in it, is found out afterwards; see `numerics.py`.
+branch on it. The branch looks at each number, as a sum of finite ones may overflow.
+Which tower, and what in it, is found out afterwards; see `numerics.py`.
 """
 
 import contextlib
@@ -80,11 +81,17 @@ class Guard:
         """
         counted = [gradient for gradient in gradients if gradient is not None]
         with tf.name_scope("check_numerics"):
-            good = finite_loss = finite([loss])
-            if counted:
-                good &= finite(counted)
+            parts = _joined(counted) if counted else []
+            finite_loss = finite([loss])
+            good = finite_loss & sum_is_finite(parts) if parts else finite_loss
             skips = finite_loss & _may_overflow(optimizer)
-            checked = self._stop_unless(good, skips, data, optimizer)
+            stop = functools.partial(self._stop, skips, data, optimizer)
+
+            def look_closer():
+                return tf.cond(finite([loss, *parts]), lambda: tf.constant(True), stop)
+
+            with tf.device(HOST):
+                checked = tf.cond(good, lambda: tf.constant(True), look_closer)
         with tf.control_dependencies([checked]):
             yield
 
@@ -93,17 +100,13 @@ class Guard:
         if self.caught is not None and self.caught.tower is None:
             self.caught = self.caught._replace(tower=tower, values=values)
 
-    def _stop_unless(self, good, skips, data, optimizer):
+    def _stop(self, skips, data, optimizer):
         some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
         tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
         catch = functools.partial(self._catch, optimizer, some)
-
-        def stop():
+        with tf.device(HOST):
             goes_on = tf.py_function(catch, [skips, *tensors], tf.bool)
             return tf.ensure_shape(goes_on, [])
-
-        with tf.device(HOST):
-            return tf.cond(good, lambda: tf.constant(True), stop)
 
     def _catch(self, optimizer, some, skips, *tensors):
         """Keeps what the graph hands over, and stops the step, or lets it go on."""
@@ -123,8 +126,19 @@ class Guard:
         raise StopIteration("A step is not finite.")
 
 
-def finite(tensors: Sequence[reduce.Gradient]) -> tf.Tensor:
-    """Tells whether all numbers are finite, by their sum: one pass over each tensor.
+def _joined(gradients):
+    """Gradients as fewer tensors, on the device of the first."""
+    parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    small = [part for part in parts if (part.shape.num_elements() or _MANY) < _MANY]
+    large = [part for part in parts if (part.shape.num_elements() or _MANY) >= _MANY]
+    with tf.device(parts[0].device):
+        return packing.pack(small) + large
+
+
+def sum_is_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Tells whether the sum of all numbers is finite: one pass over each tensor.
+
+    If it is, each of them is; if not, it may be that only the sum overflows.
 
     Args:
         tensors: At least one, of floating types, all on one device.
@@ -133,14 +147,25 @@ def finite(tensors: Sequence[reduce.Gradient]) -> tf.Tensor:
         A bool scalar.
     """
     wide = tf.float64 if any(t.dtype == tf.float64 for t in tensors) else tf.float32
-    parts = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
-    small = [part for part in parts if (part.shape.num_elements() or _MANY) < _MANY]
-    large = [part for part in parts if (part.shape.num_elements() or _MANY) >= _MANY]
-    with tf.device(parts[0].device):
-        parts = packing.pack(small) + large
-        return tf.math.is_finite(
-            tf.add_n([tf.reduce_sum(tf.cast(part, wide)) for part in parts])
-        )
+    with tf.device(tensors[0].device):
+        sums = [tf.reduce_sum(tf.cast(tensor, wide)) for tensor in tensors]
+        return tf.math.is_finite(tf.add_n(sums))
+
+
+def finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Tells whether each number is finite: two passes over each tensor, where it is.
+
+    Args:
+        tensors: At least one, of floating types.
+
+    Returns:
+        A bool scalar.
+    """
+    found = []
+    for tensor in tensors:
+        with tf.device(tensor.device):
+            found.append(tf.reduce_all(tf.math.is_finite(tensor)))
+    return tf.reduce_all(found)
 
 
 def _may_overflow(optimizer):
