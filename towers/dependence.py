@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.replace import Replacement
+
 
 class Dependence(enum.Enum):
     """How a tensor depends on the examples of a batch.
@@ -94,6 +96,9 @@ class _Call(NamedTuple):
     trusted: bool
 
 
+_layer = Replacement(keras.layers.Layer, "__call__")
+
+
 @contextlib.contextmanager
 def recorded_layers() -> Iterator[dict[Any, _Call]]:
     """Inside, remembers what layers made of what.
@@ -102,9 +107,8 @@ def recorded_layers() -> Iterator[dict[Any, _Call]]:
         For the key of each tensor that a layer returned, how it was made.
     """
     calls = {}
-    original = keras.layers.Layer.__call__
 
-    def record(layer, *args, **kwargs):
+    def record(original, layer, *args, **kwargs):
         outputs = original(layer, *args, **kwargs)
         inputs = [part for _, part in _parts([args, kwargs])]
         known = {_key(tensor) for tensor in inputs}
@@ -116,11 +120,8 @@ def recorded_layers() -> Iterator[dict[Any, _Call]]:
                 calls.setdefault(_key(output), call)
         return outputs
 
-    keras.layers.Layer.__call__ = record
-    try:
+    with _layer.by(record):
         yield calls
-    finally:
-        keras.layers.Layer.__call__ = original
 
 
 def _is_trusted(layer):

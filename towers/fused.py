@@ -18,8 +18,8 @@ from towers.replace import Replacement
 # cuDNN accepts no smaller one.
 _LEAST_EPSILON = 1.001e-5
 
-_keras_call = keras.layers.BatchNormalization.call
-_keras_update_step = keras.optimizers.SGD.update_step
+_batch_normalization = Replacement(keras.layers.BatchNormalization, "call", alone=True)
+_sgd = Replacement(keras.optimizers.SGD, "update_step", alone=True)
 
 
 @contextlib.contextmanager
@@ -28,9 +28,9 @@ def batch_normalization() -> Iterator[None]:
 
     It fits where images are normalised in training: by the last axis, in float32,
     without mask, renormalisation or synchronisation. Elsewhere, and in subclasses, the
-    layer is Keras's own. The class is changed meanwhile, for all threads.
+    layer is Keras's own.
     """
-    with _batch_normalization:
+    with _batch_normalization.by(_call):
         yield
 
 
@@ -39,13 +39,13 @@ def updates() -> Iterator[None]:
     """Inside, Keras's SGD with momentum updates a variable in one kernel.
 
     It fits float32 and dense gradients. Elsewhere, and in subclasses, the optimizer is
-    Keras's own. The class is changed meanwhile, for all threads.
+    Keras's own.
     """
-    with _sgd:
+    with _sgd.by(_update_step):
         yield
 
 
-def _call(layer, inputs, training=None, mask=None):
+def _call(keras_call, layer, inputs, training=None, mask=None):
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if training and layer.synchronized and mask is not None and replicas > 1:
         # Keras would leave the other towers out.
@@ -55,7 +55,7 @@ def _call(layer, inputs, training=None, mask=None):
             "synchronized=False, or remove the mask."
         )
     if not (training and layer.trainable and mask is None and _fits(layer, inputs)):
-        return _keras_call(layer, inputs, training=training, mask=mask)
+        return keras_call(layer, inputs, training=training, mask=mask)
     mean, variance = layer.moving_mean.value, layer.moving_variance.value
     gamma = layer.gamma.value if layer.scale else tf.ones_like(mean)
     beta = layer.beta.value if layer.center else tf.zeros_like(mean)
@@ -91,7 +91,7 @@ def _fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
     )
 
 
-def _update_step(optimizer, gradient, variable, learning_rate):
+def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate):
     rate = tf.cast(learning_rate, tf.float32)
     if not (
         type(optimizer) is keras.optimizers.SGD
@@ -102,7 +102,7 @@ def _update_step(optimizer, gradient, variable, learning_rate):
         and gradient.shape == variable.shape
         and rate.shape.rank == 0
     ):
-        return _keras_update_step(optimizer, gradient, variable, learning_rate)
+        return keras_update_step(optimizer, gradient, variable, learning_rate)
     momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
     tf.raw_ops.ResourceApplyKerasMomentum(
         var=variable.handle,
@@ -114,7 +114,3 @@ def _update_step(optimizer, gradient, variable, learning_rate):
         # Each of Keras's own operations locks the variable, too.
         use_locking=True,
     )
-
-
-_batch_normalization = Replacement(keras.layers.BatchNormalization, "call", _call)
-_sgd = Replacement(keras.optimizers.SGD, "update_step", _update_step)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from towers.replace import Replacement
 
-_keras_call = keras.layers.Embedding.call
+_embedding = Replacement(keras.layers.Embedding, "call", alone=True)
 
 
 def tables(model: keras.Model) -> set[int]:
@@ -37,7 +37,7 @@ def tables(model: keras.Model) -> set[int]:
 @contextlib.contextmanager
 def at_home() -> Iterator[None]:
     """Inside, Embedding layers that are called in a tower look up rows at home."""
-    with _replacement:
+    with _embedding.by(_call):
         yield
 
 
@@ -50,18 +50,15 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _call(layer, inputs):
+def _call(keras_call, layer, inputs):
     scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
     rows_of = getattr(scope, "rows_of", None)
     if rows_of is None or not _is_plain(layer) or not isinstance(inputs, tf.Tensor):
-        return _keras_call(layer, inputs)
+        return keras_call(layer, inputs)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
     # As Keras does: negative ones count from the end.
     ids = tf.where(ids < 0, ids + layer.input_dim, ids)
     rows = rows_of(layer._embeddings, ids)
     if rows is None:
-        return _keras_call(layer, inputs)
+        return keras_call(layer, inputs)
     return keras.ops.cast(rows, layer.compute_dtype)
-
-
-_replacement = Replacement(keras.layers.Embedding, "call", _call)

@@ -11,13 +11,13 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from towers import batch, fused, stopped_step, tower
+from towers.replace import Replacement
 from towers.stopped_step import Case, named
 
 
@@ -230,12 +230,15 @@ class _Call(NamedTuple):
     outputs: list[tf.Tensor]
 
 
+_operation = Replacement(keras.Operation, "__call__")
+
+
 @contextlib.contextmanager
 def _watched() -> Iterator[list[_Call]]:
     """Inside, calls are noted as they end: inner ones before those around them."""
-    calls, call = [], keras.Operation.__call__
+    calls = []
 
-    def watched(operation, *args, **kwargs):
+    def watched(call, operation, *args, **kwargs):
         if not tf.executing_eagerly():
             return call(operation, *args, **kwargs)
         args, kwargs = keras.tree.map_structure(_copy, (args, kwargs))
@@ -243,7 +246,7 @@ def _watched() -> Iterator[list[_Call]]:
         calls.append(_Call(operation, _floats((args, kwargs)), _floats(outputs)))
         return outputs
 
-    with mock.patch.object(keras.Operation, "__call__", watched):
+    with _operation.by(watched):
         yield calls
 
 

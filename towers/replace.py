@@ -1,45 +1,81 @@
-"""Other code for a class of Keras's while a step is traced."""
+"""Other code for a method of Keras's or a function of TensorFlow's, while a step is traced.
 
+There is one way to do so, since two that know nothing of one another undo each other in
+the wrong order, and then one of them stays for ever.
+"""
+
+import contextlib
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
 class Replacement:
-    """A context in which a class has another method, for all threads.
+    """Replaces an attribute of a class or module, for the threads that ask for it.
 
-    A method that somebody else has replaced stays theirs.
-
-    It can be entered several times, also by several threads at once: towers that run
-    together are traced by turns, in threads.
+    While any thread is inside of `by`, the owner has a function that looks at the thread
+    it is called in: there it calls what that thread has asked for, and elsewhere what
+    the owner had before. So threads may enter and leave in any order, and none sees
+    what another has replaced.
     """
 
-    def __init__(self, owner: type, name: str, method: Callable[..., Any]):
+    def __init__(self, owner: Any, name: str, alone: bool = False):
         """Keeps what to replace.
 
         Args:
-            owner: The class.
-            name: The name of one of its own methods.
-            method: What stands in for it.
+            owner: A class or a module.
+            name: The name of a method or function of its own.
+            alone: Whether a function that somebody else has put there stays: who did
+                so knows better. Otherwise it is what `by` hands on.
         """
         self._owner, self._name = owner, name
-        self._own, self._other = vars(owner)[name], method
+        self._own = vars(owner)[name] if alone else None
         self._lock = threading.Lock()
-        self._depth = 0
+        self._inside = 0
+        self._before = self._dispatch = None
+        self._here = threading.local()
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def by(self, other: Callable[..., Any]) -> Iterator[None]:
+        """Inside, calls in this thread go to another function.
+
+        Args:
+            other: It is called with the function that it stands in for, and then the
+                arguments of the call.
+        """
+        stack = self._here.__dict__.setdefault("stack", [])
+        self._enter()
+        stack.append(other)
+        try:
+            yield
+        finally:
+            stack.pop()
+            self._leave()
+
+    def _enter(self):
         with self._lock:
-            if not self._depth:
-                self._swap(self._own, self._other)
-            self._depth += 1
+            self._inside += 1
+            found = vars(self._owner)[self._name]
+            if found is self._dispatch or self._own not in (None, found):
+                return
+            self._before, self._dispatch = found, self._dispatcher(found)
+            setattr(self._owner, self._name, self._dispatch)
 
-    def __exit__(self, *error: Any) -> None:
+    def _leave(self):
         with self._lock:
-            self._depth -= 1
-            if not self._depth:
-                self._swap(self._other, self._own)
+            self._inside -= 1
+            # If somebody has replaced it meanwhile, theirs stays, around ours, which
+            # does nothing any more.
+            if self._inside == 0 and vars(self._owner)[self._name] is self._dispatch:
+                setattr(self._owner, self._name, self._before)
 
-    def _swap(self, old, new):
-        # Somebody else may have replaced it, who then knows better.
-        if vars(self._owner)[self._name] is old:
-            setattr(self._owner, self._name, new)
+    def _dispatcher(self, before):
+        @functools.wraps(before)
+        def dispatch(*args, **kwargs):
+            stack = self._here.__dict__.get("stack")
+            if not stack:
+                return before(*args, **kwargs)
+            return stack[-1](before, *args, **kwargs)
+
+        return dispatch

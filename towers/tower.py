@@ -13,13 +13,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import keras
 import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
 from towers import fused, lookup, reduce
+from towers.replace import Replacement
 from towers.rules import NoRuleError, Rules
 
 
@@ -692,20 +692,20 @@ def _replicated(tower, shares):
     def replica():
         context = tf.distribute.get_replica_context()
         k = int(tf.get_static_value(context.replica_id_in_sync_group))
-        with tf.name_scope(f"tower_{k}"):
+        # A replica is a thread.
+        with tf.name_scope(f"tower_{k}"), _search.by(lambda search, **_: []):
             results[k] = tower(*shares[k].arguments)
 
-    # Keras's all-reduce is a custom gradient; TensorFlow would search the graph behind
-    # each for variables, of which towers have none: minutes for a deep network.
-    searching = mock.patch.object(
-        custom_gradient, "_get_dependent_variables", lambda **_: []
-    )
-    with searching:
-        _strategy(tuple(share.device for share in shares)).run(replica)
+    _strategy(tuple(share.device for share in shares)).run(replica)
     return [
         results[k]._replace(size=share.size, fraction=share.fraction)
         for k, share in enumerate(shares)
     ]
+
+
+# Keras's all-reduce is a custom gradient; TensorFlow would search the graph behind each
+# for variables, of which towers have none: minutes for a deep network.
+_search = Replacement(custom_gradient, "_get_dependent_variables")
 
 
 @functools.cache
