@@ -1,4 +1,4 @@
-"""Other code for a method of Keras's or a function of TensorFlow's, while a step is traced.
+"""Other code for a method of Keras's or TensorFlow's while a step is traced.
 
 There is one way to do so, since two that know nothing of one another undo each other in
 the wrong order, and then one of them stays for ever.
@@ -14,8 +14,8 @@ from typing import Any
 class Replacement:
     """Replaces an attribute of a class or module, for the threads that ask for it.
 
-    While any thread is inside of `by`, the owner has a function that looks at the thread
-    it is called in: there it calls what that thread has asked for, and elsewhere what
+    While any thread is inside of `by`, the owner has a function that looks which thread
+    calls it. A thread that is inside gets what it has asked for; any other gets what
     the owner had before. So threads may enter and leave in any order, and none sees
     what another has replaced.
     """
