@@ -10,6 +10,8 @@ CORE = [
     "absl-py>=2.1,<3",
     # TensorFlow has not pulled it in since 2.21.
     "tensorboard>=2.21,<2.22",
+    # Draws pictures for it; TensorBoard depends on it, too.
+    "pillow>=11,<14",
     # The proxy behind `multi_gpu_model`; TensorFlow depends on it too.
     "wrapt>=1.14,<3",
     # Its wheel holds the handwritten digits, the default data set.
@@ -45,7 +47,6 @@ setup(
         "dev": [
             "pytest>=9,<10",
             "pytest-xdist>=3.6,<4",
-            "pillow>=11,<14",
             "ruff>=0.14,<0.18",
             *ARRAY_RECORD,
             *PARQUET,
@@ -72,7 +73,6 @@ setup(
             "simplejpeg>=1.9,<2",
             "opencv-python-headless>=4.13,<6",
             "scikit-image>=0.25,<0.27",
-            "pillow>=11,<14",
         ],
     },
 )

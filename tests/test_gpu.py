@@ -101,7 +101,7 @@ def test_the_default_job_trains(tmp_path, dtype, home):
     )
     assert "/device:GPU:1" in out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["test_accuracy"] >= 0.98
+    assert summary["val_accuracy"] >= 0.98
 
 
 def test_the_device_report_of_a_real_gpu():

@@ -41,7 +41,7 @@ import keras
 import tensorflow as tf
 from absl import app, flags
 
-from towers import batch, checkpoints, devices, input_pipeline, models
+from towers import batch, checkpoints, devices, input_pipeline, model_size, models
 from towers.callbacks.checkpoint import (
     Checkpoint,
     NotFinite,
@@ -736,6 +736,7 @@ def make_tensorboard(
     found = "\n".join(f"{name}: {value}" for name, value in versions().items())
     texts = {
         "flags": flags_text(),
+        "model": model_size.summary_text(job.model),
         "devices": devices.table(job.placed, job.sizes),
         "versions": found,
     }
@@ -748,7 +749,10 @@ def make_tensorboard(
                 f"{watch.starvation.verdict}\n\n{as_markdown(watch.text())}"
             ),
         },
-        scalars={"bad_records": job.bad_records},
+        scalars={
+            "bad_records": job.bad_records,
+            "parameters": job.model.count_params(),
+        },
         measures=measures,
         hparams=hyper_parameters(job),
         histograms=FLAGS.histograms,
@@ -790,12 +794,13 @@ def is_finished(checkpoint: Checkpoint, model: keras.Model) -> bool:
 
 
 def evaluate(job: Job) -> dict[str, float]:
-    """Evaluates the model on held-out data, or on the training data if there is none.
+    """Evaluates the model on validation data, or on the training data if none is given.
 
     Returns:
-        `test_loss` and `test_accuracy`, or `train_loss` and `train_accuracy`.
+        `val_loss` and `val_accuracy`, as Keras calls them; of the training data
+        `train_loss` and `train_accuracy`.
     """
-    prefix = "test" if job.held_out else "train"
+    prefix = "val" if job.held_out else "train"
     logs = job.parallel.evaluate(job.eval_data, verbose=0, return_dict=True)
     return {f"{prefix}_{name}": float(value) for name, value in logs.items()}
 
@@ -1346,7 +1351,7 @@ def start_text(job: Job) -> str:
     note = job.source.note and f", {job.source.note}"
     lines = [
         devices.table(job.placed, job.sizes),
-        f"Model {FLAGS.model}: {job.model.count_params():,} parameters.",
+        f"Model {FLAGS.model}: {model_size.size_text(job.model)}.",
         f"Data {job.source.name}: {count} {what}, {job.source.num_classes} classes"
         f"{note}.",
     ]
@@ -1394,6 +1399,7 @@ def summarise(job: Job, watch: Watch | None) -> dict:
         **evaluate(job),
         **(measured(watch) if watch else measured_before(job.model_dir)),
         "bad_records": job.bad_records,
+        "parameters": job.model.count_params(),
         "epochs": job.epoch,
         "steps": int(job.model.optimizer.iterations),
         "towers": list(job.placed.towers),
@@ -1408,6 +1414,7 @@ def measured(watch: Watch) -> dict:
     """Returns what this run has measured."""
     return {
         "images_per_sec": watch.throughput.images_per_sec,
+        "step_ms": watch.starvation.split and watch.starvation.split.parts_ms,
         "waiting": watch.starvation.waiting,
         "verdict": watch.starvation.verdict,
         "measured": watch.text(),
@@ -1422,7 +1429,7 @@ def measured_before(model_dir: str) -> dict:
     except (OSError, ValueError):
         summary = None
     known = summary if isinstance(summary, dict) else {}
-    names = "images_per_sec", "waiting", "verdict", "measured"
+    names = "images_per_sec", "step_ms", "waiting", "verdict", "measured"
     return {name: known.get(name) for name in names}
 
 
@@ -1447,9 +1454,10 @@ def summary_text(summary: dict) -> str:
 def values_text(values: dict) -> str:
     """Says what an evaluation gave."""
     return ", ".join(
-        f"{name.replace('_', ' ')} {value:.4f}"
+        f"{part} {name.removeprefix(prefix).replace('_', ' ')} {value:.4f}"
+        for prefix, part in (("val_", "validation"), ("train_", "train"))
         for name, value in values.items()
-        if name.startswith(("test_", "train_"))
+        if name.startswith(prefix)
     )
 
 

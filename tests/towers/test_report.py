@@ -21,9 +21,11 @@ EPOCHS, STEPS = 5, 20
 FLAGS = "--model=cnn\n--dataset=digits\n--num_gpus=2\n--note=<b>5 & 6</b>\n"
 VERDICT = "input-bound: towers waited 43% of the time; the slowest stage is map."
 SUMMARY = {
-    "test_loss": 0.25,
-    "test_accuracy": 0.9375,
+    "val_loss": 0.25,
+    "val_accuracy": 0.9375,
     "images_per_sec": 1034.25,
+    "step_ms": {"input": 3.5, "copy": 1, "compute": 5, "reduce": 2, "python": 1.25},
+    "parameters": 12345,
     "waiting": 0.43,
     "verdict": VERDICT,
     "measured": "images/s: 1,034.2",
@@ -42,6 +44,7 @@ MEASURED = {
     "step_ms/copy": 1.0,
     "step_ms/compute": 5.0,
     "step_ms/reduce": 2.0,
+    "step_ms/python": 1.5,
     "step_ms/tower_0": 4.5,
     "step_ms/tower_1": 5.0,
     "device/cpu:0/rss_mb": 812.0,
@@ -52,6 +55,7 @@ MEASURED = {
 }
 TEXTS = {
     "verdict": "compute-bound: of an earlier session",
+    "model": "    Total params: 12,345 (48.22 KB)\n",
     "devices": "    tower  device\n        0  /device:CPU:0\n",
     "versions": "Python 3.11 <script>fails()</script>",
     "input_labels": "1. three\n2. <i>four</i>\n3. five\n",
@@ -60,8 +64,11 @@ TEXTS = {
 }
 
 
-def write_events(folder, epochs=range(EPOCHS), measured=None, loss=1.0):
-    """Writes what training writes: scalars of epochs, and at each tenth step."""
+def write_events(folder, epochs=range(EPOCHS), measured=None, loss=1.0, first=1):
+    """Writes what training writes: scalars of epochs, and at each tenth step.
+
+    Epochs count from `first`.
+    """
     writer = tf.summary.create_file_writer(str(folder))
     measured = {"batch_loss": 2 * loss, "batch_learning_rate": 0.01} | (measured or {})
     with writer.as_default():
@@ -69,9 +76,17 @@ def write_events(folder, epochs=range(EPOCHS), measured=None, loss=1.0):
             for step in range(STEPS * epoch + 10, STEPS * (epoch + 1) + 1, 10):
                 for tag, value in measured.items():
                     tf.summary.scalar(tag, value, step)
-            tf.summary.scalar("epoch_loss", loss / (epoch + 1), epoch)
-            tf.summary.scalar("epoch_accuracy", 0.1 * epoch, epoch)
-            tf.summary.scalar("epoch_learning_rate", 0.01, epoch)
+            tf.summary.scalar("epoch_loss", loss / (epoch + 1), epoch + first)
+            tf.summary.scalar("epoch_accuracy", 0.1 * epoch, epoch + first)
+            tf.summary.scalar("epoch_learning_rate", 0.01, epoch + first)
+    writer.close()
+
+
+def write_scalars(folder, values, step):
+    writer = tf.summary.create_file_writer(str(folder))
+    with writer.as_default(step):
+        for tag, value in values.items():
+            tf.summary.scalar(tag, value)
     writer.close()
 
 
@@ -98,6 +113,7 @@ def write_run(model_dir, summary=SUMMARY):
     write_events(model_dir / "train", measured=MEASURED)
     write_events(model_dir / "validation", loss=0.8)
     write_texts(model_dir / "train", TEXTS)
+    write_scalars(model_dir / "train", {"parameters": 12345.0}, 0)
     write_pictures(model_dir / "train")
     (model_dir / "flags.txt").write_text(FLAGS)
     if summary:
@@ -154,10 +170,11 @@ def test_a_whole_run(tmp_path, page):
     assert page.title() == "cnn on digits: report"
     assert page.locator(".status").inner_text() == "Finished: 5 epochs, 100 steps."
     found = cards(page)
-    assert found.pop("training, in 3 parts").endswith(" s")
+    assert found.pop("training, in 4 parts").endswith(" s")
     assert found == {
-        "test accuracy": "0.9375",
-        "test loss": "0.2500",
+        "validation accuracy": "0.9375",
+        "validation loss": "0.2500",
+        "parameters": "12,345",
         "images/s": "1,034.2",
         "of the time waiting, last part": "43%",
         "towers": "2",
@@ -171,7 +188,7 @@ def test_a_whole_run(tmp_path, page):
     assert captions(page, "learning") == ["Loss", "Accuracy", "Learning rate"]
     assert captions(page, "speed") == [
         "Images per second",
-        "Time of a step, ms: 11.0 on average",
+        "Time of a step, ms: 12.8 on average in the last part, without the first steps",
         "Time that a tower computes, ms",
         "Share of the towers' time spent waiting for input",
     ]
@@ -185,7 +202,7 @@ def test_a_whole_run(tmp_path, page):
     legends = page.locator("#speed svg").all_text_contents()
     for tower in ("all", "tower 0", "tower 1"):
         assert tower in legends[0]
-    for part in ("input", "copy", "compute", "reduce"):
+    for part in ("input", "copy", "compute", "reduce", "python"):
         assert part in legends[1]
     assert page.locator("#devices tr").all_inner_texts() == [
         "device\tmemory, MB\tresident, MB\tutilisation\ttemperature, °C",
@@ -208,7 +225,7 @@ def test_curves_are_the_values(tmp_path, page):
     np.testing.assert_allclose(validation[:, 1], zero + slope * 0.8 * values, atol=1e-3)
     np.testing.assert_allclose(np.diff(train[:, 0]), train[1, 0] - train[0, 0])
     heights = {}
-    for part in ("input", "copy", "compute", "reduce"):
+    for part in ("input", "copy", "compute", "reduce", "python"):
         ys = points(page, f"Time-of-a-step-{part}")[:, 1]
         heights[part] = ys.max() - ys.min()
     for part, height in heights.items():
@@ -236,6 +253,7 @@ def test_pictures_and_texts(tmp_path, page):
     environment = page.locator("#environment").inner_text()
     assert "<script>fails()</script>" in environment
     assert "0  /device:CPU:0" in environment
+    assert "Total params: 12,345" in environment
 
 
 @needs_browser
@@ -316,13 +334,70 @@ def test_a_run_that_went_on(tmp_path, page):
     assert found["of the time waiting, all parts"] == "37%"
     assert page.locator(".verdict").count() == 0
     assert found["towers"] == "2"
-    assert "training, in 4 parts" in found
+    assert "training, in 5 parts" in found
     # What was done twice is drawn once.
     assert len(points(page, "Loss-train")) == 7
     losses = read(str(tmp_path)).train.scalars["epoch_loss"]
-    assert losses.steps.tolist() == list(range(7))
+    assert losses.steps.tolist() == list(range(1, 8))
     expected = [1, 1 / 2, 1 / 3, 7 / 4, 7 / 5, 7 / 6, 7 / 7]
     np.testing.assert_allclose(losses.values, expected, rtol=1e-6)
+
+
+@needs_browser
+def test_a_run_of_an_earlier_version(tmp_path, page):
+    """It called validation a test, and counted epochs from 0."""
+    write_events(tmp_path / "train", first=0)
+    old = {"test_loss": 0.25, "epochs": EPOCHS, "steps": EPOCHS * STEPS}
+    (tmp_path / "summary.json").write_text(json.dumps(old))
+    show(page, tmp_path)
+    assert cards(page)["validation loss"] == "0.2500"
+    epochs = read(str(tmp_path)).train.scalars["epoch_loss"].steps
+    assert epochs.tolist() == list(range(1, EPOCHS + 1))
+
+
+@needs_browser
+def test_one_picture_of_all(tmp_path, page):
+    """What stands in it, stands in its description, too."""
+    write_texts(tmp_path / "train", {"input_labels": "1. three\n2. four\n3. five\n"})
+    writer = tf.summary.create_file_writer(str(tmp_path / "train"))
+    with writer.as_default(STEPS):
+        tf.summary.image("input", tf.zeros([1, 300, 300, 3]))
+    writer.close()
+    show(page, tmp_path)
+    assert page.locator("#pictures figcaption").count() == 0
+    (alt,) = page.locator("#pictures img").evaluate_all("all => all.map(i => i.alt)")
+    assert alt == "Input: three; four; five"
+
+
+@needs_browser
+def test_one_epoch_of_one_logged_step(tmp_path, page):
+    """A point in the middle of an axis that has its number, and no other."""
+    for part in ("train", "validation"):
+        write_scalars(tmp_path / part, {"epoch_loss": 2.3, "epoch_accuracy": 0.1}, 1)
+    measured = MEASURED | {"batch_learning_rate": 0.001}
+    write_scalars(tmp_path / "train", measured, 23)
+    write_scalars(tmp_path / "validation", {"batch_loss": 2.3}, 23)
+    show(page, tmp_path)
+    assert captions(page, "learning") == ["Loss", "Accuracy", "Learning rate"]
+    for section, number, at in (
+        ("learning", 0, "1"),
+        ("learning", 2, "23"),
+        ("speed", 0, "23"),
+    ):
+        ticks = page.locator(f"#{section} svg").nth(number).locator('[id*="-xtick_"]')
+        assert [each.strip() for each in ticks.all_text_contents()] == [at]
+    assert "12.5 on average, without" in captions(page, "speed")[1]
+
+
+def test_curves_that_are_the_same_are_both_seen():
+    """Each is thinner than the one below it, and has gaps that show it."""
+    series = Series(np.arange(100), np.ones(100))
+    svg = charts.lines("x", {f"tower {k}": series for k in range(8)})
+    styles = re.findall(r'<g id="x-tower-\d">\s*<path [^>]*style="([^"]*)"', svg)
+    widths = [float(re.search(r"stroke-width: ([\d.]+)", style)[1]) for style in styles]
+    assert len(widths) == 8 and widths == sorted(set(widths), reverse=True)
+    dashes = [re.search(r"stroke-dasharray: [\d., ]+", style) for style in styles]
+    assert dashes[0] is None and all(dashes[1:])
 
 
 @needs_browser
@@ -374,7 +449,7 @@ def test_what_does_not_fit(tmp_path, capsys, arguments, said):
         ('{"a": 1}', '"epochs" is missing'),
         (json.dumps(SUMMARY | {"steps": None}), '"steps" is null'),
         (json.dumps(SUMMARY | {"waiting": "no"}), '"waiting" is "no"'),
-        (json.dumps(SUMMARY | {"test_loss": [1]}), '"test_loss" is [1]'),
+        (json.dumps(SUMMARY | {"val_loss": [1]}), '"val_loss" is [1]'),
         (json.dumps(SUMMARY | {"towers": 2}), '"towers" is 2'),
     ],
 )

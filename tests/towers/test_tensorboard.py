@@ -33,7 +33,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tests import small
 from towers import multi_gpu_model
-from towers.callbacks import graph, pictures, profile
+from towers.callbacks import drawing, graph, pictures, profile
 from towers.callbacks.profile import Profile
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.trace import add_towers
@@ -206,7 +206,7 @@ class TestWriting:
             "towers: TensorBoard shows nothing of the run from here on, as it could "
             "not be written: File too large."
         )
-        assert run.read().steps("train", "epoch_loss")[0] == 0
+        assert run.read().steps("train", "epoch_loss")[0] == 1
 
     def test_where_nothing_can_be_written(self, run, capsys):
         (run.folder / "train").touch()
@@ -256,10 +256,10 @@ class TestScalars:
             expected = {f"{p}_{value}" for p in ("epoch", "batch") for value in each}
             assert board.tags(name, "scalars") == expected
         for tag in board.tags("train", "scalars"):
-            expected = [0, 1] if tag.startswith("epoch_") else [2, 4, 6]
+            expected = [1, 2] if tag.startswith("epoch_") else [2, 4, 6]
             assert board.steps("train", tag) == expected, tag
         # Validation is at the steps that it was made after.
-        assert board.steps("validation", "epoch_loss") == [0, 1]
+        assert board.steps("validation", "epoch_loss") == [1, 2]
         assert board.steps("validation", "batch_loss") == [3, 6]
         for name, prefix in (("train", ""), ("validation", "val_")):
             for value in ("loss", "accuracy"):
@@ -298,7 +298,7 @@ class TestScalars:
         run.train(model, 3, 1, texts={"flags": "twice"}, validated=True)
         board = run.read()
         assert board.steps("train", "batch_loss") == [2, 4, 6, 8]
-        assert board.steps("train", "epoch_loss") == [0, 1, 2]
+        assert board.steps("train", "epoch_loss") == [1, 2, 3]
         assert board.steps("validation", "batch_loss") == [3, 6, 9]
         assert board.values("train", "flags") == [(0, b"once"), (3, b"twice")]
 
@@ -332,7 +332,7 @@ class TestTextsAndHistograms:
         assert board.tags("train", "histograms") == expected.keys()
         for tag, weight in expected.items():
             (first, _), (last, buckets) = board.values("train", tag)
-            assert (first, last) == (0, 1)
+            assert (first, last) == (1, 2)
             left, right, count = buckets.T
             assert count.sum() == np.size(weight)
             kept = np.array(weight)
@@ -419,10 +419,11 @@ class TestPictures:
         names = ["ant", "bee", "cat"]
         run.train(build(), epochs=1, examples=pixels(), class_names=names)
         board = run.read()
-        step, found = board.pictures("train", "input")
+        step, (found,) = board.pictures("train", "input")
         images, labels = next(iter(pixels()))
         assert step == 0
-        np.testing.assert_array_equal(found, images)
+        expected = drawing.sheet(images.numpy(), [names[label] for label in labels])
+        np.testing.assert_array_equal(found, expected)
         assert board.text("train", "input_labels")[1].splitlines() == [
             f"{i}. {names[label]}" for i, label in enumerate(labels, 1)
         ]
@@ -443,10 +444,12 @@ class TestPictures:
                     wrong.append((image, label, guess))
         assert 0 < len(wrong) <= 16
         board = run.read()
-        step, found = board.pictures("train", "misclassified")
+        step, (found,) = board.pictures("train", "misclassified")
         assert step == 3
-        np.testing.assert_array_equal(found, [image for image, _, _ in wrong])
         named = names or ["0", "1", "2"]
+        captions = [f"{named[label]}\ntaken for {named[g]}" for _, label, g in wrong]
+        expected = drawing.sheet(np.array([image for image, _, _ in wrong]), captions)
+        np.testing.assert_array_equal(found, expected)
         _, text = board.text("train", "misclassified_as")
         assert text.splitlines() == [
             f"{i}. {named[label]}, taken for {named[guess]}"
@@ -460,7 +463,7 @@ class TestPictures:
         np.testing.assert_array_equal(found, counts)
         step, (picture,) = board.pictures("train", "confusion")
         assert step == 3
-        np.testing.assert_array_equal(picture, pictures.draw(counts))
+        np.testing.assert_array_equal(picture, drawing.confusion(counts, named))
 
     def test_confusion_of_rows_of_numbers(self, run):
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
@@ -479,7 +482,7 @@ class TestPictures:
 
     def test_a_picture_of_a_matrix(self):
         counts = np.array([[4, 0, 0], [1, 0, 3], [0, 0, 0]])
-        picture = pictures.draw(counts)
+        picture = drawing.matrix(counts)
         cell = picture.shape[0] // 3
         found = picture[cell // 2 :: cell, cell // 2 :: cell].astype(int)
         blue, red = found[..., 2] > found[..., 0], found[..., 0] > found[..., 2]
@@ -489,9 +492,50 @@ class TestPictures:
         # Three of four are darker than one of four.
         assert found[1, 2].sum() < found[1, 0].sum()
 
+    def test_a_matrix_has_words_beside_it(self):
+        """Names at the rows and below the columns: another name is seen there."""
+        counts, side = np.array([[4, 0], [1, 3]]), drawing.matrix(np.eye(2)).shape[0]
+        picture = drawing.confusion(counts, ["ant", "bee"])
+        other = drawing.confusion(counts, ["ant", "eeb"])
+        assert picture.shape == other.shape
+        top, right = 6, picture.shape[1] - 6
+        left, bottom = right - side, top + side
+        rows, columns = np.nonzero((picture != other).any(axis=-1))
+        beside, below = columns < left, rows >= bottom
+        assert beside.any() and below.any() and (beside | below).all()
+        # The second row, and the second column.
+        assert (rows[beside] >= top + side // 2).all()
+        assert (columns[below] >= left + side // 2).all()
+        # Inside are the counts, and nowhere else is something between the cells.
+        inside = picture[top:bottom, left:right]
+        changed = (inside != drawing.matrix(counts)).any(axis=-1)
+        cells = changed.reshape(2, side // 2, 2, side // 2).any(axis=(1, 3))
+        np.testing.assert_array_equal(cells, counts > 0)
+
+    def test_pictures_have_their_words_below_them(self):
+        images = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4, 1)
+        found = drawing.sheet(images, ["ant", "bee", "cat"])
+        # Two in a row, with squares for pixels.
+        corner = found[6:102:24, 6:102:24, 0]
+        np.testing.assert_array_equal(corner, images[0, ..., 0])
+        other = drawing.sheet(images, ["ant", "eeb", "cat"])
+        rows, columns = np.nonzero((found != other).any(axis=-1))
+        assert rows.min() >= 102 and rows.max() < 125 and columns.min() >= 108
+
+    def test_a_font_of_ascii(self):
+        assert drawing.plain("Ägyptische Katze") == "Agyptische Katze"
+        assert drawing.plain("本") is drawing.plain("a\n") is None
+        classes = pictures.Classes(["é", "本"])
+        assert [classes.drawn(label) for label in range(2)] == ["e", "1"]
+        assert classes[1] == "本"
+
     def test_many_classes_have_no_table(self, run):
         counts = np.diag(np.arange(1000))
-        assert pictures.draw(counts).shape == (1000, 1000, 3)
+        assert drawing.matrix(counts).shape == (1000, 1000, 3)
+        height, width, _ = drawing.confusion(
+            counts, [str(k) for k in range(1000)]
+        ).shape
+        assert 1000 < height < 1100 and 1000 < width < 1100
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(21)])
         rows = tf.data.Dataset.from_tensor_slices((np.ones((2, 2)), [0, 20])).batch(2)
         writer = tf.summary.create_file_writer(str(run.folder / "train"))
@@ -511,6 +555,7 @@ class TestDashboards:
             "samples_per_sec/tower_0": 1.0,
             "step_ms/input": 1.0,
             "step_ms/compute": 1.0,
+            "step_ms/python": 1.0,
             "step_ms/tower_0": 1.0,
             "waiting": 0.5,
             "device/cpu:0/rss_mb": 1.0,

@@ -25,6 +25,7 @@ from PIL import Image
 from tests import warm
 from tests.terminal import read_all
 from towers import devices, input_pipeline, train
+from towers.report.read import read
 
 ROOT = Path(__file__).parents[2]
 # Of an epoch of digits: 1,437 images at 64 a batch.
@@ -178,7 +179,7 @@ def killed(data_dir, tmp_path_factory):
 
 
 def loss(folder):
-    return json.loads((folder / "summary.json").read_text())["test_loss"]
+    return json.loads((folder / "summary.json").read_text())["val_loss"]
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ def test_what_a_run_says(trained):
     for tower in (0, 1):
         assert re.search(rf"^ +{tower} +/device:CPU:{tower} .* 32$", out, re.M)
     assert "Variables live on /device:CPU:0" in out
-    assert re.search(r"^Model cnn: [\d,]+ parameters\.$", out, re.M)
+    assert re.search(r"^Model cnn: [\d,]+ parameters \([\d.,]+ KB\)\.$", out, re.M)
     data = "Data digits: 1,437 training images of 8x8x1, 10 classes"
     assert f"{data}, 0.1 MB of pixels kept in memory.\n" in out
     # One line an interval, and one an epoch.
@@ -281,9 +282,9 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
     ).map(lambda images, labels: (input_pipeline.normalize(images), labels))
     model = keras.models.load_model(trained.path / "model.keras")
     plain = model.evaluate(test, verbose=0, return_dict=True)
-    assert summary["test_accuracy"] == pytest.approx(plain["accuracy"], abs=1e-6)
-    assert summary["test_loss"] == pytest.approx(plain["loss"], rel=1e-5)
-    assert f"test accuracy {plain['accuracy']:.4f}" in trained.stdout
+    assert summary["val_accuracy"] == pytest.approx(plain["accuracy"], abs=1e-6)
+    assert summary["val_loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert f"validation accuracy {plain['accuracy']:.4f}" in trained.stdout
     assert int(model.optimizer.iterations) == EPOCHS * STEPS
 
     assert summary["images_per_sec"] > 0
@@ -315,7 +316,9 @@ def test_tensorboard_has_the_flags_and_both_runs(trained):
     assert {"epoch_accuracy", "batch_accuracy"} <= tags["validation"].keys()
     learning = {"samples_per_sec/tower_1", "step_ms/compute", "waiting"}
     assert {*learning, "input", "confusion", "confusion_counts"} <= tags["train"].keys()
-    assert {"devices", "versions", "verdict"} <= tags["train"].keys()
+    assert {"model", "devices", "versions", "verdict"} <= tags["train"].keys()
+    text = tf.make_ndarray(tags["train"]["model"].tensor).item().decode()
+    assert "Total params" in text and "conv2d" in text
     text = tf.make_ndarray(tags["train"]["versions"].tensor).item().decode()
     assert f"    TensorFlow: {tf.__version__}\n" in text
     text = tf.make_ndarray(tags["train"]["flags"].tensor).item().decode()
@@ -324,9 +327,44 @@ def test_tensorboard_has_the_flags_and_both_runs(trained):
     assert text == textwrap.indent(flags, "    ")
 
 
+def test_a_step_takes_as_long_in_all_places(trained):
+    """In the last lines, in summary.json, and, step by step, in TensorBoard."""
+    summary = json.loads((trained.path / "summary.json").read_text())
+    split = summary["step_ms"]
+    said = float(re.search(r"a step: ([\d.,]+) ms", summary["measured"])[1])
+    assert said == pytest.approx(sum(split.values()), abs=0.051)
+    assert summary["waiting"] == pytest.approx(split["input"] / sum(split.values()))
+    scalars = read(str(trained.path)).train.scalars
+    for name, ms in split.items():
+        curve = scalars[f"step_ms/{name}"]
+        # The first 10 steps are left out.
+        mean = np.average(curve.values, weights=np.diff(curve.steps, prepend=10))
+        assert mean == pytest.approx(ms, rel=1e-3, abs=1e-4), name
+    waiting, parts = (
+        scalars["waiting"],
+        sum(scalars[f"step_ms/{name}"].values for name in split),
+    )
+    expected = scalars["step_ms/input"].values / parts
+    np.testing.assert_allclose(waiting.values, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_epochs_and_the_models_size_are_the_same_in_all_places(trained):
+    run_ = read(str(trained.path))
+    epochs = list(range(1, EPOCHS + 1))
+    for events in (run_.train, run_.validation):
+        assert events.scalars["epoch_loss"].steps.tolist() == epochs
+    lines = re.findall(r"^epoch (\d+)/8 done", trained.stdout, re.M)
+    assert [int(each) for each in lines] == epochs
+    assert run_.summary["epochs"] == EPOCHS
+    count = keras.models.load_model(trained.path / "model.keras").count_params()
+    assert run_.summary["parameters"] == run_.train.scalars["parameters"].last == count
+    assert f"{count:,} parameters" in trained.stdout
+    assert f"{count:,} parameters" in run_.train.texts["model"]
+
+
 def test_the_default_job_learns_the_digits(trained):
     summary = json.loads((trained.path / "summary.json").read_text())
-    assert summary["test_accuracy"] >= 0.98
+    assert summary["val_accuracy"] >= 0.98
     assert len(summary["towers"]) == 2
 
 
@@ -418,7 +456,7 @@ def test_flags_at_work(data_dir, tmp_path, flags, steps):
     )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == steps
-    assert np.isfinite(summary["test_loss"])
+    assert np.isfinite(summary["val_loss"])
     assert ours(done) == []
     broken_off = f"epoch 1/1 broken off, step {steps}" in done.stdout
     assert broken_off == any("max_train_steps" in flag for flag in flags)
@@ -430,7 +468,7 @@ def test_shares_and_loss_placement(one_epoch, shared):
     even, uneven = (
         json.loads((path / "summary.json").read_text()) for path in (one_epoch, shared)
     )
-    for name in ("test_loss", "test_accuracy"):
+    for name in ("val_loss", "val_accuracy"):
         assert uneven[name] == pytest.approx(even[name], rel=1e-4)
 
 
@@ -442,7 +480,7 @@ def test_images_in_folders(tmp_path):
     )
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == 3  # of 21 images, as two are held out
-    assert "test_accuracy" in summary
+    assert "val_accuracy" in summary
 
 
 def test_rows_of_numbers(tmp_path):
@@ -461,7 +499,7 @@ def test_rows_of_numbers(tmp_path):
     )
     assert "90 rows of 3 numbers to train on, 2 classes" in done.stdout
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["test_accuracy"] > 0.9
+    assert summary["val_accuracy"] > 0.9
 
 
 def test_where_examples_are_kept_changes_no_result(one_epoch, data_dir, tmp_path):
@@ -798,7 +836,7 @@ def test_finished_and_started_again(trained, data_dir, tmp_path):
         json.loads((folder / "summary.json").read_text())
         for folder in (trained.path, path)
     )
-    for name in ("images_per_sec", "waiting", "verdict", "measured"):
+    for name in ("images_per_sec", "step_ms", "waiting", "verdict", "measured"):
         assert after[name] == before[name] is not None
 
 
@@ -807,9 +845,11 @@ def test_eval_only(trained, data_dir):
     done = run(f"--data_dir={data_dir}", f"--model_dir={trained.path}", "--eval_only")
     summary = json.loads((trained.path / "summary.json").read_text())
     last = done.stdout.splitlines()[-1]
-    found = re.fullmatch(r"test accuracy ([\d.]+), test loss ([\d.]+)", last)
-    assert float(found[1]) == pytest.approx(summary["test_accuracy"], abs=1e-4)
-    assert float(found[2]) == pytest.approx(summary["test_loss"], abs=1e-4)
+    found = re.fullmatch(
+        r"validation accuracy ([\d.]+), validation loss ([\d.]+)", last
+    )
+    assert float(found[1]) == pytest.approx(summary["val_accuracy"], abs=1e-4)
+    assert float(found[2]) == pytest.approx(summary["val_loss"], abs=1e-4)
     assert snapshot(trained.path) == before
     # Nothing is read twice, so nothing is kept.
     assert "kept" not in done.stdout and "kept" in trained.stdout

@@ -7,11 +7,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.callbacks import drawing
+
 # Of more examples than that, the first ones: it takes as long as their evaluation.
 _MOST_EXAMPLES = 10_000
 # Of more classes than that, nobody reads a table.
 _MOST_CLASSES = 20
-_SIDE = 480  # pixels
 
 
 class Classes:
@@ -23,9 +24,15 @@ class Classes:
     def __getitem__(self, label: Any) -> str:
         return self._names[int(label)] if self._names else str(int(label))
 
+    def drawn(self, label: Any) -> str:
+        """The name as it is drawn: the number, if the font lacks a letter."""
+        return drawing.plain(self[label]) or str(int(label))
+
 
 def write_examples(batches: Iterable, classes: Classes, most: int = 9) -> None:
-    """Writes the first examples, as `input`, and what they are, as `input_labels`.
+    """Writes the first examples, each with its class.
+
+    Tags are `input` (one picture of all) and `input_labels` (the same classes as text).
 
     Args:
         batches: Pairs of (uint8 images [B, H, W, C], labels [B]).
@@ -33,8 +40,9 @@ def write_examples(batches: Iterable, classes: Classes, most: int = 9) -> None:
         most: How many to write.
     """
     images, labels = next(iter(batches))
-    _write_images("input", images[:most])
-    # A tag is of one kind only, so not the pictures' own.
+    drawn = [classes.drawn(label) for label in labels[:most]]
+    _write_image("input", drawing.sheet(images[:most].numpy(), drawn))
+    # A tag is of one kind only, so not the picture's own.
     _write_list("input_labels", [classes[label] for label in labels[:most]])
 
 
@@ -43,8 +51,8 @@ def write_mistakes(
 ) -> None:
     """Writes what a model takes for what, all together and some of it as pictures.
 
-    Tags are `confusion` (a picture, see `draw`), `confusion_counts` (the same in
-    numbers, if there are few classes), `misclassified` and `misclassified_as`.
+    Tags are `confusion` (a picture), `confusion_counts` (the same as a table, if there
+    are few classes), `misclassified` (one picture of some) and `misclassified_as`.
 
     Args:
         model: The model; it returns a value for each class.
@@ -53,7 +61,7 @@ def write_mistakes(
         classes: The names of the classes.
         most: How many examples to show.
     """
-    pictures, lines, counts = [], [], None
+    pictures, captions, lines, counts = [], [], [], None
     for images, labels, outputs in _predicted(model.predict_on_batch, batches):
         guesses = np.argmax(outputs, axis=-1)
         if counts is None:
@@ -62,41 +70,22 @@ def write_mistakes(
         for i in np.flatnonzero(guesses != labels)[: most - len(lines)]:
             pictures.append(images[i])
             lines.append(f"{classes[labels[i]]}, taken for {classes[guesses[i]]}")
+            names = (classes.drawn(each) for each in (labels[i], guesses[i]))
+            captions.append("\ntaken for ".join(names))
         if counts.sum() >= _MOST_EXAMPLES:
             break
     if lines:
         if len(pictures[0].shape) == 3:
-            _write_images("misclassified", tf.stack(pictures))
+            _write_image("misclassified", drawing.sheet(np.stack(pictures), captions))
         _write_list("misclassified_as", lines)
-    _write_images("confusion", draw(counts)[np.newaxis])
+    names = [classes.drawn(label) for label in range(len(counts))]
+    _write_image("confusion", drawing.confusion(counts, names))
     if len(counts) <= _MOST_CLASSES:
         tf.summary.text("confusion_counts", table(counts, classes))
 
 
-def draw(counts: np.ndarray) -> np.ndarray:
-    """Draws a confusion matrix: the darker, the more of a row's examples.
-
-    Args:
-        counts: How many of the class of a row were taken for that of a column, [N, N].
-
-    Returns:
-        A picture, uint8 [H, W, 3]: blue where the two agree, else red; white for none.
-    """
-    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    right = np.eye(len(counts), dtype=bool)[..., np.newaxis]
-    full = np.where(right, [8, 48, 107], [165, 15, 21])
-    # The root, so that few mistakes show, too.
-    depth = np.sqrt(share)[..., np.newaxis]
-    colors = np.rint(255 + (full - 255) * depth).astype(np.uint8)
-    cell = max(1, _SIDE // len(counts))
-    picture = colors.repeat(cell, axis=0).repeat(cell, axis=1)
-    if cell >= 8:
-        picture[::cell] = picture[:, ::cell] = 208  # lines between the cells
-    return picture
-
-
 def table(counts: np.ndarray, classes: Classes) -> str:
-    """Returns a confusion matrix as a table in Markdown; see `draw`."""
+    """Returns a confusion matrix as a table in Markdown: a row for each true class."""
     names = [classes[label].replace("|", "\\|") for label in range(len(counts))]
     rows = [
         ["is \\ taken for", *names],
@@ -121,8 +110,8 @@ def _predicted(
         yield images, labels.numpy(), predict(tf.pad(images, missing))[: len(images)]
 
 
-def _write_images(tag, images):
-    tf.summary.image(tag, images, max_outputs=len(images))
+def _write_image(tag, image):
+    tf.summary.image(tag, image[np.newaxis])
 
 
 def _write_list(tag, lines):

@@ -48,9 +48,9 @@ class TensorBoard(keras.callbacks.Callback):
     Scalars have the names of Keras's own callback, `epoch_*` and `batch_*`: what is in
     Keras's logs, and the learning rate. Batches are at the optimizer's step, which goes
     on counting in a resumed run, and so are validation and what was measured; epochs
-    are at the epoch's number. (It is no subclass of Keras's callback, which with an
-    interval of batches drops the scalars of epochs, in 3.15, and counts calls instead
-    of steps.)
+    count from 1, as Keras prints them. (It is no subclass of Keras's callback, which
+    with an interval of batches drops the scalars of epochs, in 3.15, and counts calls
+    instead of steps.)
 
     What costs more than a scalar is written at the start, at the end of an epoch, or at
     the end. Where something cannot be written, the callback says so, and writes no
@@ -165,8 +165,8 @@ class TensorBoard(keras.callbacks.Callback):
         parts["train"] = self._with_rate(parts["train"])
         for run, values in parts.items():
             if values:
-                self._write_scalars(run, "epoch", values, epoch)
-        with self._writer("train").as_default(epoch):
+                self._write_scalars(run, "epoch", values, epoch + 1)
+        with self._writer("train").as_default(epoch + 1):
             if self._hparams:
                 for name, value in parts["validation"].items():
                     tf.summary.scalar(f"{VALIDATION}{name}", value)

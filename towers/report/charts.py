@@ -8,12 +8,16 @@ from collections.abc import Mapping
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
 from towers.report.read import Series
 
 # Blue and orange first: they differ in grey, and to most eyes.
 _COLORS = ("#1f5fa8", "#e07b00", "#2a8c57", "#a8326f", "#6b5bb5", "#8a6d3b", "#4a9fb5")
+# Curves may be the same, as two towers' often are. Each is thinner than those below it,
+# and only the lowest is solid, so that all can be seen.
+_DASHES = ((5, 2.5), (2, 2), (8, 2, 2, 2), (4, 4), (1, 2), (8, 4))
+_WIDTHS = (1.4, 3.4)
 _MOST_POINTS = 500
 _STYLE = {
     # Text stays text: it is small, can be searched, and takes the page's font.
@@ -63,11 +67,25 @@ def lines(
     """
 
     def draw(axes):
-        for label, series in curves.items():
+        widths = np.linspace(*_WIDTHS, max(len(curves), 3))[: len(curves)][::-1]
+        for k, (label, series) in enumerate(curves.items()):
             steps, values = _thinned(series.steps, series.values)
-            marker = "." if len(steps) <= 40 else None
-            options = {"marker": marker, "markersize": 4, "gid": _slug(label)}
-            axes.plot(steps, values, label=label, **options)
+            axes.plot(
+                steps,
+                values,
+                label=label,
+                gid=_slug(label),
+                linewidth=widths[k],
+                dashes=_DASHES[(k - 1) % len(_DASHES)] if k else (),
+                marker="o" if len(steps) <= 40 else None,
+                markersize=2 + 1.5 * widths[k],
+            )
+        every = {step for series in curves.values() for step in series.steps}
+        if len(every) == 1:
+            # Matplotlib would show a thousandth of a step on both sides.
+            (step,) = every
+            axes.set_xlim(step - 1, step + 1)
+            axes.set_xticks([step])
         if from_zero:
             axes.update_datalim([(steps[0], 0)])
             axes.autoscale_view()
@@ -126,7 +144,8 @@ def _svg(name, draw, x_label, legend):
         axes = figure.subplots()
         draw(axes)
         axes.set_xlabel(x_label)
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        if not isinstance(axes.xaxis.get_major_locator(), FixedLocator):
+            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
         if legend:
             # Above the curves, where it hides none.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 
 import markupsafe
@@ -14,7 +13,7 @@ from towers.report.read import Run, Series
 # They stand in Keras's logs beside what is learned.
 _SPEEDS = ("images_per_sec", "samples_per_sec", "learning_rate")
 # The parts of a step, one after the other.
-_PARTS = ("input", "copy", "compute", "reduce")
+_PARTS = ("input", "copy", "compute", "reduce", "python")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +58,13 @@ _MEASURES = {
 def learning(run: Run) -> Iterator[Figure]:
     """Draws the loss, the metrics and the learning rate.
 
-    Over epochs, of which training's value is the mean; over steps while there is only
-    one epoch.
+    Over epochs, of which training's value is the mean; over steps while there is at
+    most one epoch, and more than one step.
     """
-    parts, x_label = _by_epoch(run), "epoch"
-    if max((len(found.steps) for found in parts["train"].values()), default=0) < 2:
-        parts, x_label = _with_prefix(run, "batch_"), "step"
+    parts, x_label = _with_prefix(run, "epoch_"), "epoch"
+    batches = _with_prefix(run, "batch_")
+    if _points(parts) < 2 and _points(batches) > _points(parts):
+        parts, x_label = batches, "step"
     names = {name: None for part in parts.values() for name in part}
     for name in sorted(names, key=lambda name: name != "loss"):
         curves = {kind: part[name] for kind, part in parts.items() if name in part}
@@ -78,11 +78,12 @@ def results(run: Run) -> dict[str, float]:
     """Returns the figures that the run ended with, or has come to, by name."""
     if run.summary:
         return {
-            name.replace("_", " "): value
+            f"{kind} {name.removeprefix(prefix).replace('_', ' ')}": value
+            for prefix, kind in (("val_", "validation"), ("train_", "train"))
             for name, value in run.summary.items()
-            if name.startswith(("test_", "train_"))
+            if name.startswith(prefix)
         }
-    parts = _by_epoch(run)
+    parts = _with_prefix(run, "epoch_")
     kind = "validation" if parts["validation"] else "train"
     return {
         f"{kind} {name}, epoch {found.steps[-1]}": found.last
@@ -95,8 +96,9 @@ def towers(scalars: Mapping[str, Series]) -> dict[str, Series]:
     return _towers("samples_per_sec/", scalars)
 
 
-def speed(scalars: Mapping[str, Series]) -> Iterator[Figure]:
+def speed(run: Run) -> Iterator[Figure]:
     """Draws throughput, a step's time in its parts, waiting and staleness."""
+    scalars = run.train.scalars
     rates = towers(scalars)
     if "samples_per_sec" in scalars:
         rates = {"all": scalars["samples_per_sec"], **rates}
@@ -104,9 +106,8 @@ def speed(scalars: Mapping[str, Series]) -> Iterator[Figure]:
         yield _lines("Images per second", rates, from_zero=True)
     times = _below("step_ms/", scalars)
     if parts := {name: times[name] for name in _PARTS if name in times}:
-        whole = sum(statistics.fmean(part.values) for part in parts.values())
         yield Figure(
-            f"Time of a step, ms: {whole:,.1f} on average",
+            f"Time of a step, ms: {_mean_step(run, parts)}",
             markupsafe.Markup(charts.stacked("Time of a step", parts)),
         )
     if computing := _towers("step_ms/", scalars):
@@ -117,6 +118,21 @@ def speed(scalars: Mapping[str, Series]) -> Iterator[Figure]:
         yield _lines(caption, waiting, from_zero=True, percent=True)
     if staleness := _below("towers/staleness_", scalars):
         yield _lines("Staleness of updates", staleness, from_zero=True)
+
+
+def _mean_step(run, parts):
+    """Says how long a step takes: as the text does, where there is one."""
+    if known := run.summary.get("step_ms"):
+        whole = sum(known.values())
+        scope = " in the last part" if len(run.train.sessions) > 1 else ""
+    else:
+        # A value is the mean of the steps since the last one.
+        whole = sum(
+            np.average(part.values, weights=np.diff(part.steps, prepend=0))
+            for part in parts.values()
+        )
+        scope = ""
+    return f"{whole:,.1f} on average{scope}, without the first steps"
 
 
 def devices(scalars: Mapping[str, Series]) -> Iterator[Figure]:
@@ -149,12 +165,8 @@ def in_words(tag: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _by_epoch(run):
-    # Epochs are counted from 1 wherever people read of them.
-    return {
-        kind: {name: Series(s.steps + 1, s.values) for name, s in found.items()}
-        for kind, found in _with_prefix(run, "epoch_").items()
-    }
+def _points(parts):
+    return max((len(series.steps) for series in parts["train"].values()), default=0)
 
 
 def _with_prefix(run, prefix):

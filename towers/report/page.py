@@ -31,12 +31,14 @@ class Picture:
         width: In pixels of the page.
         small: Whether it is magnified.
         text: What stands below it.
+        alt: What it shows, for those who do not see it.
     """
 
     url: str
     width: int
     small: bool
     text: str
+    alt: str
 
 
 def render(run: Run) -> str:
@@ -68,11 +70,11 @@ def render(run: Run) -> str:
         # Each with its table.
         sections=[
             ("Learning", list(figures.learning(run)), []),
-            ("Speed", list(figures.speed(scalars)), []),
+            ("Speed", list(figures.speed(run)), []),
             ("Devices", list(figures.devices(scalars)), figures.device_table(scalars)),
         ],
         pictures=list(_groups(run.train)),
-        texts={tag: _text(run.train, tag) for tag in ("devices", "versions")},
+        texts={tag: _text(run.train, tag) for tag in ("model", "devices", "versions")},
         flags=run.flags,
     )
 
@@ -111,6 +113,8 @@ def _cards(run: Run) -> Iterator[tuple[str, str]]:
         yield f"{waiting:.0%}", f"of the time waiting{scope}"
     if towers := run.summary.get("towers") or figures.towers(scalars):
         yield str(len(towers)), "tower" if len(towers) == 1 else "towers"
+    if "parameters" in scalars:
+        yield f"{scalars['parameters'].last:,.0f}", "parameters"
     if sessions := run.train.sessions:
         seconds = sum(end - begin for begin, end in sessions)
         yield _duration(seconds), _in_parts(len(sessions))
@@ -164,16 +168,26 @@ def _groups(events: Events) -> Iterator[tuple[str, list[Picture], markupsafe.Mar
 
 
 def _pictures(events, tag):
-    """A tag's pictures, with what the list in Markdown says of each."""
+    """A tag's pictures, with what the list in Markdown says of each.
+
+    Now one picture has all, with its captions drawn; earlier runs have several without.
+    """
     lists = (events.texts.get(f"{tag}_{of}", "") for of in ("as", "labels"))
-    lines = dict(re.findall(r"^(\d+)\. (.*)$", "\n".join(lists), re.MULTILINE))
+    lines = re.findall(r"^\d+\. (.*)$", "\n".join(lists), re.MULTILINE)
+    pngs = events.images[tag]
+    name = figures.in_words(tag)
+    if len(lines) == len(pngs):
+        texts, descriptions = lines, lines
+    else:
+        texts, descriptions = [""] * len(pngs), ["; ".join(lines)] * len(pngs)
     pictures = []
-    for number, png in enumerate(events.images[tag], start=1):
+    for png, text, description in zip(pngs, texts, descriptions, strict=True):
         # Where each PNG file has it.
         (width,) = struct.unpack(">I", png[16:20])
         url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-        line = lines.get(str(number), "")
-        pictures.append(Picture(url, max(width, _SMALL), width < _SMALL, line))
+        small = width < _SMALL
+        alt = ": ".join(filter(None, [name, description]))
+        pictures.append(Picture(url, max(width, _SMALL), small, text, alt))
     return pictures
 
 

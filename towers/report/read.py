@@ -22,6 +22,8 @@ _TYPES = {
     "towers": list,
     "images_per_sec": float | int | None,
     "waiting": float | int | None,
+    "step_ms": dict | None,
+    "parameters": int | None,
     "verdict": str | None,
     "measured": str | None,
     "bad_records": int | None,
@@ -131,6 +133,12 @@ def read(model_dir: str) -> Run:
 def _read_summary(model_dir):
     try:
         summary = json.loads(_read_text(model_dir, "summary.json") or "{}")
+        if not isinstance(summary, dict):
+            raise ValueError("no object")
+        # Runs of earlier versions call validation a test.
+        summary = {
+            re.sub("^test_", "val_", name): each for name, each in summary.items()
+        }
         _check(summary)
         return summary
     except ValueError as error:
@@ -142,14 +150,12 @@ def _read_summary(model_dir):
 
 def _check(summary):
     """Checks what is used of summary.json; it may be empty."""
-    if not isinstance(summary, dict):
-        raise ValueError("no object")
     missing = [name for name in ("epochs", "steps") if name not in summary]
     if summary and missing:
         raise ValueError(f'"{missing[0]}" is missing')
     for name, value in summary.items():
         expected = _TYPES.get(name, object)
-        if name.startswith(("test_", "train_")):
+        if name.startswith(("val_", "train_")):
             expected = float | int
         if not isinstance(value, expected):
             raise ValueError(f'"{name}" is {json.dumps(value)}')
@@ -182,6 +188,10 @@ def _read_events(folder):
     for path in sorted(glob.glob(pattern), key=_made):
         _read_file(path, events, points)
     events.scalars = {tag: _join(found) for tag, found in points.items()}
+    for tag, series in events.scalars.items():
+        # Runs of earlier versions count epochs from 0.
+        if tag.startswith("epoch_") and series.steps[0] == 0:
+            events.scalars[tag] = Series(series.steps + 1, series.values)
     return events
 
 
