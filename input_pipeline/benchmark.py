@@ -10,32 +10,29 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from towers.input_pipeline import startup
+    from towers.input_pipeline import benchmark_flags, startup
 
-    startup.begin("towers.input_pipeline.benchmark")
+    startup.begin(
+        "towers.input_pipeline.benchmark",
+        lambda argv: benchmark_flags.read(argv, __doc__),
+    )
 
 import contextlib
-import functools
 import gc
-import importlib.util
 import json
-import math
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from absl import app, flags
+from absl import flags
 
-from towers.input_pipeline import measure, recipes, report, sources, startup
-from towers.input_pipeline.cache import CACHES, cached
+from towers.input_pipeline import measure, report, sources, startup
+from towers.input_pipeline.cache import cached
 from towers.input_pipeline.checks import blame_records
 from towers.input_pipeline.commands import (
-    check_data_service,
     fail,
-    parse_flags,
     quieten,
     read_image_size,
     read_randaugment,
@@ -45,71 +42,16 @@ from towers.input_pipeline.pipeline import Pipeline
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.input_pipeline.benchmark"
 
-flags.DEFINE_string(
-    "dataset",
-    "digits",
-    "digits, tfds:NAME, tfrecord:GLOB, folder:DIR, ... as in training.",
-)
-flags.DEFINE_string("data_dir", "data", "Where digits and tfds: keep their files.")
-flags.DEFINE_string("split", "train", "train or test; only train is shuffled.")
-flags.DEFINE_string(
-    "image_size", None, "N or HxW to resize images to. Default: as they are."
-)
-flags.DEFINE_integer("batch_size", 64, "Examples in a batch.", lower_bound=1)
-flags.DEFINE_enum("recipe", "none", recipes.RECIPES, "What becomes of images.")
-flags.DEFINE_list(
-    "randaugment", None, "Layers and magnitude of RandAugment, such as 2,9."
-)
-flags.DEFINE_bool("deterministic", False, "Same order for the same seed.")
-flags.DEFINE_enum("cache", "auto", CACHES, "Where to keep examples, as in training.")
-flags.DEFINE_string("cache_dir", None, "Where --cache=disk keeps its files.")
-flags.DEFINE_integer(
-    "shuffle_mb", 256, "Memory to draw the next record from.", lower_bound=0
-)
-flags.DEFINE_string(
-    "data_service", None, "Dispatcher of a tf.data service, as grpc://HOST:PORT."
-)
-flags.DEFINE_integer("num_classes", None, "Classes of tfrecord: data.", lower_bound=1)
-flags.DEFINE_string("image_key", "image/encoded", "Field of the image.")
-flags.DEFINE_string("label_key", "image/class/label", "Field of the label.")
-flags.DEFINE_integer("seed", 0, "Of order and augmentation.", lower_bound=0)
-flags.DEFINE_integer(
-    "examples",
-    None,
-    "Examples to read for each figure. Default: as many as five seconds allow.",
-    lower_bound=1,
-)
-flags.DEFINE_integer(
-    "towers",
-    2,
-    "Towers that share a batch: GPUs, in turn; without a GPU, logical CPUs.",
-    lower_bound=1,
-)
-flags.DEFINE_list(
-    "step_ms",
-    None,
-    "What towers take for a batch, to say how long they would wait for the next. "
-    "Default: 1, 2 and 4 times what the pipeline takes.",
-)
-flags.DEFINE_bool(
-    "ablate", False, "Say also what each trick is worth, by turning it off."
-)
-flags.DEFINE_bool("json", False, "Print one line of JSON instead of tables.")
-flags.DEFINE_string("plot", None, "PNG file for a bar chart (needs matplotlib).")
 
-
-def main(argv: Sequence[str]) -> int:
-    """Measures what the flags describe.
-
-    Args:
-        argv: The program's name, and nothing else.
+def main() -> int:
+    """Measures what the flags describe, which are read and checked.
 
     Returns:
         The exit code.
     """
     try:
         startup.end()
-        pipeline, towers = set_up(argv)
+        pipeline, towers = set_up()
         steps = FLAGS.step_ms and [float(step) for step in FLAGS.step_ms]
         results = describe(pipeline)
         with blame_records(pipeline.source):
@@ -130,11 +72,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def set_up(argv: Sequence[str]) -> tuple[Pipeline, list[str]]:
-    """Checks the flags, and opens the data.
-
-    Args:
-        argv: As for `main`.
+def set_up() -> tuple[Pipeline, list[str]]:
+    """Opens the data.
 
     Returns:
         The pipeline, and the towers' devices.
@@ -142,7 +81,6 @@ def set_up(argv: Sequence[str]) -> tuple[Pipeline, list[str]]:
     Raises:
         ValueError: If any input is bad.
     """
-    check_flags(argv)
     quieten()
     towers = configure_devices(FLAGS.towers)
     source = sources.open_source(
@@ -184,48 +122,6 @@ def set_up(argv: Sequence[str]) -> tuple[Pipeline, list[str]]:
     return pipeline, towers
 
 
-def check_flags(argv: Sequence[str]) -> None:
-    """Checks the flags that can be checked by themselves."""
-    if len(argv) > 1:
-        raise ValueError(
-            f"Received the argument {argv[1]!r}; expected flags only, such as "
-            "--dataset=digits (see --help)."
-        )
-    read_image_size(FLAGS.image_size)
-    read_randaugment(FLAGS.randaugment)
-    for step in FLAGS.step_ms or []:
-        if not _is_time(step):
-            raise ValueError(
-                f"Received --step_ms={','.join(FLAGS.step_ms)}; expected milliseconds "
-                "of at least 0, such as --step_ms=20,50."
-            )
-    if FLAGS.data_service is not None and FLAGS.ablate:
-        raise ValueError(
-            "Received --ablate and --data_service, whose workers have the tricks; "
-            "expected one of them, so measure on one of those machines."
-        )
-    check_data_service(FLAGS.data_service)
-    if FLAGS.plot is not None:
-        folder = os.path.dirname(os.path.abspath(FLAGS.plot))
-        if not FLAGS.plot.endswith(".png") or not os.path.isdir(folder):
-            raise ValueError(
-                f"Received --plot={FLAGS.plot}; expected a PNG file in a folder that "
-                "exists, such as --plot=stages.png."
-            )
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError(
-                f"Received --plot={FLAGS.plot}, but matplotlib, which draws it, is not "
-                "installed; pip install matplotlib, or leave out --plot."
-            )
-
-
-def _is_time(step: str) -> bool:
-    try:
-        return 0 <= float(step) < math.inf
-    except ValueError:
-        return False
-
-
 def configure_devices(towers: int) -> list[str]:
     """Sets up a device for each tower, before TensorFlow initialises."""
     gpus = tf.config.list_physical_devices("GPU")
@@ -252,4 +148,4 @@ def describe(pipeline: Pipeline) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))
+    sys.exit(main())

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from towers.input_pipeline.choices import CACHES
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.sources.arrays import RowSource
 from towers.input_pipeline.sources.base import (
@@ -17,8 +18,6 @@ from towers.input_pipeline.sources.base import (
     fingerprint,
     size_and_time,
 )
-
-CACHES = ("auto", "memory", "disk", "none")
 
 # Of the memory that is free, and of the disk.
 _SHARE = 0.25

@@ -107,6 +107,7 @@ def fail(reason: object, program: str) -> int:
 
 def quieten() -> None:
     """Leaves out what TFDS tells its own authors, and its bars where nobody watches."""
+    logging.use_absl_handler()
     verbosity = flags.FLAGS["verbosity"]
     if not verbosity.present:
         logging.set_verbosity(logging.WARNING)
@@ -116,13 +117,3 @@ def quieten() -> None:
     if not sys.stderr.isatty():
         # tqdm reads this when it is first imported.
         os.environ.setdefault("TQDM_DISABLE", "1")
-
-
-def parse_flags(argv: Sequence[str], program: str) -> list[str]:
-    """Reads the flags, as absl does, but for what is said of a bad one."""
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(fail(f"{error}; see --help.", program))
-    except SystemExit:
-        sys.exit(0)  # absl has shown the help, and calls that an error

@@ -11,9 +11,11 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from towers.input_pipeline import startup
+    from towers.input_pipeline import convert_flags, startup
 
-    startup.begin("towers.input_pipeline.convert")
+    startup.begin(
+        "towers.input_pipeline.convert", lambda argv: convert_flags.read(argv, __doc__)
+    )
 
 import concurrent.futures
 import dataclasses
@@ -32,15 +34,14 @@ import numpy as np
 import tensorflow as tf
 from absl import flags
 
-from towers.input_pipeline import augment, startup
+from towers.input_pipeline import augment, convert_flags, startup
 from towers.input_pipeline.checks import assert_good, blame_records, read_labels
+from towers.input_pipeline.choices import RAW
 from towers.input_pipeline.commands import fail, quieten, read_image_size
 from towers.input_pipeline.decode import Tricks, decode_window
 from towers.input_pipeline.sources import Source, open_source
 from towers.input_pipeline.sources.base import IndexedSource, decode_image
 from towers.input_pipeline.sources.tfrecord import CONVERTER, INFO
-
-RAW = ("auto", "true", "false")
 
 _PROGRAM = "towers.input_pipeline.convert"
 _MANIFEST = ".convert.json"
@@ -528,34 +529,19 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    # Of its own: towers.train has flags of the same names.
-    values = _define_flags()
     try:
         startup.end()
-        _, *names = values(argv)
-        if values.help:
-            print(f"{__doc__}\nFlags:\n{values.get_help()}")
-            return 0
-        if len(names) != 2 or not names[1].removeprefix("tfrecord:"):
-            raise ValueError(
-                f"received {' '.join(names) or 'no arguments'}: expected a source and "
-                "tfrecord:FOLDER, see --help"
-            )
-        _run(*names, values)
+        _run(*convert_flags.read(argv, __doc__))
     except KeyboardInterrupt:
         print(file=sys.stderr)  # ends the progress bar's line
         fail("stopped by Ctrl-C; run it again to go on", _PROGRAM)
         return 130
-    except (flags.Error, ValueError, OSError, tf.errors.OpError) as error:
+    except (ValueError, OSError, tf.errors.OpError) as error:
         return fail(error, _PROGRAM)
     return 0
 
 
-def _run(spec: str, target: str, values: flags.FlagValues) -> None:
-    kind, _, folder = target.partition(":")
-    if kind != "tfrecord" or any(sign in folder for sign in "*?["):
-        raise ValueError(f"received {target!r}: expected tfrecord:FOLDER")
-    size = read_image_size(values.image_size)
+def _run(spec: str, folder: str, values: flags.FlagValues) -> None:
     source = open_source(
         spec,
         data_dir=os.path.expanduser(values.data_dir),
@@ -567,31 +553,10 @@ def _run(spec: str, target: str, values: flags.FlagValues) -> None:
         source,
         os.path.expanduser(folder),
         shards=values.shards,
-        image_size=size,
+        image_size=read_image_size(values.image_size),
         raw=values.raw,
         overwrite=values.overwrite,
     )
-
-
-def _define_flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    own = {"flag_values": values}
-    flags.DEFINE_integer("shards", 8, "Files for each split.", lower_bound=1, **own)
-    flags.DEFINE_string("image_size", None, "Pixels, as 224 or as 240x320.", **own)
-    flags.DEFINE_enum(
-        "raw",
-        "auto",
-        RAW,
-        "Whether to write pixels; auto does for small images of one size.",
-        **own,
-    )
-    flags.DEFINE_bool("overwrite", False, "Remove an earlier conversion first.", **own)
-    flags.DEFINE_string("data_dir", "data", "Where digits and tfds: keep files.", **own)
-    flags.DEFINE_string("image_key", "image/encoded", "Field of the image.", **own)
-    flags.DEFINE_string("label_key", "image/class/label", "Field of the label.", **own)
-    flags.DEFINE_integer("num_classes", None, "None counts them.", **own)
-    flags.DEFINE_bool("help", False, "Show this.", **own)
-    return values
 
 
 if __name__ == "__main__":

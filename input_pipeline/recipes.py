@@ -10,8 +10,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from towers.input_pipeline import augment, randaugment
-
-RECIPES = ("none", "imagenet", "cifar")
+from towers.input_pipeline.choices import RECIPES
 
 
 @dataclasses.dataclass(frozen=True)

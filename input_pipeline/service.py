@@ -16,9 +16,9 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
-from towers.input_pipeline import startup
+from towers.input_pipeline import command_line, startup
 from towers.input_pipeline.commands import fail
 
 FLAGS = flags.FLAGS
@@ -28,33 +28,45 @@ _ROLES = ("dispatcher", "worker")
 
 
 def _define_flags() -> None:
+    group = {"module_name": "Flags"}
     flags.DEFINE_integer(
-        "port", 0, "Port to listen on; 0 takes any.", lower_bound=0, upper_bound=65535
+        "port",
+        0,
+        "Port to listen on; 0 takes any.",
+        lower_bound=0,
+        upper_bound=65535,
+        **group,
     )
     flags.DEFINE_string(
-        "dispatcher", None, "HOST:PORT of a worker's dispatcher, such as node1:5050."
+        "dispatcher",
+        None,
+        "HOST:PORT of a worker's dispatcher, such as node1:5050.",
+        **group,
     )
     flags.DEFINE_string(
-        "address", "localhost", "Name by which others reach a worker's machine."
+        "address",
+        "localhost",
+        "Name by which others reach a worker's machine.",
+        **group,
     )
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Runs a dispatcher or a worker.
-
-    Args:
-        argv: The program's name, and "dispatcher" or "worker".
 
     Returns:
         The exit code.
     """
-    try:
-        role = check(argv)
-    except ValueError as error:
-        return fail(error, _PROGRAM)
     # Whoever starts it has no use for GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    startup.begin(_PROGRAM)
+    role = None
+
+    def read(argv):
+        nonlocal role
+        groups = {"Flags": FLAGS.flags_by_module_dict()["Flags"]}
+        role = check(command_line.read(argv, __doc__, groups))
+
+    startup.begin(_PROGRAM, read)
     from tensorflow.data.experimental import service
 
     # Servers run in threads of their own; this one waits for a signal. Blocked from
@@ -115,4 +127,4 @@ def check(argv: Sequence[str]) -> str:
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    sys.exit(main())

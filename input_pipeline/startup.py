@@ -4,6 +4,7 @@ To import TensorFlow takes seconds. This module does without, to be there before
 """
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import itertools
@@ -13,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import wrapt
 
@@ -31,8 +32,12 @@ _stderr = 2
 _paused = False
 
 
-def begin(program: str, stopped: str = "Stopped by Ctrl-C.") -> None:
-    """Imports TensorFlow without what it says of its start, and sees to plain output.
+def begin(
+    program: str,
+    read: Callable[[Sequence[str]], object] | None = None,
+    stopped: str = "Stopped by Ctrl-C.",
+) -> None:
+    """Reads the flags, then imports TensorFlow without what it says of its start.
 
     --verbosity=0, or more, shows what TensorFlow says, and so does an environment with
     TF_CPP_MIN_LOG_LEVEL=0. Warnings and errors are shown in any case. There is no color
@@ -41,10 +46,12 @@ def begin(program: str, stopped: str = "Stopped by Ctrl-C.") -> None:
 
     Args:
         program: Its name, such as "towers.train".
+        read: Reads and checks the command line, with a ValueError for what is wrong.
         stopped: What to say if Ctrl-C ends it before it calls `end`.
 
     Raises:
-        SystemExit: TensorFlow cannot be imported, which is said.
+        SystemExit: The flags are wrong, or TensorFlow cannot be imported; either is
+            said. Or only the help was asked for.
     """
     # What imports make stays: 600,000 objects. To look for garbage in them again and
     # again, as Python does, takes a quarter of the time.
@@ -59,8 +66,14 @@ def begin(program: str, stopped: str = "Stopped by Ctrl-C.") -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         leave = functools.partial(_leave, f"{program}: {stopped}\n")
         signal.signal(signal.SIGINT, leave)
-    # As in `towers.devices`, for absl's `app.run` is before that: it has a function of
-    # TensorFlow's ask for the GPUs. Here, nothing is said of it where there are none.
+    if read is not None:
+        try:
+            read(sys.argv)
+        except ValueError as error:
+            sys.exit(f"{program}: {' '.join(str(error).split())}")
+    # A crash says where.
+    faulthandler.enable(sys.__stderr__)
+    # As in `towers.devices`, before anything asks for the GPUs.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     try:
         with quiet():

@@ -1,5 +1,6 @@
 """Models by name; see `models.registry`."""
 
-from towers.models.registry import build, check, names
+from towers.input_pipeline import lazy
 
-__all__ = ["build", "check", "names"]
+# As in `towers`.
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

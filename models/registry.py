@@ -8,9 +8,7 @@ Nothing here knows of devices. Data, losses and optimizers are for whoever calls
 and so is the check that a user's own model has `num_classes` outputs.
 """
 
-import ast
 import contextlib
-import difflib
 import functools
 import importlib.util
 import numbers
@@ -22,7 +20,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from towers.models import applications, cnn, lstm, mlp, resnet_cifar
+from towers.models import applications, cnn, lstm, mlp, resnet_cifar, spec
 
 Builder = Callable[[tuple[int, ...], int], keras.Model]
 
@@ -39,16 +37,6 @@ _OWN: dict[str, Builder] = {
 # The only ones that do not need images.
 _ANY_RANK = ("mlp",)
 
-_FORMS = (
-    f"one of {', '.join(_OWN)}, a network of keras.applications such as ResNet50, "
-    "or file.py:function"
-)
-
-
-def names() -> tuple[str, ...]:
-    """Returns every name `build` knows, this project's own first."""
-    return (*_OWN, *sorted(applications.functions()))
-
 
 def build(
     name: str,
@@ -60,7 +48,7 @@ def build(
     """Builds a model by name.
 
     Args:
-        name: A name from `names()`, in any case, or `file.py:function`, where
+        name: A name from `spec.names()`, in any case, or `file.py:function`, where
             `function(input_shape, num_classes)` returns a Keras model.
         input_shape: Shape of one example, without the batch: (height, width,
             channels) for images.
@@ -76,7 +64,7 @@ def build(
         ValueError: If the name, the shape or the number of classes is wrong, or
             the user's file or function fails.
     """
-    check(name)
+    spec.check(name)
     shape = _checked_shape(input_shape)
     if not _is_count(num_classes):
         raise ValueError(
@@ -87,50 +75,16 @@ def build(
         return _builder(name, shape)(shape, int(num_classes))
 
 
-def check(name: str) -> None:
-    """Checks a model's name without building it or running the user's file.
-
-    No device is touched, so flags can be checked before TensorFlow initialises.
-
-    Args:
-        name: As for `build`.
-
-    Raises:
-        ValueError: If there is no such model, file or function.
-    """
-    if not isinstance(name, str) or not name:
-        raise ValueError(
-            f"A model's name must be text, but {name!r} was received; use {_FORMS}."
-        )
-    if _is_user_file(name):
-        _check_user_file(*_split_user_file(name))
-    else:
-        _canonical(name)
-
-
 def _builder(name: str, shape: tuple[int, ...]) -> Builder:
-    if _is_user_file(name):
-        return functools.partial(_build_user_model, *_split_user_file(name))
-    name = _canonical(name)
+    if spec.is_user_file(name):
+        return functools.partial(_build_user_model, *spec.split_user_file(name))
+    name = spec.canonical(name)
     if len(shape) != 3 and name not in _ANY_RANK:
         raise ValueError(
             f"The model {name!r} needs images of shape (height, width, channels), but "
             f"input_shape={shape} was received; use mlp for data that are not images."
         )
     return _OWN.get(name) or functools.partial(applications.build, name)
-
-
-def _canonical(name: str) -> str:
-    """Returns the name as the registry spells it."""
-    known = {each.lower(): each for each in names()}
-    if name.lower() in known:
-        return known[name.lower()]
-    near = difflib.get_close_matches(name.lower(), known, n=3)
-    meant = " or ".join(known[each] for each in near)
-    raise ValueError(
-        f"There is no model {name!r}{f' (did you mean {meant}?)' if near else ''}; "
-        f"use {_FORMS}."
-    )
 
 
 def _is_count(value: object) -> bool:
@@ -175,63 +129,6 @@ def _seeded(seed: int | None) -> Iterator[None]:
 # file.py:function
 
 
-def _is_user_file(name: str) -> bool:
-    return name.endswith(".py") or ".py:" in name
-
-
-def _split_user_file(name: str) -> tuple[Path, str]:
-    path, _, function = name.rpartition(".py:")
-    if not path or not function.isidentifier():
-        raise ValueError(
-            f"A model of your own is named file.py:function, but {name!r} was "
-            "received; add a colon and the name of the function."
-        )
-    return Path(f"{path}.py").expanduser(), function
-
-
-def _check_user_file(path: Path, function: str) -> None:
-    """Finds the function by parsing, since running the file may touch devices."""
-    if not path.is_file():
-        raise ValueError(
-            f"There is no file {str(path)!r} (looked for as {str(path.absolute())!r}) "
-            f"for the model {path}:{function}; correct the path."
-        )
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"The file {str(path)!r} is not valid Python ({error}); correct it."
-        ) from error
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    known = defined | _other_names(tree)
-    # What `import *` brings is known only when the file is run.
-    if function not in known and "*" not in known:
-        raise _no_such_function(path, function, defined)
-
-
-def _other_names(tree: ast.Module) -> set[str]:
-    """Names that may hold a function without a plain `def` at the top level."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            # Also the nested ones, such as under `if` or `try`. One too many is
-            # found out when the file is run.
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.alias):
-            found.add(node.asname or node.name)
-    return found
-
-
-def _no_such_function(path: Path, function: str, defined: set[str]) -> ValueError:
-    has = f"it defines {', '.join(sorted(defined))}" if defined else "it defines none"
-    return ValueError(
-        f"There is no function {function!r} in {str(path)!r} ({has}); name a function "
-        "that takes (input_shape, num_classes) and returns a Keras model."
-    )
-
-
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__} ({' '.join(str(error).split())})"
 
@@ -242,7 +139,7 @@ def _build_user_model(
     module = _load(path)
     build_model = getattr(module, function, None)
     if not callable(build_model):
-        raise _no_such_function(
+        raise spec.no_such_function(
             path, function, {k for k, v in vars(module).items() if callable(v)}
         )
     try:

@@ -149,7 +149,7 @@ def test_a_tensorflow_that_cannot_be_imported(tmp_path, script, reason):
     [
         ("towers.train", "Stopped by Ctrl-C: nothing was saved yet."),
         ("towers.parity", "Stopped by Ctrl-C."),
-        ("towers.input_pipeline.convert", "Stopped by Ctrl-C."),
+        ("towers.input_pipeline.convert digits tfrecord:x", "Stopped by Ctrl-C."),
         ("towers.input_pipeline.benchmark", "Stopped by Ctrl-C."),
         ("towers.input_pipeline.service dispatcher", "Stopped by Ctrl-C."),
     ],

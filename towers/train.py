@@ -7,19 +7,23 @@ Exit codes: 0 done; 1 error; 3 numbers that are not finite; 4 stopped by a stall
 --on_stall=stop; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
-# The command-line door. It reads from top to bottom: the flags, the run, then what the
-# run is made of. All flags are here, and here alone towers, models and input_pipeline
+# The command-line door. It reads from top to bottom: the run, then what the run is made
+# of. All flags are in train_flags.py. Here alone towers, models and input_pipeline
 # meet.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
+    from towers import train_flags
     from towers.input_pipeline import startup
 
-    startup.begin("towers.train", "Stopped by Ctrl-C: nothing was saved yet.")
+    startup.begin(
+        "towers.train",
+        lambda argv: train_flags.read_for_training(argv, __doc__),
+        stopped="Stopped by Ctrl-C: nothing was saved yet.",
+    )
 
 import contextlib
 import dataclasses
-import difflib
 import fcntl
 import functools
 import gc
@@ -31,7 +35,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -39,9 +42,17 @@ from typing import IO, Any
 
 import keras
 import tensorflow as tf
-from absl import app, flags
+from absl import flags
 
-from towers import batch, checkpoints, devices, input_pipeline, model_size, models
+from towers import (
+    batch,
+    checkpoints,
+    devices,
+    input_pipeline,
+    model_size,
+    models,
+    train_flags,
+)
 from towers.callbacks.checkpoint import (
     Checkpoint,
     NotFinite,
@@ -50,7 +61,7 @@ from towers.callbacks.checkpoint import (
 )
 from towers.callbacks.devices import DeviceReport
 from towers.callbacks.lines import Lines
-from towers.callbacks.profile import MOST_STEPS, Profile, can_record
+from towers.callbacks.profile import Profile
 from towers.callbacks.stall import Stall
 from towers.callbacks.starvation import Starvation
 from towers.callbacks.stop_at_step import StopAtStep
@@ -59,21 +70,17 @@ from towers.callbacks.throughput import Throughput
 from towers.callbacks.watch import Watch
 from towers.input_pipeline import quarantine, startup
 from towers.input_pipeline.commands import (
-    check_data_service,
     fail,
-    parse_flags,
     quieten,
     read_image_size,
     read_randaugment,
 )
 from towers.input_pipeline.quarantine import Quarantine
 from towers.model import (
-    BUILDERS,
     TowerModel,
     check_all_reduce,
     multi_gpu_model,
 )
-from towers.reduce import ALGORITHMS
 from towers.resume import ResumeError
 from towers.signals import Stopped
 from towers.tower import ModelError
@@ -109,266 +116,9 @@ _HYPER_PARAMETERS = (
     "seed",
 )
 
-flags.DEFINE_string(
-    "model",
-    "cnn",
-    "mlp, cnn, lstm, resnet20/32/56, a keras.applications network such as "
-    "MobileNetV2, or your own as file.py:function.",
-)
-flags.DEFINE_string(
-    "dataset",
-    "digits",
-    "digits, tfds:NAME, tfrecord:GLOB, array_record:GLOB, parquet:GLOB, csv:GLOB, "
-    "folder:DIR or synthetic:HxWxC:CLASSES.",
-)
-flags.DEFINE_string("data_dir", "data", "Where digits and tfds: keep their files.")
-flags.DEFINE_string(
-    "model_dir",
-    None,
-    "Where checkpoints, logs and the trained model go; started again with the same "
-    "one, a run continues. Default: runs/DATASET_MODEL.",
-)
-flags.DEFINE_integer(
-    "num_gpus", None, "Towers. Default: all GPUs; without a GPU, 2 logical CPUs."
-)
-flags.DEFINE_integer(
-    "batch_size", 64, "Examples in a global batch, shared among the towers."
-)
-flags.DEFINE_integer("train_epochs", 30, "Epochs to train for, in all.")
-flags.DEFINE_string("optimizer", "adam", "sgd, adam, or another of keras.optimizers.")
-flags.DEFINE_float("learning_rate", 0.001, "Learning rate at its highest.")
-flags.DEFINE_enum(
-    "dtype", "fp32", ["fp32", "fp16", "bf16"], "Type to compute in; variables are fp32."
-)
-flags.DEFINE_bool("eval_only", False, "Evaluate the last checkpoint, and stop.")
-flags.DEFINE_bool("clean", False, "Remove an earlier run from model_dir first.")
 
-# Shown by --helpfull only.
-_MORE = {"module_name": "towers.train (further flags)"}
-
-flags.DEFINE_string("eval_dataset", None, "Data set to evaluate on.", **_MORE)
-flags.DEFINE_string(
-    "image_size", None, "N or HxW to resize images to. Default: as they are.", **_MORE
-)
-flags.DEFINE_integer(
-    "num_classes", None, "Classes, where labels are read from files.", **_MORE
-)
-flags.DEFINE_enum(
-    "recipe",
-    "none",
-    input_pipeline.RECIPES,
-    "What becomes of images: resized; a random part, mirrored or not, or the middle in "
-    "evaluation; moved by up to 4 pixels, mirrored or not.",
-    **_MORE,
-)
-flags.DEFINE_list(
-    "randaugment", None, "Layers and magnitude of RandAugment, such as 2,9.", **_MORE
-)
-flags.DEFINE_float(
-    "mixup_alpha", 0.0, "Mixes each tower's examples by MixUp, such as 0.2.", **_MORE
-)
-flags.DEFINE_float(
-    "cutmix_alpha", 0.0, "The same by CutMix, such as 1; with both, in turn.", **_MORE
-)
-flags.DEFINE_enum(
-    "cache",
-    "auto",
-    input_pipeline.CACHES,
-    "Where to keep examples: as pixels if they have one size, else as they are "
-    "encoded, in memory only. auto: in memory if they take a quarter of what is free "
-    "(with --deterministic: 1 GB), else in --cache_dir, if it is given.",
-    **_MORE,
-)
-flags.DEFINE_string("cache_dir", None, "Where --cache=disk keeps its files.", **_MORE)
-flags.DEFINE_integer(
-    "shuffle_mb", 256, "Memory for drawing the next record from, in MB.", **_MORE
-)
-flags.DEFINE_integer(
-    "ram_budget_mb", None, "Memory for batches ahead of use, in MB.", **_MORE
-)
-flags.DEFINE_integer(
-    "prefetch",
-    None,
-    "Batches that are on the towers ahead of use. Default: 2 with GPUs.",
-    **_MORE,
-)
-flags.DEFINE_string(
-    "data_service",
-    None,
-    "Dispatcher of a tf.data service whose workers run the input pipeline, such as "
-    "grpc://localhost:5050.",
-    **_MORE,
-)
-for _name, _split in (("train_split", "train"), ("eval_split", "test")):
-    flags.DEFINE_string(
-        _name,
-        None,
-        f"With digits and tfds:, TFDS's words for what to use as {_split} split, such "
-        "as train[:90%].",
-        **_MORE,
-    )
-flags.DEFINE_string("image_key", "image/encoded", "Field of the image.", **_MORE)
-flags.DEFINE_string("label_key", "image/class/label", "Field of the label.", **_MORE)
-flags.DEFINE_integer(
-    "max_train_steps",
-    None,
-    "Stop after so many steps of the optimizer in all; asynchronous towers make one "
-    "each for every batch.",
-    **_MORE,
-)
-flags.DEFINE_integer(
-    "save_steps", None, "Steps between checkpoints inside of an epoch.", **_MORE
-)
-flags.DEFINE_float("save_minutes", 10.0, "The same in minutes.", **_MORE)
-flags.DEFINE_integer(
-    "keep_checkpoints", 3, "How many to keep, besides the best.", **_MORE
-)
-flags.DEFINE_enum(
-    "on_save_error",
-    "stop",
-    ["stop", "continue"],
-    "What to do if a checkpoint cannot be written.",
-    **_MORE,
-)
-flags.DEFINE_float(
-    "stall_seconds",
-    300.0,
-    "Say what the towers wait for if no call of the graph ends for so long, the first, "
-    "which compiles, among them; 0: never.",
-    **_MORE,
-)
-flags.DEFINE_enum(
-    "on_stall",
-    "wait",
-    ["wait", "stop"],
-    "What to do then: wait on, or stop with exit code 4.",
-    **_MORE,
-)
-flags.DEFINE_enum(
-    "check_numerics",
-    "auto",
-    ["auto", "off"],
-    "At the first loss or gradient that is not finite, stop before anything is "
-    "updated, say in which tower and layer it began, and write the batch to model_dir "
-    "as not_finite.npz; or go on as on one device.",
-    **_MORE,
-)
-flags.DEFINE_enum(
-    "bad_records",
-    "fail",
-    ["fail", "skip"],
-    "What to do with records that cannot be read, decoded or learnt from: end, naming "
-    "the first; or look at all of them before training, list the bad ones in model_dir "
-    "as bad_records.json, and train without them.",
-    **_MORE,
-)
-flags.DEFINE_integer(
-    "max_bad_records", 100, "Of a data set, with --bad_records=skip.", **_MORE
-)
-flags.DEFINE_enum(
-    "lr_schedule",
-    "constant",
-    ["constant", "cosine", "linear", "step"],
-    "How the learning rate falls to 0; step divides it by 10 after 1/2 and 3/4.",
-    **_MORE,
-)
-flags.DEFINE_float("momentum", 0.9, "Of the optimizers that have one.", **_MORE)
-flags.DEFINE_float("weight_decay", 0.0, "The optimizer's weight decay.", **_MORE)
-flags.DEFINE_integer("steps_per_loop", 1, "Steps in one call of the graph.", **_MORE)
-flags.DEFINE_enum(
-    "enable_xla",
-    "auto",
-    ["auto", "true", "false"],
-    "Compile towers and update with XLA; auto: on GPUs, or as --variable_update=auto "
-    "finds it faster.",
-    **_MORE,
-)
-flags.DEFINE_enum(
-    "variable_update",
-    "auto",
-    ["auto", *BUILDERS],
-    "How the variables are updated: at home, in a copy on each tower, by each tower "
-    "without waiting for the others, or whichever of the first two is found faster at "
-    "the start.",
-    **_MORE,
-)
-flags.DEFINE_enum(
-    "all_reduce_alg",
-    "auto",
-    ["auto", *ALGORITHMS],
-    "How --variable_update=replicated adds gradients: on the CPU, on one device, on "
-    "all devices, or by NCCL on several GPUs.",
-    **_MORE,
-)
-flags.DEFINE_integer(
-    "max_staleness",
-    None,
-    "With --variable_update=asynchronous: updates that others may make between a "
-    "tower's reading the variables and its update. Default: any.",
-    **_MORE,
-)
-flags.DEFINE_enum(
-    "local_parameter_device",
-    "cpu",
-    ["cpu", "gpu"],
-    "Where the variables live; gpu is the first tower.",
-    **_MORE,
-)
-flags.DEFINE_list(
-    "tower_shares",
-    None,
-    "Each tower's part of a batch, relative to the others', such as 2,3,3. Default: "
-    "even.",
-    **_MORE,
-)
-flags.DEFINE_enum(
-    "loss_placement",
-    "auto",
-    ["auto", "tower", "gathered"],
-    "Where the loss is computed: on the towers, on the gathered outputs of all, or "
-    "where it is exact.",
-    **_MORE,
-)
-flags.DEFINE_bool(
-    "strict",
-    True,
-    "Refuse a model that towers are seen to compute differently from one device.",
-    **_MORE,
-)
-flags.DEFINE_list("gpu_indices", None, "Which GPUs, such as 0,2.", **_MORE)
-flags.DEFINE_integer("gpu_split", 1, "Logical GPUs to make of each.", **_MORE)
-flags.DEFINE_bool(
-    "allow_growth",
-    None,
-    "Take GPU memory as needed. Default: yes, unless there is a limit.",
-    **_MORE,
-)
-flags.DEFINE_integer(
-    "gpu_memory_limit_mb", None, "Most memory of a GPU to take, in MB.", **_MORE
-)
-flags.DEFINE_bool("soft_placement", True, "Run ops elsewhere if need be.", **_MORE)
-flags.DEFINE_bool("log_device_placement", False, "Log where ops run.", **_MORE)
-flags.DEFINE_integer("seed", 0, "Of weights, order of examples, dropout.", **_MORE)
-flags.DEFINE_bool("deterministic", False, "Same flags, same bits; slower.", **_MORE)
-flags.DEFINE_integer("log_steps", 100, "Steps between lines and scalars.", **_MORE)
-flags.DEFINE_bool(
-    "histograms", False, "Write histograms of the weights after each epoch.", **_MORE
-)
-flags.DEFINE_list(
-    "profile_steps",
-    None,
-    "First and last step to record a trace of for TensorBoard's profile plugin, such "
-    "as 100,110.",
-    **_MORE,
-)
-flags.DEFINE_integer("parity_steps", 3, "Steps that towers.parity compares.", **_MORE)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the job that the flags describe.
-
-    Args:
-        argv: The program's name, and nothing else.
+def main() -> int:
+    """Runs the job that the flags describe, which are read and checked.
 
     Returns:
         The exit code.
@@ -378,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
     job = None
     try:
         startup.end()
-        job = set_up(argv)
+        job = set_up()
         with input_pipeline.blame_records(job.source, job.evaluated[0]):
             run(job)
     except Stopped as stopped:
@@ -511,11 +261,8 @@ class Job:
         return input_pipeline.make_dataset(source, split, **options)
 
 
-def set_up(argv: Sequence[str]) -> Job:
-    """Checks all input and builds what the run needs; of model_dir it only reads.
-
-    Args:
-        argv: As for `main`.
+def set_up() -> Job:
+    """Builds what the run needs, and checks it; of model_dir it only reads.
 
     Returns:
         The run.
@@ -523,8 +270,7 @@ def set_up(argv: Sequence[str]) -> Job:
     Raises:
         ValueError: If any input is bad.
     """
-    check_flags(argv)
-    model_dir = check_model_dir()
+    model_dir = train_flags.check_model_dir()
     folder = os.path.join(model_dir, "checkpoints")
     # Before the data, which TensorFlow may be asked to read.
     placed = configure_devices()
@@ -630,7 +376,7 @@ def run_alone(job: Job) -> None:
         # Of an earlier run; this one has found nothing yet.
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(job.model_dir, _NOT_FINITE))
-        write_text(job, "flags.txt", flags_text())
+        write_text(job, "flags.txt", train_flags.as_text(job.model_dir))
         if job.bad_records is not None:
             path = os.path.join(job.model_dir, _BAD_RECORDS)
             quarantine.write(job.quarantines, path)
@@ -689,7 +435,7 @@ def train(job: Job) -> Watch | None:
         make_tensorboard(job, measures, watch),
         job.checkpoint,
     ]
-    if (steps := read_profile_steps()) is not None:
+    if (steps := train_flags.read_profile_steps()) is not None:
         callbacks.insert(0, Profile(os.path.join(job.model_dir, "train"), *steps))
     if FLAGS.stall_seconds:
         # First, to hear of a batch before it is waited for any other.
@@ -735,7 +481,7 @@ def make_tensorboard(
     """
     found = "\n".join(f"{name}: {value}" for name, value in versions().items())
     texts = {
-        "flags": flags_text(),
+        "flags": train_flags.as_text(job.model_dir),
         "model": model_size.summary_text(job.model),
         "devices": devices.table(job.placed, job.sizes),
         "versions": found,
@@ -803,166 +549,6 @@ def evaluate(job: Job) -> dict[str, float]:
     prefix = "val" if job.held_out else "train"
     logs = job.parallel.evaluate(job.eval_data, verbose=0, return_dict=True)
     return {f"{prefix}_{name}": float(value) for name, value in logs.items()}
-
-
-# Checks. None of them touches a device.
-
-
-def check_flags(argv: Sequence[str]) -> None:
-    """Checks the flags that can be checked by themselves."""
-    if len(argv) > 1:
-        raise ValueError(
-            f"Received the argument {argv[1]!r}; expected flags only, such as "
-            "--model=cnn (see --help)."
-        )
-    for name, least, most in (
-        ("batch_size", 1, None),
-        ("train_epochs", 1, None),
-        ("max_train_steps", 1, None),
-        ("max_staleness", 0, None),
-        ("num_gpus", 1, None),
-        ("num_classes", 1, None),
-        ("steps_per_loop", 1, None),
-        ("log_steps", 1, None),
-        ("save_steps", 1, None),
-        ("save_minutes", 0, None),
-        ("stall_seconds", 0, None),
-        ("keep_checkpoints", 1, None),
-        ("max_bad_records", 0, None),
-        ("mixup_alpha", 0, None),
-        ("cutmix_alpha", 0, None),
-        ("shuffle_mb", 0, None),
-        ("ram_budget_mb", 1, 2**30),
-        ("prefetch", 0, None),
-        ("parity_steps", 1, None),
-        ("seed", 0, 2**32 - 1),
-        ("learning_rate", 0, None),
-        ("momentum", 0, 1),
-        ("weight_decay", 0, None),
-    ):
-        value = FLAGS[name].value
-        if value is None:
-            continue
-        if not least <= value < math.inf or (most is not None and value > most):
-            expected = f"at least {least}" if most is None else f"{least} to {most}"
-            raise ValueError(f"Received --{name}={value}; expected {expected}.")
-    if FLAGS.clean and FLAGS.eval_only:
-        raise ValueError(
-            "Received --clean and --eval_only; expected one of them, as nothing is "
-            "left to evaluate after --clean."
-        )
-    if FLAGS.all_reduce_alg != "auto" and FLAGS.variable_update != "replicated":
-        raise ValueError(
-            f"Received --all_reduce_alg={FLAGS.all_reduce_alg} with --variable_update="
-            f"{FLAGS.variable_update}; it says how replicated adds gradients, so give "
-            "--variable_update=replicated as well."
-        )
-    asynchronous = FLAGS.variable_update == "asynchronous"
-    if FLAGS.max_staleness is not None and not asynchronous:
-        raise ValueError(
-            f"Received --max_staleness={FLAGS.max_staleness} and "
-            f"--variable_update={FLAGS.variable_update}, whose towers wait for one "
-            "another; expected --variable_update=asynchronous, or none."
-        )
-    if FLAGS.deterministic and asynchronous:
-        raise ValueError(
-            "Received --deterministic and --variable_update=asynchronous, where the "
-            "order of updates is left to chance; expected one of them, so use "
-            "--variable_update=parameter_server."
-        )
-    if any(not index.isdigit() for index in FLAGS.gpu_indices or []):
-        raise ValueError(
-            f"Received --gpu_indices={','.join(FLAGS.gpu_indices)}; expected numbers "
-            "of GPUs, such as --gpu_indices=0,2."
-        )
-    for share in FLAGS.tower_shares or []:
-        if not (share.isdecimal() and int(share)):
-            raise ValueError(
-                f"Received --tower_shares={','.join(FLAGS.tower_shares)}; expected a "
-                "positive integer for each tower, such as --tower_shares=2,3,3."
-            )
-    if FLAGS.data_service and FLAGS.cache in ("memory", "disk"):
-        raise ValueError(
-            f"Received --cache={FLAGS.cache} with --data_service, whose workers read "
-            "the files themselves; expected one of the two."
-        )
-    if FLAGS.cache == "disk" and FLAGS.cache_dir is None:
-        raise ValueError(
-            "Received --cache=disk without --cache_dir; expected a folder for its "
-            "files, such as --cache_dir=cache."
-        )
-    if mixes() and FLAGS.loss_placement == "gathered":
-        raise ValueError(
-            "Received --loss_placement=gathered with --mixup_alpha or --cutmix_alpha, "
-            "which mix examples on the towers; expected --loss_placement=auto."
-        )
-    models.check(FLAGS.model)
-    optimizer_class()
-    read_image_size(FLAGS.image_size)
-    read_randaugment(FLAGS.randaugment)
-    read_profile_steps()
-    check_data_service(FLAGS.data_service)
-
-
-def check_model_dir() -> str:
-    """Returns the model_dir; checks that it can be written to, leaving nothing."""
-    slug = "_".join((FLAGS.dataset, FLAGS.model))
-    default = os.path.join("runs", "".join(c if c.isalnum() else "_" for c in slug))
-    path = os.path.abspath(os.path.expanduser(FLAGS.model_dir or default))
-    if FLAGS.eval_only:
-        return path
-    existing = path
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
-    try:
-        # Only writing tells: permissions say nothing of root, /proc or a full disk.
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise ValueError(
-            f"Cannot write to the model_dir {path}: no file can be made in {existing} "
-            f"({error.strerror}); choose another --model_dir."
-        ) from error
-    return path
-
-
-def read_profile_steps() -> tuple[int, int] | None:
-    """Reads the first and the last step to profile, if any."""
-    steps = FLAGS.profile_steps
-    if not steps:
-        return None
-    if all(step.isdecimal() for step in steps) and len(steps) == 2:
-        first, last = map(int, steps)
-        if can_record(first, last):
-            return first, last
-    raise ValueError(
-        f"Received --profile_steps={','.join(steps)}; expected the first and the last "
-        f"of 2 to {MOST_STEPS} steps to record, such as --profile_steps=100,110."
-    )
-
-
-def mixes() -> bool:
-    """Tells whether training examples are mixed."""
-    return bool(FLAGS.mixup_alpha or FLAGS.cutmix_alpha)
-
-
-def optimizer_class() -> type[keras.optimizers.Optimizer]:
-    """Finds the optimizer that --optimizer names."""
-    known = {
-        name.lower(): value
-        for name, value in vars(keras.optimizers).items()
-        if inspect.isclass(value)
-        and issubclass(value, keras.optimizers.Optimizer)
-        # Not those that wrap other optimizers.
-        and "learning_rate" in inspect.signature(value).parameters
-        and name != "Optimizer"
-    }
-    if FLAGS.optimizer.lower() not in known:
-        near = difflib.get_close_matches(FLAGS.optimizer.lower(), known) or known
-        raise ValueError(
-            f"Received --optimizer={FLAGS.optimizer}; expected an optimizer of "
-            f"keras.optimizers, such as {', '.join(near)}."
-        )
-    return known[FLAGS.optimizer.lower()]
 
 
 # What a run is made of.
@@ -1126,7 +712,7 @@ def make_preprocess(outputs: int | None) -> Callable[[Any, Any, bool], tuple[Any
         outputs: How many values the model returns for an image; needed to mix.
     """
     mix = None
-    if mixes():
+    if train_flags.mixes():
         mix = input_pipeline.Mix(
             outputs, FLAGS.mixup_alpha, FLAGS.cutmix_alpha, FLAGS.seed
         )
@@ -1217,7 +803,9 @@ def build_towers(
         all_reduce_alg=FLAGS.all_reduce_alg,
         choice_file=model_dir and os.path.join(model_dir, "variable_update.json"),
         max_staleness=FLAGS.max_staleness,
-        preprocess=make_preprocess(model.output_shape[-1] if mixes() else None),
+        preprocess=make_preprocess(
+            model.output_shape[-1] if train_flags.mixes() else None
+        ),
         prefetch=FLAGS.prefetch,
         check_numerics=FLAGS.check_numerics != "off"
         and model_dir is not None
@@ -1242,7 +830,7 @@ def compile_model(
         steps_per_batch: Steps of the optimizer for a global batch.
     """
     loss = keras.losses.SparseCategoricalCrossentropy
-    if mixes():
+    if train_flags.mixes():
         loss = keras.losses.CategoricalCrossentropy
     model.compile(
         build_optimizer(examples, steps_per_batch),
@@ -1272,7 +860,7 @@ def build_optimizer(
         examples: Examples in an epoch, if known.
         steps_per_batch: Steps of the optimizer for a global batch.
     """
-    make = optimizer_class()
+    make = getattr(keras.optimizers, train_flags.optimizer())
     options = {"learning_rate": learning_rate(examples, steps_per_batch)}
     if "momentum" in inspect.signature(make).parameters:
         options["momentum"] = FLAGS.momentum
@@ -1374,18 +962,6 @@ def bad_records_text(count: int, model_dir: str) -> str:
     """Says how many are passed over, and which."""
     path = os.path.join(model_dir, _BAD_RECORDS)
     return f"Bad records: {count:,} passed over, listed in {path}."
-
-
-def flags_text() -> str:
-    """Returns the resolved flags, in the form that --flagfile reads."""
-    # What to remove, and whether to train, is not part of the run.
-    ours = [
-        flag
-        for module in (FLAGS.find_module_defining_flag("model"), _MORE["module_name"])
-        for flag in FLAGS.flags_by_module_dict().get(module, [])
-        if flag.name not in ("clean", "eval_only") and flag.value is not None
-    ]
-    return "".join(f"{flag.serialize()}\n" for flag in ours)
 
 
 def as_markdown(lines: str) -> str:
@@ -1501,4 +1077,4 @@ def _say_stopped(job: Job | None, cause: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))
+    sys.exit(main())

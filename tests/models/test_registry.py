@@ -10,7 +10,7 @@ import pytest
 
 from tests import warm
 from towers import models
-from towers.models import applications, resnet_cifar
+from towers.models import applications, registry, resnet_cifar, spec
 
 OWN = ("cnn", "lstm", "mlp", "resnet20", "resnet32", "resnet56")
 
@@ -334,6 +334,11 @@ def test_images_too_small_for_an_application():
     assert "at least 75x75" in message
     assert message.endswith("choose larger images or another model.")
     assert "\n" not in message
+
+
+def test_the_names_are_those_of_the_tables():
+    assert set(spec.OWN) == set(registry._OWN)
+    assert set(spec.APPLICATIONS) == set(applications.functions())
 
 
 def test_check_leaves_the_devices_alone():

@@ -19,7 +19,7 @@ from absl.testing import flagsaver
 from tensorflow.data.experimental import service
 
 from tests import warm
-from towers import checkpoints, multi_gpu_model, train
+from towers import checkpoints, multi_gpu_model, train_flags
 from towers.callbacks import stall as stall_module
 from towers.callbacks.checkpoint import Checkpoint
 from towers.callbacks.stall import Stall
@@ -688,7 +688,7 @@ def test_flags(tmp_path):
         flagsaver.flagsaver(**flags),
         pytest.raises(ValueError, match=r"-1\.0; expected"),
     ):
-        train.check_flags(["towers.train"])
+        train_flags.check(["towers.train"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import fcntl
 import glob
+import inspect
 import io
 import json
 import os
@@ -24,7 +25,9 @@ from PIL import Image
 
 from tests import warm
 from tests.terminal import read_all
-from towers import devices, input_pipeline, train
+from towers import devices, input_pipeline, reduce, train, train_flags
+from towers.callbacks import profile
+from towers.model import BUILDERS
 from towers.report.read import read
 
 ROOT = Path(__file__).parents[2]
@@ -397,16 +400,38 @@ def test_progress_bar_on_a_terminal_and_ctrl_c(data_dir, tmp_path):
 
 def test_help_is_short_and_helpfull_complete():
     short, full = run("--help").stdout, run("--helpfull").stdout
-    for flag in ("--model:", "--dataset:", "--num_gpus:", "--batch_size:"):
-        assert flag in short
-    assert "(default: 'cnn')" in short
-    assert "Exit codes" in short
-    assert len(short.splitlines()) <= 50
+    needed = "model dataset num_gpus batch_size image_size num_classes recipe "
+    needed += "lr_schedule eval_dataset"
+    for flag in needed.split():
+        assert re.search(rf"^  --{flag} ", short, re.M)
+    for line in ("Default: cnn.", "Exit codes", "\nData:\n", "\nDevices:\n"):
+        assert line in short
+    assert len(short.splitlines()) <= 100
     assert "--steps_per_loop" not in short
-    for flag in ("model", "steps_per_loop", "gpu_memory_limit_mb", "flagfile"):
-        assert f"--{flag}:" in full
-    for flag in ("allow_growth", "deterministic"):
-        assert f"--[no]{flag}:" in full
+    for flag in ("model", "steps_per_loop", "gpu_memory_limit_mb", "[no]allow_growth"):
+        assert f"  --{flag}" in full
+    assert full.count("\n  --") == sum(map(len, train_flags.groups().values()))
+    for text in (short, full):
+        assert max(map(len, text.splitlines())) <= 88
+    # TensorFlow's and absl's own.
+    assert not re.search("test_srcdir|xml_output|log_dir|pdb", full)
+
+
+def test_names_that_flags_know_are_those_of_the_tables():
+    """They are checked before what they name is imported."""
+    assert sorted(train_flags.BUILDERS) == sorted(BUILDERS)
+    assert sorted(train_flags.ALL_REDUCE_ALGS) == sorted(reduce.ALGORITHMS)
+    assert train_flags.MOST_PROFILED_STEPS == profile.MOST_STEPS
+    optimizers = {
+        name
+        for name, value in vars(keras.optimizers).items()
+        if inspect.isclass(value)
+        and issubclass(value, keras.optimizers.Optimizer)
+        # Not those that wrap other optimizers.
+        and "learning_rate" in inspect.signature(value).parameters
+        and name != "Optimizer"
+    }
+    assert set(train_flags.OPTIMIZERS) == optimizers
 
 
 @pytest.mark.slow
@@ -547,12 +572,12 @@ class TestInProcess:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_a_signal_after_the_end_is_no_failure(self, monkeypatch, number):
         job = types.SimpleNamespace(source=None, evaluated=[None])
-        monkeypatch.setattr(train, "set_up", lambda argv: job)
+        monkeypatch.setattr(train, "set_up", lambda: job)
         monkeypatch.setattr(train, "run", lambda job: None)
         numbers = signal.SIGINT, signal.SIGTERM
         before = {each: signal.getsignal(each) for each in numbers}
         try:
-            assert train.main(["test"]) == 0
+            assert train.main() == 0
             signal.raise_signal(number)
         finally:
             for each, handler in before.items():
@@ -692,7 +717,7 @@ class TestInProcess:
     )
     def test_bad_flags(self, flags, message):
         with flagsaver.flagsaver(**flags), pytest.raises(ValueError, match=message):
-            train.check_flags(["towers.train"])
+            train_flags.check(["towers.train"])
 
     def test_tower_shares(self):
         placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
@@ -747,7 +772,7 @@ class TestInProcess:
             ({"gpu_indices": ["0", "5"]}, ["5", "2"]),
         ):
             with flagsaver.flagsaver(**flags):
-                assert train.main(["towers.train"]) == 1
+                assert train.main() == 1
             message = capsys.readouterr().err
             assert message.startswith("towers.train: ")
             assert message.count("\n") == 1

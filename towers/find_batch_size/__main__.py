@@ -10,47 +10,33 @@ Exit codes: 0 done; 1 error, or nothing fits; 130 stopped by Ctrl-C; 143 by SIGT
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
+    from towers.find_batch_size import search_flags
     from towers.input_pipeline import startup
 
-    startup.begin("towers.find_batch_size")
+    startup.begin(
+        "towers.find_batch_size", lambda argv: search_flags.read(argv, __doc__)
+    )
 
 import dataclasses
-import functools
-import importlib.util
 import json
-import os
 import signal
 import sys
-from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
-from towers import train
-from towers.find_batch_size import probe, search
+from towers.find_batch_size import search
 from towers.find_batch_size.processes import as_probe, run
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe
 from towers.input_pipeline import startup
-from towers.input_pipeline.commands import fail, parse_flags, quieten
+from towers.input_pipeline.commands import fail, quieten
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.find_batch_size"
 
-flags.DEFINE_integer(
-    "max_batch_size", None, "Largest batch to try. Default: any.", lower_bound=1
-)
-flags.DEFINE_string("plot", None, "PNG or SVG file for a chart (needs matplotlib).")
-flags.DEFINE_bool("json", False, "Print one line of JSON instead of a table.")
-# They are shown by --help.
-flags.adopt_module_key_flags(probe)
-flags.adopt_module_key_flags(train)
 
-
-def main(argv: Sequence[str]) -> int:
-    """Searches as the flags describe.
-
-    Args:
-        argv: The program's name, and nothing else.
+def main() -> int:
+    """Searches as the flags describe, which are read and checked.
 
     Returns:
         The exit code.
@@ -59,30 +45,11 @@ def main(argv: Sequence[str]) -> int:
     quieten()
     try:
         startup.end()
-        check_flags(argv)
         return find()
     except KeyboardInterrupt as stop:
         return _say_stopped(stop)
     except (ValueError, OSError) as error:
         return fail(error, _PROGRAM)
-
-
-def check_flags(argv: Sequence[str]) -> None:
-    """Checks the flags that can be checked by themselves."""
-    train.check_flags(argv)
-    if FLAGS.plot is None:
-        return
-    folder = os.path.dirname(os.path.abspath(FLAGS.plot))
-    if not FLAGS.plot.endswith((".png", ".svg")) or not os.path.isdir(folder):
-        raise ValueError(
-            f"Received --plot={FLAGS.plot}; expected a PNG or SVG file in a folder "
-            "that exists, such as --plot=batch_size.svg."
-        )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            f"Received --plot={FLAGS.plot}, but matplotlib, which draws it, is not "
-            "installed; pip install 'towers[plots]', or leave out --plot."
-        )
 
 
 def find() -> int:
@@ -164,4 +131,4 @@ def _say_stopped(stop: KeyboardInterrupt) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))
+    sys.exit(main())

@@ -18,34 +18,22 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from absl import app, flags
+from absl import flags
 
 from towers import devices, train
-from towers.find_batch_size import search
+
+# It defines flags.
+from towers.find_batch_size import search, search_flags  # noqa: F401
 from towers.input_pipeline import free_memory
-from towers.input_pipeline.commands import parse_flags, quieten
+from towers.input_pipeline.commands import quieten
 from towers.model import check_all_reduce
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.find_batch_size.probe"
-
-flags.DEFINE_integer(
-    "probe_steps",
-    5,
-    "Most steps to measure, after warming up; two are enough if they take long.",
-    lower_bound=1,
-)
-flags.DEFINE_integer(
-    "memory_limit_mb",
-    None,
-    "Without a GPU: most memory for a probe's process to allocate, TensorFlow's own "
-    "included, in MB. Default: what it has, and nine tenths of what is free.",
-    lower_bound=1,
-)
 
 # Calls that are not measured: in the first graphs are built, in the second buffers.
 _WARM_UP = 2
@@ -65,16 +53,12 @@ _NO_MEMORY = re.compile(
 )
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Tries the batch size that the flags name.
-
-    Args:
-        argv: The program's name, and nothing else.
 
     Returns:
         The exit code, 0: what went wrong is said in JSON, too.
     """
-    del argv
     quieten()
     stdout = sys.stdout
 
@@ -254,4 +238,6 @@ def no_memory(text: str) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))
+    # `towers.find_batch_size` has checked them.
+    FLAGS(sys.argv)
+    sys.exit(main())

@@ -6,13 +6,9 @@ import subprocess
 import sys
 from typing import Any
 
-from absl import flags
-
-from towers import train
-from towers.find_batch_size import probe
+from towers.find_batch_size import probe, search_flags
 from towers.find_batch_size.search import Probe
 
-FLAGS = flags.FLAGS
 # Most that a probe may take: compiling a large model with XLA takes minutes.
 _PROBE_S = 900
 
@@ -29,7 +25,9 @@ def run(batch_size: int) -> dict[str, Any]:
     Raises:
         ValueError: If it failed, and not for want of memory.
     """
-    command = [sys.executable, "-m", probe.__name__, *_flags(batch_size)]
+    # Of a flag given twice, the last counts.
+    flags = [*search_flags.for_a_probe(), f"--batch_size={batch_size}"]
+    command = [sys.executable, "-m", probe.__name__, *flags]
     try:
         # It ends the process if anything is raised meanwhile, such as by Ctrl-C.
         done = subprocess.run(
@@ -87,13 +85,3 @@ def as_probe(told: dict[str, Any]) -> Probe:
     """Takes the figures out of what a process told."""
     names = Probe.__dataclass_fields__
     return Probe(**{name: told[name] for name in names if name in told})
-
-
-def _flags(batch_size):
-    ours = FLAGS.flags_by_module_dict()[probe.__name__]
-    return [
-        *train.flags_text().splitlines(),
-        *(flag.serialize() for flag in ours if flag.value is not None),
-        # Of a flag given twice, the last counts.
-        f"--batch_size={batch_size}",
-    ]

@@ -9,36 +9,32 @@ Exit codes: 0 equal; 1 error; 2 not equal; 130 stopped by Ctrl-C.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
+    from towers import train_flags
     from towers.input_pipeline import startup
 
-    startup.begin("towers.parity")
+    startup.begin(
+        "towers.parity", lambda argv: train_flags.read_for_parity(argv, __doc__)
+    )
 
-import functools
 import gc
 import itertools
-from collections.abc import Sequence
+import sys
 from typing import Any
 
 import tensorflow as tf
-from absl import app, flags
+from absl import flags
 
 from towers import batch, devices, input_pipeline, train
 from towers.input_pipeline import startup
-from towers.input_pipeline.commands import fail, parse_flags, quieten, read_randaugment
+from towers.input_pipeline.commands import fail, quieten, read_randaugment
 from towers.parity import check_parity
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.parity"
 
-# They are shown by --help.
-flags.adopt_module_key_flags(train)
 
-
-def main(argv: Sequence[str]) -> int:
-    """Checks the model that the flags describe.
-
-    Args:
-        argv: The program's name, and nothing else.
+def main() -> int:
+    """Checks the model that the flags describe, which are read and checked.
 
     Returns:
         The exit code.
@@ -46,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     quieten()
     try:
         startup.end()
-        return check(argv)
+        return check()
     except KeyboardInterrupt:
         print()
         fail("Stopped by Ctrl-C.", _PROGRAM)
@@ -58,11 +54,8 @@ def main(argv: Sequence[str]) -> int:
         gc.collect()
 
 
-def check(argv: Sequence[str]) -> int:
+def check() -> int:
     """Builds what the flags describe, checks it and says what was found.
-
-    Args:
-        argv: As for `main`.
 
     Returns:
         0 if towers equal one device, else 2.
@@ -70,12 +63,6 @@ def check(argv: Sequence[str]) -> int:
     Raises:
         ValueError: If any input is bad.
     """
-    train.check_flags(argv)
-    if train.mixes():
-        raise ValueError(
-            "Received --mixup_alpha or --cutmix_alpha, which mix each tower's own "
-            "examples and so never equal one device; leave them out."
-        )
     placed = train.configure_devices()
     shares = train.tower_shares(placed)
     source = train.open_source(FLAGS.dataset, FLAGS.num_classes)
@@ -139,4 +126,4 @@ def read_batches(
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=functools.partial(parse_flags, program=_PROGRAM))
+    sys.exit(main())

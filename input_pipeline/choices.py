@@ -1,0 +1,10 @@
+"""Values of flags, for programs that check them before they import TensorFlow."""
+
+# What becomes of images; recipes.py says how.
+RECIPES = ("none", "imagenet", "cifar")
+# Where examples are kept; see cache.py.
+CACHES = ("auto", "memory", "disk", "none")
+# Whether convert.py writes pixels.
+RAW = ("auto", "true", "false")
+# Data sets that are files: KIND:PATH.
+FILE_KINDS = ("tfrecord", "array_record", "parquet", "csv", "folder")

@@ -1,0 +1,3 @@
+from .registry import build as build
+from .spec import check as check
+from .spec import names as names

@@ -1,0 +1,140 @@
+"""What --model can be, and whether it is there; Keras is not needed to tell.
+
+A program checks its flags before it imports TensorFlow, which takes seconds.
+"""
+
+import ast
+import difflib
+from pathlib import Path
+
+# The models of this project; registry.py builds them.
+OWN = ("cnn", "lstm", "mlp", "resnet20", "resnet32", "resnet56")
+# The networks of `keras.applications`.
+APPLICATIONS = tuple(
+    """
+    ConvNeXtBase ConvNeXtLarge ConvNeXtSmall ConvNeXtTiny ConvNeXtXLarge
+    DenseNet121 DenseNet169 DenseNet201 EfficientNetB0 EfficientNetB1
+    EfficientNetB2 EfficientNetB3 EfficientNetB4 EfficientNetB5
+    EfficientNetB6 EfficientNetB7 EfficientNetV2B0 EfficientNetV2B1
+    EfficientNetV2B2 EfficientNetV2B3 EfficientNetV2L EfficientNetV2M
+    EfficientNetV2S InceptionResNetV2 InceptionV3 MobileNet MobileNetV2
+    MobileNetV3Large MobileNetV3Small NASNetLarge NASNetMobile ResNet101
+    ResNet101V2 ResNet152 ResNet152V2 ResNet50 ResNet50V2 VGG16 VGG19
+    Xception
+    """.split()
+)
+
+_FORMS = (
+    f"one of {', '.join(OWN)}, a network of keras.applications such as ResNet50, "
+    "or file.py:function"
+)
+
+
+def names() -> tuple[str, ...]:
+    """Returns every name `build` knows, this project's own first."""
+    return (*OWN, *APPLICATIONS)
+
+
+def check(name: str) -> None:
+    """Checks a model's name without building it or running the user's file.
+
+    The import of Keras is not needed.
+
+    Args:
+        name: As for `registry.build`.
+
+    Raises:
+        ValueError: If there is no such model, file or function.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"A model's name must be text, but {name!r} was received; use {_FORMS}."
+        )
+    if is_user_file(name):
+        _check_user_file(*split_user_file(name))
+    else:
+        canonical(name)
+
+
+def canonical(name: str) -> str:
+    """Returns the name as the registry spells it.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+    known = {each.lower(): each for each in names()}
+    if name.lower() in known:
+        return known[name.lower()]
+    near = difflib.get_close_matches(name.lower(), known, n=3)
+    meant = " or ".join(known[each] for each in near)
+    raise ValueError(
+        f"There is no model {name!r}{f' (did you mean {meant}?)' if near else ''}; "
+        f"use {_FORMS}."
+    )
+
+
+# file.py:function
+
+
+def is_user_file(name: str) -> bool:
+    """Tells whether a name is of the form file.py:function."""
+    return name.endswith(".py") or ".py:" in name
+
+
+def split_user_file(name: str) -> tuple[Path, str]:
+    """Takes file.py:function apart.
+
+    Raises:
+        ValueError: If there is no function, or it is no name of one.
+    """
+    path, _, function = name.rpartition(".py:")
+    if not path or not function.isidentifier():
+        raise ValueError(
+            f"A model of your own is named file.py:function, but {name!r} was "
+            "received; add a colon and the name of the function."
+        )
+    return Path(f"{path}.py").expanduser(), function
+
+
+def _check_user_file(path: Path, function: str) -> None:
+    """Finds the function by parsing, since running the file may touch devices."""
+    if not path.is_file():
+        raise ValueError(
+            f"There is no file {str(path)!r} (looked for as {str(path.absolute())!r}) "
+            f"for the model {path}:{function}; correct the path."
+        )
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"The file {str(path)!r} is not valid Python ({error}); correct it."
+        ) from error
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    known = defined | _other_names(tree)
+    # What `import *` brings is known only when the file is run.
+    if function not in known and "*" not in known:
+        raise no_such_function(path, function, defined)
+
+
+def _other_names(tree: ast.Module) -> set[str]:
+    """Names that may hold a function without a plain `def` at the top level."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            # Also the nested ones, such as under `if` or `try`. One too many is
+            # found out when the file is run.
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return found
+
+
+def no_such_function(path: Path, function: str, defined: set[str]) -> ValueError:
+    """Returns the error that says which functions there are instead."""
+    has = f"it defines {', '.join(sorted(defined))}" if defined else "it defines none"
+    return ValueError(
+        f"There is no function {function!r} in {str(path)!r} ({has}); name a function "
+        "that takes (input_shape, num_classes) and returns a Keras model."
+    )

@@ -1,0 +1,91 @@
+"""The flags of towers.find_batch_size besides those of towers.train."""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+from absl import flags
+
+from towers import train_flags
+from towers.input_pipeline import command_line
+
+FLAGS = flags.FLAGS
+_SEARCH = {"module_name": "Search"}
+_PROBE = {"module_name": "Each size"}
+
+flags.DEFINE_integer(
+    "max_batch_size",
+    None,
+    "Largest batch to try. Default: any.",
+    lower_bound=1,
+    **_SEARCH,
+)
+flags.DEFINE_string(
+    "plot", None, "PNG or SVG file for a chart (needs matplotlib).", **_SEARCH
+)
+flags.DEFINE_bool(
+    "json", False, "Print one line of JSON instead of a table.", **_SEARCH
+)
+flags.DEFINE_integer(
+    "probe_steps",
+    5,
+    "Most steps to measure, after warming up; two are enough if they take long.",
+    lower_bound=1,
+    **_PROBE,
+)
+flags.DEFINE_integer(
+    "memory_limit_mb",
+    None,
+    "Without a GPU: most memory for a probe's process to allocate, TensorFlow's own "
+    "included, in MB. Default: what it has, and nine tenths of what is free.",
+    lower_bound=1,
+    **_PROBE,
+)
+
+
+def read(argv: Sequence[str], doc: str) -> None:
+    """Reads the flags, and checks them.
+
+    Args:
+        argv: The program's name and its arguments.
+        doc: What the program is for.
+
+    Raises:
+        ValueError: If a flag is bad, or there is anything but flags.
+    """
+    ours = {group["module_name"]: list(of(group)) for group in (_SEARCH, _PROBE)}
+    rest = command_line.read(
+        argv,
+        doc,
+        {**ours, **train_flags.groups(train_flags.MAIN)},
+        {**ours, **train_flags.groups()},
+    )
+    train_flags.check(rest)
+    _check_plot()
+
+
+def for_a_probe() -> list[str]:
+    """Returns the flags that a probe's process is to have."""
+    given = [flag.serialize() for flag in of(_PROBE) if flag.value is not None]
+    return [*train_flags.as_text().splitlines(), *given]
+
+
+def of(group: dict[str, str]) -> list[flags.Flag]:
+    """Returns the flags below a heading."""
+    return FLAGS.flags_by_module_dict()[group["module_name"]]
+
+
+def _check_plot() -> None:
+    if FLAGS.plot is None:
+        return
+    folder = os.path.dirname(os.path.abspath(FLAGS.plot))
+    if not FLAGS.plot.endswith((".png", ".svg")) or not os.path.isdir(folder):
+        raise ValueError(
+            f"Received --plot={FLAGS.plot}; expected a PNG or SVG file in a folder "
+            "that exists, such as --plot=batch_size.svg."
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"Received --plot={FLAGS.plot}, but matplotlib, which draws it, is not "
+            "installed; pip install 'towers[plots]', or leave out --plot."
+        )
