@@ -15,3 +15,4 @@ from .sources import Source as Source
 from .sources import open_source as open_source
 from .sources.arrays import ArraySource as ArraySource
 from .sources.base import BadRecordError as BadRecordError
+from .specs import takes as takes

@@ -33,8 +33,8 @@ flags.DEFINE_string("split", "train", "train or test; only train is shuffled.", 
 flags.DEFINE_integer(
     "num_classes", None, "Classes of tfrecord: data.", lower_bound=1, **_DATA
 )
-flags.DEFINE_string("image_key", "image/encoded", "Field of the image.", **_DATA)
-flags.DEFINE_string("label_key", "image/class/label", "Field of the label.", **_DATA)
+flags.DEFINE_string("image_key", None, "Field of the image.", **_DATA)
+flags.DEFINE_string("label_key", None, "Field of the label.", **_DATA)
 
 flags.DEFINE_string(
     "image_size",

@@ -103,7 +103,7 @@ def cached(
         images = tf.experimental.dlpack.from_dlpack(images.__dlpack__())
     else:
         images, labels = _mapped(source, shape, folder)
-    return RowSource(
+    kept = RowSource(
         source.name,
         images,
         labels,
@@ -114,6 +114,8 @@ def cached(
         source.origin,
         note,
     )
+    kept.notes = source.notes
+    return kept
 
 
 def _choose(needed: int, folder: str | None, deterministic: bool) -> str | None:
@@ -147,8 +149,8 @@ def free_memory() -> float:
 def _encoded_bytes(source: Source) -> int:
     """Size of all files, by a sample where there are many."""
     total = 0
-    for split in source.splits:
-        paths = source.files(split)
+    # Two splits may have parts of the same files.
+    for paths in {tuple(source.files(split)) for split in source.splits}:
         some = paths[:: max(len(paths) // _SAMPLE, 1)]
         sizes = [size_and_time(path)[0] for path in some]
         total += sum(sizes) * len(paths) // max(len(some), 1)

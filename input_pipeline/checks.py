@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -30,6 +30,9 @@ _BAD_RECORD = (
 # Reading this much takes seconds; more than that is sampled.
 _SCAN_ALL_BELOW_MB = 256
 _SAMPLE_PER_FILE = 1000
+# Records behind a bad one that tell whether it is one among good ones.
+_LOOK_ON = 20
+_FEW = 0.25
 
 
 def scan_labels(source: Source, split: str) -> None:
@@ -81,8 +84,9 @@ def blame_records(*sources: Source) -> Iterator[None]:
     except _BAD_RECORD as error:
         for source in {id(source.origin): source for source in sources}.values():
             for split in source.splits:
-                if reason := find_bad_record(source, split):
-                    raise BadRecordError(reason) from error
+                bad = find_bad_records(source, split)
+                if record := next(bad, None):
+                    raise _blame(record, check_records(source, record.path)) from error
         raise
 
 
@@ -180,8 +184,24 @@ def read_labels(
         if not record.fault:
             good.append(int(source.parse_one(record.raw)[1]))
         elif not skip_bad:
-            raise BadRecordError(str(record))
+            raise _blame(record, check_records(source, path))
     return np.array(good, np.int64)
+
+
+def _blame(bad: Record, records: Iterable[Record]) -> BadRecordError:
+    """Makes an error of a bad record.
+
+    Args:
+        bad: the first of its file.
+        records: all of the file, in order.
+    """
+    following = (record for record in records if record.number > bad.number)
+    some = [*itertools.islice(following, _LOOK_ON)]
+    faults = sum(bool(record.fault) for record in some)
+    if faults <= _FEW * len(some):
+        return BadRecordError(str(bad))
+    count = f"{faults} of the {len(some)} behind it" if len(some) > 1 else "the next"
+    return BadRecordError(f"{bad}; and {count} cannot be used either", many=True)
 
 
 def _checked(source: Source, record: Record) -> Record:

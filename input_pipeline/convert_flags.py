@@ -57,12 +57,8 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_string(
         "data_dir", "data", "Folder where digits and tfds: keep their files.", **own
     )
-    flags.DEFINE_string(
-        "image_key", "image/encoded", "Field of the image, in records.", **own
-    )
-    flags.DEFINE_string(
-        "label_key", "image/class/label", "Field of the label, in records.", **own
-    )
+    flags.DEFINE_string("image_key", None, "Field of the image, in records.", **own)
+    flags.DEFINE_string("label_key", None, "Field of the label, in records.", **own)
     flags.DEFINE_integer(
         "num_classes",
         None,

@@ -42,7 +42,7 @@ class Quarantine:
 
     def __len__(self) -> int:
         """Records that are passed over, as far as they can be counted."""
-        return sum(map(_count, self.bad.values()))
+        return _count(itertools.chain(*self.bad.values()))
 
 
 def inspect(
@@ -173,7 +173,9 @@ def _sort(source: Source, split: str, most: int) -> tuple[list[Record], int]:
 
 
 def _count(bad: Iterable[Record]) -> int:
-    return sum(record.count or 1 for record in bad)
+    # What cannot be read may hold records of two splits.
+    found = {record.where: record.count or 1 for record in bad}
+    return sum(found.values())
 
 
 def _check_count(source: Source, bad: Sequence[Record], most: int) -> None:

@@ -143,8 +143,8 @@ def main() -> int:
         fail(error, _PROGRAM)
         return 3
     except input_pipeline.BadRecordError as error:
-        # What TFDS has prepared, it prepares again.
-        skips = FLAGS.bad_records == "skip" or "tfds" in FLAGS.dataset
+        # What TFDS has prepared, it prepares again; and most are not to be left out.
+        skips = FLAGS.bad_records == "skip" or "tfds" in FLAGS.dataset or error.many
         hint = "" if skips else "; to train without it, give --bad_records=skip"
         return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
     except (ModelError, ResumeError, SaveError) as error:
@@ -556,17 +556,22 @@ def evaluate(job: Job) -> dict[str, float]:
 
 def open_source(spec: str, num_classes: int | None) -> input_pipeline.Source:
     """Opens a data set as the flags say."""
-    splits = {"train_split": FLAGS.train_split, "test_split": FLAGS.eval_split}
+    options = {name: FLAGS[flag].value for name, flag in train_flags.DATA_FLAGS.items()}
+    options["num_classes"] = num_classes
     if spec != FLAGS.dataset:
-        splits = {}
+        # All of it is for evaluation.
+        options |= {"train_split": None, "eval_fraction": 0}
+    elif FLAGS.eval_dataset is not None:
+        options |= {"test_split": None, "eval_fraction": 0}
     return input_pipeline.open_source(
         spec,
-        **{name: split for name, split in splits.items() if split},
+        **{
+            name: value
+            for name, value in options.items()
+            if value is not None and input_pipeline.takes(spec, name)
+        },
         data_dir=os.path.expanduser(FLAGS.data_dir),
         seed=FLAGS.seed,
-        image_key=FLAGS.image_key,
-        label_key=FLAGS.label_key,
-        num_classes=num_classes,
         skip_bad=FLAGS.bad_records == "skip",
     )
 
@@ -644,7 +649,8 @@ def look_at_records(
                 "one, so check its files."
             )
     if FLAGS.bad_records == "fail":
-        for split in splits:
+        # Two splits may have parts of the same files.
+        for split in {tuple(source.files(split)): split for split in splits}.values():
             input_pipeline.scan_labels(source, split)
         return source, []
     found = quarantine.inspect(source, splits, FLAGS.max_bad_records, known)
@@ -942,6 +948,7 @@ def start_text(job: Job) -> str:
         f"Model {FLAGS.model}: {model_size.size_text(job.model)}.",
         f"Data {job.source.name}: {count} {what}, {job.source.num_classes} classes"
         f"{note}.",
+        *data_notes(job),
     ]
     if job.bad_records:
         lines.append(bad_records_text(job.bad_records, job.model_dir))
@@ -956,6 +963,32 @@ def start_text(job: Job) -> str:
             f"{int(job.model.optimizer.iterations)}."
         )
     return "\n".join(lines)
+
+
+def data_notes(job: Job) -> list[str]:
+    """Says what was decided about the data, and which flags change nothing."""
+    notes = [*job.source.notes]
+    if job.held_out is None:
+        notes.append(
+            "Nothing is held out, so the training data is evaluated on; give "
+            "--eval_dataset to have it otherwise."
+        )
+    else:
+        source, split = job.held_out
+        if FLAGS.eval_dataset is not None:
+            notes += [f"{source.name}: {note}" for note in source.notes]
+        count = source.splits[split]
+        counted = "an unknown number of" if count is None else f"{count:,}"
+        notes.append(f"Evaluation {source.name}: {counted} examples.")
+    if FLAGS["data_dir"].present and not train_flags.uses_data_dir():
+        notes.append(
+            f"Note: --data_dir={FLAGS.data_dir} changes nothing, as only digits and "
+            "tfds: keep files there."
+        )
+    folder = FLAGS.cache_dir and os.path.expanduser(FLAGS.cache_dir)
+    if folder and not job.source.note.endswith(f"kept in {folder}"):
+        notes.append(f"Note: --cache_dir={FLAGS.cache_dir} changes nothing here.")
+    return notes
 
 
 def bad_records_text(count: int, model_dir: str) -> str:

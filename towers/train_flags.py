@@ -18,6 +18,7 @@ from towers.input_pipeline.commands import (
     read_image_size,
     read_randaugment,
 )
+from towers.input_pipeline.specs import kinds_with, takes
 from towers.models import spec
 
 FLAGS = flags.FLAGS
@@ -30,6 +31,18 @@ OPTIMIZERS = (
     *("Lion", "Muon", "Nadam", "RMSprop", "ScheduleFreeAdamW", "SGD"),
 )
 MOST_PROFILED_STEPS = 200
+
+# Flags of the data, by the arguments of `input_pipeline.open_source`.
+DATA_FLAGS = {
+    "image_key": "image_key",
+    "label_key": "label_key",
+    "label_column": "label_column",
+    "feature_columns": "feature_columns",
+    "num_classes": "num_classes",
+    "eval_fraction": "eval_fraction",
+    "train_split": "train_split",
+    "test_split": "eval_split",
+}
 
 # The headings of the help. A flag stands below one of them.
 _DATA = {"module_name": "Data"}
@@ -45,6 +58,7 @@ _GROUPS = _DATA, _IMAGES, _INPUT, _TRAINING, _DEVICES, _TOWERS, _RUN, _WATCHING
 # What --help shows; --helpfull shows all.
 MAIN = (
     *("dataset", "eval_dataset", "data_dir", "num_classes"),
+    *("eval_fraction", "feature_columns", "label_column"),
     *("image_size", "recipe", "cache", "bad_records"),
     *("model", "batch_size", "train_epochs", "optimizer", "learning_rate"),
     *("lr_schedule", "weight_decay", "dtype", "seed", "deterministic"),
@@ -79,11 +93,39 @@ for _name, _split in (("train_split", "train"), ("eval_split", "test")):
         "as train[:90%].",
         **_DATA,
     )
-flags.DEFINE_string(
-    "image_key", "image/encoded", "Field of the image, in records.", **_DATA
+flags.DEFINE_float(
+    "eval_fraction",
+    None,
+    "Part of the records of csv:, parquet: and folder: to hold out for evaluation, "
+    "where no file or folder is held out by its name. Default: 0.1.",
+    **_DATA,
+)
+flags.DEFINE_list(
+    "feature_columns",
+    None,
+    "Columns of numbers of csv: and parquet: to learn from, such as age,fare. Default: "
+    "all but the label's.",
+    **_DATA,
 )
 flags.DEFINE_string(
-    "label_key", "image/class/label", "Field of the label, in records.", **_DATA
+    "label_column",
+    None,
+    "Column of the label of csv: and parquet:. Default: label, class or target, else "
+    "the last one.",
+    **_DATA,
+)
+flags.DEFINE_string(
+    "image_key",
+    None,
+    "Field of the image in tfrecord: and array_record:, column of it in parquet:. "
+    "Default: image/encoded, and image.",
+    **_DATA,
+)
+flags.DEFINE_string(
+    "label_key",
+    None,
+    "Field of the label in tfrecord: and array_record:. Default: image/class/label.",
+    **_DATA,
 )
 flags.DEFINE_enum(
     "bad_records",
@@ -437,6 +479,8 @@ def as_text(model_dir: str | None = None) -> str:
             # What to remove, and whether to train, is not part of the run.
             if flag.name in ("clean", "eval_only"):
                 continue
+            if flag.name == "data_dir" and not uses_data_dir():
+                continue
             value = flag.value
             if flag.name == "model_dir":
                 value = model_dir or value
@@ -555,6 +599,15 @@ def check(argv: Sequence[str]) -> None:
             "Received --cache=disk without --cache_dir; expected a folder for its "
             "files, such as --cache_dir=cache."
         )
+    if FLAGS.cache_dir is not None and (
+        FLAGS.cache in ("memory", "none") or FLAGS.data_service
+    ):
+        other = "data_service" if FLAGS.data_service else f"cache={FLAGS.cache}"
+        raise ValueError(
+            f"Received --cache_dir={FLAGS.cache_dir} with --{other}, which keeps no "
+            "files there; expected --cache=disk or auto, so leave one out."
+        )
+    check_data_flags()
     if mixes() and FLAGS.loss_placement == "gathered":
         raise ValueError(
             "Received --loss_placement=gathered with --mixup_alpha or --cutmix_alpha, "
@@ -566,6 +619,37 @@ def check(argv: Sequence[str]) -> None:
     read_randaugment(FLAGS.randaugment)
     read_profile_steps()
     check_data_service(FLAGS.data_service)
+
+
+def check_data_flags() -> None:
+    """Checks that the flags of the data apply to the data sets that are named."""
+    if FLAGS.eval_fraction is not None and FLAGS.eval_dataset is not None:
+        raise ValueError(
+            f"Received --eval_fraction={FLAGS.eval_fraction} and --eval_dataset="
+            f"{FLAGS.eval_dataset}, which is evaluated on instead; expected one of "
+            "them."
+        )
+    for name, flag in DATA_FLAGS.items():
+        if FLAGS[flag].value is None:
+            continue
+        named = [FLAGS.dataset, FLAGS.eval_dataset]
+        if name == "train_split":
+            named = named[:1]
+        elif name == "test_split" and FLAGS.eval_dataset is not None:
+            named = named[1:]
+        named = [each for each in named if each is not None]
+        if not any(takes(each, name) for each in named):
+            given = FLAGS[flag].serialize()
+            raise ValueError(
+                f"Received {given} for {' and '.join(named)}; expected it only for "
+                f"{kinds_with(name)}, so leave it out."
+            )
+
+
+def uses_data_dir() -> bool:
+    """Tells whether a data set that is named keeps files in --data_dir."""
+    named = FLAGS.dataset, FLAGS.eval_dataset
+    return any(each is not None and takes(each, "data_dir") for each in named)
 
 
 def check_model_dir() -> str:

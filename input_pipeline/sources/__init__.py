@@ -6,24 +6,15 @@ only the file it needs.
 
 import difflib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source
+from towers.input_pipeline.specs import FORMS, kinds_with, takes
 
 __all__ = ["Source", "open_source"]
-
-_FORMS = {
-    "digits": "digits",
-    "tfds": "tfds:NAME",
-    "tfrecord": "tfrecord:GLOB",
-    "array_record": "array_record:GLOB",
-    "parquet": "parquet:GLOB",
-    "csv": "csv:GLOB",
-    "folder": "folder:DIR",
-    "synthetic": "synthetic:HxWxC:CLASSES[:COUNT]",
-}
 
 
 def open_source(
@@ -31,10 +22,13 @@ def open_source(
     *,
     data_dir: str | os.PathLike | None = None,
     seed: int = 0,
-    image_key: str = "image/encoded",
-    label_key: str = "image/class/label",
-    num_classes: int | None = None,
     skip_bad: bool = False,
+    image_key: str | None = None,
+    label_key: str | None = None,
+    label_column: str | None = None,
+    feature_columns: Sequence[str] | None = None,
+    num_classes: int | None = None,
+    eval_fraction: float | None = None,
     **tfds_options: Any,
 ) -> Source:
     """Opens the source that a spec names; writes nothing (``prepare()`` does).
@@ -48,62 +42,89 @@ def open_source(
         data_dir: where ``digits`` and ``tfds:`` keep their files; None for TFDS's
             default folder.
         seed: of the images of ``synthetic:``.
-        image_key: field of the encoded image in tf.Examples; column of ``parquet:``.
-        label_key: field of the label in tf.Examples; column of ``parquet:``, ``csv:``.
-        num_classes: where labels are read from files; None reads every label to find
-            the largest.
         skip_bad: whether to look beyond bad records for what must be known of all;
             they are not passed over by that (see ``Source.without``).
+        image_key: field of the encoded image in tf.Examples, by default
+            ``image/encoded``; column of ``parquet:``, by default ``image``.
+        label_key: field of the label in tf.Examples, by default
+            ``image/class/label``; column of ``parquet:`` and ``csv:``, by default
+            ``label``, ``class`` or ``target``, else the last one.
+        label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``.
+        feature_columns: columns of numbers of ``parquet:`` and ``csv:``; None takes all
+            but the label's.
+        num_classes: where labels are read from files; None reads every label to find
+            the largest.
+        eval_fraction: of the records of ``parquet:``, ``csv:`` and ``folder:`` to hold
+            out, where no file or folder is held out by its name; None for a tenth.
         **tfds_options: ``train_split``, ``test_split``, ``shard`` and ``read_config``
             of ``digits`` and ``tfds:``; see ``TFDSSource``.
 
     Returns:
-        The source.
+        The source. What was decided without being asked for is in its ``notes``.
 
     Raises:
-        ValueError: the spec, or what it names, is not a data set we can read.
+        ValueError: the spec, or what it names, is not a data set we can read, or an
+            argument does not apply to it.
     """
     kind, _, rest = spec.partition(":")
     # All but "digits" need something after the colon.
-    if kind not in _FORMS or bool(rest) == (kind == "digits"):
+    if kind not in FORMS or bool(rest) == (kind == "digits"):
         raise ValueError(
             f"unknown data set {spec!r}: {_hint(spec)}expected one of "
-            f"{', '.join(_FORMS.values())}"
+            f"{', '.join(FORMS.values())}"
         )
-    if tfds_options and kind not in ("digits", "tfds"):
-        raise ValueError(
-            f"received {', '.join(tfds_options)} for {spec!r}: expected only for "
-            "digits and tfds:, leave it out"
-        )
+    options = {
+        "image_key": image_key,
+        "label_key": label_key,
+        "label_column": label_column,
+        "feature_columns": feature_columns,
+        "num_classes": num_classes,
+        "eval_fraction": eval_fraction,
+        **tfds_options,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    for name in options:
+        if not takes(spec, name):
+            raise ValueError(
+                f"received {name} for {spec!r}: expected only for {kinds_with(name)}, "
+                "leave it out"
+            )
+    if takes(spec, "label_column") and "label_key" in options:
+        if label_column is not None:
+            raise ValueError(
+                f"received label_key={label_key} and label_column={label_column}, two "
+                "names of one thing: leave one out"
+            )
+        options["label_column"] = options.pop("label_key")
     try:
         if kind == "digits":
             from towers.input_pipeline.sources.digits import open_digits
 
-            return open_digits(data_dir, **tfds_options)
+            return open_digits(data_dir, **options)
         if kind == "tfds":
             from towers.input_pipeline.sources.tfds_source import open_tfds
 
-            return open_tfds(rest, data_dir, **tfds_options)
+            return open_tfds(rest, data_dir, **options)
         if kind == "tfrecord":
             from towers.input_pipeline.sources.tfrecord import TFRecordSource
 
-            return TFRecordSource(rest, image_key, label_key, num_classes, skip_bad)
+            return TFRecordSource(rest, **options, skip_bad=skip_bad)
         if kind == "array_record":
             from towers.input_pipeline.sources.array_record import ArrayRecordSource
 
-            return ArrayRecordSource(rest, image_key, label_key, num_classes, skip_bad)
+            return ArrayRecordSource(rest, **options, skip_bad=skip_bad)
         if kind == "parquet":
             from towers.input_pipeline.sources.parquet import ParquetSource
 
-            return ParquetSource(rest, image_key, label_key, num_classes, skip_bad)
+            return ParquetSource(rest, **options, skip_bad=skip_bad)
         if kind == "csv":
             from towers.input_pipeline.sources.csv_source import CSVSource
 
-            return CSVSource(rest, label_key, num_classes, skip_bad)
+            return CSVSource(rest, **options, skip_bad=skip_bad)
         if kind == "folder":
             from towers.input_pipeline.sources.image_folder import ImageFolderSource
 
-            return ImageFolderSource(rest)
+            return ImageFolderSource(rest, **options)
         from towers.input_pipeline.sources.synthetic import open_synthetic
 
         return open_synthetic(rest, seed)
@@ -115,9 +136,9 @@ def open_source(
 
 def _hint(spec: str) -> str:
     """What may have been meant by an unknown spec: a form, or a name without tfds:."""
-    near = difflib.get_close_matches(spec.partition(":")[0], _FORMS, n=1)
+    near = difflib.get_close_matches(spec.partition(":")[0], FORMS, n=1)
     if near:
-        return f"did you mean {_FORMS[near[0]]}? "
+        return f"did you mean {FORMS[near[0]]}? "
     from towers.input_pipeline.sources.tfds_source import near_names
 
     near = near_names(spec)

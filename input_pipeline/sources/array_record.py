@@ -34,8 +34,8 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
     def __init__(
         self,
         pattern: str,
-        image_key: str = "image/encoded",
-        label_key: str = "image/class/label",
+        image_key: str | None = None,
+        label_key: str | None = None,
         num_classes: int | None = None,
         skip_bad: bool = False,
     ):

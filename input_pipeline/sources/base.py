@@ -92,6 +92,8 @@ class Source(abc.ABC):
         label_field: what it calls its label.
         passed_over: bad records that are left out, for each split; see ``without``.
         note: what else is to be known, a phrase; may be empty.
+        notes: what was decided without being asked for, such as which records are held
+            out: sentences.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Source(abc.ABC):
     label_field: str = "label"
     passed_over: Mapping[str, Sequence[Record]] = {}
     note: str = ""
+    notes: Sequence[str] = ()
 
     def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)
         """Downloads or writes what is missing; does nothing the second time.
@@ -337,7 +340,16 @@ FAULTS = (tf.errors.OpError, UnicodeDecodeError)
 
 
 class BadRecordError(ValueError):
-    """One record cannot be used; the message names file, position and reason."""
+    """One record cannot be used; the message names file, position and reason.
+
+    Attributes:
+        many: whether most of those behind it cannot be used either, so that it is not
+            the record that is wrong.
+    """
+
+    def __init__(self, message: str, many: bool = False):
+        super().__init__(message)
+        self.many = many
 
 
 def fault_of(error: Exception) -> str:

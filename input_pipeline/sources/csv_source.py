@@ -1,33 +1,39 @@
 """``csv:GLOB``: rows of numbers below a header, one column of which is the label."""
 
+import contextlib
 import csv
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from towers.input_pipeline.sources import columns
 from towers.input_pipeline.sources.base import FAULTS, BadRecordError, Record, fault_of
 from towers.input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
 
-_LABELS = ("label", "class", "target")
+# How TensorFlow says that a field is empty.
+_MISSING = "is required but missing"
 
 
 class CSVSource(StreamFiles):
     """CSV files with the same columns in each.
 
-    "Images" are rows: float32 [F], all columns but the label's, in the files' order. A
-    row is a line that is not blank: line breaks in quotes are not understood.
+    "Images" are rows: float32 [F], the columns of features. A row is a line that is not
+    blank: line breaks in quotes are not understood.
 
     Args:
         pattern: see ``FileSource``.
-        label_key: name of the label's column. Where there is none of this name, it is
-            the one named label, class or target, else the last.
+        label_column: see ``columns.find_label``. Whole numbers from 0 are labels as
+            they are; texts are names of classes, which are numbered in sorted order.
         num_classes: None reads all labels and takes the largest plus one.
         skip_bad: see ``FileSource``.
+        feature_columns: see ``columns.find_features``.
+        eval_fraction: see ``FileSource``.
 
     Raises:
-        ValueError: no file, no row, other columns in one file than in another, text for
-            a number, or a negative label.
+        ValueError: no file, no row, other columns in one file than in another, no such
+            column, text for a number, or a negative label.
     """
 
     encoded = False
@@ -35,37 +41,55 @@ class CSVSource(StreamFiles):
     def __init__(
         self,
         pattern: str,
-        label_key: str,
+        label_column: str | None = None,
         num_classes: int | None = None,
         skip_bad: bool = False,
+        feature_columns: Sequence[str] | None = None,
+        eval_fraction: float | None = None,
     ):
-        super().__init__("csv", pattern, num_classes, skip_bad)
+        super().__init__("csv", pattern, num_classes, skip_bad, eval_fraction)
         first, *others = self._all_files()
-        columns = _header(first)
+        names = _header(first)
         for path in others:
-            if (found := _header(path)) != columns:
+            if (found := _header(path)) != names:
                 raise ValueError(
                     f"{path} has the columns {', '.join(found)} but {first} has "
-                    f"{', '.join(columns)}: expected the same in all files"
+                    f"{', '.join(names)}: expected the same in all files"
                 )
-        self._label = columns.index(find_label(columns, label_key))
-        self.reads = (self._label,)
-        self._columns = columns
-        self.label_field = columns[self._label]
-        self.image_fields = [name for name in columns if name != self.label_field]
-        self._types = [tf.float32] * len(columns)
-        self._types[self._label] = tf.int64
-        self.image_shape = (len(columns) - 1,)
+        self.label_field, note = columns.find_label(first, names, label_column)
+        self.notes = (note,) if note else ()
+        self.image_fields = columns.find_features(
+            first, names, self.label_field, feature_columns
+        )
+        self._columns = names
+        self._label = names.index(self.label_field)
+        self._features = [names.index(name) for name in self.image_fields]
+        self.image_shape = (len(self._features),)
+        # What is not used may be anything. Nothing stands in for what is missing.
+        self._defaults = [tf.constant([""])] * len(names)
+        for place in self._features:
+            self._defaults[place] = tf.constant([], tf.float32)
+        self._defaults[self._label] = tf.constant([], tf.int64)
+        self._find_class = None
+        self._look_at_columns(first, asked=feature_columns is not None)
+        self.reads = (self.label_field, *self.image_fields, self._fraction)
         self._check_first(self._check_row)
+        if self._find_class is not None:
+            self._name_classes(num_classes)
         self._count_classes()
+        self._hold_out()
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
-        # Nothing stands in for what is missing.
-        required = [tf.constant([], kind) for kind in self._types]
-        columns = tf.io.decode_csv(records, required)
-        labels = columns.pop(self._label)
-        return tf.stack(columns, axis=1), labels
+        fields = tf.io.decode_csv(records, self._defaults)
+        rows = tf.stack([fields[place] for place in self._features], axis=1)
+        return rows, self._labels_of(fields[self._label])
+
+    def _labels_of(self, fields: tf.Tensor) -> tf.Tensor:
+        """int64 labels [B] of what stands in their column."""
+        if self._find_class is None:
+            return fields
+        return self._find_class(tf.strings.strip(fields))
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
@@ -83,24 +107,31 @@ class CSVSource(StreamFiles):
             if raw is None:
                 return
             if raw.numpy().strip():
-                yield record.with_raw(raw)
+                if self._has(split, number):
+                    yield record.with_raw(raw)
                 number += 1
 
     def explain(self, fault: str) -> str:
         """See ``Source.explain``."""
         fault = re.sub(r" in record \d+!?", "", fault)
         fault = re.sub(r"(: .{60}).+", r"\1...", fault)  # a field may be of any length
-        return re.sub(
+        fault = re.sub(
             r"^Field (\d+)", lambda found: self._columns[int(found[1])], fault
         )
+        if fault.endswith(_MISSING):
+            fault += (
+                ", expected a value: fill it in, or leave the column out by "
+                "--feature_columns (in Python, feature_columns)"
+            )
+        return fault
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
         """See ``Source.labels``."""
 
         def parse(lines):
-            required = [tf.constant([], tf.int64)]
-            (labels,) = tf.io.decode_csv(lines, required, select_cols=[self._label])
-            return labels
+            default = self._defaults[self._label]
+            (labels,) = tf.io.decode_csv(lines, [default], select_cols=[self._label])
+            return self._labels_of(labels)
 
         lines = self._read(path).take(-1 if limit is None else limit)
         return lines.batch(LABELS_AT_ONCE).map(parse, tf.data.AUTOTUNE)
@@ -108,15 +139,94 @@ class CSVSource(StreamFiles):
     def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
         return _lines(path).filter(lambda line: tf.strings.strip(line) != "")
 
+    def _look_at_columns(self, path: str, asked: bool) -> None:
+        """Looks at the first rows for what holds of whole columns.
+
+        Args:
+            path: of the first file, for the message.
+            asked: whether the columns of features were named.
+
+        Raises:
+            ValueError: one has no number, or cannot be labels.
+        """
+        rows = self._first_rows()
+        if not rows:
+            return
+        texts = {
+            name: [text for row in rows if (text := row[place].strip())]
+            for place, name in enumerate(self._columns)
+        }
+        wrong = {}
+        for name in self.image_fields:
+            # A number in bytes that are no text is said of its row.
+            if not any(_is_number(text) or "\ufffd" in text for text in texts[name]):
+                found = texts[name]
+                wrong[name] = f"such as {found[0][:60]!r}" if found else "empty"
+        if wrong:
+            right = [name for name in self.image_fields if name not in wrong]
+            raise columns.not_numbers(path, wrong, right, asked)
+        labels = texts[self.label_field]
+        if labels and not any(_is_number(text) or "\ufffd" in text for text in labels):
+            columns.check_classes(path, self.label_field, labels)
+            self._defaults[self._label] = tf.constant([], tf.string)
+            self._find_class = columns.class_finder(sorted(set(labels)))
+        for name in self.image_fields:
+            numbers = [float(text) for text in texts[name] if _is_number(text)]
+            others = [other for other in self.image_fields if other != name]
+            if len(numbers) == len(rows) and others and columns.counts_rows(numbers):
+                note = columns.counting_note(name, numbers[0], others)
+                self.notes = (*self.notes, note)
+
+    def _first_rows(self) -> list[list[str]]:
+        """The fields of the first rows, without those that have too few or many."""
+        records = itertools.chain.from_iterable(map(self.walk, self._all_files()))
+        rows = []
+        for record in itertools.islice(records, columns.SAMPLE):
+            with contextlib.suppress(BadRecordError):
+                if not record.fault:
+                    rows.append(_fields("", _text(record.raw)))
+        return [row for row in rows if len(row) == len(self._columns)]
+
+    def _name_classes(self, num_classes: int | None) -> None:
+        """Reads all names of classes."""
+        found = set()
+        for path in self._all_files():
+            # Nothing that is wrong with a row is for this to say.
+            lines = self._read(path).batch(LABELS_AT_ONCE)
+            texts = lines.map(self._label_texts, tf.data.AUTOTUNE)
+            try:
+                for some in texts.as_numpy_iterator():
+                    found |= {*some.tolist()}
+            except FAULTS:
+                for record in self.walk(path):
+                    with contextlib.suppress(*FAULTS):
+                        if not record.fault:
+                            found |= {*self._label_texts(record.raw[None]).numpy()}
+        names = {name.decode(errors="replace") for name in found - {b""}}
+        self.class_names = tuple(sorted(names))
+        if wrong := [name for name in self.class_names if "\ufffd" in name]:
+            raise ValueError(
+                f"{self.name} has the class {wrong[0][:60]!r} in the column "
+                f"{self.label_field!r}: expected texts in UTF-8"
+            )
+        if num_classes is not None:
+            columns.check_class_count(self.label_field, self.class_names, num_classes)
+        self._find_class = columns.class_finder(self.class_names)
+
+    def _label_texts(self, lines: tf.Tensor) -> tf.Tensor:
+        (texts,) = tf.io.decode_csv(lines, [""], select_cols=[self._label])
+        return tf.strings.strip(texts)
+
     def _check_row(self, where: str, line: tf.Tensor) -> None:
-        row = _fields(where, line.numpy().decode(errors="replace"))
-        if len(row) == len(self._types):
+        row = _fields(where, _text(line))
+        if len(row) == len(self._columns) and self._find_class is None:
             text = row[self._label]
             if not text.strip().removeprefix("-").isdigit():
                 raise ValueError(
                     f"{where} has the label {text[:60]!r} in the column "
-                    f"{self.label_field!r}: expected whole numbers from 0; number the "
-                    "classes, or name another column as label_key"
+                    f"{self.label_field!r}: expected whole numbers from 0, or names of "
+                    "classes; name another column by --label_column (in Python, "
+                    "label_column)"
                 )
         try:
             self.decode(line)
@@ -135,12 +245,8 @@ def _lines(path: str | tf.Tensor) -> tf.data.Dataset:
     return tf.data.TextLineDataset(path).skip(1)
 
 
-def find_label(columns: Sequence[str], label_key: str) -> str:
-    """The column that holds the labels."""
-    if label_key in columns:
-        return label_key
-    named = (name for name in columns if name.strip().lower() in _LABELS)
-    return next(named, columns[-1])
+def _text(line: tf.Tensor) -> str:
+    return line.numpy().decode(errors="replace")
 
 
 def _header(path: str) -> list[str]:
@@ -151,13 +257,13 @@ def _header(path: str) -> list[str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not text: expected a CSV file") from error
     # Excel begins its files with a mark.
-    columns = _fields(f"{path}: line 1", line.removeprefix("\ufeff").rstrip("\r\n"))
-    if len(columns) < 2 or any(map(_is_number, columns)):
+    names = _fields(f"{path}: line 1", line.removeprefix("\ufeff").rstrip("\r\n"))
+    if len(names) < 2 or any(map(_is_number, names)):
         raise ValueError(
             f"{path} begins with {line[:60]!r}: expected a header, the names of at "
             "least two columns, separated by commas"
         )
-    return columns
+    return names
 
 
 def _fields(where: str, line: str) -> list[str]:

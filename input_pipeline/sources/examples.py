@@ -15,8 +15,9 @@ class ExampleFiles(FileSource):
         kind: see ``FileSource``.
         pattern: see ``FileSource``.
         image_key: field of the JPEG or PNG bytes, or of pixels as they are, where
-            image/height, image/width and image/channels say how many.
-        label_key: field of the int64 label.
+            image/height, image/width and image/channels say how many; None for
+            image/encoded.
+        label_key: field of the int64 label; None for image/class/label.
         num_classes: None reads all labels and takes the largest plus one.
         skip_bad: see ``FileSource``.
 
@@ -28,13 +29,15 @@ class ExampleFiles(FileSource):
         self,
         kind: str,
         pattern: str,
-        image_key: str,
-        label_key: str,
+        image_key: str | None,
+        label_key: str | None,
         num_classes: int | None,
         skip_bad: bool = False,
     ):
         super().__init__(kind, pattern, num_classes, skip_bad)
         self.image_shape = (None, None, 3)
+        image_key = image_key or "image/encoded"
+        label_key = label_key or "image/class/label"
         self._label_field = {label_key: tf.io.FixedLenFeature([], tf.int64)}
         self._fields = {image_key: tf.io.FixedLenFeature([], tf.string)}
         self._fields |= self._label_field
@@ -62,7 +65,8 @@ class ExampleFiles(FileSource):
         if not wanted.items() <= found.items():
             raise ValueError(
                 f"{where} has the fields {_listed(found)} but {_listed(wanted)} are "
-                "expected: pass the names as image_key and label_key"
+                "expected: name them by --image_key and --label_key (in Python, "
+                "image_key and label_key)"
             )
         # Images may be pixels as they are, all of one size.
         fields = tf.train.Example.FromString(serialized).features.feature

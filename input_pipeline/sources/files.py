@@ -5,12 +5,13 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources import fraction
 from towers.input_pipeline.sources.base import (
     FILE,
     HELD_OUT,
@@ -34,21 +35,28 @@ class FileSource(Source):
 
     A file whose name, below the part of the glob that has no wildcard, holds one of
     the words validation, valid, val or test is held out; all others are for training.
+    Where there is no such file, a fraction of the records may be.
 
     Args:
         kind: what stands before the colon of a spec.
         pattern: glob of the files, or a folder, for all files in it.
         num_classes: None if ``_count_classes`` is to be called.
         skip_bad: whether to look beyond bad records for what must be known.
+        eval_fraction: of the records to hold out, if no file is; None for a tenth.
 
     Raises:
-        ValueError: no file.
+        ValueError: no file, or a fraction although files are held out.
     """
 
     labels_need_checking = True
 
     def __init__(
-        self, kind: str, pattern: str, num_classes: int | None, skip_bad: bool = False
+        self,
+        kind: str,
+        pattern: str,
+        num_classes: int | None,
+        skip_bad: bool = False,
+        eval_fraction: float | None = 0,
     ):
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}, expected at least 1")
@@ -56,12 +64,21 @@ class FileSource(Source):
         self._files = _group_by_split(kind, pattern)
         self.splits = dict.fromkeys(self._files)
         self._skip_bad = skip_bad
+        self._fraction = fraction.check(eval_fraction)
+        if "test" in self._files or "train" not in self._files:
+            if eval_fraction:
+                raise ValueError(
+                    f"eval_fraction is {eval_fraction}, but {self.name} has files that "
+                    f"are held out by their names, such as {self._files['test'][0]}: "
+                    "leave it out, or name the other files alone"
+                )
+            self._fraction = 0
         # Until the labels are read, any is allowed.
         self.num_classes = num_classes or math.inf
 
     def files(self, split: str) -> list[str]:
-        """Paths of one split's files, sorted."""
-        return self._files[split]
+        """Paths of one split's files, sorted; two splits may have parts of the same."""
+        return self._files["train" if self._fraction else split]
 
     def _all_files(self) -> list[str]:
         return [path for paths in self._files.values() for path in paths]
@@ -70,6 +87,41 @@ class FileSource(Source):
         """Number of a file's first record."""
         (file,) = (paths.index(path) for paths in self._files.values() if path in paths)
         return file * FILE
+
+    def _has(self, split: str | None, number: Any) -> Any:
+        """Tells whether a record of a split's files is part of the split."""
+        if split is None or not self._fraction:
+            return True
+        return fraction.is_held_out(number, self._fraction) == (split == "test")
+
+    def _of_split(self, dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
+        """Leaves the other split's records out of numbers and anything else."""
+        if not self._fraction:
+            return dataset
+        return dataset.filter(lambda number, *_: self._has(split, number))
+
+    def _hold_out(self) -> None:
+        """Has a split of what is held out of the files, and says so.
+
+        To be called when everything else is known.
+        """
+        if not self._fraction:
+            return
+        counted = self.splits["train"] is not None
+        if counted:
+            held_out = self.splits["test"]
+        else:
+            held_out = any(
+                next(self.walk(path, "test"), None) for path in self.files("test")
+            )
+        if not held_out:
+            self._fraction = 0
+            self.splits.pop("test", None)
+            return
+        self.splits["test"] = held_out if counted else None
+        count = held_out if counted else None
+        note = fraction.note(self._fraction, "rows", count)
+        self.notes = (*self.notes, note)
 
     def _check_first(self, check: Callable[[str, Any], None]) -> None:
         """Looks at the first record, or at the first good one.
@@ -98,12 +150,46 @@ class FileSource(Source):
         # Imported here, since the checks import the sources.
         from towers.input_pipeline.checks import read_labels
 
-        largest = -1
+        found = {}
         for split, paths in self._files.items():
             labels = [read_labels(self, path, None, self._skip_bad) for path in paths]
-            largest = max(largest, *(found.max(initial=-1) for found in labels))
-            self.splits[split] = sum(map(len, labels))
-        self.num_classes = int(largest) + 1
+            found[split] = np.concatenate(labels)
+            self._set_sizes(split, [len(of_file) for of_file in labels])
+        used = np.unique(np.concatenate([*found.values()]))
+        self.num_classes = int(used.max(initial=-1)) + 1
+        if len(used) and len(used) < self.num_classes:
+            self.notes = (*self.notes, _unused(used))
+
+    def _set_sizes(self, split: str, sizes: Sequence[int]) -> None:
+        """Takes over how many records the files of a split have."""
+        self.splits[split] = sum(sizes)
+        if self._fraction:
+            held_out = sum(
+                fraction.count_held_out(file * FILE, size, self._fraction)
+                for file, size in enumerate(sizes)
+            )
+            self.splits = {"train": sum(sizes) - held_out, "test": held_out}
+
+
+def _unused(used: np.ndarray) -> str:
+    """Says which labels never appear.
+
+    Args:
+        used: labels that do, sorted.
+    """
+    count = int(used[-1]) + 1
+    missing = np.setdiff1d(np.arange(min(count, 2**20)), used)
+    if len(missing) <= 3:
+        never = f"{' and '.join(map(str, missing))} never appear"
+    else:
+        never = f"{count - len(used):,} of them never appear, such as {missing[0]}"
+    if len(missing) == 1:
+        never += "s"
+    return (
+        f"The labels are {used[0]} to {used[-1]}: {count:,} classes, and {never}; "
+        "number the classes from 0 without gaps, or leave it so, for outputs of the "
+        "model that are never right."
+    )
 
 
 class StreamFiles(FileSource, StreamSource):
@@ -122,13 +208,14 @@ class StreamFiles(FileSource, StreamSource):
         files = tf.data.Dataset.from_tensor_slices((np.arange(len(paths)), paths))
         files = shuffle_all(files, len(paths), shuffle_seed)
 
-        return files.interleave(
+        records = files.interleave(
             self._reader(split),
             cycle_length=min(len(paths), _CYCLE_LENGTH),
             # Changing files for each record costs more than reading a small one.
             block_length=_BLOCK_LENGTH,
             num_parallel_calls=tf.data.AUTOTUNE,
         )
+        return self._of_split(records, split)
 
     def _reader(self, split: str) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
         """Makes numbers and raw records of a file's place in a split and its path."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from towers.input_pipeline.sources import fraction
 from towers.input_pipeline.sources.base import IndexedSource, Record, held_out
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
-_HOLD_OUT_EVERY = 10
 
 # Paths of the images of each class, by the class's name.
 _Classes = dict[str, list[str]]
@@ -24,20 +24,22 @@ class ImageFolderSource(IndexedSource):
 
     Args:
         directory: DIR.
+        eval_fraction: of the files of each class to hold out, if no folder is; None for
+            a tenth.
 
     Raises:
-        ValueError: no such folder, no class folder, one without an image, or a class
-            that is only in the held-out split.
+        ValueError: no such folder, no class folder, one without an image, a class that
+            is only in the held-out split, or a fraction although a folder is held out.
     """
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, eval_fraction: float | None = None):
         root = os.path.expanduser(directory)
         if not tf.io.gfile.isdir(root):
             raise ValueError(
                 f"{directory!r} is not a folder: expected one that holds a folder of "
                 "JPEG or PNG files for each class"
             )
-        train, test = _find_splits(root)
+        train, test, fraction_used = _find_splits(root, eval_fraction)
         self.name = f"folder:{directory}"
         self.image_shape = (None, None, 3)
         self.class_names = tuple(sorted(train))
@@ -50,6 +52,10 @@ class ImageFolderSource(IndexedSource):
             if any(classes.values())
         }
         self.splits = {split: len(paths) for split, paths in self._labels.items()}
+        if fraction_used and "test" in self.splits:
+            count = self.splits["test"]
+            note = fraction.note(fraction_used, "files of each class", count)
+            self.notes = (note,)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's images."""
@@ -86,12 +92,19 @@ class ImageFolderSource(IndexedSource):
         return {path: number for number, path in enumerate(paths)}
 
 
-def _find_splits(root: str) -> tuple[_Classes, _Classes]:
-    """The images for training and those held out."""
+def _find_splits(
+    root: str, eval_fraction: float | None
+) -> tuple[_Classes, _Classes, float]:
+    """The images for training, those held out, and the fraction that was taken."""
     folders = _folders(root)
     test_name = held_out(folders)
     # Where DIR/train has no folders, "train" is the name of a class.
     if test_name and "train" in folders and _folders(folders["train"]):
+        if eval_fraction:
+            raise ValueError(
+                f"eval_fraction is {eval_fraction}, but {folders[test_name]} is held "
+                "out by its name: leave it out, or name the folder train alone"
+            )
         train = _find_classes(folders["train"])
         test = _find_classes(folders[test_name])
         if unknown := sorted(set(test) - set(train)):
@@ -99,12 +112,15 @@ def _find_splits(root: str) -> tuple[_Classes, _Classes]:
                 f"{folders[test_name]} has the class {unknown[0]!r}, which is not in "
                 f"{folders['train']}: both must have the same class folders"
             )
-        return train, test
+        return train, test, 0
+    taken = fraction.check(eval_fraction)
     train, test = {}, {}
     for name, paths in _find_classes(root).items():
-        test[name] = paths[_HOLD_OUT_EVERY - 1 :: _HOLD_OUT_EVERY]
-        train[name] = sorted(set(paths) - set(test[name]))
-    return train, test
+        train[name], test[name] = [], []
+        for place, path in enumerate(paths):
+            held = fraction.is_held_out(place, taken)
+            (test if held else train)[name].append(path)
+    return train, test, taken
 
 
 def _find_classes(folder: str) -> _Classes:

@@ -1,16 +1,16 @@
 """``parquet:GLOB``: images as Hugging Face writes them, or columns of numbers."""
 
+import contextlib
 import itertools
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources import in_python
+from towers.input_pipeline.sources import columns, in_python
 from towers.input_pipeline.sources.base import FILE, Record, StreamSource, shuffle_all
-from towers.input_pipeline.sources.csv_source import find_label
 from towers.input_pipeline.sources.files import FileSource
 
 _CYCLE_LENGTH = 4
@@ -31,16 +31,18 @@ class ParquetSource(FileSource, StreamSource):
     Args:
         pattern: see ``FileSource``.
         image_key: column of JPEG or PNG bytes, or of structs with a field ``bytes``;
-            where there is none of this name, ``image``. Where there is neither, rows
-            are float32 [F] of all columns but the label's, as in ``csv:``.
-        label_key: see ``csv_source.CSVSource``.
+            None takes ``image``. Where there is none, rows are float32 [F], as in
+            ``csv:``.
+        label_column: see ``csv_source.CSVSource``.
         num_classes: None takes it from Hugging Face's description of the columns, or
             reads all labels and takes the largest plus one.
         skip_bad: see ``FileSource``.
+        feature_columns: see ``columns.find_features``; in place of images.
+        eval_fraction: see ``FileSource``.
 
     Raises:
-        ValueError: no package, no file, no row, a column of another type, or a negative
-            label.
+        ValueError: no package, no file, no row, no such column, one of another type, or
+            a negative label.
     """
 
     in_graph = False
@@ -48,10 +50,12 @@ class ParquetSource(FileSource, StreamSource):
     def __init__(
         self,
         pattern: str,
-        image_key: str = "image",
-        label_key: str = "label",
+        image_key: str | None = None,
+        label_column: str | None = None,
         num_classes: int | None = None,
         skip_bad: bool = False,
+        feature_columns: Sequence[str] | None = None,
+        eval_fraction: float | None = None,
     ):
         try:
             import pyarrow  # noqa: F401 (the rest of this file needs it)
@@ -60,14 +64,14 @@ class ParquetSource(FileSource, StreamSource):
                 f"'parquet:{pattern}' needs the package pyarrow, which is not "
                 "installed: pip install 'towers[parquet]'"
             ) from error
-        super().__init__("parquet", pattern, num_classes, skip_bad)
+        super().__init__("parquet", pattern, num_classes, skip_bad, eval_fraction)
         self._footers = {path: _footer(path) for path in self._all_files()}
         for split, paths in self._files.items():
-            self.splits[split] = sum(self._footers[path].num_rows for path in paths)
+            self._set_sizes(split, [self._footers[path].num_rows for path in paths])
         first, *others = self._all_files()
         schema = self._footers[first].schema.to_arrow_schema()
-        self._choose_columns(first, schema, image_key, label_key)
-        self.reads = (*self._columns, self._label)
+        self._choose_columns(first, schema, image_key, label_column, feature_columns)
+        self.reads = (*self._columns, self._label, self._fraction)
         self.image_fields, self.label_field = self._columns, self._label
         for path in others:
             found = self._footers[path].schema.to_arrow_schema()
@@ -78,17 +82,29 @@ class ParquetSource(FileSource, StreamSource):
                         "expected the same columns in all files"
                     )
         self._check_first(lambda where, raw: None)
-        names = _class_names(schema, self._label)
-        if names and num_classes in (None, len(names)):
-            self.class_names, self.num_classes = names, len(names)
+        if self._is_text:
+            self.class_names = self._names_of_classes()
+            if num_classes is not None:
+                columns.check_class_count(self._label, self.class_names, num_classes)
+            self.num_classes = len(self.class_names)
+        else:
+            names = _class_names(schema, self._label)
+            if names and num_classes in (None, len(names)):
+                self.class_names, self.num_classes = names, len(names)
+        self._look_at_rows(first)
         self._count_classes()
+        self._hold_out()
 
     def records(
         self, split: str, shuffle_seed: tf.Tensor | None = None
     ) -> tf.data.Dataset:
         """See ``StreamSource.records``."""
         paths = self.files(split)
-        passed_over = self.passed_over.get(split, ())
+        # Of both splits, where they have parts of the same files.
+        splits = self.splits if self._fraction else [split]
+        passed_over = [
+            record for each in splits for record in self.passed_over.get(each, ())
+        ]
         unreadable = {record.number for record in passed_over if record.gap}
         empty = {record.number for record in passed_over}
         # File, row group and the number of its first row.
@@ -107,12 +123,13 @@ class ParquetSource(FileSource, StreamSource):
             numbers = place[2] + tf.range(tf.size(labels, tf.int64))
             return tf.data.Dataset.from_tensor_slices((numbers, (images, labels)))
 
-        return dataset.interleave(
+        records = dataset.interleave(
             read,
             cycle_length=min(max(len(groups), 1), _CYCLE_LENGTH),
             block_length=_BLOCK_LENGTH,
             num_parallel_calls=tf.data.AUTOTUNE,
         )
+        return self._of_split(records, split)
 
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""
@@ -122,7 +139,7 @@ class ParquetSource(FileSource, StreamSource):
             for footer in footers
             for group in range(footer.num_row_groups)
         ]
-        return sum(groups) / max(self.splits[split], 1)
+        return sum(groups) / max(sum(footer.num_rows for footer in footers), 1)
 
     def parse(self, records: _Record) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
@@ -135,15 +152,17 @@ class ParquetSource(FileSource, StreamSource):
         rows = [*self._first_rows(path), self._footers[path].num_rows]
         for group, (first, end) in enumerate(itertools.pairwise(rows)):
             try:
-                columns = self._read_group(path, group, names)
+                read = self._read_group(path, group, names)
             except ValueError as error:
                 bad = Record(path, f"row group {group}", number + first)
                 gap, count = (first, end), end - first
                 yield bad.with_fault(str(error), gap=gap, count=count)
                 continue
-            missing = _missing(columns)
-            for row, raw in enumerate(zip(*self._values(columns), strict=True)):
+            missing = _missing(read)
+            for row, raw in enumerate(zip(*self._values(read), strict=True)):
                 record = Record(path, f"row {first + row}", number + first + row)
+                if not self._has(split, record.number):
+                    continue
                 if row in missing:
                     yield record.with_fault(missing[row])
                 else:
@@ -162,7 +181,12 @@ class ParquetSource(FileSource, StreamSource):
         return labels.unbatch().take(limit).batch(limit)
 
     def _choose_columns(
-        self, path: str, schema: Any, image_key: str, label_key: str
+        self,
+        path: str,
+        schema: Any,
+        image_key: str | None,
+        label_column: str | None,
+        feature_columns: Sequence[str] | None,
     ) -> None:
         """Decides what is read, by the types of the first file's columns."""
         from pyarrow import types
@@ -174,29 +198,48 @@ class ParquetSource(FileSource, StreamSource):
                 f"{path} has the columns {listed or 'none'}: expected at least two, "
                 "images and labels"
             )
-        self._label = find_label(schema.names, label_key)
-        if not types.is_integer(kinds[self._label]):
+        if image_key is not None:
+            columns.check_named(path, schema.names, [image_key], "image_key")
+            if feature_columns is not None:
+                raise ValueError(
+                    f"received image_key={image_key} and feature_columns="
+                    f"{','.join(feature_columns)}: expected images or numbers, so "
+                    "leave one out"
+                )
+        self._label, note = columns.find_label(path, schema.names, label_column)
+        self.notes = (note,) if note else ()
+        kind = kinds[self._label]
+        self._is_text = _is_text(kind) or types.is_boolean(kind)
+        if not types.is_integer(kind) and not self._is_text:
             raise ValueError(
-                f"{path} has the columns {listed}: expected whole numbers as labels in "
-                f"{self._label!r}; pass the column's name as label_key"
+                f"{path} has the columns {listed}: expected whole numbers, or names "
+                f"of classes, as labels in {self._label!r}; name another column by "
+                "--label_column (in Python, label_column)"
             )
-        names = (name for name in (image_key, "image") if name in kinds)
-        image = next(names, None)
+        image = image_key
+        if image is None and feature_columns is None:
+            image = next(
+                (name for name in ("image/encoded", "image") if name in kinds), None
+            )
         self.encoded = image is not None
         if not self.encoded:
-            self._columns = [name for name in kinds if name != self._label]
-            self.image_shape = (len(self._columns),)
-            fit = all(
-                types.is_integer(kinds[name])
-                or types.is_floating(kinds[name])
-                or types.is_boolean(kinds[name])
-                for name in self._columns
+            self._columns = columns.find_features(
+                path, schema.names, self._label, feature_columns
             )
-            if not fit or not self._columns:
-                raise ValueError(
-                    f"{path} has the columns {listed}: expected numbers in all of "
-                    "them, or one of images; pass its name as image_key"
-                )
+            self.image_shape = (len(self._columns),)
+            wrong = {
+                name: str(kinds[name])
+                for name in self._columns
+                if not types.is_integer(kinds[name])
+                and not types.is_floating(kinds[name])
+                and not types.is_boolean(kinds[name])
+            }
+            if wrong:
+                right = [name for name in self._columns if name not in wrong]
+                asked = feature_columns is not None
+                error = columns.not_numbers(path, wrong, right, asked)
+                images = ", or a column of images by --image_key (in Python, image_key)"
+                raise ValueError(f"{error}{images}")
             return
         self._columns = [image]
         self.image_shape = (None, None, 3)
@@ -206,9 +249,51 @@ class ParquetSource(FileSource, StreamSource):
         if not types.is_binary(kind) and not types.is_large_binary(kind):
             raise ValueError(
                 f"{path} has the columns {listed}: expected bytes of JPEG or PNG in "
-                f"{image!r}, or a struct with a field of them, bytes; pass the "
-                "column's name as image_key"
+                f"{image!r}, or a struct with a field of them, bytes; name the column "
+                "by --image_key (in Python, image_key)"
             )
+
+    def _names_of_classes(self) -> tuple[str, ...]:
+        """All names of classes, sorted; whoever reads the rows says what is wrong."""
+        found = set()
+        for path in self._all_files():
+            for group in range(self._footers[path].num_row_groups):
+                with contextlib.suppress(ValueError):
+                    labels = self._read_group(path, group, [self._label])[self._label]
+                    found |= {*_as_text(labels).unique().to_pylist()}
+        return tuple(sorted(found - {None}))
+
+    def _look_at_rows(self, path: str) -> None:
+        """Looks at the first rows for columns that are not what they seem.
+
+        Raises:
+            ValueError: another text in each row is no class.
+        """
+        if self.encoded and not self._is_text:
+            return
+        import pyarrow
+
+        names = [self._label, *(() if self.encoded else self._columns)]
+        parts = []
+        for group in range(self._footers[path].num_row_groups):
+            with contextlib.suppress(ValueError):  # said of its record
+                parts.append(self._read_group(path, group, names, columns.SAMPLE))
+            if sum(len(part[self._label]) for part in parts) >= columns.SAMPLE:
+                break
+        if not parts:
+            return
+        if self._is_text:
+            texts = [_as_text(part[self._label]).to_pylist() for part in parts]
+            labels = [text for some in texts for text in some if text]
+            columns.check_classes(path, self._label, labels)
+        for name in names[1:]:
+            others = [other for other in names[1:] if other != name]
+            values = pyarrow.concat_arrays([part[name] for part in parts])
+            if values.null_count or not others:
+                continue
+            if columns.counts_rows(values.to_pylist()):
+                note = columns.counting_note(name, values[0].as_py(), others)
+                self.notes = (*self.notes, note)
 
     def _first_rows(self, path: str) -> list[int]:
         """Number of the first row of each row group."""
@@ -238,22 +323,30 @@ class ParquetSource(FileSource, StreamSource):
         def load(file, group):
             path, group = paths[file], int(group)
             try:
-                columns = self._read_group(path, group, names)
+                read = self._read_group(path, group, names)
             except ValueError as error:
                 raise ValueError(f"{path}: row group {group}: {error}") from error
             first = self._first_rows(path)[group]
-            for row, fault in _missing(columns).items():
+            for row, fault in _missing(read).items():
                 if int(file) * FILE + first + row not in empty:
                     raise ValueError(f"{path}: row {first + row}: {fault}")
-            return self._values(columns)
+            return self._values(read)
 
         dtype = tf.string if self.encoded else tf.float32
         rows, labels = in_python.call(load, [file, group], [dtype, tf.int64])
         shape = [] if self.encoded else self.image_shape
         return tf.ensure_shape(rows, [None, *shape]), tf.ensure_shape(labels, [None])
 
-    def _read_group(self, path: str, group: int, names: list[str]) -> dict[str, Any]:
+    def _read_group(
+        self, path: str, group: int, names: list[str], most: int | None = None
+    ) -> dict[str, Any]:
         """Columns of one row group, by their names.
+
+        Args:
+            path: of the file.
+            group: number of the row group.
+            names: of the columns.
+            most: rows to read; None for all.
 
         Raises:
             ValueError: it cannot be read.
@@ -262,37 +355,66 @@ class ParquetSource(FileSource, StreamSource):
 
         try:
             with _open(path, self._footers[path]) as file:
-                table = file.read_row_group(group, columns=names)
+                if most is None:
+                    table = file.read_row_group(group, columns=names)
+                else:
+                    some = file.iter_batches(most, row_groups=[group], columns=names)
+                    table = pyarrow.Table.from_batches([*itertools.islice(some, 1)])
         except (pyarrow.ArrowException, tf.errors.OpError, OSError) as error:
             raise ValueError(str(error)) from error
-        columns = {name: table[name].combine_chunks() for name in names}
-        for name, column in columns.items():
+        read = {name: table[name].combine_chunks() for name in names}
+        for name, column in read.items():
             if pyarrow.types.is_struct(column.type):
                 # A struct that is missing has no bytes either.
-                columns[name] = column.flatten()[column.type.get_field_index("bytes")]
-        return columns
+                read[name] = column.flatten()[column.type.get_field_index("bytes")]
+        return read
 
-    def _values(self, columns: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    def _values(self, read: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Images (or rows of numbers), if there are any, and labels."""
-        *columns, labels = (_filled(column) for column in columns.values())
-        labels = labels.to_numpy(zero_copy_only=False).astype(np.int64)
+        *images, labels = read.values()
+        labels = self._labels_of(labels)
+        images = [_filled(column) for column in images]
         if self.encoded:
-            return np.array(
-                [*columns[0].to_pylist()] if columns else [], object
-            ), labels
+            return np.array([*images[0].to_pylist()] if images else [], object), labels
         rows = np.zeros([len(labels), *self.image_shape], np.float32)
-        for place, column in enumerate(columns):
+        for place, column in enumerate(images):
             rows[:, place] = column.to_numpy(zero_copy_only=False)
         return rows, labels
 
+    def _labels_of(self, column: Any) -> np.ndarray:
+        """int64 labels [B]."""
+        if self._is_text:
+            import pyarrow
+            from pyarrow import compute
 
-def _missing(columns: dict[str, Any]) -> dict[int, str]:
+            names = pyarrow.array(self.class_names or (), pyarrow.string())
+            column = compute.index_in(_as_text(column), value_set=names)
+            column = column.fill_null(-1)
+        return _filled(column).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return types.is_string(kind) or types.is_large_string(kind)
+
+
+def _as_text(column: Any) -> Any:
+    """A column of texts, without a dictionary."""
+    import pyarrow
+
+    return column.cast(pyarrow.string())
+
+
+def _missing(read: dict[str, Any]) -> dict[int, str]:
     """The rows in which there is nothing, and what to say of each."""
     rows = {}
-    for name, column in columns.items():
+    for name, column in read.items():
         if column.null_count:
+            fault = f"nothing in the column {name!r}, expected a value"
             for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)):
-                fault = f"nothing in the column {name!r}, expected a value"
                 rows.setdefault(int(row), fault)
     return rows
 

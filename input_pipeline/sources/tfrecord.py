@@ -42,8 +42,8 @@ class TFRecordSource(ExampleFiles, StreamFiles):
     def __init__(
         self,
         pattern: str,
-        image_key: str = "image/encoded",
-        label_key: str = "image/class/label",
+        image_key: str | None = None,
+        label_key: str | None = None,
         num_classes: int | None = None,
         skip_bad: bool = False,
     ):

@@ -702,6 +702,27 @@ class TestInProcess:
                 {"cutmix_alpha": 1.0, "loss_placement": "gathered"},
                 "--loss_placement=gathered with --mixup_alpha",
             ),
+            (
+                {"cache": "memory", "cache_dir": "a"},
+                "--cache_dir=a with --cache=memory, which keeps no files",
+            ),
+            ({"image_key": "a"}, "--image_key=a for digits; expected it only for tf"),
+            (
+                {"dataset": "csv:a", "train_split": "b"},
+                "--train_split=b for csv:a; expected it only for digits, tfds:, so",
+            ),
+            (
+                {"eval_dataset": "folder:a", "eval_split": "b"},
+                "--eval_split=b for folder:a; expected it only for digits, tfds:, so",
+            ),
+            (
+                {"feature_columns": ["b", "c"]},
+                "--feature_columns=b,c for digits; expected it only for parquet:, csv:",
+            ),
+            (
+                {"dataset": "csv:a", "eval_fraction": 0.2, "eval_dataset": "digits"},
+                "--eval_fraction=0.2 and --eval_dataset=digits, which is evaluated",
+            ),
             ({"steps_per_loop": 0}, "--steps_per_loop=0; expected at least 1"),
             ({"image_size": "8x"}, "--image_size=8x; expected pixels"),
             ({"seed": 2**32}, "--seed=4294967296; expected 0 to 4294967295"),
@@ -727,6 +748,39 @@ class TestInProcess:
         train.FLAGS.tower_shares = ["3"]
         with pytest.raises(ValueError, match=r"=3 for 2 towers; .* or --num_gpus=1\."):
             train.tower_shares(placed)
+
+    def test_flags_of_the_data_reach_it(self, tmp_path):
+        (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n" * 20)
+        spec = f"csv:{tmp_path}/a.csv"
+        with flagsaver.flagsaver(
+            dataset=spec, feature_columns=["y"], label_column="z", eval_fraction=0.2
+        ):
+            train_flags.check_data_flags()
+            source = train.open_source(spec, None)
+        assert (source.image_fields, source.splits["test"]) == (["y"], 4)
+        # The tenth is not lost where another data set is evaluated on.
+        with flagsaver.flagsaver(dataset=spec, eval_dataset=f"{spec}*"):
+            splits = [train.open_source(s, None).splits for s in (spec, f"{spec}*")]
+        assert splits == [{"train": 20}] * 2
+
+    def test_what_was_decided_is_said(self, tmp_path):
+        (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n" * 20)
+        source = input_pipeline.open_source(f"csv:{tmp_path}/a.csv")
+        job = types.SimpleNamespace(source=source, held_out=(source, "test"))
+        said = train.data_notes(job)
+        assert said[0].startswith(
+            "The labels are the column 'z', the last one; --label"
+        )
+        assert said[1].startswith("10% of the rows, 2 in all, are held out for evaluat")
+        assert said[2:] == [f"Evaluation {source.name}: 2 examples."]
+        job.held_out = None
+        with flagsaver.flagsaver(dataset="csv:a", data_dir="b", cache_dir="c"):
+            train.FLAGS["data_dir"].present = 1
+            *_, nothing, data_dir, cache_dir = train.data_notes(job)
+            assert "--data_dir" not in train_flags.as_text()
+        assert nothing.startswith("Nothing is held out, so the training data is evalua")
+        assert data_dir.startswith("Note: --data_dir=b changes nothing, as only digits")
+        assert cache_dir == "Note: --cache_dir=c changes nothing here."
 
     def test_data_sets_with_other_classes(self, tmp_path):
         write_folder(tmp_path / "train", ant=1, bee=1)

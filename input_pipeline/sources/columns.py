@@ -1,0 +1,209 @@
+"""Columns of a table: which hold the numbers, and which the labels."""
+
+import difflib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+# Rows that tell what a column holds.
+SAMPLE = 100
+
+_LABELS = ("label", "class", "target")
+# Of fewer rows than that, it is chance that all differ, or that numbers rise by one.
+_FEW = 10
+
+
+def check_named(
+    where: str, columns: Sequence[str], names: Sequence[str], option: str
+) -> None:
+    """Checks that columns that were named are there.
+
+    Args:
+        where: file or record, for the message.
+        columns: those there are.
+        names: those that were named.
+        option: what named them, such as ``label_column``.
+
+    Raises:
+        ValueError: one is not there.
+    """
+    for name in names:
+        if name not in columns:
+            near = difflib.get_close_matches(name, columns, n=1)
+            raise ValueError(
+                f"{option} is {name!r}, but {where} has the columns "
+                f"{', '.join(columns)}: "
+                + (f"did you mean {near[0]!r}?" if near else "choose one of them")
+            )
+
+
+def find_label(
+    where: str, columns: Sequence[str], label_column: str | None
+) -> tuple[str, str]:
+    """Finds the column that holds the labels.
+
+    Args:
+        where: see ``check_named``.
+        columns: those there are, at least one.
+        label_column: its name; None takes the one that is named label, class or target,
+            else the last.
+
+    Returns:
+        Its name, and a note, empty if nothing was guessed.
+
+    Raises:
+        ValueError: there is no column of that name.
+    """
+    if label_column is not None:
+        check_named(where, columns, [label_column], "label_column")
+        return label_column, ""
+    named = [name for name in columns if name.strip().lower() in _LABELS]
+    if len(named) == 1:
+        return named[0], ""
+    label = named[0] if named else columns[-1]
+    why = f"the first of {', '.join(named)}" if named else "the last one"
+    return label, (
+        f"The labels are the column {label!r}, {why}; --label_column (in Python, "
+        "label_column) names another."
+    )
+
+
+def find_features(
+    where: str,
+    columns: Sequence[str],
+    label: str,
+    feature_columns: Sequence[str] | None,
+) -> list[str]:
+    """Finds the columns that hold the numbers to learn from.
+
+    Args:
+        where: see ``check_named``.
+        columns: those there are.
+        label: the labels' column.
+        feature_columns: their names; None takes all but the labels'.
+
+    Raises:
+        ValueError: one is not there, is named twice, or holds the labels.
+    """
+    if feature_columns is None:
+        return [name for name in columns if name != label]
+    names = [*feature_columns]
+    check_named(where, columns, names, "feature_columns")
+    if label in names or len(set(names)) < len(names) or not names:
+        raise ValueError(
+            f"feature_columns are {', '.join(names) or 'none'}: expected at least one, "
+            f"each once, and not the labels' column {label!r}"
+        )
+    return names
+
+
+def not_numbers(
+    where: str, wrong: dict[str, str], right: Sequence[str], asked: bool
+) -> ValueError:
+    """Says that columns do not hold numbers, in any row that was looked at.
+
+    Args:
+        where: see ``check_named``.
+        wrong: what they hold instead, by their names.
+        right: the other columns of features.
+        asked: whether the user has named the columns.
+    """
+    found = ", ".join(f"{name!r} ({what})" for name, what in wrong.items())
+    what = "a column" if len(wrong) == 1 else "columns"
+    if asked or not right:
+        advice = "write numbers there, or name other columns"
+    else:
+        advice = "leave out what is no number"
+    name = "--feature_columns"
+    if right:
+        name += f"={_listed(right)}"
+    return ValueError(
+        f"{where} has {what} without numbers, {found}: {advice}, by {name} (in Python, "
+        "feature_columns), or name the labels' column by --label_column"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names as a flag takes them, and not a page of them."""
+    listed = ",".join(names[:20]) + (",..." if len(names) > 20 else "")
+    return f"'{listed}'" if any(sign in listed for sign in " '\"()&;|<>") else listed
+
+
+def counts_rows(values: Sequence[float]) -> bool:
+    """Tells whether a column does nothing but count the rows."""
+    if len(values) < _FEW or not np.isfinite(values).all():
+        return False
+    return bool((np.diff(np.asarray(values, np.float64)) == 1).all())
+
+
+def counting_note(name: str, first: float, others: Sequence[str]) -> str:
+    """Says that a column counts the rows.
+
+    Args:
+        name: of the column.
+        first: its first value.
+        others: the other columns of features.
+    """
+    return (
+        f"The column {name!r} counts the rows, from {first:g}, and the model learns "
+        f"from it; --feature_columns={_listed(others)} (in Python, feature_columns) "
+        "leaves it out."
+    )
+
+
+def check_classes(where: str, label: str, texts: Sequence[str]) -> None:
+    """Checks that texts can be classes.
+
+    Raises:
+        ValueError: all of many differ.
+    """
+    if len(texts) >= _FEW and len(set(texts)) == len(texts):
+        raise ValueError(
+            f"{where} has another text in each row of the labels' column {label!r}, "
+            f"such as {texts[0][:60]!r} and {texts[1][:60]!r}: expected names of "
+            "classes, so name the labels' column by --label_column (in Python, "
+            "label_column)"
+        )
+
+
+def check_class_count(label: str, names: Sequence[str], num_classes: int) -> None:
+    """Checks that as many classes were asked for as there are names.
+
+    Raises:
+        ValueError: there are more, or fewer.
+    """
+    if num_classes != len(names):
+        raise ValueError(
+            f"num_classes is {num_classes}, but the column {label!r} has {len(names)} "
+            f"classes, {', '.join(names[:10])}{', ...' * (len(names) > 10)}: expected "
+            "as many, so leave it out"
+        )
+
+
+def class_finder(names: Sequence[str]) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Makes a function that turns names of classes into labels.
+
+    It is a graph of plain operations: a table would not travel to the workers of a
+    tf.data service.
+
+    Args:
+        names: of the classes, by their labels.
+
+    Returns:
+        A function of strings [B]; it returns int64 labels [B], -1 for an unknown name.
+    """
+    buckets = 2**63 - 1
+    hashes = tf.strings.to_hash_bucket_fast(tf.constant([*names]), buckets).numpy()
+    order = np.argsort(hashes)
+    hashes, ordered = hashes[order], [names[label] for label in order]
+
+    def find(texts: tf.Tensor) -> tf.Tensor:
+        found = tf.strings.to_hash_bucket_fast(texts, buckets)
+        place = tf.searchsorted(tf.constant(hashes), found)
+        place = tf.minimum(place, len(ordered) - 1)
+        known = tf.equal(tf.gather(tf.constant(ordered), place), texts)
+        labels = tf.gather(tf.constant(order, tf.int64), place)
+        return tf.where(known, labels, -tf.ones_like(labels))
+
+    return find

@@ -1,0 +1,222 @@
+"""Columns of CSV and Parquet; what is held out; what is said of both."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from towers.input_pipeline import open_source, scan_labels, takes
+from towers.input_pipeline.sources import fraction
+from towers.input_pipeline.sources.base import FILE, BadRecordError
+
+
+def _write(folder, kind, columns, name="a"):
+    """Writes columns, and returns the spec of all files there."""
+    path = folder / f"{name}.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pa.table(columns), path, row_group_size=7)
+    else:
+        rows = [
+            ",".join(columns),
+            *(",".join(map(str, r)) for r in zip(*columns.values(), strict=True)),
+        ]
+        path.write_text("\n".join(rows))
+    return f"{kind}:{folder}/*"
+
+
+def _read(source, split):
+    """Rows and labels, by the batch as the pipeline takes them."""
+    rows, labels = [], []
+    for _, records in source.batches(split, 8):
+        row, label = source.parse(records)
+        rows += row.numpy().tolist()
+        labels += label.numpy().tolist()
+    return rows, labels
+
+
+KINDS = pytest.mark.parametrize("kind", ["csv", "parquet"])
+
+
+@KINDS
+@pytest.mark.parametrize("option", ["label_key", "label_column", "feature_columns"])
+def test_a_column_that_is_not_there(tmp_path, kind, option):
+    spec = _write(tmp_path, kind, {"width": [1, 2], "label": [0, 1]})
+    name = ["wdith"] if option == "feature_columns" else "wdith"
+    with pytest.raises(ValueError, match=r"'wdith', but .* has the columns width, lab"):
+        open_source(spec, **{option: name})
+
+
+def test_an_image_column_that_is_not_there(tmp_path):
+    spec = _write(tmp_path, "parquet", {"a": [1, 2], "label": [0, 1]})
+    with pytest.raises(
+        ValueError, match=r"image_key is 'img', but .* columns a, label"
+    ):
+        open_source(spec, image_key="img")
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "array_record"])
+@pytest.mark.parametrize("option", ["image_key", "label_key"])
+def test_a_field_that_is_not_there(
+    tmp_path, kind, option, image_example, grey, write_tfrecord
+):
+    if kind == "tfrecord":
+        write_tfrecord(tmp_path / "a", [image_example(grey(1), 0)])
+    else:
+        from array_record.python import array_record_module
+
+        writer = array_record_module.ArrayRecordWriter(str(tmp_path / "a"), "")
+        writer.write(image_example(grey(1), 0))
+        writer.close()
+    fields = r"has the fields image/class/label \(int64\), image/encoded \(bytes\) but"
+    with pytest.raises(ValueError, match=f"{fields} .*foo.*--{option}"):
+        open_source(f"{kind}:{tmp_path}/a", **{option: "foo"})
+
+
+@pytest.mark.parametrize(
+    ("spec", "option", "kinds"),
+    [
+        ("digits", {"image_key": "a"}, "tfrecord:, array_record:, parquet:"),
+        ("tfds:mnist", {"label_key": "a"}, "tfrecord:, array_record:, parquet:, csv:"),
+        ("folder:a", {"num_classes": 3}, "tfrecord:, array_record:, parquet:, csv:"),
+        ("csv:a", {"image_key": "a"}, "tfrecord:, array_record:, parquet:"),
+        ("csv:a", {"train_split": "a"}, "digits, tfds:"),
+        ("tfrecord:a", {"feature_columns": ["a"]}, "parquet:, csv:"),
+        ("tfrecord:a", {"label_column": "a"}, "parquet:, csv:"),
+        ("tfrecord:a", {"eval_fraction": 0.5}, "parquet:, csv:, folder:"),
+        ("synthetic:2x2x1:2", {"num_classes": 2}, "tfrecord:, array_record:, parq"),
+    ],
+)
+def test_what_does_not_apply_is_an_error(spec, option, kinds):
+    (name,) = option
+    with pytest.raises(ValueError, match=f"received {name} for .*only for {kinds}"):
+        open_source(spec, **option)
+    assert not takes(spec, name)
+
+
+@KINDS
+def test_columns_that_are_chosen(tmp_path, kind):
+    columns = {"id": [7, 9], "name": ["x", "y"], "b": [1, 2], "a": [3, 4], "y": [1, 0]}
+    spec = _write(tmp_path, kind, columns)
+    source = open_source(spec, feature_columns=["a", "b"], label_column="y")
+    assert (source.image_shape, source.image_fields) == ((2,), ["a", "b"])
+    assert _read(source, "train") == ([[3, 1], [4, 2]], [1, 0])
+    for wrong in (["a", "y"], ["a", "a"], []):
+        with pytest.raises(ValueError, match="expected at least one, each once, and"):
+            open_source(spec, feature_columns=wrong, label_column="y")
+    with pytest.raises(ValueError, match="label_key=y and label_column=y, two names"):
+        open_source(spec, label_key="y", label_column="y")
+
+
+@KINDS
+def test_a_column_of_text(tmp_path, kind):
+    columns = {"Name": ["Ann", "Bo"], "age": [4, 5], "Sex": ["f", "m"], "label": [0, 1]}
+    spec = _write(tmp_path, kind, columns)
+    wanted = r"'Name' \(.*, 'Sex' \(.*: leave .*--feature_columns=age .*--label_column"
+    with pytest.raises(ValueError, match=wanted) as caught:
+        open_source(spec)
+    # Which would hint at passing over the row.
+    assert not isinstance(caught.value, BadRecordError)
+    with pytest.raises(ValueError, match=r"'Sex' .*: write numbers there, or name oth"):
+        open_source(spec, feature_columns=["age", "Sex"])
+
+
+@KINDS
+def test_names_of_classes(tmp_path, kind):
+    names = ["owl", "cat", "dog", "cat"]
+    spec = _write(tmp_path, kind, {"a": [1, 2, 3, 4], "animal": names})
+    source = open_source(spec)
+    assert (source.num_classes, source.class_names) == (3, ("cat", "dog", "owl"))
+    assert _read(source, "train") == ([[1], [2], [3], [4]], [2, 0, 1, 0])
+    scan_labels(source, "train")
+    assert source.notes == (
+        "The labels are the column 'animal', the last one; --label_column (in Python, "
+        "label_column) names another.",
+    )
+    assert open_source(spec, num_classes=3).class_names == ("cat", "dog", "owl")
+    with pytest.raises(
+        ValueError, match=r"num_classes is 4, but .* has 3 classes, cat"
+    ):
+        open_source(spec, num_classes=4)
+
+
+@KINDS
+def test_text_that_is_no_class(tmp_path, kind):
+    names = [f"n{i}" for i in range(12)]
+    spec = _write(tmp_path, kind, {"a": [*range(0, 24, 2)], "name": names})
+    with pytest.raises(
+        ValueError, match=r"another text in each row of .* --label_colu"
+    ):
+        open_source(spec)
+
+
+@KINDS
+def test_what_is_said_of_columns_and_labels(tmp_path, kind):
+    columns = {"n": [*range(5, 17)], "a": [1, 4] * 6, "label": [1, 2, 3] * 4}
+    source = open_source(_write(tmp_path, kind, columns))
+    assert source.num_classes == 4
+    assert source.notes[0].startswith("The column 'n' counts the rows, from 5, and")
+    assert "--feature_columns=a (in Python" in source.notes[0]
+    assert source.notes[1].startswith(
+        "The labels are 1 to 3: 4 classes, and 0 never appears; number the classes"
+    )
+    assert source.notes[2].startswith("10% of the rows, 1 in all, are held out for eva")
+
+
+@KINDS
+def test_a_tenth_is_held_out(tmp_path, kind):
+    for file in range(2):
+        values = [*range(100 * file, 100 * file + 25)]
+        _write(tmp_path, kind, {"a": values, "label": [0, 1, 1, 0, 0] * 5}, f"f{file}")
+    source = open_source(f"{kind}:{tmp_path}/*")
+    assert source.splits == {"train": 46, "test": 4}
+    (train, _), (test, _) = _read(source, "train"), _read(source, "test")
+    # Every tenth; of the second file each a row earlier, as files may have few.
+    assert sorted(row[0] for row in test) == [9, 19, 108, 118]
+    values = {*range(25), *range(100, 125)}
+    assert sorted(row[0] for row in train) == sorted(values - {9, 19, 108, 118})
+    for split in source.splits:
+        walked = [*source.walk(source.files(split)[1], split)]
+        numbers = {record.number - FILE for record in walked}
+        assert numbers == ({8, 18} if split == "test" else {*range(25)} - {8, 18})
+    assert open_source(f"{kind}:{tmp_path}/*", eval_fraction=0).splits == {"train": 50}
+    many = open_source(f"{kind}:{tmp_path}/*", eval_fraction=0.5, num_classes=2)
+    assert many.splits["test"] in (25, None)
+    assert len(_read(many, "test")[0]) == 25
+    _write(tmp_path, kind, {"a": [1], "label": [1]}, "test")
+    assert open_source(f"{kind}:{tmp_path}/*").splits == {"train": 50, "test": 1}
+    with pytest.raises(ValueError, match="files that are held out by their names, suc"):
+        open_source(f"{kind}:{tmp_path}/*", eval_fraction=0.2)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.3, 0.015])
+def test_the_fraction_is_counted_as_it_is_taken(share):
+    for first in (0, 3 * FILE):
+        held = fraction.is_held_out(first + np.arange(997), share)
+        assert held.sum() == fraction.count_held_out(first, 997, share)
+        assert abs(held.sum() - 997 * share) <= 1
+    with pytest.raises(ValueError, match="eval_fraction is 1: expected at least 0 and"):
+        fraction.check(1)
+
+
+def test_a_folder_says_what_it_holds_out(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for i in range(20):
+            (tmp_path / name / f"{i:02}.png").touch()
+    source = open_source(f"folder:{tmp_path}")
+    assert source.splits == {"train": 36, "test": 4}
+    assert source.notes[0].startswith("10% of the files of each class, 4 in all, are")
+    source = open_source(f"folder:{tmp_path}", eval_fraction=0.25)
+    assert source.splits == {"train": 30, "test": 10}
+    assert not open_source(f"folder:{tmp_path}", eval_fraction=0).notes
+
+
+@pytest.mark.parametrize(
+    ("labels", "many"), [([-1, 1] * 6, True), ([-1, 0] + [1] * 10, False)]
+)
+def test_many_bad_records_are_told_from_one(tmp_path, labels, many):
+    spec = _write(tmp_path, "csv", {"a": [1] * 12, "label": labels})
+    with pytest.raises(BadRecordError, match="line 2: label -1 is outside") as caught:
+        open_source(spec)
+    assert caught.value.many is many
+    assert ("; and 5 of the 11 behind it cannot be used" in str(caught.value)) is many
