@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import wrapt
 
+from towers.input_pipeline import keras_settings
+
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Flags are read later, and by absl.
 _VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")
@@ -58,25 +60,31 @@ def begin(
     global _paused
     _paused = gc.isenabled()
     gc.disable()
+    _look_here_last()
     if sys.stdout and (os.environ.get("NO_COLOR") or not sys.stdout.isatty()):
         sys.stdout = Plain(sys.stdout)
+    sys.stdout, sys.stderr = map(_outlive, (sys.stdout, sys.stderr))
     if not _asks_for_more(sys.argv[1:]):
         os.environ.setdefault(_LEVEL, "1")
     # It is ignored in the jobs that a shell runs in the background.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         leave = functools.partial(_leave, f"{program}: {stopped}\n")
         signal.signal(signal.SIGINT, leave)
-    if read is not None:
-        try:
+    try:
+        if read is not None:
             read(sys.argv)
-        except ValueError as error:
-            sys.exit(f"{program}: {' '.join(str(error).split())}")
+        notes = keras_settings.passed_over()
+    except ValueError as error:
+        sys.exit(f"{program}: {' '.join(str(error).split())}")
+    for note in notes:
+        print(f"{program}: Note: {note}", file=sys.stderr)
     # A crash says where.
     faulthandler.enable(sys.__stderr__)
     # As in `towers.devices`, before anything asks for the GPUs.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     try:
         with quiet():
+            keras_settings.override()
             import tensorflow as tf
 
             tf.config.list_physical_devices()
@@ -139,6 +147,40 @@ def quiet() -> Iterator[None]:
         sieve.wait()
 
 
+class _Outlives(wrapt.ObjectProxy):
+    """A stream whose reader may go, such as `head`; the rest is written to nobody.
+
+    A run loses nothing by that: it saves, and writes its files.
+    """
+
+    def write(self, text: str) -> int:
+        """Writes a text, and returns its length."""
+        try:
+            return self.__wrapped__.write(text)
+        except BrokenPipeError:
+            self._write_to_nobody()
+            return len(text)
+
+    def flush(self) -> None:
+        """Writes what is left to write."""
+        try:
+            self.__wrapped__.flush()
+        except BrokenPipeError:
+            self._write_to_nobody()
+
+    def _write_to_nobody(self) -> None:
+        with open(os.devnull, "wb") as nobody:
+            os.dup2(nobody.fileno(), self.fileno())
+
+
+def _outlive(stream):
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return stream  # none, or no file
+    return _Outlives(stream)
+
+
 class Plain(wrapt.ObjectProxy):
     """A stream that writes texts without color, as https://no-color.org asks for."""
 
@@ -146,6 +188,16 @@ class Plain(wrapt.ObjectProxy):
         """Writes a text, and returns its length."""
         text = _TO_COME.sub(lambda bar: "─" * len(bar[1]), text)
         return self.__wrapped__.write(_COLOR.sub("", text))
+
+
+def _look_here_last() -> None:
+    """Puts the current directory, in which `python -m` looks first, at the end.
+
+    Users' projects have folders of all names.
+    """
+    here = os.getcwd()
+    if sys.path[0] == here and not sys.flags.safe_path:
+        sys.path.append(sys.path.pop(0))
 
 
 def _asks_for_more(argv: Sequence[str]) -> bool:

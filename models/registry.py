@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.util
 import numbers
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -158,8 +159,21 @@ def _build_user_model(
     return model
 
 
+def _make_importable(folder: str) -> None:
+    """Lets a user's file import what lies beside it, as Python does for a script.
+
+    Such folders come behind what is installed, which they must not hide, and before the
+    current directory where that comes last (see `startup.begin`).
+    """
+    if folder in sys.path:
+        return
+    last = len(sys.path) - (sys.path[-1:] == [os.getcwd()])
+    sys.path.insert(last, folder)
+
+
 def _load(path: Path) -> object:
     """Runs the user's file as a module of its own."""
+    _make_importable(str(path.absolute().parent))
     spec = importlib.util.spec_from_file_location(f"user_model_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look a class's module up here.

@@ -6,8 +6,15 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 `towers.report`.
 """
 
-from towers.input_pipeline import lazy
+from towers.input_pipeline import keras_settings, lazy
 
 # TensorFlow takes seconds to import, and programs have things to do before it: what
 # __init__.pyi lists is imported when it is asked for.
-__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)
+_find, __dir__, __all__ = lazy.attach(__name__, __file__)
+
+
+def __getattr__(name):
+    # Not for a program's own modules: it chooses the backend.
+    if name in __all__:
+        keras_settings.check_backend()
+    return _find(name)

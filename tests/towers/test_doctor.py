@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from towers.doctor import __main__ as doctor
-from towers.doctor import cluster, devices, gpus, host, process, versions
+from towers.doctor import cluster, devices, gpus, host, process, settings, versions
 from towers.doctor.devices import Probe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
 
@@ -26,7 +27,6 @@ TOWERS = ["/device:CPU:0", "/device:CPU:1"]
 BUILT = {"cuda_version": "12.5.1", "cudnn_version": "9"}
 HEALTHY = Probe(
     build=BUILT,
-    backend="tensorflow",
     gpus=0,
     towers=TOWERS,
     computed=dict.fromkeys(TOWERS, 1e-7),
@@ -261,14 +261,22 @@ def test_a_tensorflow_that_does_not_return(tmp_path, monkeypatch, text, fault):
     assert devices.copies(found).verdict == "wrong"
 
 
-def test_a_keras_of_another_backend():
-    finding = devices.start(Probe(build={}, backend="jax", towers=TOWERS))
-    assert finding.verdict == "wrong"
-    assert finding.text.startswith("Keras computes by jax; expected TensorFlow")
+def test_the_users_settings_of_keras(monkeypatch, tmp_path):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    assert settings.keras().verdict == "ok"
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    finding = settings.keras()
+    assert finding.verdict == "note"
+    assert re.search(
+        "^KERAS_BACKEND=jax .* in Python, set KERAS_BACKEND=t", finding.text
+    )
+    (tmp_path / "keras.json").write_text('{"floatx": "float8"}')
+    assert settings.keras().verdict == "wrong"
 
 
 def test_towers_that_cannot_be_set_up():
-    finding = devices.start(Probe(build={}, backend="tensorflow", fault="of 9 GPUs"))
+    finding = devices.start(Probe(build={}, fault="of 9 GPUs"))
     assert (finding.verdict, finding.text) == ("wrong", "of 9 GPUs")
 
 

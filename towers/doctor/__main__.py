@@ -14,8 +14,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from towers.doctor import cluster, devices, gpus, host, versions
+from towers.doctor import cluster, devices, gpus, host, settings, versions
 from towers.doctor.finding import NOTE, OK, WRONG, Check, Finding, examine
+from towers.input_pipeline.arguments import Parser
 
 _PROGRAM = "towers.doctor"
 _WIDTH = 18
@@ -43,25 +44,14 @@ def main(argv: Sequence[str]) -> int:
     return 2 if WRONG in (finding.verdict for _, finding in found) else 0
 
 
-class _Parser(argparse.ArgumentParser):
-    # Not absl's flags: nothing is imported that may be what is missing.
-
-    def error(self, message):
-        raise ValueError(f"{message}; see --help.")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Reads the flags.
 
     Raises:
         ValueError: If one is unknown, or its value bad.
     """
-    parser = _Parser(
-        prog=f"python -m {_PROGRAM}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    # Not absl's flags: nothing is imported that may be what is missing.
+    parser = Parser(_PROGRAM, __doc__)
     parser.add_argument("--model_dir", default="runs", help="As in towers.train.")
     parser.add_argument("--data_dir", default="data", help="As in towers.train.")
     parser.add_argument(
@@ -89,6 +79,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
     machine = gpus.look()
     found = devices.probe(options.num_gpus)
     yield "TensorFlow", bind(devices.start, found)
+    yield "Keras settings", settings.keras
     yield "GPUs", bind(gpus.check_gpus, machine, found)
     yield "driver", bind(gpus.check_driver, machine, found)
     yield "CUDA", bind(gpus.check_libraries, machine, found)

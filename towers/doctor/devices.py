@@ -26,7 +26,6 @@ class Probe:
 
     Attributes:
         build: TensorFlow's `get_build_info`; None if it could not be imported.
-        backend: What Keras computes by; empty if it could not be imported.
         gpus: GPUs that TensorFlow finds; None if it did not come to that.
         towers: The devices that were tried.
         computed: By device, the difference from NumPy's numbers.
@@ -37,7 +36,6 @@ class Probe:
     """
 
     build: dict[str, Any] | None = None
-    backend: str = ""
     gpus: int | None = None
     towers: Sequence[str] = ()
     computed: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -72,7 +70,6 @@ def probe(num_gpus: int | None, limit_s: float = 120.0) -> Probe:
     said = dict(lines)
     return Probe(
         build=said.get("build"),
-        backend=said.get("backend", ""),
         gpus=said.get("gpus"),
         towers=said.get("towers", ()),
         computed=dict(value for name, value in lines if name == "computed"),
@@ -105,12 +102,6 @@ def start(found: Probe) -> Finding:
             f"{found.fault}; see all of it by python -c 'import tensorflow', and if "
             "that fails too, install it anew: pip install --force-reinstall tensorflow",
             fault=found.fault,
-        )
-    if found.backend not in ("", "tensorflow"):
-        return wrong(
-            f"Keras computes by {found.backend}; expected TensorFlow, so set "
-            "KERAS_BACKEND=tensorflow",
-            backend=found.backend,
         )
     if not found.towers:
         return wrong(found.fault, fault=found.fault)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from towers.doctor.finding import in_a_line
+from towers.input_pipeline import keras_settings
 
 _COPY_MB = 32
 _REPEATS = 5
@@ -46,14 +47,12 @@ def main(options: str) -> None:
 
 
 def _try_out(say: Say, num_gpus: int | None) -> None:
+    say("does", "the reading of Keras's settings")
+    keras_settings.override()
     say("does", "the import of TensorFlow")
     import tensorflow as tf
 
     say("build", dict(tf.sysconfig.get_build_info()))
-    say("does", "the import of Keras")
-    import keras
-
-    say("backend", keras.backend.backend())
     say("does", "TensorFlow's search for GPUs")
     gpus = len(tf.config.list_physical_devices("GPU"))
     say("gpus", gpus)

@@ -6,6 +6,14 @@ real shape and type, again and again, so that no data set is read.
 What is found is printed on stdout, in lines of JSON.
 """
 
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from towers.find_batch_size import search_flags
+    from towers.input_pipeline import startup
+
+    # `towers.find_batch_size` has checked them.
+    startup.begin("towers.find_batch_size.probe", search_flags.FLAGS)
+
 import contextlib
 import functools
 import itertools
@@ -27,8 +35,8 @@ from absl import flags
 from towers import devices, train
 
 # It defines flags.
-from towers.find_batch_size import search, search_flags  # noqa: F401
-from towers.input_pipeline import free_memory
+from towers.find_batch_size import search, search_flags
+from towers.input_pipeline import free_memory, startup
 from towers.input_pipeline.commands import quieten
 from towers.model import check_all_reduce
 
@@ -59,6 +67,7 @@ def main() -> int:
     Returns:
         The exit code, 0: what went wrong is said in JSON, too.
     """
+    startup.end()
     quieten()
     stdout = sys.stdout
 
@@ -238,6 +247,4 @@ def no_memory(text: str) -> str:
 
 
 if __name__ == "__main__":
-    # `towers.find_batch_size` has checked them.
-    FLAGS(sys.argv)
     sys.exit(main())

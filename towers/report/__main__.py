@@ -10,21 +10,19 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
     from towers.input_pipeline import startup
+    from towers.report import arguments
 
-    startup.begin("towers.report")
+    startup.begin("towers.report", lambda argv: arguments.read(argv[1:], __doc__))
 
-import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 
 from towers.input_pipeline import startup
+from towers.report import arguments
 from towers.report.read import read
 
 _PROGRAM = "towers.report"
-# What the page needs beyond what a run needs.
-_LIBRARIES = ("jinja2", "matplotlib")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """
     startup.end()
     try:
-        options = parse(argv)
+        options = arguments.read(argv, __doc__)
         path = write(options.model_dir, options.output)
     except KeyboardInterrupt:
         print(f"{_PROGRAM}: Stopped by Ctrl-C.", file=sys.stderr)
@@ -48,41 +46,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
     print(f"{path}: {os.path.getsize(path) / 1000:,.0f} KB")
     return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    # Not absl's flags: theirs do not know arguments without a name.
-
-    def error(self, message):
-        raise ValueError(f"{message}; see --help.")
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the arguments.
-
-    Raises:
-        ValueError: If one is missing or unknown, or a library is not installed.
-    """
-    parser = _Parser(
-        prog=f"python -m {_PROGRAM}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("model_dir", help="The run's, as in towers.train.")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="Where to write the page. Default: report.html in the model_dir.",
-    )
-    options = parser.parse_args(argv)
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"The report is made with {' and '.join(missing)}, which are not "
-            "installed; run: pip install 'towers[report]'"
-        )
-    return options
 
 
 def write(model_dir: str, output: str | None = None) -> str:
