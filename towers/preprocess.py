@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import batch
+from towers import batch, effects
 from towers.devices import HOST
 from towers.tower import ModelError, TowerResult
 
@@ -68,7 +68,7 @@ class Preprocess:
                 "(x, y), so return both, also where one of them stays as it is."
             )
         if not tf.executing_eagerly():
-            _refuse_assignments(tf.compat.v1.get_default_graph())
+            _refuse_effects(tf.compat.v1.get_default_graph())
         _check_rows(rows, returned)
         return *returned, sample_weight
 
@@ -106,14 +106,14 @@ def _describe(returned):
     return f"a {type(returned).__name__}{size}"
 
 
-def _refuse_assignments(graph):
-    writers = [op for op in graph.get_operations() if op.type.startswith("Assign")]
-    if writers:
-        raise ModelError(
-            f"`preprocess` assigns a variable ('{writers[0].name}'), which towers "
-            "cannot carry; expected none, so draw random numbers by tf.random instead "
-            "of Keras's seed generators."
-        )
+def _refuse_effects(graph):
+    for effect in effects.of(graph.get_operations()):
+        if effect.type not in effects.RANDOM | effects.REPEATED:
+            raise ModelError(
+                f"`preprocess` changes something outside of it, by {effect}, which "
+                "towers cannot carry; expected nothing of the kind, so draw random "
+                "numbers by tf.random instead of Keras's seed generators."
+            )
 
 
 def _check_rows(before, returned):

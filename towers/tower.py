@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
-from towers import fused, lookup, reduce
+from towers import effects, fused, lookup, reduce
 from towers.replace import Replacement
 from towers.rules import NoRuleError, Rules
 
@@ -122,7 +122,8 @@ def forward_backward(
         the gradients (scaled).
 
     Raises:
-        NoRuleError: While tracing, if the loss cannot be put together from parts.
+        NoRuleError: While tracing, if the loss cannot be put together from parts, or
+            does more than compute.
     """
     x, y, sample_weight = share
     with (
@@ -133,7 +134,8 @@ def forward_backward(
         result = _forward(model, True, rules, scope, x, fraction)
         losses = [*result.losses]
         if model._compile_loss is not None:
-            loss = model._compile_loss(y, result.outputs, sample_weight)
+            with _without_effects(model, scope):
+                loss = model._compile_loss(y, result.outputs, sample_weight)
             if loss.shape.rank != 0:
                 raise NoRuleError("a loss with several values")
             losses.insert(0, rules.part("loss", loss, fraction))
@@ -289,6 +291,8 @@ def _stateless(model, params, state, tape=None) -> Iterator[_Scope]:
     mapping = [
         *zip(variables, params, strict=True),
         *zip(model.non_trainable_variables, state, strict=True),
+        # The loss of each output, which Keras tracks: home does so, of the whole batch.
+        *((v, tf.zeros(v.shape, v.dtype)) for v in _of_loss(model)),
     ]
     try:
         with _Scope(mapping, tape, tables) as scope, fused.batch_normalization():
@@ -301,6 +305,24 @@ def _stateless(model, params, state, tape=None) -> Iterator[_Scope]:
             f"Model '{model.name}' creates a variable while it is called, which a "
             "tower cannot do; create all variables in `__init__` or `build`."
         ) from error
+
+
+def _of_loss(model):
+    return model._compile_loss.variables if model._compile_loss else ()
+
+
+@contextlib.contextmanager
+def _without_effects(model, scope):
+    """Inside, the compiled loss is computed: home does so if it does anything else."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations()) if graph else 0
+    assigned = {key: len(values) for key, values in scope.assigned.items()}
+    yield
+    for key in scope.assigned.keys() - {id(variable) for variable in _of_loss(model)}:
+        if len(scope.assigned[key]) > assigned.get(key, 0):
+            raise NoRuleError("a variable that it assigns")
+    for effect in effects.of(graph.get_operations()[before:]) if graph else ():
+        raise NoRuleError(str(effect))
 
 
 _TABLE = "table_at_home"
@@ -412,9 +434,7 @@ def is_synchronized(model: keras.Model) -> bool:
 
 def _refuse_others(model, scope):
     """Raises if the call changed a variable that a tower does not carry."""
-    # Those of the compiled losses are updated again, for the whole batch.
-    known = [*model.variables]
-    known += model._compile_loss.variables if model._compile_loss else []
+    known = [*model.variables, *_of_loss(model)]
     unknown = scope.assigned.keys() - {id(variable) for variable in known}
     if not unknown:
         return
@@ -490,7 +510,7 @@ class Traced:
                 them all together: a longer start for a slightly faster step.
 
         Raises:
-            ModelError: If the model assigns a variable behind Keras's back.
+            ModelError: If the model needs to know the number of examples.
         """
         self._specs = specs
         options = {"jit_compile": xla}
@@ -508,7 +528,6 @@ class Traced:
                 "towers do; expected no use of a static one, so write ops.shape(x)[0] "
                 f"instead of x.shape[0]. It said: {error}"
             ) from error
-        _refuse_assignments(self._concrete.graph)
 
     def __call__(self, *arguments: Any) -> TowerResult:
         """Adds one call of the tower to the graph, on the device of the scope."""
@@ -543,6 +562,11 @@ class Traced:
         )
 
     @property
+    def effects(self) -> Iterator[effects.Effect]:
+        """What it does besides computing."""
+        return effects.of(self._concrete.graph.get_operations())
+
+    @property
     def returned(self) -> TowerResult:
         """What a call returns, in shapes and types."""
         return self._concrete.structured_outputs
@@ -572,16 +596,6 @@ def _trace(function, *specs, **options):
     with tf.device(None):
         function = tf.function(function, autograph=False, **options)
         return function.get_concrete_function(*specs)
-
-
-def _refuse_assignments(graph):
-    writers = [op for op in graph.get_operations() if op.type.startswith("Assign")]
-    if writers:
-        raise ModelError(
-            f"The model assigns a tf.Variable while it is called "
-            f"('{writers[0].name}'), which a tower cannot carry; make it a Keras "
-            "variable with `self.add_weight(trainable=False)`, and assign that."
-        )
 
 
 class Share(NamedTuple):

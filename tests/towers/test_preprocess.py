@@ -435,7 +435,7 @@ class _Drawing:
         (lambda: lambda x, y, training: _scale(x[1:], y, training), "as many"),
         (lambda: lambda x, y, training: _scale(x, y[::2], training), "as many"),
         (lambda: _static, "number of examples, as towers do; .*write tf.shape"),
-        (_Drawing, "`preprocess` assigns a variable .*tf.random"),
+        (_Drawing, "`preprocess` changes .*AssignVariableOp.*tf.random"),
     ],
     ids=["x", "none", "three", "x rows", "y rows", "static", "assigns"],
 )

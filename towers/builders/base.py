@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from towers import batch, lookup, loop, packing, reduce, tower
+from towers import batch, effects, lookup, loop, packing, reduce, tower
 from towers.builders.guard import Guard
 from towers.phases import Phases
 from towers.preprocess import Preprocess
@@ -491,6 +491,7 @@ class Builder(abc.ABC):
                 self._reads_tables = True
                 values = self.read()
                 traced = trace()
+            self._check_effects(traced)
             if rows is None:
                 self._check_outputs(traced.returned.outputs, rules)
 
@@ -517,6 +518,16 @@ class Builder(abc.ABC):
         # Passes over a gathered loss's towers are merged only where both are copied.
         layers = len(list(self.model._flatten_layers()))
         return layers > _MANY_LAYERS and self.loss_placed != "gathered"
+
+    def _check_effects(self, traced):
+        for effect in traced.effects:
+            if effect.type not in effects.REPEATED:
+                raise tower.ModelError(effects.sentence(self.model, effect))
+            if len(self.devices) > 1:
+                self._say(
+                    f"Model '{self.model.name}' does more than compute, by {effect}; "
+                    "each tower does so for its share."
+                )
 
     def _check_outputs(self, outputs, rules):
         if rules.coupling is not None and self.strict:

@@ -1,0 +1,154 @@
+"""Finds what a traced function does besides computing: operations with a side effect.
+
+A tower runs once on each device, for its share. What it changes behind Keras's back is
+then changed once by each tower, and what it draws is drawn by each. TensorFlow marks
+operations that are more than a function of their inputs as stateful. All of them count
+but those listed here, which only read, check, or keep something for as long as the
+function runs. Branches, loops and calls are looked into.
+"""
+
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry
+
+# They only read.
+_READS = set(
+    """ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp
+    DisableCopyOnRead LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2
+    DeviceIndex GuaranteeConst StatelessRandomGetAlg Timestamp""".split()
+)
+_CHECKS = {"Assert", "CheckNumerics", "CheckNumericsV2"}
+# They are as harmless as the functions that they call.
+_CALLS = {"Case", "If", "StatefulPartitionedCall", "While"}
+# What they keep ends with the call. cuDNN's are functions of their inputs.
+_OF_THE_CALL = set(
+    """CudnnRNN CudnnRNNV2 CudnnRNNV3 CudnnRNNBackprop CudnnRNNBackpropV2
+    CudnnRNNBackpropV3 DeepCopy Empty StackCloseV2 StackPopV2 StackPushV2 StackV2
+    TensorArrayCloseV3 TensorArrayConcatV3 TensorArrayGatherV3 TensorArrayGradV3
+    TensorArrayGradWithShape TensorArrayReadV3 TensorArrayScatterV3 TensorArraySizeV3
+    TensorArraySplitV3 TensorArrayV3 TensorArrayWriteV3""".split()
+)
+HARMLESS = _READS | _CHECKS | _CALLS | _OF_THE_CALL
+
+# They are done again by each tower, and change no number.
+REPEATED = set(
+    """EagerPyFunc Print PrintV2 PyFunc WriteAudioSummary WriteGraphSummary
+    WriteHistogramSummary WriteImageSummary WriteRawProtoSummary WriteScalarSummary
+    WriteSummary""".split()
+)
+RANDOM = set(
+    """AllCandidateSampler FixedUnigramCandidateSampler LearnedUnigramCandidateSampler
+    LogUniformCandidateSampler Multinomial NonDeterministicInts
+    ParameterizedTruncatedNormal RandomCrop RandomGamma RandomPoisson RandomPoissonV2
+    RandomShuffle RandomStandardNormal RandomUniform RandomUniformInt RngReadAndSkip
+    RngSkip SampleDistortedBoundingBox SampleDistortedBoundingBoxV2
+    StatefulRandomBinomial StatefulStandardNormal StatefulStandardNormalV2
+    StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt
+    ThreadUnsafeUnigramCandidateSampler TruncatedNormal
+    UniformCandidateSampler""".split()
+)
+
+
+class Effect(NamedTuple):
+    """An operation that does more than compute.
+
+    Attributes:
+        name: Its name, or that of the operation of the graph that runs it.
+        type: Its type.
+    """
+
+    name: str
+    type: str
+
+    def __str__(self) -> str:
+        return f"'{self.name}' ({self.type})"
+
+
+def of(operations: Iterable[tf.Operation]) -> Iterator[Effect]:
+    """Yields the effects of operations, and of all functions that they call.
+
+    Args:
+        operations: Those of a graph, or some of them.
+    """
+    seen = set()
+    for op in operations:
+        stateful, calls = _kind(op.type)
+        if stateful and op.type not in HARMLESS:
+            yield Effect(op.name, op.type)
+        if calls:
+            for type_ in _of_functions(op.node_def, calls, seen):
+                yield Effect(op.name, type_)
+
+
+def sentence(model: keras.Model, effect: Effect) -> str:
+    """Says that a tower cannot have such an effect, and what to do.
+
+    Args:
+        model: The model that has it when it is called.
+        effect: The effect.
+    """
+    names = {layer.name for layer in model._flatten_layers()}
+    # Of a layer that is called again, TensorFlow numbers the scope.
+    scopes = [(s, re.sub(r"_\d+$", "", s)) for s in effect.name.split("/")[::-1]]
+    layer = next((name for scope in scopes for name in scope if name in names), None)
+    of_layer = f" of layer '{layer}'" if layer else ""
+    start = (
+        f"Model '{model.name}' {{}} while it is called, by {effect}{of_layer}, which"
+    )
+    if effect.type in RANDOM:
+        return (
+            f"{start.format('draws random numbers')} no seed generator decides; give "
+            "each random op a `keras.random.SeedGenerator` that a layer creates in "
+            "`__init__`, and draw by `keras.random`."
+        )
+    if effect.type.startswith("Assign") or effect.type.startswith("Resource"):
+        return (
+            f"{start.format('assigns a tf.Variable')} a tower cannot carry; make it a "
+            "Keras variable with `self.add_weight(trainable=False)`, and assign that "
+            "outside of `tf.cond`, loops and `tf.function`."
+        )
+    return (
+        f"{start.format('changes something outside of it')} each tower would do again; "
+        "keep what changes in a Keras variable of `self.add_weight(trainable=False)`, "
+        "or change it outside of the model."
+    )
+
+
+def _of_functions(node, calls, seen):
+    """Yields the types of stateful operations in the functions that a node calls."""
+    waiting = list(_called(node, calls))
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for inner in context.context().get_function_def(name).node_def:
+            stateful, calls = _kind(inner.op)
+            if stateful and inner.op not in HARMLESS:
+                yield inner.op
+            waiting += _called(inner, calls)
+
+
+def _called(node, calls):
+    """Yields the names of the functions that a node calls."""
+    for attribute in calls:
+        value = node.attr[attribute]
+        if value.HasField("func"):
+            yield value.func.name
+        yield from (function.name for function in value.list.func)
+
+
+@functools.cache
+def _kind(type_):
+    """Whether operations of a type are stateful, and their attributes for functions."""
+    definition = op_def_registry.get(type_)
+    if definition is None:  # the name of a function, which is called
+        return False, ()
+    calls = [a.name for a in definition.attr if a.type in ("func", "list(func)")]
+    return definition.is_stateful, calls
