@@ -134,11 +134,9 @@ def main() -> int:
     except Stopped as stopped:
         return stopped.code
     except KeyboardInterrupt:
-        _say_stopped(job, "Ctrl-C")
-        return 130
+        return _stop(job, "Ctrl-C", 130)
     except _Terminated:
-        _say_stopped(job, "SIGTERM")
-        return 143
+        return _stop(job, "SIGTERM", 143)
     except NotFinite as error:
         fail(error, _PROGRAM)
         return 3
@@ -1096,6 +1094,17 @@ class _Terminated(BaseException):
 
 def _terminate(signum, frame):
     raise _Terminated
+
+
+def _stop(job: Job | None, cause: str, code: int) -> int:
+    """Says that a signal has ended the run, and returns the exit code."""
+    _say_stopped(job, cause)
+    if job is None:
+        # A data set may be on its way, which Python would wait for.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _say_stopped(job: Job | None, cause: str) -> None:

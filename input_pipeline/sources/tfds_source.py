@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from towers.input_pipeline.sources import framing
+from towers.input_pipeline.sources import framing, network
 from towers.input_pipeline.sources.base import (
     FAULTS,
     Record,
@@ -152,12 +152,19 @@ class TFDSSource(StreamSource):
             num_shards=self._num_shards, try_download_gcs=False
         )
         try:
-            self._builder.download_and_prepare(download_config=config)
+            with network.no_waiting():
+                self._builder.download_and_prepare(download_config=config)
         # A builder is somebody else's program and may raise anything.
         except Exception as error:
             # Another process may have been faster: all write to a folder of their
             # own and rename it, which only the first can.
             if not tf.io.gfile.exists(self._builder.data_dir):
+                if isinstance(error, network.Unreachable):
+                    raise ValueError(
+                        f"{self.name} is not in {self._builder.data_dir} yet, and "
+                        f"cannot be downloaded: {error}; connect this machine to the "
+                        "network, or copy that folder from a machine that has it"
+                    ) from error
                 raise ValueError(
                     f"{self.name} cannot be prepared in {self._builder.data_dir}: "
                     f"{type(error).__name__}: {_reason(error)}"
