@@ -1,4 +1,4 @@
-"""Packaging: the three packages, the core dependencies and the extras."""
+"""Packaging: the package, the core dependencies and the extras."""
 
 from setuptools import find_packages, setup
 
@@ -41,7 +41,7 @@ setup(
     # `towers` holds links to `input_pipeline` and `models`: installed at the top level,
     # they would take names that users have in their own projects.
     packages=find_packages(include=["towers*"]),
-    package_data={"": ["*.pyi"], "towers.report": ["page.html"]},
+    package_data={"": ["*.pyi", "py.typed"], "towers.report": ["page.html"]},
     install_requires=CORE,
     extras_require={
         "dev": [

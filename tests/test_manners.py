@@ -18,7 +18,7 @@ import setuptools
 import towers
 from tests.terminal import read_all
 from towers import input_pipeline, parity
-from towers.input_pipeline import startup
+from towers.input_pipeline import keras_settings, startup
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 120
@@ -86,7 +86,7 @@ NAMES = {
     parity: "Parity Row check_parity",
     input_pipeline: "ADVICE CACHES RECIPES ArraySource BadRecordError Mix Pipeline "
     "Source blame_records cached find_bad_record free_memory make_dataset normalize "
-    "open_source quarantine scan_labels",
+    "open_source quarantine scan_labels takes",
 }
 
 
@@ -138,6 +138,143 @@ def test_a_tensorflow_that_cannot_be_imported(tmp_path, script, reason):
         1,
         f"towers.train: TensorFlow cannot be imported ({reason}); ask python -m "
         "towers.doctor.\n",
+    )
+
+
+# Flags.
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("towers.train --bath_size=3", "batch_size"),
+        ("towers.train --epochs=3", "train_epochs"),
+        ("towers.train --image-size=8", "image_size"),
+        ("towers.parity --lr 0.1", "learning_rate"),
+        ("towers.find_batch_size --gpus=2", "num_gpus"),
+        ("towers.report runs/mine --out=page.html", "output"),
+        ("towers.doctor --logdir=runs", "model_dir"),
+        ("towers.input_pipeline.convert a b --size=8", "image_size"),
+        ("towers.input_pipeline.benchmark --data=digits", "dataset"),
+        ("towers.input_pipeline.service dispatcher --prt=5", "port"),
+    ],
+)
+def test_a_wrong_flag_is_told_before_tensorflow_is_imported(tmp_path, command, meant):
+    module, *flags = command.split()
+    without = stand_in(tmp_path, "raise SystemExit('TensorFlow is imported')")
+    process = start("-m", module, *flags, environ=without)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    wrong = flags[-1 if "=" in flags[-1] else 0].partition("=")[0]
+    assert (process.returncode, err) == (
+        1,
+        f"{module}: Received {wrong}, but there is no such flag (did you mean "
+        f"--{meant}?); see --help.\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--batch_size=x", "--batch_size=x; expected a whole number; see"),
+        ("--batch_size=0", "--batch_size=0; expected at least 1"),
+        ("--dtype=fp23", "--dtype=fp23; expected one of fp32, .* mean fp32"),
+        ("--strict=maybe", "--strict=maybe; expected true or false"),
+        ("--model=resnet2", "There is no model .resnet2. .did you mean resnet32"),
+        ("--optimizer=adan", "--optimizer=adan; expected an optimizer .* adam"),
+        ("--clean --eval_only", "--clean and --eval_only; expected one of them"),
+        ("--model_dir=/proc/run", "Cannot write to the model_dir /proc/run"),
+        ("--flagfile=none", "Unable to open flagfile: .*'none'; see --help"),
+        ("cnn", "the argument 'cnn'; expected flags only"),
+    ],
+)
+def test_a_wrong_value_is_told_before_tensorflow_is_imported(tmp_path, flag, said):
+    without = stand_in(tmp_path, "raise SystemExit('TensorFlow is imported')")
+    process = start("-m", "towers.train", *flag.split(), environ=without)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert re.fullmatch(rf"towers\.train: .*{said}.*\n", err)
+
+
+# A reader that goes.
+
+
+def test_what_nobody_reads_any_more(environ):
+    receive, send = os.pipe()
+    os.close(receive)
+    with open(send, "w") as pipe:
+        stream = startup._outlive(pipe)
+        for _ in range(2):
+            assert stream.write("lost\n") == 5
+            stream.flush()
+        print("x" * 10**6, file=stream)
+
+
+# The user's own settings of Keras.
+
+
+@pytest.fixture
+def keras_json(monkeypatch, tmp_path):
+    """Writes Keras's settings."""
+    for name in ("KERAS_BACKEND", "KERAS_MAX_EPOCHS", "KERAS_MAX_STEPS_PER_EPOCH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    path = tmp_path / "keras.json"
+
+    def write(text):
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_settings_that_are_passed_over(keras_json, monkeypatch):
+    assert keras_settings.passed_over() == []
+    path = keras_json('{"backend": "torch", "floatx": "float16", "epsilon": 1e-5}')
+    monkeypatch.setenv("KERAS_MAX_EPOCHS", "1")
+    monkeypatch.setattr(keras.config, "set_floatx", mock.Mock())
+    backend, limit, floatx = keras_settings.passed_over()
+    assert backend.startswith(f'"backend": "torch" in {path} is passed over: ')
+    assert limit.startswith("KERAS_MAX_EPOCHS=1 is passed over: ")
+    assert floatx == f'"floatx": "float16" in {path} is passed over for "float32".'
+    keras_settings.override()
+    assert os.environ["KERAS_BACKEND"] == "tensorflow"
+    assert "KERAS_MAX_EPOCHS" not in os.environ
+    keras.config.set_floatx.assert_called_once_with("float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", r"holds \[1\]; expected Keras's settings"),
+        ('{"floatx": "float8"}', '"floatx": "float8" in .*; expected float32 or'),
+        ('{"image_data_format": 1}', '"image_data_format": 1 in .*; expected channels'),
+        ('{"epsilon": 0}', '"epsilon": 0 in .*; expected a number such as 1e-07'),
+    ],
+)
+def test_settings_that_keras_cannot_read(keras_json, text, said):
+    keras_json(text)
+    with pytest.raises(ValueError, match=rf"{said}.* correct it"):
+        keras_settings.passed_over()
+
+
+def test_in_python_another_backend_is_an_error(tmp_path):
+    (tmp_path / "keras.json").write_text('{"backend": "jax"}')
+    code, _, err = run(
+        """
+        import towers
+        import towers.train_flags
+        try:
+            towers.multi_gpu_model
+        except ImportError as error:
+            raise SystemExit(str(error))
+        """,
+        KERAS_HOME=str(tmp_path),
+    )
+    assert (code, err) == (
+        1,
+        f'Received "backend": "jax" in {tmp_path}/keras.json; Towers trains with Keras '
+        "on TensorFlow, so set KERAS_BACKEND=tensorflow before Keras is imported.\n",
     )
 
 

@@ -1,8 +1,11 @@
 """models: what every name builds, and what wrong names say."""
 
+import importlib.util
 import inspect
 import os
 import random
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -231,6 +234,35 @@ def test_user_file_from_the_current_folder(user_file, monkeypatch):
     assert isinstance(
         models.build("mine.py:f", input_shape=(2,), num_classes=3), keras.Model
     )
+
+
+def test_user_file_imports_what_lies_beside_it(tmp_path, monkeypatch):
+    """As a script does, with the current directory of a program that has begun."""
+    blocks = "import keras\ndef make(s, n):\n    return keras.Sequential()\n"
+    for folder, text in (("mine", blocks), ("here", "")):
+        (tmp_path / folder / "models").mkdir(parents=True)
+        (tmp_path / folder / "models" / "__init__.py").touch()
+        (tmp_path / folder / "models" / "blocks.py").write_text(text)
+    # It hides nothing that is installed.
+    (tmp_path / "mine" / "absl.py").write_text("raise ImportError")
+    (tmp_path / "mine" / "net.py").write_text(
+        "import absl.app\nfrom models.blocks import make\n"
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    elsewhere = [path for path in sys.path if not Path(path, "models").exists()]
+    monkeypatch.setattr(sys, "path", [*elsewhere, str(tmp_path / "here")])
+    for name in ("models", "models.blocks"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    try:
+        name = f"{tmp_path}/mine/net.py:make"
+        assert isinstance(
+            models.build(name, input_shape=(2,), num_classes=3), keras.Model
+        )
+        # While it is used, too.
+        assert importlib.util.find_spec("net").origin == f"{tmp_path}/mine/net.py"
+    finally:
+        for name in ("models", "models.blocks"):
+            sys.modules.pop(name, None)
 
 
 def test_check_does_not_run_the_file(user_file):

@@ -740,6 +740,38 @@ class TestInProcess:
         with flagsaver.flagsaver(**flags), pytest.raises(ValueError, match=message):
             train_flags.check(["towers.train"])
 
+    def test_flags_repeat_a_run_from_any_folder(self, tmp_path, monkeypatch):
+        here = tmp_path / "a project"
+        here.mkdir()
+        monkeypatch.chdir(here)
+        monkeypatch.setenv("HOME", "/home/me")
+        (here / "my model.py").write_text("def build(s, n): ...")
+        given = {
+            "model": "my model.py:build",
+            "dataset": "folder:my pictures",
+            "eval_dataset": "digits",
+            "data_dir": "~/data",
+            "cache_dir": "gs://bucket/cache",
+            "tower_shares": ["2", "3"],
+        }
+        with flagsaver.flagsaver(**given):
+            text = train_flags.as_text("/runs/mine")
+        lines = text.splitlines()
+        for line in (
+            f"--model={here}/my model.py:build",
+            f"--dataset=folder:{here}/my pictures",
+            "--eval_dataset=digits",
+            "--data_dir=/home/me/data",
+            "--cache_dir=gs://bucket/cache",
+            "--tower_shares=2,3",
+            "--model_dir=/runs/mine",
+        ):
+            assert line in lines
+        (tmp_path / "flags.txt").write_text(text)
+        monkeypatch.chdir("/")
+        train.FLAGS(["test", f"--flagfile={tmp_path}/flags.txt"])
+        assert train_flags.as_text("/runs/mine") == text
+
     def test_tower_shares(self):
         placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
         assert train.tower_shares(placed) == (1, 1)
