@@ -1,4 +1,5 @@
 from . import quarantine as quarantine
+from .advice import ADVICE as ADVICE
 from .augment import normalize as normalize
 from .cache import cached as cached
 from .cache import free_memory as free_memory
@@ -10,9 +11,7 @@ from .choices import RECIPES as RECIPES
 from .mix import Mix as Mix
 from .pipeline import Pipeline as Pipeline
 from .pipeline import make_dataset as make_dataset
-from .report import ADVICE as ADVICE
 from .sources import Source as Source
 from .sources import open_source as open_source
 from .sources.arrays import ArraySource as ArraySource
 from .sources.base import BadRecordError as BadRecordError
-from .specs import takes as takes

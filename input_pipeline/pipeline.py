@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline import augment, draws, recipes
+from towers.input_pipeline.advice import IN_PYTHON
 from towers.input_pipeline.checks import assert_good
 from towers.input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
 from towers.input_pipeline.sources import Source
@@ -25,15 +26,18 @@ _FEW_CORES = 8
 _THREADS = os.cpu_count() or 1
 
 
-def make_dataset(source: Source, split: str, **options: Any) -> tf.data.Dataset:
+def make_dataset(
+    source: Source, split: str, batch_size: int, **options: Any
+) -> tf.data.Dataset:
     """Builds the input pipeline of one split: a ``Pipeline``'s ``dataset()``.
 
     Args:
         source: where the records are.
         split: one of ``source.splits``.
-        **options: the other attributes of ``Pipeline``.
+        batch_size: examples in a batch.
+        **options: the other attributes of ``Pipeline``, all of which have defaults.
     """
-    return Pipeline(source, split, **options).dataset()
+    return Pipeline(source, split, batch_size=batch_size, **options).dataset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +55,9 @@ class Pipeline:
         split: one of ``source.splits``.
         batch_size: examples in a batch; the last batch of an epoch may be shorter.
         image_shape: (H, W, C) of the images wanted; 1 and 3 channels convert. (F,) for
-            rows of numbers, which stay as they are.
-        training: True shuffles and augments; False reads in one fixed order.
+            rows of numbers, which stay as they are. None takes the source's own.
+        training: True shuffles and augments; False reads in one fixed order. None is
+            True of the split "train".
         recipe: what becomes of images; see ``recipes.find``.
         randaugment: layers and magnitude of RandAugment, or None for none.
         seed: of order and augmentation; at least 0. ``tf.random.set_seed`` has no
@@ -75,16 +80,16 @@ class Pipeline:
         tricks: what makes decoding fast; all by default.
 
     Raises:
-        ValueError: no such split or recipe, a number too small, or channels that do
-            not convert.
+        ValueError: no such split or recipe, a number too small, no size for images that
+            differ in theirs, or channels that do not convert.
     """
 
     source: Source
     split: str
     _: dataclasses.KW_ONLY
     batch_size: int
-    image_shape: tuple[int, int, int]
-    training: bool
+    image_shape: tuple[int, ...] | None = None
+    training: bool | None = None
     recipe: str = "none"
     randaugment: tuple[int, int] | None = None
     seed: int = 0
@@ -97,7 +102,21 @@ class Pipeline:
     ram_budget_mb: int | None = None
     tricks: Tricks = ALL_TRICKS
 
+    # What to do about a stage that is slow; see `towers.callbacks.Starvation`.
+    advice = IN_PYTHON
+
     def __post_init__(self):
+        if self.training is None:
+            object.__setattr__(self, "training", self.split == "train")
+        if self.image_shape is None:
+            shape = tuple(self.source.image_shape)
+            if None in shape:
+                raise ValueError(
+                    f"the images of {self.source.name} differ in size, and no "
+                    "image_shape was received: expected one for all, such as "
+                    f"image_shape=(224, 224, {shape[-1]})"
+                )
+            object.__setattr__(self, "image_shape", shape)
         if self.split not in self.source.splits:
             known = ", ".join(self.source.splits) or "none yet: call prepare() first"
             raise ValueError(

@@ -5,24 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from towers.input_pipeline import measure
+from towers.input_pipeline.advice import ADVICE
 
 _ADDED = "adds us an example"
 _WORTH = "speed before / after"
-
-ADVICE = {
-    "read": "keep the data in memory (--cache), on a faster disk, or in fewer and "
-    "larger files (tfrecord:)",
-    "parse": "keep nothing but image and label in the records, or take a larger "
-    "--batch_size",
-    "decode": "store the images no larger than needed, as JPEG, take a lighter "
-    "--recipe, or have other machines decode (--data_service)",
-    "batch": "take a smaller --image_size, of which there is less to copy",
-    "augment": "take a lighter --recipe, no --randaugment, or a larger --batch_size",
-    "service": "start more workers",
-    "prefetch": "several steps in a call, such as --steps_per_loop=10, or a larger "
-    "--ram_budget_mb",
-    "copy": "take fewer towers, a larger --batch_size or a smaller --image_size",
-}
 
 
 def text(results: dict[str, Any]) -> str:

@@ -429,8 +429,9 @@ def _divide_threads(towers: int) -> None:
 def _too_late(wish: str) -> RuntimeError:
     return RuntimeError(
         "TensorFlow is initialised already, with other devices or memory settings "
-        f"than the wish for {wish}; call configure() before anything else uses "
-        "TensorFlow."
+        f"than the wish for {wish}; restart the program (in a notebook, the kernel), "
+        "and call towers.configure() before anything else uses TensorFlow, such as a "
+        "model that is built."
     )
 
 
@@ -683,4 +684,7 @@ def _listed(devices: Sequence[str]) -> str:
 def _more_devices(numbered: Sequence[str]) -> str:
     if ":GPU:" in numbered[0]:
         return "make more GPUs visible with CUDA_VISIBLE_DEVICES"
-    return "make more logical CPUs first with towers.configure(num_gpus=...)"
+    return (
+        "restart the program (in a notebook, the kernel), and make more logical CPUs "
+        "with towers.configure(num_gpus=...) before a model is built"
+    )

@@ -76,6 +76,7 @@ from towers.input_pipeline.commands import (
     read_randaugment,
 )
 from towers.input_pipeline.quarantine import Quarantine
+from towers.input_pipeline.specs import takes
 from towers.model import (
     TowerModel,
     check_all_reduce,
@@ -566,7 +567,7 @@ def open_source(spec: str, num_classes: int | None) -> input_pipeline.Source:
         **{
             name: value
             for name, value in options.items()
-            if value is not None and input_pipeline.takes(spec, name)
+            if value is not None and takes(spec, name)
         },
         data_dir=os.path.expanduser(FLAGS.data_dir),
         seed=FLAGS.seed,

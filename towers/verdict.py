@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from towers.advice import on as advise
 from towers.stages import Stage, pace_ms, slowest
 
 # A part binds the step if it is shorter than the longest by at most these shares of the
@@ -36,25 +37,6 @@ _TRY = {
     "reduce": "another builder (--variable_update), XLA, or a larger batch",
     "python": "a larger batch, or more steps in a call (--steps_per_loop, "
     "steps_per_execution)",
-}
-
-_ADVICE = {
-    "map": "pass it num_parallel_calls=tf.data.AUTOTUNE, .cache() what it makes, or do "
-    "less in it",
-    "map in parallel": "do less in it, .cache() what it makes, or give the input more "
-    "CPU cores, here or by tf.data's service",
-    "batch": "make the examples smaller, or pass it num_parallel_calls",
-    "shuffle": "take a smaller buffer, and shuffle before decoding",
-    "data_service": "start more workers",
-    "read": "keep the data on a faster disk or in memory (.cache()), in fewer and "
-    "larger files, or .interleave() several with num_parallel_calls",
-    "read in parallel": "keep the data on a faster disk or in memory (.cache()), or in "
-    "fewer and larger files",
-    "generator": "give it workers (keras.utils.PyDataset has them), or write its "
-    "data to TFRecord files once and for all",
-    "interleave": "begin fewer data sets in it, of larger files or longer epochs",
-    "flat_map": "begin fewer data sets in it, of larger files or longer epochs",
-    "": "do less in it, or .cache() what it makes",
 }
 
 
@@ -92,8 +74,8 @@ def verdict(
         parts_ms: As for `bound_by`.
         bound: What that found.
         stages: Of the input, the last one first; none if nothing is known.
-        advice: What to do about a stage, by its label, where there is more to say than
-            of tf.data in general.
+        advice: What to do about a stage, by its label, if the pipeline has words of its
+            own; see `advice.on`.
     """
     step_ms = sum(parts_ms.values())
     waiting = parts_ms["input"] / step_ms
@@ -125,9 +107,8 @@ def _cause(wait_ms, step_ms, stages, advice):
             "try a tf.data.Dataset, with options.autotune left on"
         )
     if pace_ms(stages) >= _AS_SLOW * step_ms:
-        stage = slowest(stages)
-        found = advice.get(stage.label) or _advice(stage)
-        return f"the slowest stage is {stage}; try this: {found}"
+        name, found = advise(slowest(stages), stages, advice)
+        return f"the slowest stage is {name}; try this: {found}"
     ahead = next((s.ahead for s in stages if s.ahead and s.segment == 1), 0)
     if wait_ms < _HANDED_MS or ahead >= _ENOUGH:
         return None
@@ -137,14 +118,3 @@ def _cause(wait_ms, step_ms, stages, advice):
         f"no stage is slower than a step, but the input runs {runs}; "
         f"try {advice.get('prefetch', found)}"
     )
-
-
-def _advice(stage):
-    if "generator" in stage.kind.lower():
-        kind = "generator"
-    elif stage.label == "read":
-        kind = "read"
-    else:
-        kind = next((kind for kind in _ADVICE if kind and kind in stage.kind), "")
-    parallel = f"{kind} in parallel"
-    return _ADVICE[parallel if stage.threads > 1 and parallel in _ADVICE else kind]

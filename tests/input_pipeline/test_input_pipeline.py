@@ -245,3 +245,15 @@ def test_a_record_fewer_than_were_counted_is_noticed(
         for _ in dataset.take(20):
             pass
     assert str(caught.value).startswith(f"{path}: record 32 ")
+
+
+def test_little_has_to_be_said(tmp_path, encode):
+    source = open_source("synthetic:2x3x1:5:50")
+    train, test = (make_dataset(source, split, batch_size=8) for split in source.splits)
+    assert train.element_spec[0].shape == (None, 2, 3, 1)
+    assert (train.pipeline.training, test.pipeline.training) == (True, False)
+    assert len(make_dataset(source, "test", 4)) == 3
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.png").write_bytes(encode(np.zeros([2, 2, 3], np.uint8)))
+    with pytest.raises(ValueError, match=r"no image_shape was received: .*=\(224, 224"):
+        make_dataset(open_source(f"folder:{tmp_path}"), "train", batch_size=8)

@@ -5,9 +5,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from towers.input_pipeline import open_source, scan_labels, takes
+from towers.input_pipeline import open_source, scan_labels
 from towers.input_pipeline.sources import fraction
 from towers.input_pipeline.sources.base import FILE, BadRecordError
+from towers.input_pipeline.specs import takes
 
 
 def _write(folder, kind, columns, name="a"):

@@ -322,7 +322,8 @@ def test_in_a_process_of_its_own():
     assert lines[0] == "('/device:CPU:0', '/device:CPU:1') /device:CPU:0"
     assert lines[1] == "('/device:CPU:0', '/device:CPU:1', '/device:CPU:2')"
     assert lines[2] == "('/device:CPU:0', '/device:CPU:1')"
-    assert "for 5 logical CPUs; call configure() before" in lines[3]
+    assert "for 5 logical CPUs; restart the program (in a notebook, the" in lines[3]
+    assert "kernel), and call towers.configure() before anything else" in lines[3]
     assert len(lines) == 4
 
 

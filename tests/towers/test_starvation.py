@@ -298,7 +298,9 @@ def test_a_generator_that_is_slow():
     spec = tf.TensorSpec([], tf.int64)
     data = tf.data.Dataset.from_generator(generate, output_signature=spec)
     said = said_of(data.batch(2).prefetch(4), 0.005)
-    assert "the slowest stage is `Generator` (read); try this: give it workers" in said
+    assert (
+        "slowest stage is `Generator` (read); try this: make a keras.utils.PyD" in said
+    )
 
 
 @pytest.mark.parametrize("ahead", [1, 16])

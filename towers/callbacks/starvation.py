@@ -38,7 +38,7 @@ class Starvation(StepTime):
 
         Args:
             every_steps: Steps of the optimizer between two verdicts.
-            advice: See `verdict.verdict`.
+            advice: See `verdict.verdict`; by default, what the data bring along.
             warmup_steps: Steps at the beginning of the run that are not counted.
             terminal: Whether verdicts wait for the end of the epoch, so as not to break
                 a progress bar; by default, if standard output is a terminal.
@@ -161,8 +161,14 @@ class Starvation(StepTime):
         if not any(parts.values()):
             return False
         self._bound = bound_by(parts, before)
-        self.verdict = verdict(parts, self._bound, found, self._advice)
+        self.verdict = verdict(parts, self._bound, found, self._words())
         return True
+
+    def _words(self):
+        """What to do about stages of a pipeline that has words of its own."""
+        dataset = self._reading and self._reading.dataset
+        pipeline = getattr(dataset, "pipeline", None)
+        return self._advice or getattr(pipeline, "advice", None)
 
 
 def _better(before, now):

@@ -1,0 +1,148 @@
+"""Advice names stages and arguments that exist for whoever wrote the input."""
+
+import dataclasses
+import inspect
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers import advice, stages, train_flags
+from towers.callbacks.starvation import Starvation
+from towers.input_pipeline import ADVICE, Pipeline, make_dataset, open_source
+from towers.input_pipeline.advice import IN_PYTHON
+from towers.stages import Stage
+
+# Methods of tf.data.Dataset, by what tf.data calls their stages.
+METHODS = {
+    "memory_cache": "cache",
+    "file_cache": "cache",
+    "data_service": None,
+    "finite_repeat": "repeat",
+    "finite_take": "take",
+}
+KINDS = (
+    *("map", "batch", "padded_batch", "shuffle", "filter", "flat_map", "interleave"),
+    *("scan", "unbatch", "memory_cache", "file_cache", "data_service", "window"),
+    *("take_while", "unique", "group_by_window", "rebatch", "finite_repeat", "shard"),
+    *("finite_take", "prefetch", "zip", "concatenate", "ignore_errors", "snapshot"),
+)
+
+
+def a_stage(kind, label="", threads=1):
+    return Stage(kind, label, 10.0, threads, 1, 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_advice_names_arguments_that_there_are(kind, threads):
+    method = METHODS.get(kind, kind)
+    stage = a_stage(kind, threads=threads)
+    name, found = advice.on(stage, [stage])
+    assert name == f"`{kind}`"
+    for each in re.findall(r"\.(\w+)\(\)", found):
+        assert hasattr(tf.data.Dataset, each)
+    # What is passed to the stage itself, and not to one that stands in its place.
+    for each in re.findall(r"pass it (\w+)|smaller (\w+_\w+)|out its (\w+)", found):
+        (argument,) = filter(None, each)
+        assert (
+            argument in inspect.signature(getattr(tf.data.Dataset, method)).parameters
+        )
+    if threads > 1:
+        assert "pass it num_parallel_calls" not in found
+
+
+def test_every_kind_of_advice_is_looked_at():
+    known = {kind.removesuffix(" in parallel") for kind in advice._OF_TF_DATA}
+    assert known <= set(KINDS)
+
+
+def test_what_a_generator_is_wrapped_in_is_not_named():
+    wrapper, generator = a_stage("flat_map"), a_stage("Generator", "read")
+    name, found = advice.on(wrapper, [a_stage("prefetch"), wrapper, generator])
+    assert name == "`Generator` (read)"
+    assert "keras.utils.PyDataset" in found
+    files = a_stage("TFRecord", "read")
+    assert advice.on(wrapper, [wrapper, files])[0] == "`flat_map`"
+
+
+@pytest.mark.parametrize("kind", ["Range", "TensorSlice", "FromTensor"])
+def test_no_disk_is_blamed_for_what_is_in_memory(kind):
+    stage = a_stage(kind, "read")
+    assert "disk" not in advice.on(stage, [stage])[1]
+
+
+def found_in(data):
+    """The stages of data that has been read for a while."""
+    iterator = iter(data)
+    for _ in range(4):
+        next(iterator)
+    return stages.read(iterator)
+
+
+def test_arrays_are_keras_s_to_cut():
+    x = np.zeros([64, 2], np.float32)
+    adapter = keras.src.trainers.data_adapters.array_data_adapter
+    data = adapter.ArrayDataAdapter(x, x, batch_size=4, shuffle=True)
+    for stage in (found := found_in(data.get_tf_dataset()).stages()):
+        name, what = advice.on(stage, found)
+        assert name.startswith("Keras's own") and "batch_size" in what
+    parameters = inspect.signature(keras.Model.fit).parameters
+    assert "batch_size" in parameters
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    """Data sets of ours, of each way to read."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "a.csv").write_text("a,label\n" + "1,0\n" * 100)
+    (folder / "images" / "a").mkdir(parents=True)
+    for i in range(20):
+        image = tf.io.encode_png(np.zeros([4, 4, 3], np.uint8)).numpy()
+        (folder / "images" / "a" / f"{i}.png").write_bytes(image)
+    specs = f"csv:{folder}/a.csv", f"folder:{folder}/images", "synthetic:4x4x3:2"
+    shapes = (1,), (4, 4, 3), (4, 4, 3)
+    return [
+        make_dataset(open_source(spec), "train", 4, image_shape=shape, repeat=repeat)
+        for spec, shape in zip(specs, shapes, strict=True)
+        for repeat in (True, False)
+    ]
+
+
+def test_stages_of_ours_have_words_of_ours(ours):
+    words = set()
+    for data in ours:
+        found = found_in(data).stages()
+        for stage in found:
+            name, what = advice.on(stage, found, ADVICE)
+            assert what in ADVICE.values()
+            words.add(name)
+    assert {"`read`", "`map` (parse)", "`map` (decode)", "`map` (augment)"} <= words
+    assert words <= {
+        *(f"`map` ({each})" for each in ADVICE),
+        *(f"`{e}`" for e in ADVICE),
+    }
+
+
+def test_data_of_ours_bring_their_words_along(ours):
+    callback = Starvation()
+    assert callback._words() is None
+    callback._reading = found_in(ours[0])
+    assert callback._words() is IN_PYTHON
+    callback._reading = found_in(tf.data.Dataset.range(9))
+    assert callback._words() is None
+
+
+def test_words_of_ours_name_what_there_is():
+    assert ADVICE.keys() == IN_PYTHON.keys()
+    for flag in re.findall(r"--(\w+)", " ".join(ADVICE.values())):
+        assert flag in train_flags.FLAGS
+    arguments = {field.name for field in dataclasses.fields(Pipeline)}
+    arguments |= set(inspect.signature(keras.Model.compile).parameters)
+    text = " ".join(IN_PYTHON.values())
+    assert "--" not in text
+    assert (
+        set(re.findall(r"\b[a-z]+_[a-z_]+\b", text)) - {"input_pipeline"} <= arguments
+    )
