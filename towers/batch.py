@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -100,6 +101,11 @@ def batch_size(batch: Any) -> int | tf.Tensor:
     # Where the tensor is: elsewhere it would have to go, to be looked at.
     with tf.compat.v1.get_default_graph().colocate_with(first):
         return tf.shape(first)[0]
+
+
+def as_tensor(value: Any) -> Any:
+    """Makes a tensor of an array, and leaves all else as it is."""
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def check_rows(batch: Any) -> None:

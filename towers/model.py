@@ -252,6 +252,7 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _follow(self):
         """Starts anew if the model was compiled or moved, through whichever object."""
         model = self.__wrapped__
+        self._self_builder.refresh()
         before, seen = self._self_seen, self._current()
         self._self_seen = seen
         if len(seen) == len(before) and all(map(operator.is_, seen, before)):
@@ -270,7 +271,6 @@ class TowerModel(wrapt.CallableObjectProxy):
     def make_train_function(self, force: bool = False) -> None:
         """Makes what `fit` calls with an iterator; see `keras.Model`."""
         self._follow()
-        self._self_builder.refresh()
         if self._self_passing is not None:
             self.train_function, self._self_passing = self._self_passing, None
         elif force or self.train_function is None:

@@ -45,6 +45,7 @@ class Rules:
         self._mean_loss = mean_loss
         self._mean_state = mean_state
         self._reader = None
+        self._unread = "a value that was not there when it was looked for"
         self._found: dict[str, Dependence] = {}
 
     @contextlib.contextmanager
@@ -60,34 +61,49 @@ class Rules:
             return
         with dependence.recorded_layers() as calls:
             self._reader = dependence.Reader(share, calls)
-            yield
+            try:
+                yield
+            finally:
+                self._reader = None
         self.complete = True
 
-    def part(self, name: str, loss: tf.Tensor, fraction: tf.Tensor) -> tf.Tensor:
+    def give_up(self, reason: str) -> None:
+        """Is told that nothing can be read, as there is no graph.
+
+        Args:
+            reason: What hinders it.
+        """
+        self.complete, self._unread = True, reason
+
+    def part(
+        self, name: str, loss: tf.Tensor, fraction: tf.Tensor, alike: bool = False
+    ) -> tf.Tensor:
         """Returns a tower's part of a loss; the towers' parts add up to the whole.
 
         Args:
             name: A name to know the loss by.
             loss: The loss of the tower's share: a scalar.
             fraction: Size of the share over that of the global batch.
+            alike: Whether it is the same on all towers, if it cannot be read.
 
         Raises:
             NoRuleError: If the loss cannot be put together from parts.
         """
-        rule = self._rule(name, loss, self._mean_loss)
+        rule = self._rule(name, loss, self._mean_loss, alike)
         return loss if rule is Dependence.SUM else loss * tf.cast(fraction, loss.dtype)
 
-    def state(self, name: str, value: tf.Tensor) -> None:
+    def state(self, name: str, value: tf.Tensor, alike: bool = False) -> None:
         """Finds the rule that a variable's new values follow.
 
         Args:
             name: A name to know the variable by.
             value: What the tower made of it.
+            alike: Whether it is the same on all towers, if it cannot be read.
 
         Raises:
             NoRuleError: If there is none.
         """
-        self._rule(name, value, self._mean_state)
+        self._rule(name, value, self._mean_state, alike)
 
     def mean(self, name: str) -> None:
         """Lays down that a variable's new values are averaged, by design."""
@@ -110,9 +126,14 @@ class Rules:
         """Returns the rule of that name, `None` if there is none."""
         return self._found.get(name)
 
-    def _rule(self, name, value, mean_otherwise):
+    def _rule(self, name, value, mean_otherwise, alike):
         if self._alone:
             self._found[name] = Dependence.MEAN
+        if name not in self._found and self._reader is None:
+            # What nobody reads: there is no graph, or another one than was read.
+            if not (alike or mean_otherwise):
+                raise NoRuleError(self._unread)
+            self._found[name] = Dependence.NONE if alike else Dependence.MEAN
         if name not in self._found:
             rule = self._reader.of(value)
             if rule not in _RULES:

@@ -31,6 +31,10 @@ class ModelError(ValueError):
 TAGS = "_keras_mask", "_keras_logits"
 
 
+class UntraceableError(ModelError):
+    """A model cannot be traced as a graph; the text says what hinders it."""
+
+
 class TowerResult(NamedTuple):
     """What one tower returns.
 
@@ -174,18 +178,48 @@ def backward(
         The parts of the gradients, and nothing else.
     """
     x, output_gradients = share
+    _, back = taped_forward(model, rules, params, state, x, fraction)
+    return back(output_gradients, loss_gradients)
+
+
+def taped_forward(
+    model: keras.Model,
+    rules: Rules,
+    params: Sequence[tf.Tensor | None],
+    state: Sequence[tf.Tensor],
+    x: Any,
+    fraction: tf.Tensor,
+) -> tuple[TowerResult, Callable[..., TowerResult]]:
+    """Computes the outputs of one share, and keeps what a gradient needs to go back.
+
+    Args:
+        model: As for `forward`, as are all others.
+        rules: How losses and state of all towers combine.
+        params: Values of `model.trainable_variables`.
+        state: Values of `model.non_trainable_variables`.
+        x: The share's inputs.
+        fraction: Size of the share over that of the global batch.
+
+    Returns:
+        What `forward` returns in training; and a function that does, once, what
+        `backward` does, of `output_gradients` and `loss_gradients`.
+    """
     with tf.GradientTape() as tape, _stateless(model, params, state, tape) as scope:
-        again = _forward(model, True, rules, scope, x, fraction)
-    targets = [*differentiable(again.outputs), *again.losses]
-    seeds = [*output_gradients, *loss_gradients]
-    used = [
-        (target, tf.reshape(seed, tf.shape(target)))
-        for target, seed in zip(targets, seeds, strict=True)
-        if seed is not None
-    ]
-    targets, seeds = [t for t, _ in used], [s for _, s in used]
-    gradients = _gradients(tape, targets, model, scope, seeds)
-    return TowerResult(gradients=gradients)
+        result = _forward(model, True, rules, scope, x, fraction)
+
+    def back(output_gradients, loss_gradients):
+        targets = [*differentiable(result.outputs), *result.losses]
+        seeds = [*output_gradients, *loss_gradients]
+        used = [
+            (target, tf.reshape(seed, tf.shape(target)))
+            for target, seed in zip(targets, seeds, strict=True)
+            if seed is not None
+        ]
+        targets, seeds = [t for t, _ in used], [s for _, s in used]
+        gradients = _gradients(tape, targets, model, scope, seeds)
+        return TowerResult(gradients=gradients)
+
+    return result, back
 
 
 def differentiable(outputs: Any) -> list[tf.Tensor]:
@@ -200,28 +234,39 @@ def differentiable(outputs: Any) -> list[tf.Tensor]:
 
 
 def _forward(model, training, rules, scope, x, fraction):
-    outputs = _call(model, x, training)
+    outputs = call(model, x, training)
     rules.look_at(outputs)
+    added = len(scope.losses)
     losses = [
-        _layer_loss(model, rules, f"loss {i}", loss, fraction)
+        # Behind those that calls have added come regularizers.
+        _layer_loss(model, rules, f"loss {i}", loss, fraction, alike=i >= added)
         for i, loss in enumerate(model.losses)
     ]
     state = _new_state(model, rules, scope)
     return TowerResult(outputs, _tags(outputs), state, losses=losses)
 
 
-def _call(model, x, training):
-    # As Keras's own train_step does: a model need not have the argument.
+def call(model: keras.Model, x: Any, training: bool) -> Any:
+    """Calls a model as Keras's own steps do: it need not have the argument.
+
+    Args:
+        model: A Keras model.
+        x: Its inputs.
+        training: Whether layers behave as in training.
+
+    Returns:
+        The model's outputs.
+    """
     if model._call_has_training_arg:
         return model(x, training=training)
     return model(x)
 
 
-def _layer_loss(model, rules, name, loss, fraction):
+def _layer_loss(model, rules, name, loss, fraction, alike):
     # Keras adds up a loss with several values.
     loss = model._aggregate_additional_loss(loss)
     try:
-        return rules.part(name, loss, fraction)
+        return rules.part(name, loss, fraction, alike)
     except NoRuleError as error:
         raise ModelError(
             f"A layer of model '{model.name}' calls add_loss with a value that towers "
@@ -385,6 +430,7 @@ def _new_state(model, rules, scope):
         if isinstance(layer, keras.layers.BatchNormalization)
         for variable in layer.non_trainable_variables
     }
+    seeds = _seed_ids(model)
     new_state = []
     variables = model.trainable_variables + model.non_trainable_variables
     for i, variable in enumerate(variables):
@@ -396,7 +442,7 @@ def _new_state(model, rules, scope):
             rules.mean(f"state {i}")
             continue
         try:
-            rules.state(f"state {i}", assigned[-1])
+            rules.state(f"state {i}", assigned[-1], alike=id(variable) in seeds)
         except NoRuleError as error:
             raise ModelError(
                 f"Model '{model.name}' assigns '{variable.path}' a value that towers "
@@ -523,7 +569,7 @@ class Traced:
         except (TypeError, ValueError) as error:
             if isinstance(error, ModelError | NoRuleError) or "None" not in str(error):
                 raise
-            raise ModelError(
+            raise UntraceableError(
                 "The model could not be called with an unknown number of examples, as "
                 "towers do; expected no use of a static one, so write ops.shape(x)[0] "
                 f"instead of x.shape[0]. It said: {error}"
@@ -634,7 +680,7 @@ def run(towers: Sequence[Traced], shares: Sequence[Share]) -> list[TowerResult]:
     """Runs one tower on each device, none waiting for another.
 
     Args:
-        towers: The traced towers, or in eager execution their plain functions.
+        towers: The traced towers, or in eager execution plain functions.
         shares: One for each tower.
 
     Returns:
@@ -658,7 +704,7 @@ def run(towers: Sequence[Traced], shares: Sequence[Share]) -> list[TowerResult]:
 
 def run_together(
     tower: Callable[..., TowerResult],
-    traced: Traced,
+    traced: Traced | None,
     shares: Sequence[Share],
     whole: Callable[[], Share],
 ) -> list[TowerResult]:
@@ -670,7 +716,7 @@ def run_together(
 
     Args:
         tower: The plain tower function.
-        traced: The same, traced.
+        traced: The same, traced; `None` in eager execution.
         shares: One for each tower.
         whole: Makes one of all of them.
 
@@ -684,7 +730,10 @@ def run_together(
     def alone():
         with tf.name_scope("tower_0"), tf.device(shares[0].device):
             everything = whole()
-            result = traced(*everything.arguments)
+            result = (traced or tower)(*everything.arguments)
+        if traced is None:
+            size, fraction = everything.size, everything.fraction
+            return [result._replace(size=size, fraction=fraction)]
         idle = [traced.idle(tf.zeros([], tf.int32)) for _ in shares[1:]]
         weights = [(everything.size, everything.fraction)]
         weights += [(0, tf.zeros([]))] * len(idle)

@@ -28,7 +28,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import batch, loop, packing, tower
+from towers import batch, eager, loop, packing, tower
 from towers.builders.base import Builder, Values
 from towers.builders.guard import Guard
 from towers.builders.parameter_server import Computed, ParameterServer, Pulled
@@ -303,10 +303,12 @@ class Asynchronous(Builder):
         self.build(data)
         pull = [functools.partial(self._pull, k) for k in range(len(self.devices))]
         step = _Step(pull, self._compute, self._apply)
-        logs = {}
+        logs, turns = {}, eager.Turns(self.model)
         for k, share in enumerate(shares):
             if sizes[k]:
                 self._run(k, step, kept[k], share, logs)
+        if self.model.run_eagerly and min(sizes[:2]) > 0:
+            self.say(turns.lines_of_all(len(shares)))
         self.loss_placed = self._tower.loss_placed
         return logs
 

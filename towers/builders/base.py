@@ -9,17 +9,17 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from towers import batch, effects, lookup, loop, packing, reduce, tower
+from towers import batch, eager, effects, lookup, loop, packing, reduce, tower
 from towers.builders.guard import Guard
 from towers.phases import Phases
 from towers.preprocess import Preprocess
-from towers.rules import Rules
+from towers.rules import NoRuleError, Rules
 from towers.tower import TowerResult
 
 # Above it, the start gets too long if towers are copied into the step's graph: with a
@@ -102,7 +102,8 @@ class Builder(abc.ABC):
         """Forgets what was found out about the model, which has changed."""
         self.loss_placed = None
         self.graph = None
-        self._eager_rules = {}
+        self._built_eagerly = False
+        self._proofs = eager.Proofs()
         self._reads_tables = False
         self._xla = None
         self.compiled = False
@@ -150,10 +151,12 @@ class Builder(abc.ABC):
                 self.build(spec)
 
         model = self.model
-        steps, eager = model.steps_per_execution, model.run_eagerly
-        train = loop.train_function(prepare, place, step, steps, eager, self.prefetch)
+        steps, eagerly = model.steps_per_execution, model.run_eagerly
+        train = loop.train_function(prepare, place, step, steps, eagerly, self.prefetch)
 
         def function(iterator):
+            if self.watched:
+                self._proofs.forget()
             self.phases.reads(iterator)
             return train(iterator)
 
@@ -172,7 +175,7 @@ class Builder(abc.ABC):
         batch.check_rows(data)
         self.build(data)
         data = keras.utils.unpack_x_y_sample_weight(data)
-        rules = self.rules("test")
+        rules = self.rules("test", data[0])
         forward = functools.partial(tower.forward, self.model, False, rules)
         shares, seen = self.prepare(data, training=False)
         x_shares = shares and [share[0] for share in shares]
@@ -195,13 +198,15 @@ class Builder(abc.ABC):
         """
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         batch.check_rows(x)
-        if not self.model.built:
+        if self.model.run_eagerly:
+            self._build_eagerly((x, None, None))
+        elif not self.model.built:
             seen = x
             if self.preprocess is not None:
                 seen, *_ = self.preprocess.spec((x, None, None), training=False)
             with tf.init_scope(), tf.device(self.home):
                 self.model(_symbolic(seen))
-        rules = self.rules("predict")
+        rules = self.rules("predict", x)
         forward = functools.partial(tower.forward, self.model, False, rules)
         shares, _ = self.prepare((x, None, None), training=False)
         x_shares = shares and [share[0] for share in shares]
@@ -219,7 +224,7 @@ class Builder(abc.ABC):
             One such nest for each tower.
         """
         batch.check_rows(data)
-        data = tf.nest.map_structure(_as_tensor, data)
+        data = tf.nest.map_structure(batch.as_tensor, data)
         bounds = batch.share_bounds(batch.batch_size(data), self.shares)
         return [batch.take(data, start, end) for start, end in bounds]
 
@@ -249,28 +254,72 @@ class Builder(abc.ABC):
         """
         # What is not known when the graph is built, it checks where the batch is cut.
         batch.check_rows(tf.nest.map_structure(_spec, data))
+        if self.model.run_eagerly:
+            self._build_eagerly(data)
+            return
         losses = self.model._compile_loss
         with tf.init_scope(), tf.device(self.home):
             if self.preprocess is None:
-                self.model._symbolic_build(data_batch=_symbolic(data))
+                self._symbolic_build(data)
                 return
             data = keras.utils.unpack_x_y_sample_weight(data)
             x, y, weight = self.preprocess.spec(data, training=True)
             # Metrics take y as it was given, the loss what has been made of it.
             with _as_if_built(losses):
-                self.model._symbolic_build(data_batch=_symbolic((x, data[1], weight)))
-            self.model._symbolic_build(data_batch=_symbolic((x, y, weight)))
+                self._symbolic_build((x, data[1], weight))
+            self._symbolic_build((x, y, weight))
 
-    def rules(self, step: str) -> Rules:
+    def _symbolic_build(self, data):
+        model, of_the_user = self.model, contextlib.nullcontext()
+        if overrides(model, "compute_loss"):
+            # It may need more than symbols, such as a gradient.
+            of_the_user = mock.patch.object(model, "_compute_loss", self._build_losses)
+        with of_the_user:
+            model._symbolic_build(data_batch=_symbolic(data))
+
+    def _build_losses(self, x, y, y_pred, sample_weight, training):
+        """Stands in for a `compute_loss` of the user's, which need not use these."""
+        with contextlib.suppress(Exception):
+            self.model._compile_loss(y, y_pred, sample_weight)
+
+    def _build_eagerly(self, data):
+        """Creates the model's variables; losses and metrics create theirs themselves.
+
+        Keras builds symbolically, which is not Python as the user sees it.
+        """
+        model = self.model
+        if any(isinstance(t, tf.TypeSpec) for t in tf.nest.flatten(data)):
+            # A run goes on in an epoch, of which metrics are to be restored.
+            with eager.aside(model, builds=True), tf.init_scope(), tf.device(self.home):
+                self._symbolic_build(data)
+            return
+        with tf.init_scope(), tf.device(self.home):
+            unbuilt = not all(layer.built for layer in model._flatten_layers())
+            if unbuilt and not self._built_eagerly:
+                share, *_ = self.cut(data)
+                x, y, _ = keras.utils.unpack_x_y_sample_weight(share)
+                with eager.aside(model, builds=True):
+                    if self.preprocess is not None:
+                        x, *_ = self.preprocess((x, y, None), training=False)
+                    with keras.StatelessScope():
+                        tower.call(model, x, training=False)
+            self._built_eagerly = True
+            if model.optimizer is not None and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+
+    def rules(self, step: str, data: Any) -> Rules:
         """Returns the rules for the towers of one step, to be read when it is traced.
 
+        In eager execution they may have been read before, of such a batch.
+
         Args:
-            step: Name of the step. In eager execution its rules are read once.
+            step: Name of the step.
+            data: What the towers get of the batch: a nest of tensors.
         """
         mean_loss = self.loss_placement == "tower"
         rules = Rules(len(self.devices), mean_loss, mean_state=not self.strict)
         if self.model.run_eagerly:
-            return self._eager_rules.setdefault(step, rules)
+            return self._proofs.of(self.model, step, data, rules)
         return rules
 
     def place_loss(self) -> str:
@@ -279,8 +328,15 @@ class Builder(abc.ABC):
             self.loss_placed = "gathered"
         elif overrides(self.model, "compute_loss"):
             self.gather_loss("its own compute_loss")
-        elif len(self.devices) > 1 and tower.is_synchronized(self.model):
+        elif self.together:
             self.gather_loss("layers that are synchronized")
+        elif (
+            len(self.devices) > 1
+            and self.model.run_eagerly
+            and self.loss_placement != "tower"
+        ):
+            # It is Python that sees the whole batch, and is called once.
+            self.gather_loss("run_eagerly=True")
         else:
             self.loss_placed = "tower"
         return self.loss_placed
@@ -301,16 +357,18 @@ class Builder(abc.ABC):
                 "loss_placement='auto'."
             )
         self.loss_placed = "gathered"
-        self._say(
+        line = (
             f"The loss of model '{self.model.name}' is computed on gathered outputs, "
             f"because of {reason}."
         )
+        self.say([line])
 
-    def _say(self, line):
-        # Each step has rules of its own, and finds the same.
-        if line not in self._said:
-            logging.warning(line)
-            self._said.add(line)
+    def say(self, lines: Sequence[str]) -> None:
+        """Says what has not been said before: each step finds the same."""
+        for line in lines:
+            if line not in self._said:
+                logging.warning(line)
+                self._said.add(line)
 
     @property
     def xla(self) -> bool:
@@ -323,9 +381,9 @@ class Builder(abc.ABC):
         self._xla = value
 
     def refresh(self) -> None:
-        """Is told that variables may have been changed from outside."""
-        # Most builders read them anew in each step, as they do not copy them.
-        return
+        """Is told that variables, or the model, may have been changed from outside."""
+        # Most builders read variables anew in each step, as they do not copy them.
+        self._proofs.forget()
 
     def spread(self) -> None:
         """Gives copies of the variables, if there are any, their values."""
@@ -379,12 +437,14 @@ class Builder(abc.ABC):
             return self.packed
         return ("GPU" in device or "GPU" in self.home) and device != self.home
 
+    @property
+    def together(self) -> bool:
+        """Whether towers run together, as layers talk to one another."""
+        return len(self.devices) > 1 and tower.is_synchronized(self.model)
+
     def _looks_up(self):
         return not (
-            self._reads_tables
-            or self.model.run_eagerly
-            or self.xla
-            or (len(self.devices) > 1 and tower.is_synchronized(self.model))
+            self._reads_tables or self.model.run_eagerly or self.xla or self.together
         )
 
     def prepare(
@@ -404,7 +464,7 @@ class Builder(abc.ABC):
         if self.preprocess is None:
             return placed, data
         placed = self.place(data) if placed is None else placed
-        data = tf.nest.map_structure(_as_tensor, data)
+        data = tf.nest.map_structure(batch.as_tensor, data)
         size = batch.batch_size(data)
         towers = [
             self.preprocess.on_tower(k, training) for k in range(len(self.devices))
@@ -443,6 +503,7 @@ class Builder(abc.ABC):
         *extra: Any,
         placed: Sequence[Any] | None = None,
         training: bool = False,
+        eagerly: Callable[..., TowerResult] | None = None,
     ) -> list[TowerResult]:
         """Runs a tower function on all towers, each with its share of a batch.
 
@@ -455,6 +516,7 @@ class Builder(abc.ABC):
             *extra: Tensors that all towers get alike.
             placed: What `place` or `prepare` made of the batch, if that was done ahead.
             training: Whether this is a part of training.
+            eagerly: What towers call in eager execution, instead of `function`.
 
         Returns:
             The results of the towers that have a share, or may have one.
@@ -462,30 +524,33 @@ class Builder(abc.ABC):
         alone = len(self.devices) == 1
         if not alone:
             tower.refuse_stateful(self.model)
-        together = not alone and tower.is_synchronized(self.model)
-        eager = self.model.run_eagerly
+        together = self.together
+        in_python = self.model.run_eagerly
         # Keras gives arrays to eager steps.
-        whole = tf.nest.map_structure(_as_tensor, whole)
+        whole = tf.nest.map_structure(batch.as_tensor, whole)
         size = batch.batch_size(whole)
         bounds = batch.share_bounds(size, self.shares)
         sizes = [end - start for start, end in bounds]
         fractions = batch.fractions(sizes)
         placed = self.place(whole) if placed is None else placed
         like = whole if self.preprocess is None else placed[0]
+        rows = self._static_rows(size)
+        xla = self.xla and not together and (training or self.compiled)
+
+        def trace():
+            specs = [
+                *_specs(values[0]),
+                batch.share_spec(like, rows),
+                tf.TensorSpec([], tf.float32),
+                *_specs(extra),
+            ]
+            return tower.Traced(function, specs, xla, self._apart())
+
         traced = None
-        if together or not (eager and rules.complete):
-            rows = self._static_rows(size)
-            xla = self.xla and not together and (training or self.compiled)
-
-            def trace():
-                specs = [
-                    *_specs(values[0]),
-                    batch.share_spec(like, rows),
-                    tf.TensorSpec([], tf.float32),
-                    *_specs(extra),
-                ]
-                return tower.Traced(function, specs, xla, self._apart())
-
+        if in_python:
+            if not rules.complete:
+                self._prove(trace, rules)
+        else:
             traced = trace()
             if traced.needs_tables:
                 self._reads_tables = True
@@ -510,9 +575,42 @@ class Builder(abc.ABC):
                 rows = batch.join(placed, [each.size for each in shares])
             return share(0, rows, size, tf.ones([]))
 
+        if not in_python:
+            if together:
+                return tower.run_together(function, traced, shares, everything)
+            return tower.run([traced] * len(shares), shares)
+        turns = eager.Turns(self.model)
         if together:
-            return tower.run_together(function, traced, shares, everything)
-        return tower.run([function if eager else traced] * len(shares), shares)
+            results = tower.run_together(function, None, shares, everything)
+            self.say(turns.lines_of_all(len(shares)))
+        else:
+            turn = functools.partial(turns.take, eagerly or function)
+            results = tower.run([turn] * len(shares), shares)
+            self.say(turns.lines())
+        self._check_rows_of(results)
+        return results
+
+    def _prove(self, trace, rules):
+        """Reads the rules of eager towers from a graph, if one can be traced."""
+        try:
+            with eager.aside(self.model):
+                traced = trace()
+        except Exception as error:
+            known = isinstance(error, tower.ModelError | NoRuleError)
+            if known and not isinstance(error, tower.UntraceableError):
+                raise
+            said = eager.words(error.__cause__ or error)
+            rules.give_up(f"a layer that only Python can run ({said})")
+            line = (
+                f"Model '{self.model.name}' cannot be traced as a graph ({said}), so "
+                "it cannot be told whether its layers treat each example by itself. "
+                "Towers take it that they do, and towers.check_parity shows whether "
+                "they are right."
+            )
+            self.say([line])
+        else:
+            self._check_effects(traced)
+            self._check_outputs(traced.returned.outputs, rules)
 
     def _apart(self):
         # Passes over a gathered loss's towers are merged only where both are copied.
@@ -524,10 +622,11 @@ class Builder(abc.ABC):
             if effect.type not in effects.REPEATED:
                 raise tower.ModelError(effects.sentence(self.model, effect))
             if len(self.devices) > 1:
-                self._say(
+                line = (
                     f"Model '{self.model.name}' does more than compute, by {effect}; "
                     "each tower does so for its share."
                 )
+                self.say([line])
 
     def _check_outputs(self, outputs, rules):
         if rules.coupling is not None and self.strict:
@@ -539,21 +638,35 @@ class Builder(abc.ABC):
                 "device's."
             )
         if rules.doubts:
-            self._say(
+            line = (
                 f"Model '{self.model.name}' has layers of which it cannot be told "
                 f"whether they treat each example by itself, because of "
                 f"{rules.doubts[0]}; towers take it that they do, and "
                 "towers.check_parity shows whether they are right."
             )
+            self.say([line])
         for output in tf.nest.flatten(outputs):
             if output is not None and (
                 output.shape.rank == 0 or output.shape[0] is not None
             ):
-                raise tower.ModelError(
-                    f"Model '{self.model.name}' returns an output of shape "
-                    f"{output.shape}, whatever the size of the batch, which towers "
-                    "cannot join; expected outputs with one row an example."
-                )
+                raise self._cannot_join(output)
+
+    def _check_rows_of(self, results):
+        """Checks what eager towers return, which may not have been traced."""
+        for result in results if len(self.devices) > 1 else ():
+            for output in tf.nest.flatten(result.outputs):
+                if output is not None and (
+                    output.shape.rank == 0
+                    or (result.size and (output.shape[0] or 0) % result.size)
+                ):
+                    raise self._cannot_join(output)
+
+    def _cannot_join(self, output):
+        return tower.ModelError(
+            f"Model '{self.model.name}' returns an output of shape "
+            f"{output.shape}, whatever the size of the batch, which towers "
+            "cannot join; expected outputs with one row an example."
+        )
 
     def gather(self, results: Sequence[TowerResult]) -> Any:
         """Joins the towers' outputs at home, with their tags.
@@ -694,10 +807,6 @@ def _symbolic_tensor(tensor):
         sparse=isinstance(tensor, tf.SparseTensor),
         ragged=isinstance(tensor, tf.RaggedTensor),
     )
-
-
-def _as_tensor(value):
-    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def _spec(value):

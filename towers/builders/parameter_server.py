@@ -94,7 +94,7 @@ class ParameterServer(Builder):
         y = None if self.preprocess is None else seen[1]
         run = functools.partial(self.run, training=True)
         if self.place_loss() == "tower":
-            rules = self.rules("train")
+            rules = self.rules("train", data)
             function = functools.partial(tower.forward_backward, self.model, rules)
             try:
                 results = run(function, rules, values, data, scale, placed=shares)
@@ -171,22 +171,34 @@ class ParameterServer(Builder):
             batch.check_rows(data)  # of which x alone is cut
         x = data[0]
         x_shares = shares and [share[0] for share in shares]
-        rules = self.rules("train, gathered")
+        rules = self.rules("train, gathered", x)
         run = functools.partial(self.run, training=True)
-        variables = [v.value for v in self.model.trainable_variables]
         forward = functools.partial(tower.forward, self.model, True, rules)
-        results = run(forward, rules, values, x, placed=x_shares)
+        # Python is called once, so what it has computed is kept.
+        backs, keeps = [], self.model.run_eagerly and not self.together
+
+        def kept(*arguments):
+            result, back = tower.taped_forward(self.model, rules, *arguments)
+            backs.append(back)
+            return result
+
+        results = run(forward, rules, values, x, placed=x_shares, eagerly=kept)
         outputs = self.gather(results)
+        state = self.combine_state(results, rules)
         with tf.device(self.home):
             losses = self.sum_layer_losses(results)
             targets = tower.differentiable(outputs)
-            with tf.GradientTape() as tape:
+            with tf.GradientTape() as tape, _Home(self.model, state, tape) as home:
                 tape.watch([targets, losses])
                 loss = self.whole_loss(seen, outputs, losses, training=True)
                 scaled = loss * tf.cast(scale, loss.dtype)
-            wanted = tape.gradient(scaled, [targets, losses, variables])
+            state = home.finish()
+            wanted = tape.gradient(scaled, [targets, losses, home.values])
             for_outputs, for_losses = tf.nest.map_structure(_dense, wanted[:2])
             size = batch.batch_size(x)
+            for target, rows in zip(targets, for_outputs, strict=True):
+                if rows is not None:
+                    rows.set_shape(target.shape)  # which Python in a graph loses
             for_outputs = [batch.by_example(rows, size) for rows in for_outputs]
         carried = self.place((x, for_outputs))
         if shares:
@@ -195,15 +207,27 @@ class ParameterServer(Builder):
                 (rows, gradients)
                 for rows, (_, gradients) in zip(x_shares, carried, strict=True)
             ]
-        backward = functools.partial(tower.backward, self.model, rules)
-        whole = x, for_outputs
-        back = run(backward, rules, values, whole, for_losses, placed=carried)
+        if keeps:
+            back = self._carry(backs, carried, for_losses)
+        else:
+            backward = functools.partial(tower.backward, self.model, rules)
+            whole = x, for_outputs
+            back = run(backward, rules, values, whole, for_losses, placed=carried)
         self.phases.computed([result.gradients for result in back])
         results = [
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
         ]
-        return Computed(results, self.combine_state(results, rules), loss, [wanted[2]])
+        return Computed(results, state, loss, [list(map(reduce.add, wanted[2]))])
+
+    def _carry(self, backs, carried, for_losses):
+        """Carries gradients back through towers that have kept their forward passes."""
+        results = []
+        # Those that are idle have none.
+        for k, back in enumerate(backs):
+            with tf.name_scope(f"tower_{k}"), tf.device(self.devices[k]):
+                results.append(back(carried[k][1], for_losses))
+        return results
 
     def sum_gradients(
         self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
@@ -246,6 +270,48 @@ class ParameterServer(Builder):
         if self.xla:
             update = tf.function(update, autograph=False, jit_compile=True)
         update(gradients)
+
+
+class _Home(keras.StatelessScope):
+    """Inside, home computes a loss behind the towers, and changes no variable.
+
+    A loss of the user's may call the model again, which then changes its state.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        state: Sequence[tf.Tensor | None],
+        tape: tf.GradientTape,
+    ):
+        self._variables = [*model.trainable_variables, *model.non_trainable_variables]
+        self._tape = tape
+        self._others = {}
+        # Of each trainable variable, all values that it has.
+        self.values = [[variable.value] for variable in model.trainable_variables]
+        self._place = {id(variable): i for i, variable in enumerate(self._variables)}
+        super().__init__()
+        for variable, value in zip(self._variables, state, strict=True):
+            if value is not None:
+                self.add_update((variable, value))
+
+    def add_update(self, update):
+        variable, value = update
+        # No gradient flows through an assignment; it ends at the value assigned.
+        value = tf.stop_gradient(value)
+        place = self._place.get(id(variable))
+        if place is None:
+            self._others[id(variable)] = variable
+        elif place < len(self.values):
+            self._tape.watch(value)
+            self.values[place].append(value)
+        super().add_update((variable, value))
+
+    def finish(self) -> list[tf.Tensor | None]:
+        """Returns the model's new state, and gives others, of metrics, their values."""
+        for variable in self._others.values():
+            variable.assign(self.get_current_value(variable))
+        return [self.get_current_value(variable) for variable in self._variables]
 
 
 def _dense(gradient):

@@ -47,7 +47,8 @@ class Replicated(ParameterServer):
         self._stale = True
 
     def refresh(self) -> None:
-        """Has the copies made anew before the next step."""
+        """Has the copies made anew before the next step; see `Builder.refresh`."""
+        super().refresh()
         self._stale = True
 
     def build(self, data: Any) -> None:
