@@ -4,10 +4,12 @@ Knows how a batch is cut and put together again. Which device gets which share i
 `tower.py`'s business, what a share weighs in the loss the builders'.
 """
 
+import collections
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -108,6 +110,15 @@ def as_tensor(value: Any) -> Any:
     return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
 
+_PARTS = "x", "y", "sample_weight"
+_AS_MANY = (
+    "expected inputs, targets and weights to have as many rows, one an example, of "
+    "which each tower gets a share; so make what is not examples, such as a matrix "
+    "of all nodes, a variable of the model (`self.add_weight(trainable=False)`), or "
+    "repeat it for each example."
+)
+
+
 def check_rows(batch: Any) -> None:
     """Checks that all tensors of a batch have the same number of rows.
 
@@ -120,25 +131,38 @@ def check_rows(batch: Any) -> None:
     Raises:
         ValueError: If they differ; `tf.errors.InvalidArgumentError` from the graph.
     """
-    tensors = [t for t in tf.nest.flatten(batch) if t is not None and not _is_scalar(t)]
+    tensors = {
+        name: t for name, t in _named(batch) if t is not None and not _is_scalar(t)
+    }
     # Of a spec, only what it says.
-    tensors = [
-        t for t in tensors if not isinstance(t, tf.TypeSpec) or t.shape[0] is not None
-    ]
-    sizes = [batch_size(tensor) for tensor in tensors]
-    known = {size for size in sizes if isinstance(size, int)}
-    if len(known) > 1:
-        raise ValueError(
-            f"Received a batch of {sizes[0]} inputs with tensors of {sorted(known)} "
-            "rows; expected inputs, targets and weights to have as many rows."
-        )
-    for size in sizes[1:]:
-        if not (isinstance(sizes[0], int) and isinstance(size, int)):
-            tf.debugging.assert_equal(
-                size,
-                sizes[0],
-                "Expected inputs, targets and weights of a batch to have as many rows.",
+    sizes = {
+        name: batch_size(t)
+        for name, t in tensors.items()
+        if not isinstance(t, tf.TypeSpec) or t.shape[0] is not None
+    }
+    known = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    examples = collections.Counter(known.values()).most_common(1)
+    for name, size in known.items():
+        if size != examples[0][0]:
+            raise ValueError(
+                f"Received a batch of {examples[0][0]} examples in which {name} has "
+                f"{size} {'row' if size == 1 else 'rows'}; {_AS_MANY}"
             )
+    first, *others = sizes.items() or [(None, None)]
+    for name, size in others:
+        if not (isinstance(first[1], int) and isinstance(size, int)):
+            said = f"Received {name} and {first[0]} of a batch with other rows; "
+            tf.debugging.assert_equal(size, first[1], said + _AS_MANY)
+
+
+def _named(batch):
+    """The tensors of a batch, with the names that a user knows them by."""
+    parts = keras.tree.flatten_with_path(batch)
+    # (x, y, sample_weight); a list is x.
+    apart = isinstance(batch, tuple) and len(batch) <= len(_PARTS)
+    for path, tensor in parts:
+        name, path = (_PARTS[path[0]], path[1:]) if apart and path else ("x", path)
+        yield name + "".join(f"[{key!r}]" for key in path), tensor
 
 
 def take(batch: Any, start: Any, end: Any) -> Any:

@@ -523,6 +523,8 @@ def _of_product(op, inputs, kinds):
             return SUM  # over the examples, of products of their rows
         if kinds == [ROWS, ROWS] and flip_other and not flip:
             return COUPLED  # each with each
+        if kinds == [ROWS, ROWS] and not flip:
+            return COUPLED  # each with all, as by an adjacency matrix
         return ROWS if kinds == [ROWS, NONE] and not flip else UNKNOWN
     if kinds == [ROWS, ROWS] and rank == other:
         return ROWS

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from towers import batch
 from towers.rules import Rules
+from towers.tower import ModelError
 
 _PLAIN = bool, int, float, complex, str, bytes, type(None), np.generic
 
@@ -135,7 +136,7 @@ def _content(value):
     if isinstance(value, list | dict | set):
         kinds = list, dict, set
         return next(kind for kind in kinds if isinstance(value, kind))(value)
-    return value.numpy() if isinstance(value, tf.Variable) else None
+    return np.array(value) if isinstance(value, tf.Variable) else None
 
 
 def _refill(value, content):
@@ -188,11 +189,23 @@ class Turns:
         self._found: list[dict[tuple[str, str], Any]] = []
 
     def take(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a tower's function."""
+        """Calls a tower's function.
+
+        Raises:
+            ModelError: If a layer assigns a `tf.Variable` that is not Keras's.
+        """
         if self._found:
             self._before.restore(_PLAIN)
         result = function(*arguments)
         self._found.append(self._before.changed())
+        for (layer, name), value in self._found[-1].items():
+            if isinstance(value, tf.Variable):
+                self._before.restore(tf.Variable)
+                raise ModelError(
+                    f"Layer '{layer}' assigns the tf.Variable '{name}' while it is "
+                    "called, which a tower cannot carry; make it a Keras variable with "
+                    "`self.add_weight(trainable=False)`, and assign that."
+                )
         return result
 
     def lines(self) -> list[str]:

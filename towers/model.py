@@ -25,6 +25,7 @@ from towers import (
     not_finite,
     reduce,
     resume,
+    shares_do_not_fit,
     start,
     tower,
     variables,
@@ -283,7 +284,12 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _train_function(self):
         """Makes the builder's train function, which says what its guard has caught."""
         builder = self._self_builder
-        train, guard = builder.train_function(self._step), builder.guard
+        made, guard = builder.train_function(self._step), builder.guard
+
+        def train(iterator):
+            with self._told():
+                return made(iterator)
+
         if guard is None:
             return train
 
@@ -437,6 +443,21 @@ class TowerModel(wrapt.CallableObjectProxy):
         with self._step():
             return self._self_builder.predict_step(data)
 
+    def _make_function(self, step_function: Callable[[Any], Any]) -> Callable:
+        """See `keras.Model`; for evaluation and prediction."""
+        made = type(self.__wrapped__)._make_function(self, step_function)
+
+        def function(iterator):
+            with self._told():
+                return made(iterator)
+
+        return function
+
+    def _told(self):
+        if len(self._self_builder.devices) == 1:
+            return contextlib.nullcontext()
+        return shares_do_not_fit.told(self.__wrapped__)
+
     @contextlib.contextmanager
     def _step(self):
         # Where TensorFlow is not told, it would choose the first GPU: for cutting a
@@ -491,7 +512,6 @@ for _name in (
     "predict_on_batch",
     "make_test_function",
     "make_predict_function",
-    "_make_function",
 ):
     setattr(TowerModel, _name, _loop_method(_name))
 

@@ -532,6 +532,24 @@ class OwnCoupledLoss(keras.Sequential):
         return _contrast(y, y_pred)
 
 
+class GradientPenalty(keras.Sequential):
+    """Overrides `compute_loss`, which calls the model again and has a gradient by x."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            outputs = self(x, training=training)
+        penalty = ops.mean(ops.square(tape.gradient(outputs, x)))
+        return super().compute_loss(x, y, y_pred, sample_weight) + 0.1 * penalty
+
+
+def _in_python(y, outputs):
+    error = tf.py_function(
+        lambda y, p: tf.reduce_mean((y - p) ** 2), [y, outputs], "float32"
+    )
+    return tf.ensure_shape(error, [])
+
+
 class AddLoss(keras.layers.Layer):
     """Adds a loss of what goes through it."""
 
@@ -685,6 +703,14 @@ def _losses():
     )
     for kind in (OwnLoss, OwnCoupledLoss):
         yield _case("losses", f"compute_loss overridden, {kind.__name__}", _own(kind))
+    for name, body in {
+        "": (_dense(8, "tanh"),),
+        # The second call goes on with the state that the first has made.
+        ", state": (_spectral(1), _layer(Counter, "float32")),
+    }.items():
+        make = _own(GradientPenalty, *body)
+        yield _case("losses", f"gradient penalty{name}", make)
+    yield _case("losses", "py_function", loss=_in_python)
     for placement in ("gathered", "tower"):
         yield _case(
             "losses",
@@ -702,11 +728,10 @@ def _losses():
     yield from _added_losses()
 
 
-def _own(kind):
+def _own(kind, *body):
     def make():
-        return kind(
-            [keras.Input((FEATURES,)), layers.Dense(8, "tanh"), layers.Dense(OUTPUTS)]
-        )
+        inner = [make() for make in body or (_dense(8, "tanh"),)]
+        return kind([keras.Input((FEATURES,)), *inner, layers.Dense(OUTPUTS)])
 
     return make
 

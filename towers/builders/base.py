@@ -178,7 +178,7 @@ class Builder(abc.ABC):
         rules = self.rules("test", data[0])
         forward = functools.partial(tower.forward, self.model, False, rules)
         shares, seen = self.prepare(data, training=False)
-        x_shares = shares and [share[0] for share in shares]
+        x_shares = [share[0] for share in shares or self.place(data[:1])]
         results = self.run(forward, rules, self.read(), data[0], placed=x_shares)
         outputs = self.gather(results)
         self.assign_state(self.combine_state(results, rules))
@@ -197,7 +197,7 @@ class Builder(abc.ABC):
             The model's outputs: a nest of tensors, one row an example, in order.
         """
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        batch.check_rows(x)
+        batch.check_rows((x,))
         if self.model.run_eagerly:
             self._build_eagerly((x, None, None))
         elif not self.model.built:
@@ -209,7 +209,7 @@ class Builder(abc.ABC):
         rules = self.rules("predict", x)
         forward = functools.partial(tower.forward, self.model, False, rules)
         shares, _ = self.prepare((x, None, None), training=False)
-        x_shares = shares and [share[0] for share in shares]
+        x_shares = [share[0] for share in shares or self.place((x,))]
         results = self.run(forward, rules, self.read(), x, placed=x_shares)
         self.assign_state(self.combine_state(results, rules))
         return self.gather(results)

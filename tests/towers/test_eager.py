@@ -1,0 +1,414 @@
+"""With run_eagerly, towers take turns in Python; what was read of a graph is not kept.
+
+The oracle is Keras on one device, eagerly.
+"""
+
+import functools
+import pdb
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, losses, ops
+
+from tests import oracle
+from towers import multi_gpu_model
+
+SYNCHRONOUS = "parameter_server", "replicated"
+random = np.random.default_rng(0)
+X, Y = random.normal(size=(2, 7, 3)).astype("float32")
+WEIGHTS = random.uniform(0.5, 2, 7).astype("float32")
+
+
+def _batches(*arrays, size=4):
+    return tf.data.Dataset.from_tensor_slices(arrays or (X, Y)).batch(size)
+
+
+def _pair(make, loss="mse", builder="parameter_server", eager=True, **options):
+    """Yields the model on one device, and on two towers: what to train, and itself."""
+    for towers in (0, 2):
+        keras.utils.set_random_seed(7)
+        model = make()
+        trained = model
+        if towers:
+            trained = multi_gpu_model(model, gpus=towers, builder=builder)
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        # On one device, nothing is traced.
+        eagerly = eager or not towers
+        trained.compile(optimizer, loss, run_eagerly=eagerly, **options)
+        yield trained, model
+
+
+def _fit(trained, *data, **options):
+    data = data[0] if data else _batches()
+    return trained.fit(data, shuffle=False, verbose=0, **options).history["loss"]
+
+
+class Looks(layers.Layer):
+    """Does with its input what a graph cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.largest, self.saw = 0, 0.0, []
+        self.dense = layers.Dense(3)
+
+    def call(self, x):
+        self.calls += 1
+        self.saw.append(type(x).__name__)
+        self.largest = max(self.largest, float(ops.max(x)))
+        if tf.reduce_all(x > -100):
+            x = 2 * x
+        print("It looks at", x.numpy().shape)
+        return self.dense(x)
+
+
+class Looking(keras.Model):
+    """Is built when it is first called; its normalisation is frozen."""
+
+    def __init__(self, *others):
+        super().__init__()
+        self.looks, self.others = Looks(), list(others)
+        self.normalise = layers.BatchNormalization()
+        self.normalise.trainable = False
+        self.dense = layers.Dense(3, kernel_regularizer="l2")
+
+    def call(self, x, training=False):
+        x = self.looks(x)
+        for layer in self.others:
+            x = layer(x)
+        return self.dense(self.normalise(x, training=training))
+
+
+def _built():
+    model = Looking()
+    model(X[:1])  # for which Keras calls layers several times
+    return model
+
+
+def _looking_loss(y, outputs):
+    assert y.numpy().shape[1] == 3
+    return ops.mean(y * outputs**2, axis=-1) * float(ops.max(y) > -100)
+
+
+@pytest.mark.parametrize("builder", SYNCHRONOUS)
+def test_layers_and_losses_are_python(builder, caplog, capsys):
+    found = []
+    for trained, model in _pair(_built, _looking_loss, builder, metrics=["mae"]):
+        model.looks.saw.clear()
+        capsys.readouterr()
+        history = _fit(trained, _batches(X, Y, WEIGHTS), epochs=2)
+        seen = trained.evaluate(_batches(), verbose=0)
+        by_hand = trained.train_on_batch(X, Y, sample_weight=WEIGHTS)
+        outputs = trained.predict(_batches(), verbose=0)
+        found.append([*model.get_weights(), history, seen, by_hand, outputs])
+        found[-1].append(model.looks.calls)
+        printed = capsys.readouterr().out.count("It looks at")
+    assert oracle.largest_difference(found[1], found[0]) <= 1e-5
+    assert set(model.looks.saw) == {"EagerTensor"}
+    # Nine batches on two towers each, and no other call.
+    assert printed == len(model.looks.saw) == 18
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert said.count("cannot be traced as a graph (Looks.call(): ") == 1
+    assert said.count("attribute 'calls' while") == 1
+    assert "make the same of it, so it changes once a batch" in said
+    assert said.count("attribute 'largest' while") == 1
+    assert "on each of 2 towers with its share" in said
+
+
+def test_asynchronous_towers_are_python(caplog):
+    for towers in (1, 2):
+        keras.utils.set_random_seed(7)
+        model = Looking()
+        trained = multi_gpu_model(model, gpus=towers, builder="asynchronous")
+        trained.compile(keras.optimizers.SGD(0.05), _looking_loss, run_eagerly=True)
+        history = _fit(trained)
+        if towers == 1:
+            ones = [*model.get_weights(), history]
+    assert int(trained.optimizer.iterations) == 4
+    assert set(model.looks.saw) == {"EagerTensor"}
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "attribute 'calls' while it is called. That happens on each of 2" in said
+    keras.utils.set_random_seed(7)
+    model = Looking()
+    model.compile(keras.optimizers.SGD(0.05), _looking_loss, run_eagerly=True)
+    history = _fit(model)
+    assert oracle.largest_difference(ones, [*model.get_weights(), history]) <= 1e-5
+
+
+class Adds(layers.Layer):
+    def call(self, x):
+        x.numpy()
+        self.add_loss(ops.mean(x))
+        return x
+
+
+class Averages(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = self.add_weight(shape=(), trainable=False)
+
+    def call(self, x):
+        x.numpy()
+        self.mean.assign(ops.mean(x))
+        return x
+
+
+class Raw(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.count = tf.Variable(0.0, trainable=False)
+
+    def call(self, x):
+        x.numpy()
+        self.count.assign_add(1.0)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Adds, "add_loss .* because of a layer that only Python can run \\(Looks.call"),
+        (Averages, "assigns 'averages/variable' .* that only Python can run"),
+        (Raw, "Layer 'raw' assigns the tf.Variable 'count'"),
+    ],
+)
+def test_what_nobody_can_read_is_refused(layer, words):
+    trained = multi_gpu_model(Looking(layer()), gpus=2)
+    trained.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match=words):
+        trained.train_on_batch(X, Y)
+
+
+class Readable(layers.Layer):
+    """Does nothing that a graph cannot, but what a debugger's user writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.saw, self.last, self.names = 0, [], None, {}
+
+    def call(self, x):
+        self.calls += 1
+        self.saw.append(x)
+        self.names[len(self.names)] = x
+        self.last = x
+        self.new = x
+        print("It reads", x)
+        breakpoint()
+        return x
+
+
+class Reading(Looking):
+    def __init__(self):
+        super().__init__()
+        self.looks = Readable()
+
+
+def test_a_trace_leaves_nothing_behind(monkeypatch, capsys):
+    stops = []
+    monkeypatch.setattr(pdb, "set_trace", lambda *_, **__: stops.append(1))
+    monkeypatch.setattr(sys, "breakpointhook", lambda *_, **__: pdb.set_trace())
+    model = Reading()
+    trained = multi_gpu_model(model, gpus=2)
+    trained.compile("sgd", "mse", run_eagerly=True)
+    trained.train_on_batch(X, Y)
+    layer = model.looks
+    assert layer.calls == 1 and len(stops) == 2
+    kept = [*layer.saw, *layer.names.values(), layer.last, layer.new]
+    assert not any(tf.is_symbolic_tensor(tensor) for tensor in kept)
+    assert [len(tensor) for tensor in layer.saw[-2:]] == [4, 3]
+    assert capsys.readouterr().out.count("It reads") == 2
+
+
+# What changes between two traces, or without one.
+
+
+class Weighted(losses.MeanSquaredError):
+    def __init__(self):
+        super().__init__(reduction="mean_with_sample_weight")
+
+
+class Switched(layers.Layer):
+    """Adds a loss, or assigns, as it is told."""
+
+    mode = "mean"
+
+    def __init__(self):
+        super().__init__()
+        self.state = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        if self.mode == "assign":
+            self.state.assign(0.9 * self.state + 0.1 * ops.mean(x))
+        if self.mode == "steps":
+            self.state.assign_add(1.0)
+        total = ops.mean if self.mode == "mean" else ops.sum
+        self.add_loss(total(x**2))
+        return x
+
+
+class Tells(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        Switched.mode = ("mean", "assign")[epoch]
+
+
+def _masked():
+    x = np.where(X[:, :1] > 0, X, 0)
+    return _batches(x[:, :, None], Y)
+
+
+def _dense():
+    return keras.Sequential([keras.Input((3,)), layers.Dense(3)])
+
+
+def _sequences():
+    return keras.Sequential(
+        [
+            keras.Input((3, 1)),
+            layers.Masking(),
+            layers.Dense(2),
+            layers.SimpleRNN(3, return_sequences=False),
+        ]
+    )
+
+
+def _switched():
+    return keras.Sequential([keras.Input((3,)), layers.Dense(3), Switched()])
+
+
+def _of_modes(*modes):
+    def train(trained):
+        found = []
+        for Switched.mode in modes:
+            found.append(_fit(trained))
+        found.append(trained.evaluate(_batches(), verbose=0))
+        return found
+
+    return train
+
+
+CHANGES = {
+    "weights": (
+        _dense,
+        Weighted,
+        lambda t: [_fit(t), _fit(t, _batches(X, Y, WEIGHTS)), _fit(t)],
+    ),
+    "class_weight": (
+        lambda: keras.Sequential([_dense(), layers.Softmax()]),
+        lambda: losses.SparseCategoricalCrossentropy(
+            reduction="mean_with_sample_weight"
+        ),
+        lambda t: [
+            _fit(t, _batches(X, np.arange(7) % 3)),
+            _fit(t, _batches(X, np.arange(7) % 3), class_weight={0: 1, 1: 3, 2: 0.2}),
+        ],
+    ),
+    "by hand": (
+        _dense,
+        Weighted,
+        lambda t: [
+            t.train_on_batch(X, Y),
+            t.train_on_batch(X, Y, sample_weight=WEIGHTS),
+            t.evaluate(_batches(X, Y, WEIGHTS), verbose=0),
+            t.train_on_batch(X[:5], Y[:5]),
+        ],
+    ),
+}
+# A graph does not see them, as in Keras.
+PYTHON = {
+    "add_loss": (_switched, losses.MeanSquaredError, _of_modes("mean", "sum")),
+    "state": (
+        _switched,
+        losses.MeanSquaredError,
+        _of_modes("mean", "assign", "steps", "mean"),
+    ),
+    "callback": (
+        _switched,
+        losses.MeanSquaredError,
+        lambda t: [_fit(t, epochs=2, callbacks=[Tells()])],
+    ),
+}
+
+
+@functools.cache
+def _one_device(name):
+    make, loss, train = (CHANGES | PYTHON)[name]
+    trained, model = next(_pair(make, loss()))
+    Switched.mode = "mean"
+    found = train(trained)
+    return [*found, *model.get_weights()]
+
+
+@pytest.mark.parametrize("builder", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    ("change", "eager"),
+    [*((c, e) for c in CHANGES for e in (True, False)), *((c, True) for c in PYTHON)],
+)
+def test_rules_belong_to_what_was_traced(change, eager, builder):
+    make, loss, train = (CHANGES | PYTHON)[change]
+    expected = _one_device(change)
+    *_, (trained, model) = _pair(make, loss(), builder, eager)
+    Switched.mode = "mean"
+    found = [*train(trained), *model.get_weights()]
+    assert oracle.largest_difference(found, expected) <= 1e-5
+
+
+# What towers cannot cut.
+
+
+class Graph(keras.Model):
+    """Multiplies by a matrix of all nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, inputs):
+        return self.dense(ops.matmul(inputs["matrix"], inputs["x"]))
+
+
+class Scaled(Graph):
+    def call(self, inputs):
+        return self.dense(inputs["x"]) * inputs["matrix"]
+
+
+class Groups(Graph):
+    def call(self, x):
+        groups = ops.reshape(self.dense(x), (-1, 3, 3))
+        return ops.reshape(groups - ops.mean(groups, 1, keepdims=True), (-1, 3))
+
+
+MATRIX = np.eye(7, dtype="float32")
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    ("make", "x", "words"),
+    [
+        (
+            Graph,
+            {"x": X, "matrix": MATRIX},
+            "depend on other examples, by .*MatMul|a matrix of all rows a variable",
+        ),
+        (Graph, {"x": X, "matrix": MATRIX[:5]}, "7 examples in which x\\['matrix'\\]"),
+        (Scaled, {"x": X, "matrix": X[0, :1]}, "x\\['matrix'\\] has 1 row; expected"),
+        (Groups, np.concatenate([X, X[:2]]), "do not group rows"),
+    ],
+)
+def test_inputs_that_are_not_examples(make, x, words, eager):
+    y = np.concatenate([Y, Y[:2]]) if make is Groups else Y
+    trained = multi_gpu_model(make(), gpus=2)
+    trained.compile("sgd", "mse", run_eagerly=eager)
+    data = tf.data.Dataset.from_tensors((x, y))
+    for use in trained.fit, trained.evaluate:
+        with pytest.raises(ValueError, match=words):
+            use(data, verbose=0)
+
+
+def test_groups_in_a_graph_that_knows_no_rows():
+    trained = multi_gpu_model(Groups(), gpus=2)
+    trained.compile("sgd", "mse")
+    data = np.concatenate([X, X[:2]]), np.concatenate([Y, Y[:2]])
+    with pytest.raises(ValueError, match=r"Input to reshape .* do not group rows"):
+        trained.fit(_batches(*data, size=9), verbose=0)
