@@ -39,8 +39,8 @@ def sizes(tried):
 
 
 def test_doubles_and_then_bisects():
-    assert sizes(tried_by(21, start=8)) == [8, 16, 32, 24, 20, 22, 21]
-    assert sizes(tried_by(9, start=4, step=2)) == [4, 8, 16, 12, 10]
+    assert sizes(tried_by(21, start=8)) == [8, 16, 32, 24, 20, 22, 21, 4]
+    assert sizes(tried_by(9, start=4, step=2)) == [4, 8, 16, 12, 10, 2]
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -52,22 +52,23 @@ def test_the_largest_is_found_to_within_the_grain(step, start):
         assert len(set(sizes(tried))) == len(tried)
         largest = max(probe.batch_size for probe in tried if probe.fits) // step
         assert largest <= room < largest + max(1, largest / 32)
-        # The first, doublings or halvings to pass it, and five to bisect.
+        # The first, doublings or halvings to pass it, five to bisect, and one below.
         distance = abs(room.bit_length() - start.bit_length())
-        assert len(tried) <= 1 + distance + 1 + 5
+        assert len(tried) <= 1 + distance + 1 + 5 + 1
 
 
 def test_halves_where_the_start_does_not_fit():
-    assert sizes(tried_by(6, start=64)) == [64, 32, 16, 8, 4, 6, 7]
+    assert sizes(tried_by(6, start=64)) == [64, 32, 16, 8, 4, 6, 7, 2]
     # Never less than an example for each tower.
     assert sizes(tried_by(0, start=64, step=16)) == [64, 32, 16]
 
 
 def test_ends_at_the_largest_that_is_allowed():
-    assert sizes(tried_by(10**6, start=8, most=50)) == [8, 16, 32, 50]
-    assert sizes(tried_by(10**6, start=8, step=4, most=51)) == [8, 16, 32, 48]
-    assert sizes(tried_by(10**6, start=50, most=50)) == [50]
-    assert sizes(tried_by(40, start=8, most=50)) == [8, 16, 32, 50, 41, 36, 38, 39, 40]
+    assert sizes(tried_by(10**6, start=8, most=50)) == [8, 16, 32, 50, 4]
+    assert sizes(tried_by(10**6, start=8, step=4, most=51)) == [8, 16, 32, 48, 4]
+    assert sizes(tried_by(10**6, start=50, most=50)) == [50, 25]
+    tried = sizes(tried_by(40, start=8, most=50))
+    assert tried == [8, 16, 32, 50, 41, 36, 38, 39, 40, 4]
 
 
 def test_ends_where_speed_has_fallen_off_twice():
@@ -78,7 +79,19 @@ def test_ends_where_speed_has_fallen_off_twice():
 
 def test_slow_sizes_do_not_end_a_bisection():
     tried = tried_by(21, start=16, speed=lambda size: 100.0 if size == 16 else 1.0)
-    assert sizes(tried)[-1] == 21
+    assert sizes(tried)[-2] == 21
+
+
+def test_smaller_sizes_are_tried_while_they_are_faster():
+    speeds = {64: 100, 128: 90, 256: 50, 512: 40, 32: 130, 16: 170, 8: 160}
+    tried = tried_by(10**6, start=64, speed=speeds.get)
+    assert sizes(tried) == [64, 128, 256, 512, 32, 16, 8]
+    assert "Fastest: 16, 170.0 images/s, 1.70 times those of a ba" in str(report(tried))
+    # Each tower has an example, and what does not fit is not tried again.
+    assert sizes(tried_by(9, start=8, step=4, speed=lambda size: 1 / size))[-1] == 4
+    first = Probe(8, True, 9.0, 1.0, 1.0)
+    tried = search(lambda size: Probe(size, False, why="no room"), first, 1, 8)
+    assert sizes(tried) == [8, 4]
 
 
 def test_a_unit_gives_each_tower_its_share():
@@ -122,7 +135,8 @@ def test_report_says_why_nothing_larger_was_tried():
     assert "Largest that fits: 16 (4+6+6 per tower); nothing larger was tried" in said
     falling = tried_by(10**9, start=8, speed=lambda size: 1000 / size)
     assert "with larger ones, images/s had fallen off" in str(report(falling))
-    assert "no other is faster than this, with which" in str(report(falling))
+    said = str(report(tried_by(21, start=8)))
+    assert "none that was tried, larger or smaller, is faster than this, with" in said
 
 
 def test_report_of_a_search_that_was_stopped():
@@ -269,11 +283,12 @@ def test_finds_the_batch_of_the_memory_limit(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["largest"], found["too_large"]) == (room, room + 2)
-    assert [(probe["batch_size"], probe["fits"]) for probe in found["probes"]] == [
+    # Smaller ones may have been tried for their speed.
+    *_, fits, fails = found["probes"]
+    assert [(each["batch_size"], each["fits"]) for each in (fits, fails)] == [
         (6, True),
         (8, False),
     ]
-    fits, fails = found["probes"]
     assert fits["images_per_s"] == pytest.approx(1000 * room / fits["step_ms"])
     # What is kept was not touched.
     assert 100 < fits["peak_memory_mb"] < 8 * MB

@@ -120,7 +120,10 @@ class Report:
         if not first.fits:
             return f"{text}."
         if best is first:
-            return f"{text}; no other is faster than this, with which the search began."
+            return (
+                f"{text}; none that was tried, larger or smaller, is faster than this, "
+                "with which the search began."
+            )
         ratio = best.images_per_s / first.images_per_s
         return f"{text}, {ratio:.2f} times those of a batch of {first.batch_size:,}."
 

@@ -49,7 +49,8 @@ def search(
     """Tries batch sizes until the largest that fits is known.
 
     The size is doubled while it fits, halved while it does not, and then bisected.
-    Doubling ends early at `most`, and where images/s fall off clearly.
+    Doubling ends early at `most`, and where images/s fall off clearly. At last, the
+    smallest that fits is halved as long as it is the fastest.
 
     Args:
         probe: Tries a batch size.
@@ -71,6 +72,20 @@ def search(
         tried.append(probe(units * step))
         yield tried[-1]
         good, bad = (units, bad) if tried[-1].fits else (good, units)
+    while units := _below_the_fastest(tried, step):
+        tried.append(probe(units * step))
+        yield tried[-1]
+
+
+def _below_the_fastest(tried: Sequence[Probe], step: int) -> int | None:
+    """The half of the smallest size, in units, if none is faster than that one."""
+    fitting = [each for each in tried if each.fits]
+    smallest = min((each.batch_size for each in fitting), default=0)
+    if not fitting or fastest(fitting).batch_size > smallest:
+        return None
+    half = smallest // step // 2
+    # Not once more, should it not have fitted after all.
+    return half if half * step < min(each.batch_size for each in tried) else None
 
 
 def _following(good: int, bad: int | None, most: int | None) -> int | None:
