@@ -3,6 +3,7 @@
 To import TensorFlow takes seconds. This module does without, to be there before.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -25,6 +26,11 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")
 # That there is no driver or no GPU is told by the table of the devices.
 _NO_GPU = r"cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
+# Of errors, which Python raises as well, and of checks that XLA leaves out.
+_TWICE = (
+    r"(local_rendezvous\.cc:[0-9]+\] |op_kernel\.cc:[0-9]+\] OP_REQUIRES failed"
+    r"|assert_op\.cc:[0-9]+\] Ignoring Assert operator)|^[[:space:]]+\[\[\{?\{?[a-z]"
+)
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 # In Keras's progress bar, what is still to come is told by its color alone.
 _TO_COME = re.compile(r"\x1b\[37m(━*)\x1b\[0m")
@@ -38,6 +44,7 @@ def begin(
     program: str,
     read: Callable[[Sequence[str]], object] | None = None,
     stopped: str = "Stopped by Ctrl-C.",
+    sift: bool = True,
 ) -> None:
     """Reads the flags, then imports TensorFlow without what it says of its start.
 
@@ -50,6 +57,8 @@ def begin(
         program: Its name, such as "towers.train".
         read: Reads and checks the command line, with a ValueError for what is wrong.
         stopped: What to say if Ctrl-C ends it before it calls `end`.
+        sift: Whether to leave out, until the program ends, what TensorFlow writes of
+            errors that Python raises.
 
     Raises:
         SystemExit: The flags are wrong, or TensorFlow cannot be imported; either is
@@ -61,11 +70,13 @@ def begin(
     _paused = gc.isenabled()
     gc.disable()
     _look_here_last()
+    if not _asks_for_more(sys.argv[1:]):
+        os.environ.setdefault(_LEVEL, "1")
+    if sift:
+        _sift_from_now_on()
     if sys.stdout and (os.environ.get("NO_COLOR") or not sys.stdout.isatty()):
         sys.stdout = Plain(sys.stdout)
     sys.stdout, sys.stderr = map(_outlive, (sys.stdout, sys.stderr))
-    if not _asks_for_more(sys.argv[1:]):
-        os.environ.setdefault(_LEVEL, "1")
     # It is ignored in the jobs that a shell runs in the background.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         leave = functools.partial(_leave, f"{program}: {stopped}\n")
@@ -111,24 +122,68 @@ def end() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_import() -> contextlib.AbstractContextManager[None]:
+    """In Python, has TensorFlow say nothing of its start where Towers imports it.
+
+    A level that is set counts; else, warnings and errors are shown.
+    """
+    if "tensorflow" in sys.modules:
+        return contextlib.nullcontext()
+    os.environ.setdefault(_LEVEL, "1")
+    return quiet()
+
+
+def quiet_gpus() -> contextlib.AbstractContextManager[None]:
+    """In Python, leaves out TensorFlow's line that there is no GPU or no driver.
+
+    The table of the devices says so. With TF_CPP_MIN_LOG_LEVEL=0 it is shown.
+    """
+    if os.environ.get(_LEVEL) == "0":
+        return contextlib.nullcontext()
+    return _sifted(_NO_GPU)
+
+
+def quiet() -> contextlib.AbstractContextManager[None]:
     """Leaves out what TensorFlow logs below TF_CPP_MIN_LOG_LEVEL, if that is above 0.
 
-    TensorFlow itself does so only once it is initialised; until then it writes to the
-    file of standard error. What it writes goes through a process of its own, so that
-    the last words of a crash are seen.
+    TensorFlow itself does so only once it is initialised.
+    """
+    level = os.environ.get(_LEVEL, "")
+    if not level.isdecimal() or int(level) == 0:
+        return contextlib.nullcontext()
+    below = "IWEF"[: int(level)]
+    return _sifted(
+        rf"^[{below}][0-9]{{4}} |^WARNING: All log messages before|{_NO_GPU}"
+    )
+
+
+def _sift_from_now_on() -> None:
+    """Leaves out what TensorFlow writes of errors that Python raises as well.
+
+    Python's own standard error is another file from here on, with nothing left out.
+    """
+    if os.environ.get(_LEVEL, "0") == "0" or sys.stderr is not sys.__stderr__:
+        return
+    own = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    sifted = _sifted(_TWICE)
+    sifted.__enter__()
+    atexit.register(sifted.__exit__, None, None, None)
+    sys.stderr = own
+
+
+@contextlib.contextmanager
+def _sifted(unwanted: str) -> Iterator[None]:
+    """Leaves out lines that TensorFlow writes to the file of standard error.
+
+    They go through a process of its own, so that the last words of a crash are seen.
     """
     global _stderr
-    level = os.environ.get(_LEVEL, "")
     grep = shutil.which("grep")
-    if not level.isdecimal() or int(level) == 0 or not grep or sys.stderr is None:
+    if not grep or sys.stderr is None:
         yield
         return
-    below = "IWEF"[: int(level)]
-    unwanted = rf"^[{below}][0-9]{{4}} |^WARNING: All log messages before|{_NO_GPU}"
     sieve = subprocess.Popen(
-        [grep, "-Ev", unwanted],
+        [grep, "--line-buffered", "-Ev", unwanted],
         stdin=subprocess.PIPE,
         stdout=2,
         process_group=0,  # not to be ended by Ctrl-C before all is said
@@ -144,7 +199,9 @@ def quiet() -> Iterator[None]:
         os.dup2(_stderr, 2)
         os.close(_stderr)
         _stderr = 2
-        sieve.wait()
+        # For ever, if a process that was started meanwhile stays.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            sieve.wait(timeout=1)
 
 
 class _Outlives(wrapt.ObjectProxy):

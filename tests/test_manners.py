@@ -402,6 +402,31 @@ def test_the_level_holds_from_the_start(level, shown):
     assert (code, err.splitlines()) == (0, [*kept, "after"])
 
 
+def test_what_errors_say_twice_is_left_out(tmp_path):
+    lines = [
+        "W0000 00:00:1.1 1 op_kernel.cc:1858] OP_REQUIRES failed at sparse.cc:103",
+        "W0000 00:00:1.1 1 local_rendezvous.cc:412] Local rendezvous is aborting",
+        "\t [[{{node SparseSoftmaxCrossEntropyWithLogits}}]]",
+        "\t [[sub_3/_2]]",
+        "W0000 00:00:1.1 1 assert_op.cc:39] Ignoring Assert operator a/Assert",
+    ]
+    module = "class config: list_physical_devices = staticmethod(list)"
+    script = f"""
+        import os, sys
+        from towers.input_pipeline import startup
+        startup.begin("program")
+        for line in {lines} + ["W0000 a warning"]:
+            os.write(2, line.encode() + b"\\n")
+        print({lines[1]!r}, file=sys.stderr)
+    """
+    environ = stand_in(tmp_path, module)
+    code, _, err = run(script, **environ)
+    assert code == 0
+    assert sorted(err.splitlines()) == sorted(["W0000 a warning", lines[1]])
+    *_, err = run(script, **environ, TF_CPP_MIN_LOG_LEVEL="0")
+    assert sorted(err.splitlines()) == sorted([*lines, "W0000 a warning", lines[1]])
+
+
 def test_the_last_words_of_a_crash_are_seen():
     code, _, err = run(
         """

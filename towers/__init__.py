@@ -6,7 +6,7 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 `towers.report`.
 """
 
-from towers.input_pipeline import keras_settings, lazy
+from towers.input_pipeline import keras_settings, lazy, startup
 
 # TensorFlow takes seconds to import, and programs have things to do before it: what
 # __init__.pyi lists is imported when it is asked for.
@@ -17,4 +17,6 @@ def __getattr__(name):
     # Not for a program's own modules: it chooses the backend.
     if name in __all__:
         keras_settings.check_backend()
+        with startup.quiet_import():
+            return _find(name)
     return _find(name)

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from towers.input_pipeline import startup
+
 HOST = "/device:CPU:0"
 
 _TABLE_WIDTH = 100
@@ -104,7 +106,8 @@ def configure(
     # CUDA reads this once, when TensorFlow first asks for the GPUs. With it, CUDA
     # counts the GPUs as nvidia-smi does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    gpus = tf.config.list_physical_devices("GPU")
+    with startup.quiet_gpus():
+        gpus = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
     chosen = _choose(len(gpus), [gpus.index(g) for g in visible], num_gpus, gpu_indices)
     if chosen:

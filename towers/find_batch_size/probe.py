@@ -12,7 +12,8 @@ if __name__ == "__main__":
     from towers.input_pipeline import startup
 
     # `towers.find_batch_size` has checked them.
-    startup.begin("towers.find_batch_size.probe", search_flags.FLAGS)
+    # Of its errors, `towers.find_batch_size` reads what TensorFlow writes.
+    startup.begin("towers.find_batch_size.probe", search_flags.FLAGS, sift=False)
 
 import contextlib
 import functools
