@@ -117,9 +117,9 @@ class _Form:
             if self.resized:
                 image = decode_window(
                     encoded,
-                    augment.whole_window,
+                    None,
                     self.shape,
-                    antialias=True,
+                    antialias="exact",
                     tricks=_ACCURATE,
                 )
             elif self.raw:
@@ -127,7 +127,7 @@ class _Form:
             else:
                 # Decoded all the same, as small as can be, to see that it can be.
                 size = (1, 1, self.shape[-1])
-                tested = decode_window(encoded, augment.whole_window, size)
+                tested = decode_window(encoded, None, size)
                 with tf.control_dependencies([tested]):
                     return tf.identity(encoded)
         elif self.resized:

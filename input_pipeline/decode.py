@@ -6,6 +6,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from towers.input_pipeline import augment
+from towers.input_pipeline.sources.base import decode_image
 
 _JPEG = b"\xff\xd8\xff"
 
@@ -20,7 +21,8 @@ class Tricks:
             window stays at least as large as the image wanted. It averages, too.
         fast_dct: Takes the cheaper of libjpeg's cosine transforms.
         plain_upsampling: Repeats colour, where a JPEG has less of it, instead of
-            interpolating.
+            interpolating. Of a whole JPEG, interpolating is faster: libjpeg then
+            copies fewer rows.
     """
 
     fused_crop: bool = True
@@ -34,19 +36,19 @@ ALL_TRICKS = Tricks()
 
 def decode_window(
     encoded: tf.Tensor,
-    window: Callable[[tf.Tensor], tf.Tensor],
+    window: Callable[[tf.Tensor], tf.Tensor] | None,
     size: tuple[int, int, int],
     *,
-    antialias: bool = False,
+    antialias: str = "none",
     jpeg: bool = False,
     tricks: Tricks = ALL_TRICKS,
 ) -> tf.Tensor:
     """Decodes a window of an image, and resizes it.
 
     Args:
-        encoded: Scalar string: a JPEG, PNG, GIF or BMP file.
+        encoded: Scalar string: a file of any kind that ``base.decode_image`` reads.
         window: Chooses y, x, height and width (int32 [4]) by the image's shape (int32
-            [3]).
+            [3]); None takes all of it.
         size: (H, W, C) wanted, in pixels.
         antialias: See `augment.resize`.
         jpeg: Whether it is known to be a JPEG; otherwise that is looked up.
@@ -56,39 +58,49 @@ def decode_window(
         Uint8 [H, W, C].
     """
     height, width, channels = size
+    whole = window is None
     options = {
         "dct_method": "INTEGER_FAST" if tricks.fast_dct else "INTEGER_ACCURATE",
-        "fancy_upscaling": not tricks.plain_upsampling,
+        "fancy_upscaling": whole or not tricks.plain_upsampling,
         "channels": channels,
     }
 
     def of_jpeg():
         shape = tf.io.extract_jpeg_shape(encoded)
-        chosen = window(shape)
-        if not tricks.fused_crop:
-            return augment.crop(tf.io.decode_jpeg(encoded, **options), chosen)
-        if not tricks.scaled:
-            return tf.image.decode_and_crop_jpeg(encoded, chosen, **options)
+        chosen = augment.whole_window(shape) if whole else window(shape)
 
         def at(ratio):
-            return lambda: tf.image.decode_and_crop_jpeg(
-                encoded, _scaled(chosen, shape, ratio), ratio=ratio, **options
-            )
+            if whole or not tricks.fused_crop:
+                image = tf.io.decode_jpeg(encoded, ratio=ratio, **options)
+                image = image if whole else augment.crop(image, chosen)
+            else:
+                image = tf.image.decode_and_crop_jpeg(
+                    encoded, _scaled(chosen, shape, ratio), ratio=ratio, **options
+                )
+            return image, augment.MIXED if ratio == 1 else 1.0
 
+        if not tricks.scaled or not (whole or tricks.fused_crop):
+            return at(1)
         spare = tf.reduce_min(chosen[2:] // tf.constant([height, width]))
         return tf.cond(
             spare < 2,
-            at(1),
-            lambda: tf.cond(spare < 4, at(2), lambda: tf.cond(spare < 8, at(4), at(8))),
+            lambda: at(1),
+            lambda: tf.cond(
+                spare < 4,
+                lambda: at(2),
+                lambda: tf.cond(spare < 8, lambda: at(4), lambda: at(8)),
+            ),
         )
 
     def of_other():
-        image = tf.io.decode_image(encoded, channels, expand_animations=False)
-        return augment.crop(image, window(tf.shape(image)))
+        image = decode_image(encoded, (None, None, channels))
+        image = image if whole else augment.crop(image, window(tf.shape(image)))
+        return image, 1.0
 
-    image = of_jpeg() if jpeg else tf.cond(is_jpeg(encoded), of_jpeg, of_other)
+    # Where decoding takes longer, more can be averaged for little.
+    image, mixed = of_jpeg() if jpeg else tf.cond(is_jpeg(encoded), of_jpeg, of_other)
     image.set_shape([None, None, channels])
-    image = augment.resize(image, height, width, antialias=antialias)
+    image = augment.resize(image, height, width, antialias=antialias, mixed=mixed)
     return tf.ensure_shape(image, size)
 
 

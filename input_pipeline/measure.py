@@ -274,4 +274,5 @@ def _tricks(pipeline: Pipeline) -> list[str]:
     if not is_jpeg(source.load(images[0])):
         return []
     names = (field.name for field in dataclasses.fields(Tricks))
-    return [name for name in names if recipe.window or name != "fused_crop"]
+    crops = "fused_crop", "plain_upsampling"
+    return [name for name in names if recipe.window or name not in crops]

@@ -272,16 +272,12 @@ class Pipeline:
 
         @tf.autograph.experimental.do_not_convert
         def one(image, u, label):
-            def window(shape):
-                if recipe.window is None:
-                    return augment.whole_window(shape)
-                return recipe.window(shape, u)
-
+            window = recipe.window and (lambda shape: recipe.window(shape, u))
             if not self.source.encoded:
-                if recipe.window is not None:
+                if window is not None:
                     image = augment.crop(image, window(tf.shape(image)))
                 image = augment.resize(image, height, width, antialias=recipe.antialias)
-            elif fits and recipe.window is None:
+            elif fits and window is None:
                 encoded = self.source.load(image)
                 image = decode_image(encoded, self.image_shape)
             else:

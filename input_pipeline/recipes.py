@@ -29,7 +29,7 @@ class Recipe:
 
     draws: int = 0
     window: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None = None
-    antialias: bool = True
+    antialias: str = "fast"
     one: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None = None
     batch: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None = None
 
@@ -71,16 +71,13 @@ def _imagenet() -> Recipe:
     return Recipe(
         windows + 1,
         window=lambda shape, u: augment.random_window(shape, u[:windows]),
-        antialias=False,
+        antialias="none",
         one=lambda image, u: augment.flip(image, u[windows]),
     )
 
 
 def _middle(height: int, width: int) -> Recipe:
-    return Recipe(
-        window=lambda shape, _: augment.center_window(shape, height, width),
-        antialias=False,
-    )
+    return Recipe(window=lambda shape, _: augment.center_window(shape, height, width))
 
 
 def _with_randaugment(recipe: Recipe, layers: int, magnitude: int) -> Recipe:

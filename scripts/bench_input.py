@@ -8,12 +8,14 @@ meanwhile.
 
     python scripts/bench_input.py
     python scripts/bench_input.py --work=photos --contenders=ours,tuned,dali,c
+    python scripts/bench_input.py --work=whole --contenders=ours,naive,naive_cast_last
 
 Works (--work); the data are made on first use, of photographs that are inside
 scikit-learn and scikit-image:
 
     photos      JPEGs of about 500x375 in TFRecords or a folder: random resized crops of
                 224x224, flipped or not, batch 64
+    whole       the same JPEGs, each as a whole to 224x224: the default recipe
     small       32x32 pixels in TFRecords: padded by 4, cropped, flipped or not,
                 batch 256
     arrays      the same of arrays in memory

@@ -87,12 +87,12 @@ def imagenet_sheet() -> list[list[Cell]]:
             u = tf.random.stateless_uniform([augment.WINDOW_DRAWS + 1], [seed, 1])
             window = augment.random_window(tf.shape(image), u[:-1])
             part = augment.resize(
-                augment.crop(image, window), 128, 128, antialias=False
+                augment.crop(image, window), 128, 128, antialias="none"
             )
             height, width = window.numpy()[2:]
             cells.append((f"{height} x {width}", augment.flip(part, u[-1]).numpy()))
         middle = augment.crop(image, augment.center_window(tf.shape(image), 128, 128))
-        middle = augment.resize(middle, 128, 128, antialias=False)
+        middle = augment.resize(middle, 128, 128, antialias="fast")
         rows.append([("evaluation", middle.numpy()), *cells])
     return rows
 

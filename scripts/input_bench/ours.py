@@ -4,7 +4,7 @@ import numpy as np
 
 from towers import input_pipeline
 
-from .works import CLASSES, WORKS
+from .works import CLASSES, FILES, WORKS
 
 
 def batches(contender, work, folder):
@@ -13,7 +13,7 @@ def batches(contender, work, folder):
         arrays = (np.load(folder / f"{name}.npy") for name in ("images", "labels"))
         source = input_pipeline.ArraySource(*arrays)
     else:
-        files = folder / {"photos": "train-*", "small": "small-*"}[work]
+        files = folder / FILES[work]
         source = input_pipeline.open_source(f"tfrecord:{files}", num_classes=CLASSES)
     deterministic = "deterministic" in contender
     cache = "none" if "stream" in contender else "auto"

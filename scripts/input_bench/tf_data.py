@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from .works import AREA, PADDING, RATIO, WORKS
+from .works import AREA, FILES, PADDING, RATIO, WORKS
 
 
 def batches(contender, work, folder):
@@ -44,7 +44,7 @@ def tuned(work, folder, finish):
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=False,
         )
-        dataset = dataset.shuffle(1024 if work == "photos" else 10_000)
+        dataset = dataset.shuffle(10_000 if work == "small" else 1024)
     dataset = dataset.repeat()
     dataset = dataset.map(
         _example(work, finish), num_parallel_calls=tf.data.AUTOTUNE, deterministic=False
@@ -71,8 +71,7 @@ def _example(work, finish, begin=_same):
 
 
 def _files(work, folder):
-    pattern = {"photos": "train-*", "small": "small-*"}[work]
-    return sorted(map(str, folder.glob(pattern)))
+    return sorted(map(str, folder.glob(FILES[work])))
 
 
 def _arrays(folder):
@@ -114,6 +113,10 @@ def _resized_crop(image):
     return tf.image.random_flip_left_right(image)
 
 
+def _whole(image):
+    return tf.image.resize(image, WORKS["whole"].shape[:2])
+
+
 def _padded_crop(image):
     image = tf.pad(image, [[PADDING] * 2, [PADDING] * 2, [0, 0]])
     image = tf.image.random_crop(image, WORKS["small"].shape)
@@ -128,5 +131,10 @@ def _uint8(image):
     return tf.cast(image, tf.uint8)
 
 
-_PARSE = {"photos": _photo, "small": _small}
-_AUGMENT = {"photos": _resized_crop, "small": _padded_crop, "arrays": _padded_crop}
+_PARSE = {"photos": _photo, "whole": _photo, "small": _small}
+_AUGMENT = {
+    "photos": _resized_crop,
+    "whole": _whole,
+    "small": _padded_crop,
+    "arrays": _padded_crop,
+}

@@ -61,7 +61,7 @@ def test_resize_without_antialias_is_bilinear_at_pixel_centres():
                 _neighbours(y, 8), _neighbours(x, 6)
             ):
                 wanted[row, column] += a * b * pixels[i, j]
-    resized = augment.resize(tf.constant(pixels), height, width, antialias=False)
+    resized = augment.resize(tf.constant(pixels), height, width, antialias="none")
     np.testing.assert_allclose(np.int32(resized), np.rint(wanted), atol=1)
     assert np.mean(np.int32(resized) == np.rint(wanted)) > 0.98
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from towers.input_pipeline import augment, decode
+from towers.input_pipeline import augment, decode, make_dataset, open_source
 from towers.input_pipeline.decode import Tricks, decode_window
 
 SLOW = Tricks(fused_crop=False, scaled=False, fast_dct=False, plain_upsampling=False)
@@ -54,7 +54,7 @@ def _oracle(encoded, window, size):
 def test_a_window_is_what_pillow_makes(photo, encode, window, image_format):
     encoded = encode(photo, image_format)
     size = (96, 104, 3)
-    image = _decode(encoded, window, size, antialias=True)
+    image = _decode(encoded, window, size, antialias="exact")
     assert image.dtype == np.uint8
     off = np.abs(image - _oracle(encoded, window, size))
     # PNG and BMP are exact but for rounding; a JPEG's colours are upsampled plainly,
@@ -116,7 +116,7 @@ def test_odd_sizes_scale_without_leaving_the_image(photo, encode):
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
 def test_channels_are_made_while_decoding(photo, encode, channels, image_format):
     encoded = encode(photo, image_format)
-    image = _decode(encoded, (0, 0, 427, 640), (32, 32, channels), antialias=True)
+    image = _decode(encoded, (0, 0, 427, 640), (32, 32, channels), antialias="exact")
     assert image.shape == (32, 32, channels)
     grey = encode(photo[..., 0], image_format)
     assert _decode(grey, (0, 0, 427, 640), (32, 32, channels)).shape[2] == channels
@@ -142,3 +142,78 @@ def test_a_scaled_window_stays_where_it_was(ratio):
         assert np.abs(begin - corner / ratio).max() <= 0.5
         assert np.abs(end - (corner + size) / ratio).max() <= 0.5
         assert begin.min() >= 0 and np.all(end <= -(-shape // ratio))
+
+
+def _psnr(image, wanted):
+    return 10 * np.log10(255**2 / np.mean((image.astype(float) - wanted) ** 2))
+
+
+# What the photograph becomes, the image wanted, and by how many dB the fast way may be
+# farther from Lanczos' filter than exact antialiasing is. In the first, it mixes two of
+# 2.2 pixels, as tf.image.resize does: 29.0 and 35.0 dB on this photograph of roofs. In
+# all others, it is nearer.
+_SIGHTS = {
+    "JPEG 500 x 375": ("JPEG", (500, 375), (224, 224, 3), 6.5),
+    "JPEG 1920 x 1281": ("JPEG", None, (224, 224, 3), 0.1),
+    "PNG 1920 x 1281": ("PNG", None, (224, 224, 3), 0.1),
+    "BMP of odd sides": ("BMP", (631, 423), (96, 104, 3), 0.1),
+    "GIF made larger": ("GIF", (32, 32), (224, 224, 3), 0.1),
+    "grey JPEG": ("JPEG", (640, 427), (128, 128, 1), 0.1),
+    "long PNG": ("PNG", (1200, 150), (112, 112, 3), 0.1),
+}
+
+
+@pytest.mark.parametrize("name", _SIGHTS)
+def test_the_fast_way_is_near_to_lanczos(photo, name):
+    kind, sides, size, less = _SIGHTS[name]
+    # Larger, it is repeated: enlarged, it would have nothing to lose.
+    image = Image.fromarray(photo if sides else np.tile(photo, (3, 3, 1)))
+    image = image.resize(sides, Image.Resampling.LANCZOS) if sides else image
+    image = image.convert("L") if size[2] == 1 else image
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **({"quality": 90} if kind == "JPEG" else {}))
+    original = Image.open(buffer).convert("RGB" if size[2] == 3 else "L")
+    wanted = original.resize(size[1::-1], Image.Resampling.LANCZOS)
+    wanted = np.asarray(wanted).reshape(size)
+    near = {}
+    for how in ("fast", "exact"):
+        encoded = tf.constant(buffer.getvalue())
+        found = decode_window(encoded, None, size, antialias=how).numpy()
+        again = decode_window(encoded, None, size, antialias=how).numpy()
+        np.testing.assert_array_equal(found, again)
+        near[how] = _psnr(found, wanted)
+    assert near["fast"] >= near["exact"] - less
+    assert near["fast"] > 28
+
+
+def test_stripes_do_not_become_others():
+    # Every seventh column: nothing of it is left in a fifteenth of the width.
+    stripes = np.zeros([30, 1500, 3], np.uint8)
+    stripes[:, ::7] = 210
+    fast = augment.resize(tf.constant(stripes), 30, 100, antialias="fast").numpy()
+    none = augment.resize(tf.constant(stripes), 30, 100, antialias="none").numpy()
+    assert np.abs(fast.astype(int) - 30).max() <= 15 < 60 < none.max() - none.min()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "training"),
+    [("none", True), ("none", False), ("cifar", False), ("imagenet", False)],
+)
+def test_no_pipeline_takes_the_slow_kernel(
+    tmp_path, encode, monkeypatch, recipe, training
+):
+    (tmp_path / "cat").mkdir()
+    pixels = np.add.outer(np.arange(60), np.arange(80))[..., None] * [1, 2, 1]
+    (tmp_path / "cat" / "a.png").write_bytes(encode(pixels.astype(np.uint8), "PNG"))
+    resize, slow = tf.image.resize, []
+
+    def record(*arguments, antialias=False, **options):
+        slow.append(antialias)
+        return resize(*arguments, antialias=antialias, **options)
+
+    monkeypatch.setattr(tf.image, "resize", record)
+    source = open_source(f"folder:{tmp_path}")
+    options = {"batch_size": 1, "image_shape": (16, 16, 3), "recipe": recipe}
+    dataset = make_dataset(source, "train", training=training, **options)
+    assert next(iter(dataset))[0].shape == (1, 16, 16, 3)
+    assert slow and not any(slow)

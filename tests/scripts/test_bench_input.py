@@ -124,7 +124,7 @@ def test_batches_of_tensorflow(work, contender, folder):
     batches = module.batches(contender, work, folder)
     batch = WORKS[work].batch
     # More than an epoch.
-    examples = PHOTOS if work == "photos" else SMALL
+    examples = PHOTOS if work in ("photos", "whole") else SMALL
     found = [next(batches) for _ in range(examples // batch + 2)]
     # The short one may come before others.
     images, labels = max(found, key=lambda batch: len(batch[1]))
