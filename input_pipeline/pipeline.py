@@ -175,6 +175,7 @@ class Pipeline:
             # Also those that are passed over: the others keep their places.
             "examples": self.source.size_of_all(self.split),
             "seed": self.seed,
+            "classes": self.source.class_names or self.source.num_classes,
             "kept in memory": self.source.origin is not self.source,
             "shuffle_mb": self.shuffle_mb if stream else None,
         }

@@ -76,6 +76,11 @@ def find(directory: str) -> list[str]:
     return sorted(paths, key=position, reverse=True)
 
 
+def is_one(path: str) -> bool:
+    """Tells whether a path has a checkpoint's name, and is a folder."""
+    return bool(_NAME.fullmatch(os.path.basename(path))) and os.path.isdir(path)
+
+
 def position(path: str) -> Position:
     """Reads the position from a checkpoint's name."""
     return Position(*map(int, _NAME.fullmatch(os.path.basename(path)).groups()))

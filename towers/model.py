@@ -23,6 +23,7 @@ from towers import (
     devices,
     listeners,
     not_finite,
+    passing,
     reduce,
     resume,
     shares_do_not_fit,
@@ -412,14 +413,21 @@ class TowerModel(wrapt.CallableObjectProxy):
             with tf.device(self._self_builder.home):
                 model.optimizer.build(model.trainable_variables)
         given.apply_defaults()
-        with resume.going_on(self, saves[0], given.arguments, self._build) as passing:
-            self._self_passing = passing
+        with resume.going_on(self, saves[0], given.arguments, self._build) as over:
+            self._self_passing = over
             try:
                 return fit(*given.args, **given.kwargs)
             finally:
                 self._self_passing = None
-                if self.train_function is passing:
+                if self.train_function is over:
                     self.train_function = None
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """See `keras.Model.evaluate`."""
+        if isinstance(self.train_function, passing.Passing):
+            return {}  # of an epoch that is passed over
+        self._follow()
+        return type(self.__wrapped__).evaluate(self, *args, **kwargs)
 
     def reset_metrics(self) -> None:
         """Begins an epoch; see `keras.Model`."""
@@ -505,7 +513,6 @@ def _loop_method(name):
 
 
 for _name in (
-    "evaluate",
     "predict",
     "train_on_batch",
     "test_on_batch",

@@ -5,8 +5,6 @@ computed, and no callback hears of them.
 """
 
 import contextlib
-import dataclasses
-import json
 import math
 import sys
 import warnings
@@ -14,14 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import keras
-import tensorflow as tf
 
-from towers import loop
+from towers import fit_data
 from towers.checkpoints import Position
-
-
-class ResumeError(ValueError):
-    """A run cannot go on with what `fit` was given."""
+from towers.passing import Later, Passing, ResumeError, too_few
 
 
 def say(text: str) -> None:
@@ -34,9 +28,14 @@ class Saves(Protocol):
     """What `fit` needs of the callback that saves; see its methods there."""
 
     position: Position
+    past: list[int] | None  # see `fit_data.find`
     prepare: Callable
+    changes: Callable
+    name: str
+    used: Callable
     restore_metrics: Callable
     running: Callable
+    undisturbed: Callable
     begin_epoch: Callable
     epoch_begun: Callable
     begin_batch: Callable
@@ -48,7 +47,7 @@ def going_on(
     saves: Saves,
     options: dict[str, Any],
     build: Callable[[Any], None],
-) -> Iterator["Passing | None"]:
+) -> Iterator[Passing | None]:
     """Has `fit` begin where a checkpoint ends, and the callback listen meanwhile.
 
     Args:
@@ -65,41 +64,48 @@ def going_on(
         ValueError: The checkpoint is not of this model.
     """
     saves.prepare(model)
-    start = Position(options["initial_epoch"])
-    position = saves.position = max(saves.position, start)
-    passing, callbacks = None, keras.tree.flatten(options["callbacks"])
-    data, steps = order(options), options["steps_per_epoch"] or count(options)
-    options["initial_epoch"] = position.epoch
-    options["x"], read = data_at(options["x"], position)
-    if read and position > start:
-        say(
-            "Note: Data that are not of towers.input_pipeline.make_dataset are read "
-            "from their beginning, as this run goes on; it ends as one that was not "
-            "broken off only if they come in the same order again."
-        )
-    around = [
-        First(saves),
-        *callbacks,
-        keras.callbacks.LambdaCallback(lambda epoch, logs: saves.epoch_begun()),
-    ]
+    asked = Position(options["initial_epoch"])
+    goes_on = saves.position > asked
+    position = saves.position = max(saves.position, asked)
+    callbacks = keras.tree.flatten(options["callbacks"])
+    data, given, call = fit_data.order(options), options["x"], model.steps_per_execution
+    steps = data["steps_per_epoch"]
+    start = _start(saves, options, data, goes_on)
+    if position.batch:
+        _check_calls(position.batch, call, steps)
+    options["x"], options["initial_epoch"] = start.data, start.epoch
+    around = [First(saves), *callbacks]
     options["callbacks"] = around
-    with saves.running(callbacks, data), warnings.catch_warnings():
-        if position.batch:
-            _check_calls(position.batch, model.steps_per_execution, steps)
-            # Of an epoch begun in its middle, Keras does not know the end.
+    validates = options["validation_data"] is not None or options["validation_split"]
+    with (
+        saves.running(callbacks, data, given, bool(validates)),
+        warnings.catch_warnings(),
+    ):
+        passing = None
+        if position > Position(start.epoch):
+            # Of data begun in the middle, Keras does not know the end.
             warnings.filterwarnings("ignore", "Your input ran out of data")
 
-            def last(iterator):
-                build(loop.without_optionals(iterator.element_spec))
-                saves.restore_metrics()
+            def last():
+                if position.batch:
+                    saves.epoch_begun()
+                    saves.restore_metrics()
                 model.make_train_function(force=True)
-                return model.get_metrics_result()
 
-            passing = Passing(position.batch, model.steps_per_execution, read, last)
+            passing = Passing(
+                model,
+                position,
+                call,
+                past=[*(saves.past or ())],
+                whole=start.whole,
+                reading=saves.undisturbed if start.read else None,
+                build=build,
+                last=last,
+            )
             options["callbacks"] = Later(
                 around,
-                position.epoch,
-                position.batch,
+                position,
+                passing,
                 add_history=True,
                 add_progbar=options["verbose"] != 0,
                 verbose=options["verbose"],
@@ -110,9 +116,77 @@ def going_on(
         yield passing
 
 
+def _start(saves, options, data, goes_on):
+    """How to begin with the data, of which is said what is not as it was."""
+    if not goes_on:
+        saves.past = []
+        return fit_data.start_anew(options, saves.position)
+    position, changes = saves.position, saves.changes(data)
+    check_classes(saves.name, *changes.pop("classes", (None, None)))
+    if changes and position.batch:
+        if [*changes] == ["steps_per_epoch"]:
+            _check_calls(position.batch, 1, data["steps_per_epoch"])
+        raise ResumeError(
+            f"The run {saves.name} goes on in the middle of an epoch of data with "
+            f"{_listed(changes, '{}, but received {}')}; expected the same data."
+        )
+    if changes:
+        say(
+            f"Note: The run {saves.name} goes on with other data, from their beginning:"
+            f" {_listed(changes, '{} before, {} now')}."
+        )
+        saves.past = []
+        return fit_data.start_anew(options, position)
+    start = fit_data.start(options, position, saves.past, saves.used(options["x"]))
+    if start.note:
+        say(
+            "Note: This run goes on with data that are not of towers.input_pipeline."
+            f"make_dataset. {start.note}."
+        )
+    return start
+
+
+def check_classes(run: str, before: Any, now: Any) -> None:
+    """Checks that data have the classes that a run has been trained on.
+
+    Args:
+        run: What to call it.
+        before: The names of the classes then, or their number; `None` if unknown.
+        now: The same of the data it is to go on with.
+
+    Raises:
+        ResumeError: They are others.
+    """
+    if before is None or now is None or before == now:
+        return
+    numbers = [each if isinstance(each, int) else len(each) for each in (before, now)]
+    if numbers[0] != numbers[1]:
+        different = f"{numbers[0]} classes, but received data of {numbers[1]}"
+    elif int in map(type, (before, now)):
+        return
+    else:
+        first = next(
+            i
+            for i, names in enumerate(zip(before, now, strict=True))
+            if len({*names}) > 1
+        )
+        different = f"a class {before[first]!r}, but received {now[first]!r} for it"
+    raise ResumeError(
+        f"The run {run} has {different}; expected the same classes, so choose another "
+        "model_dir for these data."
+    )
+
+
+def _listed(changes, text):
+    return "; ".join(
+        f"{name} {text.format(*('unknown' if each is None else each for each in both))}"
+        for name, both in changes.items()
+    )
+
+
 def _check_calls(done: int, call: int, steps: int | None) -> None:
     if steps is not None and done > steps:
-        raise _too_few(done)
+        raise too_few(done)
     # The last call of an epoch may be a short one.
     if done % call and done != steps:
         raise ResumeError(
@@ -120,114 +194,6 @@ def _check_calls(done: int, call: int, steps: int | None) -> None:
             f"{done} of an epoch, in the middle of such a call; expected a divisor of "
             f"{done}, such as {math.gcd(done, call)}."
         )
-
-
-def _too_few(done: int) -> ResumeError:
-    return ResumeError(
-        f"Received data that end before batch {done} of an epoch, after which the run "
-        "goes on; expected the data that it has begun with."
-    )
-
-
-def data_at(data: Any, position: Position) -> tuple[Any, bool]:
-    """Returns data that begin at a position, and whether to pass over the batches.
-
-    Args:
-        data: What `fit` was given. Of what `towers.input_pipeline.make_dataset` has
-            made, the records before are not read; the epochs of others are all alike.
-        position: Where to begin.
-    """
-    pipeline = getattr(data, "pipeline", None)
-    if pipeline is None:
-        return data, True
-    size = pipeline.source.splits[pipeline.split]
-    record = position.batch * pipeline.batch_size
-    moved = dataclasses.replace(
-        pipeline,
-        start_epoch=position.epoch,
-        start_record=record if size is None else min(record, size),
-    )
-    return moved.dataset(), False
-
-
-def order(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns, as JSON, what is known to decide which records a batch has.
-
-    Args:
-        options: The arguments of `fit`, by name.
-    """
-    pipeline = getattr(options["x"], "pipeline", None)
-    found = getattr(pipeline, "order", None)
-    if found is None:
-        found = {"batch size": batch_size(options), "batches": count(options)}
-    return json.loads(json.dumps(found, default=int))
-
-
-def batch_size(options: dict[str, Any]) -> int | None:
-    """Returns the batch size of the data of `fit`, if it is known."""
-    data = options["x"]
-    if (pipeline := getattr(data, "pipeline", None)) is not None:
-        return pipeline.batch_size
-    if isinstance(data, tf.data.Dataset):
-        return _length(data.element_spec)
-    return None if _length(data) is None else options["batch_size"] or 32
-
-
-def count(options: dict[str, Any]) -> int | None:
-    """Returns the number of batches of the data of `fit`, if it is known."""
-    data = options["x"]
-    if isinstance(data, keras.utils.PyDataset):
-        return data.num_batches
-    if isinstance(data, tf.data.Dataset):
-        cardinality = int(data.cardinality())
-        return cardinality if cardinality >= 0 else None
-    if (examples := _length(data)) is None:
-        return None
-    if options["validation_split"] and options["validation_data"] is None:
-        examples = math.floor(examples * (1 - options["validation_split"]))
-    return math.ceil(examples / batch_size(options))
-
-
-def _length(arrays: Any) -> int | None:
-    """The first dimension of arrays, or of their specs, if it is known."""
-    first = next(iter(keras.tree.flatten(arrays)), None)
-    shape = getattr(first, "shape", None)
-    if isinstance(shape, tf.TensorShape):
-        shape = shape.rank and shape.as_list()
-    return shape[0] if shape else None
-
-
-class Passing:
-    """A train function that passes over batches, and then gives way to the real one."""
-
-    def __init__(
-        self,
-        batches: int,
-        steps: int,
-        read: bool,
-        last: Callable[[Iterator], Any],
-    ):
-        """Passes over nothing yet.
-
-        Args:
-            batches: How many to pass over.
-            steps: Batches in a call.
-            read: Whether the iterator has them, so that they must be read.
-            last: Is called with the iterator when all are passed; returns the logs.
-        """
-        self._batches, self._steps, self._read, self._last = batches, steps, read, last
-        self._left = batches
-
-    def __call__(self, iterator: Iterator) -> Any:
-        """Passes over the batches of a call; returns logs, which nobody sees."""
-        count = min(self._left, self._steps)
-        if self._read:
-            # Of a call, there may be fewer, but not none.
-            found = [next(iterator, None) is not None for _ in range(count)]
-            if not any(found):
-                raise _too_few(self._batches)
-        self._left -= count
-        return {} if self._left else self._last(iterator)
 
 
 class First(keras.callbacks.Callback, Saves):
@@ -252,36 +218,3 @@ class First(keras.callbacks.Callback, Saves):
     def on_train_batch_begin(self, batch, logs=None):
         """Passes it on."""
         self._saves.begin_batch(batch)
-
-
-class Later(keras.callbacks.CallbackList):
-    """Callbacks that hear of an epoch's batches only from one of them on."""
-
-    def __init__(self, callbacks: Any, epoch: int, batch: int, **options: Any):
-        """Wraps callbacks as `fit` does.
-
-        Args:
-            callbacks: As for `keras.callbacks.CallbackList`.
-            epoch: The epoch.
-            batch: The first batch of it to hear of.
-            **options: As for `keras.callbacks.CallbackList`.
-        """
-        self._epoch, self._batch, self._first = epoch, batch, 0
-        # Of data begun in the middle, Keras announces a batch more than there are.
-        self._end = options["steps"] or math.inf
-        super().__init__(callbacks, **options)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        """Notes which batches to pass on."""
-        self._first = self._batch if epoch == self._epoch else 0
-        super().on_epoch_begin(epoch, logs)
-
-    def on_train_batch_begin(self, batch, logs=None):
-        """Passes on what is not passed over."""
-        if self._first <= batch < self._end:
-            super().on_train_batch_begin(batch, logs)
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Passes on what is not passed over."""
-        if self._first <= batch:
-            super().on_train_batch_end(batch, logs)

@@ -57,11 +57,11 @@ from towers.callbacks.checkpoint import (
     Checkpoint,
     NotFinite,
     SaveError,
-    check_checkpoint,
 )
 from towers.callbacks.devices import DeviceReport
 from towers.callbacks.lines import Lines
 from towers.callbacks.profile import Profile
+from towers.callbacks.saved_model import check_checkpoint
 from towers.callbacks.stall import Stall
 from towers.callbacks.starvation import Starvation
 from towers.callbacks.stop_at_step import StopAtStep

@@ -16,14 +16,14 @@ import pytest
 import tensorflow as tf
 
 from tests.small import build, tiny
-from towers import checkpoints, multi_gpu_model, resume
+from towers import checkpoints, fit_data, multi_gpu_model
 from towers.callbacks import states
 from towers.callbacks.checkpoint import (
     Checkpoint,
     NotFinite,
     SaveError,
-    check_checkpoint,
 )
+from towers.callbacks.saved_model import check_checkpoint
 from towers.callbacks.stop_at_step import StopAtStep
 from towers.checkpoints import Position
 from towers.input_pipeline import ArraySource, make_dataset
@@ -188,7 +188,7 @@ def test_other_data_are_read_again_and_passed_over(never_stopped, tmp_path, caps
         fit(tiny("adam"), Checkpoint(tmp_path, save_steps=2), Breaks(9))
     fit(model, Checkpoint(tmp_path))
     assert_same(model, never_stopped)
-    assert capsys.readouterr().err.count("only if they come in the same order") == 1
+    assert capsys.readouterr().err.count("gives the same records again") == 1
 
 
 def simple(**options):
@@ -246,15 +246,23 @@ class TestOtherData:
     @pytest.mark.parametrize("length", [None, 2])
     def test_what_is_known_of_others(self, length):
         options = {"batch_size": None, "validation_split": 0.5, "validation_data": None}
+        options |= {"steps_per_epoch": None, "shuffle": False}
         spec = tf.TensorSpec([length, 3] if length else None)
         found = tf.data.Dataset.from_generator(lambda: (), output_signature=spec)
-        batches = {"batch size": length, "batches": None}
-        assert resume.order(options | {"x": found}) == batches
+        batches = {"batch size": length, "batches": None, "steps_per_epoch": None}
+        assert fit_data.order(options | {"x": found}) == batches
         scalars = tf.data.Dataset.range(3)
-        unknown = {"batch size": None, "batches": 3}
-        assert resume.order(options | {"x": scalars}) == unknown
-        halves = {"batch size": 32, "batches": 2}
-        assert resume.order(options | {"x": {"a": np.ones([70, 2])}}) == halves
+        unknown = {"batch size": None, "batches": 3, "steps_per_epoch": 3}
+        assert fit_data.order(options | {"x": scalars}) == unknown
+        x = {"a": np.ones([70, 2])}
+        halves = {"batch size": 32, "batches": 2, "steps_per_epoch": 2}
+        halves["shuffled by seed"] = "none"
+        assert fit_data.order(options | {"x": x}) == halves
+        keras.utils.set_random_seed(7)
+        # Keras takes the batch size from the steps.
+        steps = options | {"x": x, "steps_per_epoch": 5, "shuffle": True}
+        halves |= {"batch size": 7, "batches": 5, "steps_per_epoch": 5}
+        assert fit_data.order(steps) == halves | {"shuffled by seed": 7}
 
     @pytest.mark.parametrize("known", [True, False])
     def test_of_too_few_batches(self, tmp_path, known):
@@ -325,11 +333,30 @@ def test_nothing_left_to_train_is_said(tmp_path, capsys):
     assert fit(model, checkpoint, epochs=4).epoch == [0, 1, 2, 3]
 
 
-def test_how_foreign_data_are_read_is_said_only_of_a_run_that_goes_on(tmp_path, capsys):
-    x, y = arrays()
+def test_why_foreign_data_may_not_be_the_same_is_said(tmp_path, capsys):
+    class Many(keras.utils.PyDataset):
+        def __len__(self):
+            return 1
+
+    position, options = Position(1), {"steps_per_epoch": 1, "shuffle": True}
+    options |= {"batch_size": BATCH, "validation_split": 0, "validation_data": None}
+
+    def note(x, used=False):
+        return fit_data.start(options | {"x": x}, position, [1], used).note
+
+    keras.utils.set_random_seed(1)
+    assert note(np.ones([4, 1])) is None
+    tf.random.set_seed(None)
+    assert "no seed was set; call keras.utils.set_rand" in note(np.ones([4, 1]))
+    assert "only if the data set gives the same records again" in note(plain())
+    batches = (np.ones([4, 1]) for _ in range(2))
+    assert "only if the generator yields the same" in note(batches)
+    assert "goes on where it is; what was read ahead is lost" in note(batches, True)
+    assert "only if the PyDataset gives the same" in note(Many())
+    assert "the workers of a PyDataset read ahead" in note(Many(workers=2))
     for epochs, notes in ((1, 0), (2, 1)):
-        fit(tiny(), Checkpoint(tmp_path), x=x, y=y, epochs=epochs)
-        assert capsys.readouterr().err.count("are read from their beginning") == notes
+        fit(tiny(), Checkpoint(tmp_path), epochs=epochs)
+        assert capsys.readouterr().err.count("the same records again") == notes
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,17 @@ import concurrent.futures
 import contextlib
 import math
 import os
-import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from towers import checkpoints, listeners
-from towers.callbacks import states
+from towers.callbacks import saved_model, states
+from towers.callbacks.best import Best, Monitor
 from towers.checkpoints import Contents, Position
 from towers.resume import ResumeError, say
 from towers.signals import Signals, Stopped
@@ -41,11 +40,11 @@ class Checkpoint(keras.callbacks.Callback):
     only for the save before.
 
     With data of `towers.input_pipeline.make_dataset`, `fit` goes on at the next batch.
-    Other data are read again, and passed over: the run is the same if they are. Inside
-    of an epoch, it goes on only with the data and calls that it has begun with. A
-    second `fit` goes on where the first has ended, with the model as it is then; where
-    that was broken off by an error, or another model is fitted, with the last
-    checkpoint.
+    Other data are read again, as far as Keras had read what it had opened: the run is
+    the same if they are. Inside of an epoch, it goes on only with the data and calls
+    that it has begun with. A second `fit` goes on where the first has ended, with the
+    model as it is then; where that was broken off by an error, or another model is
+    fitted, with the last checkpoint.
 
     Variables that are not finite end the run, at a save or at the end of an epoch. To
     callbacks further down the list, such as `ModelCheckpoint`, that comes in time.
@@ -54,6 +53,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Attributes:
         position: How far the run has come.
+        past: Batches that were read in each epoch before that, as far back as the data
+            are the same; `None` if that is not known.
         latest: Path of the last checkpoint that was read or written, if there is one.
     """
 
@@ -64,6 +65,8 @@ class Checkpoint(keras.callbacks.Callback):
         save_steps: int | None = None,
         save_minutes: float | None = None,
         keep: int = 3,
+        monitor: str | None = None,
+        mode: str = "auto",
         on_save_error: str = "stop",
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -73,8 +76,11 @@ class Checkpoint(keras.callbacks.Callback):
             directory: Where the checkpoints lie.
             save_steps: Batches between two checkpoints. None: none inside of an epoch.
             save_minutes: The same in minutes.
-            keep: How many of the last checkpoints to keep. The best one, by `val_loss`
-                or else `loss` of its epoch, stays as well.
+            keep: How many of the last checkpoints to keep. The best one stays as well.
+            monitor: The metric that tells which is the best, after a whole epoch.
+                None: `val_loss`, or `loss` where there is no validation.
+            mode: Whether the best is the "min" or the "max" of it; "auto" is what
+                Keras infers from the metric.
             on_save_error: What to do if a checkpoint cannot be written, for want of
                 space, say: "stop" training, or "continue" with a warning.
             clock: Returns seconds.
@@ -105,7 +111,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._directory = os.path.abspath(os.path.expanduser(directory))
         self.save_steps, self._save_minutes = save_steps, save_minutes
         self._keep, self._on_save_error, self._clock = keep, on_save_error, clock
-        self.position = Position(0)
+        self.position, self.past = Position(0), None
         self.latest: str | None = None
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving = None
@@ -114,18 +120,26 @@ class Checkpoint(keras.callbacks.Callback):
         self._metrics_then = ()
         self._signals = Signals()
         self._others = None  # no list: `fit` does not listen
+        self._monitor, self._validates = Monitor(monitor, mode), False
+        self._discarded = ()
         self._data = self._saved = self._metrics = self._score = None
+        # The object that the last `fit` has trained on; random numbers at the epoch's
+        # beginning; batches that were read since.
+        self._given, self._random, self._read = None, None, 0
         self._described = self._averaged_later = self._before = None
         self._batch_begun = False
         self._scores = {}
 
     # Restoring.
 
-    def restore(self, model: keras.Model) -> bool:
-        """Restores the latest checkpoint that can be read into a model.
+    def restore(self, model: keras.Model, which: str = "last") -> bool:
+        """Restores a checkpoint into a model; the next `fit` goes on from there.
 
         Args:
             model: Compiled and built, and so its optimizer.
+            which: "last" is the latest that can be read, "best" the best one; or the
+                path of one. Checkpoints that are further on than a chosen one are
+                removed when the next is saved.
 
         Returns:
             Whether there was one.
@@ -138,14 +152,90 @@ class Checkpoint(keras.callbacks.Callback):
                 f"Received a model without variables for {self._directory}, where "
                 "checkpoints are; expected a built one, so give it a keras.Input."
             )
-        path, contents = _newest_good(self._directory, checkpoints.load, model)
+        if which == "last":
+            load = checkpoints.load
+            path, contents = saved_model.newest_good(self._directory, load, model)
+        else:
+            path, contents = self._load_chosen(model, which)
         self._known_of, self._known, self._saved = model, contents, None
-        self.latest, self.position = path, Position(0)
+        self.latest, self.position, self.past = path, Position(0), None
         if path is None:
             return False
         self.position = checkpoints.position(path)
-        _assign(model, contents.values)
+        self.past = contents.about.get("past")
+        self._monitor.recall(contents.about)
+        if which != "last":
+            later = checkpoints.find(self._directory)
+            later = [
+                each for each in later if checkpoints.position(each) > self.position
+            ]
+            self._discarded = later
+        saved_model.assign(model, contents.values)
         return True
+
+    def _load_chosen(self, model, which):
+        path = os.path.abspath(os.path.expanduser(which))
+        if which == "best":
+            load = checkpoints.load_about
+            last, about = saved_model.newest_good(self._directory, load, model)
+            if last is None:
+                return None, None
+            self.position = checkpoints.position(last)
+            self._monitor.recall(about)
+            if (best := self.find_best(model)) is None:
+                raise ValueError(
+                    f"No checkpoint in {self._directory} has a value of "
+                    f"{self._monitor.name}; expected the last one, or the path of one."
+                )
+            path = best.path
+        elif not checkpoints.is_one(path):
+            raise ValueError(
+                f"Received the checkpoint {which!r}; expected 'last', 'best' or the "
+                f"path of one, such as {self._directory}/ckpt-1-0."
+            )
+        contents = checkpoints.load(path)
+        saved_model.check_is_of(path, contents.about, model)
+        return path, contents
+
+    def find_best(self, model: keras.Model) -> Best | None:
+        """Returns the best checkpoint, of those up to the position, if there is one.
+
+        Args:
+            model: Whose metrics tell whether more is better.
+
+        Raises:
+            ValueError: They do not.
+        """
+        self._wait()
+        paths = self._up_to(self.position)
+        scores = self._read_scores(paths)
+        if self._monitor.name is None or not any(
+            score is not None for score in scores.values()
+        ):
+            return None
+        self._monitor.settle(model)
+        path = self._monitor.best(reversed(scores.items()))
+        epoch = checkpoints.position(path).epoch
+        return Best(path, epoch, self._monitor.name, scores[path])
+
+    @property
+    def discarded(self) -> Sequence[str]:
+        """Paths of what is removed when the next checkpoint is saved."""
+        return self._discarded
+
+    @contextlib.contextmanager
+    def as_in(self, path: str, model: keras.Model) -> Iterator[None]:
+        """Gives a model the values of a checkpoint meanwhile.
+
+        Raises:
+            ValueError: It cannot be read.
+        """
+        now = saved_model.values(model)
+        saved_model.assign(model, checkpoints.load(path).values)
+        try:
+            yield
+        finally:
+            saved_model.assign(model, now)
 
     def prepare(self, model: keras.Model) -> None:
         """Restores the latest checkpoint, unless `fit` can go on with the model as is.
@@ -160,24 +250,56 @@ class Checkpoint(keras.callbacks.Callback):
         if self._known is None or model != self._known_of:
             self.restore(model)
 
+    @property
+    def name(self) -> str:
+        """What to call the run that goes on."""
+        return self.latest or self._directory
+
+    def used(self, data: Any) -> bool:
+        """Tells whether an earlier `fit` has trained on the same object."""
+        return self._given is not None and self._given() is data
+
+    def changes(self, data: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Compares data with those that the run has been trained on.
+
+        Args:
+            data: What is known to decide which records a batch has.
+
+        Returns:
+            By name, what it was and what it is, where the two differ.
+        """
+        about = self._known.about
+        size = about.get("batch_size")
+        before = about.get("data", {} if size is None else {"batch size": size})
+        before = before or {}
+        names = before.keys() & data.keys()
+        if "data" in about:
+            # Foreign data have none.
+            names |= {"dataset"} & (before.keys() | data.keys())
+        both = {name: (before.get(name), data.get(name)) for name in sorted(names)}
+        return {name: each for name, each in both.items() if each[0] != each[1]}
+
     @contextlib.contextmanager
     def running(
         self,
         callbacks: Sequence[keras.callbacks.Callback],
         data: Mapping[str, Any],
+        given: Any,
+        validates: bool,
     ) -> Iterator[None]:
-        """Listens to signals while `fit` runs.
+        """Listens to a `fit` that begins at `position`, and to signals.
 
         Args:
             callbacks: All those of `fit`.
             data: What is known to decide which records a batch has, as JSON.
-
-        Raises:
-            ResumeError: The position restored is inside of an epoch of other data.
+            given: The data themselves.
+            validates: Whether `fit` has data to validate on.
         """
-        if self.position.batch:
-            self._check_data(data)
-        self._data, self._before = data, None
+        self._data, self._before, self._validates = data, None, validates
+        try:
+            self._given = weakref.ref(given)
+        except TypeError:  # a list, say
+            self._given = None
         self._others = [other for other in callbacks if other is not self]
         with self._signals:
             try:
@@ -190,25 +312,14 @@ class Checkpoint(keras.callbacks.Callback):
                 if self._saving is not None:
                     concurrent.futures.wait([self._saving])
 
-    def _check_data(self, data):
-        about = self._known.about
-        size = about.get("batch_size")
-        before = about.get("data", {} if size is None else {"batch size": size})
-        names = before.keys() & data.keys()
-        if "data" in about:
-            # Foreign data have none.
-            names |= {"dataset"} & (before.keys() | data.keys())
-        different = []
-        for name in sorted(names):
-            then, now = before.get(name), data.get(name)
-            if then != now:
-                received = f"{_or_unknown(then)}, but received {_or_unknown(now)}"
-                different.append(f"{name} {received}")
-        if different:
-            raise ResumeError(
-                f"The run {self.latest or self._directory} goes on in the middle of an "
-                f"epoch of data with {'; '.join(different)}; expected the same data."
-            )
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leaves random numbers as they were, whoever draws some meanwhile."""
+        found = states.random_states()
+        try:
+            yield
+        finally:
+            states.set_random_states(found)
 
     def restore_metrics(self) -> None:
         """Gives the metrics of the epoch their values, once they are built.
@@ -249,9 +360,15 @@ class Checkpoint(keras.callbacks.Callback):
             self.position = Position(epoch)
             self._save()
         elif self.position.batch:
-            self._before = _values(self.model)
+            self._before = saved_model.values(self.model)
+            # What is read again is drawn as it was: the order of a pass, say.
+            if (found := self._known.about.get("random_at_begin")) is not None:
+                states.set_random_states(found)
         else:
             self._restore_states()
+        self._random = states.random_states()
+        call = self.model.steps_per_execution
+        self._read = -(-self.position.batch // call) * call
         self._heed()
 
     def epoch_begun(self) -> None:
@@ -259,10 +376,9 @@ class Checkpoint(keras.callbacks.Callback):
 
         They have done it before: what was saved inside of the epoch has seen it.
         """
-        if self._before is not None:
-            _assign(self.model, self._before)
-            self._before = None
-            self._restore_states()
+        saved_model.assign(self.model, self._before)
+        self._before = None
+        self._restore_states()
 
     def begin_batch(self, batch: int) -> None:
         """Saves if it is time, when all callbacks have seen the batch before.
@@ -281,13 +397,13 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts."""
-        self._batch_begun = False
+        self._batch_begun, self._read = False, batch + 1
         batches = min(batch + 1, self.params.get("steps") or batch + 1)
         self.position = Position(self.position.epoch, batches)
 
     def on_test_begin(self, logs=None):
         """Keeps the metrics of training, whose place validation takes."""
-        self._metrics = _copies(self.model.metrics_variables)
+        self._metrics = saved_model.copies(self.model.metrics_variables)
 
     def on_test_batch_begin(self, batch, logs=None):
         """Does not wait for the end of a validation to be stopped."""
@@ -296,19 +412,27 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Notes how good the epoch was, unless later callbacks should not see it."""
         self._wait()
-        self._check_finite(self._step(), _values(self.model))
-        if _averages(self.model.optimizer):
+        self._check_finite(self._step(), saved_model.values(self.model))
+        if saved_model.averages(self.model.optimizer):
             # At the end of `fit`, Keras puts averages in the place of weights.
-            self._averaged_later = _values(self.model)
-        logs = logs or {}
-        self._score = None
-        with contextlib.suppress(TypeError, ValueError):  # no number
-            score = float(logs.get("val_loss", logs.get("loss", math.nan)))
-            self._score = score if math.isfinite(score) else None
-        # Where Keras does not know how many there are, it begins one batch too many.
+            self._averaged_later = saved_model.values(self.model)
+        before = self._monitor.name
+        self._score = self._monitor.score(logs or {}, self._validates, self.model)
+        if self._monitor.name != before:
+            self._scores.clear()
+            if self._monitor.asked is None and self._monitor.name == "loss":
+                say(
+                    "Note: There is no validation; the best checkpoint is that of the "
+                    "lowest loss."
+                )
+        # Where Keras does not know how many there are, it begins one batch too many; an
+        # epoch also ends where data do.
         steps = self.params.get("steps") or math.inf
-        if self._batch_begun or self.position.batch >= steps:
+        ended = self._batch_begun or not self.model.stop_training
+        if ended or self.position.batch >= steps:
             self.position = Position(epoch + 1)
+            if self.past is not None:
+                self.past.append(self._read)
 
     def on_train_end(self, logs=None):
         """Saves, waits for it, and keeps what another `fit` is to know."""
@@ -355,7 +479,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._wait()
         position = self._saved = self.position
         contents = self._contents()
-        values = values or _values(self.model)
+        values = values or saved_model.values(self.model)
         contents = Contents(values | contents.values, contents.about)
         self._saved_s, self._saved_step = self._clock(), self._step()
         self._saving = self._writer.submit(self._write, position, contents)
@@ -366,27 +490,35 @@ class Checkpoint(keras.callbacks.Callback):
         about = {
             "variables": self._descriptions(),
             "data": self._data,
+            "past": None if self.past is None else [*self.past],
             "step": self._step(),
-            "score": None if position.batch else self._score,
+            **self._monitor.describe(None if position.batch else self._score),
             **states.collect(self.model, self._others, position.epoch, arrays),
         }
         values = {"callbacks": arrays}
         if position.batch:
-            metrics = self._metrics or _copies(self.model.metrics_variables)
+            metrics = self._metrics or saved_model.copies(self.model.metrics_variables)
             values["metrics"] = metrics
+            about["random_at_begin"] = self._random
         return Contents(values, about)
 
     def _descriptions(self):
         # While a `fit` runs, they stay as they are.
         if self._described is None:
-            parts = _parts(self.model)
-            self._described = {part: _describe(found) for part, found in parts.items()}
+            parts = saved_model.parts(self.model)
+            self._described = {
+                part: saved_model.describe(found) for part, found in parts.items()
+            }
         return self._described
 
     def _write(self, position, contents):
         self._check_finite(contents.about["step"], contents.values)
         if self.latest and not os.path.isdir(self._directory):
             raise OSError("the directory is gone")
+        while self._discarded:
+            *self._discarded, path = self._discarded
+            checkpoints.remove(path)
+            self._scores.pop(path, None)
         path = checkpoints.save(self._directory, position, contents)
         self._scores[path] = contents.about["score"]
         self.latest = path
@@ -406,20 +538,30 @@ class Checkpoint(keras.callbacks.Callback):
                     )
 
     def _prune(self, position):
+        paths = self._up_to(position)
+        scores = self._read_scores(paths)
+        scored = {path for path, score in scores.items() if score is not None}
+        if self._monitor.mode != "auto":
+            scored = {self._monitor.best(reversed(scores.items()))}
+        kept = [*scores][: self._keep]
+        older = paths[paths.index(kept[-1]) + 1 :] if kept else ()
+        for path in older:
+            if path not in scored:
+                checkpoints.remove(path)
+
+    def _up_to(self, position):
         # Later ones were passed over, as damaged say, when the run was continued.
         found = checkpoints.find(self._directory)
-        paths = [path for path in found if checkpoints.position(path) <= position]
+        return [path for path in found if checkpoints.position(path) <= position]
+
+    def _read_scores(self, paths):
+        """Those of checkpoints that can be read."""
         for path in paths:
             if path not in self._scores:
                 with contextlib.suppress(ValueError):
-                    self._scores[path] = checkpoints.load_about(path)["score"]
-        scored = [path for path in paths if self._scores.get(path) is not None]
-        best = min(scored, key=self._scores.get, default=None)
-        kept = [path for path in paths if path in self._scores][: self._keep]
-        older = paths[paths.index(kept[-1]) + 1 :] if kept else ()
-        for path in older:
-            if path != best:
-                checkpoints.remove(path)
+                    about = checkpoints.load_about(path)
+                    self._scores[path] = self._monitor.read(about)
+        return {path: self._scores[path] for path in paths if path in self._scores}
 
     def _wait(self):
         """Waits for the save that is going on, and says if it has failed."""
@@ -445,103 +587,3 @@ class Checkpoint(keras.callbacks.Callback):
         values, about = self._known.values, self._known.about
         self._known, self._metrics_then = None, values.get("metrics", ())
         states.give_back(self.model, self._others, about, values["callbacks"])
-
-
-def check_checkpoint(directory: str, model: keras.Model) -> None:
-    """Checks that there is a checkpoint of this model, if there is any.
-
-    Args:
-        directory: Where the checkpoints lie.
-        model: Need not be compiled.
-
-    Raises:
-        ValueError: All are of another model, or cannot be read.
-    """
-    _newest_good(directory, checkpoints.load_about, model, quiet=True)
-
-
-def _newest_good(directory, load, model, quiet=False):
-    """The newest checkpoint that is of this model, and what `load` returns of it."""
-    failed = None
-    for path in checkpoints.find(directory):
-        try:
-            found = load(path)
-            about = getattr(found, "about", found)
-            for part, variables in _parts(model).items():
-                _check_same(path, part, about["variables"][part], _describe(variables))
-        except ValueError as error:
-            failed = failed or error
-            continue
-        if failed is not None and not quiet:
-            lost = f"what was trained after it is lost: going back to {path}"
-            say(f"Warning: {str(failed).partition('; choose')[0]}; {lost}.")
-        return path, found
-    if failed is not None:
-        raise failed
-    return None, None
-
-
-def _parts(model):
-    """The variables that a run cannot do without."""
-    parts = {"model": model.variables}
-    if getattr(model, "optimizer", None) is not None:
-        parts["optimizer"] = model.optimizer.variables
-    return parts
-
-
-def _averages(optimizer):
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return inner.use_ema and inner.ema_overwrite_frequency is None
-
-
-def _values(model):
-    """Copies of all variables."""
-    return {part: _copies(variables) for part, variables in _parts(model).items()}
-
-
-def _assign(model, values):
-    for part, variables in _parts(model).items():
-        for variable, value in zip(variables, values[part], strict=True):
-            variable.assign(value)
-
-
-def _copies(variables):
-    return [*map(_copy, variables)]
-
-
-def _copy(variable):
-    # What is in the host's memory already is not copied: TensorFlow does that when it
-    # is next written to. This takes a third of the time of `tf.identity`.
-    variable = variable.value
-    read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-    return np.asarray(read)
-
-
-def _or_unknown(value):
-    return "unknown" if value is None else value
-
-
-def _check_same(path, part, found, expected):
-    if found != expected:
-        raise ValueError(
-            f"The checkpoint {path} holds another {part}: "
-            f"{_difference(found, expected)}; choose another model_dir, or start over "
-            "with --clean."
-        )
-
-
-def _describe(variables):
-    # Keras numbers names by how many were made before in the process.
-    return [[re.sub(r"_\d+", "", v.path), list(v.shape), v.dtype] for v in variables]
-
-
-def _difference(found, expected):
-    for a, b in zip(found, expected, strict=False):
-        if a != b:
-            return f"it has {_name(a)} where this one has {_name(b)}"
-    return f"it has {len(found)} variables where this one has {len(expected)}"
-
-
-def _name(variable):
-    path, shape, dtype = variable
-    return f"{path} {shape} {dtype}"

@@ -46,7 +46,7 @@ def collect(
             [type(callback).__name__, _saved_state(callback, arrays)]
             for callback in callbacks
         ],
-        "random": _random_states(),
+        "random": random_states(),
     }
 
 
@@ -79,7 +79,7 @@ def give_back(
             callback.load_state_dict(state)
         else:
             vars(callback).update(state)
-    _set_random_states(states["random"])
+    set_random_states(states["random"])
 
 
 def _history(model, epochs):
@@ -160,8 +160,10 @@ def _from_json(value, arrays):
     return {_from_json(k, arrays): _from_json(v, arrays) for k, v in pairs}
 
 
-def _random_states():
-    """Those of each generator that all share; layers' own are variables of the model.
+def random_states() -> dict[str, Any]:
+    """Returns those of each generator that all share, as JSON.
+
+    Layers' own are variables of the model.
 
     Keras and TensorFlow make theirs when they are first asked for a number.
     """
@@ -178,7 +180,8 @@ def _random_states():
     return found
 
 
-def _set_random_states(states):
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Gives generators the states that `random_states` has returned."""
     if "keras" in states:
         # To make one, Keras draws a number of Python's.
         shared = keras.src.random.seed_generator.global_seed_generator()

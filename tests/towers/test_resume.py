@@ -1,0 +1,159 @@
+"""A run that goes on reads the records that it would have read."""
+
+import functools
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers import multi_gpu_model
+from towers.callbacks.checkpoint import Checkpoint
+from towers.callbacks.stop_at_step import StopAtStep
+from towers.input_pipeline import ArraySource, make_dataset
+from towers.model import TowerModel
+
+EXAMPLES, BATCH = 21, 4  # six batches
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Instead of training: notes which examples a step is given."""
+    seen = []
+
+    def make(parallel):
+        def function(iterator):
+            batches = [
+                tuple(map(int, keras.tree.flatten(batch)[-1]))
+                for batch in itertools.islice(iterator, parallel.steps_per_execution)
+            ]
+            if not batches:
+                raise StopIteration
+            seen.extend(batches)
+            parallel.optimizer.iterations.assign_add(len(batches))
+            return {"loss": 0.0}
+
+        return function
+
+    monkeypatch.setattr(TowerModel, "_build", lambda *_: None)
+    monkeypatch.setattr(TowerModel, "_train_function", make)
+    return seen, make
+
+
+@functools.cache
+def model(call):
+    """One that is ready in no time."""
+    model = keras.Sequential([keras.Input((1, 1, 1)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=call)
+    model.optimizer.build(model.trainable_variables)
+    return model, multi_gpu_model(model, gpus=1)
+
+
+def begin(call):
+    """Begins as a new process does."""
+    plain, parallel = model(call)
+    plain.optimizer.iterations.assign(0)
+    plain.train_function = parallel.train_function = None
+    keras.utils.set_random_seed(1)
+    return plain, parallel
+
+
+def images():
+    return np.zeros([EXAMPLES, 1, 1, 1], np.uint8)
+
+
+def arrays():
+    return images().astype("float32"), np.arange(EXAMPLES)
+
+
+def finite():
+    data = tf.data.Dataset.from_tensor_slices(arrays())
+    return data.shuffle(EXAMPLES, seed=5).batch(BATCH)
+
+
+def unknown():
+    return finite().filter(lambda *_: True)
+
+
+def repeated():
+    return finite().repeat()
+
+
+def pipeline(**options):
+    source = ArraySource(images(), np.arange(EXAMPLES))
+    options |= {"batch_size": BATCH, "image_shape": (1, 1, 1), "training": True}
+    return make_dataset(source, "train", **options)
+
+
+def repeated_pipeline():
+    return pipeline(repeat=True)
+
+
+def generator():
+    for image, label in iter(repeated().take(60)):
+        yield image.numpy(), label.numpy()
+
+
+class Batches(keras.utils.PyDataset):
+    """Shuffles itself as an epoch ends, and by the seed of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self._order, self._rng = np.arange(EXAMPLES), np.random.default_rng(0)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        x, y = arrays()
+        where = self._order[BATCH * index : BATCH * (index + 1)]
+        return x[where], y[where]
+
+    def on_epoch_end(self):
+        self._order = self._rng.permutation(self._order)
+
+
+def options(make):
+    if make is arrays:
+        x, y = make()
+        return {"x": x, "y": y, "batch_size": BATCH}
+    return {"x": make(), "shuffle": make is Batches}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("steps", [None, 3, 4, 8])
+@pytest.mark.parametrize(
+    "make",
+    [
+        arrays,
+        finite,
+        unknown,
+        repeated,
+        generator,
+        pipeline,
+        repeated_pipeline,
+        Batches,
+    ],
+)
+def test_the_same_records(tmp_path, record, make, steps, call):
+    seen, function = record
+    if steps is None and make in (repeated, generator, repeated_pipeline):
+        pytest.skip("Keras refuses it, or reads all of it at once.")
+    if make is Batches and steps:
+        pytest.skip("Keras reads ahead of the end of an epoch.")
+    run = {"steps_per_epoch": steps, "verbose": 0}
+    plain, _ = begin(call)
+    plain.train_function = function(plain)
+    plain.fit(**options(make), epochs=5, **run)
+    wanted = [*seen]
+    for stops in ((None, 2), (2 * call, 1), (2 * call, 3), (3 * call, 2)):
+        seen.clear()
+        folder = tmp_path / "_".join(map(str, stops))
+        # Inside of an epoch, or at its end; between two epochs; to the end.
+        for stop, epochs in ((stops[0], 1), (None, 1 + stops[1]), (None, 5)):
+            _, parallel = begin(call)
+            callbacks = [Checkpoint(folder), *([StopAtStep(stop)] if stop else [])]
+            parallel.fit(**options(make), epochs=epochs, callbacks=callbacks, **run)
+        assert seen == wanted

@@ -1,0 +1,160 @@
+"""Which of a run's checkpoints is the best, and by what."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+
+MODES = ("auto", "min", "max")
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best checkpoint.
+
+    Attributes:
+        path: Where it is.
+        epoch: Epochs that were done.
+        monitor: Name of the metric.
+        value: Its value after the last of them.
+    """
+
+    path: str
+    epoch: int
+    monitor: str
+    value: float
+
+    def __str__(self):
+        """Says how good it is."""
+        return f"{self.monitor} {self.value:.4g} after epoch {self.epoch}"
+
+
+@dataclasses.dataclass
+class Monitor:
+    """What tells how good an epoch was.
+
+    Attributes:
+        asked: The metric that was asked for; `None` for `val_loss`, or `loss` where
+            there is no validation.
+        mode: "min" or "max", or "auto", as Keras infers it from the metric.
+        name: The metric in use; `None` as long as it is not known.
+    """
+
+    asked: str | None = None
+    mode: str = "auto"
+    name: str | None = None
+
+    def __post_init__(self):
+        if not (self.asked is None or isinstance(self.asked, str)):
+            raise ValueError(
+                f"Received monitor={self.asked!r}; expected the name of a metric, such "
+                "as 'val_loss', or None."
+            )
+        if self.mode not in MODES:
+            raise ValueError(
+                f"Received mode={self.mode!r}; expected 'auto', 'min' or 'max'."
+            )
+        self.name = self.asked
+
+    def score(
+        self, logs: Mapping[str, Any], validates: bool, model: keras.Model
+    ) -> float | None:
+        """Returns how good an epoch was; `None` if that is not known, or not finite.
+
+        Args:
+            logs: Those of the epoch.
+            validates: Whether any epoch of the run has a validation.
+            model: Whose metrics they are.
+
+        Raises:
+            ValueError: There is no such metric, or it is not known whether more is
+                better.
+        """
+        if self.asked is None:
+            self.name = "val_loss" if validates or "val_loss" in logs else "loss"
+        elif self.asked not in logs and not (
+            # An epoch that `validation_freq` leaves out.
+            self.asked.startswith("val_")
+            and validates
+            and not any(name.startswith("val_") for name in logs)
+        ):
+            raise ValueError(
+                f"Received monitor='{self.asked}', which the epoch has not measured; "
+                f"expected one of {', '.join(sorted(logs))}."
+            )
+        self.settle(model)
+        return _number(logs.get(self.name))
+
+    def settle(self, model: keras.Model) -> None:
+        """Infers whether more is better; see `score`."""
+        if self.mode != "auto":
+            return
+        if self.name.removeprefix("val_") == "loss":
+            self.mode = "min"
+            return
+        # It asks the metrics of the model, and has no other public door.
+        judge = keras.callbacks.EarlyStopping(self.name)
+        judge.set_model(model)
+        judge.on_train_begin()
+        try:
+            judge.on_epoch_end(0, {self.name: 0.0})
+        except ValueError as error:
+            raise ValueError(
+                f"Received monitor='{self.name}', of which Keras does not know whether "
+                "more is better; expected mode='min' or mode='max' as well."
+            ) from error
+        self.mode = "max" if judge.monitor_op is keras.ops.greater else "min"
+
+    def describe(self, score: float | None) -> dict[str, Any]:
+        """Returns a score as a checkpoint says it."""
+        return {"score": score, "monitor": self.name, "mode": self.mode}
+
+    def recall(self, about: Mapping[str, Any]) -> None:
+        """Takes what a run has used, as far as nothing else was asked for."""
+        if self.asked is None and self.name is None:
+            self.name = about.get("monitor") or _before_names(about)
+        if self.mode == "auto" and self.name == about.get("monitor"):
+            self.mode = about.get("mode", "auto")
+
+    def read(self, about: Mapping[str, Any]) -> float | None:
+        """Returns the score of a checkpoint by this metric, if it is of an epoch's end.
+
+        Args:
+            about: What the checkpoint says of itself.
+        """
+        epoch, batch = about.get("position", (0, 0))
+        if batch:
+            return None
+        if self.name == (about.get("monitor") or _before_names(about)):
+            return _number(about.get("score"))
+        # By another metric; but all of them are in the history.
+        values = about["history"]["history"].get(self.name) or [None]
+        whole = about["history"]["epoch"]
+        last = bool(whole) and whole[-1] == epoch - 1
+        return _number(values[-1]) if last and len(values) == len(whole) else None
+
+    def best(self, scores: Iterable[tuple[str, float | None]]) -> str | None:
+        """Returns the first of the best checkpoints.
+
+        Args:
+            scores: Path and score of each, the earliest first.
+        """
+        scored = [(path, score) for path, score in scores if score is not None]
+        choose = max if self.mode == "max" else min
+        path, _ = choose(scored, key=lambda each: each[1], default=(None, None))
+        return path
+
+
+def _before_names(about):
+    """By what checkpoints were scored that do not say it."""
+    return "val_loss" if "val_loss" in about["history"]["history"] else "loss"
+
+
+def _number(value):
+    try:
+        value = float(value)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
