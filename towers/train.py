@@ -47,6 +47,7 @@ from absl import flags
 from towers import (
     batch,
     checkpoints,
+    continued,
     devices,
     input_pipeline,
     model_size,
@@ -281,6 +282,8 @@ def set_up() -> Job:
     if FLAGS.eval_dataset is not None:
         held_out = open_source(FLAGS.eval_dataset, source.num_classes)
         check_same_kind(source, held_out)
+    if not FLAGS.clean:
+        continued.check_classes(folder, source)
     image_shape = choose_image_shape(source)
     if FLAGS.cutmix_alpha and len(image_shape) == 1:
         raise ValueError(
@@ -296,18 +299,9 @@ def set_up() -> Job:
         source, held_out, [] if FLAGS.clean else quarantine.read(known)
     )
     parallel = build_towers(model, placed, source.splits["train"], model_dir=model_dir)
-    checkpoint = Checkpoint(
-        folder,
-        save_steps=FLAGS.save_steps,
-        save_minutes=FLAGS.save_minutes,
-        keep=FLAGS.keep_checkpoints,
-        on_save_error=FLAGS.on_save_error,
-    )
-    if not FLAGS.clean and not checkpoint.restore(model) and FLAGS.eval_only:
-        raise ValueError(
-            f"There is no checkpoint in {folder} to evaluate; train first, or "
-            "name the model_dir of an earlier run."
-        )
+    checkpoint = continued.make_checkpoint(folder, validates=held_out is not None)
+    if not FLAGS.clean:
+        continued.restore(checkpoint, folder, model)
     if not FLAGS.eval_only and not is_finished(checkpoint, model):
         kept = cached(source)
         if held_out is not None:
@@ -391,14 +385,21 @@ def run_alone(job: Job) -> None:
             "written; start over with --clean and a smaller --learning_rate."
         )
     try:
-        # Renamed when whole, so that an earlier model.keras is good until then.
-        unfinished = os.path.join(job.model_dir, "unfinished.keras")
-        job.model.save(unfinished)
-        os.replace(unfinished, os.path.join(job.model_dir, "model.keras"))
+        save_model(job, summary["model"])
+        if (best := summary["best"]) is not None:
+            with job.checkpoint.as_in(best["checkpoint"], job.model):
+                save_model(job, best["model"])
         write_text(job, "summary.json", json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         raise cannot_write(job, error) from error
     print(summary_text(summary))
+
+
+def save_model(job: Job, path: str) -> None:
+    """Saves the model as it is; renames it when it is whole: one before is good yet."""
+    unfinished = os.path.join(job.model_dir, "unfinished.keras")
+    job.model.save(unfinished)
+    os.replace(unfinished, path)
 
 
 def renew_learning_rate(job: Job) -> None:
@@ -914,6 +915,7 @@ def remove_run(model_dir: str) -> None:
         "train/plugins/profile",
         "validation/events.out.tfevents.*",
         "model.keras",
+        "best.keras",
         "unfinished.keras",
         "summary.json",
         "flags.txt",
@@ -953,15 +955,12 @@ def start_text(job: Job) -> str:
         lines.append(bad_records_text(job.bad_records, job.model_dir))
     if examples is not None and examples < FLAGS.batch_size:
         lines.append("Note: the batch is larger than the data, so an epoch is a step.")
-    if job.checkpoint.latest:
-        position = job.checkpoint.position
-        within = f" and {position.batch} batches" if position.batch else ""
-        lines.append(
-            f"{'Evaluating' if FLAGS.eval_only else 'Continuing from'} "
-            f"{job.checkpoint.latest}: after epoch {position.epoch}{within}, step "
-            f"{int(job.model.optimizer.iterations)}."
-        )
-    return "\n".join(lines)
+    lines += continued.text(job.checkpoint, job.model)
+    if job.checkpoint.latest and not FLAGS.eval_only:
+        before = read_text(job, "flags.txt")
+        now = train_flags.as_text(job.model_dir)
+        lines.append(before and continued.changed_flags(before, now))
+    return "\n".join(filter(None, lines))
 
 
 def data_notes(job: Job) -> list[str]:
@@ -1014,7 +1013,21 @@ def summarise(job: Job, watch: Watch | None) -> dict:
         "batch_size": FLAGS.batch_size,
         "model": os.path.join(job.model_dir, "model.keras"),
         "checkpoint": job.checkpoint.latest,
+        "best": best_model(job),
         "logs": job.model_dir,
+    }
+
+
+def best_model(job: Job) -> dict | None:
+    """Returns what the best model is the best by, and where it is, if that is known."""
+    if (best := job.checkpoint.find_best(job.model)) is None:
+        return None
+    return {
+        "monitor": best.monitor,
+        "value": best.value,
+        "epoch": best.epoch,
+        "model": os.path.join(job.model_dir, "best.keras"),
+        "checkpoint": best.path,
     }
 
 
@@ -1044,7 +1057,8 @@ def measured_before(model_dir: str) -> dict:
 def summary_text(summary: dict) -> str:
     """Says how the run ended, and where things lie."""
     measured = textwrap.indent(summary["measured"] or "images/sec: not measured", "  ")
-    bad = summary["bad_records"]
+    bad, best = summary["bad_records"], summary["best"]
+    named = best and "{model}, {monitor} {value:.4f} after epoch {epoch}".format(**best)
     return "\n".join(
         [
             f"Done: {summary['epochs']} epochs, {summary['steps']} steps on "
@@ -1052,6 +1066,7 @@ def summary_text(summary: dict) -> str:
             f"  {values_text(summary)}",
             measured,
             f"  model        {summary['model']}",
+            *([f"  best model   {named}"] if named else []),
             f"  checkpoint   {summary['checkpoint']}",
             f"  TensorBoard  tensorboard --logdir {summary['logs']}",
             *([f"  bad records  {bad:,} passed over"] if bad is not None else []),
@@ -1078,6 +1093,15 @@ def cannot_write(job: Job, error: OSError) -> SaveError:
         f"Cannot write to the model_dir {job.model_dir}: {error}; {saved}, so make "
         "room and run again."
     )
+
+
+def read_text(job: Job, name: str) -> str | None:
+    """Reads a file in model_dir; `None` if there is none."""
+    try:
+        with open(os.path.join(job.model_dir, name)) as file:
+            return file.read()
+    except (OSError, ValueError):
+        return None
 
 
 def write_text(job: Job, name: str, text: str) -> None:

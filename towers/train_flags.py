@@ -31,6 +31,7 @@ OPTIMIZERS = (
     *("Lion", "Muon", "Nadam", "RMSprop", "ScheduleFreeAdamW", "SGD"),
 )
 MOST_PROFILED_STEPS = 200
+MONITORS = ("val_loss", "val_accuracy", "loss", "accuracy")
 
 # Flags of the data, by the arguments of `input_pipeline.open_source`.
 DATA_FLAGS = {
@@ -63,7 +64,7 @@ MAIN = (
     *("model", "batch_size", "train_epochs", "optimizer", "learning_rate"),
     *("lr_schedule", "weight_decay", "dtype", "seed", "deterministic"),
     *("num_gpus", "variable_update"),
-    *("model_dir", "clean", "eval_only"),
+    *("model_dir", "clean", "eval_only", "checkpoint", "monitor"),
 )
 
 flags.DEFINE_string(
@@ -356,7 +357,31 @@ flags.DEFINE_string(
     **_RUN,
 )
 flags.DEFINE_bool("clean", False, "Remove an earlier run from model_dir first.", **_RUN)
-flags.DEFINE_bool("eval_only", False, "Evaluate the last checkpoint, and stop.", **_RUN)
+flags.DEFINE_bool("eval_only", False, "Evaluate --checkpoint, and stop.", **_RUN)
+flags.DEFINE_string(
+    "checkpoint",
+    "last",
+    "Which checkpoint to evaluate, or to go on from: last, best, or the path of one; "
+    "to evaluate, also a .keras file. Going on from an earlier one gives up the later "
+    "ones.",
+    **_RUN,
+)
+flags.DEFINE_enum(
+    "monitor",
+    None,
+    MONITORS,
+    "Metric that tells which epoch is the best. Default: val_loss; loss where nothing "
+    "is held out.",
+    **_RUN,
+)
+flags.DEFINE_enum(
+    "monitor_mode",
+    "auto",
+    ["auto", "min", "max"],
+    "Whether the best epoch has the least or the most of --monitor; auto: as Keras "
+    "infers it from the metric.",
+    **_RUN,
+)
 flags.DEFINE_integer(
     "save_steps", None, "Steps between checkpoints inside of an epoch.", **_RUN
 )
@@ -476,8 +501,8 @@ def as_text(model_dir: str | None = None) -> str:
     lines = []
     for group in _GROUPS:
         for flag in FLAGS.flags_by_module_dict()[group["module_name"]]:
-            # What to remove, and whether to train, is not part of the run.
-            if flag.name in ("clean", "eval_only"):
+            # What to remove, whether to train and from where, is not part of the run.
+            if flag.name in ("clean", "eval_only", "checkpoint"):
                 continue
             if flag.name == "data_dir" and not uses_data_dir():
                 continue
@@ -558,6 +583,11 @@ def check(argv: Sequence[str]) -> None:
         raise ValueError(
             "Received --clean and --eval_only; expected one of them, as nothing is "
             "left to evaluate after --clean."
+        )
+    if FLAGS.clean and FLAGS.checkpoint != "last":
+        raise ValueError(
+            f"Received --clean and --checkpoint={FLAGS.checkpoint}; expected one of "
+            "them, as nothing is left to go on from after --clean."
         )
     if FLAGS.all_reduce_alg != "auto" and FLAGS.variable_update != "replicated":
         raise ValueError(

@@ -1274,15 +1274,71 @@ def test_bad_records_are_passed_over(tmp_path):
     assert "more bad records than the 0" in ours(few)[0]
 
 
-def test_another_learning_rate_is_heeded(shared, data_dir, tmp_path):
-    path = tmp_path / "run"
+@pytest.fixture(scope="module")
+def worse(shared, data_dir, tmp_path_factory):
+    """A run that went on, and got worse; what it says."""
+    path = tmp_path_factory.mktemp("worse") / "run"
     shutil.copytree(shared, path)
     flags = (f"--data_dir={data_dir}", f"--model_dir={path}", "--model=mlp")
-    done = run(*flags, "--train_epochs=2", "--learning_rate=0")
-    assert "Learning rate: 0, after 0.001." in done.stdout
-    assert_same_bits(weights(path), weights(shared))
+    done = run(*flags, "--train_epochs=2", "--learning_rate=1", "--batch_size=32")
+    done.path, done.flags = path, flags
+    return done
+
+
+def test_what_has_changed_is_said(worse):
+    assert "Learning rate: 1, after 0.001." in worse.stdout
     # Shares are no part of what is saved.
-    assert continued(done, path) == (1, 0)
+    assert continued(worse, worse.path) == (1, 0)
+    (line,) = re.findall(r"^Changed since the last run: .*$", worse.stdout, re.M)
+    for flag in (
+        *("--batch_size=32 (before 64)", "no --tower_shares (before 2,3,3)"),
+        *("--train_epochs=2 (before 1)", "--loss_placement=auto (before gathered)"),
+    ):
+        assert flag in line
+    assert "--seed" not in line and "--model_dir" not in line
+    words = "goes on with other data, from their beginning: batch size 64 before, 32"
+    assert [words in each for each in ours(worse)] == [True]
+
+
+def test_a_worse_run_leaves_the_best_model(worse, shared):
+    first = json.loads((shared / "summary.json").read_text())
+    summary = json.loads((worse.path / "summary.json").read_text())
+    best = worse.path / "best.keras"
+    assert summary["best"] == {
+        "monitor": "val_loss",
+        "value": pytest.approx(first["val_loss"], rel=1e-5),
+        "epoch": 1,
+        "model": str(best),
+        "checkpoint": f"{worse.path}/checkpoints/ckpt-1-0",
+    }
+    assert summary["val_loss"] > 2 * first["val_loss"]
+    words = f"best model   {best}, val_loss {first['val_loss']:.4f} after epoch 1\n"
+    assert words in worse.stdout
+    # Of the first run, the only epoch was both.
+    kept = keras.models.load_model(best).get_weights()
+    assert_same_bits(kept, weights(shared))
+    assert not np.array_equal(kept[0], weights(worse.path)[0])
+
+
+def test_the_best_is_evaluated_and_gone_on_from(worse, shared, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(worse.path, path)
+    flags = (*worse.flags[:1], f"--model_dir={path}", "--model=mlp")
+    first = json.loads((shared / "summary.json").read_text())
+    value = f"validation loss {first['val_loss']:.4f}"
+    before = snapshot(path)
+    done = run(*flags, "--eval_only", "--checkpoint=best")
+    assert f"Evaluating {path}/checkpoints/ckpt-1-0: after epoch 1" in done.stdout
+    assert value in done.stdout
+    assert snapshot(path) == before
+    done = run(*flags, "--eval_only", f"--checkpoint={path}/best.keras")
+    assert value in done.stdout
+    done = run(*flags, "--checkpoint=best", "--train_epochs=2")
+    assert "ckpt-1-0: after epoch 1, step 23, the best by val_loss: " in done.stdout
+    assert "What was trained after it is given up: ckpt-2-0 will be" in done.stdout
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["epochs"] == summary["best"]["epoch"] == 2
+    assert summary["val_loss"] < first["val_loss"]
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch(killed, data_dir, tmp_path):

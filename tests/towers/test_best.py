@@ -1,0 +1,160 @@
+"""The best of a run's checkpoints: by what, and how it is used."""
+
+import keras
+import numpy as np
+import pytest
+from absl.testing import flagsaver
+
+from tests.small import tiny
+from tests.towers.test_resume import begin, finite, pipeline, record  # noqa: F401
+from towers import continued, resume, train_flags
+from towers.callbacks.best import Monitor
+from towers.callbacks.checkpoint import Checkpoint
+
+pytestmark = pytest.mark.usefixtures("record")
+
+
+def fit(folder, scores, x=None, name="val_loss", restore="last", **options):
+    """Fits an epoch for each score, which the weights then are."""
+    plain, parallel = begin(1)
+    checkpoint = Checkpoint(folder, **options)
+    checkpoint.restore(plain, restore)
+    epochs, left = checkpoint.position.epoch + len(scores), iter(scores)
+
+    def says(epoch, logs):
+        logs[name] = next(left)
+        if np.isfinite(logs[name]):
+            weights = [np.full(w.shape, logs[name]) for w in plain.get_weights()]
+            plain.set_weights(weights)
+
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=says), checkpoint]
+    x = finite() if x is None else x
+    parallel.fit(x, epochs=epochs, callbacks=callbacks, verbose=0)
+    return checkpoint, plain
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [
+        ({}, (3, 1.0)),
+        ({"name": "loss"}, (3, 1.0)),
+        ({"name": "val_f", "monitor": "val_f", "mode": "max"}, (2, 5.0)),
+        ({"name": "f", "monitor": "f", "mode": "min"}, (3, 1.0)),
+    ],
+)
+def test_by_the_metric_that_is_named(tmp_path, options, best, capsys):
+    checkpoint, model = fit(tmp_path, [2.0, 5.0, 1.0, 1.0, np.nan], keep=1, **options)
+    found = checkpoint.find_best(model)
+    assert (found.epoch, found.value) == best
+    assert found.monitor == options.get("name", "val_loss")
+    # The first of those that are as good.
+    assert names(tmp_path) == [f"ckpt-{best[0]}-0", "ckpt-5-0"]
+    by_loss = "There is no validation; the best checkpoint is that of the lowest loss."
+    assert (by_loss in capsys.readouterr().err) == (options.get("name") == "loss")
+
+
+def test_a_worse_run_leaves_the_best(tmp_path):
+    fit(tmp_path, [2.0, 1.0, 3.0], keep=9)
+    for scores, found in (((9.0, 8.0, 7.0), (2, 1.0)), ((0.5,), (7, 0.5))):
+        checkpoint, model = fit(tmp_path, scores, keep=1)
+        best = checkpoint.find_best(model)
+        assert (best.epoch, best.value) == found
+    assert names(tmp_path) == ["ckpt-7-0"]
+    # By another metric: that is in the history, of the epochs that are still there.
+    other = Checkpoint(tmp_path, monitor="loss")
+    assert other.restore(model) and other.find_best(model).value == 0.0
+
+
+def test_goes_on_from_the_best(tmp_path):
+    fit(tmp_path, [3.0, 1.0, 2.0, 4.0], keep=9)
+    plain, _ = begin(1)
+    checkpoint = Checkpoint(tmp_path, keep=9)
+    assert checkpoint.restore(plain, "best")
+    assert checkpoint.latest == f"{tmp_path}/ckpt-2-0"
+    assert all((weights == 1.0).all() for weights in plain.get_weights())
+    # Until something else is saved, nothing is lost.
+    given_up = [f"{tmp_path}/ckpt-4-0", f"{tmp_path}/ckpt-3-0"]
+    assert checkpoint.discarded == given_up and len(names(tmp_path)) == 4
+    checkpoint, _ = fit(tmp_path, [1.5], restore="best", keep=9)
+    assert names(tmp_path) == ["ckpt-1-0", "ckpt-2-0", "ckpt-3-0"]
+    assert checkpoint.model.history.history["val_loss"] == [3.0, 1.0, 1.5]
+    assert checkpoint.find_best(plain).epoch == 2
+    assert checkpoint.restore(plain, f"{tmp_path}/ckpt-1-0")
+    assert all((weights == 3.0).all() for weights in plain.get_weights())
+    with pytest.raises(ValueError, match=r"checkpoint 'x'; expected 'last', 'best'"):
+        checkpoint.restore(plain, "x")
+    assert not Checkpoint(tmp_path / "none").restore(plain, "best")
+
+
+def test_a_metric_that_is_not_there_is_an_error(tmp_path):
+    words = "monitor='val_f', which the epoch has not measured; expected one of loss"
+    with pytest.raises(ValueError, match=words):
+        fit(tmp_path, [1.0], name="loss", monitor="val_f", mode="max")
+    with pytest.raises(ValueError, match="mode='up'; expected 'auto', 'min' or 'max'"):
+        Checkpoint(tmp_path, mode="up")
+    with pytest.raises(ValueError, match="monitor=3; expected the name of a metric"):
+        Checkpoint(tmp_path, monitor=3)
+    # An epoch without validation, in a run with some.
+    assert Monitor("val_f", "max").score({"loss": 1.0}, True, None) is None
+
+
+def test_the_direction_is_that_of_keras():
+    model = tiny(metrics=["accuracy"], run_eagerly=True)
+    model.test_on_batch(np.zeros([2, 4, 4, 1]), np.zeros(2))
+    for name, mode in (("val_accuracy", "max"), ("loss", "min")):
+        monitor = Monitor(name)
+        monitor.settle(model)
+        assert monitor.mode == mode
+    with pytest.raises(ValueError, match="'f', of which Keras does not know whether"):
+        Monitor("f").settle(model)
+
+
+def test_other_data_are_said(tmp_path, capsys):
+    fit(tmp_path, [1.0], x=pipeline())
+    capsys.readouterr()
+    fit(tmp_path, [1.0], x=pipeline())
+    assert "other data" not in capsys.readouterr().err
+    fit(tmp_path, [1.0], x=pipeline(batch_size=3))
+    assert capsys.readouterr().err == (
+        f"towers: Note: The run {tmp_path}/ckpt-2-0 goes on with other data, from "
+        "their beginning: batch size 4 before, 3 now; steps_per_epoch 6 before, 7 "
+        "now.\n"
+    )
+    with pytest.raises(
+        resume.ResumeError, match=r"21 classes, but received data of 30"
+    ):
+        fit(tmp_path, [1.0], x=pipeline(classes=30))
+    names = [*"abcdefghijklmnopqrstu"]
+    with pytest.raises(resume.ResumeError, match="class 'b', but received 'B' for it"):
+        resume.check_classes("run", names, ["a", "B", *names[2:]])
+
+
+def test_changed_flags_are_said():
+    before = "--batch_size=64\n--nodeterministic\n--image_size=32\n--gone=1\n"
+    now = "--batch_size=32\n--deterministic\n--seed=0\n--momentum=0.5\n"
+    with flagsaver.flagsaver(momentum=0.5):
+        assert continued.changed_flags(before, now) == (
+            "Changed since the last run: --batch_size=32 (before 64); --deterministic "
+            "(before --nodeterministic); no --image_size (before 32); --momentum=0.5 "
+            "(not given before)."
+        )
+    assert continued.changed_flags(now, now) is None
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_monitor_of_the_command_line(tmp_path, validates):
+    train_flags.FLAGS(["test"])
+    first = "val_loss" if validates else "loss"
+    monitor = continued.make_checkpoint(str(tmp_path), validates)._monitor
+    assert (monitor.name, monitor.mode) == (first, "min")
+    with flagsaver.flagsaver(monitor="val_accuracy"):
+        if validates:
+            monitor = continued.make_checkpoint(str(tmp_path), True)._monitor
+            assert (monitor.name, monitor.mode) == ("val_accuracy", "max")
+        else:
+            with pytest.raises(ValueError, match="expected one of loss, accuracy, or"):
+                continued.make_checkpoint(str(tmp_path), False)

@@ -1,0 +1,157 @@
+"""What a run of towers.train that goes on has been, and what is changed since."""
+
+import os
+
+import keras
+from absl import flags
+
+from towers import checkpoints, input_pipeline, resume
+from towers.callbacks.checkpoint import Checkpoint
+from towers.train_flags import MONITORS
+
+FLAGS = flags.FLAGS
+
+
+def make_checkpoint(folder: str, validates: bool) -> Checkpoint:
+    """Makes the callback that saves the run, as the flags say.
+
+    Args:
+        folder: Where the checkpoints lie.
+        validates: Whether anything is held out.
+
+    Raises:
+        ValueError: --monitor names a metric that there is not.
+    """
+    known = [name for name in MONITORS if validates or not name.startswith("val_")]
+    monitor = FLAGS.monitor or known[0]
+    if monitor not in known:
+        raise ValueError(
+            f"Received --monitor={monitor}, but nothing is held out; expected one of "
+            f"{', '.join(known)}, or an --eval_dataset."
+        )
+    mode = FLAGS.monitor_mode
+    if mode == "auto":
+        mode = "min" if monitor.endswith("loss") else "max"
+    return Checkpoint(
+        folder,
+        save_steps=FLAGS.save_steps,
+        save_minutes=FLAGS.save_minutes,
+        keep=FLAGS.keep_checkpoints,
+        monitor=monitor,
+        mode=mode,
+        on_save_error=FLAGS.on_save_error,
+    )
+
+
+def restore(checkpoint: Checkpoint, folder: str, model: keras.Model) -> None:
+    """Restores the checkpoint that --checkpoint names, if there is any.
+
+    Raises:
+        ValueError: There is none where one is needed, or it is not of this model.
+    """
+    which = FLAGS.checkpoint
+    if which.endswith(".keras"):
+        if not FLAGS.eval_only:
+            raise ValueError(
+                f"Received --checkpoint={which}, which does not say how far its run "
+                "had come; expected last, best or a folder of checkpoints/ to go on "
+                "from, or --eval_only."
+            )
+        try:
+            model.load_weights(os.path.expanduser(which))
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().partition("\n")[0].removesuffix(".")
+            raise ValueError(
+                f"Cannot read the weights of --checkpoint={which}: {reason}; expected "
+                f"a model that was saved with --model={FLAGS.model}."
+            ) from error
+        return
+    if checkpoint.restore(model, which) or not (FLAGS.eval_only or which != "last"):
+        return
+    what = "evaluate" if FLAGS.eval_only else "go on from"
+    raise ValueError(
+        f"There is no checkpoint in {folder} to {what}; train first, or name the "
+        "model_dir of an earlier run."
+    )
+
+
+def check_classes(folder: str, source: input_pipeline.Source) -> None:
+    """Checks that the classes are those that a run has been trained on.
+
+    Args:
+        folder: Where its checkpoints lie.
+        source: What it is to go on with.
+
+    Raises:
+        ResumeError: They are others.
+    """
+    for path in checkpoints.find(folder):
+        try:
+            about = checkpoints.load_about(path)
+        except checkpoints.DamagedError:
+            continue
+        classes = source.class_names or source.num_classes
+        now = [*classes] if isinstance(classes, tuple | list) else classes
+        before = (about.get("data") or {}).get("classes")
+        return resume.check_classes(path, before, now)
+
+
+def text(checkpoint: Checkpoint, model: keras.Model) -> list[str]:
+    """Says where the run goes on, and what is given up for it.
+
+    Args:
+        checkpoint: Which is restored.
+        model: As it was restored.
+    """
+    if FLAGS.checkpoint.endswith(".keras"):
+        return [f"Evaluating {FLAGS.checkpoint}."]
+    if not checkpoint.latest:
+        return []
+    position = checkpoint.position
+    within = f" and {position.batch} batches" if position.batch else ""
+    best = checkpoint.find_best(model) if FLAGS.checkpoint == "best" else None
+    doing = "Evaluating" if FLAGS.eval_only else "Continuing from"
+    step = f"step {int(model.optimizer.iterations)}"
+    good = f", the best by {best.monitor}: {best.value:.4g}" if best else ""
+    lines = [
+        f"{doing} {checkpoint.latest}: after epoch {position.epoch}{within}, {step}"
+        f"{good}."
+    ]
+    if checkpoint.discarded and not FLAGS.eval_only:
+        names = ", ".join(map(os.path.basename, reversed(checkpoint.discarded)))
+        lines.append(
+            f"What was trained after it is given up: {names} will be removed as the "
+            "next checkpoint is saved."
+        )
+    return lines
+
+
+def changed_flags(before: str, now: str) -> str | None:
+    """Says which flags are others than those of the run before.
+
+    Args:
+        before: The flags as --flagfile reads them.
+        now: The same of this run.
+    """
+    then, ours = _by_name(before), _by_name(now)
+    changed = []
+    for name in sorted(then.keys() | ours.keys()):
+        old, new = then.get(name), ours.get(name)
+        known = name in FLAGS and name != "model_dir"
+        if name == "learning_rate" and FLAGS.lr_schedule == "constant":
+            continue  # said when it is renewed
+        # Of a flag that is new in this version, nothing is known.
+        if old == new or not known or (old is None and FLAGS[name].using_default_value):
+            continue
+        old = old and (old.partition("=")[2] or old)
+        before = f"before {old}" if old else "not given before"
+        changed.append(f"{new or f'no --{name}'} ({before})")
+    return f"Changed since the last run: {'; '.join(changed)}." if changed else None
+
+
+def _by_name(text):
+    found = {}
+    for line in text.splitlines():
+        name = line.removeprefix("--").partition("=")[0]
+        found[name if name in FLAGS else name.removeprefix("no")] = line
+    return found
