@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 from absl import flags
 
-from towers.input_pipeline import measure, report, sources, startup
+from towers.input_pipeline import data_flags, measure, report, sources, startup
 from towers.input_pipeline.cache import cached
 from towers.input_pipeline.checks import blame_records
 from towers.input_pipeline.commands import (
@@ -87,12 +87,15 @@ def set_up() -> tuple[Pipeline, list[str]]:
         FLAGS.dataset,
         data_dir=os.path.expanduser(FLAGS.data_dir),
         seed=FLAGS.seed,
-        image_key=FLAGS.image_key,
-        label_key=FLAGS.label_key,
-        num_classes=FLAGS.num_classes,
+        **data_flags.given(),
     )
     shape = tuple(source.image_shape)
-    if len(shape) == 3 and (asked := read_image_size(FLAGS.image_size)) is not None:
+    if len(shape) == 1 and FLAGS.image_size is not None:
+        raise ValueError(
+            f"Received --image_size={FLAGS.image_size}, but {source.name} has rows of "
+            "numbers; expected images, so leave it out."
+        )
+    if (asked := read_image_size(FLAGS.image_size)) is not None:
         shape = (*asked, shape[-1])
     if None in shape:
         raise ValueError(

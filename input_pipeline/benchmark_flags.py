@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.input_pipeline import command_line
+from towers.input_pipeline import command_line, data_flags
 from towers.input_pipeline.choices import CACHES, RECIPES
 from towers.input_pipeline.commands import (
     check_data_service,
@@ -30,11 +30,7 @@ flags.DEFINE_string(
     "data_dir", "data", "Where digits and tfds: keep their files.", **_DATA
 )
 flags.DEFINE_string("split", "train", "train or test; only train is shuffled.", **_DATA)
-flags.DEFINE_integer(
-    "num_classes", None, "Classes of tfrecord: data.", lower_bound=1, **_DATA
-)
-flags.DEFINE_string("image_key", None, "Field of the image.", **_DATA)
-flags.DEFINE_string("label_key", None, "Field of the label.", **_DATA)
+data_flags.define(_DATA)
 
 flags.DEFINE_string(
     "image_size",

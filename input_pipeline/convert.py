@@ -34,7 +34,7 @@ import numpy as np
 import tensorflow as tf
 from absl import flags
 
-from towers.input_pipeline import augment, convert_flags, startup
+from towers.input_pipeline import augment, convert_flags, data_flags, startup
 from towers.input_pipeline.checks import assert_good, blame_records, read_labels
 from towers.input_pipeline.choices import RAW
 from towers.input_pipeline.commands import fail, quieten, read_image_size
@@ -545,9 +545,7 @@ def _run(spec: str, folder: str, values: flags.FlagValues) -> None:
     source = open_source(
         spec,
         data_dir=os.path.expanduser(values.data_dir),
-        image_key=values.image_key,
-        label_key=values.label_key,
-        num_classes=values.num_classes,
+        **data_flags.given(values),
     )
     convert(
         source,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.input_pipeline import command_line
+from towers.input_pipeline import command_line, data_flags
 from towers.input_pipeline.choices import RAW
 from towers.input_pipeline.commands import read_image_size
 
@@ -57,15 +57,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_string(
         "data_dir", "data", "Folder where digits and tfds: keep their files.", **own
     )
-    flags.DEFINE_string("image_key", None, "Field of the image, in records.", **own)
-    flags.DEFINE_string("label_key", None, "Field of the label, in records.", **own)
-    flags.DEFINE_integer(
-        "num_classes",
-        None,
-        "Number of classes. Default: as many as the labels show.",
-        lower_bound=1,
-        **own,
-    )
+    data_flags.define({"module_name": __name__}, values)
     flags.DEFINE_integer(
         "verbosity", -1, "0 shows what TensorFlow says of its start.", **own
     )

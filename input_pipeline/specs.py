@@ -19,6 +19,7 @@ _OF_TABLES = (
     "label_column",
     "feature_columns",
     "num_classes",
+    "class_names",
     "eval_fraction",
 )
 _TAKES = {

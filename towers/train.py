@@ -77,6 +77,7 @@ from towers.input_pipeline.commands import (
     read_randaugment,
 )
 from towers.input_pipeline.quarantine import Quarantine
+from towers.input_pipeline.sources.base import StreamSource
 from towers.input_pipeline.specs import takes
 from towers.model import (
     TowerModel,
@@ -280,7 +281,9 @@ def set_up() -> Job:
     source = open_source(FLAGS.dataset, FLAGS.num_classes)
     held_out = None
     if FLAGS.eval_dataset is not None:
-        held_out = open_source(FLAGS.eval_dataset, source.num_classes)
+        held_out = open_source(
+            FLAGS.eval_dataset, source.num_classes, source.class_names
+        )
         check_same_kind(source, held_out)
     if not FLAGS.clean:
         continued.check_classes(folder, source)
@@ -554,10 +557,12 @@ def evaluate(job: Job) -> dict[str, float]:
 # What a run is made of.
 
 
-def open_source(spec: str, num_classes: int | None) -> input_pipeline.Source:
+def open_source(
+    spec: str, num_classes: int | None, class_names: Sequence[str] | None = None
+) -> input_pipeline.Source:
     """Opens a data set as the flags say."""
     options = {name: FLAGS[flag].value for name, flag in train_flags.DATA_FLAGS.items()}
-    options["num_classes"] = num_classes
+    options |= {"num_classes": num_classes, "class_names": class_names}
     if spec != FLAGS.dataset:
         # All of it is for evaluation.
         options |= {"train_split": None, "eval_fraction": 0}
@@ -983,6 +988,16 @@ def data_notes(job: Job) -> list[str]:
             f"Note: --data_dir={FLAGS.data_dir} changes nothing, as only digits and "
             "tfds: keep files there."
         )
+    idle = []
+    if not isinstance(job.source, StreamSource):
+        idle.append(("shuffle_mb", "the records are shuffled completely"))
+    if FLAGS.bad_records != "skip":
+        idle.append(("max_bad_records", "no bad record is passed over"))
+    notes += [
+        f"Note: --{name}={FLAGS[name].value} changes nothing, as {why}."
+        for name, why in idle
+        if FLAGS[name].value != FLAGS[name].default
+    ]
     folder = FLAGS.cache_dir and os.path.expanduser(FLAGS.cache_dir)
     if folder and not job.source.note.endswith(f"kept in {folder}"):
         notes.append(f"Note: --cache_dir={FLAGS.cache_dir} changes nothing here.")

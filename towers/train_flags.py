@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.input_pipeline import command_line
+from towers.input_pipeline import command_line, data_flags
 from towers.input_pipeline.choices import CACHES, FILE_KINDS, RECIPES
 from towers.input_pipeline.commands import (
     check_data_service,
@@ -35,12 +35,7 @@ MONITORS = ("val_loss", "val_accuracy", "loss", "accuracy")
 
 # Flags of the data, by the arguments of `input_pipeline.open_source`.
 DATA_FLAGS = {
-    "image_key": "image_key",
-    "label_key": "label_key",
-    "label_column": "label_column",
-    "feature_columns": "feature_columns",
-    "num_classes": "num_classes",
-    "eval_fraction": "eval_fraction",
+    **{name: name for name in data_flags.NAMES},
     "train_split": "train_split",
     "test_split": "eval_split",
 }
@@ -83,9 +78,7 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "data_dir", "data", "Folder where digits and tfds: keep their files.", **_DATA
 )
-flags.DEFINE_integer(
-    "num_classes", None, "Number of classes, where labels are read from files.", **_DATA
-)
+data_flags.define(_DATA)
 for _name, _split in (("train_split", "train"), ("eval_split", "test")):
     flags.DEFINE_string(
         _name,
@@ -94,40 +87,6 @@ for _name, _split in (("train_split", "train"), ("eval_split", "test")):
         "as train[:90%].",
         **_DATA,
     )
-flags.DEFINE_float(
-    "eval_fraction",
-    None,
-    "Part of the records of csv:, parquet: and folder: to hold out for evaluation, "
-    "where no file or folder is held out by its name. Default: 0.1.",
-    **_DATA,
-)
-flags.DEFINE_list(
-    "feature_columns",
-    None,
-    "Columns of numbers of csv: and parquet: to learn from, such as age,fare. Default: "
-    "all but the label's.",
-    **_DATA,
-)
-flags.DEFINE_string(
-    "label_column",
-    None,
-    "Column of the label of csv: and parquet:. Default: label, class or target, else "
-    "the last one.",
-    **_DATA,
-)
-flags.DEFINE_string(
-    "image_key",
-    None,
-    "Field of the image in tfrecord: and array_record:, column of it in parquet:. "
-    "Default: image/encoded, and image.",
-    **_DATA,
-)
-flags.DEFINE_string(
-    "label_key",
-    None,
-    "Field of the label in tfrecord: and array_record:. Default: image/class/label.",
-    **_DATA,
-)
 flags.DEFINE_enum(
     "bad_records",
     "fail",

@@ -28,6 +28,7 @@ def open_source(
     label_column: str | None = None,
     feature_columns: Sequence[str] | None = None,
     num_classes: int | None = None,
+    class_names: Sequence[str] | None = None,
     eval_fraction: float | None = None,
     **tfds_options: Any,
 ) -> Source:
@@ -54,6 +55,8 @@ def open_source(
             but the label's.
         num_classes: where labels are read from files; None reads every label to find
             the largest.
+        class_names: where the labels of ``parquet:`` and ``csv:`` are names of classes,
+            those of labels 0, 1, ...; None reads all, and sorts them.
         eval_fraction: of the records of ``parquet:``, ``csv:`` and ``folder:`` to hold
             out, where no file or folder is held out by its name; None for a tenth.
         **tfds_options: ``train_split``, ``test_split``, ``shard`` and ``read_config``
@@ -79,6 +82,7 @@ def open_source(
         "label_column": label_column,
         "feature_columns": feature_columns,
         "num_classes": num_classes,
+        "class_names": class_names,
         "eval_fraction": eval_fraction,
         **tfds_options,
     }

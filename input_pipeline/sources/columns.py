@@ -1,7 +1,7 @@
 """Columns of a table: which hold the numbers, and which the labels."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -167,18 +167,44 @@ def check_classes(where: str, label: str, texts: Sequence[str]) -> None:
         )
 
 
-def check_class_count(label: str, names: Sequence[str], num_classes: int) -> None:
-    """Checks that as many classes were asked for as there are names.
+def order_classes(
+    where: str,
+    label: str,
+    found: Collection[str],
+    num_classes: int | None,
+    class_names: Sequence[str] | None,
+) -> tuple[str, ...]:
+    """Decides which label each class has.
+
+    Args:
+        where: see ``check_named``.
+        label: the labels' column.
+        found: the names there.
+        num_classes: how many there should be; None for as many as there are.
+        class_names: their order; None sorts them.
+
+    Returns:
+        The names, by their labels.
 
     Raises:
-        ValueError: there are more, or fewer.
+        ValueError: there are others than were asked for.
     """
-    if num_classes != len(names):
+    names = tuple(sorted(found) if class_names is None else class_names)
+    if unknown := sorted(set(found) - set(names)):
+        raise ValueError(
+            f"{where} has the class {unknown[0]!r} in the column {label!r}: expected "
+            f"one of {_shortened(names)}"
+        )
+    if num_classes not in (None, len(names)):
         raise ValueError(
             f"num_classes is {num_classes}, but the column {label!r} has {len(names)} "
-            f"classes, {', '.join(names[:10])}{', ...' * (len(names) > 10)}: expected "
-            "as many, so leave it out"
+            f"classes, {_shortened(names)}: expected as many, so leave it out"
         )
+    return names
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + ", ..." * (len(names) > 10)
 
 
 def class_finder(names: Sequence[str]) -> Callable[[tf.Tensor], tf.Tensor]:

@@ -30,6 +30,7 @@ class CSVSource(StreamFiles):
         skip_bad: see ``FileSource``.
         feature_columns: see ``columns.find_features``.
         eval_fraction: see ``FileSource``.
+        class_names: see ``columns.order_classes``.
 
     Raises:
         ValueError: no file, no row, other columns in one file than in another, no such
@@ -46,6 +47,7 @@ class CSVSource(StreamFiles):
         skip_bad: bool = False,
         feature_columns: Sequence[str] | None = None,
         eval_fraction: float | None = None,
+        class_names: Sequence[str] | None = None,
     ):
         super().__init__("csv", pattern, num_classes, skip_bad, eval_fraction)
         first, *others = self._all_files()
@@ -75,7 +77,7 @@ class CSVSource(StreamFiles):
         self.reads = (self.label_field, *self.image_fields, self._fraction)
         self._check_first(self._check_row)
         if self._find_class is not None:
-            self._name_classes(num_classes)
+            self._name_classes(num_classes, class_names)
         self._count_classes()
         self._hold_out()
 
@@ -187,7 +189,9 @@ class CSVSource(StreamFiles):
                     rows.append(_fields("", _text(record.raw)))
         return [row for row in rows if len(row) == len(self._columns)]
 
-    def _name_classes(self, num_classes: int | None) -> None:
+    def _name_classes(
+        self, num_classes: int | None, class_names: Sequence[str] | None
+    ) -> None:
         """Reads all names of classes."""
         found = set()
         for path in self._all_files():
@@ -203,14 +207,14 @@ class CSVSource(StreamFiles):
                         if not record.fault:
                             found |= {*self._label_texts(record.raw[None]).numpy()}
         names = {name.decode(errors="replace") for name in found - {b""}}
-        self.class_names = tuple(sorted(names))
-        if wrong := [name for name in self.class_names if "\ufffd" in name]:
+        if wrong := [name for name in sorted(names) if "\ufffd" in name]:
             raise ValueError(
                 f"{self.name} has the class {wrong[0][:60]!r} in the column "
                 f"{self.label_field!r}: expected texts in UTF-8"
             )
-        if num_classes is not None:
-            columns.check_class_count(self.label_field, self.class_names, num_classes)
+        self.class_names = columns.order_classes(
+            self.name, self.label_field, names, num_classes, class_names
+        )
         self._find_class = columns.class_finder(self.class_names)
 
     def _label_texts(self, lines: tf.Tensor) -> tf.Tensor:

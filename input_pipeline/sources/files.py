@@ -157,7 +157,9 @@ class FileSource(Source):
             self._set_sizes(split, [len(of_file) for of_file in labels])
         used = np.unique(np.concatenate([*found.values()]))
         self.num_classes = int(used.max(initial=-1)) + 1
-        if len(used) and len(used) < self.num_classes:
+        if self.class_names is not None:
+            self.num_classes = len(self.class_names)
+        elif len(used) and len(used) < self.num_classes:
             self.notes = (*self.notes, _unused(used))
 
     def _set_sizes(self, split: str, sizes: Sequence[int]) -> None:

@@ -39,6 +39,7 @@ class ParquetSource(FileSource, StreamSource):
         skip_bad: see ``FileSource``.
         feature_columns: see ``columns.find_features``; in place of images.
         eval_fraction: see ``FileSource``.
+        class_names: see ``columns.order_classes``.
 
     Raises:
         ValueError: no package, no file, no row, no such column, one of another type, or
@@ -56,6 +57,7 @@ class ParquetSource(FileSource, StreamSource):
         skip_bad: bool = False,
         feature_columns: Sequence[str] | None = None,
         eval_fraction: float | None = None,
+        class_names: Sequence[str] | None = None,
     ):
         try:
             import pyarrow  # noqa: F401 (the rest of this file needs it)
@@ -83,9 +85,10 @@ class ParquetSource(FileSource, StreamSource):
                     )
         self._check_first(lambda where, raw: None)
         if self._is_text:
-            self.class_names = self._names_of_classes()
-            if num_classes is not None:
-                columns.check_class_count(self._label, self.class_names, num_classes)
+            found = self._names_of_classes()
+            self.class_names = columns.order_classes(
+                self.name, self._label, found, num_classes, class_names
+            )
             self.num_classes = len(self.class_names)
         else:
             names = _class_names(schema, self._label)
@@ -253,15 +256,15 @@ class ParquetSource(FileSource, StreamSource):
                 "by --image_key (in Python, image_key)"
             )
 
-    def _names_of_classes(self) -> tuple[str, ...]:
-        """All names of classes, sorted; whoever reads the rows says what is wrong."""
+    def _names_of_classes(self) -> set[str]:
+        """All names of classes; whoever reads the rows says what is wrong."""
         found = set()
         for path in self._all_files():
             for group in range(self._footers[path].num_row_groups):
                 with contextlib.suppress(ValueError):
                     labels = self._read_group(path, group, [self._label])[self._label]
                     found |= {*_as_text(labels).unique().to_pylist()}
-        return tuple(sorted(found - {None}))
+        return found - {None}
 
     def _look_at_rows(self, path: str) -> None:
         """Looks at the first rows for columns that are not what they seem.

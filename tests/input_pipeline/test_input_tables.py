@@ -133,6 +133,11 @@ def test_names_of_classes(tmp_path, kind):
         "The labels are the column 'animal', the last one; --label_column (in Python, "
         "label_column) names another.",
     )
+    others = open_source(spec, class_names=("dog", "bat", "cat", "owl"))
+    assert (others.num_classes, others.notes) == (4, source.notes)
+    assert _read(others, "train")[1] == [3, 2, 0, 2]
+    with pytest.raises(ValueError, match="has the class 'dog' in the column 'animal'"):
+        open_source(spec, class_names=("owl", "cat"))
     assert open_source(spec, num_classes=3).class_names == ("cat", "dog", "owl")
     with pytest.raises(
         ValueError, match=r"num_classes is 4, but .* has 3 classes, cat"

@@ -794,6 +794,10 @@ class TestInProcess:
         with flagsaver.flagsaver(dataset=spec, eval_dataset=f"{spec}*"):
             splits = [train.open_source(s, None).splits for s in (spec, f"{spec}*")]
         assert splits == [{"train": 20}] * 2
+        (tmp_path / "b.csv").write_text("x,y,z\n1,2,owl\n")
+        held_out = train.open_source(f"csv:{tmp_path}/b.csv", 2, ("cat", "owl"))
+        assert (held_out.num_classes, held_out.class_names) == (2, ("cat", "owl"))
+        assert held_out.splits == {"train": None}
 
     def test_what_was_decided_is_said(self, tmp_path):
         (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n" * 20)
@@ -806,12 +810,15 @@ class TestInProcess:
         assert said[1].startswith("10% of the rows, 2 in all, are held out for evaluat")
         assert said[2:] == [f"Evaluation {source.name}: 2 examples."]
         job.held_out = None
-        with flagsaver.flagsaver(dataset="csv:a", data_dir="b", cache_dir="c"):
+        with flagsaver.flagsaver(
+            dataset="csv:a", data_dir="b", cache_dir="c", max_bad_records=3
+        ):
             train.FLAGS["data_dir"].present = 1
-            *_, nothing, data_dir, cache_dir = train.data_notes(job)
+            *_, nothing, data_dir, bad, cache_dir = train.data_notes(job)
             assert "--data_dir" not in train_flags.as_text()
         assert nothing.startswith("Nothing is held out, so the training data is evalua")
         assert data_dir.startswith("Note: --data_dir=b changes nothing, as only digits")
+        assert bad.startswith("Note: --max_bad_records=3 changes nothing, as no bad")
         assert cache_dir == "Note: --cache_dir=c changes nothing here."
 
     def test_data_sets_with_other_classes(self, tmp_path):
