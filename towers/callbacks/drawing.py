@@ -69,14 +69,20 @@ def confusion(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
     every = math.ceil(len(names) / _MOST_NAMED)
     named = {k: _short(names[k], _NAME) for k in range(0, len(names), every)}
     widest = math.ceil(max(map(_length, named.values())))
-    left, below = _LINE + _GAP + widest + _GAP, widest + _GAP + _LINE
+    turned = widest > every * cell
+    left = _LINE + _GAP + widest + _GAP
+    below = (widest if turned else _LINE) + _GAP + _LINE
     paper = Image.new("RGB", (left + side + _GAP, _GAP + side + _GAP + below), _PAPER)
     paper.paste(Image.fromarray(cells), (left, _GAP))
     pen = ImageDraw.Draw(paper)
     for k, name in named.items():
         middle = k * cell + cell // 2
         pen.text((left - _GAP, _GAP + middle), name, _INK, _font(), anchor="rm")
-        _upright(paper, name, (left + middle, _GAP + side + _GAP), "top")
+        under = (left + middle, _GAP + side + _GAP)
+        if turned:
+            _upright(paper, name, under, "top")
+        else:
+            pen.text(under, name, _INK, _font(), anchor="ma")
     if cell >= _length(f"{counts.max():,}") + 4:
         for (i, j), count in np.ndenumerate(counts):
             if count:
