@@ -14,12 +14,12 @@ train: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(PYTEST) --dist=worksteal --ignore=tests/towers $(PYTEST_FLAGS)
 	$(PYTEST) --dist=worksteal --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
-	$(PYTEST) --dist=loadgroup tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
+	$(PYTEST) --dist=worksteal tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
 parity-report: $(VENV)/.ready
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
-	TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) --dist=loadgroup tests/towers/test_exact_cases.py
+	TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) --dist=worksteal tests/towers/test_exact_cases.py
 	$(RUN) -m scripts.parity_report --mirrored
 
 # docs/tensorboard_*.png and docs/report.png; needs Debian's chromium.

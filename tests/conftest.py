@@ -12,21 +12,33 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # oneDNN makes kernels anew for each graph, a tenth of the tests' time; GPUs have none.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-import keras
 import pytest
-import tensorflow as tf
 
-# Counts of GPUs mean logical CPUs here; tests of real ones run scripts.
-tf.config.set_visible_devices([], "GPU")
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration() for _ in range(4)],
-)
+
+def pytest_configure(config):
+    """Makes the devices, but not where workers of pytest-xdist run the tests."""
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("tx", None)
+    if runs_tests or config.option.collectonly:
+        _make_devices()
+
+
+def _make_devices():
+    # It takes seconds, in which the workers could begin.
+    import tensorflow as tf
+
+    # Counts of GPUs mean logical CPUs here; tests of real ones run scripts.
+    tf.config.set_visible_devices([], "GPU")
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration() for _ in range(4)],
+    )
 
 
 @pytest.fixture(autouse=True)
 def _fresh_keras():
     """Starts every test from the same seed, names and types."""
+    import keras
+
     keras.backend.clear_session()
     # TensorFlow keeps the graphs of all tests; looking through them again in each
     # garbage collection would take most of the time.
@@ -36,6 +48,8 @@ def _fresh_keras():
 
 
 def pytest_collection_modifyitems(items):
+    import tensorflow as tf
+
     if tf.config.list_physical_devices("GPU"):
         return
     for item in items:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ from tests.exact.cases import Case
 EPOCHS = 2
 # Arrays smaller than this are sums that cancel: zero, but for rounding.
 NOTHING = 1e-4
+LATER = "evaluate", "predict"
 # Eagerly, Keras counts the losses of several outputs, and some metrics, otherwise.
 NOT_EAGERLY = "batches", "metrics"
 
@@ -25,7 +26,7 @@ def run(
     case: Case,
     wrap: Callable[[keras.Model], Any] = lambda model: model,
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    only_train: bool = False,
+    later: Collection[str] = LATER,
 ) -> dict[str, np.ndarray]:
     """Trains, evaluates and predicts.
 
@@ -33,7 +34,7 @@ def run(
         case: What to run.
         wrap: Makes of the model what is compiled and fitted.
         scope: Makes the context that the model is built and compiled in.
-        only_train: Whether to leave out evaluation and prediction.
+        later: What follows on training: "evaluate", "predict".
 
     Returns:
         All that has to be equal, by name: history, results of `evaluate`, predictions,
@@ -57,11 +58,13 @@ def run(
         history = trained.fit(**fit).history
         found |= {f"history {name} {round}": v for name, v in history.items()}
     found |= _variables(model)
-    if not only_train:
+    if "evaluate" in later:
         results = trained.evaluate(data, return_dict=True, verbose=0)
         found |= {f"evaluate {name}": value for name, value in results.items()}
+    if "predict" in later:
         outputs = keras.tree.flatten(trained.predict(data, verbose=0))
         found |= {f"predict {i}": value for i, value in enumerate(outputs)}
+    if later:
         # Some models count there, too.
         found |= {f"later {name}": value for name, value in _variables(model).items()}
     return {name: np.asarray(value) for name, value in found.items()}
@@ -123,7 +126,7 @@ def outcome(
     case: Case,
     wrap: Callable[[keras.Model], Any] = lambda model: model,
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    only_train: bool = False,
+    later: Collection[str] = LATER,
 ) -> dict[str, Any]:
     """Runs a case another way, and compares it with one device.
 
@@ -131,7 +134,7 @@ def outcome(
         case: What to run.
         wrap: See `run`.
         scope: See `run`.
-        only_train: See `run`.
+        later: See `run`.
 
     Returns:
         A record for a report. Its "verdict" is "equal", "rule", "clear error" (all
@@ -139,7 +142,7 @@ def outcome(
     """
     record = {"group": case.group, "case": case.name, "towers": case.towers}
     try:
-        ours = run(case, wrap, scope, only_train)
+        ours = run(case, wrap, scope, later)
     except Exception as error:
         clear = case.verdict == "clear error" and isinstance(error, ValueError)
         clear = clear and case.expect in str(error)
@@ -148,10 +151,7 @@ def outcome(
         verdict = "clear error" if clear else "raises"
         message = f"{type(error).__name__}: {_words(error)}"
         return record | {"verdict": verdict, "message": message}
-    theirs = _one_device(case)
-    if only_train:
-        later = "evaluate ", "predict ", "later "
-        theirs = {k: v for k, v in theirs.items() if not k.startswith(later)}
+    theirs = _one_device(case, tuple(later))
     each = {
         name: value
         for name, value in differences(ours, theirs).items()
@@ -164,21 +164,25 @@ def outcome(
     return record | ({"metrics": _by_metric(each)} if case.group == "metrics" else {})
 
 
-def _one_device(case):
+def _one_device(case, later):
     """What one device makes of a case, computed once for all that follow of it."""
-    if str(case) not in _last:
+    if str(case) not in _last or not set(later) <= set(_last[str(case)][0]):
         _last.clear()
         # Nothing is traced then: half the time, and the same to 1e-6.
         options = {"run_eagerly": True, "jit_compile": False}
         if case.group in NOT_EAGERLY:
             options = {}
-        _last[str(case)] = run(
-            dataclasses.replace(case, compile=lambda: case.compile() | options)
-        )
-    return _last[str(case)]
+        alone = dataclasses.replace(case, compile=lambda: case.compile() | options)
+        _last[str(case)] = later, run(alone, later=later)
+    had, found = _last[str(case)]
+    if later == had:
+        return found
+    # The last builder of a case only trains.
+    more = tuple(f"{each} " for each in (*LATER, "later"))
+    return {name: each for name, each in found.items() if not name.startswith(more)}
 
 
-_last: dict[str, dict[str, np.ndarray]] = {}
+_last: dict[str, tuple[Collection[str], dict[str, np.ndarray]]] = {}
 
 
 def _words(error):

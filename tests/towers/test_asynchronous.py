@@ -690,24 +690,17 @@ def test_digits_are_learned():
     x, x_test, y, y_test = train_test_split(x, y, test_size=0.2, random_state=0)
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
-        [
-            keras.Input((64,)),
-            layers.Reshape((8, 8, 1)),
-            layers.Conv2D(32, 3, activation="relu"),
-            layers.Conv2D(32, 3, activation="relu"),
-            layers.Flatten(),
-            layers.Dense(64, "relu"),
-            layers.Dense(10, "softmax"),
-        ]
+        [keras.Input((64,)), layers.Dense(64, "relu"), layers.Dense(10, "softmax")]
     )
     parallel = _towers(
         model,
         2,
-        keras.optimizers.Adam(1e-3),
+        keras.optimizers.Adam(3e-3),
         "sparse_categorical_crossentropy",
         metrics=["accuracy"],
-        steps_per_execution=10,
+        steps_per_execution=23,
     )
-    parallel.fit(x, y, batch_size=64, epochs=30, verbose=0)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).cache()
+    parallel.fit(data, epochs=20, verbose=0, shuffle=False)
     # How stale gradients are depends on what else the machine does: 0.97 mostly.
     assert parallel.evaluate(x_test, y_test, verbose=0)[1] >= 0.95
