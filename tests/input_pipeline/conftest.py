@@ -7,13 +7,20 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from tests import once
 from towers.input_pipeline import open_source
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
     """The digits, written once for all tests (which must not change the files)."""
-    source = open_source("digits", data_dir=tmp_path_factory.mktemp("digits"))
+
+    def make(path):
+        open_source("digits", data_dir=path).prepare()
+        return path
+
+    path = once.make(tmp_path_factory, "digits", make)
+    source = open_source("digits", data_dir=path)
     source.prepare()
     return source
 

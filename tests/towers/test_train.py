@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl.testing import flagsaver
 from PIL import Image
 
-from tests import warm
+from tests import once, warm
 from tests.terminal import read_all
 from towers import devices, input_pipeline, reduce, train, train_flags
 from towers.callbacks import profile
@@ -128,9 +128,12 @@ def write_folder(root, **classes):
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     """The digits, written once; tests must not change them."""
-    path = tmp_path_factory.mktemp("data")
-    input_pipeline.open_source("digits", data_dir=path).prepare()
-    return path
+
+    def make(path):
+        input_pipeline.open_source("digits", data_dir=path).prepare()
+        return path
+
+    return once.make(tmp_path_factory, "data", make)
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +142,17 @@ def trained(tmp_path_factory):
 
     Later epochs change little.
     """
-    path = tmp_path_factory.mktemp("trained") / "run"
-    # A data_dir of its own, so that this run has to write the digits, too.
-    done = run(
-        *(f"--data_dir={path.parent / 'data'}", f"--model_dir={path}"),
-        *(f"--train_epochs={EPOCHS}", "--log_steps=50"),
-    )
-    done.path = path
-    return done
+
+    def make(folder):
+        # A data_dir of its own, so that this run has to write the digits, too.
+        done = run(
+            *(f"--data_dir={folder / 'data'}", f"--model_dir={folder / 'run'}"),
+            *(f"--train_epochs={EPOCHS}", "--log_steps=50"),
+        )
+        done.path = folder / "run"
+        return done
+
+    return once.make(tmp_path_factory, "trained", make)
 
 
 # Small, deterministic, and never done before it is killed.
@@ -163,22 +169,28 @@ ONE_EPOCH = ("--model=mlp", "--deterministic", "--train_epochs=1", "--cache=memo
 @pytest.fixture(scope="module")
 def whole(data_dir, tmp_path_factory):
     """The model_dir of a deterministic run that nothing interrupted."""
-    path = tmp_path_factory.mktemp("whole")
-    run(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
-    return path
+
+    def make(path):
+        run(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
+        return path
+
+    return once.make(tmp_path_factory, "whole", make)
 
 
 @pytest.fixture(scope="module")
 def killed(data_dir, tmp_path_factory):
     """The model_dir of the same run, killed; not to be changed."""
-    path = tmp_path_factory.mktemp("killed")
-    process = start(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
-    wait_for(process, "epoch 2/8, step 30")
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (path / "model.keras").exists()
-    return path
+
+    def make(path):
+        process = start(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
+        wait_for(process, "epoch 2/8, step 30")
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert not (path / "model.keras").exists()
+        return path
+
+    return once.make(tmp_path_factory, "killed", make)
 
 
 def loss(folder):
@@ -188,24 +200,30 @@ def loss(folder):
 @pytest.fixture(scope="module")
 def one_epoch(data_dir, tmp_path_factory):
     """A deterministic run of one epoch; not to be changed."""
-    path = tmp_path_factory.mktemp("one_epoch") / "run"
-    done = run(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}")
-    assert "0.1 MB of pixels kept in memory." in done.stdout
-    return path
+
+    def make(path):
+        done = run(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}")
+        assert "0.1 MB of pixels kept in memory." in done.stdout
+        return path
+
+    return once.make(tmp_path_factory, "one_epoch", make)
 
 
 @pytest.fixture(scope="module")
 def shared(data_dir, tmp_path_factory):
     """The same with shares, one for each of three towers."""
-    path = tmp_path_factory.mktemp("shared") / "run"
-    done = run(
-        *(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}"),
-        *("--tower_shares=2,3,3", "--loss_placement=gathered"),
-    )
-    for tower, size in enumerate((16, 24, 24)):
-        line = rf"^ +{tower} +/device:CPU:{tower} .* {size}$"
-        assert re.search(line, done.stdout, re.M)
-    return path
+
+    def make(path):
+        done = run(
+            *(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}"),
+            *("--tower_shares=2,3,3", "--loss_placement=gathered"),
+        )
+        for tower, size in enumerate((16, 24, 24)):
+            line = rf"^ +{tower} +/device:CPU:{tower} .* {size}$"
+            assert re.search(line, done.stdout, re.M)
+        return path
+
+    return once.make(tmp_path_factory, "shared", make)
 
 
 # A whole run.
