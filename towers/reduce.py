@@ -5,34 +5,46 @@ is nothing but adding. On which device is the caller's choice: these functions r
 they are called.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import tensorflow as tf
 from tensorflow.python.ops import nccl_ops
 
-from towers import packing
+from towers import overwritten, packing
 from towers.dependence import Dependence
 from towers.devices import HOST
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
-def sum_gradients(towers: Sequence[Sequence[Gradient]]) -> list[Gradient]:
+def sum_gradients(
+    towers: Sequence[Sequence[Gradient]], largest: Collection[int] = ()
+) -> list[Gradient]:
     """Adds the gradients of all towers, variable by variable.
 
     Args:
         towers: K x N gradients, in the same order on each tower. A sparse gradient
             (`tf.IndexedSlices`) stays sparse; those of 16 bits are added in float32;
             `None`, for a variable that does not touch the loss, adds nothing.
+        largest: Which of the N are combined as `overwritten.py` says instead.
 
     Returns:
         N sums.
     """
-    return [add(gradients) for gradients in zip(*towers, strict=True)]
+    sums = []
+    for i, gradients in enumerate(zip(*towers, strict=True)):
+        if i in largest and gradients[0] is not None:
+            sums.append(overwritten.total(overwritten.largest(gradients)))
+        else:
+            sums.append(add(gradients))
+    return sums
 
 
 def sum_packed(
-    towers: Sequence[Sequence[Gradient]], sources: Sequence[str], device: str
+    towers: Sequence[Sequence[Gradient]],
+    sources: Sequence[str],
+    device: str,
+    largest: Collection[int] = (),
 ) -> list[Gradient]:
     """Adds the gradients of all towers, which travel packed.
 
@@ -40,8 +52,9 @@ def sum_packed(
         towers: See `sum_gradients`.
         sources: The devices that have them.
         device: The device that is to have the sums.
+        largest: See `sum_gradients`.
     """
-    return all_reduce(towers, sources, [device], "device")[0]
+    return all_reduce(towers, sources, [device], "device", largest)[0]
 
 
 def all_reduce(
@@ -49,6 +62,7 @@ def all_reduce(
     sources: Sequence[str],
     devices: Sequence[str],
     algorithm: str,
+    largest: Collection[int] = (),
 ) -> list[list[Gradient]]:
     """Adds the gradients of all towers, and gives each device the sums.
 
@@ -59,6 +73,7 @@ def all_reduce(
         sources: The devices that have them.
         devices: The devices that are to have the sums.
         algorithm: One of `ALGORITHMS`.
+        largest: See `sum_gradients`.
 
     Returns:
         For each of `devices`, N sums.
@@ -66,27 +81,39 @@ def all_reduce(
     first = towers[0]
     dense = [i for i in range(len(first)) if all(_is_dense(t[i]) for t in towers)]
     if len(towers) == 1:
-        sums = [_copies(gradient, devices) for gradient in first]
+        alone = [
+            overwritten.total(g) if i in largest else g for i, g in enumerate(first)
+        ]
+        sums = [_copies(gradient, devices) for gradient in alone]
         return [list(each) for each in zip(*sums, strict=True)]
-    buffers = []
-    for gradients, device in zip(towers, sources, strict=True):
-        with tf.device(device):
-            buffers.append(packing.pack([gradients[i] for i in dense]))
-    sums = [
-        ALGORITHMS[algorithm](list(parts), devices)
-        for parts in zip(*buffers, strict=True)
-    ]
-    reduced = []
-    for k, device in enumerate(devices):
-        with tf.device(device):
-            mine = packing.unpack([each[k] for each in sums], [first[i] for i in dense])
-        reduced.append(dict(zip(dense, mine, strict=True)))
+    reduced = [{} for _ in devices]
+    for combine, places in (
+        (ALGORITHMS[algorithm], [i for i in dense if i not in largest]),
+        (_largest, [i for i in dense if i in largest]),
+    ):
+        buffers = []
+        for gradients, device in zip(towers, sources, strict=True):
+            with tf.device(device):
+                buffers.append(packing.pack([gradients[i] for i in places]))
+        sums = [combine(list(parts), devices) for parts in zip(*buffers, strict=True)]
+        for k, device in enumerate(devices):
+            with tf.device(device):
+                mine = [each[k] for each in sums]
+                mine = packing.unpack(mine, [first[i] for i in places])
+                if combine is _largest:
+                    mine = [overwritten.total(value) for value in mine]
+            reduced[k].update(zip(places, mine, strict=True))
     for i in set(range(len(first))) - set(dense):
         with tf.device(devices[0]):
             total = add([gradients[i] for gradients in towers])
         for mine, copy in zip(reduced, _copies(total, devices), strict=True):
             mine[i] = copy
     return [[mine[i] for i in range(len(first))] for mine in reduced]
+
+
+def _largest(parts, devices):
+    with tf.device(devices[0]):
+        return _copies(overwritten.largest(parts), devices)
 
 
 def _is_dense(gradient):

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
-from towers import effects, fused, lookup, reduce
+from towers import effects, fused, lookup, overwritten, reduce
 from towers.replace import Replacement
 from towers.rules import NoRuleError, Rules
 
@@ -50,8 +50,9 @@ class TowerResult(NamedTuple):
         losses: This tower's parts of the losses that layers add (regularizers,
             `add_loss`): scalars. Empty from `forward_backward`, whose loss holds them.
         gradients: One part for each trainable variable: of the loss's gradient, sparse
-            ones sparse, `None` where the loss does not depend on the variable. Empty
-            from `forward`.
+            ones sparse, `None` where the loss does not depend on the variable. Of a
+            variable that is overwritten with its gradient, each use's, stacked; see
+            `overwritten.py`. Empty from `forward`.
         size: Number of examples in the share: an int or a scalar tensor. `run` fills it
             in.
         fraction: Size of the share over that of the global batch: a float32 scalar.
@@ -298,6 +299,8 @@ class _Scope(keras.StatelessScope):
         # that were looked up, with their indices.
         self.assigned = collections.defaultdict(list)
         self.looked_up = collections.defaultdict(list)
+        # What each use of a variable got that is to be overwritten with its gradient.
+        self.used = collections.defaultdict(list)
 
     def rows_of(self, variable, ids):
         """Looks up rows of a table in the variable itself; see `lookup.py`.
@@ -314,6 +317,16 @@ class _Scope(keras.StatelessScope):
             self._tape.watch(rows)
         self.looked_up[id(variable)].append((rows, ids))
         return rows
+
+    def get_current_value(self, variable):
+        value = super().get_current_value(variable)
+        inner = tf.compat.v1.get_default_graph() is not self._graph
+        if self._tape is None or inner or not variable.overwrite_with_gradient:
+            return value
+        value = tf.stop_gradient(value)
+        self._tape.watch(value)
+        self.used[id(variable)].append(value)
+        return value
 
     def add_update(self, update):
         variable, value = update
@@ -390,9 +403,13 @@ def _gradients(tape, targets, model, scope, seeds=None):
     ]
     looked_up = [scope.looked_up[id(variable)] for variable in variables]
     rows = [[rows for rows, _ in each] for each in looked_up]
-    of_values, of_rows = tape.gradient(targets, [values, rows], seeds)
+    used = [scope.used[id(variable)] for variable in variables]
+    of_values, of_rows, of_uses = tape.gradient(targets, [values, rows, used], seeds)
     gradients = []
     for i, variable in enumerate(variables):
+        if variable.overwrite_with_gradient:
+            gradients.append(overwritten.stack([*of_values[i], *of_uses[i]]))
+            continue
         if any(gradient is None for gradient in of_rows[i]):
             # It got lost, as in `vectorized_map`: the table itself is needed.
             tf.identity(params[i])
@@ -401,12 +418,13 @@ def _gradients(tape, targets, model, scope, seeds=None):
             for gradient, (_, ids) in zip(of_rows[i], looked_up[i], strict=True)
         ]
         gradients.append(reduce.add([*of_values[i], *tables]))
-    for gradient, param in zip(gradients, params, strict=True):
+    for variable, gradient, param in zip(variables, gradients, params, strict=True):
         # TensorFlow does not always infer it, and an idle tower has to know it.
         if isinstance(gradient, tf.IndexedSlices):
             gradient.values.set_shape([None, *param.shape[1:]])
         elif gradient is not None:
-            gradient.set_shape(param.shape)
+            uses = [gradient.shape[0]] if variable.overwrite_with_gradient else []
+            gradient.set_shape([*uses, *param.shape])
     return gradients
 
 

@@ -1549,6 +1549,54 @@ def _models():
     )
 
 
+def _float8():
+    """In 8 bits. Keras rounds a bias of such a Dense to 16 bits, so there is none."""
+
+    def quantized(make):
+        def quantized_model():
+            model = make()
+            model.quantize("float8")
+            return model
+
+        return quantized_model
+
+    def twice(x):
+        shared = layers.Dense(FEATURES, "tanh", use_bias=False)
+        return layers.Dense(OUTPUTS, use_bias=False)(shared(shared(x)))
+
+    def attention(x):
+        x = layers.MultiHeadAttention(2, 4, use_bias=False)(x, x)
+        return layers.Dense(OUTPUTS, use_bias=False)(x)
+
+    def clipped():
+        inner = optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1)
+        return optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=2)
+
+    def accumulated():
+        return optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2)
+
+    einsum = _layer(layers.EinsumDense, "abc,cd->abd", (None, OUTPUTS), "tanh")
+    sequences = _numbers(shape=(STEPS, FEATURES), out=(STEPS, OUTPUTS))
+    rows = {
+        "a layer that is used twice": (_functional(twice, (FEATURES,)), _numbers()),
+        "idle towers, clipping and a loss scale": (
+            _mlp(use_bias=False),
+            _numbers((2, 1, 2)),
+            {"optimizer": clipped},
+        ),
+        "gathered, with accumulation": (
+            _of(einsum, shape=(STEPS, FEATURES)),
+            sequences,
+            {"optimizer": accumulated, "options": {"loss_placement": "gathered"}},
+        ),
+        "attention": (_functional(attention, (STEPS, FEATURES)), sequences),
+    }
+    return [
+        Case("float8", name, quantized(make), batches, **(more or [{}])[0])
+        for name, (make, batches, *more) in rows.items()
+    ]
+
+
 CASES = [
     *_shares(),
     *_batches(),
@@ -1559,4 +1607,5 @@ CASES = [
     *_metrics(),
     *_state(),
     *_models(),
+    *_float8(),
 ]

@@ -28,7 +28,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import batch, eager, loop, packing, tower
+from towers import batch, eager, loop, overwritten, packing, tower
 from towers.builders.base import Builder, Values
 from towers.builders.guard import Guard
 from towers.builders.parameter_server import Computed, ParameterServer, Pulled
@@ -515,11 +515,14 @@ class Asynchronous(Builder):
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             return computed
         factor = optimizer.scale_loss(tf.ones([])) / scale
+        as_they_are = overwritten.places(self.model)
 
         def scaled(gradients):
             return [
-                g if g is None else tf.math.scalar_mul(tf.cast(factor, g.dtype), g)
-                for g in gradients
+                g
+                if g is None or i in as_they_are
+                else tf.math.scalar_mul(tf.cast(factor, g.dtype), g)
+                for i, g in enumerate(gradients)
             ]
 
         (result,) = computed.results

@@ -15,7 +15,17 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from towers import batch, eager, effects, lookup, loop, packing, reduce, tower
+from towers import (
+    batch,
+    eager,
+    effects,
+    lookup,
+    loop,
+    overwritten,
+    packing,
+    reduce,
+    tower,
+)
 from towers.builders.guard import Guard
 from towers.phases import Phases
 from towers.preprocess import Preprocess
@@ -524,6 +534,8 @@ class Builder(abc.ABC):
         alone = len(self.devices) == 1
         if not alone:
             tower.refuse_stateful(self.model)
+            if training:
+                self._check_overwritten()
         together = self.together
         in_python = self.model.run_eagerly
         # Keras gives arrays to eager steps.
@@ -616,6 +628,16 @@ class Builder(abc.ABC):
         # Passes over a gathered loss's towers are merged only where both are copied.
         layers = len(list(self.model._flatten_layers()))
         return layers > _MANY_LAYERS and self.loss_placed != "gathered"
+
+    def _check_overwritten(self):
+        others = overwritten.others(self.model)
+        if others and self.strict:
+            raise tower.ModelError(
+                f"Model '{self.model.name}' has a variable '{others[0].path}' that is "
+                "overwritten with its gradient, of which it is not known how those of "
+                "several towers combine; expected none but those of Keras's float8, so "
+                "pass strict=False to multi_gpu_model to accept the largest."
+            )
 
     def _check_effects(self, traced):
         for effect in traced.effects:

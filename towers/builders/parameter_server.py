@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers import batch, fused, reduce, tower
+from towers import batch, fused, overwritten, reduce, tower
 from towers.builders.base import Builder, Values
 from towers.rules import NoRuleError
 from towers.tower import TowerResult
@@ -128,6 +128,7 @@ class ParameterServer(Builder):
         gradients = [result.gradients for result in results]
         if direct:
             with tf.device(self.home):
+                self._refuse_direct(direct[0])
                 gradients[0] = reduce.sum_gradients([gradients[0], *direct])
         sums = []
         if self.model.trainable_variables:
@@ -143,6 +144,17 @@ class ParameterServer(Builder):
             if sums:
                 self.update_weights(sums)
             return self._update_metrics(data, outputs, computed)
+
+    def _refuse_direct(self, direct):
+        """Refuses what only Keras's float8 could do, where a loss calls the model."""
+        for i in overwritten.places(self.model):
+            if direct[i] is not None:
+                raise tower.ModelError(
+                    f"The loss of model '{self.model.name}' uses the variable "
+                    f"'{self.model.trainable_variables[i].path}' past the model's "
+                    "outputs, which is to be overwritten with its gradient; expected a "
+                    "loss that does not call layers in float8."
+                )
 
     def _unless_stopped(self, data, loss, sums):
         if self.guard is None:
@@ -241,10 +253,11 @@ class ParameterServer(Builder):
         Returns:
             The sums, once for each copy of the variables.
         """
+        largest = overwritten.places(self.model)
         if any(map(self.packs, sources)):
-            return [reduce.sum_packed(gradients, sources, self.merge)]
+            return [reduce.sum_packed(gradients, sources, self.merge, largest)]
         with tf.device(self.merge):
-            return [reduce.sum_gradients(gradients)]
+            return [reduce.sum_gradients(gradients, largest)]
 
     def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
         """Applies the optimizer.

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import packing, reduce
+from towers import overwritten, packing, reduce
 from towers.builders.base import Values
 from towers.builders.parameter_server import ParameterServer
 
@@ -124,7 +124,13 @@ class Replicated(ParameterServer):
         self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
     ) -> list[list[reduce.Gradient]]:
         """Does so for each tower; see `ParameterServer.sum_gradients`."""
-        return reduce.all_reduce(gradients, sources, self.devices, self.all_reduce_alg)
+        return reduce.all_reduce(
+            gradients,
+            sources,
+            self.devices,
+            self.all_reduce_alg,
+            overwritten.places(self.model),
+        )
 
     def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
         """Does so on each tower; see `ParameterServer.update_weights`."""

@@ -1,0 +1,60 @@
+"""Variables that are overwritten with their gradient, as Keras's float8 has them.
+
+Where a layer computes in 8 bits, it keeps a scale and a history of largest absolute
+values, for its inputs, its kernel and its outputs' gradient (delayed scaling, as in
+NVIDIA's Transformer Engine). Their new values come as their gradients. The scale is
+made of the old history, so it is the same on all towers. The new history is the old one
+with the largest absolute value of the batch, which is the largest of the towers'. A
+tower's gradients have the size that they have on one device (see `tower.py`), so this
+holds for their histories, too. Keras also takes the largest when it accumulates
+gradients.
+
+If a model uses a layer twice, one device adds up what both uses return. So a tower
+keeps the uses apart: the largest is taken for each, and then they are added.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+_FLOAT8 = [
+    f"{of}_{what}"
+    for of in ("inputs", "kernel", "outputs_grad")
+    for what in ("scale", "amax_history")
+]
+
+
+def places(model: keras.Model) -> frozenset[int]:
+    """Returns where among a model's trainable variables there are some."""
+    variables = model.trainable_variables
+    return frozenset(i for i, v in enumerate(variables) if v.overwrite_with_gradient)
+
+
+def others(model: keras.Model) -> list[keras.Variable]:
+    """Returns those that are not of Keras's float8: nobody knows how they combine."""
+    known = {
+        id(getattr(layer, name, None))
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
+        for name in _FLOAT8
+    }
+    variables = model.trainable_variables
+    return [v for v in variables if v.overwrite_with_gradient and id(v) not in known]
+
+
+def stack(uses: Sequence[tf.Tensor | None]) -> tf.Tensor | None:
+    """Joins what each use of a variable returned for it; `None` if none did."""
+    found = [tf.convert_to_tensor(value) for value in uses if value is not None]
+    return tf.stack(found) if found else None
+
+
+def largest(towers: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Combines what `stack` returned on each tower, or buffers of such."""
+    return functools.reduce(tf.maximum, towers)
+
+
+def total(value: tf.Tensor | None) -> tf.Tensor | None:
+    """Adds up all uses of what `largest` returned: the variable's new value."""
+    return None if value is None else tf.reduce_sum(value, axis=0)
