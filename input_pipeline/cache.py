@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from towers.input_pipeline import words
 from towers.input_pipeline.choices import CACHES
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.sources.arrays import RowSource
@@ -89,7 +90,7 @@ def cached(
     where = {"memory": "kept in memory", "disk": f"kept in {folder}"}.get(
         cache, "not kept"
     )
-    note = f"{needed / 2**20:,.1f} MB of {what} {where}"
+    note = f"{words.size(needed)} of {what} {where}"
     logging.info("%s: %s", source.name, note)
     if cache == "none":
         return source
@@ -231,9 +232,9 @@ def _new_file(path: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
         with open(path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
     except OSError as error:
-        size = math.prod(shape) * np.dtype(dtype).itemsize / 2**20
+        size = words.size(math.prod(shape) * np.dtype(dtype).itemsize)
         raise ValueError(
-            f"{os.path.dirname(os.path.dirname(path))} cannot take {size:,.1f} MB of "
+            f"{os.path.dirname(os.path.dirname(path))} cannot take {size} of "
             f"pixels ({error.strerror}): choose another folder, or keep nothing"
         ) from error
     return images

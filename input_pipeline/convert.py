@@ -34,7 +34,13 @@ import numpy as np
 import tensorflow as tf
 from absl import flags
 
-from towers.input_pipeline import augment, convert_flags, data_flags, startup
+from towers.input_pipeline import (
+    augment,
+    convert_flags,
+    data_flags,
+    startup,
+    words,
+)
 from towers.input_pipeline.checks import assert_good, blame_records, read_labels
 from towers.input_pipeline.choices import RAW
 from towers.input_pipeline.commands import fail, quieten, read_image_size
@@ -373,8 +379,8 @@ class _Progress:
 
     def say(self, path: str, examples: int) -> None:
         if not self._shown:
-            size = tf.io.gfile.stat(path).length / 2**20
-            print(f"{path}: {examples} examples, {size:.1f} MB", flush=True)
+            size = words.size(tf.io.gfile.stat(path).length)
+            print(f"{path}: {words.count(examples, 'example')}, {size}", flush=True)
 
 
 def _paths(folder: str, split: str, size: int, shards: int) -> list[str]:

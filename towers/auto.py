@@ -5,6 +5,7 @@ back the value that it had. What a candidate is made of is the builders' busines
 where the choice is remembered the caller's.
 """
 
+import collections
 import json
 import os
 import statistics
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from towers.input_pipeline import words
 from towers.reduce import ALGORITHMS
 
 # Seconds that trying may take. The first candidate is what the run falls back on, and
@@ -113,7 +115,7 @@ def choose(
     begun_s = clock()
     simplest, *others = choices
     if start_s > budget_s:
-        return [Trial(choice, None, "starts would take too long") for choice in choices]
+        return [Trial(choice, None, "it would take too long") for choice in choices]
     calls = {simplest: train(simplest)}
     calls[simplest]()
     call_s = clock() - begun_s
@@ -157,14 +159,28 @@ def _race(calls, clock):
 
 def table(trials: Sequence[Trial]) -> str:
     """Says what was measured, in a few lines."""
-    width = max(len(str(trial.choice)) for trial in trials)
+    chosen, *others = trials
+    # What is left out for one reason is left out in one line.
+    left = collections.defaultdict(list)
+    for choice, step_s, why in others:
+        if step_s is None:
+            left[why].append(str(choice))
+    left = [
+        (names[0] if len(names) == 1 else words.count(len(names), "other way"), why)
+        for why, names in left.items()
+    ]
+    if chosen.step_s is None:
+        untried = "".join(f"; {name} not tried: {why}" for name, why in left)
+        return f"The variables are updated by {chosen.choice}{untried}."
+    rows = [
+        (str(choice), f"{1000 * step_s:10.2f} ms a step")
+        for choice, step_s, _ in trials
+        if step_s
+    ]
+    rows += [(name, f"not measured: {why}") for name, why in left]
+    width = max(len(name) for name, _ in rows)
     lines = ["How to update the variables was tried; the first line is chosen."]
-    for choice, step_s, why in trials:
-        figure = (
-            f"{1000 * step_s:10.2f} ms a step" if step_s else f"not measured: {why}"
-        )
-        lines.append(f"  {choice!s:{width}}  {figure}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {name:{width}}  {said}" for name, said in rows)])
 
 
 def remember(file: str | None, key: Any, trials: Sequence[Trial]) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from towers.input_pipeline import startup
+from towers.input_pipeline import startup, words
 
 HOST = "/device:CPU:0"
 
@@ -202,7 +202,8 @@ def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str
     lines = _aligned(rows)
     if per_tower_batch is not None:
         lines += _wrapped(
-            f"Each step takes {sum(per_tower_batch)} examples, shared out as above."
+            f"Each step takes {words.count(sum(per_tower_batch), 'example')}, shared "
+            "out as above."
         )
     where = (
         "the host"

@@ -6,6 +6,8 @@ import shutil
 import keras
 import tensorflow as tf
 
+from towers.input_pipeline import words
+
 # What Keras lays its summary out for, where there is no terminal.
 _WIDTH = 80
 
@@ -16,8 +18,7 @@ def size_text(model: keras.Model) -> str:
         math.prod(weight.shape) * tf.as_dtype(weight.dtype).size
         for weight in model.weights
     )
-    memory = f"{size / 2**20:,.1f} MB" if size >= 2**20 else f"{size / 2**10:,.1f} KB"
-    return f"{model.count_params():,} parameters ({memory})"
+    return f"{words.count(model.count_params(), 'parameter')} ({words.size(size)})"
 
 
 def summary_text(model: keras.Model) -> str:

@@ -32,6 +32,7 @@ import inspect
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -69,7 +70,7 @@ from towers.callbacks.stop_at_step import StopAtStep
 from towers.callbacks.tensorboard import TensorBoard
 from towers.callbacks.throughput import Throughput
 from towers.callbacks.watch import Watch
-from towers.input_pipeline import quarantine, startup
+from towers.input_pipeline import quarantine, startup, words
 from towers.input_pipeline.commands import (
     fail,
     quieten,
@@ -424,7 +425,8 @@ def train(job: Job) -> Watch | None:
     """
     if is_finished(job.checkpoint, job.model):
         print(
-            f"Nothing left to train: {job.model_dir} has {job.epoch} epochs already. "
+            f"Nothing left to train: {job.model_dir} has "
+            f"{words.count(job.epoch, 'epoch')} already. "
             "Give more --train_epochs, or --clean to start over."
         )
         return None
@@ -593,7 +595,8 @@ def check_same_kind(
         )
     if held_out.num_classes != source.num_classes:
         raise ValueError(
-            f"The eval_dataset {held_out.name} has {held_out.num_classes} classes, but "
+            f"The eval_dataset {held_out.name} has "
+            f"{words.count(held_out.num_classes, 'class', 'classes')}, but "
             f"{source.name} has {source.num_classes}; expected the same classes."
         )
     names = zip(source.class_names or (), held_out.class_names or (), strict=False)
@@ -944,16 +947,16 @@ def remove_run(model_dir: str) -> None:
 def start_text(job: Job) -> str:
     """Says what will run where."""
     examples = job.source.splits["train"]
-    count = "an unknown number of" if examples is None else f"{examples:,}"
-    what = f"training images of {'x'.join(map(str, job.image_shape))}"
+    what = "training image", f" of {'x'.join(map(str, job.image_shape))}"
     if len(job.image_shape) == 1:
-        what = f"rows of {job.image_shape[0]} numbers to train on"
+        what = "row", f" of {words.count(job.image_shape[0], 'number')} to train on"
+    data = counted(examples, what[0]) + what[1]
     note = job.source.note and f", {job.source.note}"
     lines = [
         devices.table(job.placed, job.sizes),
         f"Model {FLAGS.model}: {model_size.size_text(job.model)}.",
-        f"Data {job.source.name}: {count} {what}, {job.source.num_classes} classes"
-        f"{note}.",
+        f"Data {job.source.name}: {data}, "
+        f"{words.count(job.source.num_classes, 'class', 'classes')}{note}.",
         *data_notes(job),
     ]
     if job.bad_records:
@@ -968,6 +971,13 @@ def start_text(job: Job) -> str:
     return "\n".join(filter(None, lines))
 
 
+def counted(number: int | None, noun: str) -> str:
+    """Says how many there are, or that this is unknown."""
+    if number is None:
+        return f"an unknown number of {noun}s"
+    return words.count(number, noun)
+
+
 def data_notes(job: Job) -> list[str]:
     """Says what was decided about the data, and which flags change nothing."""
     notes = [*job.source.notes]
@@ -980,9 +990,8 @@ def data_notes(job: Job) -> list[str]:
         source, split = job.held_out
         if FLAGS.eval_dataset is not None:
             notes += [f"{source.name}: {note}" for note in source.notes]
-        count = source.splits[split]
-        counted = "an unknown number of" if count is None else f"{count:,}"
-        notes.append(f"Evaluation {source.name}: {counted} examples.")
+        examples = counted(source.splits[split], "example")
+        notes.append(f"Evaluation {source.name}: {examples}.")
     if FLAGS["data_dir"].present and not train_flags.uses_data_dir():
         notes.append(
             f"Note: --data_dir={FLAGS.data_dir} changes nothing, as only digits and "
@@ -1076,14 +1085,15 @@ def summary_text(summary: dict) -> str:
     named = best and "{model}, {monitor} {value:.4f} after epoch {epoch}".format(**best)
     return "\n".join(
         [
-            f"Done: {summary['epochs']} epochs, {summary['steps']} steps on "
-            f"{len(summary['towers'])} towers.",
+            f"Done: {words.count(summary['epochs'], 'epoch')}, "
+            f"{words.count(summary['steps'], 'step')} on "
+            f"{words.count(len(summary['towers']), 'tower')}.",
             f"  {values_text(summary)}",
             measured,
             f"  model        {summary['model']}",
             *([f"  best model   {named}"] if named else []),
             f"  checkpoint   {summary['checkpoint']}",
-            f"  TensorBoard  tensorboard --logdir {summary['logs']}",
+            f"  TensorBoard  tensorboard --logdir {shlex.quote(summary['logs'])}",
             *([f"  bad records  {bad:,} passed over"] if bad is not None else []),
         ]
     )

@@ -86,7 +86,7 @@ def test_what_does_not_fit_goes_to_the_disk_or_nowhere(digits, tmp_path, monkeyp
 def test_the_log_says_what_was_decided(digits, caplog):
     with caplog.at_level(logging.INFO, logger="absl"):
         cached(digits, "memory")
-    assert "digits: 0.1 MB of pixels kept in memory" in caplog.text
+    assert "digits: 112.3 KB of pixels kept in memory" in caplog.text
 
 
 def test_free_memory_is_known_here():
@@ -124,7 +124,7 @@ def test_a_full_disk_is_said(digits, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
     try:
         with pytest.raises(
-            ValueError, match=r"cannot take 0.1 MB of pixels \(File too"
+            ValueError, match=r"cannot take 112.3 KB of pixels \(File too"
         ):
             cached(digits, "disk", str(tmp_path))
     finally:
@@ -183,7 +183,7 @@ def test_images_of_many_sizes_are_kept_encoded(
     )
     kept = cached(source)
     assert kept.encoded and kept.splits == {"train": 5, "test": 5}
-    assert "MB of encoded images kept in memory" in kept.note
+    assert "KB of encoded images kept in memory" in kept.note
 
     for split in ("train", "test"):
         wanted = _examples(source, split, image_shape=(7, 7, 3))

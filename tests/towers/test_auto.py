@@ -105,6 +105,23 @@ def test_the_table_says_all():
     ]
 
 
+def test_what_is_left_out_for_one_reason_is_one_line():
+    ways = auto.candidates(TOWERS, False, None, synchronized=False)
+    slow = [auto.Trial(way, None, "it would take too long") for way in ways]
+    assert auto.table(slow) == (
+        f"The variables are updated by parameter_server; {len(ways) - 1} other ways "
+        "not tried: it would take too long."
+    )
+    measured = [auto.Trial(ways[0], 0.02), *slow[1:]]
+    _, *lines = auto.table(measured).splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["parameter_server", "20.00 ms a step"],
+        [str(len(ways) - 1), "other ways      not measured: it would take too long"],
+    ]
+    alone = auto.Trial(ways[0], None, "nothing to compare it with")
+    assert auto.table([alone]) == "The variables are updated by parameter_server."
+
+
 @pytest.mark.parametrize(
     ("towers", "nccl", "xla", "names"),
     [

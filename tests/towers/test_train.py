@@ -203,7 +203,7 @@ def one_epoch(data_dir, tmp_path_factory):
 
     def make(path):
         done = run(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}")
-        assert "0.1 MB of pixels kept in memory." in done.stdout
+        assert "112.3 KB of pixels kept in memory." in done.stdout
         return path
 
     return once.make(tmp_path_factory, "one_epoch", make)
@@ -249,7 +249,7 @@ def test_what_a_run_says(trained):
     assert "Variables live on /device:CPU:0" in out
     assert re.search(r"^Model cnn: [\d,]+ parameters \([\d.,]+ KB\)\.$", out, re.M)
     data = "Data digits: 1,437 training images of 8x8x1, 10 classes"
-    assert f"{data}, 0.1 MB of pixels kept in memory.\n" in out
+    assert f"{data}, 112.3 KB of pixels kept in memory.\n" in out
     # One line an interval, and one an epoch.
     lines = re.findall(r"^epoch .*$", out, re.M)
     assert [line.partition(":")[0] for line in lines] == [
@@ -551,7 +551,7 @@ def test_where_examples_are_kept_changes_no_result(one_epoch, data_dir, tmp_path
         *(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={tmp_path / 'run'}"),
         *("--cache=disk", f"--cache_dir={tmp_path}/cache"),
     )
-    assert f"0.1 MB of pixels kept in {tmp_path}/cache." in done.stdout
+    assert f"112.3 KB of pixels kept in {tmp_path}/cache." in done.stdout
     assert loss(tmp_path / "run") == loss(one_epoch)
 
 

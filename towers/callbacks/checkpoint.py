@@ -16,6 +16,7 @@ from towers import checkpoints, listeners
 from towers.callbacks import saved_model, states
 from towers.callbacks.best import Best, Monitor
 from towers.checkpoints import Contents, Position
+from towers.input_pipeline import words
 from towers.resume import ResumeError, say
 from towers.signals import Signals, Stopped
 
@@ -442,8 +443,8 @@ class Checkpoint(keras.callbacks.Callback):
             self._restore_states()
             self._known = known
             say(
-                f"Nothing left to train: {self._directory} has {epochs} "
-                f"{'epoch' if epochs == 1 else 'epochs'} already."
+                f"Nothing left to train: {self._directory} has "
+                f"{words.count(epochs, 'epoch')} already."
             )
         self._save(self._averaged_later)
         self._wait()

@@ -80,7 +80,7 @@ class Throughput(keras.callbacks.Callback):
             fraction: The part of the examples to speak of, such as a tower's.
         """
         if self.images_per_sec is None:
-            return "images/sec: not measured"
+            return "images/sec: not measured, as the run ended while it warmed up"
         rates = [fraction * rate for rate in self._rates]
         spread = statistics.pstdev(rates) / math.sqrt(len(rates))
         median = statistics.median(rates)

@@ -11,6 +11,7 @@ from typing import Any
 
 from towers.doctor import process
 from towers.doctor.finding import Finding, note, ok, wrong
+from towers.input_pipeline import words
 
 # float32, summed in another order than NumPy's; TensorFloat-32 is off.
 _TOLERANCE = 1e-4
@@ -105,7 +106,10 @@ def start(found: Probe) -> Finding:
         )
     if not found.towers:
         return wrong(found.fault, fault=found.fault)
-    return ok(f"is imported, and has {len(found.towers)} towers", towers=found.towers)
+    return ok(
+        f"is imported, and has {words.count(len(found.towers), 'tower')}",
+        towers=found.towers,
+    )
 
 
 def computation(found: Probe, device: str) -> Finding:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from towers.input_pipeline import words
+
 EQUAL = "equal"
 ROUNDING = "equal to rounding"
 DIFFERS = "differs"
@@ -82,7 +84,9 @@ class Parity:
             where = {"tower": "on the towers", "gathered": "on gathered outputs"}
             yield f"The loss was computed {where[self.loss_placement]}."
         if self.equal:
-            yield f"Equal: {self.towers} towers give the numbers of one device."
+            towers = words.count(self.towers, "tower")
+            give = "gives" if self.towers == 1 else "give"
+            yield f"Equal: {towers} {give} the numbers of one device."
         else:
             yield "Not equal."
         yield from self.reasons

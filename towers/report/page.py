@@ -14,6 +14,7 @@ import markupsafe
 import numpy as np
 from tensorboard import plugin_util
 
+from towers.input_pipeline import words
 from towers.report import figures
 from towers.report.read import Events, Run
 
@@ -91,7 +92,10 @@ def _status(run):
     if run.running:
         return f"Still running: step {run.step:,}."
     if run.summary:
-        return f"Finished: {run.summary['epochs']:,} epochs, {run.step:,} steps."
+        return (
+            f"Finished: {words.count(run.summary['epochs'], 'epoch')}, "
+            f"{words.count(run.step, 'step')}."
+        )
     return f"Not finished, and not running: last heard of at step {run.step:,}."
 
 

@@ -1,0 +1,34 @@
+"""Numbers with their nouns."""
+
+import pytest
+
+from towers.input_pipeline import words
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "said"),
+    [
+        (1, ("epoch",), "1 epoch"),
+        (0, ("epoch",), "0 epochs"),
+        (1437, ("step",), "1,437 steps"),
+        (1, ("class", "classes"), "1 class"),
+        (2, ("class", "classes"), "2 classes"),
+    ],
+)
+def test_one_and_more(number, noun, said):
+    assert words.count(number, *noun) == said
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1,023 bytes"),
+        (12_800, "12.5 KB"),
+        (3 * 2**20, "3.0 MB"),
+        (2**30, "1,024.0 MB"),
+    ],
+)
+def test_no_size_is_nothing(number, said):
+    assert words.size(number) == said
