@@ -101,6 +101,10 @@ def start(
     else:
         note = f"{_ONLY_IF} the data set gives the same records again; to shuffle, it "
         note = f"{note}needs a seed"
+        if used:
+            # It goes on with its shuffles, from one pass to the next.
+            other = "a data set that shuffles has another order as it is opened again"
+            note = f"{_OTHER}: {other}" if place.batches else None
     # A shuffle draws numbers whenever it is opened, so passes that are over are opened.
     return Start(data, at_pass if used else opened, note=note)
 

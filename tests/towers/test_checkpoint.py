@@ -341,14 +341,18 @@ def test_why_foreign_data_may_not_be_the_same_is_said(tmp_path, capsys):
     position, options = Position(1), {"steps_per_epoch": 1, "shuffle": True}
     options |= {"batch_size": BATCH, "validation_split": 0, "validation_data": None}
 
-    def note(x, used=False):
-        return fit_data.start(options | {"x": x}, position, [1], used).note
+    def note(x, used=False, past=STEPS):
+        return fit_data.start(options | {"x": x}, position, [past], used).note
 
     keras.utils.set_random_seed(1)
     assert note(np.ones([4, 1])) is None
     tf.random.set_seed(None)
     assert "no seed was set; call keras.utils.set_rand" in note(np.ones([4, 1]))
     assert "only if the data set gives the same records again" in note(plain())
+    assert note(plain(), used=True) is None
+    # In the middle of a pass.
+    again = note(plain(), used=True, past=1)
+    assert "another order as it is opened again" in again
     batches = (np.ones([4, 1]) for _ in range(2))
     assert "only if the generator yields the same" in note(batches)
     assert "goes on where it is; what was read ahead is lost" in note(batches, True)

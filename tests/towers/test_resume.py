@@ -148,3 +148,17 @@ def test_the_same_records(tmp_path, record, make, steps, call):
         callbacks = [Checkpoint(tmp_path), stop]
         parallel.fit(**options(make), epochs=epochs, callbacks=callbacks, **run)
     assert seen == wanted
+
+
+@pytest.mark.parametrize("make", [arrays, finite, pipeline])
+def test_a_second_fit_goes_on_with_the_same_object(tmp_path, record, make):
+    seen, function = record
+    plain, _ = begin(1)
+    plain.train_function = function(plain)
+    plain.fit(**options(make), epochs=3, verbose=0)
+    wanted = [*seen]
+    seen.clear()
+    (_, parallel), data, checkpoint = begin(1), options(make), Checkpoint(tmp_path)
+    for epochs in (1, 3):
+        parallel.fit(**data, epochs=epochs, callbacks=[checkpoint], verbose=0)
+    assert seen == wanted

@@ -26,10 +26,6 @@ class Best:
     monitor: str
     value: float
 
-    def __str__(self):
-        """Says how good it is."""
-        return f"{self.monitor} {self.value:.4g} after epoch {self.epoch}"
-
 
 @dataclasses.dataclass
 class Monitor:
