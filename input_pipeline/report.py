@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from towers.input_pipeline import measure
+from towers.input_pipeline import measure, words
 from towers.input_pipeline.advice import ADVICE
 
 _ADDED = "adds us an example"
@@ -30,7 +30,10 @@ def text(results: dict[str, Any]) -> str:
         *table(("stage", "examples/s", _ADDED), rows),
         "",
         *table(
-            (f"{results['towers']} towers: ms a batch", "time they wait"),
+            (
+                f"{words.count(results['towers'], 'tower')}: ms a batch",
+                "time they wait",
+            ),
             [(step, f"{share:.1%}") for step, share in results["waiting"].items()],
         ),
         "",

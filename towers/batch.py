@@ -13,6 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline import words
+
 
 def cut(total: int, shares: Sequence[int]) -> list[int]:
     """Cuts `total` examples into one share for each tower.
@@ -145,7 +147,8 @@ def check_rows(batch: Any) -> None:
     for name, size in known.items():
         if size != examples[0][0]:
             raise ValueError(
-                f"Received a batch of {examples[0][0]} examples in which {name} has "
+                f"Received a batch of "
+                f"{words.count(examples[0][0], 'example')} in which {name} has "
                 f"{size} {'row' if size == 1 else 'rows'}; {_AS_MANY}"
             )
     first, *others = sizes.items() or [(None, None)]

@@ -7,6 +7,7 @@ from absl import flags
 
 from towers import checkpoints, input_pipeline, resume
 from towers.callbacks.checkpoint import Checkpoint
+from towers.input_pipeline import words
 from towers.train_flags import MONITORS
 
 FLAGS = flags.FLAGS
@@ -108,7 +109,8 @@ def text(checkpoint: Checkpoint, model: keras.Model) -> list[str]:
     if not checkpoint.latest:
         return []
     position = checkpoint.position
-    within = f" and {position.batch} batches" if position.batch else ""
+    batches = words.count(position.batch, "batch", "batches")
+    within = f" and {batches}" if position.batch else ""
     best = checkpoint.find_best(model) if FLAGS.checkpoint == "best" else None
     doing = "Evaluating" if FLAGS.eval_only else "Continuing from"
     step = f"step {int(model.optimizer.iterations)}"

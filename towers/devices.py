@@ -192,8 +192,8 @@ def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str
     """
     if per_tower_batch is not None and len(per_tower_batch) != len(devices.towers):
         raise ValueError(
-            f"per_tower_batch has {len(per_tower_batch)} shares for "
-            f"{len(devices.towers)} towers; give one for each tower."
+            f"per_tower_batch has {words.count(len(per_tower_batch), 'share')} for "
+            f"{words.count(len(devices.towers), 'tower')}; give one for each tower."
         )
     rows = _gpu_rows(devices) if devices.physical else _cpu_rows(devices)
     if per_tower_batch is not None:

@@ -477,7 +477,7 @@ def as_text(model_dir: str | None = None) -> str:
 
 def _with_absolute_path(name: str, value: str) -> str | None:
     """Returns the value of a flag that names a file; `None` of any other flag."""
-    if name in ("model_dir", "data_dir", "cache_dir"):
+    if name in ("model_dir", "data_dir", "cache_dir") and value:
         return _absolute(os.path.expanduser(value))
     if name in ("dataset", "eval_dataset"):
         kind, _, path = value.partition(":")

@@ -19,6 +19,7 @@ from tensorflow.python.eager import context
 from towers import listeners
 from towers.devices import Devices, smi_gpu
 from towers.gpus import Driver
+from towers.input_pipeline import words
 from towers.resume import say
 
 _MB = 2**20
@@ -103,7 +104,7 @@ class DeviceReport(keras.callbacks.Callback):
             ]
             for name, tag in [
                 *((self._name(tower), _tag(tower)) for tower in self._gpus),
-                (f"this process, {os.cpu_count()} cores", _CPU),
+                (f"this process, {words.count(os.cpu_count(), 'core')}", _CPU),
             ]
         ]
         return _aligned([["", *(column.head for column in _COLUMNS)], *rows])

@@ -28,7 +28,7 @@ from towers.find_batch_size import search
 from towers.find_batch_size.processes import as_probe, run
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe
-from towers.input_pipeline import startup
+from towers.input_pipeline import startup, words
 from towers.input_pipeline.commands import fail, quieten
 
 FLAGS = flags.FLAGS
@@ -69,7 +69,7 @@ def find() -> int:
     if most is not None and most < unit:
         raise ValueError(
             f"Received --max_batch_size={most}; expected at least {unit}, so that each "
-            f"of {len(told['towers'])} towers gets its share."
+            f"of {words.count(len(told['towers']), 'tower')} gets its share."
         )
     tried, code = [], 0
     report = Report(
