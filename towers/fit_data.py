@@ -164,6 +164,8 @@ def find(options: dict[str, Any], position: Position, past: Sequence[int]) -> Pl
 def order(options: dict[str, Any]) -> dict[str, Any]:
     """Returns, as JSON, what is known to decide which records a batch has.
 
+    By "validation" stands what is known of the data to validate on, if anything is.
+
     Args:
         options: The arguments of `fit`, by name.
     """
@@ -173,8 +175,20 @@ def order(options: dict[str, Any]) -> dict[str, Any]:
         found = {"batch size": batch_size(options), "batches": count(options)}
         if is_arrays(options):
             found["shuffled by seed"] = seed() if options["shuffle"] else "none"
-    steps = options["steps_per_epoch"] or count(options)
-    return json.loads(json.dumps(found | {"steps_per_epoch": steps}, default=int))
+    found = found | {"steps_per_epoch": options["steps_per_epoch"] or count(options)}
+    if (held_out := _validation(options["validation_data"])) is not None:
+        found["validation"] = held_out
+    return json.loads(json.dumps(found, default=int))
+
+
+def _validation(data):
+    """What is known to decide what a validation measures."""
+    if (pipeline := getattr(data, "pipeline", None)) is not None:
+        names = "dataset", "files", "split", "examples"
+        return {name: pipeline.order[name] for name in names}
+    if isinstance(data, tuple | list) and (examples := _length(data)) is not None:
+        return {"examples": examples}
+    return None
 
 
 def batch_size(options: dict[str, Any]) -> int | None:

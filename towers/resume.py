@@ -123,6 +123,17 @@ def _start(saves, options, data, goes_on):
         return fit_data.start_anew(options, saves.position)
     position, changes = saves.position, saves.changes(data)
     check_classes(saves.name, *changes.pop("classes", (None, None)))
+    if "validation" in changes:
+        then, now = changes.pop("validation")
+        held_out = {
+            k: (then.get(k), now.get(k)) for k in sorted(then.keys() | now.keys())
+        }
+        held_out = {name: both for name, both in held_out.items() if both[0] != both[1]}
+        say(
+            f"Note: The run {saves.name} is validated on other data: "
+            f"{_listed(held_out, '{} before, {} now')}; the best checkpoint so far was "
+            "found on those before."
+        )
     if changes and position.batch:
         if [*changes] == ["steps_per_epoch"]:
             _check_calls(position.batch, 1, data["steps_per_epoch"])

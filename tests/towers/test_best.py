@@ -10,6 +10,7 @@ from tests.towers.test_resume import begin, finite, pipeline, record  # noqa: F4
 from towers import continued, resume, train_flags
 from towers.callbacks.best import Monitor
 from towers.callbacks.checkpoint import Checkpoint
+from towers.model import TowerModel
 
 pytestmark = pytest.mark.usefixtures("record")
 
@@ -131,6 +132,20 @@ def test_other_data_are_said(tmp_path, capsys):
     names = [*"abcdefghijklmnopqrstu"]
     with pytest.raises(resume.ResumeError, match="class 'b', but received 'B' for it"):
         resume.check_classes("run", names, ["a", "B", *names[2:]])
+
+
+def test_other_data_to_validate_on_are_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(TowerModel, "evaluate", lambda *_, **__: {"loss": 1.0})
+    for count in (3, 3, 2):
+        capsys.readouterr()
+        parallel, checkpoint = begin(1)[1], Checkpoint(tmp_path)
+        epochs = len(names(tmp_path)) + 1
+        options = {"epochs": epochs, "callbacks": [checkpoint], "verbose": 0}
+        held_out = np.zeros([count, 1, 1, 1]), np.zeros(count)
+        parallel.fit(pipeline(), validation_data=held_out, **options)
+        said = capsys.readouterr().err
+        words = "is validated on other data: examples 3 before, 2 now; the best"
+        assert (words in said) == (count == 2)
 
 
 def test_changed_flags_are_said():
