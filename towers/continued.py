@@ -23,6 +23,25 @@ def make_checkpoint(folder: str, validates: bool) -> Checkpoint:
     Raises:
         ValueError: --monitor names a metric that there is not.
     """
+    monitor, mode = _monitor(validates)
+    return Checkpoint(
+        folder,
+        save_steps=FLAGS.save_steps,
+        save_minutes=FLAGS.save_minutes,
+        keep=FLAGS.keep_checkpoints,
+        monitor=monitor,
+        mode=mode,
+        on_save_error=FLAGS.on_save_error,
+    )
+
+
+def best_text() -> str:
+    """Says by what the best epoch is told where nothing is held out."""
+    monitor, mode = _monitor(validates=False)
+    return f"{'lowest' if mode == 'min' else 'highest'} {monitor}"
+
+
+def _monitor(validates):
     known = [name for name in MONITORS if validates or not name.startswith("val_")]
     monitor = FLAGS.monitor or known[0]
     if monitor not in known:
@@ -33,15 +52,7 @@ def make_checkpoint(folder: str, validates: bool) -> Checkpoint:
     mode = FLAGS.monitor_mode
     if mode == "auto":
         mode = "min" if monitor.endswith("loss") else "max"
-    return Checkpoint(
-        folder,
-        save_steps=FLAGS.save_steps,
-        save_minutes=FLAGS.save_minutes,
-        keep=FLAGS.keep_checkpoints,
-        monitor=monitor,
-        mode=mode,
-        on_save_error=FLAGS.on_save_error,
-    )
+    return monitor, mode
 
 
 def restore(checkpoint: Checkpoint, folder: str, model: keras.Model) -> None:

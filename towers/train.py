@@ -983,8 +983,9 @@ def data_notes(job: Job) -> list[str]:
     notes = [*job.source.notes]
     if job.held_out is None:
         notes.append(
-            "Nothing is held out, so the training data is evaluated on; give "
-            "--eval_dataset to have it otherwise."
+            "Nothing is held out, so the training data is evaluated on, and the best "
+            f"epoch is that of the {continued.best_text()}; give --eval_dataset to "
+            "have it otherwise."
         )
     else:
         source, split = job.held_out

@@ -173,3 +173,7 @@ def test_monitor_of_the_command_line(tmp_path, validates):
         else:
             with pytest.raises(ValueError, match="expected one of loss, accuracy, or"):
                 continued.make_checkpoint(str(tmp_path), False)
+    if not validates:
+        assert continued.best_text() == "lowest loss"
+        with flagsaver.flagsaver(monitor="accuracy"):
+            assert continued.best_text() == "highest accuracy"
