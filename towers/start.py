@@ -17,8 +17,10 @@ import tensorflow as tf
 from towers import auto, loop, variables
 from towers.builders.base import Builder
 
-# What TensorFlow says where XLA cannot compile.
+# What TensorFlow says where XLA cannot compile; and where a tower reads a variable on
+# another device, as it is handed the values of the model's only.
 _XLA_WORDS = "XLA", "compil", "jit"
+_ELSEWHERE = "Trying to access resource"
 
 
 class Batches:
@@ -96,7 +98,7 @@ def train_or_fall_back(
     try:
         logs = function(batches.read())
     except tf.errors.OpError as error:
-        if not any(word in str(error) for word in _XLA_WORDS):
+        if not any(word in str(error) for word in (*_XLA_WORDS, _ELSEWHERE)):
             raise
         variables.assign(builder.model, start)
         builder.forget()
@@ -147,6 +149,8 @@ def say(text: str) -> None:
 
 def _why(error):
     """The line of an error of XLA that tells most."""
+    if found := re.search(rf"{_ELSEWHERE} (\S+)", str(error)):
+        return f"a tower reads '{found[1]}', which is not a variable of the model's"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if any(word in line for word in _XLA_WORDS)]
     noise = r"^\(\d+\) \w+:\s*|graph __inference\S+ "

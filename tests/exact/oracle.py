@@ -169,10 +169,10 @@ def _one_device(case, later):
     """What one device makes of a case, computed once for all that follow of it."""
     if str(case) not in _last or not set(later) <= set(_last[str(case)][0]):
         _last.clear()
-        # Nothing is traced then: half the time, and the same to 1e-6.
-        options = {"run_eagerly": True, "jit_compile": False}
-        if case.group in NOT_EAGERLY:
-            options = {}
+        options = {"jit_compile": False}
+        if case.group not in NOT_EAGERLY:
+            # Nothing is traced then: half the time, and the same to 1e-6.
+            options["run_eagerly"] = True
         alone = dataclasses.replace(case, compile=lambda: case.compile() | options)
         _last[str(case)] = later, run(alone, later=later)
     had, found = _last[str(case)]
