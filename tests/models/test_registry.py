@@ -195,25 +195,6 @@ def test_seed():
     assert any((a != b).any() for a, b in zip(without, weights(None), strict=True))
 
 
-def test_cnn_learns_digits():
-    # A glance at the default model on the default data, in a few seconds.
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    data = load_digits()
-    x = (data.images[..., None] / 8 - 1).astype("float32")
-    x_train, x_test, y_train, y_test = train_test_split(
-        x, data.target, test_size=0.2, stratify=data.target, random_state=0
-    )
-    keras.utils.set_random_seed(0)
-    model = models.build("cnn", input_shape=(8, 8, 1), num_classes=10)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # To compile with XLA takes longer than to train.
-    model.compile("adam", loss, metrics=["accuracy"], jit_compile=False)
-    model.fit(x_train, y_train, batch_size=64, epochs=5, verbose=0)
-    assert model.evaluate(x_test, y_test, verbose=0)[1] > 0.96
-
-
 # The user's own
 
 
