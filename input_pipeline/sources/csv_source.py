@@ -12,8 +12,9 @@ from towers.input_pipeline.sources import columns
 from towers.input_pipeline.sources.base import FAULTS, BadRecordError, Record, fault_of
 from towers.input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
 
-# How TensorFlow says that a field is empty.
+# How TensorFlow says that a field is empty, or holds something else.
 _MISSING = "is required but missing"
+_NO_NUMBER = "is not a valid float"
 
 
 class CSVSource(StreamFiles):
@@ -120,9 +121,9 @@ class CSVSource(StreamFiles):
         fault = re.sub(
             r"^Field (\d+)", lambda found: self._columns[int(found[1])], fault
         )
-        if fault.endswith(_MISSING):
+        if fault.endswith(_MISSING) or _NO_NUMBER in fault:
             fault += (
-                ", expected a value: fill it in, or leave the column out by "
+                ", expected a number: write one, or leave the column out by "
                 "--feature_columns (in Python, feature_columns)"
             )
         return fault

@@ -7,6 +7,7 @@ from towers.input_pipeline.sources.base import FILE
 DEFAULT = 0.1
 # Fractions are counted in these: whole numbers give the same everywhere.
 _PARTS = 10**6
+_PRIME = 2**31 - 1
 
 
 def check(fraction: float | None) -> float:
@@ -28,17 +29,26 @@ def check(fraction: float | None) -> float:
     return fraction
 
 
+def is_nth(place: int, fraction: float) -> bool:
+    """Tells whether one in a list of files is held out: of 0.1, every tenth."""
+    parts = round(fraction * _PARTS)
+    return (place + 1) * parts // _PARTS > place * parts // _PARTS
+
+
 def is_held_out(number: Any, fraction: float) -> Any:
-    """Tells whether a record is held out: with a fraction of 0.1, every tenth.
+    """Tells whether a record is held out: of 0.1, one of each ten, drawn by chance.
+
+    Every tenth would not do: where classes come in turn, they might all be of one.
 
     Args:
         number: of a record, as ``Source.batches`` counts: an integer, an array or a
             tensor of them.
         fraction: at least 0, less than 1.
     """
-    # Files of one record each are held out in turn, too.
-    place, parts = number % FILE + number // FILE, round(fraction * _PARTS)
-    return (place + 1) * parts // _PARTS > place * parts // _PARTS
+    place, parts = _place(number), round(fraction * _PARTS)
+    if not parts:
+        return place < 0
+    return place == _drawn(place * parts // _PARTS, parts)
 
 
 def count_held_out(first: int, count: int, fraction: float) -> int:
@@ -49,8 +59,28 @@ def count_held_out(first: int, count: int, fraction: float) -> int:
         count: its records.
         fraction: see ``is_held_out``.
     """
-    place, parts = first % FILE + first // FILE, round(fraction * _PARTS)
-    return (place + count) * parts // _PARTS - place * parts // _PARTS
+    parts = round(fraction * _PARTS)
+    if not count or not parts:
+        return 0
+    place = _place(first)
+    end = place + count
+    first_group, last_group = place * parts // _PARTS, (end - 1) * parts // _PARTS
+    at_the_ends = sum(
+        place <= _drawn(group, parts) < end for group in {first_group, last_group}
+    )
+    return max(last_group - first_group - 1, 0) + at_the_ends
+
+
+def _place(number):
+    # Of files of one record each, some are held out, too.
+    return number % FILE + number // FILE
+
+
+def _drawn(group, parts):
+    """The place that is held out of a group; whole numbers are alike everywhere."""
+    begin, end = -(-group * _PARTS // parts), -(-(group + 1) * _PARTS // parts)
+    chance = (group % 1_000_003 * 2_654_435_761 + 40_503) % _PRIME
+    return begin + chance * chance % _PRIME % (end - begin)
 
 
 def note(fraction: float, what: str, count: int | None) -> str:

@@ -118,7 +118,7 @@ def _find_splits(
     for name, paths in _find_classes(root).items():
         train[name], test[name] = [], []
         for place, path in enumerate(paths):
-            held = fraction.is_held_out(place, taken)
+            held = fraction.is_nth(place, taken)
             (test if held else train)[name].append(path)
     return train, test, taken
 

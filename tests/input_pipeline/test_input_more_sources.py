@@ -325,7 +325,7 @@ def test_a_csv_file_that_cannot_be_opened(tmp_path, text, message):
     [
         ("1", "Expect 3 fields but have 1"),
         ("1,0,x", "b is not a valid float: x"),
-        ("1,0,", "b is required but missing, expected a value: fill it in, or leave"),
+        ("1,0,", "b is required but missing, expected a number: write one, or leave"),
         ("1,9,1", "label 9 is outside"),
         ("nan,0,1", "a is nan, expected a number"),
         ("1,0,-inf", "b is -inf, expected a number"),

@@ -348,7 +348,8 @@ def test_a_row_group_that_cannot_be_read(tmp_path):
     with pytest.raises(BadRecordError, match="more bad records than the 29"):
         quarantines.inspect(source, ["train"], 29)
     readable = [*range(30), *range(60, 90)]
-    assert sorted(_values(good)) == [n for n in readable if n % 10 != 9]
+    held_out = 9, 15, 21, 64, 78, 82
+    assert sorted(_values(good)) == [n for n in readable if n not in held_out]
     assert good.splits == {"train": 54, "test": 6}
 
 
