@@ -86,7 +86,8 @@ def blame_records(*sources: Source) -> Iterator[None]:
             for split in source.splits:
                 bad = find_bad_records(source, split)
                 if record := next(bad, None):
-                    raise _blame(record, check_records(source, record.path)) from error
+                    records = check_records(source.origin, record.path)
+                    raise _blame(record, records) from error
         raise
 
 

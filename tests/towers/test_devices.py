@@ -207,7 +207,9 @@ def test_late_is_refused_where_it_does_not(machine, initialised, wish):
     made = machine(2)
     devices.configure(1)
     initialised(made)
-    with pytest.raises(RuntimeError, match=r"call configure\(\) before anything else"):
+    with pytest.raises(
+        RuntimeError, match=r"call towers\.configure\(\) before anything else"
+    ):
         devices.configure(**wish)
 
 
