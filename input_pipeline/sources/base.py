@@ -368,7 +368,7 @@ def fault_of(error: Exception) -> str:
 def decode_image(
     encoded: tf.Tensor, shape: tuple[int | None, int | None, int]
 ) -> tf.Tensor:
-    """Decodes JPEG or PNG bytes.
+    """Decodes JPEG, PNG, GIF (its first picture), BMP or WebP bytes.
 
     Args:
         encoded: scalar string.

@@ -1,4 +1,4 @@
-"""``folder:DIR``: a folder of JPEG or PNG files for each class."""
+"""``folder:DIR``: a folder of pictures for each class."""
 
 import functools
 import itertools
@@ -7,10 +7,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from towers.input_pipeline.sources import fraction
+from towers.input_pipeline.sources import fraction, pictures
 from towers.input_pipeline.sources.base import IndexedSource, Record, held_out
-
-_SUFFIXES = (".jpg", ".jpeg", ".png")
 
 # Paths of the images of each class, by the class's name.
 _Classes = dict[str, list[str]]
@@ -37,9 +35,10 @@ class ImageFolderSource(IndexedSource):
         if not tf.io.gfile.isdir(root):
             raise ValueError(
                 f"{directory!r} is not a folder: expected one that holds a folder of "
-                "JPEG or PNG files for each class"
+                f"{pictures.KINDS} files for each class"
             )
-        train, test, fraction_used = _find_splits(root, eval_fraction)
+        found = pictures.Sorted()
+        train, test, fraction_used = _find_splits(root, eval_fraction, found)
         self.name = f"folder:{directory}"
         self.image_shape = (None, None, 3)
         self.class_names = tuple(sorted(train))
@@ -52,10 +51,11 @@ class ImageFolderSource(IndexedSource):
             if any(classes.values())
         }
         self.splits = {split: len(paths) for split, paths in self._labels.items()}
+        self.notes = (*found.notes(),)
         if fraction_used and "test" in self.splits:
             count = self.splits["test"]
             note = fraction.note(fraction_used, "files of each class", count)
-            self.notes = (note,)
+            self.notes = (*self.notes, note)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's images."""
@@ -93,7 +93,7 @@ class ImageFolderSource(IndexedSource):
 
 
 def _find_splits(
-    root: str, eval_fraction: float | None
+    root: str, eval_fraction: float | None, found: pictures.Sorted
 ) -> tuple[_Classes, _Classes, float]:
     """The images for training, those held out, and the fraction that was taken."""
     folders = _folders(root)
@@ -105,8 +105,11 @@ def _find_splits(
                 f"eval_fraction is {eval_fraction}, but {folders[test_name]} is held "
                 "out by its name: leave it out, or name the folder train alone"
             )
-        train = _find_classes(folders["train"])
-        test = _find_classes(folders[test_name])
+        train = _find_classes(folders["train"], found)
+        test = _find_classes(folders[test_name], found)
+        split = folders["train"], folders[test_name]
+        found.folders += [path for path in folders.values() if path not in split]
+        found.loose(root)
         if unknown := sorted(set(test) - set(train)):
             raise ValueError(
                 f"{folders[test_name]} has the class {unknown[0]!r}, which is not in "
@@ -115,7 +118,7 @@ def _find_splits(
         return train, test, 0
     taken = fraction.check(eval_fraction)
     train, test = {}, {}
-    for name, paths in _find_classes(root).items():
+    for name, paths in _find_classes(root, found).items():
         train[name], test[name] = [], []
         for place, path in enumerate(paths):
             held = fraction.is_nth(place, taken)
@@ -123,36 +126,29 @@ def _find_splits(
     return train, test, taken
 
 
-def _find_classes(folder: str) -> _Classes:
-    classes = {name: _images(path) for name, path in _folders(folder).items()}
+def _find_classes(folder: str, found: pictures.Sorted) -> _Classes:
+    classes = {}
+    for name, path in _folders(folder).items():
+        before = found.left_out.copy()
+        classes[name] = found.pictures(path)
+        if not classes[name]:
+            others = ", ".join(
+                f"{n} {kind}" for kind, n in (found.left_out - before).items()
+            )
+            raise ValueError(
+                f"the class folder {path} has no {pictures.KINDS} file directly in it"
+                f"{others and f', only {others}'}: add images or remove the folder"
+            )
     if not classes:
         raise ValueError(
-            f"{folder} has no class folders: expected a folder of JPEG or PNG files "
-            "for each class"
+            f"{folder} has no class folders: expected a folder of {pictures.KINDS} "
+            "files for each class"
         )
-    for name, images in classes.items():
-        if not images:
-            raise ValueError(
-                f"the class folder {os.path.join(folder, name)} has no JPEG or PNG "
-                "file directly in it: add images or remove the folder"
-            )
+    found.loose(folder)
     return classes
 
 
 def _folders(parent: str) -> dict[str, str]:
     """Paths of the folders by their names, sorted."""
-    entries = _entries(parent)
+    entries = pictures.entries(parent)
     return {name: path for name, path in entries if tf.io.gfile.isdir(path)}
-
-
-def _images(folder: str) -> list[str]:
-    """Image files in sorted order."""
-    entries = _entries(folder)
-    return [path for name, path in entries if name.lower().endswith(_SUFFIXES)]
-
-
-def _entries(folder: str) -> list[tuple[str, str]]:
-    """Names and paths of what is in a folder, sorted, without what is hidden."""
-    # Some file systems end the names of folders with a slash.
-    names = sorted(name.rstrip("/") for name in tf.io.gfile.listdir(folder))
-    return [(name, os.path.join(folder, name)) for name in names if name[0] != "."]

@@ -317,7 +317,7 @@ def test_a_class_that_is_only_held_out(tmp_path):
 def test_an_empty_class_is_named(tmp_path):
     _write_images(tmp_path / "a", 1)
     (tmp_path / "empty_one").mkdir()
-    with pytest.raises(ValueError, match="empty_one has no JPEG or PNG"):
+    with pytest.raises(ValueError, match="empty_one has no JPEG, PNG, "):
         open_source(f"folder:{tmp_path}")
 
 

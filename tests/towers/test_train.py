@@ -1081,7 +1081,7 @@ def check_bad(done, words, model_dir):
         ("--dataset=tfrecord:{made}/none-*", ["no file matches", "{made}/none-*"]),
         (
             "--dataset=folder:{made}/images_with_an_empty_class --image_size=8",
-            ["{made}/images_with_an_empty_class/bee", "no JPEG or PNG"],
+            ["{made}/images_with_an_empty_class/bee", "no JPEG, PNG, GIF"],
         ),
         ("--dataset=folder:{made}/images", ["differ in size", "--image_size"]),
         (

@@ -1,0 +1,129 @@
+"""Which files of a folder are pictures that TensorFlow decodes."""
+
+import collections
+import os
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+KINDS = "JPEG, PNG, GIF, BMP or WebP"
+
+# Taken by their names; what is wrong with one is said when it is read.
+_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp")
+# Of others, the content tells.
+_BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a")
+_PICTURES = (*_SUFFIXES, ".bmp", ".dib", ".tif", ".tiff", ".heic", ".avif", ".jp2")
+# What file managers leave behind.
+_LITTER = ("thumbs.db", "desktop.ini", "icon\r")
+# A palette ends here, at the latest.
+_HEADER = 54 + 4 * 256
+
+
+class Sorted:
+    """The files of folders, sorted into pictures and what is left out.
+
+    Attributes:
+        left_out: how many files there are of each kind, such as ".tiff".
+        folders: folders that are not looked into.
+    """
+
+    def __init__(self):
+        self.left_out: collections.Counter[str] = collections.Counter()
+        self.folders: list[str] = []
+
+    def pictures(self, folder: str) -> list[str]:
+        """Returns the pictures directly in a folder, sorted, and notes the others."""
+        found = []
+        for name, path in entries(folder, hidden=True):
+            if name.lower() in _LITTER or not _is_seen(name):
+                continue
+            if name[0] != "." and name.lower().endswith(_SUFFIXES):
+                found.append(path)
+            elif tf.io.gfile.isdir(path):
+                if name[0] != ".":
+                    self.folders.append(path)
+            elif name[0] == ".":
+                self.left_out[f"hidden {_suffix(name)}"] += 1
+            elif (fault := _fault(path)) is not None:
+                self.left_out[f"{_suffix(name)}{fault}"] += 1
+            else:
+                found.append(path)
+        return found
+
+    def loose(self, folder: str) -> None:
+        """Notes the pictures that lie beside class folders."""
+        for name, _ in entries(folder):
+            if name.lower().endswith(_PICTURES):
+                self.left_out[f"{_suffix(name)} beside the class folders"] += 1
+
+    def notes(self) -> list[str]:
+        """Says what was left out, a sentence each."""
+        notes = []
+        if count := self.left_out.total():
+            listed = ", ".join(f"{n:,} {kind}" for kind, n in _ordered(self.left_out))
+            files = "file" if count == 1 else "files"
+            notes.append(
+                f"{count:,} {files} left out: {listed}; what is read is {KINDS}."
+            )
+        if self.folders:
+            count = len(self.folders)
+            folders = "folder" if count == 1 else "folders"
+            notes.append(f"{count:,} {folders} left out, such as {self.folders[0]}.")
+        return notes
+
+
+def entries(folder: str, hidden: bool = False) -> list[tuple[str, str]]:
+    """Names and paths of what is in a folder, sorted; what is hidden only if asked."""
+    # Some file systems end the names of folders with a slash.
+    names = sorted(name.rstrip("/") for name in tf.io.gfile.listdir(folder))
+    return [
+        (name, os.path.join(folder, name)) for name in names if hidden or name[0] != "."
+    ]
+
+
+def _is_seen(name: str) -> bool:
+    """Whether a name is not hidden, or hides a picture; not macOS's "._" files."""
+    pretends = name.startswith(".") and not name.startswith("._")
+    return name[0] != "." or (pretends and name.lower().endswith(_PICTURES))
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name.lstrip("."))[1].lower() or "without a suffix"
+
+
+def _ordered(counts: collections.Counter[str]) -> Iterable[tuple[str, int]]:
+    """The most frequent first."""
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _fault(path: str) -> str | None:
+    """None for a picture; else what ``left_out`` says beside its kind."""
+    try:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            head = file.read(_HEADER)
+    except tf.errors.OpError:
+        return " (cannot be read)"
+    if head.startswith(_BEGINNINGS):
+        return None
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return None
+    if head[:2] == b"BM" and head[6:10] == bytes(4):
+        return _fault_of_bitmap(head)
+    return ""
+
+
+def _fault_of_bitmap(head: bytes) -> str | None:
+    """TensorFlow takes the numbers of colours in a palette for grey pixels."""
+
+    def number(place, size):
+        return int.from_bytes(head[place : place + size], "little")
+
+    bits, compression = number(28, 2), number(30, 4)
+    palette = head[14 + number(14, 4) : number(10, 4)]
+    grey = b"".join(bytes([k, k, k]) for k in range(256))
+    colors = b"".join(palette[k : k + 3] for k in range(0, len(palette), 4))
+    if bits == 8 and compression == 0 and colors == grey:
+        return None
+    if bits in (24, 32) and compression in (0, 3):
+        return None
+    return " with a palette" if bits <= 8 else " (compressed)"

@@ -1,0 +1,76 @@
+"""Which files of class folders are read, and that nothing is left out silently."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from towers.input_pipeline import make_dataset, open_source
+
+READ = ("a.jpg", "b.JPEG", "c.png", "d.gif", "e.bmp", "f.webp", "g.jfif")
+
+
+def _save(path, image_format=None, mode="RGB", **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.full([6, 8, 3], (200, 100, 50), np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path, image_format, **options)
+
+
+def test_every_kind_that_tensorflow_decodes_is_read(tmp_path):
+    for name in READ:
+        kind = "JPEG" if name.endswith("jfif") else None
+        _save(tmp_path / "cat" / name, kind, **({"quality": 95} if kind else {}))
+    frames = [Image.new("RGB", (8, 6), (0, 0, k)) for k in (9, 99)]
+    options = {"save_all": True, "append_images": frames}
+    _save(tmp_path / "cat" / "moving.gif", **options)
+    _save(tmp_path / "cat" / "grey.bmp", mode="L")
+    source = open_source(f"folder:{tmp_path}", eval_fraction=0)
+    assert source.notes == ()
+    assert source.splits == {"train": len(READ) + 2}
+    dataset = make_dataset(
+        source, "train", batch_size=16, image_shape=(6, 8, 3), training=False
+    )
+    ((images, _),) = dataset.as_numpy_iterator()
+    found = dict(zip(source.files("train"), images, strict=True))
+    grey = found.pop(f"{tmp_path}/cat/grey.bmp")
+    assert np.abs(grey.astype(int) - 124).max() <= 1
+    for path, image in found.items():
+        # The first frame, where there are several.
+        assert np.abs(image.astype(int) - (200, 100, 50)).max() <= 12, path
+
+
+def test_what_is_left_out_is_said_in_a_line(tmp_path):
+    for name in ("cat", "dog"):
+        for k in range(2):
+            _save(tmp_path / name / f"{k}.jpg")
+    for k in range(3):
+        _save(tmp_path / "cat" / f"{k}.tiff")
+    _save(tmp_path / "dog" / "palette.bmp", mode="P")
+    _save(tmp_path / "dog" / "bits.bmp", mode="1")
+    _save(tmp_path / "dog" / ".cache.jpg")
+    _save(tmp_path / "dog" / "more" / "a.jpg")
+    _save(tmp_path / "stray.png")
+    _save(tmp_path / "dog" / "scan", "PNG")  # told by its content
+    for name in ("Thumbs.db", ".DS_Store", "._0.jpg", "notes.txt", "fake.tif"):
+        (tmp_path / "dog" / name).write_bytes(b"BM, but no picture")
+    source = open_source(f"folder:{tmp_path}", eval_fraction=0)
+    assert source.splits == {"train": 5}
+    assert source.notes == (
+        "9 files left out: 3 .tiff, 2 .bmp with a palette, 1 .png beside the class "
+        "folders, 1 .tif, 1 .txt, 1 hidden .jpg; what is read is JPEG, PNG, GIF, BMP "
+        "or WebP.",
+        f"1 folder left out, such as {tmp_path}/dog/more.",
+    )
+
+
+def test_a_class_of_nothing_that_is_read(tmp_path):
+    _save(tmp_path / "cat" / "a.jpg")
+    _save(tmp_path / "dog" / "a.tiff")
+    with pytest.raises(ValueError, match=r"dog has no JPEG, .*it, only 1 \.tiff: add"):
+        open_source(f"folder:{tmp_path}")
+
+
+def test_a_split_that_is_not_used_is_named(tmp_path):
+    for split in ("train", "val", "test"):
+        _save(tmp_path / split / "cat" / "a.jpg")
+    source = open_source(f"folder:{tmp_path}")
+    assert source.notes == (f"1 folder left out, such as {tmp_path}/test.",)
