@@ -6,5 +6,7 @@ RECIPES = ("none", "imagenet", "cifar")
 CACHES = ("auto", "memory", "disk", "none")
 # Whether convert.py writes pixels.
 RAW = ("auto", "true", "false")
+# What becomes of bad records.
+BAD_RECORDS = ("fail", "skip")
 # Data sets that are files: KIND:PATH.
 FILE_KINDS = ("tfrecord", "array_record", "parquet", "csv", "folder")

@@ -18,13 +18,13 @@ if __name__ == "__main__":
     )
 
 import concurrent.futures
-import dataclasses
 import datetime
 import hashlib
 import itertools
 import json
 import math
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,31 +35,28 @@ import tensorflow as tf
 from absl import flags
 
 from towers.input_pipeline import (
-    augment,
     convert_flags,
     data_flags,
+    quarantine,
+    serialize,
     startup,
     words,
 )
-from towers.input_pipeline.checks import assert_good, blame_records, read_labels
-from towers.input_pipeline.choices import RAW
+from towers.input_pipeline.checks import blame_records
+from towers.input_pipeline.choices import BAD_RECORDS, RAW
 from towers.input_pipeline.commands import fail, quieten, read_image_size
-from towers.input_pipeline.decode import Tricks, decode_window
 from towers.input_pipeline.sources import Source, open_source
-from towers.input_pipeline.sources.base import IndexedSource, decode_image
+from towers.input_pipeline.sources.base import BadRecordError, IndexedSource
 from towers.input_pipeline.sources.tfrecord import CONVERTER, INFO
 
 _PROGRAM = "towers.input_pipeline.convert"
 _MANIFEST = ".convert.json"
 _UNFINISHED = ".unfinished"
-# Images that take no more than this are kept as pixels.
-_SMALL = 64 * 2**10
-_AT_ONCE = 64
+_BAD_RECORDS = "bad_records.json"
 # Files at once, each read and prepared by as many threads as there are.
 _WRITERS = min(os.cpu_count() or 1, 8)
 _READ_AT_ONCE = 1024
 _FILES_TO_LOOK_AT = 1000
-_ACCURATE = Tricks(scaled=False, fast_dct=False, plain_upsampling=False)
 
 
 def convert(
@@ -70,192 +67,61 @@ def convert(
     image_size: tuple[int, int] | None = None,
     raw: str = "auto",
     overwrite: bool = False,
-) -> None:
+    bad_records: str = "fail",
+    max_bad_records: int = 100,
+) -> dict[str, Any]:
     """Writes all splits of a source as TFRecord files.
 
     Args:
-        source: of images.
+        source: of images, or of rows of numbers.
         folder: where the files go; new, empty, or of an earlier call.
         shards: files for each split.
         image_size: (H, W) to resize images to; None keeps them as they are.
         raw: "true" writes pixels, "false" encoded images, "auto" pixels where all
             images have one size and take no more than 64 KB.
         overwrite: removes what an earlier call has written there.
+        bad_records: "fail" ends at the first one. "skip" looks at all records first,
+            lists the bad ones in bad_records.json, and leaves them out; `source` has
+            to be opened with ``skip_bad``.
+        max_bad_records: more than that are an error in any case.
+
+    Returns:
+        What stands in dataset_info.json beside the files.
 
     Raises:
         ValueError: an argument, the folder or a record is bad.
     """
+    if bad_records not in BAD_RECORDS:
+        raise ValueError(
+            f"received bad_records={bad_records!r}: expected one of "
+            f"{', '.join(BAD_RECORDS)}"
+        )
     if shards < 1 or raw not in RAW:
         raise ValueError(
             f"received shards={shards} and raw={raw!r}: expected at least 1, and one "
             f"of {', '.join(RAW)}"
         )
     source.prepare()
+    found = None
+    if bad_records == "skip":
+        found = quarantine.inspect(source, [*source.splits], max_bad_records)
+        source = source.without(found.bad, found.splits)
     with blame_records(source):
-        form = _choose_form(source, image_size, raw)
+        form = serialize.choose_form(source, image_size, raw)
         manifest = _describe(source, shards, form)
     _prepare_folder(source, folder, manifest, overwrite)
+    if found:
+        path = os.path.join(folder, _BAD_RECORDS)
+        quarantine.write([found], path)
+        left_out = words.count(len(found), "bad record")
+        print(f"{left_out} left out; {path} lists them all.")
     sizes = manifest["splits"]
     with _Progress(sum(sizes.values())) as progress, blame_records(source):
         for split, size in sizes.items():
             _Writer(source, split, form, folder, size, shards, progress).run()
-    _write_json(os.path.join(folder, INFO), _info(source, form, folder, sizes, shards))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """What becomes of the images.
-
-    Attributes:
-        shape: (H, W, C), None where it varies.
-        resized: whether they are made this large.
-        raw: whether pixels are written.
-    """
-
-    shape: tuple[int | None, int | None, int]
-    resized: bool
-    raw: bool
-
-    def one(self, source: Source, image: tf.Tensor) -> tf.Tensor:
-        """The bytes to write of one image that ``source.parse`` gave."""
-        if source.encoded:
-            encoded = source.load(image)
-            if self.resized:
-                image = decode_window(
-                    encoded,
-                    None,
-                    self.shape,
-                    antialias="exact",
-                    tricks=_ACCURATE,
-                )
-            elif self.raw:
-                image = decode_image(encoded, self.shape)
-            else:
-                # Decoded all the same, as small as can be, to see that it can be.
-                size = (1, 1, self.shape[-1])
-                tested = decode_window(encoded, None, size)
-                with tf.control_dependencies([tested]):
-                    return tf.identity(encoded)
-        elif self.resized:
-            image = augment.resize(image, *self.shape[:2])
-        if self.raw:
-            # The pixels are the last field of a TensorProto.
-            size = math.prod(self.shape)
-            return tf.strings.substr(tf.io.serialize_tensor(image), -size, size)
-        # Only what was a photograph can do with a loss.
-        if source.encoded and self.shape[-1] in (1, 3):
-            return tf.io.encode_jpeg(image)
-        return tf.io.encode_png(image)
-
-
-def _choose_form(source: Source, size: tuple[int, int] | None, raw: str) -> _Form:
-    if len(source.image_shape) != 3:
-        raise ValueError(
-            f"{source.name} gives rows of numbers, expected images: leave it as it is"
-        )
-    shape = source.image_shape
-    if size is not None:
-        shape = (*size, shape[-1])
-    elif None in shape and raw != "false":
-        shape = _common_shape(source, math.inf if raw == "true" else _SMALL)
-    known = None not in shape
-    if raw == "true" and not known:
-        raise ValueError(
-            f"the images of {source.name} differ in size: expected one for raw pixels, "
-            "choose an image_size, or encoded images"
-        )
-    png = shape[-1] in (1, 3, 4)
-    if raw == "false" and not source.encoded and not png:
-        raise ValueError(
-            f"the images of {source.name} have {shape[-1]} channels: expected 1, 3 or "
-            "4 to encode them, choose raw pixels"
-        )
-    pixels = known and (math.prod(shape) <= _SMALL or not png)
-    resized = size is not None and shape != source.image_shape
-    return _Form(shape, resized, raw == "true" or (raw == "auto" and pixels))
-
-
-def _common_shape(source: Source, limit: float) -> tuple[int | None, int | None, int]:
-    """The shape of all images, if they have one and take no more than ``limit``."""
-    first = None
-    for split in source.splits:
-        images = _images(source, split).map(
-            lambda image, _: tf.shape(
-                decode_image(source.load(image), source.image_shape)
-            ),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-        for shapes in images.batch(_AT_ONCE).as_numpy_iterator():
-            first = shapes[0] if first is None else first
-            if (shapes != first).any() or math.prod(first.tolist()) > limit:
-                return source.image_shape
-    return tuple(first.tolist())
-
-
-def _images(source: Source, split: str, start: int = 0) -> tf.data.Dataset:
-    """Images and labels as ``source.parse`` gives them, one by one."""
-
-    def parse(_, records):
-        images, labels = source.parse(records)
-        assert_good(images, labels, source.num_classes)
-        return images, labels
-
-    batches = source.batches(split, _AT_ONCE, start=start)
-    return batches.map(parse, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
-
-
-def _serialized(
-    source: Source, split: str, form: _Form, start: int, count: int
-) -> tf.data.Dataset:
-    """Batches of tf.Examples of some records in a row."""
-    images = _images(source, split, start).take(count)
-    images = images.map(
-        lambda image, label: (form.one(source, image), label),
-        # The costly part; to try out what is best would take longer than it brings.
-        num_parallel_calls=os.cpu_count(),
-    )
-    shape = form.shape if form.raw else None
-    return (
-        images.batch(_AT_ONCE)
-        .map(
-            lambda images, labels: _examples(images, labels, shape),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-        .prefetch(tf.data.AUTOTUNE)
-    )
-
-
-def _examples(
-    images: tf.Tensor, labels: tf.Tensor, shape: Sequence[int] | None
-) -> tf.Tensor:
-    """Serializes tf.Examples [B]; in TensorFlow, which uses all cores for it."""
-
-    def message(name, **fields):
-        """Each field [B, N]."""
-        sizes = [tf.repeat([[value.shape[1]]], count, 0) for value in fields.values()]
-        sizes = tf.concat(sizes, axis=1)
-        return tf.io.encode_proto(
-            sizes, [*fields.values()], [*fields], f"tensorflow.{name}"
-        )[:, None]
-
-    def entry(key, **values):
-        ((kind, value),) = values.items()
-        names = {"bytes_list": "BytesList", "int64_list": "Int64List"}
-        value = message(names[kind], value=value[:, None])
-        feature = message("Feature", **{kind: value})
-        keys = tf.repeat([[key]], count, 0)
-        return message("Features.FeatureEntry", key=keys, value=feature)
-
-    count = tf.size(labels)
-    entries = [
-        entry("image/encoded", bytes_list=images),
-        entry("image/class/label", int64_list=labels),
-    ]
-    for name, size in zip(("height", "width", "channels"), shape or (), strict=False):
-        sizes = tf.fill([count], tf.constant(size, tf.int64))
-        entries.append(entry(f"image/{name}", int64_list=sizes))
-    features = message("Features", feature=tf.concat(entries, axis=1))
-    return message("Example", features=features)[:, 0]
+    info = _info(source, form, folder, sizes, shards)
+    _write_json(os.path.join(folder, INFO), info)
+    return info
 
 
 class _Writer:
@@ -308,7 +174,9 @@ class _Writer:
     def _write(self, shards: list[int]) -> list[concurrent.futures.Future]:
         """Writes files in a row."""
         first, end = self._bounds[shards[0]], self._bounds[shards[-1] + 1]
-        batches = _serialized(self._source, self._split, self._form, first, end - first)
+        batches = serialize.serialized(
+            self._source, self._split, self._form, first, end - first
+        )
         records = self._until_stopped(batches.as_numpy_iterator())
         jobs = []
         for shard in shards:
@@ -417,21 +285,23 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _describe(source: Source, shards: int, form: _Form) -> dict[str, Any]:
+def _describe(source: Source, shards: int, form: serialize.Form) -> dict[str, Any]:
     """What a call has to have in common with the one that it continues."""
     sizes = {}
     digest = hashlib.sha256()
     for split, size in source.splits.items():
         paths = source.files(split)
         if size is None:
-            size = sum(len(read_labels(source, path)) for path in paths)
+            batches = source.batches(split, _READ_AT_ONCE)
+            batches = batches.map(lambda numbers, _: tf.size(numbers))
+            size = int(sum(batches.as_numpy_iterator()))
         sizes[split] = size
         digest.update("\n".join(paths).encode())
         for path in paths[:: len(paths) // _FILES_TO_LOOK_AT + 1]:
             stat = tf.io.gfile.stat(path)
             digest.update(f"{stat.length} {stat.mtime_nsec}".encode())
         # Data in memory has no files.
-        for _, records in source.batches(split, _AT_ONCE).take(1):
+        for _, records in source.batches(split, serialize.AT_ONCE).take(1):
             for part in source.parse(records):
                 digest.update(tf.io.serialize_tensor(part).numpy())
     return {
@@ -469,7 +339,11 @@ def _prepare_folder(
     if names and not overwrite:
         with tf.io.gfile.GFile(path) as file:
             _check_same(folder, json.load(file), manifest)
-    ours = {name for name in names if name.endswith(".tfrecord")} | {INFO, _MANIFEST}
+    ours = {name for name in names if name.endswith(".tfrecord")} | {
+        INFO,
+        _MANIFEST,
+        _BAD_RECORDS,
+    }
     for name in unfinished | (names & ours if overwrite else set()):
         tf.io.gfile.remove(os.path.join(folder, name))
     if overwrite or not names:
@@ -497,7 +371,11 @@ def _write_json(path: str, content: dict[str, Any]) -> None:
 
 
 def _info(
-    source: Source, form: _Form, folder: str, sizes: dict[str, int], shards: int
+    source: Source,
+    form: serialize.Form,
+    folder: str,
+    sizes: dict[str, int],
+    shards: int,
 ) -> dict[str, Any]:
     """What stands beside the files, for people and for ``TFRecordSource``."""
     files = {}
@@ -521,6 +399,7 @@ def _info(
         "class_names": source.class_names,
         "image_shape": form.shape,
         "raw": form.raw,
+        "fields": [*source.image_fields] if len(form.shape) == 1 else None,
         "splits": splits,
         "files": files,
     }
@@ -535,13 +414,19 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
+    values = None
     try:
         startup.end()
-        _run(*convert_flags.read(argv, __doc__))
+        spec, folder, values = convert_flags.read(argv, __doc__)
+        _run(spec, folder, values)
     except KeyboardInterrupt:
         print(file=sys.stderr)  # ends the progress bar's line
         fail("stopped by Ctrl-C; run it again to go on", _PROGRAM)
         return 130
+    except BadRecordError as error:
+        skips = values.bad_records == "skip" or error.many
+        hint = "" if skips else "; to convert without it, give --bad_records=skip"
+        return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
     except (ValueError, OSError, tf.errors.OpError) as error:
         return fail(error, _PROGRAM)
     return 0
@@ -551,15 +436,41 @@ def _run(spec: str, folder: str, values: flags.FlagValues) -> None:
     source = open_source(
         spec,
         data_dir=os.path.expanduser(values.data_dir),
+        skip_bad=values.bad_records == "skip",
         **data_flags.given(values),
     )
-    convert(
+    for note in source.notes:
+        print(note)
+    folder = os.path.expanduser(folder)
+    info = convert(
         source,
-        os.path.expanduser(folder),
+        folder,
         shards=values.shards,
         image_size=read_image_size(values.image_size),
         raw=values.raw,
         overwrite=values.overwrite,
+        bad_records=values.bad_records,
+        max_bad_records=values.max_bad_records,
+    )
+    print(_done(info, folder))
+
+
+def _done(info: dict[str, Any], folder: str) -> str:
+    """Says that all is done, and how to train on it."""
+    splits = info["splits"]
+    records, files, size = (
+        sum(split[what] for split in splits.values())
+        for what in ("examples", "files", "bytes")
+    )
+    counts = ", ".join(
+        f"{split['examples']:,} in {name}" for name, split in splits.items()
+    )
+    wanted = " --image_size=224" if None in info["image_shape"] else ""
+    return (
+        f"Done: {words.count(records, 'record')} ({counts}) in "
+        f"{words.count(files, 'file')}, {words.size(size)}, in {folder}; train on "
+        f"them: python -m towers.train --dataset={shlex.quote(f'tfrecord:{folder}')}"
+        f"{wanted}"
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from towers.input_pipeline import command_line, data_flags
-from towers.input_pipeline.choices import RAW
+from towers.input_pipeline.choices import BAD_RECORDS, RAW
 from towers.input_pipeline.commands import read_image_size
 
 
@@ -58,6 +58,21 @@ def _define() -> flags.FlagValues:
         "data_dir", "data", "Folder where digits and tfds: keep their files.", **own
     )
     data_flags.define({"module_name": __name__}, values)
+    flags.DEFINE_enum(
+        "bad_records",
+        "fail",
+        BAD_RECORDS,
+        "fail ends at the first bad record; skip lists them all in bad_records.json, "
+        "and leaves them out.",
+        **own,
+    )
+    flags.DEFINE_integer(
+        "max_bad_records",
+        100,
+        "Number of bad records to leave out at most, with --bad_records=skip.",
+        lower_bound=0,
+        **own,
+    )
     flags.DEFINE_integer(
         "verbosity", -1, "0 shows what TensorFlow says of its start.", **own
     )

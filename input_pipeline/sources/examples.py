@@ -1,4 +1,4 @@
-"""Files of tf.Examples with an image and a label, however they are read."""
+"""Files of tf.Examples with an image, or a row of numbers, and a label."""
 
 import math
 
@@ -7,16 +7,22 @@ import tensorflow as tf
 from towers.input_pipeline.sources.base import Record
 from towers.input_pipeline.sources.files import FileSource
 
+# Where `convert` puts rows of numbers.
+ROW = "features"
+
 
 class ExampleFiles(FileSource):
     """Files of tf.Examples, however they are read.
+
+    Where the field is of floats, "images" are rows: float32 [F], with as many numbers
+    as the first record has.
 
     Args:
         kind: see ``FileSource``.
         pattern: see ``FileSource``.
         image_key: field of the JPEG or PNG bytes, or of pixels as they are, where
             image/height, image/width and image/channels say how many; None for
-            image/encoded.
+            image/encoded, or where there is none, for a row in ``features``.
         label_key: field of the int64 label; None for image/class/label.
         num_classes: None reads all labels and takes the largest plus one.
         skip_bad: see ``FileSource``.
@@ -36,6 +42,7 @@ class ExampleFiles(FileSource):
     ):
         super().__init__(kind, pattern, num_classes, skip_bad)
         self.image_shape = (None, None, 3)
+        self._may_be_row = image_key is None
         image_key = image_key or "image/encoded"
         label_key = label_key or "image/class/label"
         self._label_field = {label_key: tf.io.FixedLenFeature([], tf.int64)}
@@ -49,7 +56,7 @@ class ExampleFiles(FileSource):
         """Images and labels [B] of tf.Examples [B]."""
         fields = tf.io.parse_example(serialized, self._fields)
         images, labels = fields[self._image_key], fields[self._label_key]
-        if not self.encoded:
+        if not self.encoded and images.dtype == tf.string:
             pixels = tf.io.decode_raw(images, tf.uint8)
             images = tf.reshape(pixels, [tf.size(labels), *self.image_shape])
         return images, labels
@@ -61,6 +68,11 @@ class ExampleFiles(FileSource):
     def _check_example(self, where: str, serialized: bytes) -> None:
         """Finds wrong key names now rather than in the first training step."""
         found = _kinds(serialized)
+        if self._may_be_row and self._image_key not in found and ROW in found:
+            self._image_key = ROW
+        if found.get(self._image_key) == "float" and self._label_key in found:
+            self._take_rows(serialized)
+            return
         wanted = {self._image_key: "bytes", self._label_key: "int64"}
         if not wanted.items() <= found.items():
             raise ValueError(
@@ -79,6 +91,17 @@ class ExampleFiles(FileSource):
         if len(shape) == 3 and [len(part) for part in image] == [math.prod(shape)]:
             self.encoded = False
             self.image_shape = tuple(shape)
+
+    def _take_rows(self, serialized: bytes) -> None:
+        """Reads rows of numbers from now on, as long as in this example."""
+        fields = tf.train.Example.FromString(serialized).features.feature
+        count = len(fields[self._image_key].float_list.value)
+        row = tf.io.FixedLenFeature([count], tf.float32)
+        self._fields = {self._image_key: row} | self._label_field
+        self.encoded, self.image_shape = False, (count,)
+        self.reads = self._image_key, self._label_key
+        if len(self.image_fields) != count:  # the converter knows their names
+            self.image_fields = [f"{self._image_key}[{k}]" for k in range(count)]
 
 
 def check_kind(record: Record) -> Record:

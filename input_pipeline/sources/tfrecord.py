@@ -136,6 +136,8 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         if info["class_names"] and self.num_classes == info["num_classes"]:
             self.class_names = tuple(info["class_names"])
         self.image_shape = tuple(info["image_shape"])
+        if len(self.image_shape) == 1:
+            self.image_fields = info["fields"]
         for split, paths in self._files.items():
             known = [info["files"][os.path.basename(path)] for path in paths]
             self.splits[split] = sum(file["examples"] for file in known)

@@ -416,6 +416,36 @@ def test_a_bad_record_is_named(tmp_path, image_example, grey, write_tfrecord):
         convert(source, f"{tmp_path}/out")
 
 
+def test_bad_records_are_left_out(photos, tmp_path, capsys):
+    paths = photos.files("train")
+    for path in (paths[5], paths[-1]):
+        open(path, "wb").write(b"no picture")
+    target, folder = f"tfrecord:{tmp_path}/out", f"{tmp_path}/out"
+    arguments = ["convert", f"folder:{tmp_path}/photos", target, "--shards=2"]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert paths[5] in error and error.endswith(
+        "; to convert without it, give --bad_records=skip\n"
+    )
+    assert main([*arguments, "--overwrite", "--bad_records=skip"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"2 bad records left out; {folder}/bad_records.json lists them all." in said
+    (listed,) = json.loads((tmp_path / "out" / "bad_records.json").read_text())
+    assert [bad["path"] for bad in listed["bad"]["train"]] == [paths[5], paths[-1]]
+    written = open_source(target)
+    assert written.splits == {"train": len(paths) - 2, "test": photos.splits["test"]}
+    good = [open(path, "rb").read() for path in paths if path not in error]
+    good = [content for content in good if content != b"no picture"]
+    found = [
+        written.parse(record.raw[None])[0][0].numpy()
+        for path in written.files("train")
+        for record in written.walk(path)
+    ]
+    assert found == good
+    assert main([*arguments, "--bad_records=skip", "--max_bad_records=1"]) == 1
+    assert "more bad records than the 1 to be passed over" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
@@ -435,10 +465,57 @@ def test_raw_pixels_of_several_sizes(photos, tmp_path):
         convert(photos, f"{tmp_path}/out", raw="true")
 
 
-def test_rows_of_numbers_stay(tmp_path):
+def test_rows_have_no_size(tmp_path):
     (tmp_path / "a.csv").write_text("x,label\n1,0\n")
-    with pytest.raises(ValueError, match="gives rows of numbers, expected images"):
-        convert(open_source(f"csv:{tmp_path}/a.csv"), f"{tmp_path}/out")
+    source = open_source(f"csv:{tmp_path}/a.csv")
+    with pytest.raises(ValueError, match="gives rows of numbers, not images: leave"):
+        convert(source, f"{tmp_path}/out", image_size=(8, 8))
+
+
+# --- rows of numbers
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A CSV file with names of classes, and what became of it."""
+    folder = tmp_path_factory.mktemp("rows")
+    lines = [f"{k / 4},{-k},{('bee', 'ant')[k % 2]}\n" for k in range(20)]
+    (folder / "a.csv").write_text("height,width,label\n" + "".join(lines))
+    source = open_source(f"csv:{folder}/a.csv")
+    convert(source, f"{folder}/out", shards=2)
+    return source, folder / "out"
+
+
+def test_rows_of_numbers_are_the_same(rows):
+    source, folder = rows
+    written = _check_equal(source, folder)
+    assert written.splits == {"train": 18, "test": 2}
+    assert written.class_names == ("ant", "bee")
+    assert [*written.image_fields] == ["height", "width"]
+
+
+def test_rows_of_numbers_train(rows):
+    _, folder = rows
+    source = open_source(f"tfrecord:{folder}")
+    options = {"batch_size": 9, "image_shape": source.image_shape, "training": True}
+    batches = [*make_dataset(source, "train", **options).as_numpy_iterator()]
+    found = np.concatenate([numbers for numbers, _ in batches])
+    labels = np.concatenate([labels for _, labels in batches])
+    wanted = {(k / 4, -k): 1 - k % 2 for k in range(20)}
+    assert found.dtype == np.float32
+    assert len({*map(tuple, found)}) == 18
+    for row, label in zip(found, labels, strict=True):
+        assert wanted[tuple(row)] == label
+
+
+def test_rows_without_their_info(rows, tmp_path):
+    source, folder = rows
+    for path in folder.glob("*.tfrecord"):
+        shutil.copy(path, tmp_path)
+    written = open_source(f"tfrecord:{tmp_path}")
+    assert (written.encoded, written.image_shape) == (False, (2,))
+    assert written.image_fields == ["features[0]", "features[1]"]
+    assert sorted(_in_files(written, "train")) == sorted(_in_order(source, "train"))
 
 
 # --- the program
@@ -448,11 +525,14 @@ def test_the_program_converts(tmp_path, capsys):
     flags = [f"--data_dir={tmp_path}/data", "--shards=1", "--image_size=4x5"]
     target = f"tfrecord:{tmp_path}/out"
     assert main(["convert", "digits", target, *flags]) == 0
-    lines = [
-        line for line in capsys.readouterr().out.splitlines() if "examples," in line
-    ]
+    said = capsys.readouterr().out.splitlines()
+    lines = [line for line in said if "examples," in line]
     first = f"{tmp_path}/out/test-00000-of-00001.tfrecord: 360 examples, "
     assert re.fullmatch(rf"{first}[\d.]+ KB", sorted(lines)[0])
+    count = r"1,797 records \(1,437 in train, 360 in test\) in 2 files, [\d.]+ KB"
+    command = f"python -m towers.train --dataset={target}"
+    last = f"Done: {count}, in {tmp_path}/out; train on them: {command}"
+    assert re.fullmatch(last, said[-1])
     assert len(lines) == 2
     assert open_source(target).image_shape == (4, 5, 1)
     # Nothing is left to do.
