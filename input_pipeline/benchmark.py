@@ -3,8 +3,8 @@
     python -m towers.input_pipeline.benchmark --dataset=tfds:cifar10 --ablate
 
 Each stage is read with all those before it, but nothing behind it; "copy" is the whole
-pipeline and the copying of each tower's share to its device. It takes a minute or two,
---ablate twice as long; nothing else should run meanwhile.
+pipeline and the copying of each tower's share to its device. It takes less than a
+minute, --ablate another one; nothing else should run meanwhile.
 Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 
@@ -89,6 +89,8 @@ def set_up() -> tuple[Pipeline, list[str]]:
         seed=FLAGS.seed,
         **data_flags.given(),
     )
+    for note in source.notes:
+        print(note, file=sys.stderr)
     shape = tuple(source.image_shape)
     if len(shape) == 1 and FLAGS.image_size is not None:
         raise ValueError(

@@ -69,7 +69,7 @@ flags.DEFINE_integer("seed", 0, "Of order and augmentation.", lower_bound=0, **_
 flags.DEFINE_integer(
     "examples",
     None,
-    "Examples to read for each figure. Default: as many as five seconds allow.",
+    "Examples to read for each figure. Default: as many as two seconds allow.",
     lower_bound=1,
     **_MEASURE,
 )

@@ -20,10 +20,10 @@ from towers.input_pipeline.decode import Tricks, is_jpeg
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.sources.base import StreamSource
 
-_SECONDS = 5
+_SECONDS = 2
 # Of what is read for a figure; this much is read before, in each round.
 _WARM_UP = 0.1
-_ROUNDS = 5
+_ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def read(
 
     Args:
         dataset: Of tuples; the second of each has as many rows as there are examples.
-        examples: How many to read; None reads for five seconds.
+        examples: How many to read; None reads for two seconds.
         share: Part of that to read.
         use: What to do with each batch.
 
@@ -105,7 +105,7 @@ def measure(
 
     Args:
         pipeline: What to read.
-        examples: How many to read for each figure; None reads for five seconds.
+        examples: How many to read for each figure; None reads for two seconds.
         towers: Devices, which share each batch.
         step_ms: What towers may take for a batch; None tries 1, 2 and 4 times what the
             pipeline takes.

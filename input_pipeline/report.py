@@ -7,7 +7,7 @@ from typing import Any
 from towers.input_pipeline import measure, words
 from towers.input_pipeline.advice import ADVICE
 
-_ADDED = "adds us an example"
+_ADDED = "adds µs per example"
 _WORTH = "speed before / after"
 
 
@@ -18,13 +18,19 @@ def text(results: dict[str, Any]) -> str:
         (name, f"{rate:,.0f}", f"{1e6 * added[name]:,.1f}")
         for name, rate in results["stages"].items()
     ]
+    last, rate = [*results["stages"].items()][-1]
+    rows.append(("all", f"{rate:,.0f}", f"{1e6 / rate:,.1f}"))
+    shape = results["image_shape"]
+    what = f"images of {'x'.join(map(str, shape))}"
+    if len(shape) == 1:
+        what = f"rows of {shape[0]} numbers"
     versions = results["versions"]
     lines = [
-        f"{results['dataset']}: batches of {results['batch_size']} images of "
-        f"{'x'.join(map(str, results['image_shape']))}; TensorFlow "
+        f"{results['dataset']}: batches of {results['batch_size']} {what}; TensorFlow "
         f"{versions['tensorflow']}, Python {versions['python']}.",
-        f"{results['examples_per_s']:,.0f} examples/s, with {results['cpu_cores']:.1f} "
-        f"of {os.cpu_count()} cores busy; the first batch after "
+        f"{rate:,.0f} examples/s ({1e6 / rate:,.1f} µs per example) behind {last}, "
+        f"with {results['cpu_cores']:.1f} of {os.cpu_count()} cores busy; the first "
+        "batch after "
         f"{results['first_batch_s']:.2f} s; at most {results['peak_rss_mb']:,.0f} MB.",
         "",
         *table(("stage", "examples/s", _ADDED), rows),

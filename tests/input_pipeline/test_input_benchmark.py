@@ -82,12 +82,52 @@ def test_tables():
     first = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
     rules = [cell for cell in first if set(cell) == {"-"}]
     assert [cell for cell in first if cell not in rules] == [
-        *("stage", "read", "parse", "augment", "copy"),
+        *("stage", "read", "parse", "augment", "copy", "all"),
         *("2 towers: ms a batch", "0", "1.5"),
         *("change", "deterministic on", GAP, *LAST),
     ]
     assert len(rules) == 3
     assert lines[-1].startswith("The bottleneck is ")
+
+
+def test_the_headline_is_the_sum_of_the_table():
+    results = {
+        "dataset": "csv:a",
+        "batch_size": 16,
+        "image_shape": (4,),
+        "towers": 2,
+        "versions": {"tensorflow": "2", "python": "3"},
+        "stages": {"read": 1000.0, "decode": 260.0, "augment": 250.0, "copy": 200.0},
+        **{"examples_per_s": 250.0, "cpu_cores": 1.5, "first_batch_s": 1.0},
+        **{"peak_rss_mb": 500.0, "waiting": {"1": 0.5}},
+    }
+    lines = report.text(results).splitlines()
+    assert lines[0].startswith("csv:a: batches of 16 rows of 4 numbers; ")
+    assert lines[1].startswith("200 examples/s (5,000.0 µs per example) behind copy, ")
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines[3:10]]
+    assert cells[0][1:4] == ["stage", "examples/s", "adds µs per example"]
+    added = [float(row[3].replace(",", "")) for row in cells[2:6]]
+    assert sum(added) == pytest.approx(5000, abs=0.3)
+    assert cells[6][1:4] == ["all", "200", "5,000.0"]
+
+
+def test_a_run_reads_for_less_than_half_a_minute(monkeypatch):
+    shares = []
+
+    def read(dataset, examples, *, share=1.0, use=None):
+        # What is read before, to warm up, is a part of that, too.
+        shares.append(share + measure._WARM_UP)
+        return measure.Reading(100, 1.0, 0.1, 1.0)
+
+    monkeypatch.setattr(measure, "read", read)
+    pipeline = Pipeline(
+        *(open_source("synthetic:8x8x3:4:100"), "train"),
+        **{"batch_size": 16, "image_shape": (8, 8, 3), "training": True},
+        recipe="imagenet",  # has all stages
+    )
+    found = measure.measure(pipeline, None, ["/CPU:0"], None)
+    assert len(found["stages"]) == 6 and len(found["waiting"]) == 3
+    assert sum(shares) * measure._SECONDS < 30
 
 
 def test_ablation_of_pictures(pictures):
