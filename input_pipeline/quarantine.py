@@ -91,9 +91,9 @@ def inspect(
 def write(found: Sequence[Quarantine], path: str) -> None:
     """Writes what was found, for people and for ``read``."""
     unfinished = f"{path}.unfinished"
-    with open(unfinished, "w") as file:
+    with tf.io.gfile.GFile(unfinished, "w") as file:
         json.dump([dataclasses.asdict(each) for each in found], file, indent=2)
-    os.replace(unfinished, path)
+    tf.io.gfile.rename(unfinished, path, overwrite=True)
 
 
 def read(path: str) -> list[Quarantine]:
