@@ -221,6 +221,12 @@ class Turns:
             for name in names
         ]
 
+    def kept(self) -> str:
+        """Names an attribute that a tower has left a tensor in; "" if there is none."""
+        found = self._found or [self._before.changed()]
+        names = [name for name, value in found[-1].items() if tf.is_tensor(value)]
+        return "'{1}' of layer '{0}'".format(*names[0]) if names else ""
+
     def lines_of_all(self, towers: int) -> list[str]:
         """Returns the sentences for towers that have not taken turns.
 

@@ -221,6 +221,21 @@ def test_a_trace_leaves_nothing_behind(monkeypatch, capsys):
     assert capsys.readouterr().out.count("It reads") == 2
 
 
+def test_a_tensor_kept_for_compute_loss_is_refused():
+    class Keeps(Looking):
+        def call(self, x, training=False):
+            self.last = x
+            return super().call(x)
+
+        def compute_loss(self, x, y, y_pred, *others, **more):
+            return ops.mean(self.last * y_pred)
+
+    trained = multi_gpu_model(Keeps(), gpus=2)
+    trained.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="one call for later, in 'last' of layer"):
+        trained.train_on_batch(X, Y)
+
+
 # What changes between two traces, or without one.
 
 

@@ -114,6 +114,7 @@ class Builder(abc.ABC):
         self.graph = None
         self._built_eagerly = False
         self._proofs = eager.Proofs()
+        self._kept = ""
         self._reads_tables = False
         self._xla = None
         self.compiled = False
@@ -599,6 +600,7 @@ class Builder(abc.ABC):
             turn = functools.partial(turns.take, eagerly or function)
             results = tower.run([turn] * len(shares), shares)
             self.say(turns.lines())
+        self._kept = turns.kept() if len(results) > 1 else ""
         self._check_rows_of(results)
         return results
 
@@ -761,6 +763,12 @@ class Builder(abc.ABC):
         Returns:
             The loss, a scalar.
         """
+        if self._kept and overrides(self.model, "compute_loss"):
+            raise tower.ModelError(
+                f"Model '{self.model.name}' keeps a tensor of one call for later, in "
+                f"{self._kept}, and has a compute_loss of its own, which would find "
+                "the last tower's share there; return it as an output instead."
+            )
         x, y, sample_weight = data
         override = self.model._losses_override
         override.extend(losses)
