@@ -23,7 +23,8 @@ _MEASURE = {"module_name": "Measuring"}
 flags.DEFINE_string(
     "dataset",
     "digits",
-    "digits, tfds:NAME, tfrecord:GLOB, folder:DIR, ... as in training.",
+    "What to read: digits, tfds:NAME, tfrecord:GLOB, folder:DIR, or another of "
+    "towers.train --help.",
     **_DATA,
 )
 flags.DEFINE_string(
@@ -48,7 +49,11 @@ flags.DEFINE_list(
 )
 flags.DEFINE_bool("deterministic", False, "Same order for the same seed.", **_INPUT)
 flags.DEFINE_enum(
-    "cache", "auto", CACHES, "Where to keep examples, as in training.", **_INPUT
+    "cache",
+    "auto",
+    CACHES,
+    "Where to keep examples; see towers.train --helpfull.",
+    **_INPUT,
 )
 flags.DEFINE_string("cache_dir", None, "Where --cache=disk keeps its files.", **_INPUT)
 flags.DEFINE_integer(
@@ -64,7 +69,9 @@ flags.DEFINE_string(
     "Dispatcher of a tf.data service, as grpc://HOST:PORT.",
     **_INPUT,
 )
-flags.DEFINE_integer("seed", 0, "Of order and augmentation.", lower_bound=0, **_INPUT)
+flags.DEFINE_integer(
+    "seed", 0, "Seed of order and augmentation.", lower_bound=0, **_INPUT
+)
 
 flags.DEFINE_integer(
     "examples",

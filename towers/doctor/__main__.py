@@ -52,8 +52,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     # Not absl's flags: nothing is imported that may be what is missing.
     parser = Parser(_PROGRAM, __doc__)
-    parser.add_argument("--model_dir", default="runs", help="As in towers.train.")
-    parser.add_argument("--data_dir", default="data", help="As in towers.train.")
+    parser.add_argument(
+        "--model_dir",
+        default="runs",
+        help="Folder that a run would write to; its disk is looked at. Default: runs.",
+    )
+    parser.add_argument(
+        "--data_dir",
+        default="data",
+        help="Folder of digits and tfds:; its disk is looked at. Default: data.",
+    )
     parser.add_argument(
         "--num_gpus",
         type=int,

@@ -22,7 +22,9 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     """
     # Not absl's flags: theirs do not know arguments without a name.
     parser = Parser("towers.report", doc)
-    parser.add_argument("model_dir", help="The run's, as in towers.train.")
+    parser.add_argument(
+        "model_dir", help="Folder that a run of towers.train has written."
+    )
     parser.add_argument(
         "--output",
         metavar="FILE",
