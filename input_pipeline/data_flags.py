@@ -29,7 +29,7 @@ def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> 
     flags.DEFINE_float(
         "eval_fraction",
         None,
-        "Part of the records of csv:, parquet: and folder: to hold out for evaluation, "
+        "Part of the records of csv:, parquet: and folder: to hold out for validation, "
         "where no file or folder is held out by its name. Default: 0.1.",
         **own,
     )

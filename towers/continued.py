@@ -36,7 +36,7 @@ def make_checkpoint(folder: str, validates: bool) -> Checkpoint:
 
 
 def best_text() -> str:
-    """Says by what the best epoch is told where nothing is held out."""
+    """Says by what the best epoch is told without validation data."""
     monitor, mode = _monitor(validates=False)
     return f"{'lowest' if mode == 'min' else 'highest'} {monitor}"
 
@@ -46,8 +46,8 @@ def _monitor(validates):
     monitor = FLAGS.monitor or known[0]
     if monitor not in known:
         raise ValueError(
-            f"Received --monitor={monitor}, but nothing is held out; expected one of "
-            f"{', '.join(known)}, or an --eval_dataset."
+            f"Received --monitor={monitor}, but there is no validation data; expected "
+            f"one of {', '.join(known)}, or an --eval_dataset."
         )
     mode = FLAGS.monitor_mode
     if mode == "auto":

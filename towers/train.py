@@ -983,16 +983,16 @@ def data_notes(job: Job) -> list[str]:
     notes = [*job.source.notes]
     if job.held_out is None:
         notes.append(
-            "Nothing is held out, so the training data is evaluated on, and the best "
-            f"epoch is that of the {continued.best_text()}; give --eval_dataset to "
-            "have it otherwise."
+            "There is no validation data, so the training data is evaluated on, and "
+            f"the best epoch is that of the {continued.best_text()}; give "
+            "--eval_dataset to have it otherwise."
         )
     else:
         source, split = job.held_out
         if FLAGS.eval_dataset is not None:
             notes += [f"{source.name}: {note}" for note in source.notes]
         examples = counted(source.splits[split], "example")
-        notes.append(f"Evaluation {source.name}: {examples}.")
+        notes.append(f"Validation {source.name}: {examples}.")
     if FLAGS["data_dir"].present and not train_flags.uses_data_dir():
         notes.append(
             f"Note: --data_dir={FLAGS.data_dir} changes nothing, as only digits and "

@@ -72,7 +72,7 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "eval_dataset",
     None,
-    "What to evaluate on, of the same forms. Default: the held-out part of --dataset.",
+    "Validation data, of the same forms. Default: what is held out of --dataset.",
     **_DATA,
 )
 flags.DEFINE_string(
@@ -329,8 +329,8 @@ flags.DEFINE_enum(
     "monitor",
     None,
     MONITORS,
-    "Metric that tells which epoch is the best. Default: val_loss; loss where nothing "
-    "is held out.",
+    "Metric that tells which epoch is the best. Default: val_loss; loss without "
+    "validation data.",
     **_RUN,
 )
 flags.DEFINE_enum(

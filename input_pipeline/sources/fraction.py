@@ -1,4 +1,4 @@
-"""Which records are held out for evaluation where no file or folder says so."""
+"""Which records are held out for validation where no file or folder says so."""
 
 from typing import Any
 
@@ -93,6 +93,6 @@ def note(fraction: float, what: str, count: int | None) -> str:
     """
     counted = "" if count is None else f", {count:,} in all,"
     return (
-        f"{100 * fraction:.4g}% of the {what}{counted} are held out for evaluation; "
+        f"{100 * fraction:.4g}% of the {what}{counted} are held out for validation; "
         "--eval_fraction (in Python, eval_fraction) takes another part, such as 0."
     )

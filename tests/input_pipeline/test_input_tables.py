@@ -165,7 +165,7 @@ def test_what_is_said_of_columns_and_labels(tmp_path, kind):
     assert source.notes[1].startswith(
         "The labels are 1 to 3: 4 classes, and 0 never appears; number the classes"
     )
-    assert source.notes[2].startswith("10% of the rows, 1 in all, are held out for eva")
+    assert source.notes[2].startswith("10% of the rows, 1 in all, are held out for val")
 
 
 @KINDS

@@ -825,8 +825,8 @@ class TestInProcess:
         assert said[0].startswith(
             "The labels are the column 'z', the last one; --label"
         )
-        assert said[1].startswith("10% of the rows, 2 in all, are held out for evaluat")
-        assert said[2:] == [f"Evaluation {source.name}: 2 examples."]
+        assert said[1].startswith("10% of the rows, 2 in all, are held out for validat")
+        assert said[2:] == [f"Validation {source.name}: 2 examples."]
         job.held_out = None
         with flagsaver.flagsaver(
             dataset="csv:a", data_dir="b", cache_dir="c", max_bad_records=3
@@ -834,7 +834,9 @@ class TestInProcess:
             train.FLAGS["data_dir"].present = 1
             *_, nothing, data_dir, bad, cache_dir = train.data_notes(job)
             assert "--data_dir" not in train_flags.as_text()
-        assert nothing.startswith("Nothing is held out, so the training data is evalua")
+        assert nothing.startswith(
+            "There is no validation data, so the training data is"
+        )
         assert data_dir.startswith("Note: --data_dir=b changes nothing, as only digits")
         assert bad.startswith("Note: --max_bad_records=3 changes nothing, as no bad")
         assert cache_dir == "Note: --cache_dir=c changes nothing here."
