@@ -117,11 +117,9 @@ def test_the_direction_is_that_of_keras():
 def test_other_data_are_said(tmp_path, capsys):
     fit(tmp_path, [1.0], x=pipeline())
     capsys.readouterr()
-    fit(tmp_path, [1.0], x=pipeline())
-    assert "other data" not in capsys.readouterr().err
     fit(tmp_path, [1.0], x=pipeline(batch_size=3))
     assert capsys.readouterr().err == (
-        f"towers: Note: The run {tmp_path}/ckpt-2-0 goes on with other data, from "
+        f"towers: Note: The run {tmp_path}/ckpt-1-0 goes on with other data, from "
         "their beginning: batch size 4 before, 3 now; steps_per_epoch 6 before, 7 "
         "now.\n"
     )
@@ -142,7 +140,7 @@ def test_other_data_to_validate_on_are_said(tmp_path, capsys, monkeypatch):
         epochs = len(names(tmp_path)) + 1
         options = {"epochs": epochs, "callbacks": [checkpoint], "verbose": 0}
         held_out = np.zeros([count, 1, 1, 1]), np.zeros(count)
-        parallel.fit(pipeline(), validation_data=held_out, **options)
+        parallel.fit(finite(), validation_data=held_out, **options)
         said = capsys.readouterr().err
         words = "is validated on other data: examples 3 before, 2 now; the best"
         assert (words in said) == (count == 2)
@@ -177,3 +175,19 @@ def test_monitor_of_the_command_line(tmp_path, validates):
         assert continued.best_text() == "lowest loss"
         with flagsaver.flagsaver(monitor="accuracy"):
             assert continued.best_text() == "highest accuracy"
+
+
+def test_a_model_that_was_saved_is_evaluated(tmp_path):
+    train_flags.FLAGS(["test"])
+    model, other, path = tiny(), tiny(seed=2), f"{tmp_path}/best.keras"
+    model.save(path)
+    with flagsaver.flagsaver(checkpoint=path):
+        with pytest.raises(ValueError, match="does not say how far its run had come"):
+            continued.restore(Checkpoint(tmp_path), str(tmp_path), other)
+    with flagsaver.flagsaver(checkpoint=path, eval_only=True):
+        continued.restore(Checkpoint(tmp_path), str(tmp_path), other)
+        assert continued.text(Checkpoint(tmp_path), other) == [f"Evaluating {path}."]
+        with pytest.raises(ValueError, match="Cannot read the weights of --checkpoint"):
+            continued.restore(Checkpoint(tmp_path), str(tmp_path), tiny(units=5))
+    for a, b in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1352,14 +1352,11 @@ def test_the_best_is_evaluated_and_gone_on_from(worse, shared, tmp_path):
     shutil.copytree(worse.path, path)
     flags = (*worse.flags[:1], f"--model_dir={path}", "--model=mlp")
     first = json.loads((shared / "summary.json").read_text())
-    value = f"validation loss {first['val_loss']:.4f}"
     before = snapshot(path)
     done = run(*flags, "--eval_only", "--checkpoint=best")
     assert f"Evaluating {path}/checkpoints/ckpt-1-0: after epoch 1" in done.stdout
-    assert value in done.stdout
+    assert f"validation loss {first['val_loss']:.4f}" in done.stdout
     assert snapshot(path) == before
-    done = run(*flags, "--eval_only", f"--checkpoint={path}/best.keras")
-    assert value in done.stdout
     done = run(*flags, "--checkpoint=best", "--train_epochs=2")
     assert "ckpt-1-0: after epoch 1, step 23, the best by val_loss: " in done.stdout
     assert "What was trained after it is given up: ckpt-2-0 will be" in done.stdout
