@@ -87,6 +87,7 @@ def cached(
         most, to = (needed, folder) if of_pixels else (2 * needed, None)
         cache = _choose(most, to, deterministic) or "none"
     what = "pixels" if of_pixels else "encoded images"
+    what = "numbers" if len(source.image_shape) == 1 else what
     where = {"memory": "kept in memory", "disk": f"kept in {folder}"}.get(
         cache, "not kept"
     )
