@@ -101,7 +101,8 @@ def multi_gpu_model(
             default.
         loss_placement: Where the loss is computed: "tower", each the part of its share;
             "gathered", at home from the outputs of all towers. "auto" does so on the
-            towers where the loss is proved to be a mean or a sum over examples. "tower"
+            towers where the loss is proved to be a mean or a sum over examples, and at
+            home with run_eagerly, whose loss is Python with the whole batch. "tower"
             takes any loss for a mean over examples, also those that layers add.
         strict: Whether to refuse a model where it is seen that towers would compute
             other numbers than one device: a layer that lets examples depend on one
