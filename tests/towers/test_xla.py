@@ -19,7 +19,7 @@ from tests.exact.cases import CASES
 from tests.towers.test_exact_cases import _alone
 
 HOME, AWAY = "/device:CPU:0", "/device:CPU:1"
-GROUPS = "losses", "metrics", "state", "batches", "gradients"
+GROUPS = "losses", "metrics", "state"
 # To compile them all takes ten minutes. These are: the tracked losses of several
 # outputs, a gathered loss, weights that a layer assigns, and integers.
 QUICK = (
@@ -31,7 +31,8 @@ QUICK = (
 TABLE = [
     case
     for case in CASES
-    if case.group in GROUPS and ("TOWERS_EXACT_ALL" in os.environ or str(case) in QUICK)
+    if str(case) in QUICK or (case.group in GROUPS and "TOWERS_EXACT_ALL" in os.environ)
+    if case.expect != "stateful"  # refused before anything is compiled
 ]
 
 
@@ -52,8 +53,8 @@ def test_compiled_away_from_home(case):
         between=None,
     )
     found = exact.outcome(case, wrap, later=("evaluate",))
-    assert found["verdict"] == case.verdict, found
-    assert case.verdict == "clear error" or built[0].compiled
+    assert found["verdict"] == "equal", found
+    assert built[0].compiled
 
 
 def test_the_quick_ones_are_cases():
