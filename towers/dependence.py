@@ -6,10 +6,10 @@ else (a maximum, a variance, a ratio of sums) cannot be put together from shares
 tell which it is, the graph is read from the value back to the batch. Only what is
 proved counts: an operation that is not listed here makes a value unknown, never wrong.
 
-Keras's own layers are taken to treat every example by itself, as they do but for
-BatchNormalization, which differs by design, and a few that are read like other layers:
-those are taken to do so, too, unless they are seen not to. Losses that layers add, and
-state that they assign, are read operation by operation.
+Keras's own layers are known to treat every example by itself (`trust.py`), but for
+BatchNormalization, which differs by design. What cannot be read in another layer is
+taken to do so, too, and listed: numbers have to show it then (`compare.py`). Losses
+that layers add, and state that they assign, are read operation by operation.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from towers.replace import Replacement
+from towers.trust import is_trusted
 
 
 class Dependence(enum.Enum):
@@ -57,7 +58,8 @@ class Dependence(enum.Enum):
 NONE, ROWS, COLUMNS, SHAPE, SIZE, SUM, MEAN, PACKED, COUPLED, UNKNOWN = Dependence
 
 _ELEMENTWISE = set(
-    """Abs Acos Acosh AddN AddV2 Add Asin Asinh Atan Atan2 Atanh Cast Ceil
+    """Abs Acos Acosh AddN AddV2 Add Asin Asinh Atan Atan2 Atanh BitwiseAnd BitwiseOr
+    BitwiseXor Cast Ceil Invert LeftShift RightShift
     CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu Equal Erf Erfc Exp
     Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity Inv IsFinite
     IsInf IsNan LeakyRelu Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot
@@ -70,7 +72,16 @@ _ELEMENTWISE = set(
 _ROWWISE = set(
     """AvgPool AvgPool3D BiasAdd Conv2D Conv3D DepthToSpace DepthwiseConv2dNative
     MaxPool MaxPool3D ResizeBicubic ResizeBilinear ResizeNearestNeighbor
-    SpaceToDepth""".split()
+    SpaceToDepth Bitcast""".split()
+)
+# They treat the last two axes as a matrix.
+_OF_MATRICES = set("MatrixBandPart MatrixDiagPartV3 MatrixSetDiagV3".split())
+# Each element is drawn by itself.
+_DRAWS = set(
+    """RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal
+    StatelessRandomGammaV3 StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
+    StatelessRandomUniformIntV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2
+    """.split()
 )
 # Their result for a sum is the sum of their results, wherever the axes are.
 _LINEAR = set(
@@ -78,8 +89,6 @@ _LINEAR = set(
     "Transpose".split()
 )
 _REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
-# What users write into Keras's classes, and a layer that looks for the loudest example.
-_READ = keras.Model, keras.layers.Lambda, keras.layers.MelSpectrogram
 
 
 class _Call(NamedTuple):
@@ -89,14 +98,40 @@ class _Call(NamedTuple):
         inputs: The tensors that it was called with.
         packed: Whether the tensor is part of a ragged or sparse one.
         trusted: Whether the layer is known to treat each example by itself.
+        layer: The layer.
+        around: The calls of layers around it that have returned the same tensor.
     """
 
     inputs: Sequence[tf.Tensor]
     packed: bool
     trusted: bool
+    layer: keras.layers.Layer
+    around: "list[_Call]"
 
 
-_layer = Replacement(keras.layers.Layer, "__call__")
+class Culprit(NamedTuple):
+    """What makes a tensor coupled or unknown.
+
+    Attributes:
+        operation: An operation.
+        layer: The innermost layer that it is a part of, if it is of one.
+    """
+
+    operation: tf.Operation
+    layer: keras.layers.Layer | None = None
+
+    def __str__(self) -> str:
+        """Names it, as a phrase."""
+        operation = f"'{self.operation.name}' ({self.operation.type})"
+        if self.layer is None:
+            return f"operation {operation}"
+        name, kind = self.layer.name, type(self.layer).__name__
+        what = "model" if isinstance(self.layer, keras.Model) else "layer"
+        return f"{what} '{name}' ({kind}), operation {operation}"
+
+
+# Also for `compare.py`.
+layer_call = Replacement(keras.layers.Layer, "__call__")
 
 
 @contextlib.contextmanager
@@ -110,33 +145,20 @@ def recorded_layers() -> Iterator[dict[Any, _Call]]:
 
     def record(original, layer, *args, **kwargs):
         outputs = original(layer, *args, **kwargs)
-        inputs = [part for _, part in _parts([args, kwargs])]
+        inputs = [part for _, part in parts([args, kwargs])]
         known = {_key(tensor) for tensor in inputs}
-        for packed, output in _parts(outputs):
+        for packed, output in parts(outputs):
             # What is passed through stays what it was; and of nested layers, the
             # innermost tells most.
-            if _key(output) not in known:
-                call = _Call(inputs, packed, _is_trusted(layer))
-                calls.setdefault(_key(output), call)
+            if _key(output) in known:
+                continue
+            call = _Call(inputs, packed, is_trusted(layer, inputs), layer, [])
+            if calls.setdefault(_key(output), call) is not call:
+                calls[_key(output)].around.append(call)
         return outputs
 
-    with _layer.by(record):
+    with layer_call.by(record):
         yield calls
-
-
-def _is_trusted(layer):
-    """Whether a layer and its parts are Keras's, and no exception among those."""
-    activation = getattr(layer, "activation", None) or keras.activations.linear
-    axes = tf.nest.flatten(getattr(layer, "axis", None))
-    return (
-        type(layer).__module__.startswith("keras.")
-        and getattr(activation, "__module__", "").startswith("keras.")
-        and 0 not in axes
-        and not isinstance(layer, _READ)
-        # How far texts are padded depends on the longest of them.
-        and getattr(layer, "_output_sequence_length", 0) is not None
-        and all(map(_is_trusted, layer._flatten_layers(False, recursive=False)))
-    )
 
 
 def _key(tensor):
@@ -144,7 +166,7 @@ def _key(tensor):
     return id(tensor.graph), tensor.name
 
 
-def _parts(nest: Any) -> Iterator[tuple[bool, tf.Tensor]]:
+def parts(nest: Any) -> Iterator[tuple[bool, tf.Tensor]]:
     """The tensors of a nest; of ragged and sparse ones (True) their components."""
     for leaf in tf.nest.flatten(nest):
         packed = isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
@@ -166,10 +188,10 @@ class Reader:
         """
         self._calls = calls
         self._culprits = {}
-        self._doubts = []
+        self._unread = []
         self._known = {
             _key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
-            for packed, part in _parts(share)
+            for packed, part in parts(share)
         }
 
     def of(self, tensor: tf.Tensor) -> Dependence:
@@ -188,15 +210,14 @@ class Reader:
                 self._known[_key(current)] = self._combine(current)
         return self._known[_key(tensor)]
 
-    def why(self, tensor: tf.Tensor) -> str:
-        """Names the operation that made `tensor` coupled or unknown."""
-        op = self._culprits[_key(tensor)]
-        return f"'{op.name}' ({op.type})"
+    def why(self, tensor: tf.Tensor) -> Culprit:
+        """Returns what made `tensor` coupled or unknown, or else what made it."""
+        return self._culprits.get(_key(tensor), Culprit(tensor.op))
 
     @property
-    def doubts(self) -> list[str]:
-        """Names the operations that could not be read in layers taken on trust."""
-        return [f"'{op.name}' ({op.type})" for op in self._doubts]
+    def unread(self) -> list[Culprit]:
+        """What could not be read in layers that are taken to keep rows apart."""
+        return self._unread
 
     def _inputs(self, tensor):
         call = self._calls.get(_key(tensor))
@@ -208,17 +229,31 @@ class Reader:
         call = self._calls.get(_key(tensor))
         if call is None:
             return self._of(tensor.op.inputs, _of_operation, tensor)
-        if not call.trusted:
-            seen = self._of(tensor.op.inputs, _of_operation, tensor)
-            if seen is not UNKNOWN:
-                return seen
-            # That an operation cannot be read says nothing against the layer.
-            culprit = self._culprits.pop(_key(tensor))
-            taken = self._of(call.inputs, _of_layer, tensor, call.packed)
-            if taken is ROWS and culprit not in self._doubts:
-                self._doubts.append(culprit)
-            return taken
-        return self._of(call.inputs, _of_layer, tensor, call.packed)
+        if call.trusted:
+            found = self._of(call.inputs, _of_layer, tensor, call.packed)
+            self._blame(tensor, call)
+            return found
+        seen = self._of(tensor.op.inputs, _of_operation, tensor)
+        self._blame(tensor, call)
+        if seen is not UNKNOWN:
+            return seen
+        # That an operation cannot be read says nothing against the layer.
+        culprit = self._culprits.pop(_key(tensor))
+        taken = self._of(call.inputs, _of_layer, tensor, call.packed)
+        if taken is ROWS and culprit not in self._unread:
+            self._unread.append(culprit)
+        self._blame(tensor, call)
+        return taken
+
+    def _blame(self, tensor, call):
+        """Names the layer in which a tensor has become coupled or unknown."""
+        culprit = self._culprits.get(_key(tensor))
+        if culprit is None or culprit.layer is not None:
+            return
+        for each in call, *call.around:
+            if not {self._known.get(_key(t)) for t in each.inputs} & {COUPLED, UNKNOWN}:
+                self._culprits[_key(tensor)] = culprit._replace(layer=each.layer)
+                return
 
     def _of(self, inputs, rule, tensor, *extra):
         kinds = [self._known[_key(t)] for t in inputs]
@@ -231,7 +266,7 @@ class Reader:
                 return kind
         found = rule(tensor, list(inputs), kinds, *extra)
         if found in (COUPLED, UNKNOWN):
-            self._culprits[_key(tensor)] = tensor.op
+            self._culprits[_key(tensor)] = Culprit(tensor.op)
         return found
 
 
@@ -285,7 +320,10 @@ def _of_columns(tensor, op, inputs, kinds):
         return {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(
             tuple(kinds), UNKNOWN
         )
-    if op.type in _ELEMENTWISE and len(inputs) == 1:
+    if op.type in _ELEMENTWISE and all(
+        kind is COLUMNS or t.shape.rank == 0
+        for t, kind in zip(inputs, kinds, strict=True)
+    ):
         return COLUMNS
     if op.type == "Transpose" and tensor.shape.rank == 2:
         return ROWS
@@ -370,6 +408,12 @@ def _of_sizes(op, inputs, kinds):
         return SIZE
     if op.type == "Fill" and kinds == [SHAPE, NONE]:
         return ROWS
+    if op.type == "BroadcastTo" and kinds == [NONE, SHAPE]:
+        old, new = inputs[0].shape, inputs[1].shape[0]
+        same = old.rank is not None and (old.rank != new or old[0] == 1)
+        return ROWS if same and new is not None else UNKNOWN
+    if op.type in _DRAWS and kinds[0] is SHAPE and set(kinds[1:]) <= {NONE}:
+        return ROWS
     return UNKNOWN
 
 
@@ -386,6 +430,10 @@ def _integers(tensor):
             return None
         found = shape[begin[0] : begin[0] + size[0]].as_list()
         return None if None in found else found
+    if op.type == "Range":
+        start, limit, delta = map(_integers, op.inputs)
+        known = None not in (start, limit, delta)
+        return [*range(*start, *limit, *delta)] if known else None
     if op.type not in ("Sub", "Pack", "ConcatV2"):
         return None
     parts = [_integers(part) for part in op.inputs[: -1 if "V2" in op.type else None]]
@@ -426,7 +474,7 @@ def _of_rows(tensor, op, inputs, kinds):
     if op.type in ("MatMul", "BatchMatMulV2"):
         return _of_product(op, inputs, kinds)
     if op.type == "Einsum":
-        return _of_einsum(op, kinds)
+        return _of_einsum(op, inputs, kinds)
     if op.type == "BroadcastTo":
         same = first_only or kinds == [ROWS, SHAPE]
         return ROWS if same and tensor.shape.rank == rank else UNKNOWN
@@ -440,11 +488,13 @@ def _of_rows(tensor, op, inputs, kinds):
         return UNKNOWN
     if op.type in _ROWWISE:
         return ROWS
+    if op.type in _OF_MATRICES:
+        return ROWS if rank is not None and rank > 2 else UNKNOWN
     if op.type in ("MirrorPad", "Pad", "PadV2"):
-        paddings = tf.get_static_value(inputs[1])
-        return ROWS if paddings is not None and not any(paddings[0]) else UNKNOWN
+        paddings = _integers(inputs[1])
+        return ROWS if paddings is not None and not any(paddings[:2]) else UNKNOWN
     if op.type == "Tile":
-        multiples = tf.get_static_value(inputs[1])
+        multiples = _integers(inputs[1])
         return ROWS if multiples is not None and multiples[0] == 1 else UNKNOWN
     if op.type == "TopKV2":
         return ROWS if rank is not None and rank > 1 else UNKNOWN
@@ -459,7 +509,7 @@ def _of_rows(tensor, op, inputs, kinds):
             return UNKNOWN
         return ROWS if all(axis % rank != 0 for axis in axes) else UNKNOWN
     if op.type == "Transpose":
-        order = tf.get_static_value(inputs[1])
+        order = _integers(inputs[1])
         if order is None or order[0] == 0:
             return UNKNOWN if order is None else ROWS
         return COLUMNS if rank == 2 else UNKNOWN
@@ -533,11 +583,14 @@ def _of_product(op, inputs, kinds):
     return UNKNOWN
 
 
-def _of_einsum(op, kinds):
-    terms, result = op.get_attr("equation").decode().replace(" ", "").split("->")
+def _of_einsum(op, inputs, kinds):
+    equation = op.get_attr("equation").decode().replace(" ", "")
+    if "..." in equation:
+        equation = _spelled_out(equation, [t.shape.rank for t in inputs])
+        if equation is None:
+            return UNKNOWN
+    terms, result = equation.split("->")
     terms = terms.split(",")
-    if "..." in result or any("..." in term for term in terms):
-        return UNKNOWN
     firsts = {term[:1] for term, kind in zip(terms, kinds, strict=True) if kind is ROWS}
     others = [
         term[1:] if kind is ROWS else term
@@ -551,6 +604,19 @@ def _of_einsum(op, kinds):
     if examples not in result:
         return SUM
     return ROWS if result.startswith(examples) else UNKNOWN
+
+
+def _spelled_out(equation, ranks):
+    """An equation with letters for its ellipsis, `None` if they are not known."""
+    terms = equation.split("->")[0].split(",")
+    hidden = {
+        None if rank is None else rank - len(term.replace("...", ""))
+        for term, rank in zip(terms, ranks, strict=True)
+        if "..." in term
+    }
+    if len(hidden) != 1 or None in hidden:
+        return None
+    return equation.replace("...", "αβγδεζηθ"[: hidden.pop()])
 
 
 def _of_reshape(tensor, inputs, kinds):
@@ -576,14 +642,18 @@ def _of_reshape(tensor, inputs, kinds):
 
 
 def _of_gather(op, inputs, kinds):
-    axis = tf.get_static_value(inputs[2])
-    if axis is None or op.get_attr("batch_dims") != 0:
+    axis, rank = tf.get_static_value(inputs[2]), inputs[0].shape.rank
+    if axis is None or rank is None:
+        return UNKNOWN
+    # Where both have the examples' axis, each takes from its own row.
+    apart = int(axis) % rank != 0
+    if op.get_attr("batch_dims") > 0:
+        return ROWS if kinds[:2] == [ROWS, ROWS] and apart else UNKNOWN
+    if op.get_attr("batch_dims") != 0:
         return UNKNOWN
     if kinds[:2] == [NONE, ROWS]:
-        return ROWS if int(axis) == 0 else UNKNOWN
-    if kinds[:2] == [ROWS, NONE]:
-        return ROWS if int(axis) > 0 else UNKNOWN
-    return UNKNOWN
+        return UNKNOWN if apart else ROWS
+    return ROWS if kinds[:2] == [ROWS, NONE] and apart else UNKNOWN
 
 
 def _of_slice(op, inputs):

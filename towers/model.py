@@ -20,6 +20,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from towers import (
     auto,
+    compare,
     devices,
     listeners,
     not_finite,
@@ -286,7 +287,8 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _train_function(self):
         """Makes the builder's train function, which says what its guard has caught."""
         builder = self._self_builder
-        made, guard = builder.train_function(self._step), builder.guard
+        made = self._comparing(lambda: builder.train_function(self._step))
+        guard = builder.guard
 
         def train(iterator):
             with self._told():
@@ -308,6 +310,44 @@ class TowerModel(wrapt.CallableObjectProxy):
                 )
 
         return function
+
+    def _comparing(self, make):
+        """Makes a loop's function compare rows on its first batch, if it has to.
+
+        What a graph does not tell is asked for while it is traced, which is before it
+        has read anything. It is made anew then: TensorFlow does not trace a function
+        again that has failed.
+        """
+        function = make()
+        steps = self.__wrapped__.steps_per_execution
+
+        def call(data):
+            nonlocal function
+            # What `predict` hands over is a list; what else is read once.
+            batches = None
+            if not isinstance(data, list | tf.data.Iterator):
+                batches = start.Batches(data, steps)
+            wanted = set()
+            while True:
+                again = batches is not None and not isinstance(data, list)
+                builder = self._self_builder
+                try:
+                    logs = function(batches.read() if again else data)
+                except compare.BatchWanted as error:
+                    if error.key in wanted:
+                        raise
+                    wanted.add(error.key)
+                    if batches is None:
+                        batches = start.Batches(data, steps)
+                    with self._step():
+                        builder.compare_first(batches.first, error)
+                    function = make()
+                else:
+                    if wanted:
+                        builder.compare_again_what_was_too_small()
+                    return logs
+
+        return call
 
     def _first_call(self, iterator):
         model = self.__wrapped__
@@ -332,6 +372,28 @@ class TowerModel(wrapt.CallableObjectProxy):
             trials = self._choose(ways, batches, start_s)
             auto.remember(self._self_file, key, trials)
         return logs
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Makes what `evaluate` calls with an iterator; see `keras.Model`."""
+        self._make_compared("test", force)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Makes what `predict` calls with batches; see `keras.Model`."""
+        self._make_compared("predict", force)
+
+    def _make_compared(self, kind, force):
+        self._follow()
+        name = f"{kind}_function"
+        if force or getattr(self, name) is None:
+
+            def make():
+                kept = getattr(self, name)
+                getattr(type(self.__wrapped__), f"make_{name}")(self, force=True)
+                made = getattr(self, name)
+                setattr(self, name, kept)
+                return made
+
+            setattr(self, name, self._comparing(make))
 
     def _ways(self):
         """The ways to choose from; none where nothing may hang on time."""
@@ -518,8 +580,6 @@ for _name in (
     "train_on_batch",
     "test_on_batch",
     "predict_on_batch",
-    "make_test_function",
-    "make_predict_function",
 ):
     setattr(TowerModel, _name, _loop_method(_name))
 

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import dependence
-from towers.dependence import Dependence
+from towers.dependence import Culprit, Dependence
 
 _RULES = Dependence.NONE, Dependence.MEAN, Dependence.SUM
 
@@ -27,7 +27,8 @@ class Rules:
         complete: Whether all have been read, so that eager towers may follow them.
         coupling: The operation that makes an output depend on several examples; `None`
             where none is seen to.
-        doubts: The operations that could not be read, in layers taken on trust.
+        unread: What could not be read, and may make an output depend on several
+            examples.
     """
 
     def __init__(self, towers: int, mean_loss: bool = False, mean_state: bool = False):
@@ -39,8 +40,8 @@ class Rules:
             mean_state: Whether variables without a rule are.
         """
         self.complete = towers == 1
-        self.coupling = None
-        self.doubts: list[str] = []
+        self.coupling: str | None = None
+        self.unread: list[Culprit] = []
         self._alone = towers == 1
         self._mean_loss = mean_loss
         self._mean_state = mean_state
@@ -110,17 +111,21 @@ class Rules:
         self._found[name] = Dependence.MEAN
 
     def look_at(self, outputs: Any) -> None:
-        """Looks whether a model's outputs depend on several examples; see `coupling`.
+        """Looks whether outputs depend on several examples; see `coupling`, `unread`.
 
         Args:
-            outputs: A nest of tensors.
+            outputs: A nest of tensors, one row an example.
         """
-        for output in tf.nest.flatten(outputs):
-            if self._reader is None or not tf.is_symbolic_tensor(output):
-                continue
-            if self._reader.of(output) is Dependence.COUPLED:
-                self.coupling = self._reader.why(output)
-            self.doubts = self._reader.doubts
+        if self._reader is None:
+            return
+        unread = []
+        for packed, output in dependence.parts(outputs):
+            found = self._reader.of(output)
+            if found is Dependence.COUPLED:
+                self.coupling = str(self._reader.why(output))
+            elif found is not (Dependence.PACKED if packed else Dependence.ROWS):
+                unread.append(self._reader.why(output))
+        self.unread = [*dict.fromkeys([*self._reader.unread, *unread])]
 
     def __getitem__(self, name: str) -> Dependence | None:
         """Returns the rule of that name, `None` if there is none."""
@@ -138,7 +143,7 @@ class Rules:
             rule = self._reader.of(value)
             if rule not in _RULES:
                 if not mean_otherwise:
-                    raise NoRuleError(self._reader.why(value))
+                    raise NoRuleError(str(self._reader.why(value)))
                 rule = Dependence.MEAN
             self._found[name] = rule
         return self._found[name]

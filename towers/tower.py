@@ -223,6 +223,40 @@ def taped_forward(
     return result, back
 
 
+def probe(
+    model: keras.Model,
+    training: bool,
+    params: Sequence[tf.Tensor],
+    state: Sequence[tf.Tensor],
+    x: Any,
+    fraction: tf.Tensor,
+) -> TowerResult:
+    """Computes the outputs of one share, and the gradient of a sum over its rows.
+
+    Args:
+        model: A built Keras model. Its variables are not read.
+        training: Whether layers behave as in training.
+        params: Values of `model.trainable_variables`.
+        state: Values of `model.non_trainable_variables`.
+        x: The share's inputs: a nest of tensors with one row an example.
+        fraction: Size of the share over that of the global batch: a float32 scalar.
+
+    Returns:
+        Outputs, tags and gradients, and nothing else.
+    """
+    with tf.GradientTape() as tape, _stateless(model, params, state, tape) as scope:
+        result = _forward(model, training, Rules(1), scope, x, fraction)
+        floats = [
+            tf.cast(output, tf.float32)
+            for output in tf.nest.flatten(result.outputs, expand_composites=True)
+            if output.dtype.is_floating
+        ]
+        # Each element has a gradient of its own.
+        target = tf.add_n([tf.reduce_sum(t * (1 + t / 2)) for t in floats or [0.0]])
+    gradients = _gradients(tape, target, model, scope)
+    return TowerResult(result.outputs, result.tags, gradients=gradients)
+
+
 def differentiable(outputs: Any) -> list[tf.Tensor]:
     """Returns all that a loss of these outputs may depend on: them, and their logits.
 
@@ -236,7 +270,7 @@ def differentiable(outputs: Any) -> list[tf.Tensor]:
 
 def _forward(model, training, rules, scope, x, fraction):
     outputs = call(model, x, training)
-    rules.look_at(outputs)
+    rules.look_at([outputs, _tags(outputs)])
     added = len(scope.losses)
     losses = [
         # Behind those that calls have added come regularizers.

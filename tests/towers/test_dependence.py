@@ -198,7 +198,7 @@ def test_the_culprit_is_named():
         reader = Reader(x, {})
         loss = tf.reduce_mean(tf.square(centred))
         assert reader.of(loss) is COUPLED
-        trace.why = reader.why(loss)
+        trace.why = str(reader.why(loss))
 
     trace.get_concrete_function(tf.TensorSpec([None, 4]))
-    assert trace.why == "'norm/centre' (Sub)"
+    assert trace.why == "operation 'norm/centre' (Sub)"

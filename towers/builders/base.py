@@ -17,6 +17,7 @@ from absl import logging
 
 from towers import (
     batch,
+    compare,
     eager,
     effects,
     lookup,
@@ -115,6 +116,7 @@ class Builder(abc.ABC):
         self._built_eagerly = False
         self._proofs = eager.Proofs()
         self._kept = ""
+        self.compared = {}
         self._reads_tables = False
         self._xla = None
         self.compiled = False
@@ -374,12 +376,17 @@ class Builder(abc.ABC):
         )
         self.say([line])
 
-    def say(self, lines: Sequence[str]) -> None:
-        """Says what has not been said before: each step finds the same."""
+    def say(self, lines: Sequence[str], about: Any = None) -> None:
+        """Says what has not been said before: each step finds the same.
+
+        Args:
+            lines: What to say.
+            about: What it is about, if that is said once, whatever the words.
+        """
         for line in lines:
-            if line not in self._said:
+            if (about or line) not in self._said:
                 logging.warning(line)
-                self._said.add(line)
+                self._said.add(about or line)
 
     @property
     def xla(self) -> bool:
@@ -547,7 +554,7 @@ class Builder(abc.ABC):
         fractions = batch.fractions(sizes)
         placed = self.place(whole) if placed is None else placed
         like = whole if self.preprocess is None else placed[0]
-        rows = self._static_rows(size)
+        rows, reading = self._static_rows(size), not rules.complete
         xla = self.xla and not together and (training or self.compiled)
 
         def trace():
@@ -588,6 +595,16 @@ class Builder(abc.ABC):
                 rows = batch.join(placed, [each.size for each in shares])
             return share(0, rows, size, tf.ones([]))
 
+        def inputs(data):
+            return data[0] if function.func is tower.forward_backward else data
+
+        if reading and rules.unread:
+            # Unless a graph is traced, there are numbers to compare.
+            numbers = None
+            if not any(map(tf.is_symbolic_tensor, loop.flat(whole))):
+                numbers = inputs(everything().arguments[2])
+            spec = batch.share_spec(inputs(like), None)
+            self._check_rows(rules, spec, numbers, training)
         if not in_python:
             if together:
                 return tower.run_together(function, traced, shares, everything)
@@ -661,14 +678,6 @@ class Builder(abc.ABC):
                 "strict=False to multi_gpu_model to accept other numbers than one "
                 "device's."
             )
-        if rules.doubts:
-            line = (
-                f"Model '{self.model.name}' has layers of which it cannot be told "
-                f"whether they treat each example by itself, because of "
-                f"{rules.doubts[0]}; towers take it that they do, and "
-                "towers.check_parity shows whether they are right."
-            )
-            self.say([line])
         for output in tf.nest.flatten(outputs):
             if output is not None and (
                 output.shape.rank == 0 or output.shape[0] is not None
@@ -691,6 +700,74 @@ class Builder(abc.ABC):
             f"{output.shape}, whatever the size of the batch, which towers "
             "cannot join; expected outputs with one row an example."
         )
+
+    def _check_rows(self, rules, spec, x, training):
+        """Compares rows where the graph does not tell that they are kept apart."""
+        if not rules.unread:
+            return
+        name, culprit = self.model.name, str(rules.unread[0])
+        if len(rules.unread) > 1:
+            culprit += f" (and {len(rules.unread) - 1} more)"
+        # Operations are named anew in each trace.
+        about = rules.unread[0].layer or rules.unread[0].operation.type
+        if not self.strict:
+            line = (
+                f"Model '{name}': {culprit} cannot be read, and nothing is compared "
+                "with strict=False; each tower computes by its share."
+            )
+            self.say([line], about)
+            return
+        key = training, str(spec)
+        if key not in self.compared:
+            if x is None:
+                raise compare.BatchWanted(name, culprit, training, key)
+            self.compare(x, training, key)
+        verdict = self.compared[key]
+        if verdict.differs:
+            raise tower.ModelError(
+                f"Model '{name}' makes an example's output depend on other examples, "
+                f"by {culprit}, which cannot be read: on the first batch, {verdict}; "
+                "expected a model that treats each example by itself, so pass "
+                "strict=False to multi_gpu_model to accept other numbers than one "
+                "device's."
+            )
+        line = f"Model '{name}': {culprit} cannot be read; {verdict}."
+        self.say([line], about)
+        if x is not None:
+            self.compare_again_what_was_too_small()
+
+    def compare_first(self, data: Any, wanted: compare.BatchWanted) -> None:
+        """Compares rows as a graph has asked for; see `compare`.
+
+        Args:
+            data: A batch, as the data have it.
+            wanted: What the graph has asked for.
+        """
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(loop.without_optionals(data))
+        # As in inference: nothing random is drawn.
+        _, (x, _, _) = self.prepare((x, None, None), training=False)
+        self.compare(x, wanted.training, wanted.key)
+
+    def compare(self, x: Any, training: bool, key: Any) -> None:
+        """Compares rows of a part of a batch with those of the whole.
+
+        Args:
+            x: The inputs of a batch, as the model sees them: a nest of tensors.
+            training: Whether this is a part of training.
+            key: The name of the verdict in `compared`.
+        """
+        x = tf.nest.map_structure(batch.as_tensor, x)
+        size = int(batch.batch_size(x))
+        shares = [end - start for start, end in batch.share_bounds(size, self.shares)]
+        # No more than a tower has room for, which is all that one device may have.
+        x = batch.take(x, 0, min(size, max(2, *shares)))
+        values = self.read(look_up=False)[0]
+        with tf.device(self.devices[0]):
+            self.compared[key] = compare.compare(self.model, training, values, x)
+
+    def compare_again_what_was_too_small(self) -> None:
+        """Forgets verdicts on batches of a single row, for a larger one to come."""
+        self.compared = {k: v for k, v in self.compared.items() if v.rows > 1}
 
     def gather(self, results: Sequence[TowerResult]) -> Any:
         """Joins the towers' outputs at home, with their tags.

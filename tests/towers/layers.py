@@ -1,0 +1,255 @@
+"""What towers make of each class of `keras.layers`: the table of docs/layers.md.
+
+Whether a layer treats each example by itself is measured here, by calls of the layer
+alone: the rows of two parts have to equal those of the whole. What towers make of it is
+found out as they do it. Nothing is trained.
+
+    .venv/bin/python -m tests.towers.layers
+
+finds out all outcomes anew, and writes the table and the page.
+"""
+
+import inspect
+import pathlib
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from towers.dependence import Dependence, Reader, recorded_layers
+from towers.trust import is_trusted
+
+TABLE = pathlib.Path(__file__).with_name("layers.txt")
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "layers.md"
+ROWS, PART = 5, 2
+_random = np.random.default_rng(0)
+
+
+def _normal(*shape):
+    return _random.normal(size=(ROWS, *shape)).astype("float32")
+
+
+def _ids(*shape):
+    return _random.integers(0, 6, (ROWS, *shape)).astype("int32")
+
+
+def _pixels(*shape):
+    return _random.integers(0, 256, (ROWS, *shape)).astype("float32")
+
+
+# What layers are called with, by name.
+INPUTS: dict[str, Any] = {
+    "(n,)": _normal(),
+    "(n, 6)": _normal(6),
+    "(n, 5, 6)": _normal(5, 6),
+    "(n, 8, 8, 3)": _normal(8, 8, 3),
+    "(n, 6, 6, 6, 2)": _normal(6, 6, 6, 2),
+    "(n, 3, 6, 6, 6, 2)": _normal(3, 6, 6, 6, 2),
+    "(n, 512)": _normal(512),
+    "pixels (n, 8, 8, 3)": _pixels(8, 8, 3),
+    "pixels (n, 8, 3)": _pixels(8, 3),
+    "ids (n,)": _ids(),
+    "ids (n, 5)": _ids(5),
+    "words (n,)": np.array(["a b", "b", "c a", "d b c", "a"], object),
+    "words (n, 2)": np.array([["a", "b"]] * ROWS, object),
+}
+INPUTS["2 x ids (n,)"] = (_ids(), _ids())
+for _name in "(n,)", "(n, 6)", "(n, 5, 6)", "(n, 8, 8, 3)":
+    INPUTS[f"2 x {_name}"] = [INPUTS[_name], _normal(*INPUTS[_name].shape[1:])]
+INPUTS["cell's (n, 6)"] = INPUTS["(n, 6)"], [_normal(4)]
+INPUTS["cell's (n, 6), 2 states"] = INPUTS["(n, 6)"], [_normal(4), _normal(4)]
+INPUTS |= {
+    "cell's (n, 6), in a list": (INPUTS["(n, 6)"], [[_normal(4)]]),
+    "frames (n, 3, 6, 2)": _normal(3, 6, 2),
+    "frames (n, 3, 6, 6, 2)": _normal(3, 6, 6, 2),
+    "(n, 512, 1)": _normal(512, 1),
+    "boxes": {
+        "images": _pixels(8, 8, 3),
+        "bounding_boxes": {"boxes": _normal(3, 4), "labels": _ids(3)},
+    },
+}
+
+
+class Call(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        kind: The name of a class of `keras.layers`.
+        arguments: What it is made with, as Python.
+        inputs: What it is called with: a key of `INPUTS`.
+        outcome: What towers make of it: "trusted"; "proved", by reading operations;
+            "compared", on the first batch; "refused"; "impossible", since Keras does
+            not do it; "by design", where rows differ and README says so.
+    """
+
+    kind: str
+    arguments: str
+    inputs: str
+    outcome: str
+
+    def __str__(self):
+        return " | ".join(self)
+
+
+def table() -> list[Call]:
+    """Reads the table: a line a row, its cells between bars."""
+    return [Call(*line.split(" | ")) for line in TABLE.read_text().splitlines()]
+
+
+def page(rows: list[Call]) -> str:
+    """Returns the table as Markdown."""
+    lines = [_HEAD]
+    for row in rows:
+        arguments = f"`{row.arguments}`" if row.arguments else ""
+        lines.append(f"| {row.kind} | {arguments} | {row.inputs} | {row.outcome} |")
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = """# What towers make of Keras's layers
+
+Towers give the numbers of one device if each example is treated by itself. This is
+what they make of each class of `keras.layers`, by its arguments and its inputs (n
+examples; "2 x" for two of them). `tests/towers/test_layers.py` measures it: the rows of
+a part of a batch have to equal those of the whole, in inference and, unless random
+numbers are drawn, in training. Each axis is tried that an argument can name.
+
+| outcome | what it means |
+|---|---|
+| trusted | The layer treats each example by itself. |
+| proved | The same, which is read from the layer's operations each time. |
+| compared | The operations cannot be read. The first batch is computed whole and in \
+parts before anything is trained, and a line says so. What draws random numbers in \
+training is compared in inference. Where rows differ, the model is refused. |
+| refused | Examples meet, and the error names the layer; `strict=False` accepts that. \
+A layer that wraps code of others (`JaxLayer`, say) is looked at like one of yours. |
+| by design | BatchNormalization; see the README. |
+| impossible | Keras does not do it, or not with an unknown number of examples. |
+
+| class | arguments | inputs | outcome |
+|---|---|---|---|"""
+
+
+def classes() -> dict[str, type]:
+    """Returns every class of `keras.layers` that is a layer, by its own name."""
+    found = vars(layers).values()
+    kinds = [c for c in found if inspect.isclass(c) and issubclass(c, layers.Layer)]
+    return {kind.__name__: kind for kind in kinds}
+
+
+def outcome(call: Call) -> str:
+    """Finds out what towers make of a layer.
+
+    Raises:
+        AssertionError: Rows of a part differ from those of the whole, and towers would
+            not know.
+    """
+    if call.inputs not in INPUTS:
+        return "refused"  # what it computes is the user's own
+    x = INPUTS[call.inputs]
+    try:
+        kind = classes()[call.kind]
+        layer = eval(f"kind({call.arguments})", {"kind": kind, "layers": layers})
+        apart = measured(layer, x)
+    except Exception:
+        return "impossible"
+    if isinstance(layer, layers.BatchNormalization):
+        return "by design"
+    specs = keras.tree.map_structure(_spec, x)
+    if apart and is_trusted(layer, tf.nest.flatten(specs)):
+        return "trusted"
+    try:
+        found = read(layer, specs)
+    except Exception:
+        return "impossible"
+    if apart and found == "unread":
+        return "compared"
+    assert apart or found in ("refused", "unread"), (str(call), found)
+    return found if found != "unread" else "refused"
+
+
+def measured(layer: layers.Layer, x: Any) -> bool:
+    """Whether rows of parts equal those of the whole, wherever nothing is random."""
+    _called(layer, x, {})  # builds it
+    modes = [{"training": False}, {"training": True}]
+    return all(
+        _keeps_rows_apart(layer, x, mode)
+        for mode in (modes if layer._call_has_training_arg else [{}])
+    )
+
+
+def _keeps_rows_apart(layer, x, mode):
+    generators = [s for each in layer._flatten_layers() for s in each._seed_generators]
+    with keras.StatelessScope() as scope:
+        whole = _called(layer, x, mode)
+    if any(scope.get_current_value(s.state) is not None for s in generators):
+        return True
+    parts = []
+    for rows in slice(PART), slice(PART, None):
+        with keras.StatelessScope():
+            part = keras.tree.map_structure(lambda a, rows=rows: a[rows], x)
+            parts.append(_called(layer, part, mode))
+    return all(
+        w.ndim > 0
+        and len(w) == ROWS
+        and a.shape[1:] == b.shape[1:] == w.shape[1:]
+        and _near(np.concatenate([a, b]), w)
+        for a, b, w in zip(*parts, whole, strict=True)
+    )
+
+
+def _near(ours, theirs):
+    if theirs.dtype.kind != "f":
+        return np.array_equal(ours, theirs)
+    return np.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _called(layer, x, mode):
+    x = keras.tree.map_structure(tf.convert_to_tensor, x)
+    outputs = layer(*_arguments(layer, x), **mode)
+    return [np.asarray(t) for t in tf.nest.flatten(outputs, expand_composites=True)]
+
+
+def _arguments(layer, x):
+    queries = layers.MultiHeadAttention, layers.GroupQueryAttention
+    if isinstance(layer, queries):
+        return x
+    if isinstance(x, tuple) and not isinstance(layer, layers.HashedCrossing):
+        return x
+    return (x,)
+
+
+def read(layer: layers.Layer, specs: Any) -> str:
+    """What towers read in a layer, in training: an outcome, or "unread"."""
+    mode = {"training": True} if layer._call_has_training_arg else {}
+    found = {}
+
+    @tf.function(autograph=False)
+    def trace(x):
+        with recorded_layers() as calls, keras.StatelessScope():
+            outputs = layer(*_arguments(layer, x), **mode)
+        reader = Reader(x, calls)
+        outputs = tf.nest.flatten(outputs, expand_composites=True)
+        found["kinds"] = {reader.of(output) for output in outputs}
+        found["static"] = any(output.shape[:1] != [None] for output in outputs)
+        found["unread"] = reader.unread
+
+    trace.get_concrete_function(specs)
+    kinds = found["kinds"]
+    if Dependence.COUPLED in kinds or found["static"]:
+        return "refused"
+    if found["unread"] or kinds - {Dependence.ROWS, Dependence.PACKED}:
+        return "unread"
+    return "proved"
+
+
+def _spec(array):
+    kind = tf.string if array.dtype == object else array.dtype
+    return tf.TensorSpec([None, *array.shape[1:]], kind)
+
+
+if __name__ == "__main__":
+    rows = [row._replace(outcome=outcome(row)) for row in table()]
+    TABLE.write_text("".join(f"{row}\n" for row in rows))
+    PAGE.write_text(page(rows))

@@ -1,0 +1,46 @@
+"""Trust in Keras's own layers, by measurement."""
+
+import inspect
+
+import keras
+import pytest
+
+from tests.towers import layers
+from towers import trust
+
+TABLE = layers.table()
+BY_CLASS = {kind: [row for row in TABLE if row.kind == kind] for kind, *_ in TABLE}
+
+
+def test_each_class_is_in_the_table():
+    # A new one has to be tried: add lines to layers.txt, and run `layers` as a program.
+    assert BY_CLASS.keys() == layers.classes().keys()
+
+
+def test_each_axis_is_tried():
+    for name, kind in layers.classes().items():
+        named = {"axis", "axes", "attention_axes"} & {
+            *inspect.signature(kind.__init__).parameters
+        }
+        tried = " ".join(row.arguments for row in BY_CLASS[name])
+        for argument in named:
+            assert f"{argument}=-" in tried or "JaxLayer" in name, name
+            assert f"{argument}=0" in tried or f"{argument}=1" in tried, name
+
+
+def test_the_page_is_the_table():
+    assert layers.PAGE.read_text() == layers.page(TABLE)
+
+
+@pytest.mark.parametrize("kind", BY_CLASS)
+def test_outcomes(kind):
+    found = [layers.outcome(row) for row in BY_CLASS[kind]]
+    assert found == [row.outcome for row in BY_CLASS[kind]]
+
+
+def test_a_part_of_a_layer_is_looked_at():
+    inner = keras.layers.Softmax(axis=0)
+    assert trust.is_trusted(keras.layers.TimeDistributed(keras.layers.Dense(2)))
+    assert not trust.is_trusted(keras.layers.TimeDistributed(inner))
+    assert not trust.is_trusted(keras.layers.Dense(2, activation=inner))
+    assert not trust.is_trusted(keras.layers.Dense(2, activation=lambda x: x))

@@ -1,0 +1,123 @@
+"""Tells of which layers it is known that they treat each example by itself.
+
+Of Keras's own it is known by measurement: tests/towers/test_layers.py calls each of
+them with a batch and with its parts, and docs/layers.md is the table of what it found.
+All other layers are read operation by operation; see `dependence.py`.
+"""
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# What users write into Keras's classes, and what lets the examples of a batch meet.
+_READ = (
+    keras.Model,
+    keras.layers.CutMix,
+    keras.layers.Equalization,
+    keras.layers.FlaxLayer,
+    keras.layers.JaxLayer,
+    keras.layers.Lambda,
+    keras.layers.MelSpectrogram,
+    keras.layers.MixUp,
+    keras.layers.TFSMLayer,
+    keras.layers.TorchModuleWrapper,
+)
+# Of these activations, the last axis is one.
+_OVER_AN_AXIS = "glu", "log_softmax", "softmax", "sparsemax"
+# Of a matrix, they take the rows for the positions of one sequence.
+_OF_SEQUENCES = (
+    keras.layers.Attention,
+    keras.layers.AdditiveAttention,
+    keras.layers.MultiHeadAttention,
+    keras.layers.GroupQueryAttention,
+)
+# Arguments that name axes of the inputs.
+_AXES = "axis", "axes", "attention_axes"
+
+
+def is_trusted(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor] = ()) -> bool:
+    """Whether a layer and its parts are known to treat each example by itself.
+
+    Args:
+        layer: The layer.
+        inputs: The tensors that it is called with, one row an example; none if they
+            are not known.
+    """
+    # A mask has fewer axes than what it belongs to.
+    ranks = [t.shape.rank for t in inputs if t.dtype != tf.bool]
+    return (
+        type(layer).__module__.startswith("keras.")
+        and not isinstance(layer, _READ)
+        and _is_apart(getattr(layer, "activation", None), ranks)
+        and _fits(layer, ranks)
+        and _keeps_rows_apart(layer, ranks)
+        and not _is_as_long_as_the_longest(layer)
+        and all(map(is_trusted, layer._flatten_layers(False, recursive=False)))
+    )
+
+
+def _is_apart(activation, ranks):
+    """Whether an activation is Keras's, and by none but its last axis."""
+    if activation is None or isinstance(activation, keras.layers.Layer):
+        return True  # as a part of the layer, it is looked at by itself
+    keras_own = (getattr(activation, "__module__", None) or "").startswith("keras.")
+    name = getattr(activation, "__name__", "")
+    return keras_own and not (name in _OVER_AN_AXIS and {1, None} & {*ranks})
+
+
+def _is_as_long_as_the_longest(layer):
+    if not isinstance(layer, keras.layers.TextVectorization):
+        return False
+    config = layer.get_config()
+    padded = config["output_mode"] == "int" and not config["ragged"]
+    return padded and config["output_sequence_length"] is None
+
+
+def _fits(layer, ranks):
+    """Whether the inputs have the examples' axis where the layer expects it."""
+    if isinstance(layer, _OF_SEQUENCES):
+        return None not in ranks and all(rank > 2 for rank in ranks)
+    if "image_preprocessing" in type(layer).__module__:
+        # It takes three axes for those of one picture.
+        return all(rank == 4 for rank in ranks)
+    return True
+
+
+def _keeps_rows_apart(layer, ranks):
+    """Whether no argument of the layer names the examples' axis."""
+    if isinstance(layer, keras.layers.EinsumDense):
+        return _is_over_rows(layer.equation)
+    names = _axis_arguments(type(layer))
+    if not names:
+        return True
+    config = layer.get_config()
+    axes = [axis for name in names for axis in tf.nest.flatten(config.get(name))]
+    return not any(_is_first(axis, ranks) for axis in axes if axis is not None)
+
+
+def _is_over_rows(equation):
+    """Whether the first letter of the inputs is the outputs', and not the kernel's."""
+    terms, outputs = equation.replace(" ", "").split("->")
+    inputs, kernel = terms.split(",")
+    if "..." in equation:
+        return inputs.startswith("...") and outputs.startswith("...")
+    return inputs[0] == outputs[0] and inputs[0] not in inputs[1:] + kernel
+
+
+@functools.cache
+def _axis_arguments(kind: type) -> tuple[str, ...]:
+    given = inspect.signature(kind.__init__).parameters
+    return tuple(name for name in _AXES if name in given)
+
+
+def _is_first(axis: Any, ranks):
+    if axis >= 0:
+        return axis == 0
+    if not ranks:
+        # Of an inner layer: the last axis is another than the first, most often.
+        return axis != -1
+    return any(rank is None or axis % max(rank, 1) == 0 for rank in ranks)
