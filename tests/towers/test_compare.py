@@ -134,7 +134,8 @@ def test_what_is_equal_is_said_and_changes_nothing(caplog):
     parallel = multi_gpu_model(model, gpus=2)
     parallel.compile("sgd", "mse")
     wanted = parallel.predict(X, batch_size=8, verbose=0)
-    assert [np.array_equal(a, b) for a, b in zip(before, model.variables, strict=True)]
+    for was, now in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(was, now)
     np.testing.assert_allclose(wanted, model(X), rtol=1e-5)
     parallel.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     # No batch of the first call is lost, and none is trained on twice.
@@ -181,6 +182,28 @@ def test_one_row_cannot_be_compared_but_the_next_batch_can(caplog):
     assert "too few rows to compare" in caplog.text
     with pytest.raises(ValueError, match="differ"):
         parallel.predict_on_batch(X)
+
+
+@pytest.mark.parametrize(
+    "options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
+)
+def test_nothing_is_trained_before(options):
+    model = _model(MEET["sort"])
+    before = [np.array(v) for v in model.variables]
+    parallel = multi_gpu_model(model, gpus=2)
+    parallel.compile("sgd", "mse", **options)
+    with pytest.raises(ValueError, match="differ"):
+        parallel.fit(X, Y, batch_size=4, verbose=0)
+    with pytest.raises(ValueError, match="differ"):
+        parallel.evaluate(X, Y, batch_size=4, verbose=0)
+    for was, now in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(was, now)
+
+
+def test_a_graph_of_the_users_own():
+    parallel = multi_gpu_model(_model(MEET["sort"]), gpus=2)
+    with pytest.raises(Exception, match="graph of your own has no numbers"):
+        tf.function(lambda x: parallel.predict_step((x,)))(tf.constant(X))
 
 
 def test_not_strict(caplog):
