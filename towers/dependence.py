@@ -148,13 +148,17 @@ def recorded_layers() -> Iterator[dict[Any, _Call]]:
         inputs = [part for _, part in parts([args, kwargs])]
         known = {_key(tensor) for tensor in inputs}
         for packed, output in parts(outputs):
-            # What is passed through stays what it was; and of nested layers, the
-            # innermost tells most.
+            # What is passed through stays what it was; of nested layers that are not
+            # known, the innermost tells most.
             if _key(output) in known:
                 continue
             call = _Call(inputs, packed, is_trusted(layer, inputs), layer, [])
-            if calls.setdefault(_key(output), call) is not call:
-                calls[_key(output)].around.append(call)
+            inner = calls.get(_key(output))
+            if inner is None or call.trusted:
+                # Of a layer that is known, its parts need not be.
+                calls[_key(output)] = call
+            else:
+                inner.around.append(call)
         return outputs
 
     with layer_call.by(record):
