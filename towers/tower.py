@@ -57,6 +57,7 @@ class TowerResult(NamedTuple):
             in.
         fraction: Size of the share over that of the global batch: a float32 scalar.
             `run` fills it in.
+        tower: Index of the tower. `run` fills it in.
     """
 
     outputs: Any = ()
@@ -67,6 +68,7 @@ class TowerResult(NamedTuple):
     gradients: Sequence[tf.Tensor | tf.IndexedSlices | None] = ()
     size: int | tf.Tensor | None = None
     fraction: tf.Tensor | None = None
+    tower: int | None = None
 
 
 def forward(
@@ -750,7 +752,8 @@ def run(towers: Sequence[Traced], shares: Sequence[Share]) -> list[TowerResult]:
                 result = tower(*share.arguments)
             else:
                 result = tower.unless_idle(share.size, *share.arguments)
-        results.append(result._replace(size=share.size, fraction=share.fraction))
+        about = {"size": share.size, "fraction": share.fraction, "tower": k}
+        results.append(result._replace(**about))
     return results
 
 
@@ -796,8 +799,10 @@ def run_together(
 
     sizes = [share.size for share in shares]
     if all(isinstance(size, int) for size in sizes):
-        return together() if min(sizes) > 0 else alone()
-    return tf.cond(tf.reduce_min(tf.stack(sizes)) > 0, together, alone)
+        results = together() if min(sizes) > 0 else alone()
+    else:
+        results = tf.cond(tf.reduce_min(tf.stack(sizes)) > 0, together, alone)
+    return [result._replace(tower=k) for k, result in enumerate(results)]
 
 
 def _replicated(tower, shares):

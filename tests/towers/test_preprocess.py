@@ -146,6 +146,14 @@ def test_eager_and_compiled(how, loss_placement):
     assert _difference(found) < 1e-5
 
 
+@pytest.mark.parametrize("loss_placement", ["auto", "tower"])
+def test_a_tower_between_others_may_be_idle(loss_placement):
+    # Of 12 rows, the second tower gets none. Eager towers know that beforehand.
+    options = {"shares": (1, 1, 24), "loss_placement": loss_placement}
+    _, found = _ours(_model(), 3, 2, options, run_eagerly=True)
+    assert _difference(found) < 1e-5
+
+
 @pytest.mark.parametrize(("towers", "eager"), [(2, False), (3, True)])
 def test_layers_that_talk_to_one_another(towers, eager):
     _, found = _ours(_model(synchronized=True), towers, run_eagerly=eager)

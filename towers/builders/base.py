@@ -500,12 +500,13 @@ class Builder(abc.ABC):
         ]
         with tf.name_scope("preprocess"), tower.side_by_side():
             results = tower.run(towers, shares)
-        prepared = [result.outputs for result in results]
+        outputs = {result.tower: result.outputs for result in results}
         with tf.device(self.home), tf.name_scope("gather"):
-            whole = batch.join(prepared, [result.size for result in results])
-        # Towers known to be idle.
-        prepared += [batch.take(prepared[0], 0, 0)] * (len(placed) - len(prepared))
-        return prepared, whole
+            sizes = [result.size for result in results]
+            whole = batch.join(list(outputs.values()), sizes)
+        # Towers known to be idle have no result.
+        nothing = batch.take(outputs[0], 0, 0)
+        return [outputs.get(k, nothing) for k in range(len(placed))], whole
 
     def _static_rows(self, size):
         """The number of rows that a tower is traced for, `None` for any."""

@@ -133,7 +133,8 @@ class ParameterServer(Builder):
         sums = []
         if self.model.trainable_variables:
             with tf.name_scope("reduce"):
-                sums = self.sum_gradients(gradients, self.devices[: len(results)])
+                sources = [self.devices[result.tower] for result in results]
+                sums = self.sum_gradients(gradients, sources)
         else:
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2
@@ -220,7 +221,7 @@ class ParameterServer(Builder):
                 for rows, (_, gradients) in zip(x_shares, carried, strict=True)
             ]
         if keeps:
-            back = self._carry(backs, carried, for_losses)
+            back = self._carry(backs, results, carried, for_losses)
         else:
             backward = functools.partial(tower.backward, self.model, rules)
             whole = x, for_outputs
@@ -232,14 +233,14 @@ class ParameterServer(Builder):
         ]
         return Computed(results, state, loss, [list(map(reduce.add, wanted[2]))])
 
-    def _carry(self, backs, carried, for_losses):
+    def _carry(self, backs, results, carried, for_losses):
         """Carries gradients back through towers that have kept their forward passes."""
-        results = []
-        # Those that are idle have none.
-        for k, back in enumerate(backs):
+        carried_back = []
+        for back, result in zip(backs, results, strict=True):
+            k = result.tower
             with tf.name_scope(f"tower_{k}"), tf.device(self.devices[k]):
-                results.append(back(carried[k][1], for_losses))
-        return results
+                carried_back.append(back(carried[k][1], for_losses))
+        return carried_back
 
     def sum_gradients(
         self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
