@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.input_pipeline import command_line, data_flags
+from towers.input_pipeline import command_line, data_flags, specs
 from towers.input_pipeline.choices import CACHES, RECIPES
 from towers.input_pipeline.commands import (
     check_data_service,
@@ -131,6 +131,7 @@ def check_flags(argv: Sequence[str]) -> None:
             f"Received the argument {argv[1]!r}; expected flags only, such as "
             "--dataset=digits (see --help)."
         )
+    specs.check(FLAGS.dataset)
     read_image_size(FLAGS.image_size)
     read_randaugment(FLAGS.randaugment)
     for step in FLAGS.step_ms or []:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.input_pipeline import command_line, data_flags
+from towers.input_pipeline import command_line, data_flags, specs
 from towers.input_pipeline.choices import BAD_RECORDS, RAW
 from towers.input_pipeline.commands import read_image_size
 
@@ -35,6 +35,7 @@ def read(argv: Sequence[str], doc: str) -> tuple[str, str, flags.FlagValues]:
     kind, _, folder = target.partition(":")
     if kind != "tfrecord" or any(sign in folder for sign in "*?["):
         raise ValueError(f"received {target!r}: expected tfrecord:FOLDER")
+    specs.check(spec)
     read_image_size(values.image_size)
     return spec, folder, values
 

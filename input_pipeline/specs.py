@@ -1,4 +1,12 @@
-"""How data sets are named, and which arguments each kind takes."""
+"""How data sets are named, and which arguments each kind takes; needs no TensorFlow."""
+
+import difflib
+import glob
+import itertools
+import os
+import re
+
+from towers.input_pipeline.choices import FILE_KINDS
 
 FORMS = {
     "digits": "digits",
@@ -10,6 +18,9 @@ FORMS = {
     "folder": "folder:DIR",
     "synthetic": "synthetic:HxWxC:CLASSES[:COUNT]",
 }
+
+# The files of folder:.
+PICTURES = "JPEG, PNG, GIF, BMP or WebP"
 
 # What each kind understands, of what not all do.
 _OF_TFDS = ("data_dir", "train_split", "test_split", "shard", "read_config")
@@ -51,3 +62,79 @@ def kinds_with(name: str) -> str:
     """The kinds of data sets to which an argument of ``open_source`` applies."""
     found = [kind for kind in FORMS if takes(kind, name)]
     return ", ".join(kind if kind == "digits" else f"{kind}:" for kind in found)
+
+
+def check(spec: str) -> None:
+    """Checks the form of a data set's name, and that local files are there.
+
+    Raises:
+        ValueError: there is no such kind of data set, or no such file or folder.
+    """
+    kind, _, rest = spec.partition(":")
+    # All but "digits" need something after the colon.
+    if kind not in FORMS or bool(rest) == (kind == "digits"):
+        raise ValueError(
+            f"unknown data set {spec!r}: {_hint(spec)}expected one of "
+            f"{', '.join(FORMS.values())}"
+        )
+    if kind == "synthetic":
+        read_synthetic(rest)
+    if kind not in FILE_KINDS or "://" in rest:
+        return
+    path = os.path.expanduser(rest)
+    if kind == "folder":
+        if not os.path.isdir(path):
+            raise no_folder(rest)
+    # TensorFlow and Python read brackets and backslashes otherwise.
+    elif not re.search(r"[\[\]\\]", path) and not _matches(path):
+        raise no_files(kind, rest)
+
+
+def _matches(pattern: str) -> bool:
+    found = glob.iglob(pattern, recursive=True, include_hidden=True)
+    return any(itertools.islice(found, 1))
+
+
+def _hint(spec: str) -> str:
+    """What may have been meant by an unknown spec: a form, or a name without tfds:."""
+    near = difflib.get_close_matches(spec.partition(":")[0], FORMS, n=1)
+    if near:
+        return f"did you mean {FORMS[near[0]]}? "
+    # Which names TFDS has, it tells itself, once it is imported.
+    return f"did you mean tfds:{spec}? " if re.fullmatch(r"[a-z]\w*", spec) else ""
+
+
+def no_files(kind: str, pattern: str) -> ValueError:
+    """Says that no file matches."""
+    return ValueError(
+        f"no file matches {pattern!r}: expected files, such as "
+        f"'{kind}:/data/train-*'; check the path, and quote the pattern"
+    )
+
+
+def no_folder(path: str) -> ValueError:
+    """Says that there is no folder of pictures."""
+    return ValueError(
+        f"{path!r} is not a folder: expected one that holds a folder of {PICTURES} "
+        "files for each class"
+    )
+
+
+def read_synthetic(rest: str) -> list[int | None]:
+    """Reads what follows ``synthetic:``.
+
+    Returns:
+        Height, width, channels and classes; the number of images, None if not given.
+
+    Raises:
+        ValueError: it is not HxWxC:CLASSES or HxWxC:CLASSES:COUNT of positive numbers.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+):(\d+)(?::(\d+))?", rest)
+    numbers = [digits and int(digits) for digits in match.groups()] if match else [0]
+    if 0 in numbers:
+        raise ValueError(
+            f"'synthetic:{rest}' cannot be read: expected synthetic:HxWxC:CLASSES or "
+            "synthetic:HxWxC:CLASSES:COUNT with positive numbers, such as "
+            "synthetic:32x32x3:10:1024"
+        )
+    return numbers

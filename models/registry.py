@@ -145,7 +145,7 @@ def _build_user_model(
         )
     try:
         model = build_model(input_shape, num_classes)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"The function {function!r} of {str(path)!r} raised "
             f"{_one_line(error)} when called with input_shape="
@@ -180,7 +180,7 @@ def _load(path: Path) -> object:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         raise ValueError(
             f"The file {str(path)!r} raised {_one_line(error)} when loaded; "

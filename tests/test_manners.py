@@ -181,6 +181,19 @@ def test_a_wrong_flag_is_told_before_tensorflow_is_imported(tmp_path, command, m
         ("--strict=maybe", "--strict=maybe; expected true or false"),
         ("--model=resnet2", "There is no model .resnet2. .did you mean resnet32"),
         ("--optimizer=adan", "--optimizer=adan; expected an optimizer .* adam"),
+        ("--gpu_split=0", "--gpu_split=0; expected at least 1"),
+        (
+            "--learning_rate=inf",
+            "--learning_rate=inf; expected a number that is finite",
+        ),
+        (
+            "--eval_fraction=1",
+            "--eval_fraction=1.0; expected at least 0 and less than 1",
+        ),
+        ("--dataset=mnist", "unknown data set 'mnist': did you mean tfds:mnist"),
+        ("--dataset=synthetic:8x8:3", "'synthetic:8x8:3' cannot be read: expected"),
+        ("--dataset=csv:none/*.csv", "no file matches 'none/\\*.csv': expected files"),
+        ("--eval_dataset=folder:none", "'none' is not a folder: expected one"),
         ("--clean --eval_only", "--clean and --eval_only; expected one of them"),
         ("--model_dir=/proc/run", "Cannot write to the model_dir /proc/run"),
         ("--flagfile=none", "Unable to open flagfile: .*'none'; see --help"),
@@ -369,11 +382,11 @@ def test_garbage_is_collected_again(environ):
 @pytest.mark.slow
 def test_only_what_is_asked_for_is_said(tmp_path):
     """Real ones: behind the devices, there are no such pictures."""
-    command = "-m", "towers.train", f"--dataset=folder:{tmp_path}/none"
+    command = "-m", "towers.train", f"--dataset=folder:{tmp_path}"
     runs = start(*command), start(*command, "--verbosity=0")
     quiet, loud = (process.communicate(timeout=TIMEOUT_S)[1] for process in runs)
     assert [process.returncode for process in runs] == [1, 1]
-    assert re.fullmatch(r"towers\.train: .*none' is not a folder.*\n", quiet)
+    assert re.fullmatch(r"towers\.train: .* has no class folders.*\n", quiet)
     assert quiet in loud
     assert len(re.findall(r"^I0000", loud, re.M)) > 1
 

@@ -38,6 +38,7 @@ import signal
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
@@ -129,6 +130,8 @@ def main() -> int:
     """
     signal.signal(signal.SIGTERM, _terminate)
     quieten()
+    # Where their number is unknown, batches are taken until there are no more.
+    warnings.filterwarnings("ignore", "Your input ran out of data")
     job = None
     try:
         startup.end()
@@ -282,9 +285,7 @@ def set_up() -> Job:
     source = open_source(FLAGS.dataset, FLAGS.num_classes)
     held_out = None
     if FLAGS.eval_dataset is not None:
-        held_out = open_source(
-            FLAGS.eval_dataset, source.num_classes, source.class_names
-        )
+        held_out = open_source(FLAGS.eval_dataset, source.num_classes, like=source)
         check_same_kind(source, held_out)
     if not FLAGS.clean:
         continued.check_classes(folder, source)
@@ -302,7 +303,9 @@ def set_up() -> Job:
     source, held_out, quarantines = prepare_data(
         source, held_out, [] if FLAGS.clean else quarantine.read(known)
     )
-    parallel = build_towers(model, placed, source.splits["train"], model_dir=model_dir)
+    parallel = build_towers(
+        model, placed, image_shape, source.splits["train"], model_dir=model_dir
+    )
     checkpoint = continued.make_checkpoint(folder, validates=held_out is not None)
     if not FLAGS.clean:
         continued.restore(checkpoint, folder, model)
@@ -560,11 +563,24 @@ def evaluate(job: Job) -> dict[str, float]:
 
 
 def open_source(
-    spec: str, num_classes: int | None, class_names: Sequence[str] | None = None
+    spec: str, num_classes: int | None, like: input_pipeline.Source | None = None
 ) -> input_pipeline.Source:
-    """Opens a data set as the flags say."""
+    """Opens a data set as the flags say.
+
+    Args:
+        spec: The data set.
+        num_classes: How many classes it has, if that is known.
+        like: The training data, if this is what to evaluate on: classes and columns
+            of a table are to be the same.
+    """
     options = {name: FLAGS[flag].value for name, flag in train_flags.DATA_FLAGS.items()}
-    options |= {"num_classes": num_classes, "class_names": class_names}
+    options["num_classes"] = num_classes
+    if like is not None:
+        options["class_names"] = like.class_names
+        if takes(FLAGS.dataset, "label_column"):
+            options |= {"label_key": None, "label_column": like.label_field}
+        if takes(FLAGS.dataset, "feature_columns") and len(like.image_shape) == 1:
+            options["feature_columns"] = like.image_fields
     if spec != FLAGS.dataset:
         # All of it is for evaluation.
         options |= {"train_split": None, "eval_fraction": 0}
@@ -712,9 +728,9 @@ def tower_shares(placed: devices.Devices) -> tuple[int, ...]:
         return (1,) * towers
     if len(FLAGS.tower_shares) != towers:
         raise ValueError(
-            f"Received --tower_shares={','.join(FLAGS.tower_shares)} for {towers} "
-            f"towers; expected one share for each, so give {towers} of them, or "
-            f"--num_gpus={len(FLAGS.tower_shares)}."
+            f"Received --tower_shares={','.join(FLAGS.tower_shares)} for "
+            f"{words.count(towers, 'tower')}; expected one share for each, so give "
+            f"{towers} of them, or --num_gpus={len(FLAGS.tower_shares)}."
         )
     return tuple(int(share) for share in FLAGS.tower_shares)
 
@@ -744,11 +760,12 @@ def make_preprocess(outputs: int | None) -> Callable[[Any, Any, bool], tuple[Any
 def choose_image_shape(source: input_pipeline.Source) -> tuple[int, ...]:
     """Decides the images' size: what --image_size says, else as they are."""
     if len(source.image_shape) == 1:
-        if FLAGS.image_size is not None:
-            raise ValueError(
-                f"Received --image_size={FLAGS.image_size}, but {source.name} has rows "
-                "of numbers; expected images, so leave it out."
-            )
+        for name in ("image_size", "recipe", "randaugment"):
+            if FLAGS[name].value != FLAGS[name].default:
+                raise ValueError(
+                    f"Received {FLAGS[name].serialize()}, but {source.name} has rows "
+                    "of numbers; expected images, so leave it out."
+                )
         return source.image_shape
     height, width, channels = source.image_shape
     if (asked := read_image_size(FLAGS.image_size)) is not None:
@@ -773,27 +790,36 @@ def build_model(
             seed=FLAGS.seed,
         )
         try:
-            output = model(keras.KerasTensor((None, *image_shape)))
+            output = _returned(model, image_shape)
         except ValueError as error:
             takes = getattr(model, "input_shape", None)
+            what, other = "images", "another --image_size or "
+            if len(image_shape) == 1:
+                what, other = "rows", ""
             raise ValueError(
                 f"The model {FLAGS.model} takes {takes or 'other inputs'}, but the "
-                f"images of {source.name} are {image_shape}; give another --image_size "
-                "or another model."
+                f"{what} of {source.name} are {image_shape}; give {other}another model."
             ) from error
     shape = getattr(output, "shape", None)
     if shape is None or len(shape) != 2 or (shape[-1] or 0) < source.num_classes:
+        returned = shape or f"{len(keras.tree.flatten(output))} tensors in a structure"
         raise ValueError(
-            f"The model {FLAGS.model} returns {shape}, but {source.name} has labels "
+            f"The model {FLAGS.model} returns {returned}, but {source.name} has labels "
             f"from 0 to {source.num_classes - 1}; expected one output of shape (None, "
             f"{source.num_classes}), a value for each class."
         )
     return model
 
 
+def _returned(model, image_shape):
+    """What a model returns, symbolically: a class of the user's has no output_shape."""
+    return model(keras.KerasTensor((None, *image_shape)))
+
+
 def build_towers(
     model: keras.Model,
     placed: devices.Devices,
+    image_shape: tuple[int, ...],
     examples: int | None,
     model_dir: str | None = None,
 ) -> TowerModel:
@@ -802,6 +828,7 @@ def build_towers(
     Args:
         model: The model.
         placed: The devices.
+        image_shape: Shape of an image, or of a row.
         examples: Examples in an epoch, if known.
         model_dir: Where to remember which way of updating was chosen, and to keep a
             batch whose loss is not finite; `None` for nowhere.
@@ -818,7 +845,7 @@ def build_towers(
         choice_file=model_dir and os.path.join(model_dir, "variable_update.json"),
         max_staleness=FLAGS.max_staleness,
         preprocess=make_preprocess(
-            model.output_shape[-1] if train_flags.mixes() else None
+            _returned(model, image_shape).shape[-1] if train_flags.mixes() else None
         ),
         prefetch=FLAGS.prefetch,
         check_numerics=FLAGS.check_numerics != "off"
@@ -829,17 +856,21 @@ def build_towers(
     asynchronous = FLAGS.variable_update == "asynchronous"
     steps_per_batch = len(placed.towers) if asynchronous else 1
     with tf.device(placed.home):
-        compile_model(parallel, examples, steps_per_batch)
+        compile_model(parallel, image_shape, examples, steps_per_batch)
     return parallel
 
 
 def compile_model(
-    model: keras.Model | TowerModel, examples: int | None, steps_per_batch: int = 1
+    model: keras.Model | TowerModel,
+    image_shape: tuple[int, ...],
+    examples: int | None,
+    steps_per_batch: int = 1,
 ) -> None:
     """Compiles the model as the flags say, and builds its optimizer.
 
     Args:
         model: The model.
+        image_shape: Shape of an image, or of a row.
         examples: Examples in an epoch, if known.
         steps_per_batch: Steps of the optimizer for a global batch.
     """
@@ -848,7 +879,7 @@ def compile_model(
         loss = keras.losses.CategoricalCrossentropy
     model.compile(
         build_optimizer(examples, steps_per_batch),
-        loss(from_logits=returns_logits(model)),
+        loss(from_logits=returns_logits(model, image_shape)),
         # By the labels as they were before they were mixed.
         metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
         steps_per_execution=FLAGS.steps_per_loop,
@@ -857,9 +888,9 @@ def compile_model(
     model.optimizer.build(model.trainable_variables)
 
 
-def returns_logits(model: keras.Model) -> bool:
+def returns_logits(model: keras.Model, image_shape: tuple[int, ...]) -> bool:
     """Tries whether a model returns logits, as the registry's do, or probabilities."""
-    noise = tf.random.stateless_uniform((2, *model.input_shape[1:]), seed=(0, 0))
+    noise = tf.random.stateless_uniform((2, *image_shape), seed=(0, 0))
     outputs = tf.cast(model(2 * noise - 1), tf.float32)
     adds_up = tf.abs(tf.reduce_sum(outputs, axis=-1) - 1) < 1e-2
     return not bool(tf.reduce_all(adds_up) & tf.reduce_all(outputs >= 0))
@@ -981,6 +1012,8 @@ def counted(number: int | None, noun: str) -> str:
 def data_notes(job: Job) -> list[str]:
     """Says what was decided about the data, and which flags change nothing."""
     notes = [*job.source.notes]
+    if job.source.num_classes == 1:
+        notes.append("Note: All labels are of one class, so any model is always right.")
     if job.held_out is None:
         notes.append(
             "There is no validation data, so the training data is evaluated on, and "
@@ -991,6 +1024,13 @@ def data_notes(job: Job) -> list[str]:
         source, split = job.held_out
         if FLAGS.eval_dataset is not None:
             notes += [f"{source.name}: {note}" for note in source.notes]
+            names = job.source.class_names, source.class_names
+            if names.count(None) == 1:
+                first = (names[0] or names[1])[0]
+                notes.append(
+                    "Note: Only one of training and validation data has names of "
+                    f"classes, so {first!r} in one is taken for label 0 in the other."
+                )
         examples = counted(source.splits[split], "example")
         notes.append(f"Validation {source.name}: {examples}.")
     if FLAGS["data_dir"].present and not train_flags.uses_data_dir():

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.input_pipeline import command_line, data_flags
+from towers.input_pipeline import command_line, data_flags, specs
 from towers.input_pipeline.choices import CACHES, FILE_KINDS, RECIPES
 from towers.input_pipeline.commands import (
     check_data_service,
     read_image_size,
     read_randaugment,
 )
-from towers.input_pipeline.specs import kinds_with, takes
 from towers.models import spec
 
 FLAGS = flags.FLAGS
@@ -514,6 +513,8 @@ def check(argv: Sequence[str]) -> None:
         ("max_staleness", 0, None),
         ("num_gpus", 1, None),
         ("num_classes", 1, None),
+        ("gpu_split", 1, None),
+        ("gpu_memory_limit_mb", 1, None),
         ("steps_per_loop", 1, None),
         ("log_steps", 1, None),
         ("save_steps", 1, None),
@@ -537,6 +538,8 @@ def check(argv: Sequence[str]) -> None:
             continue
         if not least <= value < math.inf or (most is not None and value > most):
             expected = f"at least {least}" if most is None else f"{least} to {most}"
+            if value == math.inf:
+                expected = "a number that is finite"
             raise ValueError(f"Received --{name}={value}; expected {expected}.")
     if FLAGS.clean and FLAGS.eval_only:
         raise ValueError(
@@ -596,6 +599,11 @@ def check(argv: Sequence[str]) -> None:
             f"Received --cache_dir={FLAGS.cache_dir} with --{other}, which keeps no "
             "files there; expected --cache=disk or auto, so leave one out."
         )
+    if FLAGS.eval_fraction is not None and not 0 <= FLAGS.eval_fraction < 1:
+        raise ValueError(
+            f"Received --eval_fraction={FLAGS.eval_fraction}; expected at least 0 and "
+            "less than 1, such as 0.1."
+        )
     check_data_flags()
     if mixes() and FLAGS.loss_placement == "gathered":
         raise ValueError(
@@ -611,7 +619,10 @@ def check(argv: Sequence[str]) -> None:
 
 
 def check_data_flags() -> None:
-    """Checks that the flags of the data apply to the data sets that are named."""
+    """Checks that data sets can be there, and that the flags of the data apply."""
+    for each in (FLAGS.dataset, FLAGS.eval_dataset):
+        if each is not None:
+            specs.check(each)
     if FLAGS.eval_fraction is not None and FLAGS.eval_dataset is not None:
         raise ValueError(
             f"Received --eval_fraction={FLAGS.eval_fraction} and --eval_dataset="
@@ -627,18 +638,18 @@ def check_data_flags() -> None:
         elif name == "test_split" and FLAGS.eval_dataset is not None:
             named = named[1:]
         named = [each for each in named if each is not None]
-        if not any(takes(each, name) for each in named):
+        if not any(specs.takes(each, name) for each in named):
             given = FLAGS[flag].serialize()
             raise ValueError(
                 f"Received {given} for {' and '.join(named)}; expected it only for "
-                f"{kinds_with(name)}, so leave it out."
+                f"{specs.kinds_with(name)}, so leave it out."
             )
 
 
 def uses_data_dir() -> bool:
     """Tells whether a data set that is named keeps files in --data_dir."""
     named = FLAGS.dataset, FLAGS.eval_dataset
-    return any(each is not None and takes(each, "data_dir") for each in named)
+    return any(each is not None and specs.takes(each, "data_dir") for each in named)
 
 
 def check_model_dir() -> str:

@@ -4,7 +4,6 @@
 only the file it needs.
 """
 
-import difflib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source
-from towers.input_pipeline.specs import FORMS, kinds_with, takes
+from towers.input_pipeline.specs import check, kinds_with, takes
 
 __all__ = ["Source", "open_source"]
 
@@ -69,13 +68,8 @@ def open_source(
         ValueError: the spec, or what it names, is not a data set we can read, or an
             argument does not apply to it.
     """
+    check(spec)
     kind, _, rest = spec.partition(":")
-    # All but "digits" need something after the colon.
-    if kind not in FORMS or bool(rest) == (kind == "digits"):
-        raise ValueError(
-            f"unknown data set {spec!r}: {_hint(spec)}expected one of "
-            f"{', '.join(FORMS.values())}"
-        )
     options = {
         "image_key": image_key,
         "label_key": label_key,
@@ -136,14 +130,3 @@ def open_source(
     except tf.errors.OpError as error:
         reason = error.message.splitlines()[0]
         raise ValueError(f"{spec!r} cannot be opened: {reason}") from error
-
-
-def _hint(spec: str) -> str:
-    """What may have been meant by an unknown spec: a form, or a name without tfds:."""
-    near = difflib.get_close_matches(spec.partition(":")[0], FORMS, n=1)
-    if near:
-        return f"did you mean {FORMS[near[0]]}? "
-    from towers.input_pipeline.sources.tfds_source import near_names
-
-    near = near_names(spec)
-    return f"did you mean tfds:{near[0]}? " if near else ""

@@ -38,6 +38,19 @@ def check_named(
             )
 
 
+def check_different(where: str, columns: Sequence[str]) -> None:
+    """Checks that columns have different names, by which they are told apart.
+
+    Raises:
+        ValueError: two have the same.
+    """
+    if twice := [name for k, name in enumerate(columns) if name in columns[:k]]:
+        raise ValueError(
+            f"{where} has two columns {twice[0]!r}: expected different names, so "
+            "rename one"
+        )
+
+
 def find_label(
     where: str, columns: Sequence[str], label_column: str | None
 ) -> tuple[str, str]:

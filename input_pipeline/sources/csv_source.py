@@ -15,6 +15,7 @@ from towers.input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
 # How TensorFlow says that a field is empty, or holds something else.
 _MISSING = "is required but missing"
 _NO_NUMBER = "is not a valid float"
+_NO_LABEL = "is not a valid int64"
 
 
 class CSVSource(StreamFiles):
@@ -125,6 +126,11 @@ class CSVSource(StreamFiles):
             fault += (
                 ", expected a number: write one, or leave the column out by "
                 "--feature_columns (in Python, feature_columns)"
+            )
+        if _NO_LABEL in fault:
+            fault += (
+                ", expected a whole number, as in the first rows; where labels are "
+                "names of classes, none is a number"
             )
         return fault
 
@@ -263,6 +269,7 @@ def _header(path: str) -> list[str]:
             raise ValueError(f"{path} is not text: expected a CSV file") from error
     # Excel begins its files with a mark.
     names = _fields(f"{path}: line 1", line.removeprefix("\ufeff").rstrip("\r\n"))
+    columns.check_different(path, names)
     if len(names) < 2 or any(map(_is_number, names)):
         raise ValueError(
             f"{path} begins with {line[:60]!r}: expected a header, the names of at "

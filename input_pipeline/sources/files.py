@@ -21,6 +21,7 @@ from towers.input_pipeline.sources.base import (
     held_out,
     shuffle_all,
 )
+from towers.input_pipeline.specs import no_files
 
 LABELS_AT_ONCE = 1024
 
@@ -253,10 +254,7 @@ def _group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
         and not tf.io.gfile.isdir(path)
     )
     if not paths:
-        raise ValueError(
-            f"no file matches {pattern!r}: expected files, such as "
-            f"'{kind}:/data/train-*'; check the path, and quote the pattern"
-        )
+        raise no_files(kind, pattern)
     fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
     groups: dict[str, list[str]] = {}
     for path in paths:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources import fraction, pictures
 from towers.input_pipeline.sources.base import IndexedSource, Record, held_out
+from towers.input_pipeline.specs import PICTURES, no_folder
 
 # Paths of the images of each class, by the class's name.
 _Classes = dict[str, list[str]]
@@ -33,10 +34,7 @@ class ImageFolderSource(IndexedSource):
     def __init__(self, directory: str, eval_fraction: float | None = None):
         root = os.path.expanduser(directory)
         if not tf.io.gfile.isdir(root):
-            raise ValueError(
-                f"{directory!r} is not a folder: expected one that holds a folder of "
-                f"{pictures.KINDS} files for each class"
-            )
+            raise no_folder(directory)
         found = pictures.Sorted()
         train, test, fraction_used = _find_splits(root, eval_fraction, found)
         self.name = f"folder:{directory}"
@@ -136,12 +134,12 @@ def _find_classes(folder: str, found: pictures.Sorted) -> _Classes:
                 f"{n} {kind}" for kind, n in (found.left_out - before).items()
             )
             raise ValueError(
-                f"the class folder {path} has no {pictures.KINDS} file directly in it"
+                f"the class folder {path} has no {PICTURES} file directly in it"
                 f"{others and f', only {others}'}: add images or remove the folder"
             )
     if not classes:
         raise ValueError(
-            f"{folder} has no class folders: expected a folder of {pictures.KINDS} "
+            f"{folder} has no class folders: expected a folder of {PICTURES} "
             "files for each class"
         )
     found.loose(folder)

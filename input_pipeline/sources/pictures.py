@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-KINDS = "JPEG, PNG, GIF, BMP or WebP"
+from towers.input_pipeline.specs import PICTURES
 
 # Taken by their names; what is wrong with one is said when it is read.
 _SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp")
@@ -63,7 +63,7 @@ class Sorted:
             listed = ", ".join(f"{n:,} {kind}" for kind, n in _ordered(self.left_out))
             files = "file" if count == 1 else "files"
             notes.append(
-                f"{count:,} {files} left out: {listed}; what is read is {KINDS}."
+                f"{count:,} {files} left out: {listed}; what is read is {PICTURES}."
             )
         if self.folders:
             count = len(self.folders)

@@ -1,12 +1,12 @@
 """``synthetic:HxWxC:CLASSES[:COUNT]``: random images that can be learnt; no files."""
 
 import math
-import re
 
 import tensorflow as tf
 
 from towers.input_pipeline import draws
 from towers.input_pipeline.sources.base import IndexedSource
+from towers.input_pipeline.specs import read_synthetic
 
 _DEFAULT_COUNT = 1024
 _TEST_FRACTION = 4  # one test image for so many training images
@@ -18,18 +18,8 @@ def open_synthetic(rest: str, seed: int) -> "SyntheticSource":
     Raises:
         ValueError: it is not HxWxC:CLASSES or HxWxC:CLASSES:COUNT of positive numbers.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+):(\d+)(?::(\d+))?", rest)
-    numbers = (
-        [int(digits or _DEFAULT_COUNT) for digits in match.groups()] if match else [0]
-    )
-    if min(numbers) < 1:
-        raise ValueError(
-            f"'synthetic:{rest}' cannot be read: expected synthetic:HxWxC:CLASSES or "
-            "synthetic:HxWxC:CLASSES:COUNT with positive numbers, such as "
-            "synthetic:32x32x3:10:1024"
-        )
-    *shape, classes, count = numbers
-    return SyntheticSource(tuple(shape), classes, count, seed)
+    *shape, classes, count = read_synthetic(rest)
+    return SyntheticSource(tuple(shape), classes, count or _DEFAULT_COUNT, seed)
 
 
 class SyntheticSource(IndexedSource):

@@ -230,3 +230,19 @@ def test_many_bad_records_are_told_from_one(tmp_path, labels, many):
         open_source(spec)
     assert caught.value.many is many
     assert ("; and 5 of the 11 behind it cannot be used" in str(caught.value)) is many
+
+
+def test_columns_of_one_name(tmp_path):
+    (tmp_path / "a.csv").write_text("a,a,label\n1,2,0\n")
+    with pytest.raises(
+        ValueError, match=r"a\.csv has two columns 'a': expected different"
+    ):
+        open_source(f"csv:{tmp_path}/a.csv")
+
+
+def test_some_labels_are_numbers_and_some_are_names(tmp_path):
+    (tmp_path / "a.csv").write_text("a,label\n1,0\n2,bee\n")
+    with pytest.raises(
+        ValueError, match="bee, expected a whole number, as in the first"
+    ):
+        open_source(f"csv:{tmp_path}/a.csv")

@@ -283,6 +283,8 @@ def test_user_file_errors_found_by_check(user_file, text, message):
             "def f(s, n): return s[9]",
             r"raised IndexError \(.*\) when called with input_shape=\(4,\) and num_cl",
         ),
+        ("import sys; sys.exit('no')\ndef f(s, n): ...", r"raised SystemExit \(no\) w"),
+        ("def f(s, n): raise SystemExit", r"raised SystemExit \(\) when called"),
         ("def f(): ...", r"raised TypeError \(.*\) when called"),
         ("def f(s, n): return 'x'", "returned str, not a keras.Model"),
     ],

@@ -521,6 +521,9 @@ class TestPictures:
         other = drawing.sheet(images, ["ant", "eeb", "cat"])
         rows, columns = np.nonzero((found != other).any(axis=-1))
         assert rows.min() >= 102 and rows.max() < 125 and columns.min() >= 108
+        # Some words are wider than the picture.
+        wider = drawing.sheet(images[:1], ["taken for validation"])
+        assert 108 < wider.shape[1] <= 132
 
     def test_a_font_of_ascii(self):
         assert drawing.plain("Ägyptische Katze") == "Agyptische Katze"

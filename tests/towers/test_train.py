@@ -15,6 +15,7 @@ import sys
 import textwrap
 import types
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -655,7 +656,7 @@ class TestInProcess:
     )
     def test_loss_fits_the_models_end(self, end, from_logits):
         model = keras.Sequential([keras.Input((4,)), *end])
-        train.compile_model(model, 95)
+        train.compile_model(model, (4,), 95)
         assert model.loss.from_logits is from_logits
         assert model.optimizer.built
 
@@ -868,7 +869,84 @@ class TestInProcess:
         last = keras.Sequential([dense]) if head == "nested" else dense
         flatten = keras.layers.Flatten()
         model = keras.Sequential([keras.Input((3, 3, 1)), flatten, last])
-        assert train.returns_logits(model) == (head is None)
+        assert train.returns_logits(model, (3, 3, 1)) == (head is None)
+
+    def test_a_model_of_the_users_own_class(self):
+        class Model(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.dense = keras.layers.Dense(4, activation="softmax")
+
+            def call(self, x):
+                return self.dense(x)
+
+        source = mock.Mock(num_classes=3)
+        with (
+            mock.patch.object(train.models, "build", return_value=Model()),
+            flagsaver.flagsaver(mixup_alpha=1.0),
+        ):
+            model = train.build_model(source, (2,), "/CPU:0")
+            placed = devices.Devices(("/CPU:0",), "/CPU:0")
+            parallel = train.build_towers(model, placed, (2,), 95)
+        assert not parallel.loss.from_logits
+
+    @pytest.mark.parametrize(
+        ("inputs", "outputs", "said"),
+        [
+            (
+                [(3,)],
+                1,
+                r"takes \(None, 3\), but the rows of x are \(2,\); give another m",
+            ),
+            (
+                [(2,)] * 2,
+                1,
+                r"takes \[\(None, 2\), \(None, 2\)\], but the rows of x are",
+            ),
+            (
+                [(2,)],
+                2,
+                r"returns 2 tensors in a structure, but x has labels from 0 to 2",
+            ),
+        ],
+    )
+    def test_a_model_of_other_inputs_and_outputs(self, inputs, outputs, said):
+        tensors = [keras.Input(shape) for shape in inputs]
+        first = tensors[0] if len(tensors) == 1 else tensors
+        made = [keras.layers.Dense(3)(tensors[-1]) for _ in range(outputs)]
+        model = keras.Model(first, made[0] if outputs == 1 else made)
+        source = mock.Mock(num_classes=3)
+        source.name = "x"
+        with (
+            mock.patch.object(train.models, "build", return_value=model),
+            pytest.raises(ValueError, match=said),
+        ):
+            train.build_model(source, (2,), "/CPU:0")
+
+    def test_a_table_is_evaluated_by_the_columns_it_was_trained_on(self, tmp_path):
+        (tmp_path / "a.csv").write_text("kind,x,y,n\nbee,1,2,3\nant,4,5,6\n")
+        (tmp_path / "b.csv").write_text("y,x,more,kind\n2,1,text,bee\n")
+        (tmp_path / "c.csv").write_text("y,z,kind\n2,1,bee\n")
+        ours, theirs, others = (f"csv:{tmp_path}/{name}.csv" for name in "abc")
+        columns = {"label_column": "kind", "feature_columns": ["x", "y"]}
+        with flagsaver.flagsaver(dataset=ours, eval_dataset=theirs, **columns):
+            source = train.open_source(ours, None)
+            train.FLAGS.label_column = train.FLAGS.feature_columns = None
+            held_out = train.open_source(theirs, 2, like=source)
+            row, label = held_out.decode(next(held_out.walk(f"{tmp_path}/b.csv")).raw)
+            assert (row.numpy().tolist(), int(label)) == ([1, 2], 1)
+            with pytest.raises(ValueError, match=r"'x', but .*c\.csv has the columns"):
+                train.open_source(others, 2, like=source)
+
+    def test_rows_are_not_augmented(self):
+        source = mock.Mock(image_shape=(2,))
+        for name, value in (("recipe", "cifar"), ("randaugment", ["2", "9"])):
+            said = f"--{name}=.*, but .* has rows of numbers; expected images"
+            with (
+                flagsaver.flagsaver(**{name: value}),
+                pytest.raises(ValueError, match=said),
+            ):
+                train.choose_image_shape(source)
 
     def test_gpus_that_do_not_exist(self, monkeypatch, capsys, tmp_path):
         gpus = [

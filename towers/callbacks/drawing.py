@@ -36,7 +36,7 @@ def sheet(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     width, height = (scale * side for side in tiles[0].size)
     lines = [caption.split("\n") for caption in captions]
     # A caption may be wider than its picture, within reason.
-    widest = max(_length(line) for each in lines for line in each)
+    widest = math.ceil(max(_length(line) for each in lines for line in each))
     cell = max(width, min(widest, _NAME)) + _GAP
     row = height + _LINE * max(map(len, lines)) + _GAP
     columns = math.ceil(math.sqrt(len(tiles)))

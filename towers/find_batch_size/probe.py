@@ -125,7 +125,7 @@ def probe(tell: Callable[..., None]) -> None:
     model = train.build_model(source, image_shape, placed.home)
     clock = Clock()
     # How many examples an epoch has changes the learning rate only.
-    train.build_towers(model, placed, FLAGS.batch_size).fit(
+    train.build_towers(model, placed, image_shape, FLAGS.batch_size).fit(
         batches(FLAGS.batch_size, image_shape, source.num_classes),
         steps_per_epoch=(_WARM_UP + FLAGS.probe_steps) * FLAGS.steps_per_loop,
         callbacks=[clock],

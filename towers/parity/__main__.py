@@ -70,7 +70,7 @@ def check() -> int:
     model = train.build_model(source, image_shape, placed.home)
     source, *_ = train.prepare_data(source, None, [])
     with tf.device(placed.home):
-        train.compile_model(model, source.splits["train"])
+        train.compile_model(model, image_shape, source.splits["train"])
     print(devices.table(placed, batch.cut(FLAGS.batch_size, shares)), flush=True)
     asked = FLAGS.variable_update
     parity = check_parity(
