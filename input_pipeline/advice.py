@@ -9,7 +9,7 @@ ADVICE = {
     "--batch_size",
     "decode": "store the images no larger than needed, as JPEG, take a lighter "
     "--recipe, or have other machines decode (--data_service)",
-    "batch": "take a smaller --image_size, of which there is less to copy",
+    "batch": "take a smaller --image_size, to copy less",
     "augment": "take a lighter --recipe, no --randaugment, or a larger --batch_size",
     "service": "start more workers",
     "prefetch": "several steps in a call, such as --steps_per_loop=10, or a larger "
@@ -27,7 +27,7 @@ IN_PYTHON = {
     "batch_size",
     "decode": "store the images no larger than needed, as JPEG, take a lighter recipe, "
     "or have other machines decode (data_service)",
-    "batch": "take a smaller image_shape, of which there is less to copy",
+    "batch": "take a smaller image_shape, to copy less",
     "augment": "take a lighter recipe, no randaugment, or a larger batch_size",
     "service": "start more workers",
     "prefetch": "several steps in a call, such as compile(steps_per_execution=10), or "

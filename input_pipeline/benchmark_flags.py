@@ -40,7 +40,13 @@ flags.DEFINE_string(
     **_INPUT,
 )
 flags.DEFINE_integer("batch_size", 64, "Examples in a batch.", lower_bound=1, **_INPUT)
-flags.DEFINE_enum("recipe", "none", RECIPES, "What becomes of images.", **_INPUT)
+flags.DEFINE_enum(
+    "recipe",
+    "none",
+    RECIPES,
+    "How to augment images; see towers.train --help.",
+    **_INPUT,
+)
 flags.DEFINE_list(
     "randaugment",
     None,
@@ -59,7 +65,7 @@ flags.DEFINE_string("cache_dir", None, "Where --cache=disk keeps its files.", **
 flags.DEFINE_integer(
     "shuffle_mb",
     256,
-    "Memory to draw the next record from.",
+    "Memory of the shuffle buffer, in MB.",
     lower_bound=0,
     **_INPUT,
 )
@@ -90,14 +96,14 @@ flags.DEFINE_integer(
 flags.DEFINE_list(
     "step_ms",
     None,
-    "What towers take for a batch, to say how long they would wait for the next. "
-    "Default: 1, 2 and 4 times what the pipeline takes.",
+    "Milliseconds that towers take for a batch, to say how long they would wait for "
+    "the next. Default: 1, 2 and 4 times the time of the pipeline.",
     **_MEASURE,
 )
 flags.DEFINE_bool(
     "ablate",
     False,
-    "Say also what each trick is worth, by turning it off.",
+    "Also measure each trick of the pipeline, by turning it off.",
     **_MEASURE,
 )
 flags.DEFINE_bool(
@@ -142,8 +148,9 @@ def check_flags(argv: Sequence[str]) -> None:
             )
     if FLAGS.data_service is not None and FLAGS.ablate:
         raise ValueError(
-            "Received --ablate and --data_service, whose workers have the tricks; "
-            "expected one of them, so measure on one of those machines."
+            "Received --ablate and --data_service, but the tricks are turned off in "
+            "this process, not in the workers; expected one of the two flags, so "
+            "measure on a worker's machine without --data_service."
         )
     check_data_service(FLAGS.data_service)
     if FLAGS.plot is not None:

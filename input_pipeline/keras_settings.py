@@ -1,7 +1,7 @@
 """The user's own settings of Keras, which other projects may need otherwise.
 
 They are in the environment and in keras.json. Programs do as their flags say, and tell
-what they pass over. In Python they are the user's, but for the backend, which must be
+what they ignore. In Python they are the user's, but for the backend, which must be
 TensorFlow.
 """
 
@@ -19,8 +19,8 @@ _OURS = {
 _LIMITS = "KERAS_MAX_EPOCHS", "KERAS_MAX_STEPS_PER_EPOCH"
 
 
-def passed_over() -> list[str]:
-    """Says which of the user's settings programs pass over, a sentence each.
+def ignored() -> list[str]:
+    """Says which of the user's settings programs ignore, a sentence each.
 
     Raises:
         ValueError: Keras could not be imported with this keras.json.
@@ -29,14 +29,14 @@ def passed_over() -> list[str]:
     said = []
     backend, where = _backend(path, settings)
     if backend != "tensorflow":
-        said.append(f"{where} is passed over: Towers trains with Keras on TensorFlow.")
+        said.append(f"{where} is ignored: Towers trains with Keras on TensorFlow.")
     for name in _LIMITS:
         if name in os.environ:
             value = os.environ[name]
-            said.append(f"{name}={value} is passed over: flags say how long to train.")
+            said.append(f"{name}={value} is ignored: flags say how long to train.")
     for name, (ours, _) in _OURS.items():
         if (value := settings.get(name, ours)) != ours:
-            said.append(f'"{name}": "{value}" in {path} is passed over for "{ours}".')
+            said.append(f'"{name}": "{value}" in {path} is ignored for "{ours}".')
     return said
 
 

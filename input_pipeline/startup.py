@@ -84,7 +84,7 @@ def begin(
     try:
         if read is not None:
             read(sys.argv)
-        notes = keras_settings.passed_over()
+        notes = keras_settings.ignored()
     except ValueError as error:
         sys.exit(f"{program}: {' '.join(str(error).split())}")
     for note in notes:

@@ -242,14 +242,14 @@ def keras_json(monkeypatch, tmp_path):
 
 
 def test_settings_that_are_passed_over(keras_json, monkeypatch):
-    assert keras_settings.passed_over() == []
+    assert keras_settings.ignored() == []
     path = keras_json('{"backend": "torch", "floatx": "float16", "epsilon": 1e-5}')
     monkeypatch.setenv("KERAS_MAX_EPOCHS", "1")
     monkeypatch.setattr(keras.config, "set_floatx", mock.Mock())
-    backend, limit, floatx = keras_settings.passed_over()
-    assert backend.startswith(f'"backend": "torch" in {path} is passed over: ')
-    assert limit.startswith("KERAS_MAX_EPOCHS=1 is passed over: ")
-    assert floatx == f'"floatx": "float16" in {path} is passed over for "float32".'
+    backend, limit, floatx = keras_settings.ignored()
+    assert backend.startswith(f'"backend": "torch" in {path} is ignored: ')
+    assert limit.startswith("KERAS_MAX_EPOCHS=1 is ignored: ")
+    assert floatx == f'"floatx": "float16" in {path} is ignored for "float32".'
     keras_settings.override()
     assert os.environ["KERAS_BACKEND"] == "tensorflow"
     assert "KERAS_MAX_EPOCHS" not in os.environ
@@ -268,7 +268,7 @@ def test_settings_that_are_passed_over(keras_json, monkeypatch):
 def test_settings_that_keras_cannot_read(keras_json, text, said):
     keras_json(text)
     with pytest.raises(ValueError, match=rf"{said}.* correct it"):
-        keras_settings.passed_over()
+        keras_settings.ignored()
 
 
 def test_in_python_another_backend_is_an_error(tmp_path):

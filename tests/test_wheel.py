@@ -138,9 +138,9 @@ def test_a_run_in_a_project(installed, project):
     assert err.splitlines() == [
         f"towers.train: Note: {text}"
         for text in (
-            "KERAS_BACKEND=jax is passed over: Towers trains with Keras on TensorFlow.",
-            f'"floatx": "float64" in {file} is passed over for "float32".',
-            f'"image_data_format": "channels_first" in {file} is passed over for '
+            "KERAS_BACKEND=jax is ignored: Towers trains with Keras on TensorFlow.",
+            f'"floatx": "float64" in {file} is ignored for "float32".',
+            f'"image_data_format": "channels_first" in {file} is ignored for '
             '"channels_last".',
         )
     ]

@@ -114,10 +114,10 @@ def as_tensor(value: Any) -> Any:
 
 _PARTS = "x", "y", "sample_weight"
 _AS_MANY = (
-    "expected inputs, targets and weights to have as many rows, one an example, of "
-    "which each tower gets a share; so make what is not examples, such as a matrix "
-    "of all nodes, a variable of the model (`self.add_weight(trainable=False)`), or "
-    "repeat it for each example."
+    "expected inputs, targets and weights with as many rows, one for each example, as "
+    "each tower gets a share of the rows; if an input has no row for each example, "
+    "such as a matrix of all nodes, make it a variable of the model "
+    "(`self.add_weight(trainable=False)`), or repeat it for each example."
 )
 
 
@@ -128,7 +128,7 @@ def check_rows(batch: Any) -> None:
 
     Args:
         batch: A nest of tensors with one row an example, or of their `tf.TypeSpec`s;
-            `None` entries and scalars are passed over.
+            `None` entries and scalars are ignored.
 
     Raises:
         ValueError: If they differ; `tf.errors.InvalidArgumentError` from the graph.
@@ -154,7 +154,7 @@ def check_rows(batch: Any) -> None:
     first, *others = sizes.items() or [(None, None)]
     for name, size in others:
         if not (isinstance(first[1], int) and isinstance(size, int)):
-            said = f"Received {name} and {first[0]} of a batch with other rows; "
+            said = f"Received {name} and {first[0]} with different numbers of rows; "
             tf.debugging.assert_equal(size, first[1], said + _AS_MANY)
 
 

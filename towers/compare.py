@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import batch, tower
+from towers import batch, shares_do_not_fit, tower
 from towers.dependence import layer_call, parts
 from towers.trust import is_trusted
 
@@ -85,13 +85,13 @@ class Verdict(NamedTuple):
             )
         if self.rows < 2:
             return (
-                "the first batch has too few rows to compare any, so towers take it "
+                "the first batch has too few rows to compare any, so towers assume "
                 "that each example is treated by itself"
             )
         if self.random:
             return (
                 "it draws random numbers, so nothing could be compared, and towers "
-                "take it that each example is treated by itself"
+                "assume that each example is treated by itself"
             )
         mode = " in inference, as it draws random numbers in training," * self.inference
         return (
@@ -111,6 +111,9 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
 
     Returns:
         What was found.
+
+    Raises:
+        ModelError: Where shapes fit all rows, or none, but not a part of them.
     """
     rows = int(batch.batch_size(x))
     if rows < 2:
@@ -122,19 +125,24 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
     # One row by itself, since parts of even size may hide what pairs do.
     edges = sorted({0, 1, (rows + 1) // 2, rows})
     try:
-        one = tf.ones([])
-        whole = traced(*values, x, one)
-        again = traced(values.params, tower.own_seeds(model, values.state, 1), x, one)
-        if _difference(whole.outputs, again.outputs) > 0:
-            if not training:
-                return Verdict(rows, random=True)
-            return compare(model, False, values, x)._replace(inference=True)
-        found = [
-            traced(*values, batch.take(x, start, end), one)
-            for start, end in itertools.pairwise(edges)
-        ]
-        sizes = np.diff(edges).tolist()
-        joined = [batch.join(each, sizes) for each in _each(found)]
+        with shares_do_not_fit.told(model):
+            one = tf.ones([])
+            whole = traced(*values, x, one)
+            again = traced(
+                values.params, tower.own_seeds(model, values.state, 1), x, one
+            )
+            if _difference(whole.outputs, again.outputs) > 0:
+                if not training:
+                    return Verdict(rows, random=True)
+                return compare(model, False, values, x)._replace(inference=True)
+            found = [
+                traced(*values, batch.take(x, start, end), one)
+                for start, end in itertools.pairwise(edges)
+            ]
+            sizes = np.diff(edges).tolist()
+            joined = [batch.join(each, sizes) for each in _each(found)]
+    except tower.ModelError:
+        raise
     except (tf.errors.OpError, ValueError) as error:
         return Verdict(rows, error=_why(error))
     difference = _difference(joined, [whole.outputs, whole.tags])
@@ -149,7 +157,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
 
 def _why(error):
     """The line of an error that tells most."""
-    noise = "Graph execution error", "Detected at node", "<stack traces", "[["
+    noise = "Graph execution error", "Detected at node", "<stack traces", "[[", "File "
     lines = map(str.strip, str(error).splitlines())
     return next((line for line in lines if line and not line.startswith(noise)), "")
 

@@ -1,4 +1,4 @@
-"""What a run of towers.train that goes on has been, and what is changed since."""
+"""Continues a run of towers.train: what it restores, and what has changed."""
 
 import os
 
@@ -18,10 +18,10 @@ def make_checkpoint(folder: str, validates: bool) -> Checkpoint:
 
     Args:
         folder: Where the checkpoints lie.
-        validates: Whether anything is held out.
+        validates: Whether there is validation data.
 
     Raises:
-        ValueError: --monitor names a metric that there is not.
+        ValueError: --monitor names a metric of validation data that are missing.
     """
     monitor, mode = _monitor(validates)
     return Checkpoint(
@@ -36,7 +36,7 @@ def make_checkpoint(folder: str, validates: bool) -> Checkpoint:
 
 
 def best_text() -> str:
-    """Says by what the best epoch is told without validation data."""
+    """Returns which loss is the best without validation data: "lowest loss"."""
     monitor, mode = _monitor(validates=False)
     return f"{'lowest' if mode == 'min' else 'highest'} {monitor}"
 
@@ -65,9 +65,9 @@ def restore(checkpoint: Checkpoint, folder: str, model: keras.Model) -> None:
     if which.endswith(".keras"):
         if not FLAGS.eval_only:
             raise ValueError(
-                f"Received --checkpoint={which}, which does not say how far its run "
-                "had come; expected last, best or a folder of checkpoints/ to go on "
-                "from, or --eval_only."
+                f"Received --checkpoint={which}, a model from which no run can go on; "
+                "expected last, best or a folder in checkpoints/, or --eval_only as "
+                "well."
             )
         try:
             model.load_weights(os.path.expanduser(which))
@@ -109,7 +109,7 @@ def check_classes(folder: str, source: input_pipeline.Source) -> None:
 
 
 def text(checkpoint: Checkpoint, model: keras.Model) -> list[str]:
-    """Says where the run goes on, and what is given up for it.
+    """Says where the run goes on, and which training is given up for it.
 
     Args:
         checkpoint: Which is restored.
@@ -133,14 +133,14 @@ def text(checkpoint: Checkpoint, model: keras.Model) -> list[str]:
     if checkpoint.discarded and not FLAGS.eval_only:
         names = ", ".join(map(os.path.basename, reversed(checkpoint.discarded)))
         lines.append(
-            f"What was trained after it is given up: {names} will be removed as the "
+            f"The training after it is given up: {names} will be removed when the "
             "next checkpoint is saved."
         )
     return lines
 
 
 def changed_flags(before: str, now: str) -> str | None:
-    """Says which flags are others than those of the run before.
+    """Says which flags differ from those of the run before.
 
     Args:
         before: The flags as --flagfile reads them.

@@ -433,7 +433,7 @@ def _divide_threads(towers: int) -> None:
 def _too_late(wish: str) -> RuntimeError:
     return RuntimeError(
         "TensorFlow is initialised already, with other devices or memory settings "
-        f"than the wish for {wish}; restart the program (in a notebook, the kernel), "
+        f"than {wish}; restart the program (in a notebook, the kernel), "
         "and call towers.configure() before anything else uses TensorFlow, such as a "
         "model that is built."
     )

@@ -203,8 +203,8 @@ class Turns:
                 self._before.restore(tf.Variable)
                 raise ModelError(
                     f"Layer '{layer}' assigns the tf.Variable '{name}' while it is "
-                    "called, which a tower cannot carry; make it a Keras variable with "
-                    "`self.add_weight(trainable=False)`, and assign that."
+                    "called; towers can only combine Keras variables, so create it "
+                    "with `self.add_weight(trainable=False)`."
                 )
         return result
 
@@ -233,6 +233,8 @@ class Turns:
         Args:
             towers: Number of towers.
         """
+        if towers < 2:
+            return []
         return [_apart(*name, towers) for name in self._before.changed()]
 
 
@@ -243,18 +245,18 @@ def _equal(value, other):
 def _alike(layer, name):
     return (
         f"Layer '{layer}' changes its Python attribute '{name}' while it is called. "
-        "All towers begin a batch with the same value and make the same of it, so it "
-        "changes once a batch, as on one device. For what is to change without "
-        "run_eagerly, too, use `self.add_weight(trainable=False)`."
+        "All towers begin a batch with the same value and change it alike, so it "
+        "changes once a batch, as on one device. Without run_eagerly it does not "
+        "change; use `self.add_weight(trainable=False)` for a value that has to."
     )
 
 
 def _apart(layer, name, towers):
     return (
         f"Layer '{layer}' changes its Python attribute '{name}' while it is called. "
-        f"That happens on each of {towers} towers with its share of the batch, so the "
-        "attribute is not what one device with the whole batch would have; use a "
-        "variable, by `self.add_weight(trainable=False)`, or return an output."
+        f"Each of {towers} towers changes it with its share of the batch, so its "
+        "value is not that of one device with the whole batch; use a variable, by "
+        "`self.add_weight(trainable=False)`, or return an output."
     )
 
 

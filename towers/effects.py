@@ -98,25 +98,24 @@ def sentence(model: keras.Model, effect: Effect) -> str:
     scopes = [(s, re.sub(r"_\d+$", "", s)) for s in effect.name.split("/")[::-1]]
     layer = next((name for scope in scopes for name in scope if name in names), None)
     of_layer = f" of layer '{layer}'" if layer else ""
-    start = (
-        f"Model '{model.name}' {{}} while it is called, by {effect}{of_layer}, which"
-    )
+    text = f"Model '{model.name}' {{}} while it is called, by {effect}{of_layer}; {{}}"
     if effect.type in RANDOM:
-        return (
-            f"{start.format('draws random numbers')} no seed generator decides; give "
-            "each random op a `keras.random.SeedGenerator` that a layer creates in "
-            "`__init__`, and draw by `keras.random`."
+        return text.format(
+            "draws random numbers without a seed generator",
+            "draw them by `keras.random`, with a `keras.random.SeedGenerator` that a "
+            "layer creates in `__init__`.",
         )
     if effect.type.startswith("Assign") or effect.type.startswith("Resource"):
-        return (
-            f"{start.format('assigns a tf.Variable')} a tower cannot carry; make it a "
-            "Keras variable with `self.add_weight(trainable=False)`, and assign that "
-            "outside of `tf.cond`, loops and `tf.function`."
+        return text.format(
+            "assigns a tf.Variable",
+            "towers can only combine Keras variables, so create it with "
+            "`self.add_weight(trainable=False)`, and assign it outside of `tf.cond`, "
+            "loops and `tf.function`.",
         )
-    return (
-        f"{start.format('changes something outside of it')} each tower would do again; "
-        "keep what changes in a Keras variable of `self.add_weight(trainable=False)`, "
-        "or change it outside of the model."
+    return text.format(
+        "changes something outside of itself",
+        "each tower would change it again, so use a Keras variable of "
+        "`self.add_weight(trainable=False)`, or change it outside of the model.",
     )
 
 

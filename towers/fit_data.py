@@ -19,8 +19,8 @@ from towers.checkpoints import Position
 # What TensorFlow takes if no seed was set for all operations.
 _NO_SEED = 87654321
 
-_ONLY_IF = "The run ends as one that was not broken off only if"
-_OTHER = "The run may end as another than one that was not broken off"
+_ONLY_IF = "The run ends as an uninterrupted one only if"
+_OTHER = "The run may end with other numbers than an uninterrupted one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Start:
         epoch: Where it begins to count: at this epoch, or an earlier one.
         read: Whether what is passed over has to be read: it is not passed over yet.
         whole: Whether also passes that are over have to be read.
-        note: Why the run may end as another than one that was not broken off.
+        note: Why the run may end with other numbers than an uninterrupted one.
     """
 
     data: Any
@@ -83,7 +83,7 @@ def start(
     opened = position.epoch - len(past) if known else position.epoch
     if isinstance(data, types.GeneratorType):
         if used:
-            note = "The generator goes on where it is; what was read ahead is lost"
+            note = "The generator goes on where it is, without the batches read ahead"
             return Start(data, position.epoch, read=False, note=note)
         note = f"{_ONLY_IF} the generator yields the same batches again, from its first"
         return Start(data, opened, whole=True, note=note)
@@ -103,7 +103,7 @@ def start(
         note = f"{note}needs a seed"
         if used:
             # It goes on with its shuffles, from one pass to the next.
-            other = "a data set that shuffles has another order as it is opened again"
+            other = "a data set that shuffles has another order when it is opened again"
             note = f"{_OTHER}: {other}" if place.batches else None
     # A shuffle draws numbers whenever it is opened, so passes that are over are opened.
     return Start(data, at_pass if used else opened, note=note)

@@ -22,8 +22,8 @@ class ResumeError(ValueError):
 def too_few(batches: int) -> ResumeError:
     """Returns the error for data that end too early."""
     return ResumeError(
-        f"Received data that end before batch {batches} of those that were read, after "
-        "which the run goes on; expected the data that it has begun with."
+        f"Received data that end before batch {batches} of an epoch, and the run goes "
+        "on after it; expected the data that the run has begun with."
     )
 
 

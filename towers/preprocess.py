@@ -110,9 +110,10 @@ def _refuse_effects(graph):
     for effect in effects.of(graph.get_operations()):
         if effect.type not in effects.RANDOM | effects.REPEATED:
             raise ModelError(
-                f"`preprocess` changes something outside of it, by {effect}, which "
-                "towers cannot carry; expected nothing of the kind, so draw random "
-                "numbers by tf.random instead of Keras's seed generators."
+                f"`preprocess` changes something outside of itself, by {effect}, and "
+                "each tower would change it again; expected a function that only "
+                "computes, so draw random numbers by tf.random instead of Keras's "
+                "seed generators."
             )
 
 

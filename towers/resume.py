@@ -132,14 +132,14 @@ def _start(saves, options, data, goes_on):
         say(
             f"Note: The run {saves.name} is validated on other data: "
             f"{_listed(held_out, '{} before, {} now')}; the best checkpoint so far was "
-            "found on those before."
+            "chosen by the data before."
         )
     if changes and position.batch:
         if [*changes] == ["steps_per_epoch"]:
             _check_calls(position.batch, 1, data["steps_per_epoch"])
         raise ResumeError(
-            f"The run {saves.name} goes on in the middle of an epoch of data with "
-            f"{_listed(changes, '{}, but received {}')}; expected the same data."
+            f"The run {saves.name} goes on in the middle of an epoch, but the data are "
+            f"others: {_listed(changes, '{}, but received {}')}; expected the same."
         )
     if changes:
         say(
@@ -151,7 +151,7 @@ def _start(saves, options, data, goes_on):
     start = fit_data.start(options, position, saves.past, saves.used(options["x"]))
     if start.note:
         say(
-            "Note: This run goes on with data that are not of towers.input_pipeline."
+            "Note: This run goes on with data that are not from towers.input_pipeline."
             f"make_dataset. {start.note}."
         )
     return start
@@ -172,7 +172,7 @@ def check_classes(run: str, before: Any, now: Any) -> None:
         return
     numbers = [each if isinstance(each, int) else len(each) for each in (before, now)]
     if numbers[0] != numbers[1]:
-        different = f"{numbers[0]} classes, but received data of {numbers[1]}"
+        different = f"{numbers[0]} classes, but received data with {numbers[1]}"
     elif int in map(type, (before, now)):
         return
     else:

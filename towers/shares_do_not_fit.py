@@ -47,6 +47,6 @@ def told(model: keras.Model) -> Iterator[None]:
             f"Model '{model.name}' cannot compute a tower's share of the rows of a "
             f"batch ({said}); expected layers that treat each example by itself, so do "
             "not group rows, as `reshape(h, (-1, 4, d))` does, and make a matrix of "
-            "all rows a variable of the model. If a single device says the same, "
-            "shapes do not fit there either."
+            "all rows a variable of the model. If one device raises the same error, "
+            "the shapes do not fit there either."
         ) from error

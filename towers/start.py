@@ -150,7 +150,7 @@ def say(text: str) -> None:
 def _why(error):
     """The line of an error of XLA that tells most."""
     if found := re.search(rf"{_ELSEWHERE} (\S+)", str(error)):
-        return f"a tower reads '{found[1]}', which is not a variable of the model's"
+        return f"a tower reads '{found[1]}', which is not a variable of the model"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if any(word in line for word in _XLA_WORDS)]
     noise = r"^\(\d+\) \w+:\s*|graph __inference\S+ "

@@ -1016,9 +1016,9 @@ def data_notes(job: Job) -> list[str]:
         notes.append("Note: All labels are of one class, so any model is always right.")
     if job.held_out is None:
         notes.append(
-            "There is no validation data, so the training data is evaluated on, and "
-            f"the best epoch is that of the {continued.best_text()}; give "
-            "--eval_dataset to have it otherwise."
+            "There is no validation data, so the training data is evaluated, and the "
+            f"best epoch has the {continued.best_text()}; --eval_dataset names "
+            "validation data."
         )
     else:
         source, split = job.held_out
@@ -1042,7 +1042,7 @@ def data_notes(job: Job) -> list[str]:
     if not isinstance(job.source, StreamSource):
         idle.append(("shuffle_mb", "the records are shuffled completely"))
     if FLAGS.bad_records != "skip":
-        idle.append(("max_bad_records", "no bad record is passed over"))
+        idle.append(("max_bad_records", "no bad record is skipped"))
     notes += [
         f"Note: --{name}={FLAGS[name].value} changes nothing, as {why}."
         for name, why in idle

@@ -1,4 +1,4 @@
-"""The flags of towers.train, and what can be said of them before TensorFlow is there.
+"""The flags of towers.train, and their checks that need no TensorFlow.
 
 towers.parity and towers.find_batch_size have the same ones.
 """
@@ -71,7 +71,7 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "eval_dataset",
     None,
-    "Validation data, of the same forms. Default: what is held out of --dataset.",
+    "Validation data, in the same forms. Default: the held-out part of --dataset.",
     **_DATA,
 )
 flags.DEFINE_string(
@@ -82,23 +82,23 @@ for _name, _split in (("train_split", "train"), ("eval_split", "test")):
     flags.DEFINE_string(
         _name,
         None,
-        f"With digits and tfds:, TFDS's words for what to use as {_split} split, such "
-        "as train[:90%].",
+        f"For digits and tfds:, the split of TFDS to use as {_split} split, such as "
+        "train[:90%].",
         **_DATA,
     )
 flags.DEFINE_enum(
     "bad_records",
     "fail",
     ["fail", "skip"],
-    "What to do with records that cannot be read, decoded or learnt from: end, naming "
-    "the first; or look at all of them before training, list the bad ones in model_dir "
-    "as bad_records.json, and train without them.",
+    "What to do with records that cannot be read, decoded or learned from. fail: end, "
+    "and name the first one. skip: look at all records before training, list the bad "
+    "ones in bad_records.json in model_dir, and train without them.",
     **_DATA,
 )
 flags.DEFINE_integer(
     "max_bad_records",
     100,
-    "Most records of a data set that --bad_records=skip leaves out.",
+    "Bad records of a data set that --bad_records=skip leaves out at most.",
     **_DATA,
 )
 
@@ -112,8 +112,8 @@ flags.DEFINE_enum(
     "recipe",
     "none",
     RECIPES,
-    "What becomes of images: resized; a random part, mirrored or not, or the middle in "
-    "evaluation; moved by up to 4 pixels, mirrored or not.",
+    "How to augment images. none: resize only. imagenet: a random part, mirrored or "
+    "not; the middle in evaluation. cifar: move by up to 4 pixels, mirrored or not.",
     **_IMAGES,
 )
 flags.DEFINE_list(
@@ -122,13 +122,13 @@ flags.DEFINE_list(
 flags.DEFINE_float(
     "mixup_alpha",
     0.0,
-    "Mixes each tower's examples by MixUp, such as 0.2; 0: not at all.",
+    "Mix each tower's examples by MixUp, such as 0.2; 0: not at all.",
     **_IMAGES,
 )
 flags.DEFINE_float(
     "cutmix_alpha",
     0.0,
-    "Mixes each tower's examples by CutMix, such as 1; 0: not at all. With "
+    "Mix each tower's examples by CutMix, such as 1; 0: not at all. With "
     "--mixup_alpha as well, one of the two is drawn for each batch.",
     **_IMAGES,
 )
@@ -146,7 +146,7 @@ flags.DEFINE_string(
     "cache_dir", None, "Folder where --cache=disk keeps its files.", **_INPUT
 )
 flags.DEFINE_integer(
-    "shuffle_mb", 256, "Memory for drawing the next record from, in MB.", **_INPUT
+    "shuffle_mb", 256, "Memory of the shuffle buffer, in MB.", **_INPUT
 )
 flags.DEFINE_integer(
     "ram_budget_mb", None, "Memory for batches ahead of use, in MB.", **_INPUT
@@ -154,7 +154,7 @@ flags.DEFINE_integer(
 flags.DEFINE_integer(
     "prefetch",
     None,
-    "Batches that are on the towers ahead of use. Default: 2 with GPUs.",
+    "Batches to copy to the towers ahead of use. Default: 2 with GPUs.",
     **_INPUT,
 )
 flags.DEFINE_string(
@@ -182,8 +182,8 @@ flags.DEFINE_integer("train_epochs", 30, "Epochs to train for, in all.", **_TRAI
 flags.DEFINE_integer(
     "max_train_steps",
     None,
-    "Stop after so many steps of the optimizer in all; asynchronous towers make one "
-    "each for every batch.",
+    "Stop after so many steps of the optimizer in all. Asynchronous towers each make "
+    "one step for every batch.",
     **_TRAINING,
 )
 flags.DEFINE_string(
@@ -236,7 +236,7 @@ flags.DEFINE_integer(
 flags.DEFINE_bool(
     "soft_placement",
     True,
-    "Run operations elsewhere that a device does not have.",
+    "Run an operation on another device if its own does not have it.",
     **_DEVICES,
 )
 flags.DEFINE_bool(
@@ -263,8 +263,8 @@ flags.DEFINE_enum(
 flags.DEFINE_integer(
     "max_staleness",
     None,
-    "With --variable_update=asynchronous: updates that others may make between a "
-    "tower's reading the variables and its update. Default: any.",
+    "With --variable_update=asynchronous: updates that other towers may make after a "
+    "tower has read the variables and before its own update. Default: any.",
     **_TOWERS,
 )
 flags.DEFINE_enum(
@@ -358,7 +358,10 @@ flags.DEFINE_enum(
 )
 
 flags.DEFINE_integer(
-    "log_steps", 100, "Steps between lines and TensorBoard's scalars.", **_WATCHING
+    "log_steps",
+    100,
+    "Steps between lines of output, and between scalars of TensorBoard.",
+    **_WATCHING,
 )
 flags.DEFINE_bool(
     "histograms",
@@ -385,8 +388,8 @@ flags.DEFINE_enum(
 flags.DEFINE_float(
     "stall_seconds",
     300.0,
-    "Say what the towers wait for if no call of the graph ends for so long, the first, "
-    "which compiles, among them; 0: never.",
+    "Say what the towers wait for if no call of the graph ends for so many seconds; "
+    "the first call compiles, and counts too. 0: never.",
     **_WATCHING,
 )
 flags.DEFINE_enum(

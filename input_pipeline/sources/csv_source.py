@@ -217,7 +217,7 @@ class CSVSource(StreamFiles):
         if wrong := [name for name in sorted(names) if "\ufffd" in name]:
             raise ValueError(
                 f"{self.name} has the class {wrong[0][:60]!r} in the column "
-                f"{self.label_field!r}: expected texts in UTF-8"
+                f"{self.label_field!r}: expected text in UTF-8"
             )
         self.class_names = columns.order_classes(
             self.name, self.label_field, names, num_classes, class_names

@@ -190,8 +190,8 @@ def _unused(used: np.ndarray) -> str:
         never += "s"
     return (
         f"The labels are {used[0]} to {used[-1]}: {count:,} classes, and {never}; "
-        "number the classes from 0 without gaps, or leave it so, for outputs of the "
-        "model that are never right."
+        "number the classes from 0 without gaps, or the model gets outputs that are "
+        "never right."
     )
 
 

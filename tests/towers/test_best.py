@@ -54,7 +54,9 @@ def test_by_the_metric_that_is_named(tmp_path, options, best, capsys):
     assert found.monitor == options.get("name", "val_loss")
     # The first of those that are as good.
     assert names(tmp_path) == [f"ckpt-{best[0]}-0", "ckpt-5-0"]
-    by_loss = "There is no validation; the best checkpoint is that of the lowest loss."
+    by_loss = (
+        "There is no validation data; the best checkpoint is that of the lowest loss."
+    )
     assert (by_loss in capsys.readouterr().err) == (options.get("name") == "loss")
 
 
@@ -110,7 +112,7 @@ def test_the_direction_is_that_of_keras():
         monitor = Monitor(name)
         monitor.settle(model)
         assert monitor.mode == mode
-    with pytest.raises(ValueError, match="'f', of which Keras does not know whether"):
+    with pytest.raises(ValueError, match="'f', but Keras does not know whether"):
         Monitor("f").settle(model)
 
 
@@ -124,7 +126,7 @@ def test_other_data_are_said(tmp_path, capsys):
         "now.\n"
     )
     with pytest.raises(
-        resume.ResumeError, match=r"21 classes, but received data of 30"
+        resume.ResumeError, match=r"21 classes, but received data with 30"
     ):
         fit(tmp_path, [1.0], x=pipeline(classes=30))
     names = [*"abcdefghijklmnopqrstu"]
@@ -182,7 +184,7 @@ def test_a_model_that_was_saved_is_evaluated(tmp_path):
     model, other, path = tiny(), tiny(seed=2), f"{tmp_path}/best.keras"
     model.save(path)
     with flagsaver.flagsaver(checkpoint=path):
-        with pytest.raises(ValueError, match="does not say how far its run had come"):
+        with pytest.raises(ValueError, match="from which no run can go on"):
             continued.restore(Checkpoint(tmp_path), str(tmp_path), other)
     with flagsaver.flagsaver(checkpoint=path, eval_only=True):
         continued.restore(Checkpoint(tmp_path), str(tmp_path), other)

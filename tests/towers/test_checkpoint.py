@@ -352,10 +352,10 @@ def test_why_foreign_data_may_not_be_the_same_is_said(tmp_path, capsys):
     assert note(plain(), used=True) is None
     # In the middle of a pass.
     again = note(plain(), used=True, past=1)
-    assert "another order as it is opened again" in again
+    assert "another order when it is opened again" in again
     batches = (np.ones([4, 1]) for _ in range(2))
     assert "only if the generator yields the same" in note(batches)
-    assert "goes on where it is; what was read ahead is lost" in note(batches, True)
+    assert "goes on where it is, without the batches read ahead" in note(batches, True)
     assert "only if the PyDataset gives the same" in note(Many())
     assert "the workers of a PyDataset read ahead" in note(Many(workers=2))
     for epochs, notes in ((1, 0), (2, 1)):

@@ -193,7 +193,7 @@ def _model(*layers):
     [
         (State.add_in_branches, "assigns a tf.Variable while it is called, by "),
         (State.scatter, r"assigns .*\(ResourceScatterAdd\) of layer 'user'"),
-        (State.insert, "changes something outside of it .*LookupTableInsertV2"),
+        (State.insert, "changes something outside of itself .*LookupTableInsertV2"),
         (State.draw, "draws random numbers .*keras.random.SeedGenerator"),
     ],
 )

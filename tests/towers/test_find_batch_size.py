@@ -136,7 +136,7 @@ def test_report_says_why_nothing_larger_was_tried():
     falling = tried_by(10**9, start=8, speed=lambda size: 1000 / size)
     assert "with larger ones, images/s had fallen off" in str(report(falling))
     said = str(report(tried_by(21, start=8)))
-    assert "none that was tried, larger or smaller, is faster than this, with" in said
+    assert "the search began with this size, and found no faster one, larger" in said
 
 
 def test_report_of_a_search_that_was_stopped():

@@ -598,7 +598,7 @@ def test_outputs_for_the_whole_batch_are_refused(axis):
     inputs = keras.Input((6,))
     outputs = keras.ops.sum(inputs, axis=axis)
     parallel = multi_gpu_model(keras.Model(inputs, outputs), gpus=2)
-    with pytest.raises(ValueError, match="expected outputs with one row an example"):
+    with pytest.raises(ValueError, match="expected one row for each example"):
         parallel.predict(_data()[0], verbose=0)
 
 

@@ -1437,7 +1437,7 @@ def test_the_best_is_evaluated_and_gone_on_from(worse, shared, tmp_path):
     assert snapshot(path) == before
     done = run(*flags, "--checkpoint=best", "--train_epochs=2")
     assert "ckpt-1-0: after epoch 1, step 23, the best by val_loss: " in done.stdout
-    assert "What was trained after it is given up: ckpt-2-0 will be" in done.stdout
+    assert "The training after it is given up: ckpt-2-0 will be" in done.stdout
     summary = json.loads((path / "summary.json").read_text())
     assert summary["epochs"] == summary["best"]["epoch"] == 2
     assert summary["val_loss"] < first["val_loss"]

@@ -635,9 +635,9 @@ class Builder(abc.ABC):
             rules.give_up(f"a layer that only Python can run ({said})")
             line = (
                 f"Model '{self.model.name}' cannot be traced as a graph ({said}), so "
-                "it cannot be told whether its layers treat each example by itself. "
-                "Towers take it that they do, and towers.check_parity shows whether "
-                "they are right."
+                "it is not known whether its layers treat each example by itself. "
+                "Towers assume that they do; towers.check_parity shows whether that "
+                "is right."
             )
             self.say([line])
         else:
@@ -654,9 +654,10 @@ class Builder(abc.ABC):
         if others and self.strict:
             raise tower.ModelError(
                 f"Model '{self.model.name}' has a variable '{others[0].path}' that is "
-                "overwritten with its gradient, of which it is not known how those of "
-                "several towers combine; expected none but those of Keras's float8, so "
-                "pass strict=False to multi_gpu_model to accept the largest."
+                "overwritten with its gradient (overwrite_with_gradient), and Towers "
+                "does not know how to combine the gradients; expected only those of "
+                "Keras's float8, so pass strict=False to multi_gpu_model to take the "
+                "largest."
             )
 
     def _check_effects(self, traced):
@@ -665,8 +666,8 @@ class Builder(abc.ABC):
                 raise tower.ModelError(effects.sentence(self.model, effect))
             if len(self.devices) > 1:
                 line = (
-                    f"Model '{self.model.name}' does more than compute, by {effect}; "
-                    "each tower does so for its share."
+                    f"Model '{self.model.name}' does more than compute: each tower "
+                    f"runs {effect} for its share."
                 )
                 self.say([line])
 
@@ -674,7 +675,7 @@ class Builder(abc.ABC):
         if rules.coupling is not None and self.strict:
             raise tower.ModelError(
                 f"Model '{self.model.name}' makes an example's output depend on other "
-                f"examples, by {rules.coupling}, of which a tower sees its share only; "
+                f"examples, by {rules.coupling}, but a tower sees only its share; "
                 "expected a model that treats each example by itself, so pass "
                 "strict=False to multi_gpu_model to accept other numbers than one "
                 "device's."
@@ -698,8 +699,8 @@ class Builder(abc.ABC):
     def _cannot_join(self, output):
         return tower.ModelError(
             f"Model '{self.model.name}' returns an output of shape "
-            f"{output.shape}, whatever the size of the batch, which towers "
-            "cannot join; expected outputs with one row an example."
+            f"{output.shape} for a batch of any size, so towers cannot join their "
+            "outputs; expected one row for each example."
         )
 
     def _check_rows(self, rules, spec, x, training):
@@ -714,7 +715,7 @@ class Builder(abc.ABC):
         if not self.strict:
             line = (
                 f"Model '{name}': {culprit} cannot be read, and nothing is compared "
-                "with strict=False; each tower computes by its share."
+                "with strict=False; each tower computes with its share."
             )
             self.say([line], about)
             return
@@ -844,8 +845,8 @@ class Builder(abc.ABC):
         if self._kept and overrides(self.model, "compute_loss"):
             raise tower.ModelError(
                 f"Model '{self.model.name}' keeps a tensor of one call for later, in "
-                f"{self._kept}, and has a compute_loss of its own, which would find "
-                "the last tower's share there; return it as an output instead."
+                f"{self._kept}, and its own compute_loss would find only the last "
+                "tower's share there; return the tensor as an output instead."
             )
         x, y, sample_weight = data
         override = self.model._losses_override

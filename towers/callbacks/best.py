@@ -98,8 +98,8 @@ class Monitor:
             judge.on_epoch_end(0, {self.name: 0.0})
         except ValueError as error:
             raise ValueError(
-                f"Received monitor='{self.name}', of which Keras does not know whether "
-                "more is better; expected mode='min' or mode='max' as well."
+                f"Received monitor='{self.name}', but Keras does not know whether more "
+                "of it is better; expected mode='min' or mode='max' as well."
             ) from error
         self.mode = "max" if judge.monitor_op is keras.ops.greater else "min"
 

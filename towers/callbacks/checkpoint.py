@@ -186,7 +186,8 @@ class Checkpoint(keras.callbacks.Callback):
             if (best := self.find_best(model)) is None:
                 raise ValueError(
                     f"No checkpoint in {self._directory} has a value of "
-                    f"{self._monitor.name}; expected the last one, or the path of one."
+                    f"{self._monitor.name}, so none is the best; expected the last "
+                    "one, or the path of one."
                 )
             path = best.path
         elif not checkpoints.is_one(path):
@@ -423,8 +424,8 @@ class Checkpoint(keras.callbacks.Callback):
             self._scores.clear()
             if self._monitor.asked is None and self._monitor.name == "loss":
                 say(
-                    "Note: There is no validation; the best checkpoint is that of the "
-                    "lowest loss."
+                    "Note: There is no validation data; the best checkpoint is that of "
+                    "the lowest loss."
                 )
         # Where Keras does not know how many there are, it begins one batch too many; an
         # epoch also ends where data do.

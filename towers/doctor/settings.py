@@ -7,11 +7,11 @@ from towers.input_pipeline import keras_settings
 def keras() -> Finding:
     """Checks Keras's settings in the environment and in keras.json."""
     try:
-        found = keras_settings.passed_over()
+        found = keras_settings.ignored()
     except ValueError as error:
         return wrong(str(error))
     if not found:
         return ok("as Towers needs them")
     in_python = "; in Python, set KERAS_BACKEND=tensorflow before Keras is imported"
     hint = in_python if any("on TensorFlow" in each for each in found) else ""
-    return note(f"{' '.join(found).rstrip('.')}{hint}", passed_over=found)
+    return note(f"{' '.join(found).rstrip('.')}{hint}", ignored=found)

@@ -121,8 +121,8 @@ class Report:
             return f"{text}."
         if best is first:
             return (
-                f"{text}; none that was tried, larger or smaller, is faster than this, "
-                "with which the search began."
+                f"{text}; the search began with this size, and found no faster one, "
+                "larger or smaller."
             )
         ratio = best.images_per_s / first.images_per_s
         return f"{text}, {ratio:.2f} times those of a batch of {first.batch_size:,}."

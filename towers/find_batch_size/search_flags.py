@@ -29,15 +29,15 @@ flags.DEFINE_bool(
 flags.DEFINE_integer(
     "probe_steps",
     5,
-    "Most steps to measure, after warming up; two are enough if they take long.",
+    "Steps to measure at most, after warming up; two are enough if they are slow.",
     lower_bound=1,
     **_PROBE,
 )
 flags.DEFINE_integer(
     "memory_limit_mb",
     None,
-    "Without a GPU: most memory for a probe's process to allocate, TensorFlow's own "
-    "included, in MB. Default: what it has, and nine tenths of what is free.",
+    "Memory, in MB, that the process of a size may allocate without a GPU, with "
+    "TensorFlow's own. Default: its memory at the start, and 9/10 of the free memory.",
     lower_bound=1,
     **_PROBE,
 )
