@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from absl import flags, logging
@@ -50,6 +51,35 @@ def read_randaugment(parts: Sequence[str] | None) -> tuple[int, int] | None:
         f"Received --randaugment={','.join(parts)}; expected layers (1 to 8) and a "
         "magnitude (0 to 10), such as --randaugment=2,9."
     )
+
+
+def check_folder(name: str, path: str, option: str, new: bool = False) -> None:
+    """Checks that a folder can be written to, or made; leaves nothing behind.
+
+    Args:
+        name: What to call it.
+        path: The folder, in any file system; only local ones are checked.
+        option: What names another, such as "--model_dir".
+        new: Whether one that is there already need not be written to.
+
+    Raises:
+        ValueError: it cannot, or it is a file.
+    """
+    if "://" in path:
+        return
+    path = existing = os.path.abspath(os.path.expanduser(path))
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if new and os.path.isdir(path):
+        return
+    try:
+        # Only writing tells: permissions say nothing of root, /proc or a full disk.
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise ValueError(
+            f"Cannot write to the {name} {path}: no file can be made in {existing} "
+            f"({error.strerror}); choose another {option}."
+        ) from error
 
 
 def check_data_service(address: str | None) -> None:

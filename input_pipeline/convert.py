@@ -425,7 +425,11 @@ def main(argv: Sequence[str]) -> int:
         return 130
     except BadRecordError as error:
         skips = values.bad_records == "skip" or error.many
-        hint = "" if skips else "; to convert without it, give --bad_records=skip"
+        hint = (
+            ""
+            if skips
+            else "; to convert without it, give --bad_records=skip --overwrite"
+        )
         return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
     except (ValueError, OSError, tf.errors.OpError) as error:
         return fail(error, _PROGRAM)

@@ -6,7 +6,7 @@ from absl import flags
 
 from towers.input_pipeline import command_line, data_flags, specs
 from towers.input_pipeline.choices import BAD_RECORDS, RAW
-from towers.input_pipeline.commands import read_image_size
+from towers.input_pipeline.commands import check_folder, read_image_size
 
 
 def read(argv: Sequence[str], doc: str) -> tuple[str, str, flags.FlagValues]:
@@ -36,6 +36,7 @@ def read(argv: Sequence[str], doc: str) -> tuple[str, str, flags.FlagValues]:
     if kind != "tfrecord" or any(sign in folder for sign in "*?["):
         raise ValueError(f"received {target!r}: expected tfrecord:FOLDER")
     specs.check(spec)
+    check_folder("folder", folder, "folder")
     read_image_size(values.image_size)
     return spec, folder, values
 

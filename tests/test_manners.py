@@ -196,6 +196,14 @@ def test_a_wrong_flag_is_told_before_tensorflow_is_imported(tmp_path, command, m
         ("--eval_dataset=folder:none", "'none' is not a folder: expected one"),
         ("--clean --eval_only", "--clean and --eval_only; expected one of them"),
         ("--model_dir=/proc/run", "Cannot write to the model_dir /proc/run"),
+        (
+            "--data_dir=setup.py",
+            "Cannot write to the data_dir .*/setup.py: no file can",
+        ),
+        (
+            "--cache_dir=setup.py/x",
+            "Cannot write to the cache_dir .*/setup.py/x: no fi",
+        ),
         ("--flagfile=none", "Unable to open flagfile: .*'none'; see --help"),
         ("cnn", "the argument 'cnn'; expected flags only"),
     ],

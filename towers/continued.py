@@ -139,12 +139,13 @@ def text(checkpoint: Checkpoint, model: keras.Model) -> list[str]:
     return lines
 
 
-def changed_flags(before: str, now: str) -> str | None:
+def changed_flags(before: str, now: str, trains: bool = True) -> str | None:
     """Says which flags differ from those of the run before.
 
     Args:
         before: The flags as --flagfile reads them.
         now: The same of this run.
+        trains: Whether anything is left to train, where more is said of the data.
     """
     then, ours = _by_name(before), _by_name(now)
     changed = []
@@ -153,6 +154,8 @@ def changed_flags(before: str, now: str) -> str | None:
         known = name in FLAGS and name != "model_dir"
         if name == "learning_rate" and FLAGS.lr_schedule == "constant":
             continue  # said when it is renewed
+        if name == "batch_size" and trains:
+            continue  # said when the data are begun anew
         # Of a flag that is new in this version, nothing is known.
         if old == new or not known or (old is None and FLAGS[name].using_default_value):
             continue

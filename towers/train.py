@@ -998,7 +998,8 @@ def start_text(job: Job) -> str:
     if job.checkpoint.latest and not FLAGS.eval_only:
         before = read_text(job, "flags.txt")
         now = train_flags.as_text(job.model_dir)
-        lines.append(before and continued.changed_flags(before, now))
+        trains = not is_finished(job.checkpoint, job.model)
+        lines.append(before and continued.changed_flags(before, now, trains))
     return "\n".join(filter(None, lines))
 
 

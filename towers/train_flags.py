@@ -6,7 +6,6 @@ towers.parity and towers.find_batch_size have the same ones.
 import difflib
 import math
 import os
-import tempfile
 from collections.abc import Sequence
 
 from absl import flags
@@ -15,6 +14,7 @@ from towers.input_pipeline import command_line, data_flags, specs
 from towers.input_pipeline.choices import CACHES, FILE_KINDS, RECIPES
 from towers.input_pipeline.commands import (
     check_data_service,
+    check_folder,
     read_image_size,
     read_randaugment,
 )
@@ -608,6 +608,10 @@ def check(argv: Sequence[str]) -> None:
             "less than 1, such as 0.1."
         )
     check_data_flags()
+    if uses_data_dir():
+        check_folder("data_dir", FLAGS.data_dir, "--data_dir", new=True)
+    if FLAGS.cache_dir is not None:
+        check_folder("cache_dir", FLAGS.cache_dir, "--cache_dir", new=True)
     if mixes() and FLAGS.loss_placement == "gathered":
         raise ValueError(
             "Received --loss_placement=gathered with --mixup_alpha or --cutmix_alpha, "
@@ -662,17 +666,7 @@ def check_model_dir() -> str:
     path = os.path.abspath(os.path.expanduser(FLAGS.model_dir or default))
     if FLAGS.eval_only:
         return path
-    existing = path
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
-    try:
-        # Only writing tells: permissions say nothing of root, /proc or a full disk.
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise ValueError(
-            f"Cannot write to the model_dir {path}: no file can be made in {existing} "
-            f"({error.strerror}); choose another --model_dir."
-        ) from error
+    check_folder("model_dir", path, "--model_dir")
     return path
 
 

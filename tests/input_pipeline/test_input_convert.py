@@ -425,7 +425,7 @@ def test_bad_records_are_left_out(photos, tmp_path, capsys):
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert paths[5] in error and error.endswith(
-        "; to convert without it, give --bad_records=skip\n"
+        "; to convert without it, give --bad_records=skip --overwrite\n"
     )
     assert main([*arguments, "--overwrite", "--bad_records=skip"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -556,6 +556,8 @@ def test_the_program_converts(tmp_path, capsys):
         ),
         (["digits", "tfrecord:out", "--image_size=x"], "expected pixels, as 224"),
         (["digits", "tfrecord:out", "--raw=maybe"], "raw.*maybe"),
+        (["csv:none", "tfrecord:out"], "no file matches 'none': expected files"),
+        (["digits", "tfrecord:/proc/x"], "Cannot write to the folder /proc/x: no file"),
     ],
 )
 def test_a_command_line_that_cannot_be_read(

@@ -30,6 +30,7 @@ SUMMARY = {
     "verdict": VERDICT,
     "measured": "images/s: 1,034.2",
     "bad_records": 3,
+    "best": {"monitor": "val_loss", "value": 0.125, "epoch": 3},
     "epochs": EPOCHS,
     "steps": EPOCHS * STEPS,
     "towers": ["/device:CPU:0", "/device:CPU:1"],
@@ -174,6 +175,7 @@ def test_a_whole_run(tmp_path, page):
     assert found == {
         "validation accuracy": "0.9375",
         "validation loss": "0.2500",
+        "validation loss, best epoch: 3": "0.1250",
         "parameters": "12,345",
         "images/s": "1,034.2",
         "of the time waiting, last part": "43%",
@@ -451,6 +453,7 @@ def test_what_does_not_fit(tmp_path, capsys, arguments, said):
         (json.dumps(SUMMARY | {"waiting": "no"}), '"waiting" is "no"'),
         (json.dumps(SUMMARY | {"val_loss": [1]}), '"val_loss" is [1]'),
         (json.dumps(SUMMARY | {"towers": 2}), '"towers" is 2'),
+        (json.dumps(SUMMARY | {"best": {"epoch": 1}}), '"best" is {"epoch": 1}'),
     ],
 )
 def test_a_summary_of_something_else(tmp_path, capsys, text, said):

@@ -77,12 +77,17 @@ def learning(run: Run) -> Iterator[Figure]:
 def results(run: Run) -> dict[str, float]:
     """Returns the figures that the run ended with, or has come to, by name."""
     if run.summary:
-        return {
+        found = {
             f"{kind} {name.removeprefix(prefix).replace('_', ' ')}": value
             for prefix, kind in (("val_", "validation"), ("train_", "train"))
             for name, value in run.summary.items()
             if name.startswith(prefix)
         }
+        if best := run.summary.get("best"):
+            kind = "validation" if best["monitor"].startswith("val_") else "train"
+            name = best["monitor"].removeprefix("val_").replace("_", " ")
+            found[f"{kind} {name}, best epoch: {best['epoch']}"] = best["value"]
+        return found
     parts = _with_prefix(run, "epoch_")
     kind = "validation" if parts["validation"] else "train"
     return {

@@ -27,7 +27,9 @@ _TYPES = {
     "verdict": str | None,
     "measured": str | None,
     "bad_records": int | None,
+    "best": dict | None,
 }
+_BEST = {"monitor": str, "value": float | int, "epoch": int}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +161,9 @@ def _check(summary):
             expected = float | int
         if not isinstance(value, expected):
             raise ValueError(f'"{name}" is {json.dumps(value)}')
+    best = summary.get("best")
+    if best and not all(isinstance(best.get(k), kind) for k, kind in _BEST.items()):
+        raise ValueError(f'"best" is {json.dumps(best)}')
 
 
 def _read_text(model_dir, name):
