@@ -412,7 +412,8 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def _choose(self, ways, batches, start_s):
         """Tries ways, the first of which is in use, and goes on with the best."""
-        made = {ways[0]: (self._self_builder, self.train_function, self._current())}
+        first = self._self_builder
+        made = {ways[0]: (first, self.train_function, self._current())}
 
         def make(way):
             if way not in made:
@@ -423,7 +424,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
         guard = self._self_builder.guard
         with contextlib.nullcontext() if guard is None else guard.disarmed():
-            trials = start.try_ways(ways, make, batches, self.__wrapped__, start_s)
+            trials = start.try_ways(ways, make, batches, first, start_s)
         start.say(auto.table(trials))
         chosen = trials[0].choice
         self._self_builder, self.train_function, seen = made[chosen]

@@ -116,7 +116,7 @@ def try_ways(
     ways: Sequence[auto.Choice],
     make: Callable[[auto.Choice], Callable[[Iterator], Any]],
     batches: Batches,
-    model: keras.Model,
+    builder: Builder,
     start_s: float,
 ) -> list[auto.Trial]:
     """Tries ways to update the variables, on the first batches; changes no variable.
@@ -125,7 +125,7 @@ def try_ways(
         ways: The candidates.
         make: Makes a candidate's train function.
         batches: The batches of the first call.
-        model: The model, whose variables exist.
+        builder: That has made the first call, so that all variables exist.
         start_s: Seconds that the first candidate's first call took.
 
     Returns:
@@ -136,7 +136,8 @@ def try_ways(
         function, data = make(way), batches.read(repeat=True)
         return lambda: function(data)
 
-    with variables.unchanged(model):
+    others = variables.beside(builder.model, builder.graph)
+    with variables.unchanged(builder.model, others):
         trials = auto.choose(ways, train, len(batches), start_s)
     gc.collect()  # graphs, and copies of variables, that nobody needs any more
     return trials

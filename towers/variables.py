@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 
 def of(model: keras.Model) -> list[keras.Variable]:
@@ -26,11 +27,30 @@ def assign(model: keras.Model, start: Sequence[np.ndarray]) -> None:
         variable.assign(value)
 
 
+def beside(model: keras.Model, graph: tf.Graph | None) -> list[tf.Variable]:
+    """Returns what a step uses beside those `of` a model, such as a loss's own counter.
+
+    Args:
+        model: The model.
+        graph: In which the step was traced, if it was.
+    """
+    own = {id(variable.value) for variable in of(model)}
+    used = getattr(graph, "variables", ())
+    return [variable for variable in used if id(variable) not in own]
+
+
 @contextlib.contextmanager
-def unchanged(model: keras.Model) -> Iterator[None]:
-    """Leaves the values of all that training changes as they are."""
-    start = values(model)
+def unchanged(model: keras.Model, others: Sequence[tf.Variable] = ()) -> Iterator[None]:
+    """Leaves the values of all that training changes as they are.
+
+    Args:
+        model: The model.
+        others: What else to leave so; see `beside`.
+    """
+    start, theirs = values(model), [variable.numpy() for variable in others]
     try:
         yield
     finally:
         assign(model, start)
+        for variable, value in zip(others, theirs, strict=True):
+            variable.assign(value)

@@ -261,6 +261,23 @@ def test_trying_changes_nothing(monkeypatch, name, steps, tried):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+def test_a_variable_of_the_losss_own_is_given_back(monkeypatch):
+    _prefer(monkeypatch, lambda choice: choice == SERVER)
+    seen, raw = keras.Variable(0.0), tf.Variable(0, trainable=False)
+
+    def loss(y, outputs):
+        seen.assign_add(1.0)
+        raw.assign_add(1)
+        return keras.ops.mean(keras.ops.square(y - outputs))
+
+    data = tf.data.Dataset.from_tensor_slices((np.ones([12, 2]), np.ones([12, 1])))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    parallel = multi_gpu_model(model, gpus=2, builder="auto")
+    parallel.compile("sgd", loss, jit_compile=False)
+    parallel.fit(data.batch(4), shuffle=False, verbose=0)
+    assert (float(seen.value), int(raw)) == (3.0, 3)
+
+
 def test_the_model_is_moved_where_the_choice_needs_it(monkeypatch):
     _prefer(monkeypatch, lambda choice: choice.builder == "replicated")
     _, expected = _expected()
