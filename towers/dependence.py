@@ -147,12 +147,14 @@ def recorded_layers() -> Iterator[dict[Any, _Call]]:
         outputs = original(layer, *args, **kwargs)
         inputs = [part for _, part in parts([args, kwargs])]
         known = {_key(tensor) for tensor in inputs}
-        for packed, output in parts(outputs):
+        trusted = is_trusted(layer, inputs)
+        made = [outputs, _logits(outputs)] if trusted else outputs
+        for packed, output in parts(made):
             # What is passed through stays what it was; of nested layers that are not
             # known, the innermost tells most.
             if _key(output) in known:
                 continue
-            call = _Call(inputs, packed, is_trusted(layer, inputs), layer, [])
+            call = _Call(inputs, packed, trusted, layer, [])
             inner = calls.get(_key(output))
             if inner is None or call.trusted:
                 # Of a layer that is known, its parts need not be.
@@ -163,6 +165,12 @@ def recorded_layers() -> Iterator[dict[Any, _Call]]:
 
     with layer_call.by(record):
         yield calls
+
+
+def _logits(outputs):
+    """What sigmoids and softmaxes were made of: a loss uses it in their place."""
+    flat = tf.nest.flatten(outputs)
+    return [getattr(output, "_keras_logits", None) for output in flat]
 
 
 def _key(tensor):

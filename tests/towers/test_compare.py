@@ -222,3 +222,14 @@ def test_tolerance(dtype):
         oracle.largest_difference([np.nan_to_num(ours)], [np.nan_to_num(model(x))])
         < 1e-2
     )
+
+
+def test_logits_are_as_well_known_as_their_layer(caplog):
+    # Of a sequence, Keras makes them by operations that cannot be read.
+    model = keras.Sequential([keras.Input((2, 3)), layers.Dense(3, "sigmoid")])
+    parallel = multi_gpu_model(model, gpus=2)
+    parallel.compile("sgd", "binary_crossentropy")
+    x = X.reshape(8, 2, 3)
+    parallel.train_on_batch(x, x > 0)
+    assert parallel.loss_placement == "tower"
+    assert not caplog.records
