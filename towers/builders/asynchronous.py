@@ -490,9 +490,11 @@ class Asynchronous(Builder):
             (result,) = computed.results
             gradients = _send(result.gradients, "", self.home)
             computed = _with_gradients(computed, gradients)
+        # The index of a tower would become a tensor on its way between two graphs.
+        results = [result._replace(tower=None) for result in computed.results]
         # On the way home others may update.
         with tf.device(self.home):
-            return packing.copy(computed)
+            return packing.copy(computed._replace(results=results))
 
     def _apply(self, share, pulled, computed):
         with tf.device(self.home):
@@ -505,7 +507,9 @@ class Asynchronous(Builder):
                     strict=True,
                 )
             ]
-            computed = computed._replace(state=state)
+            # `self._tower` is one tower, its first.
+            results = [result._replace(tower=0) for result in computed.results]
+            computed = computed._replace(results=results, state=state)
             computed = self._scale_as_now(computed, pulled.scale)
         return self._tower.apply(share, computed)
 
