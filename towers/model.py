@@ -34,10 +34,11 @@ from towers import (
 )
 from towers.auto import Choice
 from towers.builders.asynchronous import Asynchronous
-from towers.builders.base import Builder, overrides
+from towers.builders.base import Builder
 from towers.builders.guard import Guard
 from towers.builders.parameter_server import ParameterServer
 from towers.builders.replicated import Replicated
+from towers.building import overrides
 from towers.preprocess import Preprocess
 from towers.tower import ModelError
 

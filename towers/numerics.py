@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import batch, fused, stopped_step, tower
+from towers import batch, building, fused, stopped_step, tower
 from towers.replace import Replacement
 from towers.stopped_step import Case, named
 
@@ -119,7 +119,7 @@ def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
             "examples, and from_logits=True unless the model ends in a softmax)."
         )
     case = stopped_step.read(file)
-    model._symbolic_build(data_batch=tf.nest.map_structure(_symbolic, case.data))
+    building.from_symbols(model, case.data)
     shapes = [tuple(variable.shape) for variable in variables_of(model)]
     found = [tuple(value.shape) for value in case.variables]
     if shapes != found:
@@ -349,9 +349,3 @@ def _is_finite(tensor):
 
 def _all_finite(tensors):
     return all(map(_is_finite, tensors))
-
-
-def _symbolic(tensor):
-    return (
-        None if tensor is None else keras.KerasTensor(tensor.shape, tensor.dtype.name)
-    )

@@ -9,7 +9,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -17,16 +16,16 @@ from absl import logging
 
 from towers import (
     batch,
+    building,
     compare,
     eager,
-    effects,
     lookup,
     loop,
-    overwritten,
     packing,
     reduce,
     tower,
 )
+from towers.builders import checks
 from towers.builders.guard import Guard
 from towers.phases import Phases
 from towers.preprocess import Preprocess
@@ -218,7 +217,7 @@ class Builder(abc.ABC):
             if self.preprocess is not None:
                 seen, *_ = self.preprocess.spec((x, None, None), training=False)
             with tf.init_scope(), tf.device(self.home):
-                self.model(_symbolic(seen))
+                self.model(building.symbols(seen))
         rules = self.rules("predict", x)
         forward = functools.partial(tower.forward, self.model, False, rules)
         shares, _ = self.prepare((x, None, None), training=False)
@@ -267,33 +266,16 @@ class Builder(abc.ABC):
         """
         # What is not known when the graph is built, it checks where the batch is cut.
         batch.check_rows(tf.nest.map_structure(_spec, data))
-        if self.model.run_eagerly:
+        model = self.model
+        if not model.run_eagerly:
+            with tf.init_scope(), tf.device(self.home):
+                building.from_symbols(model, data, self.preprocess)
+        elif any(isinstance(t, tf.TypeSpec) for t in tf.nest.flatten(data)):
+            # A run goes on in an epoch, of which metrics are to be restored.
+            with eager.aside(model, builds=True), tf.init_scope(), tf.device(self.home):
+                building.from_symbols(model, data, self.preprocess)
+        else:
             self._build_eagerly(data)
-            return
-        losses = self.model._compile_loss
-        with tf.init_scope(), tf.device(self.home):
-            if self.preprocess is None:
-                self._symbolic_build(data)
-                return
-            data = keras.utils.unpack_x_y_sample_weight(data)
-            x, y, weight = self.preprocess.spec(data, training=True)
-            # Metrics take y as it was given, the loss what has been made of it.
-            with _as_if_built(losses):
-                self._symbolic_build((x, data[1], weight))
-            self._symbolic_build((x, y, weight))
-
-    def _symbolic_build(self, data):
-        model, of_the_user = self.model, contextlib.nullcontext()
-        if overrides(model, "compute_loss"):
-            # It may need more than symbols, such as a gradient.
-            of_the_user = mock.patch.object(model, "_compute_loss", self._build_losses)
-        with of_the_user:
-            model._symbolic_build(data_batch=_symbolic(data))
-
-    def _build_losses(self, x, y, y_pred, sample_weight, training):
-        """Stands in for a `compute_loss` of the user's, which need not use these."""
-        with contextlib.suppress(Exception):
-            self.model._compile_loss(y, y_pred, sample_weight)
 
     def _build_eagerly(self, data):
         """Creates the model's variables; losses and metrics create theirs themselves.
@@ -301,21 +283,11 @@ class Builder(abc.ABC):
         Keras builds symbolically, which is not Python as the user sees it.
         """
         model = self.model
-        if any(isinstance(t, tf.TypeSpec) for t in tf.nest.flatten(data)):
-            # A run goes on in an epoch, of which metrics are to be restored.
-            with eager.aside(model, builds=True), tf.init_scope(), tf.device(self.home):
-                self._symbolic_build(data)
-            return
         with tf.init_scope(), tf.device(self.home):
             unbuilt = not all(layer.built for layer in model._flatten_layers())
             if unbuilt and not self._built_eagerly:
                 share, *_ = self.cut(data)
-                x, y, _ = keras.utils.unpack_x_y_sample_weight(share)
-                with eager.aside(model, builds=True):
-                    if self.preprocess is not None:
-                        x, *_ = self.preprocess((x, y, None), training=False)
-                    with keras.StatelessScope():
-                        tower.call(model, x, training=False)
+                building.by_a_call(model, share, self.preprocess)
             self._built_eagerly = True
             if model.optimizer is not None and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
@@ -339,7 +311,7 @@ class Builder(abc.ABC):
         """Decides where to try to compute the loss: "tower" or "gathered"."""
         if self.loss_placement == "gathered" or self.loss_placed == "gathered":
             self.loss_placed = "gathered"
-        elif overrides(self.model, "compute_loss"):
+        elif building.overrides(self.model, "compute_loss"):
             self.gather_loss("its own compute_loss")
         elif self.together:
             self.gather_loss("layers that are synchronized")
@@ -543,8 +515,8 @@ class Builder(abc.ABC):
         alone = len(self.devices) == 1
         if not alone:
             tower.refuse_stateful(self.model)
-            if training:
-                self._check_overwritten()
+            if training and self.strict:
+                checks.check_variables(self.model)
         together = self.together
         in_python = self.model.run_eagerly
         # Keras gives arrays to eager steps.
@@ -577,9 +549,7 @@ class Builder(abc.ABC):
                 self._reads_tables = True
                 values = self.read()
                 traced = trace()
-            self._check_effects(traced)
-            if rows is None:
-                self._check_outputs(traced.returned.outputs, rules)
+            self._check_traced(traced, rules if rows is None else None)
 
         def share(k, rows, size, fraction):
             arguments = *values[k], rows, fraction, *extra
@@ -619,7 +589,8 @@ class Builder(abc.ABC):
             results = tower.run([turn] * len(shares), shares)
             self.say(turns.lines())
         self._kept = turns.kept() if len(results) > 1 else ""
-        self._check_rows_of(results)
+        if not alone:
+            checks.check_results(self.model, results)
         return results
 
     def _prove(self, trace, rules):
@@ -641,67 +612,21 @@ class Builder(abc.ABC):
             )
             self.say([line])
         else:
-            self._check_effects(traced)
-            self._check_outputs(traced.returned.outputs, rules)
+            self._check_traced(traced, rules)
 
     def _apart(self):
         # Passes over a gathered loss's towers are merged only where both are copied.
         layers = len(list(self.model._flatten_layers()))
         return layers > _MANY_LAYERS and self.loss_placed != "gathered"
 
-    def _check_overwritten(self):
-        others = overwritten.others(self.model)
-        if others and self.strict:
-            raise tower.ModelError(
-                f"Model '{self.model.name}' has a variable '{others[0].path}' that is "
-                "overwritten with its gradient (overwrite_with_gradient), and Towers "
-                "does not know how to combine the gradients; expected only those of "
-                "Keras's float8, so pass strict=False to multi_gpu_model to take the "
-                "largest."
-            )
-
-    def _check_effects(self, traced):
-        for effect in traced.effects:
-            if effect.type not in effects.REPEATED:
-                raise tower.ModelError(effects.sentence(self.model, effect))
-            if len(self.devices) > 1:
-                line = (
-                    f"Model '{self.model.name}' does more than compute: each tower "
-                    f"runs {effect} for its share."
-                )
-                self.say([line])
-
-    def _check_outputs(self, outputs, rules):
-        if rules.coupling is not None and self.strict:
-            raise tower.ModelError(
-                f"Model '{self.model.name}' makes an example's output depend on other "
-                f"examples, by {rules.coupling}, but a tower sees only its share; "
-                "expected a model that treats each example by itself, so pass "
-                "strict=False to multi_gpu_model to accept other numbers than one "
-                "device's."
-            )
-        for output in tf.nest.flatten(outputs):
-            if output is not None and (
-                output.shape.rank == 0 or output.shape[0] is not None
-            ):
-                raise self._cannot_join(output)
-
-    def _check_rows_of(self, results):
-        """Checks what eager towers return, which may not have been traced."""
-        for result in results if len(self.devices) > 1 else ():
-            for output in tf.nest.flatten(result.outputs):
-                if output is not None and (
-                    output.shape.rank == 0
-                    or (result.size and (output.shape[0] or 0) % result.size)
-                ):
-                    raise self._cannot_join(output)
-
-    def _cannot_join(self, output):
-        return tower.ModelError(
-            f"Model '{self.model.name}' returns an output of shape "
-            f"{output.shape} for a batch of any size, so towers cannot join their "
-            "outputs; expected one row for each example."
-        )
+    def _check_traced(self, traced, rules):
+        lines = checks.check_effects(self.model, traced.effects)
+        if len(self.devices) > 1:
+            self.say(lines)
+        if rules is not None:
+            if self.strict:
+                checks.check_coupling(self.model, rules)
+            checks.check_outputs(self.model, traced.returned.outputs)
 
     def _check_rows(self, rules, spec, x, training):
         """Compares rows where the graph does not tell that they are kept apart."""
@@ -842,7 +767,7 @@ class Builder(abc.ABC):
         Returns:
             The loss, a scalar.
         """
-        if self._kept and overrides(self.model, "compute_loss"):
+        if self._kept and building.overrides(self.model, "compute_loss"):
             raise tower.ModelError(
                 f"Model '{self.model.name}' keeps a tensor of one call for later, in "
                 f"{self._kept}, and its own compute_loss would find only the last "
@@ -876,46 +801,6 @@ class Builder(abc.ABC):
             size = batch.batch_size(x)
             self.model._loss_tracker.update_state(loss, sample_weight=size)
             return self.model.compute_metrics(x, y, outputs, sample_weight)
-
-
-def overrides(model: keras.Model, method: str) -> bool:
-    """Tells whether a model, or its class, has a method of its own in place of Keras's.
-
-    Args:
-        model: A Keras model.
-        method: The name of a method of `keras.Model`.
-    """
-    found = getattr(model, method)
-    return getattr(found, "__func__", found) is not getattr(keras.Model, method)
-
-
-@contextlib.contextmanager
-def _as_if_built(losses):
-    """Inside, Keras does not build the compiled losses."""
-    built = losses is None or losses.built
-    if built:
-        yield
-        return
-    losses.built = True
-    try:
-        yield
-    finally:
-        losses.built = False
-
-
-def _symbolic(data):
-    return tf.nest.map_structure(
-        lambda t: None if t is None else _symbolic_tensor(t), data
-    )
-
-
-def _symbolic_tensor(tensor):
-    return keras.KerasTensor(
-        tensor.shape,
-        tensor.dtype.name,
-        sparse=isinstance(tensor, tf.SparseTensor),
-        ragged=isinstance(tensor, tf.RaggedTensor),
-    )
 
 
 def _spec(value):

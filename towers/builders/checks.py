@@ -1,0 +1,108 @@
+"""What towers cannot compute of a model: an error, in a sentence."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import effects, overwritten
+from towers.effects import Effect
+from towers.rules import Rules
+from towers.tower import ModelError, TowerResult
+
+
+def check_variables(model: keras.Model) -> None:
+    """Checks that gradients of several towers can be combined for each variable.
+
+    Raises:
+        ModelError: One is overwritten with its gradient, and not known.
+    """
+    others = overwritten.others(model)
+    if others:
+        raise ModelError(
+            f"Model '{model.name}' has a variable '{others[0].path}' that is "
+            "overwritten with its gradient (overwrite_with_gradient), and Towers does "
+            "not know how to combine the gradients; expected only those of Keras's "
+            "float8, so pass strict=False to multi_gpu_model to take the largest."
+        )
+
+
+def check_effects(model: keras.Model, found: Iterable[Effect]) -> list[str]:
+    """Checks what a tower does besides computing.
+
+    Args:
+        model: The tower's model.
+        found: The effects of its operations.
+
+    Returns:
+        A sentence for each effect that each tower may have.
+
+    Raises:
+        ModelError: A tower may not have one of them.
+    """
+    lines = []
+    for effect in found:
+        if effect.type not in effects.REPEATED:
+            raise ModelError(effects.sentence(model, effect))
+        lines.append(
+            f"Model '{model.name}' does more than compute: each tower runs {effect} "
+            "for its share."
+        )
+    return lines
+
+
+def check_coupling(model: keras.Model, rules: Rules) -> None:
+    """Checks that no output was seen to depend on other examples.
+
+    Args:
+        model: The towers' model.
+        rules: Those read from its graph.
+
+    Raises:
+        ModelError: One was.
+    """
+    if rules.coupling is not None:
+        raise ModelError(
+            f"Model '{model.name}' makes an example's output depend on other "
+            f"examples, by {rules.coupling}, but a tower sees only its share; "
+            "expected a model that treats each example by itself, so pass "
+            "strict=False to multi_gpu_model to accept other numbers than one "
+            "device's."
+        )
+
+
+def check_outputs(model: keras.Model, outputs: Any) -> None:
+    """Checks that traced outputs have a row for each example.
+
+    Args:
+        model: The tower's model.
+        outputs: A nest of symbolic tensors, from a trace for any number of rows.
+
+    Raises:
+        ModelError: They do not.
+    """
+    for output in tf.nest.flatten(outputs):
+        if output is not None and (
+            output.shape.rank == 0 or output.shape[0] is not None
+        ):
+            raise _cannot_join(model, output)
+
+
+def check_results(model: keras.Model, results: Sequence[TowerResult]) -> None:
+    """Checks the same of what eager towers return, which may not have been traced."""
+    for result in results:
+        for output in tf.nest.flatten(result.outputs):
+            if output is not None and (
+                output.shape.rank == 0
+                or (result.size and (output.shape[0] or 0) % result.size)
+            ):
+                raise _cannot_join(model, output)
+
+
+def _cannot_join(model, output):
+    return ModelError(
+        f"Model '{model.name}' returns an output of shape {output.shape} for a batch "
+        "of any size, so towers cannot join their outputs; expected one row for each "
+        "example."
+    )
