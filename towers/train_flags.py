@@ -627,14 +627,11 @@ def check(argv: Sequence[str]) -> None:
 
 def check_data_flags() -> None:
     """Checks that data sets can be there, and that the flags of the data apply."""
-    for each in (FLAGS.dataset, FLAGS.eval_dataset):
-        if each is not None:
-            specs.check(each)
     if FLAGS.eval_fraction is not None and FLAGS.eval_dataset is not None:
         raise ValueError(
             f"Received --eval_fraction={FLAGS.eval_fraction} and --eval_dataset="
-            f"{FLAGS.eval_dataset}, which is evaluated on instead; expected one of "
-            "them."
+            f"{FLAGS.eval_dataset}, which is evaluated instead; expected one of the "
+            "two."
         )
     for name, flag in DATA_FLAGS.items():
         if FLAGS[flag].value is None:
@@ -651,6 +648,9 @@ def check_data_flags() -> None:
                 f"Received {given} for {' and '.join(named)}; expected it only for "
                 f"{specs.kinds_with(name)}, so leave it out."
             )
+    for each in (FLAGS.dataset, FLAGS.eval_dataset):
+        if each is not None:
+            specs.check(each)
 
 
 def uses_data_dir() -> bool:

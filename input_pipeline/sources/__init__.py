@@ -68,7 +68,6 @@ def open_source(
         ValueError: the spec, or what it names, is not a data set we can read, or an
             argument does not apply to it.
     """
-    check(spec)
     kind, _, rest = spec.partition(":")
     options = {
         "image_key": image_key,
@@ -87,6 +86,7 @@ def open_source(
                 f"received {name} for {spec!r}: expected only for {kinds_with(name)}, "
                 "leave it out"
             )
+    check(spec)
     if takes(spec, "label_column") and "label_key" in options:
         if label_column is not None:
             raise ValueError(

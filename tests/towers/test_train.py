@@ -814,7 +814,8 @@ class TestInProcess:
             splits = [train.open_source(s, None).splits for s in (spec, f"{spec}*")]
         assert splits == [{"train": 20}] * 2
         (tmp_path / "b.csv").write_text("x,y,z\n1,2,owl\n")
-        held_out = train.open_source(f"csv:{tmp_path}/b.csv", 2, ("cat", "owl"))
+        like = types.SimpleNamespace(class_names=("cat", "owl"))
+        held_out = train.open_source(f"csv:{tmp_path}/b.csv", 2, like)
         assert (held_out.num_classes, held_out.class_names) == (2, ("cat", "owl"))
         assert held_out.splits == {"train": None}
 
