@@ -69,6 +69,7 @@ def begin(
     global _paused
     _paused = gc.isenabled()
     gc.disable()
+    _open_what_is_closed()
     _look_here_last()
     if not _asks_for_more(sys.argv[1:]):
         os.environ.setdefault(_LEVEL, "1")
@@ -204,28 +205,50 @@ def _sifted(unwanted: str) -> Iterator[None]:
             sieve.wait(timeout=1)
 
 
-class _Outlives(wrapt.ObjectProxy):
-    """A stream whose reader may go, such as `head`; the rest is written to nobody.
+def _open_what_is_closed() -> None:
+    """Has what is written to a closed stream, as by `>&-`, written to nobody.
 
-    A run loses nothing by that: it saves, and writes its files.
+    Otherwise the next file that is opened would take its place.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, f"__{name}__") is None:
+            nobody = os.open(os.devnull, os.O_RDWR)
+            if nobody != number:
+                os.dup2(nobody, number)
+                os.close(nobody)
+            stream = os.fdopen(number, "w" if number else "r", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+class _Outlives(wrapt.ObjectProxy):
+    """A stream whose reader may go, such as `head`, or whose disk may be full.
+
+    The rest is written to nobody. A run loses nothing by that: it saves, and writes its
+    files.
     """
 
     def write(self, text: str) -> int:
         """Writes a text, and returns its length."""
         try:
             return self.__wrapped__.write(text)
-        except BrokenPipeError:
-            self._write_to_nobody()
+        except OSError as error:
+            self._write_to_nobody(error)
             return len(text)
 
     def flush(self) -> None:
         """Writes what is left to write."""
         try:
             self.__wrapped__.flush()
-        except BrokenPipeError:
-            self._write_to_nobody()
+        except OSError as error:
+            self._write_to_nobody(error)
 
-    def _write_to_nobody(self) -> None:
+    def _write_to_nobody(self, error: OSError) -> None:
+        # Whoever has gone on purpose knows.
+        if self.fileno() != _stderr and not isinstance(error, BrokenPipeError):
+            said = f"The output cannot be written any more ({error.strerror}).\n"
+            with contextlib.suppress(OSError):
+                os.write(_stderr, said.encode())
         with open(os.devnull, "wb") as nobody:
             os.dup2(nobody.fileno(), self.fileno())
 

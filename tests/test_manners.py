@@ -230,6 +230,38 @@ def test_what_nobody_reads_any_more(environ):
         print("x" * 10**6, file=stream)
 
 
+def test_output_that_cannot_be_written_is_said(capfd):
+    with open("/dev/full", "w") as full:
+        stream = startup._outlive(full)
+        for _ in range(2):
+            print("lost", file=stream)
+            stream.flush()
+    assert capfd.readouterr().err == (
+        "The output cannot be written any more (No space left on device).\n"
+    )
+
+
+def test_closed_streams_are_written_to_nobody(tmp_path):
+    """As in a shell: `python -m towers.train >&- 2>&-`."""
+    (tmp_path / "said").write_text("")
+    script = f"""
+        import os, sys
+        for number in range(3):
+            os.close(number)
+        sys.stdin = sys.stdout = sys.stderr = None
+        sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
+        from towers.input_pipeline import startup
+        def read(argv):
+            sys.exit(print("lost", file=sys.stderr))
+        try:
+            startup.begin("x", read, sift=False)
+        finally:
+            open({str(tmp_path / "said")!r}, "w").write(str(sys.stdout.fileno()))
+    """
+    assert run(script) == (0, "", "")
+    assert (tmp_path / "said").read_text() == "1"
+
+
 # The user's own settings of Keras.
 
 

@@ -161,12 +161,12 @@ def main() -> int:
             raise
         return fail(error, _PROGRAM)
     finally:
+        # All is saved and said. Python ends for some time yet, and a signal then would
+        # make a failure of it, or a traceback.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
         gc.collect()
-    # All is saved and said. Python ends for some time yet, and a signal then would make
-    # a failure of it.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     return 0
 
 

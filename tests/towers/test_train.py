@@ -949,6 +949,15 @@ class TestInProcess:
             ):
                 train.choose_image_shape(source)
 
+    def test_no_signal_disturbs_the_end(self, monkeypatch, capsys):
+        done = []
+        monkeypatch.setattr(signal, "signal", lambda *args: done.append(args))
+        monkeypatch.setattr(train.gc, "collect", lambda: done.append("collected"))
+        monkeypatch.setattr(train, "set_up", mock.Mock(side_effect=ValueError("no")))
+        assert train.main() == 1
+        ignored = [(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]
+        assert done[-3:] == [*ignored, "collected"]
+
     def test_gpus_that_do_not_exist(self, monkeypatch, capsys, tmp_path):
         gpus = [
             tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU")
