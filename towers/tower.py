@@ -683,9 +683,9 @@ class Traced:
             if tensor is None:
                 return None
             sizes = [none if size is None else size for size in tensor.shape]
-            return tf.fill(
-                tf.stack(sizes) if sizes else [], tf.cast(none, tensor.dtype)
-            )
+            text = tensor.dtype == tf.string
+            value = tf.constant("") if text else tf.cast(none, tensor.dtype)
+            return tf.fill(tf.stack(sizes) if sizes else [], value)
 
         return tf.nest.map_structure(nothing, self.returned, expand_composites=True)
 

@@ -675,3 +675,19 @@ def test_an_unbuilt_model_of_ragged_inputs_predicts():
     data = tf.data.Dataset.from_tensors(rows)
     ours = multi_gpu_model(model, gpus=2).predict(data, verbose=0)
     np.testing.assert_allclose(ours, model.predict(data, verbose=0), rtol=1e-6)
+
+
+class Text(keras.layers.Layer):
+    def call(self, x):
+        return tf.strings.as_string(tf.argmax(x, axis=-1))
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape[:1], dtype="string")
+
+
+def test_outputs_may_be_text_where_a_tower_is_idle():
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, [inputs, Text()(inputs)])
+    rows = tf.data.Dataset.from_tensor_slices(np.eye(3, dtype="float32")).batch(2)
+    _, texts = multi_gpu_model(model, gpus=2).predict(rows, verbose=0)
+    assert texts.tolist() == [b"0", b"1", b"2"]
