@@ -1,8 +1,6 @@
 """The flags of towers.input_pipeline.benchmark, and their checks."""
 
-import importlib.util
 import math
-import os
 from collections.abc import Sequence
 
 from absl import flags
@@ -11,6 +9,7 @@ from towers.input_pipeline import command_line, data_flags, specs
 from towers.input_pipeline.choices import CACHES, RECIPES
 from towers.input_pipeline.commands import (
     check_data_service,
+    check_plot,
     read_image_size,
     read_randaugment,
 )
@@ -153,18 +152,7 @@ def check_flags(argv: Sequence[str]) -> None:
             "measure on a worker's machine without --data_service."
         )
     check_data_service(FLAGS.data_service)
-    if FLAGS.plot is not None:
-        folder = os.path.dirname(os.path.abspath(FLAGS.plot))
-        if not FLAGS.plot.endswith(".png") or not os.path.isdir(folder):
-            raise ValueError(
-                f"Received --plot={FLAGS.plot}; expected a PNG file in a folder that "
-                "exists, such as --plot=stages.png."
-            )
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError(
-                f"Received --plot={FLAGS.plot}, but matplotlib, which draws it, is not "
-                "installed; pip install matplotlib, or leave out --plot."
-            )
+    check_plot(FLAGS.plot, "stages.png")
 
 
 def _is_time(step: str) -> bool:

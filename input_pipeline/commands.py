@@ -1,5 +1,6 @@
 """Parts of a command line that several programs have."""
 
+import importlib.util
 import os
 import re
 import socket
@@ -51,6 +52,33 @@ def read_randaugment(parts: Sequence[str] | None) -> tuple[int, int] | None:
         f"Received --randaugment={','.join(parts)}; expected layers (1 to 8) and a "
         "magnitude (0 to 10), such as --randaugment=2,9."
     )
+
+
+def check_plot(path: str | None, *examples: str) -> None:
+    """Checks the value of --plot.
+
+    Args:
+        path: The file to write; None for no chart.
+        examples: A name of each kind of file that can be written, such as "a.png".
+
+    Raises:
+        ValueError: it is of another kind, or cannot be written.
+    """
+    if path is None:
+        return
+    kinds = [os.path.splitext(example)[1] for example in examples]
+    folder = os.path.dirname(os.path.abspath(path))
+    if not path.endswith(tuple(kinds)) or not os.path.isdir(folder):
+        names = " or ".join(kind[1:].upper() for kind in kinds)
+        raise ValueError(
+            f"Received --plot={path}; expected a {names} file in a folder that exists, "
+            f"such as --plot={examples[-1]}."
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"Received --plot={path}, but matplotlib, which draws it, is not "
+            "installed; pip install 'towers[plots]', or leave out --plot."
+        )
 
 
 def check_folder(name: str, path: str, option: str, new: bool = False) -> None:

@@ -149,7 +149,7 @@ def check_rows(batch: Any) -> None:
             raise ValueError(
                 f"Received a batch of "
                 f"{words.count(examples[0][0], 'example')} in which {name} has "
-                f"{size} {'row' if size == 1 else 'rows'}; {_AS_MANY}"
+                f"{words.count(size, 'row')}; {_AS_MANY}"
             )
     first, *others = sizes.items() or [(None, None)]
     for name, size in others:

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import batch, building, fused, stopped_step, tower
+from towers.input_pipeline import words
 from towers.replace import Replacement
 from towers.stopped_step import Case, named
 
@@ -48,7 +49,7 @@ class Finding:
     def __str__(self) -> str:
         if self.source == "data":
             more = len(self.rows) - 1
-            others = f" (and {more} more {'row' if more == 1 else 'rows'})"
+            others = f" (and {words.count(more, 'more row')})"
             what = f"{self.name}[{self.rows[0]}] of the batch"
             return f"{what}{others if more else ''} is not finite{self._on()}"
         if self.source == "variable":

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
+from towers.input_pipeline import words
 from towers.input_pipeline.specs import PICTURES
 
 # Taken by their names; what is wrong with one is said when it is read.
@@ -61,14 +62,13 @@ class Sorted:
         notes = []
         if count := self.left_out.total():
             listed = ", ".join(f"{n:,} {kind}" for kind, n in _ordered(self.left_out))
-            files = "file" if count == 1 else "files"
             notes.append(
-                f"{count:,} {files} left out: {listed}; what is read is {PICTURES}."
+                f"{words.count(count, 'file')} left out: {listed}; files are read if "
+                f"they are {PICTURES}."
             )
         if self.folders:
-            count = len(self.folders)
-            folders = "folder" if count == 1 else "folders"
-            notes.append(f"{count:,} {folders} left out, such as {self.folders[0]}.")
+            count = words.count(len(self.folders), "folder")
+            notes.append(f"{count} left out, such as {self.folders[0]}.")
         return notes
 
 

@@ -56,8 +56,8 @@ def test_what_is_left_out_is_said_in_a_line(tmp_path):
     assert source.splits == {"train": 5}
     assert source.notes == (
         "9 files left out: 3 .tiff, 2 .bmp with a palette, 1 .png beside the class "
-        "folders, 1 .tif, 1 .txt, 1 hidden .jpg; what is read is JPEG, PNG, GIF, BMP "
-        "or WebP.",
+        "folders, 1 .tif, 1 .txt, 1 hidden .jpg; files are read if they are JPEG, "
+        "PNG, GIF, BMP or WebP.",
         f"1 folder left out, such as {tmp_path}/dog/more.",
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towers.doctor.finding import Finding, note, ok, wrong
+from towers.input_pipeline import words
 
 _NAME = "TF_CONFIG"
 _EXAMPLE = (
@@ -36,8 +37,7 @@ def check(environ: Mapping[str, str] = os.environ, resolve_s: float = 5.0) -> Fi
     except ValueError as error:
         return wrong(str(error), received=text)
     addresses = [each for listed in cluster.values() for each in listed]
-    tasks = "1 task" if len(addresses) == 1 else f"{len(addresses)} tasks"
-    found = f"{tasks}, this one is {kind} {index}"
+    found = f"{words.count(len(addresses), 'task')}, this one is {kind} {index}"
     doubts = _unknown(addresses, resolve_s)
     if kind != _OUTSIDE:
         doubts += _taken(cluster[kind][index])

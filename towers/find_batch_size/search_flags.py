@@ -1,13 +1,12 @@
 """The flags of towers.find_batch_size besides those of towers.train."""
 
-import importlib.util
-import os
 from collections.abc import Sequence
 
 from absl import flags
 
 from towers import train_flags
 from towers.input_pipeline import command_line
+from towers.input_pipeline.commands import check_plot
 
 FLAGS = flags.FLAGS
 _SEARCH = {"module_name": "Search"}
@@ -61,7 +60,7 @@ def read(argv: Sequence[str], doc: str) -> None:
         {**ours, **train_flags.groups()},
     )
     train_flags.check(rest)
-    _check_plot()
+    check_plot(FLAGS.plot, "batch_size.png", "batch_size.svg")
 
 
 def for_a_probe() -> list[str]:
@@ -73,19 +72,3 @@ def for_a_probe() -> list[str]:
 def of(group: dict[str, str]) -> list[flags.Flag]:
     """Returns the flags below a heading."""
     return FLAGS.flags_by_module_dict()[group["module_name"]]
-
-
-def _check_plot() -> None:
-    if FLAGS.plot is None:
-        return
-    folder = os.path.dirname(os.path.abspath(FLAGS.plot))
-    if not FLAGS.plot.endswith((".png", ".svg")) or not os.path.isdir(folder):
-        raise ValueError(
-            f"Received --plot={FLAGS.plot}; expected a PNG or SVG file in a folder "
-            "that exists, such as --plot=batch_size.svg."
-        )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            f"Received --plot={FLAGS.plot}, but matplotlib, which draws it, is not "
-            "installed; pip install 'towers[plots]', or leave out --plot."
-        )
