@@ -59,7 +59,7 @@ def restore(checkpoint: Checkpoint, folder: str, model: keras.Model) -> None:
     """Restores the checkpoint that --checkpoint names, if there is any.
 
     Raises:
-        ValueError: There is none where one is needed, or it is not of this model.
+        ValueError: One is needed and there is none, or it is not of this model.
     """
     which = FLAGS.checkpoint
     if which.endswith(".keras"):

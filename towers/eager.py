@@ -262,10 +262,10 @@ def _apart(layer, name, towers):
 
 @contextlib.contextmanager
 def aside(model: keras.Model, builds: bool = False) -> Iterator[None]:
-    """Inside, the model is called for nobody's step, and nobody notices.
+    """Inside, calls of the model leave no trace, as they are part of no step.
 
-    What this thread prints is dropped, `breakpoint()` goes on, and the attributes of
-    layers are given back.
+    What this thread prints is dropped, `breakpoint()` does not stop, and the attributes
+    of layers get their values back.
 
     Args:
         model: The model.

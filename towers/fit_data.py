@@ -47,7 +47,7 @@ class Start:
     Attributes:
         data: What to give it, in the place of its data.
         epoch: Where it begins to count: at this epoch, or an earlier one.
-        read: Whether what is passed over has to be read: it is not passed over yet.
+        read: Whether the batches to skip have to be read, as `data` still have them.
         whole: Whether also passes that are over have to be read.
         note: Why the run may end with other numbers than an uninterrupted one.
     """
@@ -164,7 +164,7 @@ def find(options: dict[str, Any], position: Position, past: Sequence[int]) -> Pl
 def order(options: dict[str, Any]) -> dict[str, Any]:
     """Returns, as JSON, what is known to decide which records a batch has.
 
-    By "validation" stands what is known of the data to validate on, if anything is.
+    "validation" has what is known of the validation data, if anything.
 
     Args:
         options: The arguments of `fit`, by name.

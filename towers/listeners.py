@@ -1,7 +1,8 @@
 """Tells whether a callback may change variables between two calls of training.
 
-Any may but those that are known. A callback is known by its very class: a subclass may
-do anything, and so may an object with a function of its own in place of its class's.
+Any callback may, except those that are known. Only an object of the known class itself
+counts: a subclass may do anything, and so may an object that replaces a function of its
+class.
 """
 
 import inspect
@@ -17,7 +18,7 @@ _KNOWN: dict[type, dict[str, Callable]] = {}
 def changes_no_variable(kind: type) -> type:
     """Declares, as a decorator, that a callback changes no variable between batches.
 
-    It may do so as an epoch begins or ends. Subclasses are not meant.
+    It may do so as an epoch begins or ends. That does not hold for its subclasses.
 
     Args:
         kind: The class.

@@ -27,13 +27,13 @@ _FLOAT8 = [
 
 
 def places(model: keras.Model) -> frozenset[int]:
-    """Returns where among a model's trainable variables there are some."""
+    """Returns the indices of such variables among a model's trainable ones."""
     variables = model.trainable_variables
     return frozenset(i for i, v in enumerate(variables) if v.overwrite_with_gradient)
 
 
 def others(model: keras.Model) -> list[keras.Variable]:
-    """Returns those that are not of Keras's float8: nobody knows how they combine."""
+    """Returns those that are not of Keras's float8: how they combine is unknown."""
     known = {
         id(getattr(layer, name, None))
         for layer in model._flatten_layers()

@@ -1,7 +1,7 @@
-"""Passes over the batches that an earlier run has trained on.
+"""Skips the batches that an earlier run has trained on.
 
-Keras counts epochs and batches, opens data and notes their end, as it did before; but
-nothing is computed, and no callback hears of it.
+Keras counts epochs and batches, opens data and notes their end, as in the earlier run,
+but nothing is computed, and no callback is called.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ def too_few(batches: int) -> ResumeError:
 
 
 class Passing:
-    """A train function that passes over batches, and then gives way to the real one.
+    """A train function that skips batches, and then gives way to the real one.
 
-    Only what was read of the last pass is read again, as soon as it is known to be the
-    last one.
+    It reads again only the batches that were read in the last pass, once it knows that
+    the pass is the last.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Begins `fit` in the middle of an epoch, where an earlier run has left it.
+"""Begins `fit` in the middle of an epoch, where an earlier run has ended.
 
-Keras counts all batches of an epoch, so those that are done are passed over: nothing is
-computed, and no callback hears of them.
+Keras counts all batches of an epoch, so `fit` goes through those that are done, but
+computes nothing and tells no callback.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from towers.passing import Later, Passing, ResumeError, too_few
 
 
 def say(text: str) -> None:
-    """Says on standard error what is no part of a run's results."""
+    """Prints a note on standard error, as it is not part of a run's results."""
     print(f"towers: {text}", file=sys.stderr, flush=True)
 
 
@@ -117,7 +117,7 @@ def going_on(
 
 
 def _start(saves, options, data, goes_on):
-    """How to begin with the data, of which is said what is not as it was."""
+    """Returns how to begin with the data; prints what has changed in them."""
     if not goes_on:
         saves.past = []
         return fit_data.start_anew(options, saves.position)

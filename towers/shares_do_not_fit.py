@@ -1,4 +1,4 @@
-"""Says in a sentence what fails because a tower has a part of the rows only."""
+"""Makes a sentence of TensorFlow's error if shapes do not fit a tower's share."""
 
 import contextlib
 import re
@@ -25,7 +25,7 @@ _WORDS = (
 
 @contextlib.contextmanager
 def told(model: keras.Model) -> Iterator[None]:
-    """Inside, towers are traced or run.
+    """Inside, towers are traced or run; an error about shapes becomes a sentence.
 
     Args:
         model: Their model.

@@ -403,7 +403,7 @@ def run_alone(job: Job) -> None:
 
 
 def save_model(job: Job, path: str) -> None:
-    """Saves the model as it is; renames it when it is whole: one before is good yet."""
+    """Saves the model; the file gets its name only once it is whole."""
     unfinished = os.path.join(job.model_dir, "unfinished.keras")
     job.model.save(unfinished)
     os.replace(unfinished, path)
@@ -1085,7 +1085,7 @@ def summarise(job: Job, watch: Watch | None) -> dict:
 
 
 def best_model(job: Job) -> dict | None:
-    """Returns what the best model is the best by, and where it is, if that is known."""
+    """Returns metric, value and paths of the best model; `None` without one."""
     if (best := job.checkpoint.find_best(job.model)) is None:
         return None
     return {

@@ -343,8 +343,8 @@ class BadRecordError(ValueError):
     """One record cannot be used; the message names file, position and reason.
 
     Attributes:
-        many: whether most of those behind it cannot be used either, so that it is not
-            the record that is wrong.
+        many: whether most of the records after it cannot be used either, so that the
+            fault is not in the record.
     """
 
     def __init__(self, message: str, many: bool = False):

@@ -30,15 +30,15 @@ def check(fraction: float | None) -> float:
 
 
 def is_nth(place: int, fraction: float) -> bool:
-    """Tells whether one in a list of files is held out: of 0.1, every tenth."""
+    """Tells whether a file of a list is held out: for 0.1, every tenth."""
     parts = round(fraction * _PARTS)
     return (place + 1) * parts // _PARTS > place * parts // _PARTS
 
 
 def is_held_out(number: Any, fraction: float) -> Any:
-    """Tells whether a record is held out: of 0.1, one of each ten, drawn by chance.
+    """Tells whether a record is held out: for 0.1, one of each ten.
 
-    Every tenth would not do: where classes come in turn, they might all be of one.
+    It is drawn at random, as every tenth record may have the same class.
 
     Args:
         number: of a record, as ``Source.batches`` counts: an integer, an array or a

@@ -109,21 +109,23 @@ def page(rows: list[Call]) -> str:
 
 _HEAD = """# What towers make of Keras's layers
 
-Towers give the numbers of one device if each example is treated by itself. This is
-what they make of each class of `keras.layers`, by its arguments and its inputs (n
-examples; "2 x" for two of them). `tests/towers/test_layers.py` measures it: the rows of
-a part of a batch have to equal those of the whole, in inference and, unless random
-numbers are drawn, in training. Each axis is tried that an argument can name.
+Towers give the numbers of one device if a layer treats each example by itself. The
+table lists each class of `keras.layers` with its arguments, its inputs (n examples;
+"2 x" for two inputs) and the outcome on towers. `tests/towers/test_layers.py` measures
+it: the rows of a part of a batch have to equal those of the whole, in inference and,
+unless the layer draws random numbers, in training. It tries each axis that an argument
+can name.
 
 | outcome | what it means |
 |---|---|
 | trusted | The layer treats each example by itself. |
-| proved | The same, which is read from the layer's operations each time. |
-| compared | The operations cannot be read. The first batch is computed whole and in \
-parts before anything is trained, and a line says so. What draws random numbers in \
-training is compared in inference. Where rows differ, the model is refused. |
+| proved | The same; towers read it from the layer's operations each time. |
+| compared | Towers cannot read the operations. They compute the first batch as a \
+whole and in parts before they train on anything, and a line says so. A layer that \
+draws random numbers in training is compared in inference. If rows differ, the model \
+is refused. |
 | refused | Examples meet, and the error names the layer; `strict=False` accepts that. \
-A layer that wraps code of others (`JaxLayer`, say) is looked at like one of yours. |
+A layer that wraps other code, such as `JaxLayer`, is checked like one of yours. |
 | by design | BatchNormalization; see the README. |
 | impossible | Keras does not do it, or not with an unknown number of examples. |
 

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints is the best, and by what."""
+"""Chooses the best checkpoint of a run, by a metric."""
 
 import dataclasses
 import math
@@ -29,11 +29,11 @@ class Best:
 
 @dataclasses.dataclass
 class Monitor:
-    """What tells how good an epoch was.
+    """The metric that says how good an epoch was.
 
     Attributes:
-        asked: The metric that was asked for; `None` for `val_loss`, or `loss` where
-            there is no validation.
+        asked: The metric that was asked for; `None` for `val_loss`, or `loss` without
+            validation data.
         mode: "min" or "max", or "auto", as Keras infers it from the metric.
         name: The metric in use; `None` as long as it is not known.
     """
@@ -144,7 +144,7 @@ class Monitor:
 
 
 def _before_names(about):
-    """By what checkpoints were scored that do not say it."""
+    """Returns the metric of a checkpoint that does not name it, of an older version."""
     return "val_loss" if "val_loss" in about["history"]["history"] else "loss"
 
 

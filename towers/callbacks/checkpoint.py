@@ -40,12 +40,11 @@ class Checkpoint(keras.callbacks.Callback):
     or Ctrl-C ends the run. A thread of its own writes it, from copies; training waits
     only for the save before.
 
-    With data of `towers.input_pipeline.make_dataset`, `fit` goes on at the next batch.
-    Other data are read again, as far as Keras had read what it had opened: the run is
-    the same if they are. Inside of an epoch, it goes on only with the data and calls
-    that it has begun with. A second `fit` goes on where the first has ended, with the
-    model as it is then; where that was broken off by an error, or another model is
-    fitted, with the last checkpoint.
+    With data from `towers.input_pipeline.make_dataset`, `fit` goes on at the next
+    batch. It reads other data again up to there: the run is the same if the data are.
+    Inside of an epoch, it goes on only with the data and calls that it has begun with.
+    A second `fit` goes on where the first has ended, with the model as it is then.
+    After an error, or with another model, it goes on from the last checkpoint.
 
     Variables that are not finite end the run, at a save or at the end of an epoch. To
     callbacks further down the list, such as `ModelCheckpoint`, that comes in time.
@@ -79,7 +78,7 @@ class Checkpoint(keras.callbacks.Callback):
             save_minutes: The same in minutes.
             keep: How many of the last checkpoints to keep. The best one stays as well.
             monitor: The metric that tells which is the best, after a whole epoch.
-                None: `val_loss`, or `loss` where there is no validation.
+                None: `val_loss`, or `loss` without validation data.
             mode: Whether the best is the "min" or the "max" of it; "auto" is what
                 Keras infers from the metric.
             on_save_error: What to do if a checkpoint cannot be written, for want of
