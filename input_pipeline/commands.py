@@ -159,7 +159,9 @@ def _answers(address: str) -> bool:
 
 def fail(reason: object, program: str) -> int:
     """Says in one line why a program ends, and returns its exit code."""
-    print(f"{program}: {' '.join(str(reason).split())}", file=sys.stderr)
+    # Keras colors what a layer has raised.
+    said = re.sub(r"\x1b\[[\d;]*m", "", str(reason))
+    print(f"{program}: {' '.join(said.split())}", file=sys.stderr)
     return 1
 
 

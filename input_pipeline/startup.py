@@ -29,7 +29,7 @@ _NO_GPU = r"cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
 # Of errors, which Python raises as well, and of checks that XLA leaves out.
 _TWICE = (
     r"(local_rendezvous\.cc:[0-9]+\] |op_kernel\.cc:[0-9]+\] OP_REQUIRES failed"
-    r"|assert_op\.cc:[0-9]+\] Ignoring Assert operator)|^[[:space:]]+\[\[\{?\{?[a-z]"
+    r"|assert_op\.cc:[0-9]+\] Ignoring Assert operator)|^[[:space:]]+\[\[\{?\{?[A-Za-z]"
 )
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 # In Keras's progress bar, what is still to come is told by its color alone.

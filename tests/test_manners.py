@@ -461,6 +461,7 @@ def test_what_errors_say_twice_is_left_out(tmp_path):
         "W0000 00:00:1.1 1 local_rendezvous.cc:412] Local rendezvous is aborting",
         "\t [[{{node SparseSoftmaxCrossEntropyWithLogits}}]]",
         "\t [[sub_3/_2]]",
+        "\t [[IteratorGetNext]]",
         "W0000 00:00:1.1 1 assert_op.cc:39] Ignoring Assert operator a/Assert",
     ]
     module = "class config: list_physical_devices = staticmethod(list)"

@@ -32,6 +32,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -296,6 +297,8 @@ def set_up() -> Job:
             "of numbers; expected images, so use --mixup_alpha."
         )
     model = build_model(source, image_shape, placed.home)
+    if not FLAGS.eval_only:
+        check_can_be_saved(model)
     if not FLAGS.clean:
         check_checkpoint(folder, model)
 
@@ -800,6 +803,11 @@ def build_model(
                 f"The model {FLAGS.model} takes {takes or 'other inputs'}, but the "
                 f"{what} of {source.name} are {image_shape}; give {other}another model."
             ) from error
+        except Exception as error:  # whatever the user's code raises
+            raise ValueError(
+                f"The model {FLAGS.model} raised {type(error).__name__} when it was "
+                f"called, which says: {error}; correct the model."
+            ) from error
     shape = getattr(output, "shape", None)
     if shape is None or len(shape) != 2 or (shape[-1] or 0) < source.num_classes:
         returned = shape or f"{len(keras.tree.flatten(output))} tensors in a structure"
@@ -809,6 +817,23 @@ def build_model(
             f"{source.num_classes}), a value for each class."
         )
     return model
+
+
+def check_can_be_saved(model: keras.Model) -> None:
+    """Checks that Keras can describe the model, before anything is trained.
+
+    Raises:
+        ValueError: It cannot, so that no model.keras could be written.
+    """
+    try:
+        keras.saving.serialize_keras_object(model)
+    except NotImplementedError as error:
+        found = re.search(r"Object (\w+) was created", str(error))
+        raise ValueError(
+            f"The model {FLAGS.model} cannot be saved: Keras cannot tell with which "
+            f"arguments {found[1] if found else 'a part of it'} was made; expected a "
+            "method get_config() there that returns them."
+        ) from error
 
 
 def _returned(model, image_shape):

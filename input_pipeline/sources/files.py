@@ -29,6 +29,8 @@ _CYCLE_LENGTH = 16
 _BLOCK_LENGTH = 16
 _SAMPLE = 64
 _MOST_TRIES = 100
+# Of fewer classes, some may well have no record.
+_MANY = 1000
 
 
 class FileSource(Source):
@@ -160,6 +162,13 @@ class FileSource(Source):
         self.num_classes = int(used.max(initial=-1)) + 1
         if self.class_names is not None:
             self.num_classes = len(self.class_names)
+        elif self.num_classes > max(_MANY, sum(map(len, found.values()))):
+            raise ValueError(
+                f"{self.name} has labels up to {used[-1]:,}, which is more than it has "
+                f"records: expected numbers of classes in {self.label_field!r}, so "
+                "name another field or column, or give the number of classes by "
+                "--num_classes (in Python, num_classes)"
+            )
         elif len(used) and len(used) < self.num_classes:
             self.notes = (*self.notes, _unused(used))
 

@@ -523,15 +523,15 @@ def test_rows_without_their_info(rows, tmp_path):
 
 def test_the_program_converts(tmp_path, capsys):
     flags = [f"--data_dir={tmp_path}/data", "--shards=1", "--image_size=4x5"]
-    target = f"tfrecord:{tmp_path}/out"
+    target = f"tfrecord:{tmp_path}/o t"
     assert main(["convert", "digits", target, *flags]) == 0
     said = capsys.readouterr().out.splitlines()
     lines = [line for line in said if "examples," in line]
-    first = f"{tmp_path}/out/test-00000-of-00001.tfrecord: 360 examples, "
+    first = f"{tmp_path}/o t/test-00000-of-00001.tfrecord: 360 examples, "
     assert re.fullmatch(rf"{first}[\d.]+ KB", sorted(lines)[0])
     count = r"1,797 records \(1,437 in train, 360 in test\) in 2 files, [\d.]+ KB"
-    command = f"python -m towers.train --dataset={target}"
-    last = f"Done: {count}, in {tmp_path}/out; train on them: {command}"
+    command = f"python -m towers.train --dataset='{target}'"
+    last = f"Done: {count}, in {tmp_path}/o t; train on them: {command}"
     assert re.fullmatch(last, said[-1])
     assert len(lines) == 2
     assert open_source(target).image_shape == (4, 5, 1)

@@ -246,3 +246,14 @@ def test_some_labels_are_numbers_and_some_are_names(tmp_path):
         ValueError, match="bee, expected a whole number, as in the first"
     ):
         open_source(f"csv:{tmp_path}/a.csv")
+
+
+def test_labels_that_are_no_classes(tmp_path):
+    (tmp_path / "a.csv").write_text("a,label\n1,0\n2,9999999999\n")
+    with pytest.raises(
+        ValueError, match="labels up to 9,999,999,999, which is more than"
+    ):
+        open_source(f"csv:{tmp_path}/a.csv")
+    assert (
+        open_source(f"csv:{tmp_path}/a.csv", num_classes=10**10).num_classes == 10**10
+    )

@@ -691,3 +691,15 @@ def test_outputs_may_be_text_where_a_tower_is_idle():
     rows = tf.data.Dataset.from_tensor_slices(np.eye(3, dtype="float32")).batch(2)
     _, texts = multi_gpu_model(model, gpus=2).predict(rows, verbose=0)
     assert texts.tolist() == [b"0", b"1", b"2"]
+
+
+def test_a_model_without_any_gradient():
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(3), keras.layers.Lambda(keras.ops.sign)]
+    )
+    parallel = multi_gpu_model(model, gpus=2)
+    parallel.compile("sgd", lambda y, outputs: keras.ops.stop_gradient(outputs))
+    with pytest.raises(
+        tower.ModelError, match=r"No variable of model .* has a gradient"
+    ):
+        parallel.train_on_batch(np.ones([4, 2]), np.ones([4, 1]))

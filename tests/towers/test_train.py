@@ -891,6 +891,34 @@ class TestInProcess:
             parallel = train.build_towers(model, placed, (2,), 95)
         assert not parallel.loss.from_logits
 
+    def test_a_model_that_cannot_be_saved_is_told_at_once(self):
+        class Model(keras.Model):
+            def __init__(self, units):
+                super().__init__()
+
+        train.check_can_be_saved(keras.Sequential([keras.layers.Dense(2)]))
+        with pytest.raises(ValueError, match=r"arguments Model was made; .*get_config"):
+            train.check_can_be_saved(Model(object()))
+
+    def test_a_model_whose_call_is_wrong(self):
+        class Layer(keras.layers.Layer):
+            def call(self, x):
+                return x.absent
+
+        source = mock.Mock(num_classes=3)
+        with (
+            mock.patch.object(train.models, "build") as build,
+            pytest.raises(ValueError, match=r"(?s)raised AttributeError .*absent"),
+        ):
+            build.return_value = keras.Sequential([Layer()])
+            train.build_model(source, (2,), "/CPU:0")
+
+    def test_commands_that_are_printed_quote_paths(self):
+        summary = dict.fromkeys(("measured", "bad_records", "best", "model"))
+        summary |= {"epochs": 1, "steps": 1, "towers": [], "logs": "/my runs/a"}
+        said = train.summary_text({**summary, "checkpoint": None})
+        assert "  tensorboard --logdir '/my runs/a'" in said
+
     @pytest.mark.parametrize(
         ("inputs", "outputs", "said"),
         [

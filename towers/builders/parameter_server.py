@@ -281,6 +281,12 @@ class ParameterServer(Builder):
                 model.optimizer.apply(gradients, model.trainable_variables)
 
         model = self.model
+        if gradients and all(each is None for each in gradients):
+            raise tower.ModelError(
+                f"No variable of model '{model.name}' has a gradient; expected a loss "
+                "that depends on one, so look for integers, argmax or stop_gradient "
+                "between the variables and the outputs."
+            )
         if self.xla:
             update = tf.function(update, autograph=False, jit_compile=True)
         update(gradients)
