@@ -1,6 +1,7 @@
 """Continues a run of towers.train: what it restores, and what has changed."""
 
 import os
+import warnings
 
 import keras
 from absl import flags
@@ -70,9 +71,15 @@ def restore(checkpoint: Checkpoint, folder: str, model: keras.Model) -> None:
                 "well."
             )
         try:
-            model.load_weights(os.path.expanduser(which))
+            with warnings.catch_warnings():
+                # Nobody needs an optimizer to evaluate.
+                warnings.filterwarnings("ignore", "Skipping variable loading")
+                model.load_weights(os.path.expanduser(which))
         except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().partition("\n")[0].removesuffix(".")
+            # Keras announces an example, and then gives it.
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = next((line for line in lines if line[-1] != ":"), "unknown")
+            reason = reason.removesuffix(".")
             raise ValueError(
                 f"Cannot read the weights of --checkpoint={which}: {reason}; expected "
                 f"a model that was saved with --model={FLAGS.model}."

@@ -195,3 +195,22 @@ def test_a_model_that_was_saved_is_evaluated(tmp_path):
             continued.restore(Checkpoint(tmp_path), str(tmp_path), tiny(units=5))
     for a, b in zip(other.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_weights_of_another_model(tmp_path, recwarn):
+    model, other = (
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(units, name="dense")])
+        for units in (2, 3)
+    )
+    model.compile("sgd", "mse")
+    other.compile("adam", "mse")
+    other.optimizer.build(other.trainable_variables)
+    other.save(tmp_path / "other.keras")
+    said = r"other\.keras: .*\(2, 3\).*; expected a model that was saved with --model="
+    with (
+        flagsaver.flagsaver(checkpoint=f"{tmp_path}/other.keras", eval_only=True),
+        pytest.raises(ValueError, match=said),
+    ):
+        continued.FLAGS.mark_as_parsed()
+        continued.restore(None, str(tmp_path), model)
+    assert not [each for each in recwarn if "Skipping" in str(each.message)]
