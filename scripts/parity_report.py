@@ -26,9 +26,10 @@ import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
-from tests.exact import oracle
-from tests.exact.cases import CASES, Case
+from tests.exact import cases, combinations, oracle
+from tests.exact.cases import Case
 
+CASES = [*cases.CASES, *combinations.CASES]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS
 
@@ -48,11 +49,12 @@ of the model and of its optimizer. A number is the largest difference in any of 
 arrays, relative to the largest value in that array; up to 1e-5 (1e-2 where 16 bits
 compute) it is rounding. All builders run each case, and the worst counts:
 `asynchronous` on one tower, where it has to equal one device, and without the groups
-shares and batches, which are about several. Evaluation is the same code for all and
-runs once. "Clear error" is an error in one sentence. The cases are
-[tests/exact/cases.py](tests/exact/cases.py). Most have batches that do not divide;
-where MirroredStrategy fails, "even" tells what it does with batches cut to a multiple
-of its replicas.
+shares and batches, which are about several. A combination runs with one builder.
+Evaluation is the same code for all and runs once. "Clear error" is an error in one
+sentence. The cases are [tests/exact/cases.py](tests/exact/cases.py), and
+[tests/exact/combinations.txt](tests/exact/combinations.txt), which were drawn at
+random. Most have batches that do not divide; where MirroredStrategy fails, "even" tells
+what it does with batches cut to a multiple of its replicas.
 
 {versions}; {date}. Written by `make parity-report`.
 
@@ -124,15 +126,25 @@ def _mirrored(send, index, even):
 
 def _even(case: Case) -> Case | None:
     """Returns the case with batches cut to multiples of the replicas, if it can be."""
-    batches = []
-    for batch in case.batches():
+    again = case.again and _cut(case.again(), case.towers)
+    batches = _cut(case.batches(), case.towers)
+    if not batches:
+        return None
+    return dataclasses.replace(
+        case, batches=lambda: batches, again=again and (lambda: again)
+    )
+
+
+def _cut(batches, replicas):
+    """Returns batches of a multiple of the replicas; none if they cannot be cut."""
+    cut = []
+    for batch in batches:
         arrays = keras.tree.flatten(batch)
         if not all(isinstance(a, np.ndarray) for a in arrays):
-            return None
-        n = len(arrays[0]) // case.towers * case.towers
-        batches.append(keras.tree.map_structure(lambda a: a[:n], batch))  # noqa: B023
-    batches = [batch for batch in batches if len(keras.tree.flatten(batch)[0])]
-    return dataclasses.replace(case, batches=lambda: batches) if batches else None
+            return []
+        n = len(arrays[0]) // replicas * replicas
+        cut.append(keras.tree.map_structure(lambda a: a[:n], batch))  # noqa: B023
+    return [batch for batch in cut if len(keras.tree.flatten(batch)[0])]
 
 
 def _read(path: str) -> dict[str, list[dict]]:

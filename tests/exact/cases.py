@@ -2,7 +2,7 @@
 
 A case is a model, the batches of an epoch and what `compile` and `fit` get. Adding one
 is a line in the list of its group. Models are as small as they can be: what takes time
-is tracing them.
+is tracing them. combinations.py has more.
 """
 
 import dataclasses
@@ -45,6 +45,7 @@ class Case:
         only: The arrays to compare are those with this in their name.
         between: Is called with the model between two calls of `fit`, to change and
             compile it again.
+        again: Returns the batches of a second call of `fit`.
     """
 
     group: str
@@ -61,6 +62,7 @@ class Case:
     expect: str = "equal"
     only: str = ""
     between: Callable[[keras.Model], None] | None = None
+    again: Callable[[], Sequence[tuple]] | None = None
 
     def __str__(self):
         return f"{self.group}/{self.name}"

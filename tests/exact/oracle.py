@@ -52,10 +52,12 @@ def run(
     fit = {"epochs": EPOCHS, "verbose": 0} | case.fit
     fit.setdefault("x", data)
     found = {}
-    for round in range(2 if case.between else 1):
-        if round:
+    for round in range(2 if case.between or case.again else 1):
+        if round and case.between:
             with scope():
                 case.between(trained)
+        if round and case.again:
+            fit["x"] = dataset(case.again())
         history = trained.fit(**fit).history
         found |= {f"history {name} {round}": v for name, v in history.items()}
     found |= _variables(model)
