@@ -427,3 +427,12 @@ def test_groups_in_a_graph_that_knows_no_rows():
     data = np.concatenate([X, X[:2]]), np.concatenate([Y, Y[:2]])
     with pytest.raises(ValueError, match=r"Input to reshape .* do not group rows"):
         trained.fit(_batches(*data, size=9), verbose=0)
+
+
+def test_a_model_that_is_not_compiled_predicts():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    rows = np.eye(3, dtype="float32")
+    expected = model(rows)
+    model.run_eagerly = True
+    ours = multi_gpu_model(model, gpus=2).predict_on_batch(rows)
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)

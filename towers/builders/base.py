@@ -289,8 +289,10 @@ class Builder(abc.ABC):
                 share, *_ = self.cut(data)
                 building.by_a_call(model, share, self.preprocess)
             self._built_eagerly = True
-            if model.optimizer is not None and not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
+            # A model that only predicts need not be compiled.
+            optimizer = model.optimizer if model.compiled else None
+            if optimizer is not None and not optimizer.built:
+                optimizer.build(model.trainable_variables)
 
     def rules(self, step: str, data: Any) -> Rules:
         """Returns the rules for the towers of one step, to be read when it is traced.
