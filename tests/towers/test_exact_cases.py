@@ -64,7 +64,7 @@ def builders(case):
     number = number_of(case)
     if case.group == combinations.GROUP:
         runs = ALL or case in OF_A_KIND.values()
-        return ((MAIN, "replicated")[number % 2],) if runs else ()
+        return ((MAIN, "replicated")[number // 8 % 2],) if runs else ()
     if not ALL and str(case) in FOR_THE_REPORT:
         return ()
     turns = towers.model.BUILDERS if ALL else TURNS[number % len(TURNS)]
