@@ -1188,7 +1188,7 @@ def check_bad(done, words, model_dir):
         ("--dataset=digit", ["digit", "did you mean digits?"]),
         ("--dataset=tfds:mnits", ["mnits", "mnist"]),
         ("--optimizer=sdg", ["--optimizer=sdg", "sgd"]),
-        ("--dtype=fp8", ["--dtype=fp8", "fp32|fp16|bf16"]),
+        ("--dtype=fp8", ["--dtype=fp8", "fp32, fp16, bf16"]),
         ("--batch_size=0", ["--batch_size=0", "at least 1"]),
         ("--optimizer=sgd --momentum=2", ["--momentum=2.0", "0 to 1"]),
         (
@@ -1221,7 +1221,7 @@ def check_bad(done, words, model_dir):
             "--tower_shares=2,3,3 --num_gpus=2",
             ["--tower_shares=2,3,3", "2 towers", "--num_gpus=3"],
         ),
-        ("--loss_placement=home", ["--loss_placement=home", "auto|tower|gathered"]),
+        ("--loss_placement=home", ["--loss_placement=home", "auto, tower, gathered"]),
         (
             "--eval_dataset=synthetic:8x8x1:12",
             ["synthetic:8x8x1:12", "12 classes", "digits has 10"],
