@@ -95,8 +95,8 @@ class Verdict(NamedTuple):
             )
         mode = " in inference, as it draws random numbers in training," * self.inference
         return (
-            f"compared{mode} on the first batch: rows of a part equal those of the "
-            f"whole (to {self.difference:.0e} of the largest value)"
+            f"compared{mode} on {self.rows} rows of the first batch: rows of a part "
+            f"equal those of the whole (to {self.difference:.0e} of the largest value)"
         )
 
 
@@ -114,6 +114,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
 
     Raises:
         ModelError: Where shapes fit all rows, or none, but not a part of them.
+        ResourceExhaustedError: Where the device has no room for the whole batch.
     """
     rows = int(batch.batch_size(x))
     if rows < 2:
@@ -141,7 +142,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
             ]
             sizes = np.diff(edges).tolist()
             joined = [batch.join(each, sizes) for each in _each(found)]
-    except tower.ModelError:
+    except (tower.ModelError, tf.errors.ResourceExhaustedError):
         raise
     except (tf.errors.OpError, ValueError) as error:
         return Verdict(rows, error=_why(error))

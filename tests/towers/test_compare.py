@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests import oracle
-from towers import multi_gpu_model
+from towers import compare, multi_gpu_model
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :3]
@@ -69,6 +69,31 @@ def test_examples_that_meet_are_refused(name):
     with pytest.raises(ValueError, match="example's output depend on other") as error:
         parallel.predict_on_batch(X)
     assert "operation '" in str(error.value)
+
+
+def test_rows_of_other_towers_are_compared():
+    # The first rows are zero, which the mask leaves out: a share shows nothing.
+    meet = layers.Lambda(lambda h: h + ops.sum(tf.boolean_mask(h, h[:, 0] != 0)))
+    model = _model(meet)
+    parallel = multi_gpu_model(model, gpus=4)
+    with pytest.raises(ValueError, match="differ from those of the whole"):
+        parallel.predict_on_batch(X * (np.arange(8) > 3)[:, None])
+
+
+def test_a_batch_that_one_device_has_no_room_for(caplog, monkeypatch):
+    trace, rows = compare._trace, []
+
+    def small(model, training, values, x):
+        rows.append(len(x))
+        if len(x) > 4:
+            raise tf.errors.ResourceExhaustedError(None, None, "no room")
+        return trace(model, training, values, x)
+
+    monkeypatch.setattr(compare, "_trace", small)
+    parallel = multi_gpu_model(_model(Mapped()), gpus=2)
+    parallel.predict_on_batch(X)
+    assert rows == [8, 4]
+    assert "compared on 4 rows of the first batch" in caplog.text
 
 
 APART = {

@@ -687,12 +687,20 @@ class Builder(abc.ABC):
         """
         x = tf.nest.map_structure(batch.as_tensor, x)
         size = int(batch.batch_size(x))
-        shares = [end - start for start, end in batch.share_bounds(size, self.shares)]
-        # No more than a tower has room for, which is all that one device may have.
-        x = batch.take(x, 0, min(size, max(2, *shares)))
         values = self.read(look_up=False)[0]
-        with tf.device(self.devices[0]):
-            self.compared[key] = compare.compare(self.model, training, values, x)
+
+        def compared(rows):
+            part = batch.take(x, 0, rows)
+            with tf.device(self.devices[0]):
+                return compare.compare(self.model, training, values, part)
+
+        try:
+            self.compared[key] = compared(size)
+        except tf.errors.ResourceExhaustedError:
+            # A tower has room for its share; one device may not have it for all.
+            bounds = batch.share_bounds(size, self.shares)
+            largest = max(end - start for start, end in bounds)
+            self.compared[key] = compared(min(size, max(2, largest)))
 
     def compare_again_what_was_too_small(self) -> None:
         """Forgets verdicts on batches of a single row, for a larger one to come."""
