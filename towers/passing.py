@@ -32,6 +32,9 @@ class Passing:
 
     It reads again only the batches that were read in the last pass, once it knows that
     the pass is the last.
+
+    Attributes:
+        read: How many batches it has read.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Passing:
         self._model, self._position, self._steps = model, position, steps
         self._past, self._whole, self._reading = past, whole, reading
         self._build, self._last = build, last
-        self._epoch = self._passed = self._unread = 0
+        self._epoch = self._passed = self._unread = self.read = 0
         self._iterator = None
 
     def begin_epoch(self, epoch: int) -> None:
@@ -110,11 +113,13 @@ class Passing:
         if self._reading is None or not self._unread:
             return
         with self._reading():
-            found = [
-                next(self._iterator, None) is not None for _ in range(self._unread)
-            ]
+            before = self.read
+            for _ in range(self._unread):
+                if next(self._iterator, None) is None:
+                    break
+                self.read += 1
         # Of a call, there may be fewer, but not none.
-        if sum(found) <= self._unread - self._steps:
+        if self.read - before <= self._unread - self._steps:
             raise too_few(self._unread)
 
 

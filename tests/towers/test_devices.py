@@ -324,7 +324,7 @@ def test_in_a_process_of_its_own():
     assert lines[0] == "('/device:CPU:0', '/device:CPU:1') /device:CPU:0"
     assert lines[1] == "('/device:CPU:0', '/device:CPU:1', '/device:CPU:2')"
     assert lines[2] == "('/device:CPU:0', '/device:CPU:1')"
-    assert "for 5 logical CPUs; restart the program (in a notebook, the" in lines[3]
+    assert "than 5 logical CPUs; restart the program (in a notebook, the" in lines[3]
     assert "kernel), and call towers.configure() before anything else" in lines[3]
     assert len(lines) == 4
 
@@ -499,7 +499,7 @@ def test_table_fits_whatever_the_model(environ):
 
 def test_table_wants_a_share_for_each_tower():
     made = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
-    with pytest.raises(ValueError, match="has 1 shares for 2 towers"):
+    with pytest.raises(ValueError, match="has 1 share for 2 towers"):
         devices.table(made, per_tower_batch=[3])
 
 

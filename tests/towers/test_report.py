@@ -1,6 +1,7 @@
 """The report, opened in a real browser without a network, says what the run wrote."""
 
 import fcntl
+import importlib.util
 import json
 import re
 import socket
@@ -466,7 +467,7 @@ def test_a_summary_of_something_else(tmp_path, capsys, text, said):
 
 
 def test_missing_libraries(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert report.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         "towers.report: The report is made with jinja2 and matplotlib, which are not "

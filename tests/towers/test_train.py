@@ -820,7 +820,7 @@ class TestInProcess:
         assert held_out.splits == {"train": None}
 
     def test_what_was_decided_is_said(self, tmp_path):
-        (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n" * 20)
+        (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n1,2,1\n" * 10)
         source = input_pipeline.open_source(f"csv:{tmp_path}/a.csv")
         job = types.SimpleNamespace(source=source, held_out=(source, "test"))
         said = train.data_notes(job)

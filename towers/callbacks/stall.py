@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from towers import listeners
+from towers.passing import Passing
 from towers.resume import Saves, say
 
 STALLED = 4
@@ -272,7 +273,8 @@ class _Seen(NamedTuple):
 
     Attributes:
         reason: What is waited for; None: something that TensorFlow does.
-        counted: Keras's own count of batches.
+        counted: Keras's own count of batches, and of those that are read again in a
+            run that goes on.
     """
 
     reason: str | None
@@ -317,12 +319,20 @@ class _Fit:
             else:
                 found = frame.f_code is self._code and _holds(frame, callbacks)
             if found:
-                return _Seen(_reason(frames), frame.f_locals.get("begin_step"))
+                return _Seen(_reason(frames), _counted(frame, frames))
         return None
 
 
 def _holds(frame: types.FrameType, value: Any) -> bool:
     return any(local is value for local in frame.f_locals.values())
+
+
+def _counted(fit: types.FrameType, frames: Sequence[types.FrameType]) -> int | None:
+    counted = fit.f_locals.get("begin_step")
+    for frame in frames:
+        if isinstance(over := frame.f_locals.get("self"), Passing):
+            return (counted or 0) + over.read
+    return counted
 
 
 def _reason(frames: Sequence[types.FrameType]) -> str | None:
