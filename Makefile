@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-PYTEST := $(RUN) -m pytest --numprocesses=logical --maxprocesses=4
+# Tests wait a good deal, for processes and for files: one more than there are cores.
+PYTEST := $(RUN) -m pytest --numprocesses=$(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 
 .PHONY: train test lint format clean parity-report screenshots
 

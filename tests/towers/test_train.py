@@ -1022,7 +1022,7 @@ def continued(done, path):
     """The epoch and the batch after which a run says that it goes on."""
     found = re.search(
         rf"^Continuing from {path}/checkpoints/ckpt-(\d+)-(\d+): after epoch \1"
-        r"(?: and \2 batches)?, step (\d+)\.$",
+        r"(?: and \2 batch(?:es)?)?, step (\d+)\.$",
         done.stdout,
         re.M,
     )
