@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 # Tests wait a good deal, for processes and for files: one more than there are cores.
-PYTEST := $(RUN) -m pytest --numprocesses=$(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
+PYTEST := $(RUN) -m pytest --numprocesses=$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
 .PHONY: train test lint format clean parity-report screenshots
 
