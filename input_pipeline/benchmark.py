@@ -38,6 +38,7 @@ from towers.input_pipeline.commands import (
     read_randaugment,
 )
 from towers.input_pipeline.pipeline import Pipeline
+from towers.input_pipeline.recipes import takes_whole
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.input_pipeline.benchmark"
@@ -108,7 +109,13 @@ def set_up() -> tuple[Pipeline, list[str]]:
         source.prepare()
     cache = "none" if FLAGS.data_service else FLAGS.cache
     with blame_records(source):
-        source = cached(source, cache, FLAGS.cache_dir, FLAGS.deterministic)
+        source = cached(
+            source,
+            cache,
+            FLAGS.cache_dir,
+            FLAGS.deterministic,
+            shape if takes_whole(FLAGS.recipe) else None,
+        )
     training = FLAGS.split == "train"
     pipeline = Pipeline(
         source,

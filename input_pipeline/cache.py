@@ -36,12 +36,14 @@ def cached(
     cache: str = "auto",
     folder: str | None = None,
     deterministic: bool = False,
+    image_shape: tuple[int, ...] | None = None,
 ) -> Source:
     """Returns a source that has its examples at hand, if they fit.
 
     Epochs then take them by number: in a full shuffle, from any place, without reading
     files or parsing. Images of one size are kept as pixels, and are not decoded again;
-    others as they are encoded. What it takes is one pass over the data, now.
+    others as they are encoded, unless `image_shape` says that all get one size. What it
+    takes is one pass over the data, now.
 
     Args:
         source: prepared.
@@ -51,6 +53,11 @@ def cached(
         folder: where the disk's files are kept, also for later runs; needed by "disk".
         deterministic: whether "auto" is to decide by the data alone, whose order
             depends on it: whether they fit in 1 GB of memory.
+        image_shape: (H, W, C) that every image is resized to before anything random is
+            done to it; see ``recipes.takes_whole``. Images that are larger, or differ
+            in size, are then kept as pixels of this size. If those do not fit, images
+            that differ in size are kept as they are encoded. None if there is no such
+            size.
 
     Returns:
         A source of the same examples, or the source itself. A line in the log says
@@ -67,44 +74,41 @@ def cached(
         raise ValueError("cache is 'disk', but there is no folder: name one")
     if cache == "none" or (isinstance(source, IndexedSource) and not source.encoded):
         return source
-    of_pixels = None not in source.image_shape
-    if cache == "disk" and not of_pixels:
+    shape = _pixels_shape(source, image_shape)
+    if cache == "disk" and shape is None:
         raise ValueError(
             f"cache is 'disk', but {source.name} has images of different sizes: "
-            "expected 'memory' or 'none', or images of one size"
+            "expected 'memory' or 'none', images of one size, or a recipe that begins "
+            "by resizing them to one ('none', 'cifar')"
         )
-    needed = _encoded_bytes(source)
-    splits = dict(source.splits)
-    counted = None not in splits.values()
-    if of_pixels and (
-        counted or cache != "auto" or _choose(needed, folder, deterministic)
-    ):
+    room = _Room(folder, deterministic)
+    encoded, pixels, splits = _encoded_bytes(source), None, dict(source.splits)
+    if shape is not None:
         # Counted only where that is not more to read than can be kept.
-        splits = {split: _count(source, split) for split in splits}
-        needed = sum(splits.values()) * _image_bytes(source)
-    if cache == "auto":
-        # Encoded images are read in parts, which are then joined.
-        most, to = (needed, folder) if of_pixels else (2 * needed, None)
-        cache = _choose(most, to, deterministic) or "none"
-    what = "pixels" if of_pixels else "encoded images"
-    what = "numbers" if len(source.image_shape) == 1 else what
-    where = {"memory": "kept in memory", "disk": f"kept in {folder}"}.get(
-        cache, "not kept"
-    )
-    note = f"{words.size(needed)} of {what} {where}"
+        if None in splits.values() and (cache != "auto" or room.for_any(encoded)):
+            splits = {split: _count(source, split, shape) for split in splits}
+        if None not in splits.values():
+            pixels = sum(splits.values()) * _image_bytes(shape)
+    as_encoded = None if None not in source.image_shape else encoded
+    what, where = _decide(cache, pixels, as_encoded, room)
+    size = pixels if what == "pixels" and pixels is not None else encoded
+    kept_as = {"encoded": "encoded images"}.get(what, "pixels")
+    kept_as = "numbers" if len(source.image_shape) == 1 else kept_as
+    place = {"memory": "kept in memory", "disk": f"kept in {folder}"}
+    note = f"{words.size(size)} of {kept_as} {place.get(where, 'not kept')}"
     logging.info("%s: %s", source.name, note)
-    if cache == "none":
+    if where is None:
         return source
-    shape = (sum(splits.values()), *source.image_shape) if of_pixels else ()
-    if not of_pixels:
+    if what == "encoded":
         images, labels, splits = _read_encoded(source)
-    elif cache == "memory":
-        images, labels = _aligned(shape, _dtype(source)), np.empty(shape[0], np.int64)
+    elif where == "memory":
+        count = sum(splits.values())
+        images, labels = _aligned((count, *shape)), np.empty(count, np.int64)
         _fill(source, images, labels)
         # The tensor is where the array is.
         images = tf.experimental.dlpack.from_dlpack(images.__dlpack__())
     else:
-        images, labels = _mapped(source, shape, folder)
+        images, labels = _mapped(source, (sum(splits.values()), *shape), folder)
     kept = RowSource(
         source.name,
         images,
@@ -112,7 +116,7 @@ def cached(
         splits,
         source.num_classes,
         source.class_names,
-        tuple(source.image_shape),
+        tuple(source.image_shape) if what == "encoded" else shape,
         source.origin,
         note,
     )
@@ -120,17 +124,73 @@ def cached(
     return kept
 
 
-def _choose(needed: int, folder: str | None, deterministic: bool) -> str | None:
-    """Where so many bytes fit: "memory", "disk", or None."""
-    if deterministic:
-        return "memory" if needed <= _FIXED_MB * 2**20 else None
-    if needed <= _SHARE * free_memory():
-        return "memory"
-    if folder is None:
-        return None
-    os.makedirs(folder, exist_ok=True)
-    disk = os.statvfs(folder)
-    return "disk" if needed <= _SHARE * disk.f_bavail * disk.f_frsize else None
+def _pixels_shape(
+    source: Source, wanted: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """The shape in which all examples can be kept decoded, the smaller of two."""
+    own = tuple(source.image_shape)
+    if wanted is None or len(own) == 1:
+        return None if None in own else own
+    if None in own or _image_bytes(wanted) < _image_bytes(own):
+        return tuple(wanted)
+    return own
+
+
+def _decide(
+    cache: str, pixels: int | None, encoded: int | None, room: "_Room"
+) -> tuple[str, str | None]:
+    """What to keep, and where.
+
+    Args:
+        cache: "auto", "memory" or "disk".
+        pixels: Bytes of all pixels; None where they cannot be kept.
+        encoded: Bytes of all files, of images that differ in size; otherwise None.
+        room: What there is.
+
+    Returns:
+        "pixels" or "encoded"; and "memory", "disk" or None.
+    """
+    if cache == "disk":
+        return "pixels", "disk"
+    asked = cache == "memory"  # So that what does not fit is not refused.
+    if pixels is not None and (room.in_memory(pixels) or (asked and encoded is None)):
+        return "pixels", "memory"
+    # Encoded images are read in parts, which are then joined.
+    if encoded is not None and (asked or room.in_memory(2 * encoded)):
+        return "encoded", "memory"
+    if pixels is not None and room.on_disk(pixels):
+        return "pixels", "disk"
+    return "pixels" if encoded is None else "encoded", None
+
+
+class _Room:
+    """Says what fits, in memory or in a folder.
+
+    Args:
+        folder: On the disk, or None.
+        deterministic: Whether the machine is to have no influence.
+    """
+
+    def __init__(self, folder: str | None, deterministic: bool):
+        self._folder, self._deterministic = folder, deterministic
+
+    def in_memory(self, size: int) -> bool:
+        """Whether so many bytes fit."""
+        if self._deterministic:
+            return size <= _FIXED_MB * 2**20
+        return size <= _SHARE * free_memory()
+
+    def on_disk(self, size: int) -> bool:
+        """Whether so many bytes fit; never where nothing may hang on the machine."""
+        if self._folder is None or self._deterministic:
+            return False
+        os.makedirs(self._folder, exist_ok=True)
+        disk = os.statvfs(self._folder)
+        return size <= _SHARE * disk.f_bavail * disk.f_frsize
+
+    def for_any(self, size: int) -> bool:
+        """Whether so many bytes fit anywhere."""
+        return self.in_memory(size) or self.on_disk(size)
 
 
 def free_memory() -> float:
@@ -159,23 +219,23 @@ def _encoded_bytes(source: Source) -> int:
     return total
 
 
-def _count(source: Source, split: str) -> int:
+def _count(source: Source, split: str, shape: tuple[int, ...]) -> int:
     """Records of a split, counted where the source does not know."""
     known = source.splits[split]
     if known is not None:
         return known
-    batches = source.batches(split, _at_once(source))
+    batches = source.batches(split, _at_once(shape))
     sizes = batches.map(lambda numbers, _: len(numbers))
     return int(sum(sizes.as_numpy_iterator()))
 
 
-def _at_once(source: Source) -> int:
+def _at_once(shape: tuple[int, ...]) -> int:
     """Images to read at once, so that what is on its way is little."""
-    return min(max(_PART_MB * 2**20 // _image_bytes(source), 1), _BATCH)
+    return min(max(_PART_MB * 2**20 // _image_bytes(shape), 1), _BATCH)
 
 
-def _image_bytes(source: Source) -> int:
-    return math.prod(source.image_shape) * np.dtype(_dtype(source)).itemsize
+def _image_bytes(shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * np.dtype(_dtype(shape)).itemsize
 
 
 def _in_order(source: Source) -> list[str]:
@@ -211,13 +271,15 @@ def _mapped(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels of the cache's files, which are written if there are none."""
     base = os.path.join(folder, f"decoded-{fingerprint(source)}")
+    if shape[1:] != tuple(source.image_shape):
+        base += f"-{'x'.join(map(str, shape[1:]))}"
     if not (os.path.exists(f"{base}.npy") and os.path.exists(f"{base}-labels.npy")):
         os.makedirs(folder, exist_ok=True)
         labels = np.empty(shape[0], np.int64)
         # Renamed when whole; the images last, since they say that both are there.
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             path = os.path.join(unfinished, "images.npy")
-            images = _new_file(path, _dtype(source), shape)
+            images = _new_file(path, _dtype(shape[1:]), shape)
             _fill(source, images, labels)
             images.flush()
             np.save(os.path.join(unfinished, "labels.npy"), labels)
@@ -241,17 +303,18 @@ def _new_file(path: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
     return images
 
 
-def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:
     """An array that can be a tensor without being copied."""
+    dtype = _dtype(shape[1:])
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _dtype(source: Source) -> type:
+def _dtype(shape: tuple[int, ...]) -> type:
     """Rows that are no images are of numbers."""
-    return np.uint8 if len(source.image_shape) == 3 else np.float32
+    return np.uint8 if len(shape) == 3 else np.float32
 
 
 def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:
@@ -261,8 +324,8 @@ def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:
         data = Pipeline(
             source,
             split,
-            batch_size=_at_once(source),
-            image_shape=source.image_shape,
+            batch_size=_at_once(images.shape[1:]),
+            image_shape=images.shape[1:],
             training=False,
         ).dataset()
         for some, of_them in data.as_numpy_iterator():

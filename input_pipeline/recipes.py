@@ -66,6 +66,16 @@ def find(
     return recipe
 
 
+def takes_whole(name: str) -> bool:
+    """Tells whether a recipe begins by resizing whole images, also in evaluation.
+
+    Nothing random is done before, so that images can be kept as they are then.
+    """
+    return all(
+        find(name, training, (1, 1)).window is None for training in (True, False)
+    )
+
+
 def _imagenet() -> Recipe:
     windows = augment.WINDOW_DRAWS
     return Recipe(

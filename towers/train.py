@@ -80,6 +80,7 @@ from towers.input_pipeline.commands import (
     read_randaugment,
 )
 from towers.input_pipeline.quarantine import Quarantine
+from towers.input_pipeline.recipes import takes_whole
 from towers.input_pipeline.sources.base import StreamSource
 from towers.input_pipeline.specs import takes
 from towers.model import (
@@ -313,10 +314,11 @@ def set_up() -> Job:
     if not FLAGS.clean:
         continued.restore(checkpoint, folder, model)
     if not FLAGS.eval_only and not is_finished(checkpoint, model):
-        kept = cached(source)
+        kept = cached(source, image_shape)
         if held_out is not None:
             other, split = held_out
-            held_out = (kept if other is source else cached(other)), split
+            other = kept if other is source else cached(other, image_shape)
+            held_out = other, split
         source = kept
     job = Job(
         source,
@@ -684,7 +686,9 @@ def look_at_records(
     return source.without(found.bad, found.splits), [found]
 
 
-def cached(source: input_pipeline.Source) -> input_pipeline.Source:
+def cached(
+    source: input_pipeline.Source, image_shape: tuple[int, ...]
+) -> input_pipeline.Source:
     """Keeps a source's examples at hand, as --cache says.
 
     Raises:
@@ -692,9 +696,15 @@ def cached(source: input_pipeline.Source) -> input_pipeline.Source:
     """
     # Workers of a service read the files themselves.
     cache = "none" if FLAGS.data_service else FLAGS.cache
+    # All are resized before the first step; a single epoch gains nothing by that.
+    pays = FLAGS.train_epochs > 1 or cache == "disk"
     with input_pipeline.blame_records(source):
         return input_pipeline.cached(
-            source, cache, FLAGS.cache_dir, FLAGS.deterministic
+            source,
+            cache,
+            FLAGS.cache_dir,
+            FLAGS.deterministic,
+            image_shape if pays and takes_whole(FLAGS.recipe) else None,
         )
 
 

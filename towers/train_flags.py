@@ -137,9 +137,10 @@ flags.DEFINE_enum(
     "cache",
     "auto",
     CACHES,
-    "Where to keep examples: as pixels if they have one size, else as they are "
-    "encoded, in memory only. auto: in memory if they take a quarter of what is free "
-    "(with --deterministic: 1 GB), else in --cache_dir, if it is given.",
+    "Where to keep examples: as pixels if they have one size, or get one before "
+    "anything random is done to them; else as they are encoded, in memory only. auto: "
+    "in memory if they take a quarter of what is free (with --deterministic: 1 GB), "
+    "else in --cache_dir, if it is given.",
     **_INPUT,
 )
 flags.DEFINE_string(

@@ -3,6 +3,7 @@
 import numpy as np
 
 from towers import input_pipeline
+from towers.input_pipeline.recipes import takes_whole
 
 from .works import CLASSES, FILES, WORKS
 
@@ -17,7 +18,10 @@ def batches(contender, work, folder):
         source = input_pipeline.open_source(f"tfrecord:{files}", num_classes=CLASSES)
     deterministic = "deterministic" in contender
     cache = "none" if "stream" in contender else "auto"
-    source = input_pipeline.cached(source, cache, deterministic=deterministic)
+    kept_shape = WORKS[work].shape if takes_whole(WORKS[work].recipe) else None
+    source = input_pipeline.cached(
+        source, cache, deterministic=deterministic, image_shape=kept_shape
+    )
     dataset = input_pipeline.make_dataset(
         source,
         "train",

@@ -14,6 +14,8 @@ from towers.input_pipeline import (
     make_dataset,
     open_source,
 )
+from towers.input_pipeline.choices import RECIPES
+from towers.input_pipeline.recipes import takes_whole
 from towers.input_pipeline.sources.arrays import RowSource
 
 
@@ -184,16 +186,78 @@ def test_images_of_many_sizes_are_kept_encoded(
     kept = cached(source)
     assert kept.encoded and kept.splits == {"train": 5, "test": 5}
     assert "KB of encoded images kept in memory" in kept.note
+    resized = cached(source, image_shape=(7, 7, 3))
+    assert not resized.encoded and resized.splits == kept.splits
+    assert resized.note == "1.4 KB of pixels kept in memory"
 
     for split in ("train", "test"):
         wanted = _examples(source, split, image_shape=(7, 7, 3))
         assert _examples(kept, split, image_shape=(7, 7, 3)) == wanted
+        assert _examples(resized, split) == wanted
     # What is wrong with a record is said of where it was read.
     assert kept.origin is source
     path = source.files("train")[0]
     with open(path, "r+b") as file:
         file.truncate(30)
     assert find_bad_record(kept, "train").startswith(path)
+
+
+@pytest.fixture
+def photographs(tmp_path, image_example, write_tfrecord):
+    """A source of noise in three sizes; 10 times as large as 8x8 pixels."""
+    rng = np.random.default_rng(0)
+    shapes = [(20 + 4 * i, 30 - 3 * i, 3) for i in range(3)] * 4
+    images = [rng.integers(0, 256, shape, np.uint8) for shape in shapes]
+    examples = [image_example(image, i) for i, image in enumerate(images)]
+    (tmp_path / "photographs").mkdir()
+    write_tfrecord(tmp_path / "photographs" / "train", examples)
+    return open_source(f"tfrecord:{tmp_path}/photographs/*", num_classes=12)
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_photographs_are_kept_at_the_size_wanted(photographs, tmp_path, where):
+    """In the same order, and changed at random by the same numbers."""
+    for number, shape in enumerate([(8, 8, 3), (8, 6, 1)]):
+        kept = cached(photographs, where, str(tmp_path / "kept"), image_shape=shape)
+        assert kept.image_shape == shape and not kept.encoded
+        if where == "disk":
+            assert len(list((tmp_path / "kept").iterdir())) == 2 + 2 * number
+        encoded = cached(photographs, "memory")
+        for options in (
+            {"training": False},
+            {"training": True, "recipe": "cifar"},
+            {"training": True, "randaugment": (1, 5), "start_epoch": 1},
+        ):
+            wanted = _examples(encoded, "train", image_shape=shape, **options)
+            assert _examples(kept, "train", **options) == wanted
+
+
+def test_what_is_kept_of_photographs_depends_on_the_room(photographs, monkeypatch):
+    shape, size = (8, 8, 3), 12 * 8 * 8 * 3
+    assert photographs.splits == {"train": None}
+    photographs.splits = {"train": 12}
+    monkeypatch.setattr(cache, "free_memory", lambda: 4 * size)
+    assert not cached(photographs, image_shape=shape).encoded
+    # As they are encoded, they take less room than 64x64 pixels.
+    monkeypatch.setattr(cache, "free_memory", lambda: 10**6)
+    assert cached(photographs, image_shape=(64, 64, 3)).encoded
+    assert cached(photographs, "memory", image_shape=(640, 640, 3)).encoded
+    monkeypatch.setattr(cache, "free_memory", lambda: 4 * size - 1)
+    assert cached(photographs, image_shape=shape) is photographs
+
+
+def test_the_smaller_of_two_sizes_is_kept(digits):
+    assert cached(digits, image_shape=(16, 16, 1)).image_shape == (8, 8, 1)
+    assert cached(digits, image_shape=(8, 8, 3)).image_shape == (8, 8, 1)
+    small = cached(digits, image_shape=(4, 4, 1))
+    assert small.image_shape == (4, 4, 1)
+    wanted = _examples(digits, "test", image_shape=(4, 4, 1))
+    assert _examples(small, "test") == wanted
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_which_recipes_take_whole_images(name):
+    assert takes_whole(name) == (name != "imagenet")
 
 
 def test_a_deterministic_run_decides_by_the_data_alone(digits, monkeypatch):
