@@ -239,7 +239,7 @@ def test_what_is_kept_of_photographs_depends_on_the_room(photographs, monkeypatc
     monkeypatch.setattr(cache, "free_memory", lambda: 4 * size)
     assert not cached(photographs, image_shape=shape).encoded
     # As they are encoded, they take less room than 64x64 pixels.
-    monkeypatch.setattr(cache, "free_memory", lambda: 10**6)
+    monkeypatch.setattr(cache, "free_memory", lambda: 4 * 10**5)
     assert cached(photographs, image_shape=(64, 64, 3)).encoded
     assert cached(photographs, "memory", image_shape=(640, 640, 3)).encoded
     monkeypatch.setattr(cache, "free_memory", lambda: 4 * size - 1)
