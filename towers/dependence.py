@@ -318,7 +318,9 @@ def _of_operation(tensor, inputs, kinds):
     if found is UNKNOWN and op.type in _ELEMENTWISE:
         # It knows no axis: where it takes a total and does none of the above, examples
         # meet. Integers are sizes for shapes, of which nothing is said.
-        meeting = {SUM, MEAN, SIZE} if tensor.dtype.is_floating else set()
+        meeting = {SUM, MEAN, SIZE}
+        if not any(t.dtype.is_floating for t in (tensor, *inputs)):
+            meeting = set()
         return COUPLED if present & meeting else UNKNOWN
     return found
 

@@ -57,6 +57,11 @@ MEET = {
     ),
     "UnitNormalization": lambda h: layers.UnitNormalization(axis=-2)(h),
     "Softmax": lambda h: layers.Softmax(axis=-2)(h),
+    # Of which one batch alone shows nothing.
+    "a branch by a sum": layers.Lambda(
+        lambda h: ops.cond(ops.sum(h * h) > -1, lambda: h * 2, lambda: h)
+    ),
+    "a choice by a mean": lambda h: ops.where(ops.mean(h * h) > -1, h * 2, h),
     "Concatenate": lambda h: ops.split(
         layers.Softmax(axis=0)(layers.Concatenate(axis=-2)([h, h])), 2
     )[0],
