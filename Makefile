@@ -3,24 +3,31 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 # Tests wait a good deal, for processes and for files: one more than there are cores.
-PYTEST := $(RUN) -m pytest --numprocesses=$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
+PYTEST := $(RUN) -m pytest --dist=worksteal --numprocesses=$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
-.PHONY: train test lint format clean parity-report screenshots
+.PHONY: train test test-slow test-parts lint format clean parity-report screenshots
 
 train: $(VENV)/.ready
 	$(RUN) -m towers.train $(FLAGS)
 
+# All but what is marked slow.
+test: SELECTED := not slow
+test: test-parts
+
+test-slow: SELECTED := slow
+test-slow: test-parts
+
 # In three parts, with processes of their own: TensorFlow keeps every graph, and slows
 # down.
-test: $(VENV)/.ready
-	$(PYTEST) --dist=worksteal --ignore=tests/towers $(PYTEST_FLAGS)
-	$(PYTEST) --dist=worksteal --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
-	$(PYTEST) --dist=worksteal tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
+test-parts: $(VENV)/.ready
+	$(PYTEST) -m '$(SELECTED)' --ignore=tests/towers $(PYTEST_FLAGS)
+	$(PYTEST) -m '$(SELECTED)' --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
+	$(PYTEST) -m '$(SELECTED)' tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
 parity-report: $(VENV)/.ready
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
-	TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) --dist=worksteal tests/towers/test_exact_cases.py
+	TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) tests/towers/test_exact_cases.py
 	$(RUN) -m scripts.parity_report --mirrored
 
 # docs/tensorboard_*.png and docs/report.png; needs Debian's chromium.

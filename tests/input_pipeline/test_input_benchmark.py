@@ -54,6 +54,7 @@ def pictures(tmp_path_factory, encode):
     return folder
 
 
+@pytest.mark.slow
 def test_json(tmp_path):
     # It writes the digits first, of which TFDS has things to say.
     found = results(f"--data_dir={tmp_path}", "--towers=3", "--cache=none")
@@ -130,6 +131,7 @@ def test_a_run_reads_for_less_than_half_a_minute(monkeypatch):
     assert sum(shares) * measure._SECONDS < 30
 
 
+@pytest.mark.slow
 def test_ablation_of_pictures(pictures):
     data = f"--dataset=folder:{pictures}", "--image_size=16", "--recipe=imagenet"
     found = results(*data, "--step_ms=0", "--ablate")

@@ -172,6 +172,7 @@ def test_augmentation_depends_on_seed_epoch_and_record(source):
     assert same(start_epoch=1) < 0.5
 
 
+@pytest.mark.slow
 def test_one_order_for_any_threads_and_towers(photos, arrays, tmp_path):
     np.save(tmp_path / "x.npy", arrays._images)
     folder = photos.files("train")[0].rpartition("/")[0]

@@ -90,6 +90,7 @@ def stub(folder, text):
 # The whole.
 
 
+@pytest.mark.slow
 def test_a_machine_without_gpu(environ, tmp_path):
     folders = (f"--model_dir={tmp_path / 'new' / 'run'}", f"--data_dir={tmp_path}")
     done = run("--json", *folders)

@@ -46,6 +46,15 @@ FOR_THE_REPORT = (
 )
 
 
+# From ten seconds on.
+SLOW = (
+    "batches/ragged inputs",
+    "metrics/of one-hot classes",
+    "metrics/of one-hot classes, weighted",
+    "metrics/of options",
+)
+
+
 def number_of(case):
     """A number that is always this case's."""
     return zlib.crc32(str(case).encode())
@@ -72,13 +81,25 @@ def builders(case):
     return [name for name in turns if not (name == "asynchronous" and several)]
 
 
+def marks(case):
+    """Marks every second case of the table as slow, besides those that are slow."""
+    of_table = case.group != combinations.GROUP
+    slow = str(case) in SLOW or (of_table and number_of(case) // 64 % 2)
+    return [pytest.mark.slow] if slow else []
+
+
 # Builders of a case follow one another, mostly in one process: what one device makes of
 # it is then computed once.
 RUNS = [
-    pytest.param(case, builder, id=f"{case}-{builder}")
+    pytest.param(case, builder, id=f"{case}-{builder}", marks=marks(case))
     for case in [*CASES, *combinations.CASES]
     for builder in builders(case)
 ]
+
+
+@pytest.mark.parametrize("group", {case.group for case in CASES})
+def test_some_of_each_group_are_quick(group):
+    assert any(case.group == group and not marks(case) for case in CASES)
 
 
 def later(case, builder):

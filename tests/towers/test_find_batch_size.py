@@ -338,6 +338,7 @@ def test_a_limit_that_is_too_low_is_said_by_the_probe():
     assert "--memory_limit_mb=10; expected at least " in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "cause", "first"),
     # In the second probe, and in the first.

@@ -301,6 +301,7 @@ def _load_elsewhere(path, tmp_path, x, y):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_checkpointed_model_opens_without_this_project(tmp_path):
     x, y = _data()
     path = tmp_path / "best.keras"

@@ -522,6 +522,7 @@ def test_no_checkpoint_has_a_variable_that_an_update_made_infinite(tmp_path):
     assert checkpoints.find(tmp_path) == [checkpoint.latest]
 
 
+@pytest.mark.slow
 def test_tensorflow_does_not_warn_of_it():
     """In a process that shows warnings, as this one does not."""
     script = """

@@ -556,6 +556,7 @@ def test_where_examples_are_kept_changes_no_result(one_epoch, data_dir, tmp_path
     assert loss(tmp_path / "run") == loss(one_epoch)
 
 
+@pytest.mark.slow
 def test_workers_of_a_service_change_no_result(data_dir, tmp_path):
     from tensorflow.data.experimental import service
 
@@ -1376,6 +1377,7 @@ def test_corrupt_record(data_dir, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_bad_records_are_passed_over(tmp_path):
     images = [png(i) for i in range(100)]
     images[80] = b"no image"
@@ -1428,6 +1430,7 @@ def worse(shared, data_dir, tmp_path_factory):
     return done
 
 
+@pytest.mark.slow
 def test_what_has_changed_is_said(worse):
     assert "Learning rate: 1, after 0.001." in worse.stdout
     # Shares are no part of what is saved.
