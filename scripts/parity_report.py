@@ -44,10 +44,10 @@ GOOD = "equal", "rule"
 HEAD = """# Parity: towers, and MirroredStrategy, against one device
 
 Each case trains, evaluates and predicts, and is compared with plain Keras on one device
-(run eagerly, but for batches and metrics): losses, metrics, predictions, each variable
-of the model and of its optimizer. A number is the largest difference in any of these
-arrays, relative to the largest value in that array; up to 1e-5 (1e-2 where 16 bits
-compute) it is rounding. All builders run each case, and the worst counts:
+(run eagerly, but for batches, metrics and two outputs): losses, metrics, predictions,
+each variable of the model and of its optimizer. A number is the largest difference in
+any of these arrays, relative to the largest value in that array; up to 1e-5 (1e-2 where
+16 bits compute) it is rounding. All builders run each case, and the worst counts:
 `asynchronous` on one tower, where it has to equal one device, and without the groups
 shares and batches, which are about several. A combination runs with one builder.
 Evaluation is the same code for all and runs once. "Clear error" is an error in one

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 from keras import constraints, layers, ops
 
-from tests.exact import cases
+from tests.exact import cases, functions
 
 SHAPES = {
     "rows": (6,),
@@ -39,6 +39,17 @@ def _outside(body):
     return call
 
 
+def _low_rank(layer):
+    """The layer, of which a product of rank two is trained."""
+
+    def call(x):
+        layer.build(x.shape)
+        layer.enable_lora(2)
+        return layer(x)
+
+    return call
+
+
 def _attend(x):
     return layers.MultiHeadAttention(2, 3)(x, x)
 
@@ -52,16 +63,6 @@ def _turned(body):
     return lambda x: Apply(ops.transpose)(body()(Apply(ops.transpose)(x)))
 
 
-def _standard(t, axis):
-    mean, variance = tf.nn.moments(t, axis, keepdims=True)
-    return (t - mean) / ops.sqrt(variance + 1e-2)
-
-
-def _gram(t, other=None):
-    other = t if other is None else other
-    return ops.matmul(ops.softmax(ops.matmul(t, ops.transpose(other))), other)
-
-
 def _blocks(t, softmax):
     """Blocks of the space become examples of the batch, and return."""
     none = [[0, 0], [0, 0]]
@@ -69,75 +70,7 @@ def _blocks(t, softmax):
     return tf.batch_to_space(ops.softmax(t, axis=0) if softmax else t, [2, 2], none)
 
 
-def _scan(t):
-    return ops.scan(lambda c, row: (c + row, c + row), ops.zeros_like(t[0]), t)[1]
-
-
-# Functions of rows of eight numbers, which treat each example by itself.
-FUNCTIONS = {
-    "sort": lambda t: ops.sort(t, axis=1),
-    "top_k": lambda t: ops.top_k(t, 3)[0],
-    "take": lambda t: ops.take(t, [2, 0, 1], axis=1),
-    "take_along": lambda t: ops.take_along_axis(t, ops.argsort(t, axis=1), axis=1),
-    "cumsum": lambda t: ops.cumsum(t, axis=1),
-    "flip": lambda t: ops.flip(t, axis=1),
-    "roll": lambda t: ops.roll(t, 2, axis=1),
-    "norm": lambda t: t / (0.1 + ops.norm(t, axis=-1, keepdims=True)),
-    "where": lambda t: ops.where(t > 0, t, ops.exp(t) - 1),
-    "split": lambda t: ops.multiply(*ops.split(t, 2, axis=1)),
-    "one_hot": lambda t: t * ops.one_hot(ops.argmax(t, axis=1), 8),
-    "outer": lambda t: ops.reshape(t[:, :, None] * t[:, None, :], (-1, 64)),
-    "einsum": lambda t: ops.reshape(ops.einsum("bi,bj->bij", t, t), (-1, 64)),
-    "map_fn": lambda t: tf.map_fn(lambda r: r * tf.reduce_sum(r), t),
-    "vmap": lambda t: tf.vectorized_map(lambda r: r * tf.reduce_sum(r), t),
-    "fft": lambda t: tf.math.real(tf.signal.fft(tf.cast(t, tf.complex64))),
-    "pad": lambda t: ops.pad(t, ((0, 0), (1, 2))),
-    "logsumexp": lambda t: t - ops.logsumexp(t, axis=1, keepdims=True),
-    "clip": lambda t: ops.clip(t, -0.5, 0.5) + ops.stop_gradient(t),
-    "standard": lambda t: _standard(t, [1]),
-    "median": lambda t: t - ops.median(t, axis=1, keepdims=True),
-    "quantile": lambda t: t - ops.quantile(t, 0.3, axis=1, keepdims=True),
-    "tile": lambda t: ops.tile(t, (1, 2)),
-    "repeat": lambda t: ops.repeat(t, 2, axis=1),
-    "swap": lambda t: ops.swapaxes(ops.reshape(t, (-1, 2, 4)), 1, 2),
-    "scan": lambda t: ops.transpose(_scan(ops.transpose(t))),
-    "fori": lambda t: ops.fori_loop(0, 3, lambda i, s: ops.tanh(s) + 0.1, t),
-    "while": lambda t: ops.while_loop(
-        lambda i, s: i < 3, lambda i, s: (i + 1, s * 0.5), (0, t)
-    )[1],
-}
-# Those in which examples meet.
-COUPLED = {
-    "softmax_0": lambda t: ops.softmax(t, axis=0),
-    "sort_0": lambda t: ops.sort(t, axis=0),
-    "argsort_0": lambda t: ops.cast(ops.argsort(t, axis=0), t.dtype) + t,
-    "median_0": lambda t: t - ops.median(t, axis=0),
-    "cumsum_0": lambda t: ops.cumsum(t, axis=0),
-    "cumprod_0": lambda t: ops.cumprod(t, axis=0),
-    "flip_0": lambda t: t + ops.flip(t, axis=0),
-    "roll_0": lambda t: t + ops.roll(t, 1, axis=0),
-    "gram": _gram,
-    "first": lambda t: t - t[:1],
-    "last": lambda t: t - t[-1],
-    "max_0": lambda t: t / (1 + ops.max(ops.abs(t), axis=0, keepdims=True)),
-    "max_all": lambda t: t / (1 + ops.max(ops.abs(t))),
-    "std_0": lambda t: t / (1 + ops.std(t, axis=0)),
-    "norm_all": lambda t: t / (1 + ops.norm(t)),
-    "einsum_0": lambda t: ops.matmul(t, ops.einsum("bi,bj->ij", t, t)),
-    "one_row": lambda t: t * ops.sum(ops.reshape(t, (1, -1))[:, :4], axis=1),
-    "scan_0": _scan,
-    "segments": lambda t: (
-        t + ops.segment_sum(t, ops.cast(t[:, 0] > 0, "int32"), num_segments=2)[0]
-    ),
-    "take_0": lambda t: t + ops.take(t, [0], axis=0),
-    "top_k_turned": lambda t: t + ops.top_k(ops.transpose(t), 1)[0][:, 0],
-    "cond": lambda t: ops.cond(ops.sum(t) > 0, lambda: t * 2, lambda: t),
-    "mask": lambda t: t + tf.reduce_sum(tf.boolean_mask(t, t[:, 0] > 0), axis=0),
-    "number": lambda t: t / ops.cast(ops.shape(t)[0], t.dtype),
-    "range": lambda t: t * ops.cast(tf.range(tf.shape(t)[0]), t.dtype)[:, None],
-    "mean_all": lambda t: t - ops.mean(t),
-    "standard_0": lambda t: _standard(t, [0]),
-}
+# Layers in which examples meet.
 COUPLED_LAYERS = {
     "outside_attention": _outside(lambda: _attend),
     "outside_conv": _outside(lambda: layers.Conv1D(4, 3, padding="same")),
@@ -146,6 +79,7 @@ COUPLED_LAYERS = {
     "turned_softmax": _turned(layers.Softmax),
     "turned_norm": _turned(layers.UnitNormalization),
     "unit_norm_-2": lambda x: layers.UnitNormalization(axis=-2)(x),
+    "unit_norm_0": lambda x: layers.UnitNormalization(axis=0)(x),
     "softmax_-2": lambda x: layers.Softmax(axis=-2)(x),
     "concatenate_-2": lambda x: layers.Concatenate(axis=-2)([x, x]),
     "lambda_mean": lambda x: layers.Lambda(lambda t: t - ops.mean(t, axis=0))(x),
@@ -179,6 +113,16 @@ ROWS = {
     "repeat_vector": lambda x: layers.GRU(4)(layers.RepeatVector(3)(x)),
     "permute": lambda x: layers.Permute((2, 1))(layers.Reshape((2, 4))(x)),
     "normalization": lambda x: layers.Normalization(mean=0.3, variance=2.0)(x),
+    "discretization": lambda x: layers.Concatenate()(
+        [layers.CategoryEncoding(3, "count")(layers.Discretization([-0.5, 0.5])(x)), x]
+    ),
+    "nested": lambda x: keras.Sequential(
+        [
+            layers.Dense(8),
+            keras.Sequential([layers.LayerNormalization(), layers.Dense(5, "tanh")]),
+        ]
+    )(x),
+    "low_rank": lambda x: _low_rank(layers.Dense(8))(x),
     "einsum_dense": lambda x: layers.EinsumDense(
         "bij,jk->bik", output_shape=(2, 4), bias_axes="k"
     )(layers.Reshape((2, 4))(x)),
@@ -209,15 +153,20 @@ OTHERS = {
         "conv_1": lambda x: layers.Conv1D(4, 3, padding="causal")(x),
         "conv_1_turned": lambda x: layers.Conv1DTranspose(4, 3)(x),
         "separable_1": lambda x: layers.SeparableConv1D(4, 3)(x),
+        "depthwise_1": lambda x: layers.DepthwiseConv1D(3)(x),
         "max_1": lambda x: layers.MaxPooling1D(2)(x),
         "average_all": lambda x: layers.GlobalAveragePooling1D()(x),
+        "max_of_steps": lambda x: layers.GlobalMaxPooling1D(keepdims=True)(x),
         "up_1": lambda x: layers.UpSampling1D(2)(x),
         "crop_1": lambda x: layers.ZeroPadding1D(1)(layers.Cropping1D(1)(x)),
         "norm_of_steps": lambda x: layers.LayerNormalization(axis=(1, 2))(x),
+        "norm_over_steps": lambda x: layers.LayerNormalization(axis=-2)(x),
         "softmax_of_steps": lambda x: layers.Softmax(axis=-2)(x),
         "softmax_of_all": lambda x: layers.Softmax(axis=(-2, -1))(x),
         "concatenate_1": lambda x: layers.Concatenate(axis=1)([x, layers.Dense(4)(x)]),
         "dense_of_steps": lambda x: layers.Dense(3)(x),
+        "permuted_steps": lambda x: layers.Dense(4)(layers.Permute((2, 1))(x)),
+        "spatial_dropout_0": lambda x: layers.SpatialDropout1D(0.0)(x),
         "last_step": lambda x: Apply(lambda t: t[:, -1])(x),
         "chosen_step": lambda x: Apply(
             lambda t: tf.gather(t, tf.argmax(t[:, :, 0], 1), axis=1, batch_dims=1)
@@ -246,9 +195,11 @@ OTHERS = {
         "conv_2_turned": lambda x: layers.Conv2DTranspose(3, 3, strides=2)(x),
         "depthwise_2": lambda x: layers.DepthwiseConv2D(3, depth_multiplier=2)(x),
         "average_2": lambda x: layers.AveragePooling2D(2)(x),
+        "max_of_picture": lambda x: layers.GlobalMaxPooling2D()(x),
         "up_2": lambda x: layers.UpSampling2D(2, interpolation="bilinear")(x),
         "crop_2": lambda x: layers.Cropping2D(1)(x),
         "resize": lambda x: layers.Resizing(5, 5)(x),
+        "rescaling": lambda x: layers.Rescaling(0.5, 1.0)(x),
         "center": lambda x: layers.CenterCrop(4, 4)(x),
         "group_norm_2": lambda x: layers.GroupNormalization(3)(x),
         "layer_norm_2": lambda x: layers.LayerNormalization(axis=(1, 2, 3))(x),
@@ -258,6 +209,14 @@ OTHERS = {
         "patches": lambda x: Apply(lambda t: ops.image.extract_patches(t, 4))(x),
         "residual": lambda x: layers.Add()(
             [x, layers.Conv2D(3, 3, padding="same", use_bias=False)(x)]
+        ),
+        "excitation": lambda x: layers.Multiply()(
+            [
+                x,
+                layers.Dense(3, "sigmoid")(
+                    layers.GlobalAveragePooling2D(keepdims=True)(x)
+                ),
+            ]
         ),
         "mean_of_picture": lambda x: Apply(
             lambda t: t - ops.mean(t, axis=(1, 2), keepdims=True)
@@ -272,6 +231,7 @@ OTHERS = {
     "volumes": {
         "conv_3": lambda x: layers.Conv3D(2, 2)(x),
         "max_3": lambda x: layers.MaxPooling3D(2)(x),
+        "up_3": lambda x: layers.UpSampling3D(2)(x),
         "conv_3_turned": lambda x: layers.Conv3DTranspose(2, 2)(x),
         "conv_lstm_2": lambda x: layers.ConvLSTM2D(2, 2)(x),
     },
@@ -290,6 +250,12 @@ OTHERS = {
         "lookup": lambda x: layers.Embedding(12, 3)(
             layers.IntegerLookup(vocabulary=[1, 2, 3, 5])(x)
         ),
+        "hashing": lambda x: layers.Embedding(5, 3)(layers.Hashing(5)(x)),
+        "embedding_twice": lambda x: (
+            lambda embed: layers.Add()(
+                [embed(x), embed(Apply(lambda t: (t + 1) % IDS)(x))]
+            )
+        )(layers.Embedding(IDS, 4)),
         "max_norm": lambda x: layers.Embedding(
             IDS, 4, embeddings_regularizer="l2", embeddings_constraint="max_norm"
         )(x),
@@ -297,8 +263,9 @@ OTHERS = {
     "pairs": {
         "joined": lambda a, b: layers.Concatenate()([a, b]),
         "bilinear": lambda a, b: layers.Multiply()([a, b]),
+        "product": lambda a, b: layers.Dot(axes=1)([a, b]),
         "film": lambda a, b: layers.Add()([layers.Multiply()([a, b]), b]),
-        "crossed": lambda a, b: Apply(lambda both: _gram(*both))([a, b]),
+        "crossed": lambda a, b: Apply(lambda both: functions.gram(*both))([a, b]),
     },
 }
 
@@ -322,6 +289,16 @@ class Raw(layers.Layer):
         return x * 1.0
 
 
+class PythonCounter(layers.Layer):
+    """Counts its calls, or traces of them, in Python."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x
+
+
 class Largest(cases.Average):
     """Divides by the largest number so far."""
 
@@ -342,6 +319,7 @@ def _number_of(x):
 WRAPPERS = {
     "-": lambda: lambda x: x,
     "counter": lambda: cases.Counter("float32"),
+    "python_counter": PythonCounter,
     "moving_mean": lambda: cases.Average(_mean_of),
     "centered": lambda: cases.Centered(_mean_of),
     "largest": lambda: Largest(None),
@@ -360,11 +338,12 @@ BODIES = {
         f"act_{name}": ("rows", lambda x, name=name: layers.Activation(name)(x))
         for name in "relu6 elu selu gelu silu mish celu glu softplus softsign hard_silu"
         " hard_tanh log_sigmoid leaky_relu exponential sparsemax softmax log_softmax"
-        " squareplus tanh_shrink soft_shrink hard_shrink sparse_plus".split()
+        " squareplus tanh_shrink soft_shrink hard_shrink sparse_plus"
+        " sparse_sigmoid".split()
     },
     **{
         name: ("rows", lambda x, f=function: Apply(f)(x))
-        for name, function in (FUNCTIONS | COUPLED).items()
+        for name, function in (functions.FUNCTIONS | functions.COUPLED).items()
     },
     **{name: ("rows", body) for name, body in (ROWS | COUPLED_LAYERS).items()},
     **{name: (kind, body) for kind in OTHERS for name, body in OTHERS[kind].items()},

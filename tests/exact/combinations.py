@@ -2,7 +2,7 @@
 
 Each line of combinations.txt is one: the words body, wrapper, loss, optimizer and
 options. What follows on "=>" is a part of the message that it is refused with. They
-were drawn at random once, without looking at other tests, and are fixed since.
+were drawn at random, in two rounds, without looking at other tests, and stay fixed.
 """
 
 import functools
@@ -34,6 +34,8 @@ LOSSES = {
         "mae": losses.MeanAbsoluteError,
         "huber": losses.Huber,
         "log_cosh": losses.LogCosh,
+        "msle": losses.MeanSquaredLogarithmicError,
+        "mape": losses.MeanAbsolutePercentageError,
         "cosine": losses.CosineSimilarity,
     },
     "one-hot": {
@@ -42,8 +44,12 @@ LOSSES = {
         "kld": losses.KLDivergence,
         "bce": losses.BinaryCrossentropy,
         "poisson": losses.Poisson,
-        "hinge": losses.SquaredHinge,
+        "binary_focal": losses.BinaryFocalCrossentropy,
+        "hinge": losses.Hinge,
+        "squared_hinge": losses.SquaredHinge,
+        "categorical_hinge": losses.CategoricalHinge,
         "dice": losses.Dice,
+        "dice_of_rows": functools.partial(losses.Dice, axis=-1),
         "tversky": losses.Tversky,
     },
     "labels": {
@@ -51,6 +57,7 @@ LOSSES = {
         "ignore": functools.partial(
             losses.SparseCategoricalCrossentropy, ignore_class=1
         ),
+        "circle": losses.Circle,
     },
 }
 OWN_LOSSES = {
@@ -58,6 +65,7 @@ OWN_LOSSES = {
     "squares": lambda y, p: ops.sum(ops.square(_error(y, p))),
     "rmse": lambda y, p: ops.sqrt(ops.mean(ops.square(_error(y, p)))),
     "ratio": _ratio,
+    "centered": lambda y, p: ops.mean(ops.square(_error(y, p - ops.mean(p, axis=0)))),
     "contrast": cases._contrast,
     "ranking": cases._ranking,
     "python": cases._in_python,
@@ -69,7 +77,12 @@ OPTIMIZERS = {
     "global_clipnorm": ("SGD", {"global_clipnorm": 0.2}),
     "clipvalue": ("SGD", {"clipvalue": 0.02}),
     "ema": ("SGD", {"use_ema": True, "ema_overwrite_frequency": 2}),
+    "ema_at_end": ("SGD", {"use_ema": True, "ema_momentum": 0.5}),
     "decay": ("SGD", {"weight_decay": 0.1}),
+    "schedule": (
+        "SGD",
+        {"learning_rate": keras.optimizers.schedules.CosineDecay(0.1, 10)},
+    ),
     "accumulated": ("SGD", {"gradient_accumulation_steps": 2}),
     "accumulated_adam": (
         "Adam",
@@ -77,11 +90,45 @@ OPTIMIZERS = {
     ),
     "amsgrad": ("Adam", {"amsgrad": True}),
     "rmsprop": ("RMSprop", {"momentum": 0.5}),
+    "loss_scale": ("LossScaleOptimizer", {}),
     **{
         name.lower(): (name, {})
-        for name in ("Adam", "AdamW", "Adagrad", "Adamax", "Nadam", "Ftrl")
+        for name in "Adam AdamW Adadelta Adafactor Adagrad Adamax Nadam Ftrl Lamb Lion"
+        " Muon".split()
     },
 }
+# A sum is as large as the batch, a percentage large where a target is small; so are
+# their gradients.
+LARGE = "/sum", "squares", "mape"
+
+
+class _Shrink(keras.callbacks.Callback):
+    """Assigns a weight after each step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        first = self.model.trainable_variables[0]
+        first.assign(0.9 * first)
+
+
+CALLBACKS = {
+    "decayed": keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2),
+    "shrunk": _Shrink(),
+}
+CLASS_WEIGHTS = {0: 0.5, 1: 2.0, 2: 1.0}
+
+
+def _loss(word):
+    """What a loss is trained on, and the loss."""
+    name, _, reduction = word.partition("/")
+    if name in OWN_LOSSES:
+        return "numbers", OWN_LOSSES[name]
+    target = next(target for target, names in LOSSES.items() if name in names)
+    return target, LOSSES[target][name](reduction=reduction)
+
+
+def _scaled(optimizer, scale):
+    """Begins with a small scale of the loss: no 16 bits of a sum overflow."""
+    return lambda: keras.optimizers.LossScaleOptimizer(optimizer(), scale)
 
 
 def _inputs(kind, n):
@@ -100,71 +147,93 @@ def _targets(kind, n, outputs):
     return np.eye(OUTPUTS, dtype="float32")[labels] if kind == "one-hot" else labels
 
 
+def _output(hidden, target, loss, each):
+    """The layers that follow on a body."""
+    if not each and len(hidden.shape) > 2:
+        hidden = layers.Flatten()(hidden)
+    last = layers.Dense(
+        OUTPUTS,
+        None if target == "numbers" else "softmax",
+        # These do not depend on it: its gradient would be rounding.
+        use_bias=loss not in ("ranking", "centered"),
+        dtype="float32",
+    )
+    return last(hidden)
+
+
 def _case(kind: str, line: str) -> cases.Case:
     """Makes a case of a line; see the module's text.
 
-    The options are: batch=N, towers=N, shares, gathered, packed, policy=NAME, eager,
-    xla, steps=N (in a call), each (step has an output), decayed (learning rate),
-    weighted (metrics), weights=KIND and, in a second `fit`, second=KIND. These kinds
-    are no, some, and zero, which are zero for the first three examples.
+    The options are: also=LOSS (of a second output), batch=N, towers=N, shares,
+    gathered, packed, prefetch=N, policy=NAME, scale=N (of the loss), eager, xla,
+    steps=N (in a call), each (step has an output), a callback's name, weighted
+    (metrics), weights=KIND and, in a second `fit`, second=KIND. These kinds are no,
+    some, zero, which are zero for the first three examples, and class, for each `fit`.
     """
     row, _, message = line.partition(" => ")
     body, wrapper, loss, optimizer, *words = row.split()
     has = {name: value for name, _, value in (word.partition("=") for word in words)}
     source, call = bodies.BODIES[body]
-    loss, _, reduction = loss.partition("/")
-    target = next((t for t, names in LOSSES.items() if loss in names), "numbers")
-    numbers = target == "numbers"
+    names = [loss, has["also"]] if "also" in has else [loss]
+    targets, found = zip(*map(_loss, names), strict=True)
     batch, towers = int(has.get("batch", 8)), int(has.get("towers", 2))
     outputs = (bodies.SHAPES["steps"][0], OUTPUTS) if "each" in has else (OUTPUTS,)
+
+    def one(nest):
+        return nest if "also" in has else nest[0]
 
     def make():
         inputs, hidden = bodies.hidden(source, call)
         hidden = bodies.WRAPPERS[wrapper]()(hidden)
-        if "each" not in has and len(hidden.shape) > 2:
-            hidden = layers.Flatten()(hidden)
-        last = layers.Dense(
-            OUTPUTS,
-            None if numbers else "softmax",
-            # A ranking does not depend on it: its gradient would be rounding.
-            use_bias=loss != "ranking",
-            dtype="float32",
-        )
-        return keras.Model(inputs, last(hidden))
+        each = [
+            _output(hidden, target, name, "each" in has)
+            for target, name in zip(targets, names, strict=True)
+        ]
+        return keras.Model(inputs, one(each))
 
     def batches(weights):
         sizes = batch, batch, (batch + 1) // 2
         n = sum(sizes)
-        given = {"some": [1 + cases._weights(n)], "zero": [cases._weights(n)]}
-        arrays = _inputs(source, n), _targets(target, n, outputs)
-        return cases._cut(*arrays, *given.get(weights, []), sizes=sizes)
+        arrays = [
+            _inputs(source, n),
+            one(tuple(_targets(t, n, outputs) for t in targets)),
+        ]
+        if weights in ("some", "zero"):
+            values = cases._weights(n) + (weights == "some")
+            arrays.append(one((values,) * len(names)))
+        return cases._cut(*arrays, sizes=sizes)
 
     def compile():
-        metrics = "weighted_metrics" if "weighted" in has else "metrics"
+        metrics = [["mae" if t == "numbers" else "accuracy"] for t in targets]
         return {
             "run_eagerly": "eager" in has,
             "jit_compile": "xla" in has,
             "steps_per_execution": int(has.get("steps", 1)),
-            metrics: ["mae" if numbers else "accuracy"],
+            "weighted_metrics" if "weighted" in has else "metrics": one(metrics),
         }
 
     name, arguments = OPTIMIZERS[optimizer]
     if name == "SGD":
-        # A sum is as large as the batch; so is its gradient.
-        summed = reduction == "sum" or loss == "squares"
-        arguments = arguments | {"learning_rate": 0.002 if summed else 0.05}
+        large = any(each.endswith(LARGE) or each.startswith(LARGE) for each in names)
+        arguments = {"learning_rate": 0.002 if large else 0.05} | arguments
+    optimizer = cases._optimizer(name, **arguments)
+    if "scale" in has:
+        optimizer = _scaled(optimizer, float(has["scale"]))
+    fit = {"callbacks": [made for name, made in CALLBACKS.items() if name in has]}
+    fit |= {"class_weight": CLASS_WEIGHTS} if has.get("weights") == "class" else {}
     options = {"loss_placement": "gathered"} if "gathered" in has else {}
     options |= {"shares": tuple(range(1, towers + 1))} if "shares" in has else {}
     options |= {"packed": True} if "packed" in has else {}
+    options |= {"prefetch": int(has["prefetch"])} if "prefetch" in has else {}
     return cases.Case(
         group=GROUP,
         name=f"{kind}: {row}",
         make=make,
         batches=lambda: batches(has.get("weights")),
-        loss=OWN_LOSSES.get(loss) or LOSSES[target][loss](reduction=reduction),
-        optimizer=cases._optimizer(name, **arguments),
+        loss=one(list(found)),
+        optimizer=optimizer,
         compile=compile,
-        fit={"callbacks": [cases._Decay()]} if "decayed" in has else {},
+        fit=fit,
         towers=towers,
         options=options,
         policy=has.get("policy", "float32"),

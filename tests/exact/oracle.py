@@ -172,7 +172,7 @@ def _one_device(case, later):
     if str(case) not in _last or not set(later) <= set(_last[str(case)][0]):
         _last.clear()
         options = {"jit_compile": False}
-        if case.group not in NOT_EAGERLY:
+        if case.group not in NOT_EAGERLY and not isinstance(case.loss, list):
             # Nothing is traced then: half the time, and the same to 1e-6.
             options["run_eagerly"] = True
         alone = dataclasses.replace(case, compile=lambda: case.compile() | options)
