@@ -97,7 +97,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("group", {case.group for case in CASES})
+@pytest.mark.parametrize("group", dict.fromkeys(case.group for case in CASES))
 def test_some_of_each_group_are_quick(group):
     assert any(case.group == group and not marks(case) for case in CASES)
 
