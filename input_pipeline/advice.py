@@ -17,6 +17,11 @@ ADVICE = {
     "copy": "take fewer towers, a larger --batch_size or a smaller --image_size",
 }
 
+# The same of examples that are kept.
+OF_KEPT = dict.fromkeys(
+    ("read", "parse"), "take a larger --batch_size: the examples are at hand already"
+)
+
 # In the words of `cached`, `make_dataset` and Keras.
 IN_PYTHON = {
     "read": "keep the data in memory (input_pipeline.cached), on a faster disk, or in "

@@ -152,6 +152,7 @@ def describe(pipeline: Pipeline) -> dict[str, Any]:
     """What is measured, for the results."""
     return {
         "dataset": pipeline.source.name,
+        "kept": pipeline.source.note,
         "batch_size": pipeline.batch_size,
         "image_shape": pipeline.image_shape,
         "towers": FLAGS.towers,

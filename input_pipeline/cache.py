@@ -1,4 +1,7 @@
-"""Reads a source once and keeps it, as pixels or as it is encoded, where it fits."""
+"""Reads a source once and keeps it, as pixels or as it is encoded, where it fits.
+
+Pixels are kept in memory or on the disk, encoded images in memory.
+"""
 
 import contextlib
 import math
@@ -9,9 +12,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from towers.input_pipeline import words
-from towers.input_pipeline.choices import CACHES
+from towers.input_pipeline import decode, words
+from towers.input_pipeline.checks import check_image_shape
+from towers.input_pipeline.choices import CACHES, RECIPES
 from towers.input_pipeline.pipeline import Pipeline
+from towers.input_pipeline.recipes import takes_whole
 from towers.input_pipeline.sources.arrays import RowSource
 from towers.input_pipeline.sources.base import (
     IndexedSource,
@@ -41,23 +46,23 @@ def cached(
     """Returns a source that has its examples at hand, if they fit.
 
     Epochs then take them by number: in a full shuffle, from any place, without reading
-    files or parsing. Images of one size are kept as pixels, and are not decoded again;
-    others as they are encoded, unless `image_shape` says that all get one size. What it
-    takes is one pass over the data, now.
+    files or parsing. Images of one size are kept as pixels, and are not decoded again.
+    Others are kept as they are encoded, unless `image_shape` says that all get one
+    size. It costs one pass over the data now, and two where examples must be counted.
 
     Args:
         source: prepared.
-        cache: "memory" or "disk" says where; "auto" takes the memory where a quarter of
+        cache: "memory" or "disk" says where. "auto" takes the memory where a quarter of
             what is free is enough, else the disk by the same measure if there is a
-            folder for it; "none" returns the source itself. The disk takes pixels only.
+            folder for it. "none" returns the source itself. The disk takes pixels only.
         folder: where the disk's files are kept, also for later runs; needed by "disk".
-        deterministic: whether "auto" is to decide by the data alone, whose order
-            depends on it: whether they fit in 1 GB of memory.
+        deterministic: whether to decide by the data alone, since their order depends on
+            it. "auto" then keeps up to 1 GB in memory, and nothing on the disk.
         image_shape: (H, W, C) that every image is resized to before anything random is
-            done to it; see ``recipes.takes_whole``. Images that are larger, or differ
-            in size, are then kept as pixels of this size. If those do not fit, images
-            that differ in size are kept as they are encoded. None if there is no such
-            size.
+            done to it; see ``recipes.takes_whole``. Images that differ in size, or take
+            more bytes than this, are then kept as pixels of this size. If these do not
+            fit in memory, images that differ in size are kept as they are encoded.
+            None if there is no such size.
 
     Returns:
         A source of the same examples, or the source itself. A line in the log says
@@ -69,33 +74,42 @@ def cached(
     """
     if cache not in CACHES:
         raise ValueError(f"cache is {cache!r}, expected one of {', '.join(CACHES)}")
+    if image_shape is not None:
+        check_image_shape(source, image_shape)
     folder = folder and os.path.expanduser(folder)
     if cache == "disk" and folder is None:
         raise ValueError("cache is 'disk', but there is no folder: name one")
+    if folder is not None and os.path.isfile(folder):
+        raise ValueError(f"folder is {folder}, which is a file: name a folder")
     if cache == "none" or (isinstance(source, IndexedSource) and not source.encoded):
         return source
     shape = _pixels_shape(source, image_shape)
     if cache == "disk" and shape is None:
+        whole = ", ".join(repr(name) for name in RECIPES if takes_whole(name))
         raise ValueError(
-            f"cache is 'disk', but {source.name} has images of different sizes: "
-            "expected 'memory' or 'none', images of one size, or a recipe that begins "
-            "by resizing them to one ('none', 'cifar')"
+            f"cache is 'disk', but {source.name} has images of different sizes, or of "
+            "a size that is not known: expected 'memory' or 'none', or a recipe that "
+            f"begins by resizing all of them to one size ({whole})"
         )
-    room = _Room(folder, deterministic)
-    encoded, pixels, splits = _encoded_bytes(source), None, dict(source.splits)
+    files, pixels, splits = _encoded_bytes(source), None, dict(source.splits)
+    memory, disk = _room(folder, deterministic)
     if shape is not None:
-        # Counted only where that is not more to read than can be kept.
-        if None in splits.values() and (cache != "auto" or room.for_any(encoded)):
+        # To count is to read all of it.
+        if None in splits.values() and (
+            cache != "auto" or _estimate(source, files, shape) <= max(memory, disk)
+        ):
             splits = {split: _count(source, split, shape) for split in splits}
         if None not in splits.values():
             pixels = sum(splits.values()) * _image_bytes(shape)
-    as_encoded = None if None not in source.image_shape else encoded
-    what, where = _decide(cache, pixels, as_encoded, room)
-    size = pixels if what == "pixels" and pixels is not None else encoded
-    kept_as = {"encoded": "encoded images"}.get(what, "pixels")
+    # Encoded images are read in parts, which are then joined.
+    encoded = 2 * files if None in source.image_shape else None
+    what, where = _decide(cache, pixels, encoded, memory, disk)
+    known = pixels is not None and what != "encoded"
+    kept_as = "pixels" if known else "encoded images"
     kept_as = "numbers" if len(source.image_shape) == 1 else kept_as
     place = {"memory": "kept in memory", "disk": f"kept in {folder}"}
-    note = f"{words.size(size)} of {kept_as} {place.get(where, 'not kept')}"
+    size = words.size(pixels if known else files)
+    note = f"{size} of {kept_as} {place.get(where, 'not kept')}"
     logging.info("%s: %s", source.name, note)
     if where is None:
         return source
@@ -137,60 +151,57 @@ def _pixels_shape(
 
 
 def _decide(
-    cache: str, pixels: int | None, encoded: int | None, room: "_Room"
-) -> tuple[str, str | None]:
+    cache: str, pixels: int | None, encoded: int | None, memory: float, disk: float
+) -> tuple[str | None, str | None]:
     """What to keep, and where.
 
     Args:
         cache: "auto", "memory" or "disk".
-        pixels: Bytes of all pixels; None where they cannot be kept.
-        encoded: Bytes of all files, of images that differ in size; otherwise None.
-        room: What there is.
+        pixels: Bytes that all pixels take; None where they cannot be kept.
+        encoded: Bytes that encoded images take; None where pixels are kept instead.
+        memory: Bytes that may be taken there.
+        disk: The same.
 
     Returns:
-        "pixels" or "encoded"; and "memory", "disk" or None.
+        "pixels" or "encoded", and "memory" or "disk"; or twice None.
     """
     if cache == "disk":
         return "pixels", "disk"
-    asked = cache == "memory"  # So that what does not fit is not refused.
-    if pixels is not None and (room.in_memory(pixels) or (asked and encoded is None)):
-        return "pixels", "memory"
-    # Encoded images are read in parts, which are then joined.
-    if encoded is not None and (asked or room.in_memory(2 * encoded)):
-        return "encoded", "memory"
-    if pixels is not None and room.on_disk(pixels):
+    sizes = {"pixels": pixels, "encoded": encoded}
+    sizes = {what: size for what, size in sizes.items() if size is not None}
+    for what, size in sizes.items():
+        if size <= memory:
+            return what, "memory"
+    if cache == "memory":
+        return min(sizes, key=sizes.get), "memory"
+    if pixels is not None and pixels <= disk:
         return "pixels", "disk"
-    return "pixels" if encoded is None else "encoded", None
+    return None, None
 
 
-class _Room:
-    """Says what fits, in memory or in a folder.
+def _room(folder: str | None, deterministic: bool) -> tuple[float, float]:
+    """Bytes that may be taken in memory, and in a folder."""
+    if deterministic:
+        return _FIXED_MB * 2**20, 0.0
+    if folder is None:
+        return _SHARE * free_memory(), 0.0
+    there = os.path.abspath(folder)
+    while not os.path.isdir(there):
+        there = os.path.dirname(there)
+    disk = os.statvfs(there)
+    return _SHARE * free_memory(), _SHARE * disk.f_bavail * disk.f_frsize
 
-    Args:
-        folder: On the disk, or None.
-        deterministic: Whether the machine is to have no influence.
-    """
 
-    def __init__(self, folder: str | None, deterministic: bool):
-        self._folder, self._deterministic = folder, deterministic
-
-    def in_memory(self, size: int) -> bool:
-        """Whether so many bytes fit."""
-        if self._deterministic:
-            return size <= _FIXED_MB * 2**20
-        return size <= _SHARE * free_memory()
-
-    def on_disk(self, size: int) -> bool:
-        """Whether so many bytes fit; never where nothing may hang on the machine."""
-        if self._folder is None or self._deterministic:
-            return False
-        os.makedirs(self._folder, exist_ok=True)
-        disk = os.statvfs(self._folder)
-        return size <= _SHARE * disk.f_bavail * disk.f_frsize
-
-    def for_any(self, size: int) -> bool:
-        """Whether so many bytes fit anywhere."""
-        return self.in_memory(size) or self.on_disk(size)
+def _estimate(source: Source, files: int, shape: tuple[int, ...]) -> float:
+    """Bytes that examples take, by the size of their first records in their files."""
+    split = next(split for split, count in source.splits.items() if count is None)
+    for _, records in source.batches(split, _BATCH).take(1):
+        if isinstance(records, tf.Tensor) and records.dtype == tf.string:
+            size = float(
+                tf.reduce_mean(tf.cast(tf.strings.length(records), tf.float64))
+            )
+            return files / max(size, 1.0) * _image_bytes(shape)
+    return files
 
 
 def free_memory() -> float:
@@ -272,8 +283,9 @@ def _mapped(
     """Images and labels of the cache's files, which are written if there are none."""
     base = os.path.join(folder, f"decoded-{fingerprint(source)}")
     if shape[1:] != tuple(source.image_shape):
-        base += f"-{'x'.join(map(str, shape[1:]))}"
-    if not (os.path.exists(f"{base}.npy") and os.path.exists(f"{base}-labels.npy")):
+        base += f"-{'x'.join(map(str, shape[1:]))}-{decode.VERSION}"
+    kept = _open(base, shape)
+    if kept is None:
         os.makedirs(folder, exist_ok=True)
         labels = np.empty(shape[0], np.int64)
         # Renamed when whole; the images last, since they say that both are there.
@@ -285,7 +297,19 @@ def _mapped(
             np.save(os.path.join(unfinished, "labels.npy"), labels)
             os.replace(os.path.join(unfinished, "labels.npy"), f"{base}-labels.npy")
             os.replace(path, f"{base}.npy")
-    return np.load(f"{base}.npy", mmap_mode="r"), np.load(f"{base}-labels.npy")
+        kept = _open(base, shape)
+    return kept
+
+
+def _open(base: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+    """What the files hold; None if they are missing, or not what was written."""
+    try:
+        images = np.load(f"{base}.npy", mmap_mode="r")
+        labels = np.load(f"{base}-labels.npy")
+    except (OSError, ValueError, EOFError):
+        return None
+    whole = images.shape == shape and labels.shape == shape[:1]
+    return (images, labels) if whole and images.dtype == _dtype(shape[1:]) else None
 
 
 def _new_file(path: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:

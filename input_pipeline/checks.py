@@ -2,7 +2,8 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -33,6 +34,38 @@ _SAMPLE_PER_FILE = 1000
 # Records behind a bad one that tell whether it is one among good ones.
 _LOOK_ON = 20
 _FEW = 0.25
+
+
+def check_image_shape(source: Source, shape: Sequence[int]) -> None:
+    """Checks that a source's examples can be made in a shape.
+
+    Raises:
+        ValueError: it is no shape of an image, or not that of the source's rows of
+            numbers, or its channels do not convert.
+    """
+    own = tuple(source.image_shape)
+    try:
+        found = tuple(operator.index(number) for number in shape)
+    except TypeError:
+        found = ()
+    if len(own) == 1:
+        if found != own:
+            raise ValueError(
+                f"image_shape is {shape}, but {source.name} has rows of {own[0]} "
+                f"numbers, which stay as they are: expected {own}"
+            )
+        return
+    if len(found) != 3 or min(found) < 1:
+        raise ValueError(
+            f"image_shape is {shape}, expected height, width and channels, such as "
+            f"(224, 224, {own[-1]})"
+        )
+    if own[-1] is not None and {found[-1], own[-1]} not in ({own[-1]}, {1, 3}):
+        raise ValueError(
+            f"image_shape is {shape}, but the images of {source.name} have {own[-1]} "
+            "channels, and only 1 and 3 convert into each other: expected "
+            f"{(*found[:2], own[-1])}"
+        )
 
 
 def scan_labels(source: Source, split: str) -> None:

@@ -8,6 +8,8 @@ import tensorflow as tf
 from towers.input_pipeline import augment
 from towers.input_pipeline.sources.base import decode_image
 
+# Any change to the pixels that `decode_window` makes needs another one.
+VERSION = "v1"
 _JPEG = b"\xff\xd8\xff"
 
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towers.input_pipeline import augment, draws, recipes
 from towers.input_pipeline.advice import IN_PYTHON
-from towers.input_pipeline.checks import assert_good
+from towers.input_pipeline.checks import assert_good, check_image_shape
 from towers.input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource, decode_image
@@ -117,6 +117,7 @@ class Pipeline:
                     f"image_shape=(224, 224, {shape[-1]})"
                 )
             object.__setattr__(self, "image_shape", shape)
+        check_image_shape(self.source, self.image_shape)
         if self.split not in self.source.splits:
             known = ", ".join(self.source.splits) or "none yet: call prepare() first"
             raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from towers.input_pipeline import measure, words
-from towers.input_pipeline.advice import ADVICE
+from towers.input_pipeline.advice import ADVICE, OF_KEPT
 
 _ADDED = "adds µs per example"
 _WORTH = "speed before / after"
@@ -25,8 +25,9 @@ def text(results: dict[str, Any]) -> str:
     if len(shape) == 1:
         what = f"rows of {shape[0]} numbers"
     versions = results["versions"]
+    data = ", ".join(filter(None, (results["dataset"], results["kept"])))
     lines = [
-        f"{results['dataset']}: batches of {results['batch_size']} {what}; TensorFlow "
+        f"{data}: batches of {results['batch_size']} {what}; TensorFlow "
         f"{versions['tensorflow']}, Python {versions['python']}.",
         f"{rate:,.0f} examples/s ({1e6 / rate:,.1f} µs per example) behind {last}, "
         f"with {results['cpu_cores']:.1f} of {os.cpu_count()} cores busy; the first "
@@ -47,7 +48,7 @@ def text(results: dict[str, Any]) -> str:
     if "ablation" in results:
         rows = [(name, f"{times:.2f}") for name, times in results["ablation"].items()]
         lines += [*table(("change", _WORTH), rows), ""]
-    return "\n".join([*lines, bottleneck(added)])
+    return "\n".join([*lines, bottleneck(added, "kept in" in results["kept"])])
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -68,17 +69,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {line} |" for line in (lines[0], rule, *lines[1:])]
 
 
-def bottleneck(added: dict[str, float]) -> str:
+def bottleneck(added: dict[str, float], kept: bool = False) -> str:
     """Says which stage takes longest, and what can be done.
 
     Args:
         added: What each stage adds to the time of an example.
+        kept: Whether the examples are kept in memory, or on the disk.
     """
     name = max(added, key=added.get)
     share = added[name] / sum(added.values())
+    advice = OF_KEPT.get(name, ADVICE[name]) if kept else ADVICE[name]
     return (
         f"The bottleneck is {name}, {share:.0%} of the time of an example; for more "
-        f"speed, {ADVICE[name]}."
+        f"speed, {advice}."
     )
 
 

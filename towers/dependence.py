@@ -317,10 +317,13 @@ def _of_operation(tensor, inputs, kinds):
         found = _of_rows(tensor, op, inputs, kinds)
     if found is UNKNOWN and op.type in _ELEMENTWISE:
         # It knows no axis: where it takes a total and does none of the above, examples
-        # meet. Integers are sizes for shapes, of which nothing is said.
-        meeting = {SUM, MEAN, SIZE}
-        if not any(t.dtype.is_floating for t in (tensor, *inputs)):
-            meeting = set()
+        # meet. Integers are sizes for shapes, of which nothing is said; nor is it of a
+        # comparison with a size.
+        meeting = set()
+        if tensor.dtype.is_floating:
+            meeting = {SUM, MEAN, SIZE}
+        elif any(t.dtype.is_floating for t in inputs):
+            meeting = {SUM, MEAN}
         return COUPLED if present & meeting else UNKNOWN
     return found
 

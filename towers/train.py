@@ -696,7 +696,7 @@ def cached(
     """
     # Workers of a service read the files themselves.
     cache = "none" if FLAGS.data_service else FLAGS.cache
-    # All are resized before the first step; a single epoch gains nothing by that.
+    # To keep pixels, all images are decoded first: that pays from the second epoch on.
     pays = FLAGS.train_epochs > 1 or cache == "disk"
     with input_pipeline.blame_records(source):
         return input_pipeline.cached(

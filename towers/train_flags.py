@@ -137,10 +137,10 @@ flags.DEFINE_enum(
     "cache",
     "auto",
     CACHES,
-    "Where to keep examples: as pixels if they have one size, or get one before "
-    "anything random is done to them; else as they are encoded, in memory only. auto: "
-    "in memory if they take a quarter of what is free (with --deterministic: 1 GB), "
-    "else in --cache_dir, if it is given.",
+    "Where to keep examples: as pixels if they have one size, or if --recipe=none or "
+    "cifar resizes them to one (in memory for more than one epoch only); else as they "
+    "are encoded, in memory. auto: in memory if they take a quarter of what is free, "
+    "else in --cache_dir, if it is given; with --deterministic, in memory up to 1 GB.",
     **_INPUT,
 )
 flags.DEFINE_string(

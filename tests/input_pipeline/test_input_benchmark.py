@@ -94,6 +94,7 @@ def test_tables():
 def test_the_headline_is_the_sum_of_the_table():
     results = {
         "dataset": "csv:a",
+        "kept": "1 KB of numbers kept in memory",
         "batch_size": 16,
         "image_shape": (4,),
         "towers": 2,
@@ -103,7 +104,8 @@ def test_the_headline_is_the_sum_of_the_table():
         **{"peak_rss_mb": 500.0, "waiting": {"1": 0.5}},
     }
     lines = report.text(results).splitlines()
-    assert lines[0].startswith("csv:a: batches of 16 rows of 4 numbers; ")
+    words = "csv:a, 1 KB of numbers kept in memory: batches of 16 rows of 4 numbers; "
+    assert lines[0].startswith(words)
     assert lines[1].startswith("200 examples/s (5,000.0 µs per example) behind copy, ")
     cells = [[cell.strip() for cell in line.split("|")] for line in lines[3:10]]
     assert cells[0][1:4] == ["stage", "examples/s", "adds µs per example"]
@@ -196,6 +198,8 @@ def test_what_a_stage_adds():
     added = measure.added_seconds({"read": 100.0, "decode": 4.0, "batch": 5.0})
     assert added == pytest.approx({"read": 0.01, "decode": 0.19, "batch": 0})
     assert "The bottleneck is decode, 95% of" in report.bottleneck(added)
+    assert "(--cache)" in report.bottleneck({"read": 1.0})
+    assert "are at hand already" in report.bottleneck({"read": 1.0}, kept=True)
 
 
 @pytest.mark.parametrize(

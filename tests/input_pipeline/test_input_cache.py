@@ -232,18 +232,30 @@ def test_photographs_are_kept_at_the_size_wanted(photographs, tmp_path, where):
             assert _examples(kept, "train", **options) == wanted
 
 
-def test_what_is_kept_of_photographs_depends_on_the_room(photographs, monkeypatch):
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_is_kept_of_photographs_depends_on_the_room(
+    photographs, monkeypatch, counted
+):
     shape, size = (8, 8, 3), 12 * 8 * 8 * 3
     assert photographs.splits == {"train": None}
-    photographs.splits = {"train": 12}
-    monkeypatch.setattr(cache, "free_memory", lambda: 4 * size)
-    assert not cached(photographs, image_shape=shape).encoded
+    if counted:
+        photographs.splits = {"train": 12}
+
+    def kept(free, cache_="auto", shape=shape):
+        monkeypatch.setattr(cache, "free_memory", lambda: free)
+        found = cached(photographs, cache_, image_shape=shape)
+        if found is photographs:
+            return None
+        return "encoded" if found.encoded else "pixels"
+
+    # An estimate of how many there are is not exact.
+    assert kept(4 * size if counted else 5 * size) == "pixels"
     # As they are encoded, they take less room than 64x64 pixels.
-    monkeypatch.setattr(cache, "free_memory", lambda: 4 * 10**5)
-    assert cached(photographs, image_shape=(64, 64, 3)).encoded
-    assert cached(photographs, "memory", image_shape=(640, 640, 3)).encoded
-    monkeypatch.setattr(cache, "free_memory", lambda: 4 * size - 1)
-    assert cached(photographs, image_shape=shape) is photographs
+    assert kept(4 * 10**5, shape=(64, 64, 3)) == "encoded"
+    assert kept(4 * size - 1) is None
+    # Asked for, the smaller of the two.
+    assert kept(0, "memory") == "pixels"
+    assert kept(0, "memory", (640, 640, 3)) == "encoded"
 
 
 def test_the_smaller_of_two_sizes_is_kept(digits):
@@ -253,6 +265,52 @@ def test_the_smaller_of_two_sizes_is_kept(digits):
     assert small.image_shape == (4, 4, 1)
     wanted = _examples(digits, "test", image_shape=(4, 4, 1))
     assert _examples(small, "test") == wanted
+
+
+def test_rows_of_numbers_have_one_shape(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
+    rows = open_source(f"csv:{tmp_path}/*.csv")
+    assert cached(rows, image_shape=(2,)).image_shape == (2,)
+    with pytest.raises(ValueError, match=r"has rows of 2 numbers.* expected \(2,\)"):
+        cached(rows, image_shape=(3,))
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 8), (8, 8, 3, 1), (), (0, 8, 1), (-1, 8, 1), (8.0, 8, 1), 8, "abc"]
+)
+def test_what_is_no_shape(digits, shape):
+    for make in (
+        lambda: cached(digits, image_shape=shape),
+        lambda: make_dataset(digits, "test", 8, image_shape=shape),
+    ):
+        with pytest.raises(ValueError, match="expected height, width and channels"):
+            make()
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_channels_that_do_not_convert(digits, channels):
+    with pytest.raises(ValueError, match=r"have 1 channels.* expected \(8, 8, 1\)"):
+        cached(digits, image_shape=(8, 8, channels))
+
+
+def test_a_file_is_no_folder(digits, tmp_path):
+    (tmp_path / "a").touch()
+    with pytest.raises(ValueError, match="which is a file: name a folder"):
+        cached(digits, "disk", str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("damage", ["shorter", "empty", "another"])
+def test_a_damaged_cache_is_written_anew(digits, examples, tmp_path, damage):
+    cached(digits, "disk", str(tmp_path))
+    labels = next(tmp_path.glob("*-labels.npy"))
+    images = tmp_path / labels.name.replace("-labels", "")
+    if damage == "another":
+        np.save(images, np.zeros([3, 8, 8, 1], np.uint8))
+    else:
+        with open(images, "r+b") as file:
+            file.truncate(5000 if damage == "shorter" else 0)
+    again = cached(digits, "disk", str(tmp_path))
+    assert _examples(again, "test") == examples["test"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

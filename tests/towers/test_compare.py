@@ -177,6 +177,16 @@ def test_what_is_equal_is_said_and_changes_nothing(caplog):
     assert "rows of a part equal those of the whole" in said[0]
 
 
+def test_a_guard_by_the_number_of_examples_is_compared(caplog):
+    guard = layers.Lambda(
+        lambda h: ops.cond(
+            ops.cast(ops.shape(h)[0], "float32") > 0, lambda: h * 2, lambda: h
+        )
+    )
+    multi_gpu_model(_model(guard), gpus=2).predict_on_batch(X)
+    assert "compared on 8 rows of the first batch" in caplog.text
+
+
 def test_what_meets_in_training_only():
     parallel = multi_gpu_model(_unread(Mapped(meets=True, name="mapped")), gpus=2)
     parallel.compile("sgd", "mse")
