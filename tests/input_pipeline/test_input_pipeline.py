@@ -207,7 +207,7 @@ def test_keras_knows_the_length_of_an_epoch(digits):
         ({"recipe": "cake"}, "recipe is 'cake', expected one of none, imagenet, cifar"),
         ({"seed": -1}, "seed is -1"),
         ({"start_epoch": -1}, "start_epoch is -1"),
-        ({"image_shape": (4, 4, 2)}, "images have 1 channels but 2 are wanted"),
+        ({"image_shape": (4, 4, 2)}, "images of arrays have 1 channels, and only 1"),
     ],
 )
 def test_arguments_that_do_not_fit(numbered, change, message):
