@@ -5,24 +5,24 @@ RUN := $(VENV)/bin/python
 # Tests wait a good deal, for processes and for files: one more than there are cores.
 PYTEST := $(RUN) -m pytest --dist=worksteal --numprocesses=$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
-.PHONY: train test test-slow test-parts lint format clean parity-report screenshots
+.PHONY: train test test-slow lint format clean parity-report screenshots
 
 train: $(VENV)/.ready
 	$(RUN) -m towers.train $(FLAGS)
 
-# All but what is marked slow.
-test: SELECTED := not slow
-test: test-parts
-
-test-slow: SELECTED := slow
-test-slow: test-parts
-
 # In three parts, with processes of their own: TensorFlow keeps every graph, and slows
 # down.
-test-parts: $(VENV)/.ready
-	$(PYTEST) -m '$(SELECTED)' --ignore=tests/towers $(PYTEST_FLAGS)
-	$(PYTEST) -m '$(SELECTED)' --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
-	$(PYTEST) -m '$(SELECTED)' tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
+define run_tests
+	$(PYTEST) -m '$(1)' --ignore=tests/towers $(PYTEST_FLAGS)
+	$(PYTEST) -m '$(1)' --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
+	$(PYTEST) -m '$(1)' tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
+endef
+
+test: $(VENV)/.ready
+	$(call run_tests,not slow)
+
+test-slow: $(VENV)/.ready
+	$(call run_tests,slow)
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
 parity-report: $(VENV)/.ready
