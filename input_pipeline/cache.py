@@ -34,6 +34,7 @@ _ALIGNMENT = 64
 _BATCH = 256
 _PART_MB = 8
 _SAMPLE = 256
+_CALLED = {"pixels": "pixels", "encoded": "encoded images"}
 
 
 def cached(
@@ -104,11 +105,9 @@ def cached(
     # Encoded images are read in parts, which are then joined.
     encoded = 2 * files if None in source.image_shape else None
     what, where = _decide(cache, pixels, encoded, memory, disk)
-    known = pixels is not None and what != "encoded"
-    kept_as = "pixels" if known else "encoded images"
-    kept_as = "numbers" if len(source.image_shape) == 1 else kept_as
+    kept_as = "numbers" if len(source.image_shape) == 1 else _CALLED[what]
     place = {"memory": "kept in memory", "disk": f"kept in {folder}"}
-    size = words.size(pixels if known else files)
+    size = words.size(pixels if what == "pixels" else files)
     note = f"{size} of {kept_as} {place.get(where, 'not kept')}"
     logging.info("%s: %s", source.name, note)
     if where is None:
@@ -116,11 +115,7 @@ def cached(
     if what == "encoded":
         images, labels, splits = _read_encoded(source)
     elif where == "memory":
-        count = sum(splits.values())
-        images, labels = _aligned((count, *shape)), np.empty(count, np.int64)
-        _fill(source, images, labels)
-        # The tensor is where the array is.
-        images = tf.experimental.dlpack.from_dlpack(images.__dlpack__())
+        images, labels = _read_pixels(source, (sum(splits.values()), *shape))
     else:
         images, labels = _mapped(source, (sum(splits.values()), *shape), folder)
     kept = RowSource(
@@ -152,7 +147,7 @@ def _pixels_shape(
 
 def _decide(
     cache: str, pixels: int | None, encoded: int | None, memory: float, disk: float
-) -> tuple[str | None, str | None]:
+) -> tuple[str, str | None]:
     """What to keep, and where.
 
     Args:
@@ -163,7 +158,7 @@ def _decide(
         disk: The same.
 
     Returns:
-        "pixels" or "encoded", and "memory" or "disk"; or twice None.
+        "pixels" or "encoded"; and "memory", "disk", or None where they are not kept.
     """
     if cache == "disk":
         return "pixels", "disk"
@@ -176,7 +171,7 @@ def _decide(
         return min(sizes, key=sizes.get), "memory"
     if pixels is not None and pixels <= disk:
         return "pixels", "disk"
-    return None, None
+    return ("encoded" if pixels is None else "pixels"), None
 
 
 def _room(folder: str | None, deterministic: bool) -> tuple[float, float]:
@@ -275,6 +270,16 @@ def _read_encoded(source: Source) -> tuple[tf.Tensor, np.ndarray, dict[str, int]
                 labels.append(of_them.numpy())
             splits[split] = sum(map(len, labels)) - before
         return tf.concat(images, axis=0), np.concatenate(labels), splits
+
+
+def _read_pixels(
+    source: Source, shape: tuple[int, ...]
+) -> tuple[tf.Tensor, np.ndarray]:
+    """All pixels in a tensor, and the labels."""
+    images, labels = _aligned(shape), np.empty(shape[0], np.int64)
+    _fill(source, images, labels)
+    # The tensor is where the array is.
+    return tf.experimental.dlpack.from_dlpack(images.__dlpack__()), labels
 
 
 def _mapped(
