@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from towers.devices import is_gpu
 from towers.input_pipeline import words
 from towers.reduce import ALGORITHMS
 
@@ -61,7 +62,7 @@ def candidates(
     if synchronized:
         xla = False
     if len(towers) > 1:
-        gpus = "GPU" in towers[0]
+        gpus = is_gpu(towers[0])
         algorithms = [
             name
             for name in ALGORITHMS

@@ -176,6 +176,11 @@ def resolve(gpus: int | Sequence[int | str] | None = None) -> tuple[str, ...]:
     return devices
 
 
+def is_gpu(device: str) -> bool:
+    """Tells whether a device string, such as "/device:GPU:0", names a GPU."""
+    return "GPU" in device
+
+
 def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str:
     """Describes the towers in plain text of at most 100 columns.
 

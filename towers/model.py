@@ -39,6 +39,7 @@ from towers.builders.guard import Guard
 from towers.builders.parameter_server import ParameterServer
 from towers.builders.replicated import Replicated
 from towers.building import overrides
+from towers.devices import is_gpu
 from towers.preprocess import Preprocess
 from towers.tower import ModelError
 
@@ -176,7 +177,7 @@ def multi_gpu_model(
         merge = towers[0]
         if cpu_merge:
             # Home, where the sum is needed, if that is a CPU.
-            merge = where if "CPU" in where else devices.HOST
+            merge = devices.HOST if is_gpu(where) else where
         options = {"packed": packed, "preprocess": preprocess, "prefetch": prefetch}
         options["guard"] = guard
         if choice.builder == "replicated":
@@ -640,7 +641,7 @@ def check_all_reduce(algorithm: str, builder: str, towers: Sequence[str]) -> Non
 def _nccl_fits(towers: Sequence[str]) -> bool:
     physical = tf.config.list_physical_devices("GPU")
     unsplit = len(physical) == len(tf.config.list_logical_devices("GPU"))
-    return len(towers) > 1 and unsplit and all("GPU" in tower for tower in towers)
+    return len(towers) > 1 and unsplit and all(map(is_gpu, towers))
 
 
 def _describe(model, builder, data, ways) -> dict[str, Any]:
@@ -703,7 +704,7 @@ def _check_max_staleness(bound: Any, builder: str) -> None:
 def _check_prefetch(prefetch: Any, towers: Sequence[str]) -> int:
     if prefetch is None:
         # Between logical CPUs nothing is copied.
-        return 2 if any("GPU" in tower for tower in towers) else 0
+        return 2 if any(map(is_gpu, towers)) else 0
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(
             f"Received prefetch={prefetch!r}; expected None, or a number of batches, "

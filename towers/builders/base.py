@@ -27,6 +27,7 @@ from towers import (
 )
 from towers.builders import checks
 from towers.builders.guard import Guard
+from towers.devices import is_gpu
 from towers.phases import Phases
 from towers.preprocess import Preprocess
 from towers.rules import NoRuleError, Rules
@@ -427,7 +428,7 @@ class Builder(abc.ABC):
         """
         if self.packed is not None:
             return self.packed
-        return ("GPU" in device or "GPU" in self.home) and device != self.home
+        return (is_gpu(device) or is_gpu(self.home)) and device != self.home
 
     @property
     def together(self) -> bool:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from towers import overwritten, packing, reduce
 from towers.builders.base import Values
 from towers.builders.parameter_server import ParameterServer
+from towers.devices import is_gpu
 
 
 class Replicated(ParameterServer):
@@ -34,7 +35,7 @@ class Replicated(ParameterServer):
         """See `Builder`; `home` has to be the first tower's device."""
         super().__init__(*args, **kwargs)
         if all_reduce_alg == "auto":
-            all_reduce_alg = "device" if "GPU" in self.home else "cpu"
+            all_reduce_alg = "device" if is_gpu(self.home) else "cpu"
         self.all_reduce_alg = all_reduce_alg
 
     def forget(self) -> None:
