@@ -639,9 +639,10 @@ def check_all_reduce(algorithm: str, builder: str, towers: Sequence[str]) -> Non
 
 
 def _nccl_fits(towers: Sequence[str]) -> bool:
-    physical = tf.config.list_physical_devices("GPU")
-    unsplit = len(physical) == len(tf.config.list_logical_devices("GPU"))
-    return len(towers) > 1 and unsplit and all(map(is_gpu, towers))
+    """Tells whether each of several towers has a GPU of its own, which none shares."""
+    gpus = len(tf.config.get_visible_devices("GPU"))
+    unsplit = gpus == len(tf.config.list_logical_devices("GPU"))
+    return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))
 
 
 def _describe(model, builder, data, ways) -> dict[str, Any]:

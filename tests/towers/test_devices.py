@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tests import warm
-from towers import devices
+from towers import devices, model
 
 
 def run_python(script: str) -> subprocess.CompletedProcess:
@@ -304,7 +304,7 @@ def test_hidden_gpus_are_as_none(machine):
 
 def test_in_a_process_of_its_own():
     result = run_python("""
-        from towers import devices
+        from towers import devices, model
         first = devices.configure(2, local_parameter_device="gpu")
         print(first.towers, first.home)
         import tensorflow as tf
@@ -503,6 +503,34 @@ def test_table_wants_a_share_for_each_tower():
         devices.table(made, per_tower_batch=[3])
 
 
+# NCCL.
+
+
+@pytest.mark.parametrize(
+    ("wish", "fits"),
+    [
+        ({}, True),
+        ({"num_gpus": 2}, True),
+        ({"gpu_indices": [5, 1, 3]}, True),
+        ({"num_gpus": 1}, False),
+        ({"num_gpus": 2, "gpu_split": 2, "gpu_memory_limit_mb": 1024}, False),
+        ({"num_gpus": 1, "gpu_split": 8, "gpu_memory_limit_mb": 1024}, False),
+    ],
+)
+def test_nccl_needs_a_whole_gpu_for_each_tower(machine, monkeypatch, wish, fits):
+    machine(8)
+    towers = devices.configure(**wish).towers
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
+    assert model._nccl_fits(towers) is fits
+
+
+def test_nccl_does_not_fit_towers_of_two_kinds(machine, monkeypatch):
+    machine(8)
+    towers = devices.configure(2).towers
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
+    assert not model._nccl_fits([towers[0], "/device:CPU:0"])
+
+
 # Threads.
 
 
@@ -548,7 +576,7 @@ def test_threads_in_a_process_of_its_own():
         import os
         os.cpu_count = lambda: 6
         import tensorflow as tf
-        from towers import devices
+        from towers import devices, model
         devices.configure(2)
         print(len(tf.config.list_logical_devices("CPU")))
         print(tf.config.threading.get_intra_op_parallelism_threads())
