@@ -334,7 +334,10 @@ class TowerModel(wrapt.CallableObjectProxy):
                 again = batches is not None and not isinstance(data, list)
                 builder = self._self_builder
                 try:
-                    logs = function(batches.read() if again else data)
+                    # Where TensorFlow is not told, it would take what a loop hands
+                    # from step to step through the first GPU.
+                    with tf.device(devices.HOST):
+                        logs = function(batches.read() if again else data)
                 except compare.BatchWanted as error:
                     if error.key in wanted:
                         raise

@@ -90,6 +90,47 @@ def test_gradients_are_added_where_asked(cpu_merge, merge):
     assert reduced == {merge}
 
 
+@pytest.mark.parametrize(
+    ("kind", "steps", "prefetch", "builder"),
+    [
+        ("fit", 1, 0, "parameter_server"),
+        ("fit", 1, 2, "parameter_server"),
+        ("fit", 10, 0, "parameter_server"),
+        ("fit", 10, 0, "replicated"),
+        ("evaluate", 1, 0, "parameter_server"),
+        ("evaluate", 10, 0, "parameter_server"),
+        ("predict", 1, 0, "parameter_server"),
+        ("predict", 10, 0, "parameter_server"),
+    ],
+)
+def test_nothing_crosses_a_device_that_happens_to_be_the_default(
+    kind, steps, prefetch, builder
+):
+    """On a machine with GPUs that is the first of them."""
+    default, name = "/device:CPU:3", f"model_{next(_numbers)}"
+    layers = [keras.layers.Dense(4, "relu"), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *layers], name=name)
+    parallel = multi_gpu_model(model, gpus=TOWERS, builder=builder, prefetch=prefetch)
+    parallel.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        "mse",
+        metrics=["mae"],
+        steps_per_execution=steps,
+    )
+    x, y = np.ones((53, 6), "float32"), np.ones((53, 3), "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+
+    def call():
+        with tf.device(default):
+            getattr(parallel, kind)(data, verbose=0)
+
+    nodes = executed.run(call, name)
+    assert sum("MatMul" in node.op for node in nodes[TOWERS[1]])
+    crossing = [sent for sent in executed.transfers(nodes) if default in sent[:2]]
+    assert not crossing
+    assert not nodes[default]
+
+
 def test_an_idle_tower_computes_nothing():
     _, nodes = _step(["/device:CPU:1", "/device:CPU:2"], "/device:CPU:0", rows=1)
     assert set(_on(nodes, "MatMul")) == {"/device:CPU:1"}
