@@ -92,8 +92,7 @@ def begin(
         print(f"{program}: Note: {note}", file=sys.stderr)
     # A crash says where.
     faulthandler.enable(sys.__stderr__)
-    # As in `towers.devices`, before anything asks for the GPUs.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    prepare_gpus()
     try:
         with quiet():
             keras_settings.override()
@@ -107,6 +106,18 @@ def begin(
             f"{program}: TensorFlow cannot be imported ({reason}); ask python -m "
             "towers.doctor."
         )
+
+
+def prepare_gpus() -> None:
+    """Sets what CUDA and TensorFlow read of the environment once, as GPUs start.
+
+    What the user has set stays.
+    """
+    # CUDA counts the GPUs as nvidia-smi does.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    # Each GPU gets two threads that launch its kernels. Otherwise launches wait for the
+    # threads that decode images.
+    os.environ.setdefault("TF_GPU_THREAD_MODE", "gpu_private")
 
 
 def end() -> None:

@@ -367,7 +367,7 @@ def test_ctrl_c_while_tensorflow_is_imported(tmp_path, module, said):
 @pytest.fixture
 def environ(monkeypatch):
     """Keeps what `begin` sets out of other tests."""
-    for name in ("TF_CPP_MIN_LOG_LEVEL", "CUDA_DEVICE_ORDER"):
+    for name in ("TF_CPP_MIN_LOG_LEVEL", "CUDA_DEVICE_ORDER", "TF_GPU_THREAD_MODE"):
         # Set before deleted, so that what `begin` sets is undone as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -479,6 +479,33 @@ def test_what_errors_say_twice_is_left_out(tmp_path):
     assert sorted(err.splitlines()) == sorted(["W0000 a warning", lines[1]])
     *_, err = run(script, **environ, TF_CPP_MIN_LOG_LEVEL="0")
     assert sorted(err.splitlines()) == sorted([*lines, "W0000 a warning", lines[1]])
+
+
+@pytest.mark.parametrize(
+    ("environ", "order", "threads"),
+    [
+        ({}, "PCI_BUS_ID", "gpu_private"),
+        ({"TF_GPU_THREAD_MODE": "global"}, "PCI_BUS_ID", "global"),
+        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST", "gpu_private"),
+    ],
+)
+def test_gpus_are_prepared_before_tensorflow_is_there(
+    tmp_path, environ, order, threads
+):
+    module = """
+        import os
+
+        print(os.environ["CUDA_DEVICE_ORDER"], os.environ["TF_GPU_THREAD_MODE"])
+
+        class config:
+            list_physical_devices = staticmethod(list)
+    """
+    script = """
+        from towers.input_pipeline import startup
+        startup.begin("program")
+    """
+    code, out, err = run(script, **stand_in(tmp_path, module), **environ)
+    assert (code, out, err) == (0, f"{order} {threads}\n", "")
 
 
 def test_the_last_words_of_a_crash_are_seen():

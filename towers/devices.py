@@ -103,9 +103,7 @@ def configure(
             'local_parameter_device must be "cpu" or "gpu", but '
             f"{local_parameter_device!r} was received; choose one of the two."
         )
-    # CUDA reads this once, when TensorFlow first asks for the GPUs. With it, CUDA
-    # counts the GPUs as nvidia-smi does.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    startup.prepare_gpus()
     with startup.quiet_gpus():
         gpus = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")

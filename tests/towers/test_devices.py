@@ -21,7 +21,7 @@ def run_python(script: str) -> subprocess.CompletedProcess:
 @pytest.fixture(autouse=True)
 def environ(monkeypatch):
     """Keeps this machine's CUDA variables and nvidia-smi out of the tests."""
-    for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"):
+    for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "TF_GPU_THREAD_MODE"):
         # Set before deleted, so that what configure() sets is undone as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -173,13 +173,20 @@ def test_placement_flags(machine, on):
     assert made.log_device_placement == on
 
 
-def test_cuda_counts_as_nvidia_smi_unless_told_otherwise(machine, environ):
+@pytest.mark.parametrize(
+    ("name", "default", "other"),
+    [
+        ("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FIRST"),
+        ("TF_GPU_THREAD_MODE", "gpu_private", "global"),
+    ],
+)
+def test_what_the_user_has_set_stays(machine, environ, name, default, other):
     machine(1)
     devices.configure()
-    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    environ.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert os.environ[name] == default
+    environ.setenv(name, other)
     devices.configure()
-    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+    assert os.environ[name] == other
 
 
 # configure, too late
@@ -304,7 +311,7 @@ def test_hidden_gpus_are_as_none(machine):
 
 def test_in_a_process_of_its_own():
     result = run_python("""
-        from towers import devices, model
+        from towers import devices
         first = devices.configure(2, local_parameter_device="gpu")
         print(first.towers, first.home)
         import tensorflow as tf
@@ -576,7 +583,7 @@ def test_threads_in_a_process_of_its_own():
         import os
         os.cpu_count = lambda: 6
         import tensorflow as tf
-        from towers import devices, model
+        from towers import devices
         devices.configure(2)
         print(len(tf.config.list_logical_devices("CPU")))
         print(tf.config.threading.get_intra_op_parallelism_threads())

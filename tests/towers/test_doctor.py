@@ -577,6 +577,8 @@ def test_memory_of_gpus(machine):
         ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "note"),
         ({"TF_FORCE_GPU_ALLOW_GROWTH": "1"}, "wrong"),
         ({"TF_GPU_ALLOCATOR": "async"}, "wrong"),
+        ({"TF_GPU_THREAD_MODE": "GPU_SHARED"}, "ok"),
+        ({"TF_GPU_THREAD_MODE": "private"}, "wrong"),
     ],
 )
 def test_settings(environ, verdict):

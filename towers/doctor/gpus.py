@@ -15,6 +15,7 @@ _VENDOR, _DISPLAY = "0x10de", "0x03"  # of the PCI bus
 _LEAST_DRIVER = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
 _HIDES, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _GROWTH, _ALLOCATOR = "TF_FORCE_GPU_ALLOW_GROWTH", "TF_GPU_ALLOCATOR"
+_THREADS, _THREAD_MODES = "TF_GPU_THREAD_MODE", ("global", "gpu_private", "gpu_shared")
 _SMI_S = 20
 _INSTALL = "pip install 'tensorflow[and-cuda]'"
 # Where TensorFlow's log tells why it does not use a GPU.
@@ -185,11 +186,13 @@ def check_libraries(machine: Machine, found: Probe) -> Finding:
 
 
 def check_settings(environ: Mapping[str, str] = os.environ) -> Finding:
-    """Checks what the environment says of GPUs' memory and order."""
-    names = [name for name in (_GROWTH, _ALLOCATOR, _ORDER, _HIDES) if name in environ]
-    figures = {name: environ[name] for name in names}
+    """Checks what the environment says of GPUs' memory, order and threads."""
+    known = (_GROWTH, _ALLOCATOR, _ORDER, _HIDES, _THREADS)
+    figures = {name: environ[name] for name in known if name in environ}
     growth, allocator, order = map(figures.get, (_GROWTH, _ALLOCATOR, _ORDER))
-    # TensorFlow logs what it does not understand, and goes on without.
+    threads = figures.get(_THREADS, "global")
+    # TensorFlow logs what it does not understand, and goes on without it; with a wrong
+    # mode of threads, it does not start.
     bad, doubts = [], []
     if growth in ("true", "false"):
         takes = "as needed" if growth == "true" else "all at once"
@@ -199,6 +202,9 @@ def check_settings(environ: Mapping[str, str] = os.environ) -> Finding:
     if allocator not in (None, "", "cuda_malloc_async"):
         expected = "expected cuda_malloc_async, or none"
         bad.append(f"{_ALLOCATOR}={allocator!r} is not understood; {expected}")
+    if threads.lower() not in _THREAD_MODES:
+        expected = f"expected {', '.join(_THREAD_MODES[:-1])} or {_THREAD_MODES[-1]}"
+        bad.append(f"{_THREADS}={threads!r} is not understood; {expected}")
     if order not in (None, "PCI_BUS_ID"):
         doubts.append(f"{_ORDER}={order}: GPUs are numbered not as by nvidia-smi")
     if bad:
