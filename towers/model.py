@@ -20,6 +20,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from towers import (
     auto,
+    batch,
     compare,
     devices,
     listeners,
@@ -173,7 +174,7 @@ def multi_gpu_model(
 
     def make(choice: Choice) -> Builder:
         where = towers[0] if choice.builder == "replicated" else home
-        _move(model, where)
+        variables.move(model, where)
         merge = towers[0]
         if cpu_merge:
             # Home, where the sum is needed, if that is a CPU.
@@ -267,7 +268,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_builder.forget()
         self._self_chosen = not self._self_auto
         # A step count, a learning rate and means were created where the user was.
-        _move(model, self._self_builder.home)
+        variables.move(model, self._self_builder.home)
 
     def _current(self):
         model = self.__wrapped__
@@ -281,7 +282,8 @@ class TowerModel(wrapt.CallableObjectProxy):
             self.train_function, self._self_passing = self._self_passing, None
         elif force or self.train_function is None:
             builder = self._self_builder
-            if builder.xla or not self._self_chosen:
+            on_gpus = any(map(is_gpu, builder.devices))
+            if on_gpus or builder.xla or not self._self_chosen:
                 self.train_function = self._first_call
             else:
                 self.train_function = self._train_function()
@@ -361,7 +363,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_chosen = True
         if ways:
             self._self_builder.xla = ways[0].xla
-        self._build(batches.first)
+        self._build_first(batches)
         key = _describe(model, self._self_builder, batches.first, ways)
         recalled = auto.recall(self._self_file, key, ways)
         if recalled is not None:
@@ -445,7 +447,12 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_builder = self._self_make(way)
         self._self_builder.xla = way.xla
         self._self_builder.watched = watched
+        self._build_first(batches)
+
+    def _build_first(self, batches):
         self._build(batches.first)
+        first = tf.nest.map_structure(batch.as_tensor, batches.first)
+        self._self_builder.usual_rows = int(batch.batch_size(first))
 
     def _build(self, data):
         with self._step():
@@ -741,20 +748,3 @@ def _where(model: keras.Model) -> str:
     """The device that the model's variables are on; the host's if it has none yet."""
     own = model.trainable_variables or model.variables
     return own[0].value.device if own else devices.HOST
-
-
-def _move(model: keras.Model, home: str) -> None:
-    """Moves a model's variables to `home`, with those of its optimizer and metrics."""
-    for variable in variables.of(model):
-        old = variable.value
-        if old.device.endswith(home):
-            continue
-        with tf.device(home):
-            new = tf.Variable(
-                old, trainable=old.trainable, name=variable.name, dtype=old.dtype
-            )
-        # The optimizer knows its variables by it.
-        new._unique_id = old._unique_id
-        variable._value = new
-        # What Keras has traced for one device refers to the old ones.
-        model.train_function = model.test_function = model.predict_function = None

@@ -21,6 +21,7 @@ from tensorflow.python.ops import custom_gradient
 from towers import effects, fused, lookup, overwritten, reduce
 from towers.replace import Replacement
 from towers.rules import NoRuleError, Rules
+from towers.variables import seed_ids
 
 
 class ModelError(ValueError):
@@ -484,7 +485,7 @@ def _new_state(model, rules, scope):
         if isinstance(layer, keras.layers.BatchNormalization)
         for variable in layer.non_trainable_variables
     }
-    seeds = _seed_ids(model)
+    seeds = seed_ids(model)
     new_state = []
     variables = model.trainable_variables + model.non_trainable_variables
     for i, variable in enumerate(variables):
@@ -553,14 +554,6 @@ def _refuse_others(model, scope):
     )
 
 
-def _seed_ids(model):
-    return {
-        id(generator.state)
-        for layer in model._flatten_layers()
-        for generator in layer._seed_generators
-    }
-
-
 def own_seeds(
     model: keras.Model, state: Sequence[tf.Tensor], tower: int
 ) -> list[tf.Tensor]:
@@ -580,7 +573,7 @@ def own_seeds(
     """
     if tower == 0:
         return list(state)
-    seeds = _seed_ids(model)
+    seeds = seed_ids(model)
     # Odd and large: towers and neighbouring seeds do not meet.
     shift = [tower * 0x9E3779B1, 0]
     return [

@@ -1,4 +1,4 @@
-"""All variables that training changes: their values, kept and given back."""
+"""All variables that training changes: moved, their values kept and given back."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -7,6 +7,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.devices import HOST, is_gpu
+
+# Variables of these types exist on no GPU.
+NOT_ON_GPUS = frozenset(
+    [
+        *(tf.int32, tf.string),
+        *(tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2),
+    ]
+)
+
 
 def of(model: keras.Model) -> list[keras.Variable]:
     """Returns all that training changes: of model, optimizer, metrics and loss."""
@@ -14,6 +24,43 @@ def of(model: keras.Model) -> list[keras.Variable]:
     for part in (getattr(model, "optimizer", None), model._compile_loss):
         found += part.variables if part is not None else []
     return list({id(variable): variable for variable in found}.values())
+
+
+def seed_ids(model: keras.Model) -> set[int]:
+    """Returns the `id` of each variable of a model that is a random seed."""
+    return {
+        id(generator.state)
+        for layer in model._flatten_layers()
+        for generator in layer._seed_generators
+    }
+
+
+def move(model: keras.Model, home: str) -> None:
+    """Moves the variables `of` a model to a device.
+
+    If that is a GPU, random seeds go to the host, where TensorFlow reads them, and so
+    do types that GPUs do not have.
+
+    Args:
+        model: The model.
+        home: A device string.
+    """
+    seeded = seed_ids(model) if is_gpu(home) else ()
+    for variable in of(model):
+        old = variable.value
+        hosted = id(variable) in seeded or (is_gpu(home) and old.dtype in NOT_ON_GPUS)
+        where = HOST if hosted else home
+        if old.device.endswith(where):
+            continue
+        with tf.device(where):
+            new = tf.Variable(
+                old, trainable=old.trainable, name=variable.name, dtype=old.dtype
+            )
+        # The optimizer knows its variables by it.
+        new._unique_id = old._unique_id
+        variable._value = new
+        # What Keras has traced for one device refers to the old ones.
+        model.train_function = model.test_function = model.predict_function = None
 
 
 def values(model: keras.Model) -> list[np.ndarray]:

@@ -24,6 +24,7 @@ from towers import (
     packing,
     reduce,
     tower,
+    variables,
 )
 from towers.builders import checks
 from towers.builders.guard import Guard
@@ -75,6 +76,8 @@ class Builder(abc.ABC):
         compiled: Whether XLA is known to compile the model: by training it once.
         watched: Whether a callback that may change variables runs between calls of
             training.
+        usual_rows: How many examples the first batch of training has; `None` if that is
+            not known yet.
         phases: Measures what the time of the steps of `train_function` goes to.
         graph: The graph that a step of `train_function` was last made in, if any.
     """
@@ -105,6 +108,7 @@ class Builder(abc.ABC):
         self.prefetch = prefetch
         self.guard = guard
         self.watched = False
+        self.usual_rows = None
         self.phases = Phases(len(self.devices))
         self._said = set()
         self.forget()
@@ -277,6 +281,10 @@ class Builder(abc.ABC):
                 building.from_symbols(model, data, self.preprocess)
         else:
             self._build_eagerly(data)
+        if is_gpu(self.home):
+            # Not all that was created there belongs there.
+            with tf.init_scope():
+                variables.move(model, self.home)
 
     def _build_eagerly(self, data):
         """Creates the model's variables; losses and metrics create theirs themselves.
