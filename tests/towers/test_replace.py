@@ -4,6 +4,7 @@ import threading
 
 import keras
 import pytest
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.ops import custom_gradient
 
 from towers import fused, lookup, numerics, tower
@@ -14,6 +15,7 @@ PATCHED = [
     (keras.layers.Layer, "__call__", recorded_layers),
     (keras.layers.BatchNormalization, "call", fused.batch_normalization),
     (keras.optimizers.SGD, "update_step", fused.updates),
+    (BaseOptimizer, "_backend_apply_gradients", fused.updates),
     (keras.layers.Embedding, "call", lookup.at_home),
     (keras.Operation, "__call__", numerics._watched),
     (custom_gradient, "_get_dependent_variables", lambda: tower._search.by(id)),
