@@ -1,13 +1,40 @@
 # `make train` and `make test` set up what they need, in .venv.
 PYTHON ?= python3
 VENV := .venv
+# Where a machine's files begin; tests have made-up ones.
+ROOT :=
 RUN := $(VENV)/bin/python
 # Tests wait a good deal, for processes and for files: one more than there are cores.
 PYTEST := $(RUN) -m pytest --dist=worksteal --numprocesses=$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
+# With CUDA's libraries where there is an NVIDIA driver, the last of these files in WSL;
+# GPU=1 or GPU=0 decides otherwise. The latter also hides GPUs, as pip leaves libraries.
+DRIVER := $(firstword $(wildcard $(ROOT)/proc/driver/nvidia/version \
+  $(ROOT)/dev/nvidiactl $(ROOT)/usr/lib/wsl/lib/libcuda.so.1))
+WANTED := $(or $(GPU),$(if $(DRIVER),1,0))
+ifeq ($(WANTED),1)
+  READY := $(VENV)/.ready-gpu
+  EXTRAS := dev,gpu
+  CUDA := with CUDA's libraries
+else ifeq ($(WANTED),0)
+  READY := $(VENV)/.ready
+  EXTRAS := dev
+  CUDA := without CUDA's libraries
+else
+  $(error Received GPU=$(GPU); expected GPU=1 for TensorFlow with CUDA's libraries, or GPU=0 for without)
+endif
+ifeq ($(GPU),0)
+  export CUDA_VISIBLE_DEVICES := -1
+endif
+ifdef GPU
+  WHY := GPU=$(GPU) was given
+else
+  WHY := there is $(or $(DRIVER),no NVIDIA driver); GPU=0 or GPU=1 decides otherwise
+endif
+
 .PHONY: train test test-slow lint format clean parity-report screenshots
 
-train: $(VENV)/.ready
+train: $(READY)
 	$(RUN) -m towers.train $(FLAGS)
 
 # In three parts, with processes of their own: TensorFlow keeps every graph, and slows
@@ -18,27 +45,27 @@ define run_tests
 	$(PYTEST) -m '$(1)' tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
 endef
 
-test: $(VENV)/.ready
+test: $(READY)
 	$(call run_tests,not slow)
 
-test-slow: $(VENV)/.ready
+test-slow: $(READY)
 	$(call run_tests,slow)
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
-parity-report: $(VENV)/.ready
+parity-report: $(READY)
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
 	TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) tests/towers/test_exact_cases.py
 	$(RUN) -m scripts.parity_report --mirrored
 
 # docs/tensorboard_*.png and docs/report.png; needs Debian's chromium.
-screenshots: $(VENV)/.ready
+screenshots: $(READY)
 	$(RUN) -m scripts.screenshots
 
-lint: $(VENV)/.ready
+lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-format: $(VENV)/.ready
+format: $(READY)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
@@ -46,9 +73,10 @@ clean:
 	rm -rf $(VENV)
 
 # The file exists once everything in setup.py is installed; a change there renews it.
-$(VENV)/.ready: setup.py pyproject.toml
+$(READY): setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 	  || { echo "Towers needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version); run: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "Installing TensorFlow $(CUDA), as $(WHY)."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --editable '.[dev]'
+	$(RUN) -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@

@@ -2,8 +2,9 @@
 
 from setuptools import find_packages, setup
 
+TENSORFLOW = ">=2.21,<2.22"
 CORE = [
-    "tensorflow>=2.21,<2.22",
+    f"tensorflow{TENSORFLOW}",
     # Towers use some of its private names; ARCHITECTURE.md lists them.
     "keras>=3.15,<3.16",
     "tensorflow-datasets>=4.9.10,<5",
@@ -55,6 +56,8 @@ setup(
             # Drives Debian's Chromium, in tests and screenshots of pages.
             "playwright>=1.55,<2",
         ],
+        # CUDA's libraries, as NVIDIA's wheels; there are none for macOS.
+        "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
         "array_record": ARRAY_RECORD,
         "parquet": PARQUET,
         "plots": PLOTS,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tensorflow as tf
 
 from towers.doctor import __main__ as doctor
 from towers.doctor import cluster, devices, gpus, host, process, settings, versions
@@ -24,7 +25,11 @@ from towers.doctor.finding import Finding, examine, in_a_line, ok
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
-BUILT = {"cuda_version": "12.5.1", "cudnn_version": "9"}
+BUILT = {
+    "cuda_version": "12.5.1",
+    "cudnn_version": "9",
+    "cuda_compute_capabilities": ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"],
+}
 HEALTHY = Probe(
     build=BUILT,
     gpus=0,
@@ -407,8 +412,9 @@ def test_towers_that_are_not_installed(installed):
 _SMI = """#!/bin/sh
 case "$1" in
 *compute-apps*) echo "GPU-b, 123, python, 60000" ;;
-*) echo "0, NVIDIA H200, GPU-a, 81559, 81000, 550.54.15"
-   echo "1, NVIDIA H200, GPU-b, 81559, 500, 550.54.15" ;;
+*compute_cap*) echo "0, 9.0"; echo "1, 9.0" ;;
+*) echo "0, NVIDIA H200, GPU-a, 81559, 81000, 555.58.02"
+   echo "1, NVIDIA H200, GPU-b, 81559, 500, 555.58.02" ;;
 esac
 """
 FOUND = Probe(build=BUILT, gpus=2)
@@ -439,8 +445,8 @@ def machine(tmp_path, monkeypatch):
 
 def test_look(machine):
     assert machine.gpus == machine.on_bus == machine.device_files == 2
-    assert machine.driver == "550.54.15"
-    assert machine.cards[1] == gpus.Card(1, "NVIDIA H200", "GPU-b", 81559, 500)
+    assert machine.driver == "555.58.02"
+    assert machine.cards[1] == gpus.Card(1, "NVIDIA H200", "GPU-b", 81559, 500, "9.0")
     assert machine.holders == (("GPU-b", "process 123 (python)", 60000),)
     assert machine.fault == ""
 
@@ -508,6 +514,57 @@ def test_gpus_that_are_found(machine):
 
 
 @pytest.mark.parametrize(
+    ("capability", "driver", "verdict", "expected"),
+    [
+        ("9.0", "525.60.12", "wrong", "525.60.13"),
+        ("9.0", "535.288.01", "note", "555.42.02"),
+        ("9.0", "555.42.02", "ok", "525.60.13"),
+        ("12.0", "550.54.15", "note", "555.42.02"),
+        ("8.6", "525.60.13", "ok", "525.60.13"),
+        ("7.5", "525.60.13", "ok", "525.60.13"),
+        ("6.1", "525.60.13", "ok", "525.60.13"),
+        ("", "525.60.13", "ok", "525.60.13"),
+    ],
+)
+def test_a_driver_that_has_to_compile(machine, capability, driver, verdict, expected):
+    cards = tuple(card._replace(capability=capability) for card in machine.cards)
+    machine = machine._replace(cards=cards, driver=driver)
+    finding = gpus.check_driver(machine, FOUND)
+    assert (finding.verdict, finding.figures["expected"]) == (verdict, expected)
+    assert (f"capability {capability} " in finding.text) == (verdict == "note")
+
+
+def test_a_driver_that_does_not_tell_the_capability(machine, tmp_path, monkeypatch):
+    refuses = (
+        """*compute_cap*) echo 'Field "compute_cap" is not a valid field'; exit 2 ;;"""
+    )
+    old = re.sub(r"\*compute_cap.*", refuses, _SMI)
+    smi(tmp_path, monkeypatch, old)
+    cards = gpus.look(tmp_path, {}).cards
+    assert [card.capability for card in cards] == ["", ""]
+    assert cards == tuple(card._replace(capability="") for card in machine.cards)
+
+
+def test_the_command_that_installs_cuda(tmp_path):
+    wheel, checkout = tmp_path / "site-packages", tmp_path / "towers"
+    checkout.mkdir()
+    (checkout / "setup.py").touch()
+    assert gpus._install(tmp_path, wheel) == "pip install 'towers[gpu]'"
+    assert gpus._install(tmp_path, checkout) == "pip install -e '.[gpu]'"
+    venv = checkout / ".venv"
+    assert gpus._install(venv, checkout) == "make GPU=1"
+    venv.mkdir()
+    (venv / ".ready-gpu").touch()  # make has done its part
+    assert gpus._install(venv, checkout) == "pip install -e '.[gpu]'"
+
+
+def test_the_wheels_machine_code():
+    built = tf.sysconfig.get_build_info()
+    assert built["cuda_compute_capabilities"] == BUILT["cuda_compute_capabilities"]
+    assert built["cuda_version"] == BUILT["cuda_version"]
+
+
+@pytest.mark.parametrize(
     ("found", "hides", "verdict", "text"),
     [
         (0, "", "note", "finds 0, as CUDA_VISIBLE_DEVICES='' hides the others"),
@@ -526,7 +583,9 @@ def test_gpus_that_tensorflow_does_not_find(
     assert text in finding.text
 
 
-def test_why_gpus_are_not_found(machine, installed):
+def test_why_gpus_are_not_found(machine, installed, monkeypatch):
+    monkeypatch.setattr(gpus, "_install", lambda: "make GPU=1")
+
     def reason(machine=machine, **found):
         found = Probe(**{"build": BUILT, "gpus": 0} | found)
         finding = gpus.check_gpus(machine, found, {})
@@ -538,7 +597,7 @@ def test_why_gpus_are_not_found(machine, installed):
     assert reason(build={}).startswith("this TensorFlow is built without CUDA")
     old = machine._replace(driver="470.57.02")
     assert reason(old).startswith("the driver is 470.57.02 (CUDA 12.5.1 expects at")
-    assert "but pip has no nvidia-cudnn-cu12, nvidia-nccl-cu12; pip" in reason()
+    assert "but pip has no nvidia-cudnn-cu12, nvidia-nccl-cu12; make GPU=1" in reason()
     installed |= {"nvidia-cudnn-cu12": "8.9.7.29", "nvidia-nccl-cu12": "2.28.1"}
     assert "but there is nvidia-cudnn-cu12 8.9.7.29 (expected <10.0,>=9" in reason()
     installed["nvidia-cudnn-cu12"] = "9.3.0.75"
@@ -551,6 +610,23 @@ def test_cuda_of_the_system(machine, installed):
     assert finding.verdict == "ok"
     assert finding.text.endswith("as the system has them")
     assert finding.figures == {"cuda": "12.5.1", "cudnn": "9"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "verdict"),
+    [
+        ("7.0", "9.10.2.21", "ok"),
+        ("7.5", "9.11.0.98", "ok"),
+        ("7.0", "9.28.0", "wrong"),
+    ],
+)
+def test_cudnn_leaves_old_gpus_out(machine, installed, capability, cudnn, verdict):
+    installed |= {"nvidia-cudnn-cu12": cudnn, "nvidia-nccl-cu12": "2.28.1"}
+    cards = tuple(card._replace(capability=capability) for card in machine.cards)
+    finding = gpus.check_libraries(machine._replace(cards=cards), FOUND)
+    assert finding.verdict == verdict
+    said = "; pip install 'nvidia-cudnn-cu12<9.11'"
+    assert finding.text.endswith(said) == (verdict == "wrong")
 
 
 def test_memory_of_gpus(machine):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,12 +13,17 @@ from towers.doctor.finding import WRONG, Finding, in_a_line, note, ok, wrong
 
 _VENDOR, _DISPLAY = "0x10de", "0x03"  # of the PCI bus
 # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, "minor version compatibility"
+# (docs/gpus.md)
 _LEAST_DRIVER = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
+# The driver that came with it, which compiles kernels that the wheel has no code of.
+_COMPILING_DRIVER = {"12.5": "555.42.02"}
+# From this version on, cuDNN lacks GPUs of lower compute capabilities, and crashes.
+_CUDNN, _WITHOUT_OLD, _OLD = "nvidia-cudnn-cu12", (9, 11), (7, 5)
 _HIDES, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _GROWTH, _ALLOCATOR = "TF_FORCE_GPU_ALLOW_GROWTH", "TF_GPU_ALLOCATOR"
 _THREADS, _THREAD_MODES = "TF_GPU_THREAD_MODE", ("global", "gpu_private", "gpu_shared")
 _SMI_S = 20
-_INSTALL = "pip install 'tensorflow[and-cuda]'"
+_OURS = Path(__file__).parents[2]
 # Where TensorFlow's log tells why it does not use a GPU.
 _REASON = re.compile(
     r"\] (.*(?:dlopen|cuInit|cuda drivers|Ignoring visible gpu|kernel driver).*)"
@@ -33,6 +39,7 @@ class Card(NamedTuple):
         uuid: Its identity.
         memory_mb: Its memory.
         free_mb: What is free of that.
+        capability: Its compute capability, such as "9.0"; empty if unknown.
     """
 
     index: int
@@ -40,6 +47,7 @@ class Card(NamedTuple):
     uuid: str
     memory_mb: int
     free_mb: int
+    capability: str = ""
 
 
 class Machine(NamedTuple):
@@ -101,10 +109,13 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
 def _listed(machine: Machine) -> Machine:
     """Adds what nvidia-smi tells."""
     rows = _ask_smi("gpu=index,name,uuid,memory.total,memory.free,driver_version")
+    capabilities = _capabilities()
     held = _ask_smi("compute-apps=gpu_uuid,pid,process_name,used_memory")
     cards = tuple(
-        Card(int(index), name, uuid, _number(memory), _number(free))
-        for index, name, uuid, memory, free, _ in rows
+        Card(
+            int(i), name, uuid, _number(memory), _number(free), capabilities.get(i, "")
+        )
+        for i, name, uuid, memory, free, _ in rows
     )
     holders = tuple(
         (uuid, f"process {pid} ({name})", _number(used))
@@ -158,9 +169,18 @@ def check_driver(machine: Machine, found: Probe) -> Finding:
     if least is None:
         return ok(machine.driver, **figures)
     text = f"{machine.driver} (CUDA {cuda} expects at least {least})"
-    if _parts(machine.driver) >= _parts(least):
-        return ok(text, **figures)
-    return wrong(f"{text}; install a newer driver", **figures)
+    if _parts(machine.driver) < _parts(least):
+        return wrong(f"{text}; install a newer driver", **figures)
+    newer = _COMPILING_DRIVER.get(".".join(cuda.split(".")[:2]), least)
+    without = {c.capability for c in machine.cards if not _has_code(c, found)}
+    if without and _parts(machine.driver) < _parts(newer):
+        names = ", ".join(sorted(without))
+        return note(
+            f"{text}, but for compute capability {names} it has to compile kernels of "
+            f"TensorFlow, as drivers do from {newer} on; install a newer driver",
+            **figures | {"expected": newer},
+        )
+    return ok(text, **figures)
 
 
 def check_libraries(machine: Machine, found: Probe) -> Finding:
@@ -178,10 +198,20 @@ def check_libraries(machine: Machine, found: Probe) -> Finding:
     absent = [each for each in asked if versions.version(each.name) is None]
     bad = versions.unfit([each for each in asked if each not in absent])
     if bad:
-        return wrong(f"{text}, but there is {', '.join(bad)}; {_INSTALL}", **figures)
+        return wrong(f"{text}, but there is {', '.join(bad)}; {_install()}", **figures)
+    has = versions.version(_CUDNN)
+    left_out = [
+        c for c in machine.cards if c.capability and _parts(c.capability) < _OLD
+    ]
+    if left_out and has and _parts(has) >= _WITHOUT_OLD:
+        return wrong(
+            f"{text}, but cuDNN {has} leaves out compute capability "
+            f"{left_out[0].capability}; pip install '{_CUDNN}<9.11'",
+            **figures,
+        )
     if absent and not found.gpus:
         names = ", ".join(each.name for each in absent)
-        return wrong(f"{text}, but pip has no {names}; {_INSTALL}", **figures)
+        return wrong(f"{text}, but pip has no {names}; {_install()}", **figures)
     return ok(f"{text}, as {'the system' if absent else 'pip'} has them", **figures)
 
 
@@ -242,7 +272,7 @@ def _reason(machine: Machine, found: Probe, hides: str | None) -> str:
     if hides is not None:
         return f"{_HIDES}={hides!r} names none of them; unset it"
     if not _built_for(found):
-        return f"this TensorFlow is built without CUDA; {_INSTALL}"
+        return f"this TensorFlow is built without CUDA; {_install()}"
     if not machine.device_files and not machine.cards:
         return (
             f"there is no /dev/nvidia0, so the driver is not loaded, or the container "
@@ -265,9 +295,44 @@ def _built_for(found: Probe) -> str:
     return (found.build or {}).get("cuda_version", "")
 
 
+def _has_code(card: Card, found: Probe) -> bool:
+    """Tells whether TensorFlow's kernels are machine code of a GPU, or all is unknown.
+
+    Code runs on GPUs of the same major capability, from its minor one on.
+    """
+    built = (found.build or {}).get("cuda_compute_capabilities", ())
+    codes = [each.removeprefix("sm_") for each in built if each.startswith("sm_")]
+    major, _, minor = card.capability.partition(".")
+    return not (codes and minor) or any(
+        code[:-1] == major and code[-1] <= minor for code in codes
+    )
+
+
+def _install(prefix: Path = Path(sys.prefix), ours: Path = _OURS) -> str:
+    """The command that installs CUDA's libraries where this program was started.
+
+    Args:
+        prefix: The environment of this Python.
+        ours: Where the folder `towers` is: a checkout, or installed packages.
+    """
+    if prefix == ours / ".venv" and not (prefix / ".ready-gpu").exists():
+        return "make GPU=1"
+    if (ours / "setup.py").exists():
+        return "pip install -e '.[gpu]'"
+    return "pip install 'towers[gpu]'"
+
+
 def _holders(machine: Machine, card: Card) -> str:
     names = [who for uuid, who, _ in machine.holders if uuid == card.uuid]
     return ", ".join(names) or "a process that nvidia-smi does not name here"
+
+
+def _capabilities() -> dict[str, str]:
+    """Compute capabilities by the GPU's number; drivers before 510 do not tell."""
+    try:
+        return dict(_ask_smi("gpu=index,compute_cap"))
+    except (_SmiError, ValueError):
+        return {}
 
 
 class _SmiError(Exception):
