@@ -220,7 +220,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_make = make
         self._self_chosen = chosen
         self._self_file = file
-        self._self_asked_xla = None
+        # What `compile` was told of XLA, and what tells whether that was the last time.
+        self._self_asked_xla = None, None
         self._self_auto = not chosen
         self._self_builder = make(choice)
         self._self_seen = []
@@ -243,8 +244,8 @@ class TowerModel(wrapt.CallableObjectProxy):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model; see `keras.Model.compile`."""
         bound = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
-        self._self_asked_xla = bound.arguments.get("jit_compile", "auto")
         self.__wrapped__.compile(*args, **kwargs)
+        self._ask_xla(bound.arguments.get("jit_compile", "auto"))
         self._follow()
 
     @property
@@ -255,6 +256,37 @@ class TowerModel(wrapt.CallableObjectProxy):
     @jit_compile.setter
     def jit_compile(self, value: bool) -> None:
         self.__wrapped__.jit_compile = value
+        self._ask_xla(value)
+        self._self_seen = []  # so that it is followed
+
+    def _ask_xla(self, asked):
+        config = getattr(self.__wrapped__, "_compile_config", None)
+        self._self_asked_xla = config, asked
+
+    def _wants_xla(self):
+        """Whether XLA is to compile towers and update, `None` for what is faster.
+
+        Keras's own "auto" turns it on as soon as there is a GPU. Towers would be
+        compiled for each device and each size of a share, so here it is tried.
+        """
+        model = self.__wrapped__
+        config, asked = self._self_asked_xla
+        wanted = model.compiled and model.jit_compile
+        if config is not getattr(model, "_compile_config", None):
+            # Compiled without us: Keras keeps only what it has made of the wish.
+            asked = wanted
+            if wanted and tf.config.list_physical_devices("GPU"):
+                asked = "auto"
+                line = (
+                    f"Model '{model.name}' was compiled before multi_gpu_model() got "
+                    "it, and Keras turns XLA on by itself where there is a GPU, so "
+                    "the towers go without; if XLA is wanted, compile what "
+                    "multi_gpu_model() returns, with jit_compile=True."
+                )
+                self._self_builder.say([line])
+        if asked is None or asked == "auto":
+            return None
+        return bool(asked and wanted)
 
     def _follow(self):
         """Starts anew if the model was compiled or moved, through whichever object."""
@@ -266,6 +298,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             return
         self.train_function = self.test_function = self.predict_function = None
         self._self_builder.forget()
+        self._self_builder.xla = self._wants_xla()
         self._self_chosen = not self._self_auto
         # A step count, a learning rate and means were created where the user was.
         variables.move(model, self._self_builder.home)
@@ -283,7 +316,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         elif force or self.train_function is None:
             builder = self._self_builder
             on_gpus = any(map(is_gpu, builder.devices))
-            if on_gpus or builder.xla or not self._self_chosen:
+            if on_gpus or builder.compiles_update or not self._self_chosen:
                 self.train_function = self._first_call
             else:
                 self.train_function = self._train_function()
@@ -361,8 +394,6 @@ class TowerModel(wrapt.CallableObjectProxy):
         batches = start.Batches(iterator, model.steps_per_execution)
         ways = [] if self._self_chosen else self._ways()
         self._self_chosen = True
-        if ways:
-            self._self_builder.xla = ways[0].xla
         self._build_first(batches)
         key = _describe(model, self._self_builder, batches.first, ways)
         recalled = auto.recall(self._self_file, key, ways)
@@ -407,13 +438,10 @@ class TowerModel(wrapt.CallableObjectProxy):
         model, builder = self.__wrapped__, self._self_builder
         if model.run_eagerly or is_op_determinism_enabled():
             return []
-        asked = self._self_asked_xla
-        if asked is None:  # compiled before it was handed over
-            asked = model.jit_compile
         return auto.candidates(
             builder.devices,
             _nccl_fits(builder.devices),
-            xla=None if asked == "auto" else bool(asked),
+            xla=self._wants_xla(),
             synchronized=tower.is_synchronized(model),
         )
 
@@ -445,7 +473,7 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _install(self, way, batches):
         watched = self._self_builder.watched
         self._self_builder = self._self_make(way)
-        self._self_builder.xla = way.xla
+        self._self_builder.xla = way.xla or self._wants_xla()
         self._self_builder.watched = watched
         self._build_first(batches)
 

@@ -17,8 +17,8 @@ import tensorflow as tf
 from towers import auto, loop, variables
 from towers.builders.base import Builder
 
-# What TensorFlow says where XLA cannot compile; and where a tower reads a variable on
-# another device, as it is handed the values of the model's only.
+# What tells most of what TensorFlow says where XLA cannot compile; and where a tower
+# reads a variable on another device, as it is handed the values of the model's only.
 _XLA_WORDS = "XLA", "compil", "jit"
 _ELSEWHERE = "Trying to access resource"
 
@@ -81,7 +81,7 @@ class Batches:
 def train_or_fall_back(
     builder: Builder, train: Callable[[], Callable[[Iterator], Any]], batches: Batches
 ) -> tuple[Callable[[Iterator], Any], Any]:
-    """Makes the first call of a train function; without XLA if XLA cannot compile it.
+    """Makes the first call of a train function; without XLA if it fails with it.
 
     Args:
         builder: The builder, whose variables exist.
@@ -90,25 +90,36 @@ def train_or_fall_back(
 
     Returns:
         The function to go on with, and the logs.
+
+    Raises:
+        tf.errors.OpError: What is raised without XLA, too.
     """
-    function = train()
-    if not builder.xla:
+    if not builder.compiles_update:
+        function = train()
         return function, function(batches.read())
-    start = variables.values(builder.model)
-    try:
-        logs = function(batches.read())
-    except tf.errors.OpError as error:
-        if not any(word in str(error) for word in (*_XLA_WORDS, _ELSEWHERE)):
-            raise
+    start, failed, what = variables.values(builder.model), None, None
+    while True:
+        try:
+            function = train()
+            logs = function(batches.read())
+            break
+        except tf.errors.OutOfRangeError:
+            raise  # the end of the data
+        except tf.errors.OpError as error:
+            # Not all of them name XLA: libdevice is missing, or memory runs out.
+            if not builder.compiles_update:
+                raise
+            failed = failed or error
+        # The update alone may do.
+        less = None if builder.xla else False
+        what = what or ("model" if builder.xla else "the update of model")
         variables.assign(builder.model, start)
         builder.forget()
-        builder.xla = False
-        name = builder.model.name
-        say(f"XLA cannot compile model '{name}', which goes on without: {_why(error)}")
-        function = train()
-        logs = function(batches.read())
-    else:
-        builder.compiled = True
+        builder.xla = less
+    builder.compiled = builder.xla
+    if failed is not None:
+        name = f"{what} '{builder.model.name}'"
+        say(f"XLA cannot compile {name}, which goes on without: {_why(failed)}")
     return function, logs
 
 
@@ -153,6 +164,7 @@ def _why(error):
     if found := re.search(rf"{_ELSEWHERE} (\S+)", str(error)):
         return f"a tower reads '{found[1]}', which is not a variable of the model"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = lines or [type(error).__name__]
     telling = [line for line in lines if any(word in line for word in _XLA_WORDS)]
     noise = r"^\(\d+\) \w+:\s*|graph __inference\S+ "
     return re.sub(noise, "", (telling or lines)[0])[:200]

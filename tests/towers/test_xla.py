@@ -17,6 +17,8 @@ from tests import oracle
 from tests.exact import oracle as exact
 from tests.exact.cases import CASES
 from tests.towers.test_exact_cases import _alone
+from towers import not_finite
+from towers.builders.base import Builder
 
 HOME, AWAY = "/device:CPU:0", "/device:CPU:1"
 GROUPS = "losses", "metrics", "state"
@@ -97,3 +99,164 @@ def test_what_is_on_another_device_goes_on_without(capsys, layers, loss):
     assert line.startswith("XLA cannot compile model")
     assert "a tower reads 'Variable" in line and "not a variable of the model" in line
     assert oracle.largest_difference(ours, expected) < 1e-5
+
+
+# What a wish for XLA means.
+
+
+def _dense(**options):
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)], name="dense")
+    if options:
+        model.compile("adam", "mse", **options)
+    return model
+
+
+def _batch():
+    x = np.random.default_rng(0).normal(size=(7, 6)).astype("float32")
+    return x, x[:, :1]
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """A made-up GPU, which is why Keras turns XLA on."""
+    found = tf.config.list_physical_devices
+
+    def devices(kind=None):
+        gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+        return [*found(kind), *([gpu] if kind in (None, "GPU") else [])]
+
+    monkeypatch.setattr(tf.config, "list_physical_devices", devices)
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_keras", "ours"),
+    [("auto", True, None), (True, True, True), (False, False, False)],
+)
+def test_auto_is_not_what_keras_makes_of_it(a_gpu, asked, of_keras, ours):
+    model = _dense()
+    parallel = towers.multi_gpu_model(model, ["cpu:0", "cpu:1"])
+    parallel.compile("adam", "mse", jit_compile=asked)
+    assert model.jit_compile is of_keras
+    assert parallel._wants_xla() is ours
+    assert parallel.builder.xla is bool(ours)
+    parallel.train_on_batch(*_batch())
+    assert parallel.builder.compiled is bool(ours)
+
+
+def test_a_wish_that_keras_has_decided_for_itself(a_gpu, caplog):
+    for asked, ours in ((False, False), ("auto", None), (True, None)):
+        caplog.clear()
+        before = towers.multi_gpu_model(_dense(jit_compile=asked), ["cpu:0"])
+        assert before._wants_xla() is ours
+        assert ("so the towers go without" in caplog.text) is (asked is not False)
+    # What is said later counts.
+    before.jit_compile = True
+    before.train_on_batch(*_batch())
+    assert before.builder.compiled
+
+
+def test_a_wish_where_keras_has_no_reason_of_its_own():
+    for asked in (False, True):
+        before = towers.multi_gpu_model(_dense(jit_compile=asked), ["cpu:0"])
+        assert before._wants_xla() is asked
+
+
+def test_the_model_compiled_by_itself_later_forgets_the_wish():
+    parallel = towers.multi_gpu_model(_dense(), ["cpu:0"])
+    parallel.compile("adam", "mse", jit_compile=True)
+    parallel.__wrapped__.compile("adam", "mse", jit_compile=False)
+    parallel.train_on_batch(*_batch())
+    assert not parallel.builder.xla
+
+
+# As TensorFlow says it where libdevice or ptxas are missing, or memory.
+FAILURES = [
+    tf.errors.InternalError(None, None, "libdevice not found at ./libdevice.10.bc"),
+    tf.errors.NotFoundError(None, None, "Couldn't find a suitable version of ptxas"),
+    tf.errors.UnknownError(None, None, "Failed to load in-memory CUBIN"),
+    tf.errors.ResourceExhaustedError(None, None, "Out of memory while trying"),
+    tf.errors.UnimplementedError(None, None, ""),
+]
+
+
+def _trained(monkeypatch, fails, says=lambda builder: None, **options):
+    """Trains a model by a builder that fails, behind its first step."""
+    make = Builder.train_function
+
+    def train_function(self, scope):
+        function = make(self, scope)
+
+        def call(iterator):
+            logs = function(iterator)
+            says(self)
+            if fails(self) is not None:
+                raise fails(self)
+            return logs
+
+        return call
+
+    model = _dense()
+    with monkeypatch.context() as patched:
+        patched.setattr(Builder, "train_function", train_function)
+        parallel = towers.multi_gpu_model(model, 2)
+        parallel.compile("adam", "mse", **options)
+        parallel.train_on_batch(*_batch())
+    return parallel, model.get_weights()
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_whatever_fails_with_xla_goes_on_without(monkeypatch, capsys, error):
+    _, expected = _trained(monkeypatch, lambda builder: None, jit_compile=False)
+    capsys.readouterr()
+    fails = lambda builder: error if builder.xla else None  # noqa: E731
+    parallel, ours = _trained(monkeypatch, fails, jit_compile=True)
+    assert oracle.largest_difference(ours, expected) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == (
+        "XLA cannot compile model 'dense', which goes on without: "
+        f"{error.message or 'UnimplementedError'}"
+    )
+    assert not (parallel.builder.xla or parallel.builder.compiled)
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_the_update_is_fallen_back_from_by_itself(monkeypatch, capsys, asked):
+    monkeypatch.setattr(
+        Builder, "compiles_update", property(lambda self: self._xla is not False)
+    )
+    _, expected = _trained(monkeypatch, lambda builder: None, jit_compile=False)
+    tried = []
+    capsys.readouterr()
+    fails = lambda builder: FAILURES[0] if builder.compiles_update else None  # noqa: E731
+    says = lambda builder: tried.append(builder._xla)  # noqa: E731
+    _, ours = _trained(monkeypatch, fails, says, jit_compile=asked)
+    assert tried == ([True, None, False] if asked is True else [None, False])
+    assert oracle.largest_difference(ours, expected) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    what = "model" if asked is True else "the update of model"
+    assert line.startswith(f"XLA cannot compile {what} 'dense', which goes on without")
+
+
+@pytest.mark.parametrize("error", FAILURES[:1], ids=str)
+def test_an_error_of_the_models_own_is_raised(monkeypatch, capsys, error):
+    with pytest.raises(type(error), match="libdevice"):
+        _trained(monkeypatch, lambda builder: error, jit_compile=True)
+    assert "XLA" not in capsys.readouterr().out
+
+
+def test_the_end_of_the_data_is_none_of_xla(monkeypatch):
+    ended, tried = tf.errors.OutOfRangeError(None, None, "End of sequence"), []
+    with pytest.raises(tf.errors.OutOfRangeError):
+        _trained(monkeypatch, lambda _: ended, tried.append, jit_compile=True)
+    assert len(tried) == 1
+
+
+def test_a_step_that_is_not_finite_is_none_of_xla(tmp_path):
+    model = _dense()
+    parallel = towers.multi_gpu_model(model, 2, check_numerics=True)
+    parallel.compile("adam", "mse", jit_compile=True)
+    x, y = _batch()
+    with pytest.raises(not_finite.NotFiniteStep):
+        parallel.train_on_batch(x, y * np.nan)
+    assert parallel.builder.xla

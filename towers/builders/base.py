@@ -373,13 +373,21 @@ class Builder(abc.ABC):
 
     @property
     def xla(self) -> bool:
-        """Whether XLA compiles towers and update; by default what the model says."""
-        wanted = self.model.jit_compile if self._xla is None else self._xla
-        return bool(wanted) and not self.model.run_eagerly
+        """Whether XLA compiles towers and update.
+
+        `None`, the default, leaves the towers as they are, and has the update compiled
+        where that is known to pay; False leaves both.
+        """
+        return bool(self._xla) and not self.model.run_eagerly
 
     @xla.setter
     def xla(self, value: bool | None) -> None:
         self._xla = value
+
+    @property
+    def compiles_update(self) -> bool:
+        """Whether XLA compiles the update."""
+        return self.xla
 
     def refresh(self) -> None:
         """Is told that variables, or the model, may have been changed from outside."""
