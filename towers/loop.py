@@ -6,14 +6,22 @@ business; epochs, callbacks and the end of the data are Keras's.
 """
 
 import collections
+import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from towers.devices import HOST
 from towers.phases import moment
+
+# After an error, so long is waited for a batch on its way: a program that ends while a
+# thread is inside TensorFlow may crash. Of an input that hangs, none will come.
+_PATIENCE_S = 5.0
 
 
 class Ahead:
@@ -32,10 +40,16 @@ class Ahead:
         """
         self._count, self._fetch = count, fetch
         self._waiting = weakref.WeakKeyDictionary()
+        self._threads = weakref.WeakKeyDictionary()
 
     def take(self, iterator: Iterator) -> Any:
         """Returns the next batch, or raises what was raised instead of one."""
         waiting = self._of(iterator)
+        if waiting is None:
+            return self._fetch(iterator)
+        if iterator in self._threads:
+            # An error had left it behind, or it is done.
+            self._threads.pop(iterator).join()
         if not waiting:
             return self._fetch(iterator)
         batch, error = waiting.popleft()
@@ -46,15 +60,47 @@ class Ahead:
     def fill(self, iterator: Iterator) -> None:
         """Fetches what is missing; an error, or the end, waits for its turn."""
         waiting = self._of(iterator)
-        if waiting is None:
-            return
-        while len(waiting) < self._count and not (waiting and waiting[-1][1]):
+        while self._lacks(waiting):
             try:
                 waiting.append((self._fetch(iterator), None))
             except Exception as error:
                 # Its frames would keep the iterator alive.
                 error.__cause__ = error.__context__ = None
                 waiting.append((None, error.with_traceback(None)))
+
+    @contextlib.contextmanager
+    def filling(self, iterator: Iterator) -> Iterator[None]:
+        """Does so in a thread while what is inside runs, which is to fetch nothing.
+
+        On leaving, all is there. The thread lasts no longer: what comes between two
+        calls finds nothing running.
+        """
+        if not self._lacks(self._of(iterator)):
+            yield
+            return
+
+        def fill(iterator):
+            # A thread has no device of its creator's.
+            with tf.device(HOST):
+                self.fill(iterator)
+
+        # As a daemon, it keeps no process from ending.
+        thread = threading.Thread(
+            target=fill, args=(iterator,), name="towers-ahead", daemon=True
+        )
+        self._threads[iterator] = thread
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            thread.join(_PATIENCE_S)
+            raise
+        thread.join()
+
+    def _lacks(self, waiting):
+        if waiting is None or (waiting and waiting[-1][1]):
+            return False
+        return len(waiting) < self._count
 
     def _of(self, iterator):
         if not self._count or not isinstance(iterator, tf.data.Iterator):
@@ -73,15 +119,15 @@ def train_function(
     """Makes the function that Keras calls with an iterator over batches.
 
     While a step computes, the next batch of the call is fetched and placed: nothing in
-    the graph makes one wait for the other. With one step in a call, batches are fetched
-    and placed for later calls instead: on a GPU, the step's kernels are still running.
+    the graph makes one wait for the other. With one step in a call, a thread fetches
+    and places batches for later calls instead.
 
     Args:
         prepare: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
             that do not exist yet: a graph that has to create some is traced twice.
         place: Cuts a batch and copies the shares to where they are needed.
-        step: Takes a batch, its placed shares and when a batch was last asked for and
-            came (float64 [2], in seconds), trains on it and returns its logs.
+        step: Takes a batch, its placed shares and when batches were fetched since the
+            last step (see `Phases.step`), trains on it and returns its logs.
         steps: Steps in a call; at the end of the data there may be fewer.
         eager: Whether steps run op by op, outside of any graph.
         prefetch: With one step in a call, how many batches are placed ahead of it.
@@ -97,10 +143,10 @@ def train_function(
 
     def many(iterator):
         if steps == 1:
-            data, fetched = _get_next(iterator)
+            data, *fetched = _get_next(iterator)
             # At the end of the data nothing happens, also to what does not look at it.
             with tf.control_dependencies(flat(data)):
-                return one(data, fetched)
+                return one(data, _not_placed(*fetched))
         return _loop(place, step, steps, iterator)
 
     if not eager:
@@ -122,9 +168,9 @@ def train_function(
             prepare_once(iterator.element_spec)
             return many(iterator)
         logs, fetches = None, _Fetches()
-        for _, data in zip(range(steps), fetches.timed(iterator), strict=False):
+        for _, data in zip(range(steps), fetches.read(iterator), strict=False):
             prepare_once(data)
-            logs = (one if eager else one_in_graph)(data, fetches.interval())
+            logs = (one if eager else one_in_graph)(data, fetches.times())
         if logs is None:
             raise StopIteration
         return logs
@@ -133,77 +179,92 @@ def train_function(
 
 
 def _get_next(iterator):
-    """The next batch, and when it was asked for and came."""
+    """The next batch, when it was asked for, and when it came."""
     asked = moment()
     with tf.control_dependencies([asked]):
         data = without_optionals(iterator.get_next())
-    return data, tf.stack([asked, moment(flat(data))])
+    return data, asked, moment(flat(data))
+
+
+def _not_placed(asked, came):
+    """The times of one batch, which a step cuts and copies itself."""
+    return tf.stack([[asked, came, came]])
 
 
 class _Fetches:
-    """When batches were asked for and came, where Python takes them."""
+    """When batches were asked for, came and were placed, where Python takes them."""
 
     def __init__(self):
-        self._asked_s = self._came_s = 0.0
+        self._times = []
 
-    def call(self, fetch: Callable[..., Any], *args: Any) -> Any:
-        """Calls what fetches a batch."""
-        asked_s = time.time()
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[Callable[[Any], None]]:
+        """A context that fetches a batch; yields what to call with its times, if known.
+
+        By default it is placed later.
+        """
+        times, asked_s = [], time.time()
         try:
-            return fetch(*args)
+            yield times.extend
         finally:
-            self._asked_s = self._asked_s or asked_s
-            self._came_s = time.time()
+            came_s = time.time()
+            self._times.append(times or [asked_s, came_s, came_s])
 
-    def timed(self, iterator: Iterator) -> Iterator:
+    def read(self, iterator: Iterator) -> Iterator:
         """Yields what an iterator does."""
         while True:
-            try:
-                yield self.call(next, iterator)
-            except StopIteration:
-                return
+            with self.timed():
+                try:
+                    data = next(iterator)
+                except StopIteration:
+                    return
+            yield data
 
-    def interval(self) -> tf.Tensor:
-        """From the first to the last fetch since this was last asked: float64 [2]."""
-        interval = tf.constant([self._asked_s, self._came_s], tf.float64)
-        self._asked_s = 0.0
-        return interval
+    def times(self) -> tf.Tensor:
+        """The times of all batches since this was last asked: float64 [n, 3]."""
+        times, self._times = self._times, []
+        return tf.constant(np.reshape(times, [-1, 3]), tf.float64)
 
 
 def _one_ahead(place, step, count):
     """Makes a function that takes one step, and places batches for later ones."""
 
     def fetch(iterator):
-        data = without_optionals(iterator.get_next())
-        return data, place(data)
+        data, asked, came = _get_next(iterator)
+        shares = place(data)
+        return data, shares, tf.stack([asked, came, moment(shares)])
 
     fetch = tf.function(fetch, autograph=False)
     step = tf.function(step, autograph=False)
-    traced, fetching = weakref.WeakKeyDictionary(), _Fetches()
+    traced, fetches = weakref.WeakKeyDictionary(), _Fetches()
 
     def trace(iterator):
-        fetches = fetch.get_concrete_function(iterator)
+        fetch_one = fetch.get_concrete_function(iterator)
         # For whatever can be fetched: of one batch, all sizes are known.
-        specs = tf.nest.map_structure(
+        *specs, _ = tf.nest.map_structure(
             lambda t: None if t is None else tf.type_spec_from_value(t),
-            fetches.structured_outputs,
+            fetch_one.structured_outputs,
         )
-        interval = tf.TensorSpec([2], tf.float64)
-        return fetches, step.get_concrete_function(*specs, interval)
+        times = tf.TensorSpec([None, 3], tf.float64)
+        return fetch_one, step.get_concrete_function(*specs, times)
 
     def fetch_next(iterator):
         if iterator not in traced:
             traced[iterator] = trace(iterator)
-        fetches, steps = traced[iterator]
-        return steps, fetching.call(fetches, iterator)
+        fetch_one, step_one = traced[iterator]
+        with fetches.timed() as note:
+            *fetched, times = fetch_one(iterator)
+            note(times.numpy())
+        return step_one, fetched
 
     ahead = Ahead(count, fetch_next)
 
     def function(iterator):
-        step, fetched = ahead.take(iterator)
-        logs = step(*fetched, fetching.interval())
-        del fetched  # to make room
-        ahead.fill(iterator)
+        step_one, fetched = ahead.take(iterator)
+        times = fetches.times()
+        with ahead.filling(iterator):
+            logs = step_one(*fetched, times)
+            del fetched  # to make room
         return logs
 
     return function
@@ -211,8 +272,8 @@ def _one_ahead(place, step, count):
 
 def _loop(place, step, steps, iterator):
     """Runs up to `steps` steps in a loop of the graph."""
-    first, fetched = _get_next(iterator)
-    placed = place(first)
+    first, *fetched = _get_next(iterator)
+    placed, fetched = place(first), _not_placed(*fetched)
     traced = tf.function(step, autograph=False)
     traced = traced.get_concrete_function(first, placed, fetched)
     logs_spec = tf.nest.map_structure(
@@ -229,7 +290,7 @@ def _loop(place, step, steps, iterator):
                 lambda: tf.experimental.Optional.empty(iterator.element_spec),
             )
         more = following.has_value()
-        fetched_next = tf.stack([asked, moment(more)])
+        fetched_next = _not_placed(asked, moment(more))
         # The choice is made on the host: what a branch returns passes through there.
         data_next = tf.cond(
             more, lambda: flat(without_optionals(following.get_value())), lambda: data

@@ -30,7 +30,8 @@ class Totals(NamedTuple):
     Attributes:
         steps: Steps measured.
         input_s: Towers waited for a batch.
-        copy_s: Shares were cut, and copied to the towers.
+        copy_s: Shares were cut and copied to the towers, and parameters sent to them
+            from another memory.
         compute_s: Towers computed, until the last had its gradients.
         reduce_s: Gradients were added, and variables and metrics updated.
         towers_s: Each tower computed.
@@ -90,7 +91,9 @@ class Phases:
         Args:
             data: The batch.
             shares: What the towers have of it.
-            fetched: When a batch was last asked for, and when it came: float64 [2].
+            fetched: For each batch fetched since the last step, whether for this one
+                or a later one, when it was asked for, came, and was placed, or came if
+                it has yet to be: float64 [n, 3], in seconds.
         """
         graph, before = None, 0
         if not tf.executing_eagerly():
@@ -106,6 +109,11 @@ class Phases:
         finally:
             self._moments = None
 
+    def received(self, towers: Sequence[Any]) -> None:
+        """Is told of what towers get of the variables, where that has to travel."""
+        if self._moments is not None and towers:
+            self._moments["received"] = moment(towers)
+
     def computed(self, towers: Sequence[Any]) -> None:
         """Is told of what each tower that has a share makes of it, in a step."""
         if self._moments is not None:
@@ -120,12 +128,16 @@ class Phases:
         with self._lock:
             self._added += parts
 
-    def _add(self, fetched, begun, placed, computed, done):
+    def _add(self, fetched, begun, placed, computed, done, received=None):
         with tf.name_scope(_SCOPE), tf.device(HOST):
-            last, (asked, came) = self._last.read_value(), tf.unstack(fetched)
-            # Of the time since the last step, that in which a batch was fetched.
-            waited = _positive(tf.minimum(came, begun) - tf.maximum(asked, last))
+            last = self._last.read_value()
+            # Of the time since the last step, that in which batches were fetched.
+            ends = tf.minimum(fetched[:, 1:], begun)
+            spans = _positive(ends - tf.maximum(fetched[:, :-1], last))
+            waited, copied = tf.unstack(tf.reduce_sum(spans, axis=0))
             begun = tf.maximum(begun, last)
+            if received is not None:
+                placed = tf.maximum(placed, received)
             # The clock may be looked at late, with all threads busy; never early.
             computed = [tf.minimum(each, done) for each in computed]
             placed = tf.minimum(placed, tf.reduce_min(computed))
@@ -136,7 +148,7 @@ class Phases:
             parts = [
                 tf.ones([], tf.float64),
                 waited,
-                placed - begun,
+                copied + placed - begun,
                 all_computed - placed,
                 done - all_computed,
                 *(each - placed for each in computed),

@@ -90,6 +90,8 @@ class ParameterServer(Builder):
         data = keras.utils.unpack_x_y_sample_weight(data)
         shares = shares and [keras.utils.unpack_x_y_sample_weight(s) for s in shares]
         values, scale = self.pull() if pulled is None else pulled
+        sent = zip(values, self.devices, strict=True)
+        self.phases.received([each for each, device in sent if self.packs(device)])
         shares, seen = self.prepare(data, training=True, placed=shares)
         y = None if self.preprocess is None else seen[1]
         run = functools.partial(self.run, training=True)
