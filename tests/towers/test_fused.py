@@ -1,5 +1,7 @@
 """Fused kernels against Keras's own operations."""
 
+import collections
+
 import keras
 import numpy as np
 import pytest
@@ -21,13 +23,13 @@ def _layer(shape=(8, 5, 5, 3), **options):
     for weight in layer.weights:
         weight.assign(random.uniform(0.5, 1.5, weight.shape))
     x = random.normal(2, 3, shape).astype("float32")
-    return layer, tf.constant(x)
+    return layer, tf.cast(x, layer.compute_dtype)
 
 
 def _step(layer, x):
     """Outputs, gradients and new statistics of one training step."""
     weights = layer.trainable_variables
-    state = [(v, tf.constant(v.value)) for v in layer.non_trainable_variables]
+    state = [(v, tf.convert_to_tensor(v.value)) for v in layer.non_trainable_variables]
     with tf.GradientTape() as tape:
         tape.watch(x)
         with keras.StatelessScope(state) as scope:
@@ -41,11 +43,15 @@ def _step(layer, x):
     ]
 
 
-def _kernels(layer, x):
+def _operations(layer, spec):
     with fused.batch_normalization():
-        traced = tf.function(lambda x: layer(x, training=True)).get_concrete_function(x)
-    operations = traced.graph.get_operations()
-    return sum(op.type == "FusedBatchNormV3" for op in operations)
+        traced = tf.function(lambda x: layer(x, training=True))
+        graph = traced.get_concrete_function(spec).graph
+    return collections.Counter(op.type for op in graph.get_operations())
+
+
+def _kernels(layer, x):
+    return _operations(layer, x)["FusedBatchNormV3"]
 
 
 class OwnMoments(keras.layers.BatchNormalization):
@@ -75,13 +81,53 @@ def test_the_kernel_gives_keras_numbers(options):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+# The last place of 16 bits, and half of it that may round otherwise.
+@pytest.mark.parametrize(("dtype", "eps"), [("float16", 1e-3), ("bfloat16", 8e-3)])
+@pytest.mark.parametrize("scale", [1, 3e3])
+@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+def test_images_of_16_bits(dtype, eps, scale, how):
+    """They are normalised in float32: squares of large ones overflow in float16."""
+    layer, x = _layer(dtype=f"mixed_{dtype}")
+    x *= tf.cast(scale, dtype)
+    expected = _step(layer, x)
+
+    def step(x):
+        with fused.batch_normalization():
+            return _step(layer, x)
+
+    compiled = tf.function(step, autograph=False, jit_compile=how == "xla")
+    ours = step(x) if how == "eager" else compiled(x)
+    assert _kernels(layer, x) == 1
+    for a, b in zip(ours, expected, strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+        assert np.isfinite(b).all()
+        np.testing.assert_allclose(a, b, rtol=2 * eps, atol=2 * eps * np.abs(b).max())
+    for a, b in zip(ours[-2:], expected[-2:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "casts"), [(8, 0), (None, 1)])
+def test_the_number_of_values_costs_little(rows, casts):
+    """It is a constant where the number of rows is known; or else one copy to a GPU."""
+    layer, x = _layer()
+    spec = tf.TensorSpec([rows, *x.shape[1:]])
+    found = _operations(layer, spec)
+    assert (found["Cast"], found["Size"]) == (casts, casts)
+    *_, expected = _step(layer, x)
+    with fused.batch_normalization():
+        *_, ours = tf.function(lambda x: _step(layer, x), input_signature=[spec])(x)
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"shape": (8, 3)},
         {"axis": 1},
         {"epsilon": 1e-7},
-        {"dtype": "mixed_float16"},
+        {"dtype": "float16"},
+        {"dtype": "float64"},
         {"trainable": False},
         {"renorm": True},
         {"make": Own},
@@ -96,6 +142,12 @@ def test_where_it_does_not_fit_the_layer_is_keras_own(options):
     layer, x = _layer(**options)
     with fused.batch_normalization():
         np.testing.assert_array_equal(layer(x, training=True), expected)
+
+
+def test_images_of_another_type_than_the_layer_computes_in_are_keras_own():
+    layer, x = _layer(dtype="mixed_float16", autocast=False)
+    x = tf.cast(x, tf.float32)
+    assert _kernels(layer, x) == 0
 
 
 def test_inference_and_the_outside_are_keras_own():
