@@ -1,8 +1,15 @@
 """Several steps in a call: the same numbers, and no batch too many."""
 
+import collections
 import functools
 import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
 import weakref
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -538,3 +545,195 @@ def test_shares_lie_on_their_towers_ahead(monkeypatch):
     for _, (_, shares) in taken:
         for device, share in zip(TOWERS, shares, strict=True):
             assert all(part.backing_device.endswith(device) for part in share)
+
+
+# Beside a step.
+
+TIMEOUT_S = 60
+
+
+class Step(keras.layers.Layer):
+    """Calls a function with the number of each batch, which stands in its rows."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        def called(numbers):
+            self.function(int(numbers.flat[0]))
+            return numbers
+
+        after = tf.numpy_function(called, [x], x.dtype)
+        return x + 0 * tf.ensure_shape(after, x.shape)
+
+
+def _numbered(count, fetch=lambda number: None):
+    """Batches of two rows with their number, each fetched as it is asked for."""
+
+    def called(number):
+        fetch(int(number))
+        return number
+
+    def batch(number):
+        number = tf.ensure_shape(tf.numpy_function(called, [number], tf.int64), [])
+        rows = tf.fill([2, 1], tf.cast(number, tf.float32))
+        return rows, rows
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.experimental_optimization.inject_prefetch = False
+    return tf.data.Dataset.range(count).map(batch).with_options(options)
+
+
+def _stepping(function, prefetch, **options):
+    # On one tower: if two waited, TensorFlow might have no thread left to fetch with.
+    layers = [Step(function), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((1,)), *layers])
+    trained = multi_gpu_model(model, gpus=1, prefetch=prefetch, **options)
+    trained.compile(keras.optimizers.SGD(1e-3), "mse")
+    return trained
+
+
+@pytest.mark.parametrize("builder", [*BUILDERS, "asynchronous"])
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_batches_are_fetched_before_a_step_returns(builder, prefetch):
+    """A step waits for the fetch of the last batch that is to be ahead of it."""
+    fetched, came = collections.defaultdict(threading.Event), []
+    last = 5
+
+    def step(number):
+        awaited = fetched[min(number + prefetch, last)]
+        came.append(all(came) and awaited.wait(TIMEOUT_S / 4))
+
+    trained = _stepping(step, prefetch, builder=builder)
+    trained.fit(_numbered(last + 1, lambda n: fetched[n].set()), verbose=0)
+    assert came == [True] * (last + 1)
+
+
+class Held:
+    """A fetch that blocks at one batch until it is let go."""
+
+    def __init__(self, number):
+        self.number = number
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, number):
+        if number == self.number:
+            self.reached.set()
+            assert self.go.wait(TIMEOUT_S)
+
+
+def _threads():
+    return [each for each in threading.enumerate() if each.name == "towers-ahead"]
+
+
+def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
+    monkeypatch.setattr(loop, "_PATIENCE_S", 0.1)
+    held, steps = Held(2), []
+
+    def step(number):
+        steps.append(number)
+        if number == 1:
+            assert held.reached.wait(TIMEOUT_S)
+            raise ValueError("batch 1 is bad")
+
+    trained = _stepping(step, prefetch=1)
+    trained.make_train_function()
+    iterator = iter(_numbered(5, held))
+    trained.train_function(iterator)
+    assert not _threads()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="batch 1 is bad"):
+        trained.train_function(iterator)
+    (left,) = _threads()
+    held.go.set()
+    # The batch on its way comes next, once, and others in their order.
+    for _ in range(3):
+        trained.train_function(iterator)
+    assert steps == [0, 1, 2, 3, 4]
+    assert not left.is_alive()
+    with pytest.raises(tf.errors.OutOfRangeError):
+        trained.train_function(iterator)
+
+
+def test_a_fetch_left_behind_lets_go_of_its_iterator(monkeypatch):
+    monkeypatch.setattr(loop, "_PATIENCE_S", 0.1)
+    held = Held(1)
+
+    def step(number):
+        assert held.reached.wait(TIMEOUT_S)
+        raise ValueError("bad")
+
+    trained = _stepping(step, prefetch=1)
+    trained.make_train_function()
+    iterator = iter(_numbered(5, held))
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        trained.train_function(iterator)
+    (left,) = _threads()
+    gone = weakref.ref(iterator)
+    del iterator
+    held.go.set()
+    left.join(TIMEOUT_S)
+    assert gone() is None
+
+
+def test_a_fetch_ahead_runs_on_the_host_and_knows_no_other_scope():
+    devices = []
+
+    def fetch(iterator):
+        devices.append(tf.zeros([]).device[-5:])
+        return next(iterator)
+
+    ahead = loop.Ahead(3, fetch)
+    iterator = iter(_numbered(2))
+    with tf.device("/device:CPU:3"):
+        assert ahead.take(iterator)[0][0, 0] == 0
+        with ahead.filling(iterator):
+            assert tf.zeros([]).device.endswith("CPU:3")
+        assert ahead.take(iterator)[0][0, 0] == 1
+        # The end is found once, and nothing is left to fetch.
+        with pytest.raises(StopIteration):
+            ahead.take(iterator)
+    assert devices == ["CPU:3", "CPU:0", "CPU:0"]
+
+
+_ENDS = """
+    import os, signal, sys, threading
+    import keras, numpy as np, tensorflow as tf
+    from tests.towers import test_loop
+
+    how, forever, reached = sys.argv[1], threading.Event(), threading.Event()
+
+    def fetch(number):
+        if number == 1:
+            reached.set()
+            if how == "ctrl-c":
+                os.kill(os.getpid(), signal.SIGINT)
+            forever.wait()
+
+    def step(number):
+        assert reached.wait(60)
+        if how == "error":
+            raise ValueError("batch 0 is bad")
+
+    trained = test_loop._stepping(step, prefetch=1)
+    trained.fit(test_loop._numbered(5, fetch), verbose=0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "raised"), [("error", "batch 0 is bad"), ("ctrl-c", "KeyboardInterrupt")]
+)
+def test_a_program_ends_though_its_input_hangs(how, raised):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_ENDS), how],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=3 * TIMEOUT_S,
+        check=False,
+    )
+    assert raised in done.stderr
+    assert done.returncode in (1, -2, 130)
