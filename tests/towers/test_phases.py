@@ -3,7 +3,9 @@
 A sleep takes at least its time on any machine, however busy.
 """
 
+import itertools
 import re
+import threading
 import time
 
 import keras
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import multi_gpu_model, phases
+from towers import multi_gpu_model, packing, phases
+from towers.builders.base import Builder
 from towers.callbacks.step_time import StepTime
 
 NAP_S = 0.02
@@ -51,12 +54,24 @@ def slow(data):
     return data.map(lambda x, y: (nap(x), y)).with_options(options)
 
 
-def train(how, data=lambda d: d, optimizer="sgd", preprocess=None, callbacks=()):
+def train(
+    how,
+    data=lambda d: d,
+    optimizer="sgd",
+    preprocess=None,
+    callbacks=(),
+    packed=None,
+):
     """Trains for an epoch after a warm-up; returns totals and seconds of the epoch."""
     builder, steps, prefetch, eager = how
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     parallel = multi_gpu_model(
-        model, gpus=2, builder=builder, prefetch=prefetch, preprocess=preprocess
+        model,
+        gpus=2,
+        builder=builder,
+        prefetch=prefetch,
+        preprocess=preprocess,
+        packed=packed,
     )
     parallel.compile(optimizer, "mse", steps_per_execution=steps, run_eagerly=eager)
     x = np.repeat([[-1.0], [1.0]], 3, axis=0) * np.ones([1, 4])
@@ -90,6 +105,85 @@ def test_waiting_for_input(how):
     totals, _ = found
     # In a call of several, a batch is made while the towers compute, for a part of it.
     assert totals.input_s > LEAST_S / (2 if how[1] > 1 or how[2] else 1)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Cutting and copying takes time; a function waits for so many batches."""
+    done, changed, cut = [], threading.Condition(), Builder.cut
+
+    def sleep(value):
+        time.sleep(NAP_S)
+        with changed:
+            done.append(None)
+            changed.notify_all()
+        return value
+
+    def slow(builder, data):
+        x, y = data
+        # Not stateful: steps of a loop would wait for it.
+        late = tf.numpy_function(sleep, [x], x.dtype, stateful=False)
+        return cut(builder, (tf.ensure_shape(late, x.shape), y))
+
+    def wait(count):
+        with changed:
+            assert changed.wait_for(lambda: len(done) >= count, timeout=20)
+
+    monkeypatch.setattr(Builder, "cut", slow)
+    return wait
+
+
+# In Python, it is a part of Python's time.
+@pytest.mark.parametrize("how", [how for how in HOW if not how[3]], ids=str)
+def test_copying_shares(how, copies):
+    totals, seconds = train(how)
+    check(how, totals, seconds)
+    # Where batches are ahead, a part of it lies beside a step.
+    assert totals.copy_s > LEAST_S / (2 if how[1] > 1 or how[2] else 1)
+    assert totals.input_s < totals.copy_s
+
+
+def test_copying_beside_a_step_takes_no_time(copies):
+    """Each step waits until the batches are copied that are to be ahead of it."""
+    ahead, steps = 2, itertools.count()
+
+    def wait(value):
+        epoch, step = divmod(next(steps), BATCHES)
+        copies(epoch * BATCHES + min(step + 1 + ahead, BATCHES))
+        return value
+
+    def preprocess(x, y, training):
+        # On the second tower alone: TensorFlow has to have a thread left.
+        return tf.cond(x[0, 0] > 0, lambda: late(x), lambda: x), y
+
+    def late(x):
+        return tf.ensure_shape(tf.py_function(wait, [x], x.dtype), x.shape)
+
+    how = "parameter_server", 1, ahead, False
+    totals, seconds = train(how, preprocess=preprocess)
+    check(how, totals, seconds)
+    # The first batch alone is copied while nothing else is done.
+    assert totals.copy_s < LEAST_S / 2
+    assert totals.compute_s > totals.copy_s
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_sending_parameters_is_copying(steps, monkeypatch):
+    """Where they travel, as between a host and its GPUs: in one buffer."""
+    pack = packing.pack
+
+    def slow(tensors):
+        buffers = pack(tensors)
+        if tf.get_current_name_scope().split("/")[-1] == "read":
+            buffers[0] = nap(buffers[0])
+        return buffers
+
+    monkeypatch.setattr(packing, "pack", slow)
+    how = "parameter_server", steps, 0, False
+    totals, seconds = train(how, packed=True)
+    check(how, totals, seconds)
+    assert totals.copy_s > LEAST_S
+    assert totals.compute_s < totals.copy_s
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
