@@ -5,7 +5,8 @@ is nothing but adding. On which device is the caller's choice: these functions r
 they are called.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.ops import nccl_ops
@@ -15,6 +16,20 @@ from towers.dependence import Dependence
 from towers.devices import HOST
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
+
+
+class Packed(NamedTuple):
+    """Gradients as they have travelled.
+
+    Attributes:
+        places: Which of the N they are.
+        parts: For each type, the towers' buffers.
+        sums: For each type, the sum of these, on the first device that has it.
+    """
+
+    places: Sequence[int]
+    parts: Sequence[Sequence[tf.Tensor]]
+    sums: Sequence[tf.Tensor]
 
 
 def sum_gradients(
@@ -45,6 +60,7 @@ def sum_packed(
     sources: Sequence[str],
     device: str,
     largest: Collection[int] = (),
+    seen: Callable[[Packed], None] | None = None,
 ) -> list[Gradient]:
     """Adds the gradients of all towers, which travel packed.
 
@@ -53,8 +69,9 @@ def sum_packed(
         sources: The devices that have them.
         device: The device that is to have the sums.
         largest: See `sum_gradients`.
+        seen: See `all_reduce`.
     """
-    return all_reduce(towers, sources, [device], "device", largest)[0]
+    return all_reduce(towers, sources, [device], "device", largest, seen)[0]
 
 
 def all_reduce(
@@ -63,6 +80,7 @@ def all_reduce(
     devices: Sequence[str],
     algorithm: str,
     largest: Collection[int] = (),
+    seen: Callable[[Packed], None] | None = None,
 ) -> list[list[Gradient]]:
     """Adds the gradients of all towers, and gives each device the sums.
 
@@ -74,6 +92,7 @@ def all_reduce(
         devices: The devices that are to have the sums.
         algorithm: One of `ALGORITHMS`.
         largest: See `sum_gradients`.
+        seen: Is told of what has travelled packed.
 
     Returns:
         For each of `devices`, N sums.
@@ -95,7 +114,10 @@ def all_reduce(
         for gradients, device in zip(towers, sources, strict=True):
             with tf.device(device):
                 buffers.append(packing.pack([gradients[i] for i in places]))
-        sums = [combine(list(parts), devices) for parts in zip(*buffers, strict=True)]
+        parts = [list(each) for each in zip(*buffers, strict=True)]
+        sums = [combine(each, devices) for each in parts]
+        if seen is not None:
+            seen(Packed(places, parts, [each[0] for each in sums]))
         for k, device in enumerate(devices):
             with tf.device(device):
                 mine = [each[k] for each in sums]

@@ -2,7 +2,9 @@
 
 In the graph that is one sum over the gradients that are about to be applied, and a
 branch on it. The branch looks at each number, as a sum of finite ones may overflow.
-Which tower, and what in it, is found out afterwards; see `numerics.py`.
+Where gradients travel packed, each tower squares and adds those that it sends: that is
+one kernel a buffer, beside the reduction, and only scalars go to the host. Which tower,
+and what in it, is found out afterwards; see `numerics.py`.
 """
 
 import contextlib
@@ -68,6 +70,7 @@ class Guard:
         loss: tf.Tensor,
         gradients: Sequence[reduce.Gradient],
         optimizer: keras.optimizers.Optimizer | None,
+        packed: Sequence[reduce.Packed] = (),
     ) -> Iterator[None]:
         """Inside, nothing happens in a step that is stopped.
 
@@ -78,12 +81,22 @@ class Guard:
             loss: Its loss, a scalar.
             gradients: Its gradient for each trainable variable, scaled.
             optimizer: What is to apply them.
+            packed: How they have travelled, where that is what to look at.
         """
-        counted = [gradient for gradient in gradients if gradient is not None]
+        seen = {i for each in packed for i in each.places}
+        others = [
+            gradient
+            for i, gradient in enumerate(gradients)
+            if gradient is not None and i not in seen
+        ]
         with tf.name_scope("check_numerics"):
-            parts = _joined(counted) if counted else []
-            finite_loss = finite([loss])
+            parts = _joined(others) if others else []
+            with tf.device(HOST):
+                finite_loss = tf.math.is_finite(loss)
             good = finite_loss & sum_is_finite(parts) if parts else finite_loss
+            for towers in (buffers for each in packed for buffers in each.parts):
+                good &= sums_are_finite(towers)
+            parts += [total for each in packed for total in each.sums]
             skips = finite_loss & _may_overflow(optimizer)
             stop = functools.partial(self._stop, skips, data, optimizer)
 
@@ -152,6 +165,31 @@ def sum_is_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         return tf.math.is_finite(tf.add_n(sums))
 
 
+def sums_are_finite(towers: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Tells whether the sum over the towers is finite for each number.
+
+    If it is said to be, it is: no sum is larger than the square root of their number
+    times all squares. If not, it may be that only these overflow.
+
+    Args:
+        towers: A buffer of each, of one floating type and shape.
+
+    Returns:
+        A bool scalar.
+    """
+    dtype = towers[0].dtype
+    halves = []
+    for buffer in towers:
+        with tf.device(buffer.device):
+            # This one reads once, and writes nothing but half of the sum of squares.
+            halves.append(tf.nn.l2_loss(_wide(buffer)))
+    with tf.device(HOST):
+        total = tf.add_n(halves)
+        limit = float(dtype.max) * float(dtype.max) / (2 * len(towers))
+        # Neither infinity nor what is not a number is less than that.
+        return total < min(limit, float(total.dtype.max))
+
+
 def finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Tells whether each number is finite: two passes over each tensor, where it is.
 
@@ -166,6 +204,10 @@ def finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device(tensor.device):
             found.append(tf.reduce_all(tf.math.is_finite(tensor)))
     return tf.reduce_all(found)
+
+
+def _wide(tensor):
+    return tensor if tensor.dtype == tf.float64 else tf.cast(tensor, tf.float32)
 
 
 def _may_overflow(optimizer):

@@ -9,7 +9,7 @@ recipe is that of the CIFAR-10 multi-GPU tutorial and of tf_cnn_benchmarks'
 import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -132,16 +132,16 @@ class ParameterServer(Builder):
             with tf.device(self.home):
                 self._refuse_direct(direct[0])
                 gradients[0] = reduce.sum_gradients([gradients[0], *direct])
-        sums = []
+        sums, packed = [], []
         if self.model.trainable_variables:
             with tf.name_scope("reduce"):
                 sources = [self.devices[result.tower] for result in results]
-                sums = self.sum_gradients(gradients, sources)
+                sums = self.sum_gradients(gradients, sources, packed.append)
         else:
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2
             )
-        with self._unless_stopped(data, loss, sums):
+        with self._unless_stopped(data, loss, sums, packed):
             # In this order, as on one device: layers assign before the optimizer does.
             self.assign_state(state)
             if sums:
@@ -159,11 +159,14 @@ class ParameterServer(Builder):
                     "loss that does not call layers in float8."
                 )
 
-    def _unless_stopped(self, data, loss, sums):
+    def _unless_stopped(self, data, loss, sums, packed):
         if self.guard is None:
             return contextlib.nullcontext()
         gradients = sums[0] if sums else []
-        return self.guard.before(data, loss, gradients, self.model.optimizer)
+        if not any(map(self.packs, self.devices)):
+            # Towers share memory and cores: to look at the sums is the least work.
+            packed = ()
+        return self.guard.before(data, loss, gradients, self.model.optimizer, packed)
 
     def _update_metrics(self, data, outputs, computed):
         with tf.device(self.home):
@@ -245,20 +248,24 @@ class ParameterServer(Builder):
         return carried_back
 
     def sum_gradients(
-        self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
+        self,
+        gradients: Sequence[Sequence[reduce.Gradient]],
+        sources: Sequence[str],
+        seen: Callable[[reduce.Packed], None] | None = None,
     ) -> list[list[reduce.Gradient]]:
         """Adds the towers' gradients.
 
         Args:
             gradients: Lists of gradients; see `TowerResult.gradients`.
             sources: The devices that they are on.
+            seen: Is told of what has travelled packed; see `reduce.all_reduce`.
 
         Returns:
             The sums, once for each copy of the variables.
         """
         largest = overwritten.places(self.model)
         if any(map(self.packs, sources)):
-            return [reduce.sum_packed(gradients, sources, self.merge, largest)]
+            return [reduce.sum_packed(gradients, sources, self.merge, largest, seen)]
         with tf.device(self.merge):
             return [reduce.sum_gradients(gradients, largest)]
 

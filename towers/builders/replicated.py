@@ -122,7 +122,10 @@ class Replicated(ParameterServer):
         return values
 
     def sum_gradients(
-        self, gradients: Sequence[Sequence[reduce.Gradient]], sources: Sequence[str]
+        self,
+        gradients: Sequence[Sequence[reduce.Gradient]],
+        sources: Sequence[str],
+        seen: Callable[[reduce.Packed], None] | None = None,
     ) -> list[list[reduce.Gradient]]:
         """Does so for each tower; see `ParameterServer.sum_gradients`."""
         return reduce.all_reduce(
@@ -131,6 +134,7 @@ class Replicated(ParameterServer):
             self.devices,
             self.all_reduce_alg,
             overwritten.places(self.model),
+            seen,
         )
 
     def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
