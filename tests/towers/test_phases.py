@@ -28,6 +28,7 @@ HOW = [
     ("parameter_server", 1, 0, True),
     ("replicated", 4, 0, False),
     ("asynchronous", 4, 0, False),
+    ("asynchronous", 1, 2, False),
 ]
 
 

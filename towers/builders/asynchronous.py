@@ -340,12 +340,17 @@ class Asynchronous(Builder):
 
         self._steps, self._graphs = {}, (_graph(compute), _graph(self._apply))
 
+        fetched = []
+
         def fetch(iterator):
-            begun_s = time.perf_counter()
+            asked_s = time.perf_counter()
             data = next(iterator)
-            self._fetching_s += time.perf_counter() - begun_s
+            came_s = time.perf_counter()
+            self._fetching_s += came_s - asked_s
             with scope():
-                return self._deal(loop.without_optionals(data))
+                work = self._deal(loop.without_optionals(data))
+            fetched.append((asked_s, came_s, time.perf_counter()))
+            return work
 
         ahead = loop.Ahead(self.prefetch if steps == 1 else 0, fetch)
 
@@ -365,9 +370,9 @@ class Asynchronous(Builder):
                     if not streams.put(work):
                         break
                 streams.close()
+                fetched.clear()
                 ahead.fill(iterator)
-                for done in towers:
-                    done.result()
+                self._note_fetches(max(done.result() for done in towers), fetched)
             finally:
                 streams.stop()
                 concurrent.futures.wait(towers)
@@ -378,7 +383,7 @@ class Asynchronous(Builder):
         return function
 
     def _work(self, k, streams, logs):
-        """One tower's part of a call, in its own thread."""
+        """One tower's part of a call, in its own thread; returns when it was over."""
         try:
             asked_s, fetching_s = time.perf_counter(), self._fetching_s
             for piece in streams.of(k):
@@ -392,6 +397,7 @@ class Asynchronous(Builder):
         except BaseException:
             streams.stop()
             raise
+        return asked_s
 
     def _run(self, k, step, kept, share, logs):
         """One step of one tower; returns when it had its gradients.
@@ -423,6 +429,12 @@ class Asynchronous(Builder):
         copy_s = came_s - asked_s - waited_s
         parts = np.array([1, waited_s, copy_s, compute_s, done_s - computed_s])
         self.phases.add([*parts / towers, *compute_s * np.eye(towers)[k]])
+
+    def _note_fetches(self, over_s, fetched):
+        """Adds what all towers have waited for batches that later calls will need."""
+        seconds = np.array(fetched or [[over_s] * 3])
+        waited_s, copy_s = np.diff(np.maximum(seconds, over_s)).sum(axis=0)
+        self.phases.add([0, waited_s, copy_s, 0, 0, *[0] * len(self.devices)])
 
     def _deal(self, data):
         """Cuts a batch: for each tower its step, share and copy of it, or `None`."""
