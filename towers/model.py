@@ -130,8 +130,9 @@ def multi_gpu_model(
             metrics the original one. In prediction y is `None`. `model` itself takes
             what has been preprocessed.
         prefetch: How many batches are fetched and copied to the towers before they are
-            asked for, by calls of training with one step; as many more than needed
-            are taken from the data. By default 2 if a tower is on a GPU, else none.
+            asked for, by calls of training with one step, while a step runs; as many
+            more than needed are taken from the data, and kept on the towers. By
+            default 2 if a tower is on a GPU, else none.
         check_numerics: Whether the first step of training with a loss or a gradient
             that is not finite changes nothing, and raises a `not_finite.NotFiniteStep`
             that says where that began. A path: the same, and the step's batch is

@@ -165,8 +165,10 @@ class Run:
         )
         return self.callback
 
-    def fit(self, data, *callbacks, model=None, **options):
-        parallel = multi_gpu_model(model, gpus=2) if model else shared()
+    def fit(self, data, *callbacks, model=None, prefetch=0, **options):
+        parallel = shared()
+        if model:
+            parallel = multi_gpu_model(model, gpus=2, prefetch=prefetch)
         options = {"epochs": 3, "steps_per_epoch": STEPS, "shuffle": False} | options
         parallel.fit(data, callbacks=[self.callback, *callbacks], verbose=0, **options)
 
@@ -248,6 +250,15 @@ def test_a_stage_of_the_input(run, stage):
         said = run.wait()
     assert reason(said) == f"the input, whose stage '{stage}' gives nothing within 2 s"
     assert "300 s, in epoch 1/3 before its first;" in said
+
+
+def test_a_batch_that_is_fetched_ahead(run):
+    block = Block(after=2)
+    run.stall()
+    with run.blocked(block, plain(block), model=build(), prefetch=2):
+        said = run.wait()
+    assert reason(said) == "the input or the computation (the devices answer)"
+    assert "Thread towers-ahead:\n" in said
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
