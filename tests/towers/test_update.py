@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 
 import towers
-from tests import executed
-from towers import fused
+from tests import executed, oracle
+from towers import fused, model, variables
+from towers.builders import base, replicated
 
 optimizers = keras.optimizers
 _numbers = itertools.count()
@@ -71,10 +72,10 @@ TABLE = {
     "LossScaleOptimizer, Adam": (28, 19),
 }
 # Nothing is computed, or launched on a GPU, for these.
-_FREE = "Const", "Identity", "NoOp", "ReadVariableOp", "_Recv", "_Send", "Shape"
+_FREE = "_Arg", "Const", "Identity", "NoOp", "ReadVariableOp", "_Recv", "_Send", "Shape"
 
 
-def _trained(make, ours, pairs=2, steps=1):
+def _trained(make, ours, pairs=2, steps=1, xla=False):
     """Updates so many matrices and vectors.
 
     Returns:
@@ -89,7 +90,7 @@ def _trained(make, ours, pairs=2, steps=1):
     optimizer.build(variables)
     name = f"apply_{next(_numbers)}"
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False, jit_compile=xla)
     def update(gradients):
         with fused.updates() if ours else contextlib.nullcontext():
             with tf.name_scope(name):
@@ -130,6 +131,14 @@ def test_the_numbers_are_keras_own_to_the_last_bit(name):
     tolerance = 1e-6 if "SGD" in name else 0
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_xla_compiles_it(name):
+    expected, _ = _trained(OPTIMIZERS[name], False, steps=4)
+    found, _ = _trained(OPTIMIZERS[name], True, steps=4, xla=True)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 class Counting(keras.optimizers.Adam):
@@ -177,3 +186,150 @@ def test_builders_update_so(builder):
         for each in nodes.values()
     ]
     assert max(counts) == 2
+
+
+# On a GPU, XLA compiles it. A logical CPU stands in for one.
+
+TOWERS = "/device:CPU:1", "/device:CPU:2"
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    def is_gpu(device):
+        return device.endswith(TOWERS)
+
+    for module in base, model, replicated, variables:
+        if hasattr(module, "is_gpu"):
+            monkeypatch.setattr(module, "is_gpu", is_gpu)
+
+
+def _dense():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(4, name=f"dense_{i}") for i in range(2)]
+    return keras.Sequential([keras.Input((4,)), *layers], name="dense")
+
+
+def _embedding():
+    keras.utils.set_random_seed(1)
+    layers = keras.layers.Embedding(5, 4), keras.layers.GlobalAveragePooling1D()
+    return keras.Sequential([keras.Input((4,)), *layers], name="embedding")
+
+
+def _fit(make, optimizer, x=X, wrap=lambda model: model, **options):
+    """Trains for four steps; returns the weights, and what an update has executed."""
+    made = make()
+    trained = wrap(made)
+    trained.compile(optimizer, "mse", **options)
+    fit = functools.partial(trained.fit, x, X, batch_size=4, epochs=2, verbose=0)
+    nodes = executed.run(functools.partial(fit, shuffle=False), "apply/")
+    ours = {
+        device: [n.op for n in each if n.name.startswith("apply") and n.op not in _FREE]
+        for device, each in nodes.items()
+    }
+    return made.get_weights(), {device: ops for device, ops in ours.items() if ops}
+
+
+def _towers(made, **options):
+    return towers.multi_gpu_model(made, TOWERS, home=TOWERS[0], **options)
+
+
+def _plain(make, optimizer, x=X):
+    def wrap(model):
+        # If Keras's `fit` builds it, ScheduleFreeAdamW begins with zeros.
+        optimizer.build(model.trainable_variables)
+        return model
+
+    return _fit(make, optimizer, x, wrap, jit_compile=False)[0]
+
+
+# The last two have variables of other types, and of no shape.
+@pytest.mark.parametrize(
+    "name", ["Adam", "LossScaleOptimizer, Adam", "Adafactor", "Nadam"]
+)
+def test_compiled_it_is_one_operation(on_gpus, name):
+    make = OPTIMIZERS[name]
+    expected = _plain(_dense, make())
+    found, operations = _fit(_dense, make(), wrap=_towers)
+    assert operations == {TOWERS[0]: ["StatefulPartitionedCall"]}
+    assert oracle.largest_difference(found, expected) < 1e-5
+
+
+def test_each_copy_is_updated_by_one(on_gpus):
+    wrap = functools.partial(_towers, builder="replicated")
+    found, operations = _fit(_dense, "adam", wrap=wrap)
+    assert oracle.largest_difference(found, _plain(_dense, optimizers.Adam())) < 1e-5
+    # The second one gets the learning rate.
+    assert operations[TOWERS[0]] == ["StatefulPartitionedCall"]
+    assert sorted(operations[TOWERS[1]]) == [
+        "AssignVariableOp",
+        "StatefulPartitionedCall",
+    ]
+
+
+def test_towers_that_do_not_wait_update_so_too(on_gpus):
+    wrap = functools.partial(_towers, builder="asynchronous")
+    _, operations = _fit(_dense, "adam", wrap=wrap)
+    assert operations == {TOWERS[0]: ["StatefulPartitionedCall"]}
+
+
+class Whole(keras.optimizers.SGD):
+    """Reads a number of a type that GPUs do not have, so that it is on the host."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.whole = self.add_variable((), dtype="int32", name="whole")
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient += tf.cast(self.whole, tf.float32)
+        super().update_step(gradient, variable, learning_rate)
+
+
+class Foreign(keras.optimizers.SGD):
+    """Calls Python."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = tf.numpy_function(lambda g: g, [gradient], tf.float32)
+        gradient = tf.ensure_shape(gradient, variable.shape)
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize("make", [Whole, Foreign])
+def test_what_cannot_be_compiled_goes_on_without(on_gpus, capsys, make):
+    expected = _plain(_dense, make())
+    wrapped = []
+
+    def wrap(made):
+        wrapped.append(_towers(made))
+        return wrapped[0]
+
+    capsys.readouterr()
+    found, _ = _fit(_dense, make(), wrap=wrap)
+    assert oracle.largest_difference(found, expected) < 1e-5
+    assert not wrapped[0].builder.compiles_update
+    said = capsys.readouterr().out.splitlines()
+    told = [
+        line for line in said if line.startswith("XLA cannot compile the update of")
+    ]
+    assert len(told) == 1
+
+
+def test_sparse_gradients_are_not_compiled_anew_for_each_size(on_gpus, caplog):
+    x = np.abs(X).round() % 5
+    expected = _plain(_embedding, optimizers.SGD(), x)
+    caplog.clear()
+    found, operations = _fit(_embedding, "sgd", x, wrap=_towers)
+    assert oracle.largest_difference(found, expected) < 1e-5
+    assert "StatefulPartitionedCall" not in itertools.chain(*operations.values())
+    told = [r.getMessage() for r in caplog.records if "XLA" in r.getMessage()]
+    assert len(told) == 1 and "for each size of its sparse gradients" in told[0]
+
+
+def test_who_wants_no_xla_gets_none(on_gpus):
+    _, operations = _fit(_dense, "adam", wrap=_towers, jit_compile=False)
+    assert "StatefulPartitionedCall" not in itertools.chain(*operations.values())
+
+
+def test_on_cpus_it_is_not_compiled():
+    _, operations = _fit(_dense, "adam", wrap=_towers)
+    assert "StatefulPartitionedCall" not in itertools.chain(*operations.values())

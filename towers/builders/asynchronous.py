@@ -331,7 +331,7 @@ class Asynchronous(Builder):
         if self.model.run_eagerly:
             return super().train_function(scope)
         steps = self.model.steps_per_execution
-        self._tower.xla = self.xla
+        self._tower.xla = self._xla
 
         def compute(share, pulled):
             # It runs where it is called: in a tower's thread, on the tower's device.

@@ -386,7 +386,13 @@ class Builder(abc.ABC):
 
     @property
     def compiles_update(self) -> bool:
-        """Whether XLA compiles the update."""
+        """Whether XLA compiles the update: where that is wished, or known to pay.
+
+        It makes one kernel of the dozen that each variable needs, which a GPU is slower
+        to start than to run; a CPU is not.
+        """
+        if self._xla is None:
+            return is_gpu(self.home) and not self.model.run_eagerly
         return self.xla
 
     def refresh(self) -> None:

@@ -296,9 +296,20 @@ class ParameterServer(Builder):
                 "that depends on one, so look for integers, argmax or stop_gradient "
                 "between the variables and the outputs."
             )
-        if self.xla:
+        if self.xla or (self.compiles_update and self._may_compile(gradients)):
             update = tf.function(update, autograph=False, jit_compile=True)
         update(gradients)
+
+    def _may_compile(self, gradients):
+        """Whether XLA may compile an update that nobody asked it for."""
+        sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        if sparse:
+            line = (
+                f"XLA does not compile the update of model '{self.model.name}', as it "
+                "would do so anew for each size of its sparse gradients."
+            )
+            self.say([line])
+        return not sparse
 
 
 class _Home(keras.StatelessScope):
