@@ -44,7 +44,8 @@ class Devices:
         home: Device of the shared variables.
         physical: For each tower on a GPU, the index of that GPU among all that
             TensorFlow found; empty for towers on the CPU.
-        local_parameter_device: The wish `home` comes from, "cpu" or "gpu".
+        local_parameter_device: The wish `home` comes from, "cpu" or "gpu"; `None` if
+            there was none.
         memory: What one tower may use, in words.
         note: What the user should know besides, as sentences; may be empty.
     """
@@ -52,7 +53,7 @@ class Devices:
     towers: tuple[str, ...]
     home: str
     physical: tuple[int, ...] = ()
-    local_parameter_device: str = "cpu"
+    local_parameter_device: str | None = None
     memory: str = "shared with the host"
     note: str = ""
 
@@ -64,7 +65,7 @@ def configure(
     allow_growth: bool | None = None,
     gpu_memory_limit_mb: int | None = None,
     gpu_split: int = 1,
-    local_parameter_device: str = "cpu",
+    local_parameter_device: str | None = None,
     soft_placement: bool = True,
     log_device_placement: bool = False,
 ) -> Devices:
@@ -84,7 +85,8 @@ def configure(
         gpu_split: Logical GPUs, and so towers, on each GPU; above 1 it needs a
             limit. Logical CPUs that stand in are multiplied likewise.
         local_parameter_device: Home of the shared variables: "cpu", or "gpu" for
-            the first tower's device (also where that is a logical CPU).
+            the first tower's device (also where that is a logical CPU). None means
+            the first tower's GPU, or the CPU where towers are on no GPU.
         soft_placement: Whether an op that its device lacks may run elsewhere.
         log_device_placement: Whether TensorFlow logs where each op runs.
 
@@ -98,10 +100,10 @@ def configure(
     _check_counts(num_gpus, gpu_memory_limit_mb, gpu_split)
     _check_indices(num_gpus, gpu_indices)
     _check_memory_wish(allow_growth, gpu_memory_limit_mb, gpu_split)
-    if local_parameter_device not in ("cpu", "gpu"):
+    if local_parameter_device not in (None, "cpu", "gpu"):
         raise ValueError(
-            'local_parameter_device must be "cpu" or "gpu", but '
-            f"{local_parameter_device!r} was received; choose one of the two."
+            'local_parameter_device must be "cpu", "gpu" or None, but '
+            f"{local_parameter_device!r} was received; choose one of them."
         )
     startup.prepare_gpus()
     with startup.quiet_gpus():
@@ -120,9 +122,13 @@ def configure(
         note = _stand_in_note(len(towers), allow_growth, gpu_memory_limit_mb)
     tf.config.set_soft_device_placement(soft_placement)
     tf.debugging.set_log_device_placement(log_device_placement)
+    on_first = local_parameter_device == "gpu"
+    if local_parameter_device is None:
+        # To and from the host, they would take longer than a step.
+        on_first = bool(chosen)
     return Devices(
         towers=towers,
-        home=HOST if local_parameter_device == "cpu" else towers[0],
+        home=towers[0] if on_first else HOST,
         physical=physical,
         local_parameter_device=local_parameter_device,
         memory=memory,
@@ -208,12 +214,7 @@ def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str
             f"Each step takes {words.count(sum(per_tower_batch), 'example')}, shared "
             "out as above."
         )
-    where = (
-        "the host"
-        if devices.local_parameter_device == "cpu"
-        else "the first tower's device"
-    )
-    lines += _wrapped(f"Variables live on {devices.home}, {where}.")
+    lines += _wrapped(f"Variables live on {devices.home}, {_home_in_words(devices)}.")
     if devices.physical:
         lines += _wrapped(_numbering(os.environ))
     if devices.note:
@@ -525,6 +526,15 @@ def _memory_in_words(growth: bool, limit_mb: int | None) -> str:
     if limit_mb is not None:
         return f"at most {limit_mb} MB"
     return "grows as needed" if growth else "all of it"
+
+
+def _home_in_words(devices: Devices) -> str:
+    wish = devices.local_parameter_device
+    if wish is None and devices.physical:
+        return "the first tower's GPU, as towers are on GPUs"
+    if wish is None:
+        return "the host, as no tower is on a GPU"
+    return f"{'the host' if wish == 'cpu' else 'the first tower'}, as was asked for"
 
 
 def _stand_in_note(count: int, allow_growth: bool | None, limit_mb: int | None) -> str:

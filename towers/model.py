@@ -6,7 +6,9 @@ and saving stay Keras's own.
 """
 
 import contextlib
+import functools
 import inspect
+import math
 import operator
 import os
 import time
@@ -23,6 +25,7 @@ from towers import (
     batch,
     compare,
     devices,
+    fit_data,
     listeners,
     not_finite,
     passing,
@@ -54,7 +57,7 @@ BUILDERS: dict[str, type[Builder]] = {
 def multi_gpu_model(
     model: keras.Model,
     gpus: int | Sequence[int] | Sequence[str] | None = None,
-    cpu_merge: bool = True,
+    cpu_merge: bool | None = None,
     cpu_relocation: bool = False,
     *,
     builder: str = "parameter_server",
@@ -90,16 +93,18 @@ def multi_gpu_model(
         gpus: How many GPUs, or which: a count, a list of indices, or device strings.
             All by default. Without a GPU, logical CPUs stand in.
         cpu_merge: Whether gradients are added on the CPU; if not, on the first tower.
+            By default where the variables are.
         cpu_relocation: Whether the variables move to the CPU; if not, they stay where
-            they are.
+            they are: with a GPU, Keras creates them on the first.
         builder: How the variables are updated: "parameter_server", at home, by the sum
             of all gradients; "replicated", by each tower in its own copy, of which the
             first tower's are the model's variables; "asynchronous", at home, by each
             tower with its own share, without waiting for the others. "auto" tries, at
             the first call of training, for some seconds, what is faster, and changes no
-            variable by that; in a deterministic run, and in eager ones, it is
-            "parameter_server".
+            variable by that. Where nothing can be tried, and in deterministic and eager
+            runs, it is "replicated" on several GPUs, else "parameter_server".
         home: A device string to move the variables to, instead of `cpu_relocation`.
+            "auto" then leaves them there.
         shares: How much of a batch each tower gets, relative to the others: positive
             integers, such as (2, 3, 3) where the first GPU has less room. Even by
             default.
@@ -167,19 +172,24 @@ def multi_gpu_model(
     if preprocess is not None:
         preprocess = _check_preprocess(preprocess)
     guard, numerics_file = _check_numerics(check_numerics)
+    moved = home is not None or cpu_relocation
     if builder == "replicated":
         home = _check_home_of_copies(home, cpu_relocation, towers)
     if home is None:
-        home = devices.HOST if cpu_relocation else _where(model)
+        home = devices.HOST if cpu_relocation else _where(model, towers)
     (home,) = devices.resolve([home])
+    ways = functools.partial(
+        auto.candidates, towers, _nccl_fits(towers), stays=moved and home != towers[0]
+    )
 
     def make(choice: Choice) -> Builder:
         where = towers[0] if choice.builder == "replicated" else home
         variables.move(model, where)
-        merge = towers[0]
-        if cpu_merge:
-            # Home, where the sum is needed, if that is a CPU.
-            merge = devices.HOST if is_gpu(where) else where
+        merge = where
+        if cpu_merge is False:
+            merge = towers[0]
+        elif cpu_merge and is_gpu(where):
+            merge = devices.HOST
         options = {"packed": packed, "preprocess": preprocess, "prefetch": prefetch}
         options["guard"] = guard
         if choice.builder == "replicated":
@@ -190,10 +200,11 @@ def multi_gpu_model(
             model, towers, where, merge, shares, loss_placement, strict, **options
         )
 
-    chosen = Choice() if builder == "auto" else Choice(builder, all_reduce_alg)
-    return TowerModel(
-        model, make, chosen, builder != "auto", choice_file, numerics_file
-    )
+    if builder != "auto":
+        chosen, ways = Choice(builder, all_reduce_alg), None
+    else:
+        chosen = ways(xla=False, synchronized=False)[0]
+    return TowerModel(model, make, chosen, ways, choice_file, numerics_file)
 
 
 class TowerModel(wrapt.CallableObjectProxy):
@@ -213,17 +224,18 @@ class TowerModel(wrapt.CallableObjectProxy):
         model: keras.Model,
         make: Callable[[Choice], Builder],
         choice: Choice,
-        chosen: bool = True,
+        ways: Callable[..., list[Choice]] | None = None,
         file: str | None = None,
         numerics_file: str | None = None,
     ):
         super().__init__(model)
         self._self_make = make
-        self._self_chosen = chosen
+        self._self_ways = ways
+        self._self_chosen = ways is None
         self._self_file = file
         # What `compile` was told of XLA, and what tells whether that was the last time.
         self._self_asked_xla = None, None
-        self._self_auto = not chosen
+        self._self_choice = choice
         self._self_builder = make(choice)
         self._self_seen = []
         self._self_passing = None
@@ -300,7 +312,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         self.train_function = self.test_function = self.predict_function = None
         self._self_builder.forget()
         self._self_builder.xla = self._wants_xla()
-        self._self_chosen = not self._self_auto
+        self._self_chosen = self._self_ways is None
         # A step count, a learning rate and means were created where the user was.
         variables.move(model, self._self_builder.home)
 
@@ -394,23 +406,48 @@ class TowerModel(wrapt.CallableObjectProxy):
         model = self.__wrapped__
         batches = start.Batches(iterator, model.steps_per_execution)
         ways = [] if self._self_chosen else self._ways()
-        self._self_chosen = True
-        self._build_first(batches)
-        key = _describe(model, self._self_builder, batches.first, ways)
-        recalled = auto.recall(self._self_file, key, ways)
+        key, recalled = None, None
+        if ways and not self._self_choice.adds_like(ways[0]):
+            self._install(ways[0], batches)
+        else:
+            self._build_first(batches)
+        if ways:
+            key = _describe(model, self._self_builder, batches.first, ways)
+            recalled = auto.recall(self._self_file, key, ways)
         if recalled is not None:
             self._install(recalled, batches)
             start.say(f"Updating the variables by {recalled}, as chosen before.")
         begun_s = time.perf_counter()
-        builder = self._self_builder
         self.train_function, logs = start.train_or_fall_back(
-            builder, self._train_function, batches
+            self._self_builder,
+            self._train_function,
+            batches,
+            self._simpler(batches) if not self._self_chosen else None,
         )
         start_s = time.perf_counter() - begun_s
-        if len(ways) > 1 and recalled is None and builder.xla == ways[0].xla:
-            trials = self._choose(ways, batches, start_s)
+        self._self_chosen = True
+        used = self._self_choice._replace(xla=self._self_builder.xla)
+        if len(ways) > 1 and recalled is None and used in ways:
+            others = [way for way in ways if way != used]
+            if used != ways[0]:  # which has failed
+                others = [way for way in others if not way.adds_like(ways[0])]
+            trials = self._choose([used, *others], batches, start_s)
             auto.remember(self._self_file, key, trials)
         return logs
+
+    def _simpler(self, batches):
+        """What to do if the first choice fails, such as NCCL on some machine."""
+        first, simplest = self._self_choice, Choice()
+        if first.builder == simplest.builder:
+            return None
+
+        def install(why):
+            line = f"The variables are updated by {simplest}, as {first} fails: {why}"
+            start.say(line)
+            self._install(simplest, batches)
+            return self._self_builder
+
+        return install
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes what `evaluate` calls with an iterator; see `keras.Model`."""
@@ -436,20 +473,21 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def _ways(self):
         """The ways to choose from; none where nothing may hang on time."""
-        model, builder = self.__wrapped__, self._self_builder
+        model = self.__wrapped__
         if model.run_eagerly or is_op_determinism_enabled():
             return []
-        return auto.candidates(
-            builder.devices,
-            _nccl_fits(builder.devices),
-            xla=self._wants_xla(),
-            synchronized=tower.is_synchronized(model),
-        )
+        return self._self_ways(self._wants_xla(), tower.is_synchronized(model))
 
     def _choose(self, ways, batches, start_s):
         """Tries ways, the first of which is in use, and goes on with the best."""
-        first = self._self_builder
-        made = {ways[0]: (first, self.train_function, self._current())}
+        model, builder = self.__wrapped__, self._self_builder
+        copies = {id(copy) for copy in builder.copies()}
+        others = variables.beside(model, builder.graph)
+        others = [variable for variable in others if id(variable) not in copies]
+        made = {ways[0]: (builder, self.train_function, self._current())}
+        guard = builder.guard
+        # What is out of use goes at once, as each way may have copies of its own.
+        builder = self.train_function = None
 
         def make(way):
             if way not in made:
@@ -458,12 +496,17 @@ class TowerModel(wrapt.CallableObjectProxy):
                 made[way] = self._self_builder, function, self._current()
             return made[way][1]
 
-        guard = self._self_builder.guard
+        def drop(way):
+            made.pop(way, None)
+            ((self._self_builder, *_),) = made.values()
+
         with contextlib.nullcontext() if guard is None else guard.disarmed():
-            trials = start.try_ways(ways, make, batches, first, start_s)
+            trials = start.try_ways(
+                ways, make, drop, batches, model, others, start_s, self._calls_left()
+            )
         start.say(auto.table(trials))
-        chosen = trials[0].choice
-        self._self_builder, self.train_function, seen = made[chosen]
+        ((chosen, (self._self_builder, self.train_function, seen)),) = made.items()
+        self._self_choice = chosen
         if any(map(operator.is_not, seen, self._current())):
             # The variables have been moved since.
             self._install(chosen, batches)
@@ -471,8 +514,20 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_builder.refresh()
         return trials
 
+    def _calls_left(self):
+        """How many calls `fit` will make, at a guess; 0 in a loop of the user's."""
+        if not self._self_given:
+            return 0
+        parameters = inspect.signature(keras.Model.fit).parameters.values()
+        given = {each.name: each.default for each in parameters} | self._self_given
+        batches = given["steps_per_epoch"] or fit_data.count(given)
+        batches = batches or auto.ASSUMED_BATCHES
+        calls = math.ceil(batches / self.__wrapped__.steps_per_execution)
+        return calls * max(given["epochs"] - given["initial_epoch"], 0)
+
     def _install(self, way, batches):
         watched = self._self_builder.watched
+        self._self_choice = way
         self._self_builder = self._self_make(way)
         self._self_builder.xla = way.xla or self._wants_xla()
         self._self_builder.watched = watched
@@ -773,7 +828,8 @@ def _check_preprocess(preprocess: Any) -> Preprocess:
     return Preprocess(preprocess)
 
 
-def _where(model: keras.Model) -> str:
-    """The device that the model's variables are on; the host's if it has none yet."""
-    own = model.trainable_variables or model.variables
-    return own[0].value.device if own else devices.HOST
+def _where(model: keras.Model, towers: Sequence[str]) -> str:
+    """The device that the model's variables are on; where it has none yet, will be."""
+    if own := model.trainable_variables or model.variables:
+        return own[0].value.device
+    return towers[0] if is_gpu(towers[0]) else devices.HOST

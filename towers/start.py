@@ -79,25 +79,31 @@ class Batches:
 
 
 def train_or_fall_back(
-    builder: Builder, train: Callable[[], Callable[[Iterator], Any]], batches: Batches
+    builder: Builder,
+    train: Callable[[], Callable[[Iterator], Any]],
+    batches: Batches,
+    simpler: Callable[[str], Builder] | None = None,
 ) -> tuple[Callable[[Iterator], Any], Any]:
-    """Makes the first call of a train function; without XLA if it fails with it.
+    """Makes the first call of a train function; by less if it fails.
 
     Args:
         builder: The builder, whose variables exist.
-        train: Makes the builder's train function.
+        train: Makes the train function of the builder in use.
         batches: The batches of the call.
+        simpler: Takes what is wrong, says so, and puts a simpler builder in use; `None`
+            if there is none.
 
     Returns:
         The function to go on with, and the logs.
 
     Raises:
-        tf.errors.OpError: What is raised without XLA, too.
+        tf.errors.OpError: What is raised without XLA, and by the simpler builder, too.
     """
-    if not builder.compiles_update:
+    if not (builder.compiles_update or simpler):
         function = train()
         return function, function(batches.read())
-    start, failed, what = variables.values(builder.model), None, None
+    model, said = builder.model, None
+    start = variables.values(model)
     while True:
         try:
             function = train()
@@ -106,38 +112,49 @@ def train_or_fall_back(
         except tf.errors.OutOfRangeError:
             raise  # the end of the data
         except tf.errors.OpError as error:
-            # Not all of them name XLA: libdevice is missing, or memory runs out.
-            if not builder.compiles_update:
+            # Not all of XLA's name it: libdevice is missing, or memory runs out.
+            if not (builder.compiles_update or simpler):
                 raise
-            failed = failed or error
-        # The update alone may do.
-        less = None if builder.xla else False
-        what = what or ("model" if builder.xla else "the update of model")
-        variables.assign(builder.model, start)
-        builder.forget()
-        builder.xla = less
+            why = _why(error)
+        variables.assign(model, start)
+        if builder.compiles_update:
+            what = "model" if builder.xla else "the update of model"
+            what = f"XLA cannot compile {what} '{model.name}'"
+            said = said or f"{what}, which goes on without: {why}"
+            # The update alone may do.
+            less = None if builder.xla else False
+            builder.forget()
+            builder.xla = less
+        else:
+            builder, simpler = simpler(why), None
     builder.compiled = builder.xla
-    if failed is not None:
-        name = f"{what} '{builder.model.name}'"
-        say(f"XLA cannot compile {name}, which goes on without: {_why(failed)}")
+    if said is not None:
+        say(said)
     return function, logs
 
 
 def try_ways(
     ways: Sequence[auto.Choice],
     make: Callable[[auto.Choice], Callable[[Iterator], Any]],
+    drop: Callable[[auto.Choice], None],
     batches: Batches,
-    builder: Builder,
+    model: keras.Model,
+    others: Sequence[tf.Variable],
     start_s: float,
+    calls: int,
 ) -> list[auto.Trial]:
     """Tries ways to update the variables, on the first batches; changes no variable.
 
     Args:
-        ways: The candidates.
+        ways: The candidates, of which the first has made the first call: all variables
+            exist.
         make: Makes a candidate's train function.
+        drop: Gives up all that a candidate is made of.
         batches: The batches of the first call.
-        builder: That has made the first call, so that all variables exist.
+        model: The model.
+        others: What a step changes beside the model's variables.
         start_s: Seconds that the first candidate's first call took.
+        calls: Calls that are left in the run.
 
     Returns:
         What became of each; see `auto.choose`.
@@ -147,11 +164,12 @@ def try_ways(
         function, data = make(way), batches.read(repeat=True)
         return lambda: function(data)
 
-    others = variables.beside(builder.model, builder.graph)
-    with variables.unchanged(builder.model, others):
-        trials = auto.choose(ways, train, len(batches), start_s)
-    gc.collect()  # graphs, and copies of variables, that nobody needs any more
-    return trials
+    def drop_at_once(way):
+        drop(way)
+        gc.collect()  # graphs, and copies of variables
+
+    with variables.unchanged(model, others):
+        return auto.choose(ways, train, len(batches), start_s, calls, drop_at_once)
 
 
 def say(text: str) -> None:

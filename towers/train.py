@@ -871,7 +871,8 @@ def build_towers(
     parallel = multi_gpu_model(
         model,
         gpus=placed.towers,
-        cpu_merge=FLAGS.local_parameter_device == "cpu",
+        # What was not asked for may be chosen.
+        home=placed.home if placed.local_parameter_device else None,
         builder=FLAGS.variable_update,
         shares=tower_shares(placed),
         loss_placement=FLAGS.loss_placement,

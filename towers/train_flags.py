@@ -270,9 +270,10 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_enum(
     "local_parameter_device",
-    "cpu",
+    None,
     ["cpu", "gpu"],
-    "Where the variables live; gpu is the first tower.",
+    "Where the variables live, and gradients are added; gpu is the first tower. "
+    "Default: gpu if towers are on GPUs, else cpu.",
     **_TOWERS,
 )
 flags.DEFINE_list(
@@ -303,8 +304,8 @@ flags.DEFINE_enum(
     "enable_xla",
     "auto",
     ["auto", "true", "false"],
-    "Compile towers and update with XLA; auto: on GPUs, or as --variable_update=auto "
-    "finds it faster.",
+    "Compile towers and update with XLA; auto: towers if --variable_update=auto finds "
+    "that faster.",
     **_TOWERS,
 )
 

@@ -1,6 +1,8 @@
 """The first call of training: ways are tried, XLA is fallen back from."""
 
 import functools
+import sys
+import weakref
 from pathlib import Path
 
 import keras
@@ -28,9 +30,11 @@ class Clock:
 def choose(seconds, starts=(), steps=1, start_s=0.0, **options):
     """Chooses among candidates that take so many seconds a call, or raise."""
     clock = Clock()
+    candidates = list(seconds)
 
     def train(choice):
-        clock.now_s += starts[choice] if starts else 0.0
+        # The first is started already.
+        clock.now_s += starts[choice] if starts and choice != candidates[0] else 0.0
 
         def call():
             if isinstance(seconds[choice], Exception):
@@ -39,7 +43,7 @@ def choose(seconds, starts=(), steps=1, start_s=0.0, **options):
 
         return call
 
-    return auto.choose(list(seconds), train, steps, start_s, clock=clock, **options)
+    return auto.choose(candidates, train, steps, start_s, clock=clock, **options)
 
 
 def test_the_fastest_is_chosen():
@@ -59,31 +63,90 @@ def test_what_would_take_too_long_is_not_tried():
     compiled = COPIES._replace(xla=True)
     seconds = {SERVER: 0.01, COPIES: 0.01, compiled: 0.01}
     starts = {SERVER: 0.0, COPIES: 2.0, compiled: 9.0}
-    trials = choose(seconds, starts, start_s=2.0, budget_s=10)
+    trials = choose(seconds, starts, start_s=2.0)
     assert [bool(trial.step_s) for trial in trials] == [True, True, False]
     assert "too long" in trials[2].why
-    slow = choose(seconds, starts, start_s=11.0, budget_s=10)
+    slow = choose(seconds, starts, start_s=11.0)
     assert [trial.step_s for trial in slow] == [None] * 3
     # Nor is anything if a call is long, however short the start.
-    slow = choose(dict.fromkeys(seconds, 3.0), start_s=3.0, budget_s=10)
+    slow = choose(dict.fromkeys(seconds, 3.0), start_s=3.0)
     assert [trial.step_s for trial in slow] == [None] * 3
 
 
-def test_candidates_take_turns():
+def test_what_did_not_fit_may_do_so_once_a_start_is_measured():
+    compiled = COPIES._replace(xla=True)
+    seconds = {SERVER: 0.01, compiled: 0.01, COPIES: 0.01}
+    # Compiling is expected to take 15 s at first, and then 2.5 s.
+    starts = {compiled: 2.0, COPIES: 0.5}
+    assert all(t.step_s for t in choose(seconds, starts, start_s=3.0))
+    # It has taken 8 s, so the next one would, too.
+    seconds |= {SERVER._replace(xla=True): 0.01}
+    starts |= {compiled: 8.0, SERVER._replace(xla=True): 0.0}
+    last = choose(seconds, starts, start_s=1.5)[-1]
+    assert last == auto.Trial(SERVER._replace(xla=True), None, last.why)
+
+
+def test_each_is_compared_with_the_best_so_far():
     turns = []
     clock = Clock()
 
     def train(choice):
         def call():
             turns.append(choice)
-            clock.now_s += 0.06
+            clock.now_s += {SERVER: 0.06, COPIES: 0.03, host: 0.045}[choice]
 
         return call
 
-    auto.choose([SERVER, COPIES], train, 1, 0.5, clock=clock)
-    # Each is called once; then two calls of each fill a round.
-    assert turns[:6] == [SERVER, COPIES, SERVER, SERVER, COPIES, COPIES]
-    assert turns[6:8] == [SERVER, SERVER]
+    host = COPIES._replace(all_reduce_alg="cpu")
+    trials = auto.choose([SERVER, COPIES, host], train, 1, 0.5, clock=clock)
+    # Each is called once; then a round is one call of the one, two of the other.
+    assert turns[:5] == [SERVER, COPIES, SERVER, COPIES, COPIES]
+    assert turns[5:8] == [SERVER, COPIES, COPIES]
+    assert turns[-4:] == [COPIES, COPIES, host, host]
+    assert [(trial.choice, round(trial.step_s, 3)) for trial in trials] == [
+        (COPIES, 0.03),
+        (host, 0.045),
+        (SERVER, 0.06),
+    ]
+
+
+def test_a_machine_that_slows_down_favours_none():
+    clock = Clock()
+
+    def train(choice):
+        def call():
+            # Each second everything takes twice as long.
+            clock.now_s += {SERVER: 0.02, COPIES: 0.016}[choice] * 2**clock.now_s
+
+        return call
+
+    trials = auto.choose([SERVER, COPIES], train, 1, 0.5, clock=clock)
+    assert trials[0].choice == COPIES
+
+
+def test_two_are_alive_at_most():
+    alive, most = set(), []
+
+    def train(choice):
+        class Call:
+            def __call__(self):
+                most.append(len(alive))
+                clock.now_s += 0.01 if choice.xla else 0.02
+
+        call = Call()
+        alive.add(choice)
+        weakref.finalize(call, alive.discard, choice)
+        return call
+
+    clock, dropped = Clock(), []
+    ways = auto.candidates(TOWERS, False, None, synchronized=False)
+
+    def drop(choice):
+        assert choice not in alive
+        dropped.append(choice)
+
+    auto.choose(ways, train, 1, 0.1, drop=drop, clock=clock)
+    assert max(most) == 2 and set(dropped) == set(ways) - {ways[3]}
 
 
 def test_what_fails_is_passed_over():
@@ -143,8 +206,8 @@ def test_what_is_left_out_for_one_reason_is_one_line():
             ["/device:GPU:0", "/device:GPU:1"],
             True,
             False,
-            ["parameter_server"]
-            + [f"replicated ({name})" for name in ("cpu", "device", "ring", "nccl")],
+            ["replicated (nccl)", "parameter_server"]
+            + [f"replicated ({name})" for name in ("device", "ring")],
         ),
     ],
 )
@@ -157,6 +220,35 @@ def test_xla_is_a_candidate_where_the_user_leaves_it_open():
     found = auto.candidates(TOWERS, False, None, synchronized=False)
     assert [way.xla for way in found] == [False] * 3 + [True] * 3
     assert not any(w.xla for w in auto.candidates(TOWERS, False, None, True))
+
+
+def test_on_gpus_the_likeliest_come_first():
+    gpus = [f"/device:GPU:{i}" for i in range(8)]
+
+    def names(*arguments, **options):
+        return [*map(str, auto.candidates(*arguments, **options))]
+
+    assert names(gpus, True, None, False)[:5] == [
+        "replicated (nccl)",
+        "replicated (nccl) with XLA",
+        "parameter_server",
+        "replicated (device)",
+        "replicated (ring)",
+    ]
+    assert names(gpus, False, None, False)[:3] == [
+        "replicated (device)",
+        "replicated (device) with XLA",
+        "parameter_server",
+    ]
+    assert names(gpus[:1], False, None, False) == [
+        "parameter_server",
+        "parameter_server with XLA",
+    ]
+    # Variables that have been put elsewhere stay there.
+    assert names(gpus, True, None, False, stays=True) == names(
+        gpus[:1], False, None, False
+    )
+    assert names(TOWERS, False, False, False, stays=True) == ["parameter_server"]
 
 
 def test_a_choice_is_remembered_for_what_it_was_made_for(tmp_path):
@@ -180,6 +272,69 @@ def test_a_bare_file_name(tmp_path, monkeypatch):
     assert auto.recall("choice.json", 1, [COPIES]) == COPIES
 
 
+# Figure 4 of issue 18: what is tried, and what that takes.
+
+# On made-up GPUs, a candidate is started in 0.4 of what the first call takes, which
+# also loads libraries; one that XLA compiles in 0.9. A step of 0.2 s takes so much.
+_STARTS_S = {False: 0.4, True: 0.9}
+_STEPS = {
+    2: {"nccl": 1.0, "server": 1.1, "device": 1.05, "ring": 1.02},
+    8: {"nccl": 1.0, "server": 1.9, "device": 1.6, "ring": 1.1},
+}
+_XLA_STEP = 0.8
+_MINUTES, _HOURS = 600.0, 36000.0
+
+
+def _trying(first_s, run_s, gpus):
+    """What is measured, in turn, and the seconds that it takes."""
+    clock, tried, step_s = Clock(), [], 0.2
+
+    def train(choice):
+        if choice != ways[0]:
+            tried.append(str(choice))
+            clock.now_s += _STARTS_S[choice.xla] * first_s
+        name = "server" if choice.builder == "parameter_server" else None
+        each_s = step_s * _STEPS[gpus][name or choice.all_reduce_alg]
+
+        def call():
+            clock.now_s += each_s * (_XLA_STEP if choice.xla else 1)
+
+        return call
+
+    towers = [f"/device:GPU:{i}" for i in range(gpus)]
+    ways = auto.candidates(towers, True, None, synchronized=False)
+    calls = round(run_s / step_s)
+    trials = auto.choose(ways, train, 1, first_s, calls, clock=clock)
+    return tried, str(trials[0].choice), clock.now_s
+
+
+_FIRST, _COMPILED = "replicated (nccl)", "replicated (nccl) with XLA"
+_PLAIN = ["parameter_server", "replicated (device)", "replicated (ring)"]
+_ALL = [_COMPILED, *_PLAIN, *(f"{name} with XLA" for name in _PLAIN)]
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+@pytest.mark.parametrize(
+    ("first_s", "run_s", "tried", "taken", "percent"),
+    [
+        # Of ten minutes, 12 s may be spent: another start may take as much.
+        (12, _MINUTES, [], _FIRST, 1 / 30),
+        (60, _MINUTES, [], _FIRST, 1 / 30),
+        (300, _MINUTES, [], _FIRST, 1 / 30),
+        # Of ten hours, 12 minutes.
+        (12, _HOURS, _ALL, _COMPILED, 0.2),
+        (60, _HOURS, _ALL, _COMPILED, 0.85),
+        # Five times a measured start of 120 s is too much by a little.
+        (300, _HOURS, _PLAIN, _FIRST, 1.02),
+    ],
+)
+def test_what_is_tried_on_gpus(first_s, run_s, gpus, tried, taken, percent):
+    found, chosen, seconds = _trying(first_s, run_s, gpus)
+    assert (found, chosen) == (tried, taken)
+    assert 100 * seconds / run_s == pytest.approx(percent, rel=0.1)
+    assert seconds <= max(auto.BUDGET_S, auto.BUDGET * run_s)
+
+
 # The whole, through `fit`.
 
 
@@ -196,20 +351,22 @@ class Text(keras.layers.Layer):
         return x + 0 * tf.strings.to_number(tf.strings.as_string(x))
 
 
-def _fit(builder, steps=1, layers=(), dropped=0.5, **options):
+def _fit(builder, steps=1, layers=(), dropped=0.5, where="/device:CPU:0", **options):
     keras.utils.set_random_seed(3)
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(8, use_bias=False),  # normalised away
-            *layers,
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(dropped),
-            keras.layers.Dense(3),
-        ]
-    )
+    with tf.device(where):
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8, use_bias=False),  # normalised away
+                *layers,
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(dropped),
+                keras.layers.Dense(3),
+            ]
+        )
     compiled = {key: options.pop(key) for key in ("jit_compile",) if key in options}
-    parallel = multi_gpu_model(model, gpus=2, builder=builder, **options)
+    options = {"gpus": 2} | options
+    parallel = multi_gpu_model(model, builder=builder, **options)
     parallel.compile(
         keras.optimizers.Adam(0.01),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -236,12 +393,18 @@ def _prefer(monkeypatch, preferred, tried=2):
     So many are tried, it among them.
     """
 
-    def order(choices, train, steps, start_s):
+    def order(choices, train, steps, start_s, calls, drop):
         first = next(choice for choice in choices if preferred(choice))
         others = [choice for choice in choices if choice != first][: tried - 1]
+        alive = []
         for choice in choices:
             if choice in (first, *others):
                 train(choice)()
+                alive.append(choice)
+            if len(alive) == 2:
+                loser = next(choice for choice in alive if choice != first)
+                alive.remove(loser)
+                drop(loser)
         return [auto.Trial(choice, 1.0) for choice in (first, *others)]
 
     monkeypatch.setattr(auto, "choose", order)
@@ -281,17 +444,23 @@ def test_a_variable_of_the_losss_own_is_given_back(monkeypatch):
 def test_the_model_is_moved_where_the_choice_needs_it(monkeypatch):
     _prefer(monkeypatch, lambda choice: choice.builder == "replicated")
     _, expected = _expected()
-    parallel, _, variables = _fit("auto", home="/device:CPU:3")
+    parallel, _, variables = _fit("auto", where="/device:CPU:3")
     assert parallel.builder.home == "/device:CPU:0"
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
     # It comes back if the first is chosen after all, traced for where it is.
     _prefer(monkeypatch, lambda choice: choice.builder == "parameter_server")
-    parallel, _, variables = _fit("auto", home="/device:CPU:3")
+    parallel, _, variables = _fit("auto", where="/device:CPU:3")
     assert parallel.builder.home == "/device:CPU:3"
     assert all(v.value.device.endswith("CPU:3") for v in parallel.variables)
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_variables_stay_where_they_were_put(monkeypatch):
+    _prefer(monkeypatch, lambda choice: choice == SERVER, tried=9)
+    parallel, _, _ = _fit("auto", home="/device:CPU:3")
+    assert parallel.builder.home == "/device:CPU:3"
 
 
 def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
@@ -390,6 +559,97 @@ def test_batches_are_read_again_as_they_came(monkeypatch, rows, beside):
     assert again.element_spec == spec
     assert [arrays(next(again)) for _ in range(4)] == expected * 2
     assert [arrays(batch) for batch in taken.read()] == expected
+
+
+def test_the_length_of_a_run():
+    x, y = _data(44)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    unknown = data.filter(lambda x, y: True)
+    found = []
+
+    class Asks(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            found.append(parallel._calls_left())
+
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    parallel = multi_gpu_model(model, 2)
+    parallel.compile("sgd", "sparse_categorical_crossentropy", steps_per_execution=2)
+    options = {"verbose": 0, "callbacks": [Asks()]}
+    parallel.fit(data, epochs=3, **options)
+    parallel.fit(x, y, batch_size=4, epochs=5, initial_epoch=4, **options)
+    parallel.fit(unknown, **options)
+    parallel.fit(data.repeat(), steps_per_epoch=5, epochs=2, **options)
+    assert found == [9, 6, auto.ASSUMED_BATCHES // 2, 6]
+    assert parallel._calls_left() == 0
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Logical CPUs that are taken for GPUs, without NCCL."""
+    found = "/device:CPU:1", "/device:CPU:2"
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("towers.") and hasattr(module, "is_gpu"):
+            monkeypatch.setattr(module, "is_gpu", lambda device: device in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("times", "stays"), [(0.5, {"ring"}), (2.0, {"device"})], ids=["last", "first"]
+)
+def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
+    monkeypatch.setattr(auto, "_race", lambda one, other, clock: (1.0, times))
+    monkeypatch.setattr(auto, "BUDGET_S", 1e9)
+    choose, build, made = auto.choose, door.Replicated.build, []
+
+    def builds(self, data):
+        build(self, data)
+        # Of copies, the first tower's are the model's own variables.
+        made.extend((self.all_reduce_alg, weakref.ref(c)) for c in self.copies())
+
+    def alive():
+        return {name for name, copy in made if copy() is not None}
+
+    counts = []
+
+    def chooses(ways, train, steps, start_s, calls, drop):
+        def dropping(way):
+            before = alive()
+            drop(way)
+            counts.append((len(before), len(alive()), way.all_reduce_alg in alive()))
+
+        return choose(ways, train, steps, start_s, calls, dropping)
+
+    monkeypatch.setattr(door.Replicated, "build", builds)
+    monkeypatch.setattr(auto, "choose", chooses)
+    _fit("auto", gpus=gpus, where=gpus[0])
+    # Two have lost: of the ways to add by copies, and by a home.
+    assert len(counts) == 2 and {name for name, _ in made} == {"device", "ring"}
+    for before, after, still in counts:
+        assert after <= before <= 2 and after <= 1
+        assert not still
+    assert alive() == stays
+
+
+def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys, gpus):
+    monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])
+    _, expected = _expected()
+    reduce = door.Replicated.sum_gradients
+
+    def sum_gradients(self, *args):
+        sums = reduce(self, *args)
+        with tf.control_dependencies([tf.debugging.assert_equal(1, 2, "no NCCL")]):
+            return tf.nest.map_structure(tf.identity, sums)
+
+    monkeypatch.setattr(door.Replicated, "sum_gradients", sum_gradients)
+    capsys.readouterr()
+    parallel, _, variables = _fit("auto", gpus=gpus, where=gpus[0])
+    line, *_ = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        "The variables are updated by parameter_server, as replicated (device) fails:"
+    )
+    assert type(parallel.builder) is door.BUILDERS["parameter_server"]
+    for one, other in zip(variables, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
 def test_compiling_again_is_obeyed(monkeypatch):

@@ -82,7 +82,7 @@ def test_default_is_all_gpus_with_growth(machine):
     result = devices.configure()
     assert result.towers == gpu_strings(0, 1, 2)
     assert result.physical == (0, 1, 2)
-    assert result.home == "/device:CPU:0"
+    assert result.home == "/device:GPU:0"
     assert result.memory == "grows as needed"
     assert not result.note
     options = made._compute_gpu_options()
@@ -189,6 +189,26 @@ def test_what_the_user_has_set_stays(machine, environ, name, default, other):
     assert os.environ[name] == other
 
 
+@pytest.mark.parametrize(
+    ("gpus", "wish", "home", "said"),
+    [
+        (2, None, "/device:GPU:1", "the first tower's GPU, as towers are on GPUs"),
+        (2, "gpu", "/device:GPU:1", "the first tower, as was asked for"),
+        (2, "cpu", "/device:CPU:0", "the host, as was asked for"),
+        (0, None, "/device:CPU:0", "the host, as no tower is on a GPU"),
+        (0, "gpu", "/device:CPU:0", "the first tower, as was asked for"),
+        (0, "cpu", "/device:CPU:0", "the host, as was asked for"),
+    ],
+)
+def test_home(machine, monkeypatch, gpus, wish, home, said):
+    machine(gpus)
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {})
+    options = {"gpu_indices": [1, 0]} if gpus else {"num_gpus": 2}
+    result = devices.configure(local_parameter_device=wish, **options)
+    assert result.home == home
+    assert f"\nVariables live on {home}, {said}.\n" in devices.table(result) + "\n"
+
+
 # configure, too late
 
 
@@ -254,7 +274,7 @@ def test_growth_on_a_gpu_somebody_limited(machine):
             "allow_growth=True was received with gpu_memory_limit_mb=9",
         ),
         ({"allow_growth": "yes"}, "allow_growth must be True, False or None"),
-        ({"local_parameter_device": "tpu"}, '"cpu" or "gpu", but \'tpu\''),
+        ({"local_parameter_device": "tpu"}, '"cpu", "gpu" or None, but \'tpu\''),
     ],
 )
 def test_a_wrong_wish_touches_nothing(machine, wish, message):
@@ -484,7 +504,9 @@ def test_table_of_gpus(machine, environ):
     assert first.endswith(" 33")
     assert second.endswith(" 32")
     assert rest[0] == "Each step takes 65 examples, shared out as above."
-    assert rest[1] == "Variables live on /device:CPU:0, the host."
+    assert rest[1] == (
+        "Variables live on /device:GPU:0, the first tower's GPU, as towers are on GPUs."
+    )
     assert "from 0 among CUDA_VISIBLE_DEVICES=1,0" in " ".join(rest)
 
 
@@ -499,7 +521,10 @@ def test_table_fits_whatever_the_model(environ):
     text = devices.table(made, per_tower_batch=[100_000] * 12)
     assert text.isascii()
     assert max(map(len, text.splitlines())) <= 100
-    assert "\nVariables live on /device:CPU:0, the first tower's device.\n" in text
+    assert (
+        "\nVariables live on /device:CPU:0, the first tower, as was asked for.\n"
+        in text
+    )
     assert "\nNote: word word" in text
     assert text.count("100000") == 12
 

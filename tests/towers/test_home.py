@@ -6,9 +6,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl.testing import flagsaver
 from tensorflow.python.framework import kernels
 
-from towers import multi_gpu_model, variables
+from towers import model as door
+from towers import multi_gpu_model, train, variables
 
 GPUS = "/device:CPU:1", "/device:CPU:2"
 
@@ -103,3 +105,160 @@ def test_the_usual_batch_is_the_first(gpus):
     history = parallel.fit(_batches(), epochs=2, verbose=0)
     assert parallel.builder.usual_rows == 8
     assert len(history.history["loss"]) == 2
+
+
+# Figure 5 of issue 18: what is the default on made-up GPUs.
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Returns a function that has TensorFlow find GPUs, which nothing can run on."""
+
+    def find(count):
+        visible = gpus = [
+            tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU")
+            for i in range(count)
+        ]
+        found = tf.config.list_physical_devices("CPU")
+
+        def show(devices, kind):
+            nonlocal visible
+            visible = devices
+
+        def logical(kind=None):
+            made = [
+                tf.config.LogicalDevice(f"/device:GPU:{i}", "GPU")
+                for i in range(len(visible))
+            ]
+            cpus = cpus_of("CPU") if kind != "GPU" else []
+            return [*cpus, *(made if kind != "CPU" else [])]
+
+        for module, name, stands_in in (
+            (tf.config, "get_visible_devices", lambda kind: visible),
+            (tf.config, "set_visible_devices", show),
+            (tf.config, "list_logical_devices", logical),
+            (
+                tf.config,
+                "get_logical_device_configuration",
+                lambda device: None if device in gpus else configuration(device),
+            ),
+            (tf.config.experimental, "set_memory_growth", lambda gpu, grows: None),
+            (
+                tf.config,
+                "list_physical_devices",
+                lambda kind=None: [
+                    *(found if kind != "GPU" else []),
+                    *(gpus if kind != "CPU" else []),
+                ],
+            ),
+        ):
+            monkeypatch.setattr(module, name, stands_in)
+        # Nothing can be put there.
+        monkeypatch.setattr(variables, "move", lambda model, home: None)
+
+    configuration = tf.config.get_logical_device_configuration
+    cpus_of = tf.config.list_logical_devices
+    return find
+
+
+def _unbuilt():
+    # With variables, it would be where they are.
+    return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(3)])
+
+
+def _default(parallel):
+    """What a builder has been told, and what "auto" may choose instead."""
+    used = parallel.builder
+    kinds = {kind: name for name, kind in door.BUILDERS.items()}
+    alg = getattr(used, "all_reduce_alg", "-")
+    merge = "-" if alg != "-" else used.merge[8:]
+    others = [str(w) for w in parallel._ways()] if parallel._self_ways else []
+    what = kinds[type(used)], alg, used.home[8:], merge, used.prefetch, used.xla
+    return (*what, others)
+
+
+_OF_ONE = ["parameter_server", "parameter_server with XLA"]
+_OF_CPUS = ["parameter_server", "replicated (cpu)", "replicated (ring)"]
+_OF_CPUS += [f"{name} with XLA" for name in _OF_CPUS]
+_OF_MANY = [
+    *("replicated (nccl)", "replicated (nccl) with XLA", "parameter_server"),
+    *("replicated (device)", "replicated (ring)", "parameter_server with XLA"),
+    *("replicated (device) with XLA", "replicated (ring) with XLA"),
+]
+SERVER, COPIES = "parameter_server", "replicated"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "expected"),
+    [
+        # GPUs, and then: builder, how it adds, home, where it merges, prefetch, XLA,
+        # and candidates.
+        (0, {}, (SERVER, "-", "CPU:0", "CPU:0", 0, False, _OF_CPUS)),
+        (1, {}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, _OF_ONE)),
+        (2, {}, (COPIES, "nccl", "GPU:0", "-", 2, False, _OF_MANY)),
+        (8, {}, (COPIES, "nccl", "GPU:0", "-", 2, False, _OF_MANY)),
+        (8, {"gpu_indices": ["5", "2"]}, (COPIES, "nccl", "GPU:1", "-", 2, False)),
+        (8, {"num_gpus": 1}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, _OF_ONE)),
+        # The way of averaging on the CPU.
+        (
+            8,
+            {"local_parameter_device": "cpu"},
+            (SERVER, "-", "CPU:0", "CPU:0", 2, False, _OF_ONE),
+        ),
+        (8, {"local_parameter_device": "gpu"}, (COPIES, "nccl", "GPU:0", "-", 2)),
+        (
+            8,
+            {"variable_update": SERVER},
+            (SERVER, "-", "GPU:0", "GPU:0", 2, False, []),
+        ),
+        (8, {"enable_xla": "true"}, (COPIES, "nccl", "GPU:0", "-", 2, True)),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else str(value),
+)
+def test_defaults_of_the_flags(machine, monkeypatch, gpus, flags, expected):
+    def compiled(parallel, *_):
+        asked = {"auto": "auto", "true": True}[train.FLAGS.enable_xla]
+        with tf.device("/device:CPU:0"):
+            parallel.compile("sgd", "mse", jit_compile=asked)
+
+    monkeypatch.setattr(train, "compile_model", compiled)
+    machine(gpus)
+    if not train.FLAGS.is_parsed():
+        train.FLAGS(["test"])
+    policy = keras.config.dtype_policy()
+    with flagsaver.flagsaver(**flags):
+        placed = train.configure_devices()
+        found = _default(train.build_towers(_unbuilt(), placed, (2, 2, 1), 64))
+    keras.config.set_dtype_policy(policy)
+    assert found[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "expected"),
+    [
+        (1, {}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, [])),
+        (8, {}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, [])),
+        (8, {"gpus": [2, 5]}, (SERVER, "-", "GPU:2", "GPU:2", 2, False, [])),
+        (8, {"builder": "auto"}, (COPIES, "nccl", "GPU:0", "-", 2, False, _OF_MANY)),
+        (
+            8,
+            {"builder": "auto", "cpu_relocation": True},
+            (SERVER, "-", "CPU:0", "CPU:0", 2, False, _OF_ONE),
+        ),
+        (8, {"cpu_merge": True}, (SERVER, "-", "GPU:0", "CPU:0", 2, False, [])),
+        (8, {"home": "gpu:3"}, (SERVER, "-", "GPU:3", "GPU:3", 2, False, [])),
+        (
+            8,
+            {"home": "gpu:3", "cpu_merge": False},
+            (SERVER, "-", "GPU:3", "GPU:0", 2, False, []),
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else str(value),
+)
+def test_defaults_in_python(machine, gpus, options, expected):
+    machine(gpus)
+    parallel = multi_gpu_model(_unbuilt(), **options)
+    parallel.compile("sgd", "mse")
+    # What Keras makes of "auto", which is none of ours.
+    assert parallel.__wrapped__.jit_compile
+    assert _default(parallel) == expected

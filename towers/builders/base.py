@@ -404,6 +404,10 @@ class Builder(abc.ABC):
         """Gives copies of the variables, if there are any, their values."""
         return
 
+    def copies(self) -> list[tf.Variable]:
+        """Returns the copies of the variables, if there are any."""
+        return []
+
     def read(self, look_up: bool = True, send_params: bool = True) -> list[Values]:
         """Reads the variables at home, and hands each tower their values.
 

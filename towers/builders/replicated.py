@@ -98,6 +98,10 @@ class Replicated(ParameterServer):
                 for copy, value in zip(copies, received, strict=True):
                     copy.assign(value)
 
+    def copies(self) -> list[tf.Variable]:
+        """Returns the copies of all towers but the first; see `Builder.copies`."""
+        return [copy for copies in self._copies for copy in copies]
+
     def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
         """Assigns to the copies, too, what layers assign to trainable variables."""
         super().assign_state(state)
