@@ -235,6 +235,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_file = file
         # What `compile` was told of XLA, and what tells whether that was the last time.
         self._self_asked_xla = None, None
+        # What is done about that, where no way is chosen for it.
+        self._self_xla = None
         self._self_choice = choice
         self._self_builder = make(choice)
         self._self_seen = []
@@ -311,7 +313,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             return
         self.train_function = self.test_function = self.predict_function = None
         self._self_builder.forget()
-        self._self_builder.xla = self._wants_xla()
+        self._self_xla = self._self_builder.xla = self._wants_xla()
         self._self_chosen = self._self_ways is None
         # A step count, a learning rate and means were created where the user was.
         variables.move(model, self._self_builder.home)
@@ -418,6 +420,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             self._install(recalled, batches)
             start.say(f"Updating the variables by {recalled}, as chosen before.")
         begun_s = time.perf_counter()
+        compiles = self._self_builder.compiles_update
         self.train_function, logs = start.train_or_fall_back(
             self._self_builder,
             self._train_function,
@@ -426,11 +429,14 @@ class TowerModel(wrapt.CallableObjectProxy):
         )
         start_s = time.perf_counter() - begun_s
         self._self_chosen = True
+        if compiles and not self._self_builder.compiles_update:
+            # What XLA cannot do for one way, it cannot for the others.
+            self._self_xla, ways = False, [way for way in ways if not way.xla]
         used = self._self_choice._replace(xla=self._self_builder.xla)
         if len(ways) > 1 and recalled is None and used in ways:
+            failed = not used.adds_like(ways[0])
             others = [way for way in ways if way != used]
-            if used != ways[0]:  # which has failed
-                others = [way for way in others if not way.adds_like(ways[0])]
+            others = [w for w in others if not (failed and w.adds_like(ways[0]))]
             trials = self._choose([used, *others], batches, start_s)
             auto.remember(self._self_file, key, trials)
         return logs
@@ -529,7 +535,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         watched = self._self_builder.watched
         self._self_choice = way
         self._self_builder = self._self_make(way)
-        self._self_builder.xla = way.xla or self._wants_xla()
+        self._self_builder.xla = way.xla or self._self_xla
         self._self_builder.watched = watched
         self._build_first(batches)
 

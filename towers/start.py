@@ -126,7 +126,8 @@ def train_or_fall_back(
             builder.forget()
             builder.xla = less
         else:
-            builder, simpler = simpler(why), None
+            # It was not XLA.
+            builder, simpler, said = simpler(why), None, None
     builder.compiled = builder.xla
     if said is not None:
         say(said)

@@ -1,5 +1,6 @@
 """The first call of training: ways are tried, XLA is fallen back from."""
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -650,6 +651,55 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
     assert type(parallel.builder) is door.BUILDERS["parameter_server"]
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected", "compiles"),
+    [
+        ("update", ["replicated (device)", "parameter_server"], False),
+        ("copies", ["parameter_server", "replicated (ring)"], True),
+    ],
+)
+def test_what_has_failed_is_not_tried_again(
+    monkeypatch, capsys, gpus, fails, expected, compiles
+):
+    make = door.TowerModel._train_function
+    error = tf.errors.InternalError(None, None, "libdevice not found")
+
+    def train_function(self):
+        builder, function = self.builder, make(self)
+
+        def call(iterator):
+            added = getattr(builder, "all_reduce_alg", None)
+            if {"update": builder.compiles_update, "copies": added == "device"}[fails]:
+                raise error
+            return function(iterator)
+
+        return call
+
+    tried, compiled = [], []
+
+    def choose(ways, train, steps, start_s, calls, drop):
+        tried.extend(ways)
+        compiled.append(parallel.builder.compiles_update)
+        with contextlib.suppress(tf.errors.InternalError):
+            train(ways[1])()
+        compiled.append(parallel.builder.compiles_update)
+        drop(ways[1])
+        return [auto.Trial(ways[0], 1.0)]
+
+    monkeypatch.setattr(door.TowerModel, "_train_function", train_function)
+    monkeypatch.setattr(auto, "choose", choose)
+    with tf.device(gpus[0]):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    parallel = multi_gpu_model(model, gpus, builder="auto")
+    parallel.compile("adam", "sparse_categorical_crossentropy")
+    parallel.fit(*_data(), batch_size=8, verbose=0)
+    assert list(map(str, tried))[:2] == expected
+    assert compiled == [compiles] * 2
+    assert any(way.xla for way in tried) is compiles
+    assert "replicated (device) with XLA" not in map(str, tried)
+    assert ("XLA" in capsys.readouterr().out) is (fails == "update")
 
 
 def test_compiling_again_is_obeyed(monkeypatch):
