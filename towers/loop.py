@@ -7,6 +7,8 @@ business; epochs, callbacks and the end of the data are Keras's.
 
 import collections
 import contextlib
+import functools
+import queue
 import threading
 import time
 import weakref
@@ -40,16 +42,16 @@ class Ahead:
         """
         self._count, self._fetch = count, fetch
         self._waiting = weakref.WeakKeyDictionary()
-        self._threads = weakref.WeakKeyDictionary()
+        self._coming, self._worker = weakref.WeakKeyDictionary(), None
 
     def take(self, iterator: Iterator) -> Any:
         """Returns the next batch, or raises what was raised instead of one."""
         waiting = self._of(iterator)
         if waiting is None:
             return self._fetch(iterator)
-        if iterator in self._threads:
-            # An error had left it behind, or it is done.
-            self._threads.pop(iterator).join()
+        if iterator in self._coming:
+            # An error had left it behind, or it is there.
+            self._coming.pop(iterator).wait()
         if not waiting:
             return self._fetch(iterator)
         batch, error = waiting.popleft()
@@ -72,30 +74,21 @@ class Ahead:
     def filling(self, iterator: Iterator) -> Iterator[None]:
         """Does so in a thread while what is inside runs, which is to fetch nothing.
 
-        On leaving, all is there. The thread lasts no longer: what comes between two
-        calls finds nothing running.
+        On leaving, all is there: what comes between two calls finds nothing running.
         """
         if not self._lacks(self._of(iterator)):
             yield
             return
-
-        def fill(iterator):
-            # A thread has no device of its creator's.
-            with tf.device(HOST):
-                self.fill(iterator)
-
-        # As a daemon, it keeps no process from ending.
-        thread = threading.Thread(
-            target=fill, args=(iterator,), name="towers-ahead", daemon=True
-        )
-        self._threads[iterator] = thread
-        thread.start()
+        if self._worker is None:
+            self._worker = _Worker()
+        done = self._worker.begin(functools.partial(self.fill, iterator))
+        self._coming[iterator] = done
         try:
             yield
         except BaseException:
-            thread.join(_PATIENCE_S)
+            done.wait(_PATIENCE_S)
             raise
-        thread.join()
+        done.wait()
 
     def _lacks(self, waiting):
         if waiting is None or (waiting and waiting[-1][1]):
@@ -106,6 +99,39 @@ class Ahead:
         if not self._count or not isinstance(iterator, tf.data.Iterator):
             return None
         return self._waiting.setdefault(iterator, collections.deque())
+
+
+class _Worker:
+    """A thread that does one thing after another on the host, while this object lives.
+
+    Unlike an executor's, it keeps no process from ending.
+    """
+
+    def __init__(self):
+        self._tasks = queue.SimpleQueue()
+        threading.Thread(
+            target=self._work, args=(self._tasks,), name="towers-ahead", daemon=True
+        ).start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def begin(self, task: Callable[[], None]) -> threading.Event:
+        """Has something done; returns what tells when it is."""
+        done = threading.Event()
+        self._tasks.put((task, done))
+        return done
+
+    @staticmethod
+    def _work(tasks):
+        # A thread has no device of its creator's.
+        with tf.device(HOST):
+            while (given := tasks.get()) is not None:
+                task, done = given
+                try:
+                    task()
+                finally:
+                    # It may hold an iterator, and is over when it does no longer.
+                    del task, given
+                    done.set()
 
 
 def train_function(

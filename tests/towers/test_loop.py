@@ -624,10 +624,6 @@ class Held:
             assert self.go.wait(TIMEOUT_S)
 
 
-def _threads():
-    return [each for each in threading.enumerate() if each.name == "towers-ahead"]
-
-
 def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
     monkeypatch.setattr(loop, "_PATIENCE_S", 0.1)
     held, steps = Held(2), []
@@ -642,16 +638,13 @@ def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
     trained.make_train_function()
     iterator = iter(_numbered(5, held))
     trained.train_function(iterator)
-    assert not _threads()
     with pytest.raises(tf.errors.InvalidArgumentError, match="batch 1 is bad"):
         trained.train_function(iterator)
-    (left,) = _threads()
     held.go.set()
     # The batch on its way comes next, once, and others in their order.
     for _ in range(3):
         trained.train_function(iterator)
     assert steps == [0, 1, 2, 3, 4]
-    assert not left.is_alive()
     with pytest.raises(tf.errors.OutOfRangeError):
         trained.train_function(iterator)
 
@@ -669,12 +662,31 @@ def test_a_fetch_left_behind_lets_go_of_its_iterator(monkeypatch):
     iterator = iter(_numbered(5, held))
     with pytest.raises(tf.errors.InvalidArgumentError):
         trained.train_function(iterator)
-    (left,) = _threads()
-    gone = weakref.ref(iterator)
+    gone = threading.Event()
+    weakref.finalize(iterator, gone.set)
     del iterator
+    assert not gone.is_set()
     held.go.set()
-    left.join(TIMEOUT_S)
-    assert gone() is None
+    assert gone.wait(TIMEOUT_S)
+
+
+def test_the_thread_ends_with_its_train_function():
+    threads = []
+
+    def fetch(iterator):
+        threads.append(threading.current_thread())
+        return next(iterator)
+
+    ahead = loop.Ahead(1, fetch)
+    iterator = iter(_numbered(3))
+    for _ in range(2):
+        with ahead.filling(iterator):
+            pass
+        assert ahead.take(iterator)
+    (thread,) = set(threads)
+    del ahead
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
 
 
 def test_a_fetch_ahead_runs_on_the_host_and_knows_no_other_scope():
