@@ -1,6 +1,7 @@
 """What TensorFlow executed: the graphs after placing, optimising and partitioning."""
 
 import collections
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,3 +81,71 @@ def behind(nodes: Nodes, node: Any) -> set[str]:
         left += [n for n in before if n.name not in seen]
         seen |= {n.name for n in before}
     return seen
+
+
+def sizes(nodes: Nodes, traced: tf.Graph | None) -> Mapping[str, int]:
+    """Returns how many bytes each node's first output has, by name, where it is known.
+
+    What ran carries no shapes, so TensorFlow infers them from those of the arguments.
+    A loop hides them; what it returned was given its shape when it was traced.
+
+    Args:
+        nodes: What ran.
+        traced: The graph that it was made of.
+    """
+    senders = {
+        n.attr["tensor_name"].s: n
+        for each in nodes.values()
+        for n in each
+        if n.op == "_Send"
+    }
+    every = list(itertools.chain.from_iterable(nodes.values()))
+    handles = {node.name: node.attr["_handle_shapes"] for node in every}
+    whole = tf.compat.v1.GraphDef()
+    for node in every:
+        if node.op in ("_Send", "_Retval", "_DeviceRetval"):
+            continue
+        made = whole.node.add()
+        made.CopyFrom(node)
+        made.device = ""
+        made.attr.pop("_class", None)
+        if node.op in ("_Arg", "_DeviceArg"):
+            _as_placeholder(made, node.attr["T"].type, node.attr["_output_shapes"])
+        elif node.op == "_Recv":
+            sender = senders[node.attr["tensor_name"].s]
+            made.Clear()
+            made.name, made.op = node.name, "Identity"
+            made.input.append(sender.input[0])
+            made.attr["T"].type = sender.attr["T"].type
+        elif node.op == "ReadVariableOp":
+            _as_placeholder(made, node.attr["dtype"].type, handles[node.input[0]])
+        elif node.op == "ResourceGather":
+            table = whole.node.add()
+            table.name = f"{node.name}/table"
+            _as_placeholder(table, node.attr["dtype"].type, handles[node.input[0]])
+            ids = node.input[1]
+            made.Clear()
+            made.name, made.op = node.name, "Gather"
+            made.input.extend([table.name, ids])
+            made.attr["Tparams"].type = node.attr["dtype"].type
+            made.attr["Tindices"].type = node.attr["Tindices"].type
+    with tf.Graph().as_default() as graph:
+        tf.import_graph_def(whole, name="")
+    found = {}
+    for op in [*graph.get_operations(), *(traced.get_operations() if traced else ())]:
+        count = op.outputs[0].shape.num_elements() if op.outputs else None
+        if count is not None:
+            found[op.name] = count * op.outputs[0].dtype.size
+    return found
+
+
+def _as_placeholder(node, dtype, shapes):
+    name = node.name
+    node.Clear()
+    node.name, node.op = name, "Placeholder"
+    node.attr["dtype"].type = dtype
+    shape = node.attr["shape"].shape
+    if shapes.list.shape:
+        shape.CopyFrom(shapes.list.shape[0])
+    else:
+        shape.unknown_rank = True

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import batch, shares_do_not_fit, tower
+from towers import batch, seeds, shares_do_not_fit, tower
 from towers.dependence import layer_call, parts
 from towers.trust import is_trusted
 
@@ -130,7 +130,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
             one = tf.ones([])
             whole = traced(*values, x, one)
             again = traced(
-                values.params, tower.own_seeds(model, values.state, 1), x, one
+                values.params, seeds.of_tower(model, values.state, 1), x, one
             )
             if _difference(whole.outputs, again.outputs) > 0:
                 if not training:

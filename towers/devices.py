@@ -181,7 +181,10 @@ def resolve(gpus: int | Sequence[int | str] | None = None) -> tuple[str, ...]:
 
 
 def is_gpu(device: str) -> bool:
-    """Tells whether a device string, such as "/device:GPU:0", names a GPU."""
+    """Tells whether a device string, such as "/device:GPU:0", names a GPU.
+
+    TensorFlow's own, such as "/job:localhost/replica:0/task:0/device:GPU:0", will do.
+    """
     return "GPU" in device
 
 

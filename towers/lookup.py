@@ -7,12 +7,14 @@ Keras's `Embedding` looks up its rows in the variable itself, on the device that
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from towers.devices import is_gpu
 from towers.replace import Replacement
 
 _embedding = Replacement(keras.layers.Embedding, "call", alone=True)
@@ -35,10 +37,30 @@ def tables(model: keras.Model) -> set[int]:
 
 
 @contextlib.contextmanager
-def at_home() -> Iterator[None]:
-    """Inside, Embedding layers that are called in a tower look up rows at home."""
-    with _embedding.by(_call):
+def at_home(on_gpu: bool) -> Iterator[None]:
+    """Inside, Embedding layers that are called in a tower look up rows at home.
+
+    Args:
+        on_gpu: Whether the tower is to run on a GPU.
+    """
+    with _embedding.by(functools.partial(_call, on_gpu)):
         yield
+
+
+def not_negative(ids: tf.Tensor, table: tf.Variable) -> tf.Tensor:
+    """Returns indices of a table's rows as Keras reads them: from the end if negative.
+
+    Args:
+        ids: Numbers of any type.
+        table: The variable that holds the rows.
+
+    Returns:
+        Indices in int32, or int64, from 0.
+    """
+    # GPUs leave it to the host to compute in int32.
+    if ids.dtype != tf.int64:
+        ids = tf.cast(ids, tf.int64 if is_gpu(table.device) else tf.int32)
+    return tf.where(ids < 0, ids + table.shape[0], ids)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -50,15 +72,12 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _call(keras_call, layer, inputs):
+def _call(on_gpu, keras_call, layer, inputs):
     scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
     rows_of = getattr(scope, "rows_of", None)
     if rows_of is None or not _is_plain(layer) or not isinstance(inputs, tf.Tensor):
         return keras_call(layer, inputs)
-    ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-    # As Keras does: negative ones count from the end.
-    ids = tf.where(ids < 0, ids + layer.input_dim, ids)
-    rows = rows_of(layer._embeddings, ids)
+    rows = rows_of(layer._embeddings, inputs)
     if rows is None:
-        return keras_call(layer, inputs)
+        return keras_call(layer, tf.cast(inputs, tf.int64) if on_gpu else inputs)
     return keras.ops.cast(rows, layer.compute_dtype)

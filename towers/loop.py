@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from towers.devices import HOST
 from towers.phases import moment
+from towers.placing import where_its_input_is
 
 # After an error, so long is waited for a batch on its way: a program that ends while a
 # thread is inside TensorFlow may crash. Of an input that hangs, none will come.
@@ -334,18 +335,9 @@ def _loop(place, step, steps, iterator):
         fetched,
         tf.experimental.Optional.empty(logs_spec),
     )
-    with tf.compat.v1.device(_where_its_input_is):
+    with tf.compat.v1.device(where_its_input_is):
         *_, logs = tf.while_loop(lambda _, more, *__: more, body, variables)
     return logs.get_value()
-
-
-def _where_its_input_is(operation):
-    # The loop's body returns each value by an operation that waits for the whole step,
-    # which TensorFlow places nowhere. On the first device, it would send a share on to
-    # its tower only then.
-    if operation.type == "Identity" and not operation.device:
-        return operation.inputs[0].device
-    return operation.device
 
 
 def without_optionals(data: Any) -> Any:

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import batch, building, fused, stopped_step, tower
+from towers import batch, building, fused, seeds, stopped_step, tower
 from towers.input_pipeline import words
 from towers.replace import Replacement
 from towers.stopped_step import Case, named
@@ -194,7 +194,7 @@ def _search_share(model, share, values, k, loss):
 def _replay(model, share, values, k, with_loss):
     x, y, sample_weight = share
     params = values[: len(model.trainable_variables)]
-    state = tower.own_seeds(model, values[len(params) :], k)
+    state = seeds.of_tower(model, values[len(params) :], k)
     mapping = [*zip(variables_of(model), [*params, *state], strict=True)]
     size = batch.batch_size(x)
     with (

@@ -2,23 +2,28 @@
 
 What goes from one memory to another goes faster in one piece: a transfer or a sum of a
 buffer costs one start, however many variables are in it. Where buffers go is the
-caller's business; these functions run on the device that they are called on.
+caller's business; these functions run on the device that they are called on. What is
+taken out of a buffer shares its memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+# TensorFlow copies a slice of a tensor unless it begins and ends at such a place.
+_ALIGNED_BYTES = 64
 
-def copy(nest: Any) -> Any:
+
+def copy(nest: Any, kept: Collection[tf.DType] = ()) -> Any:
     """Copies tensors as they are, one by one.
 
     Args:
         nest: A nest of dense, ragged or sparse tensors, and of `None`.
+        kept: Types that are not copied.
     """
     return tf.nest.map_structure(
-        lambda tensor: None if tensor is None else tf.identity(tensor),
+        lambda t: t if t is None or t.dtype in kept else tf.identity(t),
         nest,
         expand_composites=True,
     )
@@ -27,17 +32,24 @@ def copy(nest: Any) -> Any:
 def pack(tensors: Sequence[Any]) -> list[tf.Tensor]:
     """Joins tensors into one flat buffer for each type.
 
+    Each tensor begins at a multiple of 64 bytes, with zeros before it.
+
     Args:
-        tensors: Tensors of any shapes and types. What is not dense, or `None`, is
-            passed over.
+        tensors: Tensors of any shapes and types. What is not dense, or not of a
+            floating type, or `None`, is passed over.
 
     Returns:
         Buffers of rank 1, in the order in which their types come first.
     """
-    return [
-        tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0)
-        for places in _places(tensors)
-    ]
+    buffers = []
+    for places in _places(tensors):
+        parts = []
+        for i in places:
+            parts.append(tf.reshape(tensors[i], [-1]))
+            if missing := -tensors[i].shape.num_elements() % aligned(tensors[i].dtype):
+                parts.append(tf.zeros([missing], tensors[i].dtype))
+        buffers.append(tf.concat(parts, axis=0))
+    return buffers
 
 
 def unpack(buffers: Sequence[tf.Tensor], like: Sequence[Any]) -> list[Any]:
@@ -53,16 +65,39 @@ def unpack(buffers: Sequence[tf.Tensor], like: Sequence[Any]) -> list[Any]:
     """
     tensors = list(like)
     for buffer, places in zip(buffers, _places(like), strict=True):
+        unit = aligned(buffer.dtype)
         sizes = [like[i].shape.num_elements() for i in places]
-        for i, flat in zip(places, tf.split(buffer, sizes), strict=True):
-            tensors[i] = tf.reshape(flat, like[i].shape)
+        parts = tf.split(buffer, [size + -size % unit for size in sizes])
+        for i, part, size in zip(places, parts, sizes, strict=True):
+            own = part[:size] if size % unit else part
+            tensors[i] = tf.reshape(own, like[i].shape)
     return tensors
+
+
+def send(tensors: Sequence[Any], source: str, target: str) -> list[Any]:
+    """Moves tensors from one device to another, those that `pack` takes in one piece.
+
+    Args:
+        tensors: See `pack`.
+        source: The device that has them; "" for that of the scope.
+        target: The device that is to have them; "" for that of the scope.
+    """
+    with tf.device(source):
+        buffers = pack(tensors)
+    with tf.device(target):
+        return unpack(buffers, tensors)
+
+
+def aligned(dtype: tf.DType) -> int:
+    """Returns how many numbers of a type are between two places where tensors begin."""
+    return _ALIGNED_BYTES // dtype.size
 
 
 def _places(tensors):
     """For each type, where dense tensors of it are."""
     by_type = {}
     for i, tensor in enumerate(tensors):
-        if isinstance(tensor, tf.Tensor | tf.TensorSpec):
+        # A GPU cannot split whole numbers, of which a model has few.
+        if isinstance(tensor, tf.Tensor | tf.TensorSpec) and tensor.dtype.is_floating:
             by_type.setdefault(tensor.dtype, []).append(i)
     return list(by_type.values())

@@ -17,6 +17,9 @@ from towers.devices import HOST
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
+# What is added at once on a device that has parts of its own to keep, too.
+_CHUNK_BYTES = 2**25
+
 
 class Packed(NamedTuple):
     """Gradients as they have travelled.
@@ -58,20 +61,22 @@ def sum_gradients(
 def sum_packed(
     towers: Sequence[Sequence[Gradient]],
     sources: Sequence[str],
-    device: str,
+    merge: str,
+    home: str,
     largest: Collection[int] = (),
     seen: Callable[[Packed], None] | None = None,
 ) -> list[Gradient]:
-    """Adds the gradients of all towers, which travel packed.
+    """Adds the gradients of all towers, which travel packed, as do the sums.
 
     Args:
         towers: See `sum_gradients`.
         sources: The devices that have them.
-        device: The device that is to have the sums.
+        merge: The device that adds them.
+        home: The device that is to have the sums.
         largest: See `sum_gradients`.
         seen: See `all_reduce`.
     """
-    return all_reduce(towers, sources, [device], "device", largest, seen)[0]
+    return all_reduce(towers, sources, [merge, home], "device", largest, seen)[1]
 
 
 def all_reduce(
@@ -99,7 +104,7 @@ def all_reduce(
     """
     first = towers[0]
     dense = [i for i in range(len(first)) if all(_is_dense(t[i]) for t in towers)]
-    if len(towers) == 1:
+    if len(towers) == 1 and {*devices} == {*sources}:
         alone = [
             overwritten.total(g) if i in largest else g for i, g in enumerate(first)
         ]
@@ -139,7 +144,7 @@ def _largest(parts, devices):
 
 
 def _is_dense(gradient):
-    return isinstance(gradient, tf.Tensor)
+    return isinstance(gradient, tf.Tensor) and gradient.dtype.is_floating
 
 
 def _copies(value, devices):
@@ -156,8 +161,35 @@ def _on_cpu(parts, devices):
 
 
 def _on_device(parts, devices):
+    """Adds on the first device, chunk by chunk: it has room for few parts of others."""
+    sizes = _chunks(parts[0], _CHUNK_BYTES // parts[0].dtype.size)
+    sums = []
+    for pieces in zip(*(_split(part, sizes) for part in parts), strict=True):
+        if len(sums) > 1:
+            pieces = [_copy_after(sums[-2], piece) for piece in pieces]
+        with tf.device(devices[0]):
+            sums.append(add(pieces))
     with tf.device(devices[0]):
-        return _copies(add(parts), devices)
+        return _copies(sums[0] if len(sums) == 1 else tf.concat(sums, axis=0), devices)
+
+
+def _chunks(buffer, size):
+    """The sizes of the pieces of a buffer, each but the last of `size` numbers."""
+    whole, rest = divmod(buffer.shape.num_elements(), size)
+    return [size] * whole + [rest] * (rest > 0 or not whole)
+
+
+def _split(part, sizes):
+    if len(sizes) == 1:
+        return [part]
+    with tf.device(part.device):
+        return tf.split(part, sizes)
+
+
+def _copy_after(before, piece):
+    # Where it is: it is sent only then.
+    with tf.device(piece.device), tf.control_dependencies([before]):
+        return tf.identity(piece)
 
 
 def _ring(parts, devices):
@@ -166,12 +198,10 @@ def _ring(parts, devices):
     Each sends and receives as much as in a ring of devices (Patarasuk and Yuan 2009),
     straight instead of by way of the neighbours.
     """
-    length, count = parts[0].shape.num_elements(), len(devices)
-    sizes = [length // count + (k < length % count) for k in range(count)]
-    chunks, sums = [], []
-    for part, device in zip(parts, devices, strict=False):
-        with tf.device(device):
-            chunks.append(tf.split(part, sizes))
+    unit, count = packing.aligned(parts[0].dtype), len(devices)
+    units = parts[0].shape.num_elements() // unit
+    sizes = [unit * (units // count + (k < units % count)) for k in range(count)]
+    chunks, sums = [_split(part, sizes) for part in parts], []
     for k, device in enumerate(devices):
         with tf.device(device):
             sums.append(add([chunk[k] for chunk in chunks]))
@@ -228,6 +258,7 @@ def combine_states(
     towers: Sequence[Sequence[tf.Tensor | None]],
     fractions: Sequence[tf.Tensor],
     rules: Sequence[Dependence | None],
+    sources: Sequence[str] = (),
 ) -> list[tf.Tensor | None]:
     """Combines what the towers made of the model's variables.
 
@@ -244,20 +275,44 @@ def combine_states(
         fractions: Each tower's part of the global batch, float32 scalars that sum
             to 1.
         rules: M rules, `None` for what did not change.
+        sources: The devices that have them, if they are to travel packed.
 
     Returns:
         M combined values, `None` where nothing changed.
     """
-    by_variable = zip(*towers, strict=True)
-    return [
-        _combine(values, fractions, rule)
-        for values, rule in zip(by_variable, rules, strict=True)
-    ]
+    changed = [i for i, value in enumerate(towers[0]) if value is not None]
+    if not sources:
+        sums = {
+            i: _combine([t[i] for t in towers], fractions, rules[i]) for i in changed
+        }
+        return [sums.get(i) for i in range(len(rules))]
+    combined = list(towers[0])
+    for rule in dict.fromkeys(rules[i] for i in changed):
+        places = [i for i in changed if rules[i] is rule]
+        # Of what is alike on all towers, one is enough.
+        count = 1 if rule is Dependence.NONE else len(towers)
+        buffers = []
+        for values, source in zip(towers[:count], sources[:count], strict=True):
+            with tf.device(source):
+                buffers.append(packing.pack([values[i] for i in places]))
+        sums = [
+            _combine(list(parts), fractions, rule)
+            for parts in zip(*buffers, strict=True)
+        ]
+        like = [
+            value
+            if value.dtype.is_floating
+            else _combine([t[i] for t in towers], fractions, rule)
+            for i, value in ((i, towers[0][i]) for i in places)
+        ]
+        for i, value in zip(places, packing.unpack(sums, like), strict=True):
+            combined[i] = value
+    return combined
 
 
 def _combine(values, fractions, rule):
     first = values[0]
-    if first is None or len(values) == 1 or rule is Dependence.NONE:
+    if len(values) == 1 or rule is Dependence.NONE:
         return first
     if rule is Dependence.SUM:
         return tf.add_n(values)

@@ -18,7 +18,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
-from towers import effects, fused, lookup, overwritten, reduce
+from towers import effects, fused, lookup, overwritten, reduce, seeds
+from towers.placing import where_its_input_is
 from towers.replace import Replacement
 from towers.rules import NoRuleError, Rules
 from towers.variables import seed_ids
@@ -349,6 +350,7 @@ class _Scope(keras.StatelessScope):
         if inner or id(variable) not in self._tables:
             return None
         with tf.device(variable._value.device):
+            ids = lookup.not_negative(ids, variable._value)
             rows = tf.gather(variable._value, ids)
         if self._tape is not None:
             self._tape.watch(rows)
@@ -390,7 +392,11 @@ def _stateless(model, params, state, tape=None) -> Iterator[_Scope]:
         *((v, tf.zeros(v.shape, v.dtype)) for v in _of_loss(model)),
     ]
     try:
-        with _Scope(mapping, tape, tables) as scope, fused.batch_normalization():
+        with (
+            seeds.sent_together(model, state),
+            _Scope(mapping, tape, tables) as scope,
+            fused.batch_normalization(),
+        ):
             scope.params = params
             yield scope
     except ValueError as error:
@@ -469,9 +475,11 @@ def _of_table(variable, gradient, ids):
     """The gradient of a table, from that of its rows `ids`."""
     if gradient is None:
         return None
+    with tf.device(ids.device):
+        indices = tf.reshape(ids, [-1])
     return tf.IndexedSlices(
         values=tf.reshape(gradient, [-1, *variable.shape[1:]]),
-        indices=tf.reshape(ids, [-1]),
+        indices=indices,
         dense_shape=tf.constant(list(variable.shape), ids.dtype),
     )
 
@@ -485,7 +493,7 @@ def _new_state(model, rules, scope):
         if isinstance(layer, keras.layers.BatchNormalization)
         for variable in layer.non_trainable_variables
     }
-    seeds = seed_ids(model)
+    own_seeds = seed_ids(model)
     new_state = []
     variables = model.trainable_variables + model.non_trainable_variables
     for i, variable in enumerate(variables):
@@ -497,7 +505,7 @@ def _new_state(model, rules, scope):
             rules.mean(f"state {i}")
             continue
         try:
-            rules.state(f"state {i}", assigned[-1], alike=id(variable) in seeds)
+            rules.state(f"state {i}", assigned[-1], alike=id(variable) in own_seeds)
         except NoRuleError as error:
             raise ModelError(
                 f"Model '{model.name}' assigns '{variable.path}' a value that towers "
@@ -554,34 +562,6 @@ def _refuse_others(model, scope):
     )
 
 
-def own_seeds(
-    model: keras.Model, state: Sequence[tf.Tensor], tower: int
-) -> list[tf.Tensor]:
-    """Gives a tower random seeds of its own.
-
-    The first tower keeps the model's seeds, so that one tower draws what plain Keras
-    draws. All others add a constant to the key and leave the counter, which every tower
-    advances alike.
-
-    Args:
-        model: The model that `state` belongs to.
-        state: Values of `model.non_trainable_variables`.
-        tower: Index of the tower.
-
-    Returns:
-        The state, with each random seed's changed.
-    """
-    if tower == 0:
-        return list(state)
-    seeds = seed_ids(model)
-    # Odd and large: towers and neighbouring seeds do not meet.
-    shift = [tower * 0x9E3779B1, 0]
-    return [
-        value + tf.constant(shift, value.dtype) if id(variable) in seeds else value
-        for variable, value in zip(model.non_trainable_variables, state, strict=True)
-    ]
-
-
 class Traced:
     """A tower traced once, to be called on any device for a share of any size."""
 
@@ -591,6 +571,7 @@ class Traced:
         specs: Sequence[Any],
         xla: bool,
         apart: bool,
+        on_gpu: bool = False,
     ):
         """Traces `tower`.
 
@@ -601,17 +582,22 @@ class Traced:
             apart: Whether the tower stays a function of its own. Otherwise TensorFlow
                 copies it into the step's graph, once for each device, and optimises
                 them all together: a longer start for a slightly faster step.
+            on_gpu: Whether the tower is to run on a GPU.
 
         Raises:
             ModelError: If the model needs to know the number of examples.
         """
-        self._specs = specs
+        self.specs = specs
         options = {"jit_compile": xla}
         if apart:
             options["experimental_attributes"] = {"_noinline": True}
         try:
-            # XLA compiles for one device, and cannot look up what is on another.
-            with contextlib.nullcontext() if xla else lookup.at_home():
+            with contextlib.ExitStack() as elsewhere:
+                # XLA compiles for one device: what is on another is not there for it.
+                if not xla:
+                    elsewhere.enter_context(lookup.at_home(on_gpu))
+                if on_gpu and not xla:
+                    elsewhere.enter_context(seeds.on_the_host())
                 self._concrete = _trace(tower, *specs, **options)
         except (TypeError, ValueError) as error:
             if isinstance(error, ModelError | NoRuleError) or "None" not in str(error):
@@ -626,14 +612,15 @@ class Traced:
         """Adds one call of the tower to the graph, on the device of the scope."""
         return self._concrete(*arguments)
 
-    def unless_idle(self, size: tf.Tensor, *arguments: Any) -> TowerResult:
-        """Adds one call of the tower, which computes nothing if it has no example.
+    def of_size(self, size: tf.Tensor, idle: bool, *arguments: Any) -> TowerResult:
+        """Adds one call of the tower, for a share of a size that the graph finds out.
 
         Args:
-            size: Number of examples in the share.
+            size: Number of examples in the share: an int32 scalar.
+            idle: Whether there may be none, for which nothing is computed.
             *arguments: As for a call.
         """
-        return self._guarded(size, *arguments)
+        return self._guarded(size, *arguments) if idle else self(*arguments)
 
     @functools.cached_property
     def _guarded(self):
@@ -642,7 +629,7 @@ class Traced:
             call = functools.partial(self._concrete, *arguments)
             return tf.cond(size > 0, call, functools.partial(self.idle, size))
 
-        return _trace(guarded, tf.TensorSpec([], tf.int32), *self._specs)
+        return _trace(guarded, tf.TensorSpec([], tf.int32), *self.specs)
 
     @property
     def needs_tables(self) -> bool:
@@ -683,10 +670,60 @@ class Traced:
         return tf.nest.map_structure(nothing, self.returned, expand_composites=True)
 
 
+class Sized:
+    """A tower traced for the usual size of its share, and for all others."""
+
+    def __init__(self, usual: Traced, other: Traced, rows: int):
+        """Joins two traces of one tower.
+
+        Args:
+            usual: That for `rows` examples.
+            other: That for any number of them.
+            rows: The usual number.
+        """
+        self._usual, self._other, self._rows = usual, other, rows
+
+    def of_size(self, size: tf.Tensor, idle: bool, *arguments: Any) -> TowerResult:
+        """Adds one call of the tower; see `Traced.of_size`."""
+        return (self._with_idle if idle else self._never_idle)(size, *arguments)
+
+    @functools.cached_property
+    def _with_idle(self):
+        return self._choice(True)
+
+    @functools.cached_property
+    def _never_idle(self):
+        return self._choice(False)
+
+    def _choice(self, idle):
+        def choose(size, *arguments):
+            def usual():
+                fixed = tf.nest.map_structure(
+                    _of_shape, list(arguments), list(self._usual.specs)
+                )
+                return self._usual(*fixed)
+
+            other = functools.partial(self._other.of_size, size, idle, *arguments)
+            return tf.cond(tf.equal(size, self._rows), usual, other)
+
+        return _trace(choose, tf.TensorSpec([], tf.int32), *self._other.specs)
+
+
+def _of_shape(tensor, spec):
+    if tensor is None or tensor.shape == spec.shape:
+        return tensor
+    # All of it. From `ensure_shape`, or `reshape`, TensorFlow would conclude that the
+    # tensor has this shape in the other branch, too.
+    sizes = [-1 if size is None else size for size in spec.shape]
+    return tf.slice(tensor, [0] * len(sizes), sizes)
+
+
 def _trace(function, *specs, **options):
     """Traces a function to be called on any device."""
     # A trace remembers the device scope that it was made in.
-    with tf.device(None):
+    in_a_graph = not tf.executing_eagerly()
+    device = tf.compat.v1.device(where_its_input_is) if in_a_graph else tf.device(None)
+    with tf.device(None), device:
         function = tf.function(function, autograph=False, **options)
         return function.get_concrete_function(*specs)
 
@@ -723,7 +760,7 @@ def side_by_side() -> Iterator[None]:
             manager.run_independently(op)
 
 
-def run(towers: Sequence[Traced], shares: Sequence[Share]) -> list[TowerResult]:
+def run(towers: Sequence[Traced | Sized], shares: Sequence[Share]) -> list[TowerResult]:
     """Runs one tower on each device, none waiting for another.
 
     Args:
@@ -741,10 +778,10 @@ def run(towers: Sequence[Traced], shares: Sequence[Share]) -> list[TowerResult]:
         if k > 0 and known and share.size == 0:
             continue
         with tf.name_scope(f"tower_{k}"), tf.device(share.device):
-            if k == 0 or known:
+            if known:
                 result = tower(*share.arguments)
             else:
-                result = tower.unless_idle(share.size, *share.arguments)
+                result = tower.of_size(share.size, k > 0, *share.arguments)
         about = {"size": share.size, "fraction": share.fraction, "tower": k}
         results.append(result._replace(**about))
     return results

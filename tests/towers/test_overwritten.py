@@ -32,7 +32,7 @@ def _ways(towers):
     """Each way to combine what some of the towers have, on all devices."""
     sources = DEVICES[: len(towers)]
     yield reduce.sum_gradients(towers, {1, 2})
-    yield reduce.sum_packed(towers, sources, DEVICES[0], {1, 2})
+    yield reduce.sum_packed(towers, sources, DEVICES[0], DEVICES[1], {1, 2})
     for algorithm in ("cpu", "device", "ring"):
         yield from reduce.all_reduce(towers, sources, DEVICES, algorithm, {1, 2})
 

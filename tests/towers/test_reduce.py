@@ -189,5 +189,5 @@ def test_nothing_to_reduce(gradients):
 @pytest.mark.parametrize("towers", [1, 2, 3])
 def test_packed_sums_are_those_of_the_parts(towers):
     parts = _parts(towers, [(5,), (2, 2), ()])
-    sums = reduce.sum_packed(parts, CPUS[:towers], CPUS[3])
+    sums = reduce.sum_packed(parts, CPUS[:towers], CPUS[2], CPUS[3])
     _assert_on(sums, CPUS[3], _sums(parts))

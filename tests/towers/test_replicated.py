@@ -566,7 +566,8 @@ def test_packed_values_are_those_that_have_no_copy():
     """A tower has the weights; moving averages come from the first one."""
     nodes = _executed(_normalised, packed=True)
     (packed,) = (n for n in nodes[TOWERS[0]] if n.name == "read/concat")
-    assert packed.attr["N"].i == 2
+    # Each with the zeros behind it.
+    assert packed.attr["N"].i == 4
 
 
 def test_one_transfer_for_each_type():

@@ -28,7 +28,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import batch, eager, loop, overwritten, packing, tower
+from towers import batch, eager, loop, overwritten, packing, seeds, tower
 from towers.builders.base import Builder, Values
 from towers.builders.guard import Guard
 from towers.builders.parameter_server import Computed, ParameterServer, Pulled
@@ -487,20 +487,20 @@ class Asynchronous(Builder):
     def _pull(self, k):
         (values,), scale = self._tower.pull()
         with tf.device(self.home):
-            seeded = tower.own_seeds(self.model, values.state, k)
+            seeded = seeds.of_tower(self.model, values.state, k)
         return Pulled([values._replace(state=seeded)], scale)
 
     def _compute(self, share, pulled):
         packed = any(map(self.packs, self.devices))
         if packed:
             ((params, state),) = pulled.values
-            sent = _send([*params, *state], self.home, "")
+            sent = packing.send([*params, *state], self.home, "")
             values = Values(sent[: len(params)], sent[len(params) :])
             pulled = pulled._replace(values=[values])
         computed = self._tower.compute(share, [share], pulled)
         if packed:
             (result,) = computed.results
-            gradients = _send(result.gradients, "", self.home)
+            gradients = packing.send(result.gradients, "", self.home)
             computed = _with_gradients(computed, gradients)
         # The index of a tower would become a tensor on its way between two graphs.
         results = [result._replace(tower=None) for result in computed.results]
@@ -553,14 +553,6 @@ def _add_change(now, old, new):
         return new
     # Unless others have changed it too, without any rounding.
     return tf.where(now == old, new, now + (new - old))
-
-
-def _send(tensors, source, target):
-    """Moves those that are dense from one device to another in one piece."""
-    with tf.device(source):
-        buffers = packing.pack(tensors)
-    with tf.device(target):
-        return packing.unpack(buffers, tensors)
 
 
 def _with_gradients(computed, gradients):

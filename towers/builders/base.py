@@ -22,13 +22,15 @@ from towers import (
     lookup,
     loop,
     packing,
+    placing,
     reduce,
+    seeds,
     tower,
     variables,
 )
 from towers.builders import checks
 from towers.builders.guard import Guard
-from towers.devices import is_gpu
+from towers.devices import HOST, is_gpu
 from towers.phases import Phases
 from towers.preprocess import Preprocess
 from towers.rules import NoRuleError, Rules
@@ -258,8 +260,16 @@ class Builder(abc.ABC):
 
     def copy(self, k: int, share: Any) -> Any:
         """Copies tower `k`'s share of a batch to its device."""
+        kept = self._kept_on_the_host(self.devices[k])
         with tf.device(self.devices[k]), tf.name_scope("place"):
-            return packing.copy(share)
+            return packing.copy(share, kept)
+
+    def _kept_on_the_host(self, device):
+        """The types of what does not go to a GPU ahead of its use."""
+        if not is_gpu(device) or is_gpu(self.home) or not self._looks_up():
+            return ()
+        # Indices of tables at home would only come back.
+        return (tf.int32, tf.int64) if lookup.tables(self.model) else ()
 
     def build(self, data: Any) -> None:
         """Creates what Keras creates late: variables of model, metrics and optimizer.
@@ -421,13 +431,12 @@ class Builder(abc.ABC):
         model = self.model
         tables = lookup.tables(model) if look_up and self._looks_up() else ()
         with tf.device(self.home), tf.name_scope("read"):
-            params = [
-                None if id(v) in tables else tf.convert_to_tensor(v.value)
-                for v in model.trainable_variables
-            ]
-            state = [
-                tf.convert_to_tensor(v.value) for v in model.non_trainable_variables
-            ]
+            trainable = model.trainable_variables
+            read = [v.value for v in trainable if id(v) not in tables]
+            read = iter(placing.read(read, self.home))
+            params = [None if id(v) in tables else next(read) for v in trainable]
+            others = [v.value for v in model.non_trainable_variables]
+            state = placing.read(others, self.home)
             sent = [*(params if send_params else ()), *state]
             packs = [self.packs(device) for device in self.devices]
             buffers = packing.pack(sent) if any(packs) else []
@@ -439,7 +448,8 @@ class Builder(abc.ABC):
                     received = packing.unpack(buffers, sent)
                 of_state = len(sent) - len(state)
                 mine = Values(received[:of_state] or params, received[of_state:])
-            seeded = tower.own_seeds(self.model, mine.state, k)
+            with tf.device(HOST):
+                seeded = seeds.of_tower(self.model, mine.state, k)
             values.append(mine._replace(state=seeded))
         return values
 
@@ -489,9 +499,18 @@ class Builder(abc.ABC):
             self.preprocess.on_tower(k, training) for k in range(len(self.devices))
         ]
         if not self.model.run_eagerly:
-            spec = batch.share_spec(data, self._static_rows(size))
             xla = self.xla and (training or self.compiled)
-            towers = [tower.Traced(each, [spec], xla, apart=False) for each in towers]
+
+            known = self._known_sizes(data, size, xla)
+
+            def trace(each, rows=None, xla=False):
+                spec = batch.share_spec(data, rows)
+                return tower.Traced(each, [spec], xla, False, self._on_gpus)
+
+            for k, each in enumerate(towers):
+                trace_it = functools.partial(trace, each)
+                first = self._trace_first(trace_it, known, size, xla)
+                towers[k] = self._of_sizes(trace_it, first, known, size, xla)[k]
         bounds = batch.share_bounds(size, self.shares)
         shares = [
             tower.Share(device, end - start, tf.ones([]), [rows])
@@ -509,10 +528,49 @@ class Builder(abc.ABC):
         nothing = batch.take(outputs[0], 0, 0)
         return [outputs.get(k, nothing) for k in range(len(placed))], whole
 
-    def _static_rows(self, size):
-        """The number of rows that a tower is traced for, `None` for any."""
-        # Rules are read from a graph that does not know the number of examples.
-        return size if len(self.devices) == 1 and isinstance(size, int) else None
+    @property
+    def _on_gpus(self):
+        return any(map(is_gpu, self.devices))
+
+    def _has_one_size(self, size):
+        return len(self.devices) == 1 and isinstance(size, int)
+
+    def _known_sizes(self, data, size, xla):
+        """The sizes of shares that towers are traced for, each `None` for any.
+
+        On a GPU, a tower that knows no size computes shapes, and the host waits for the
+        GPU to read them. XLA compiles for one size at a time, which takes as long for
+        the last batch as for the first.
+        """
+        towers = len(self.devices)
+        if self._has_one_size(size):
+            return [size]
+        usual = size if isinstance(size, int) else self.usual_rows
+        tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
+        dense = all(isinstance(tensor, tf.Tensor) for tensor in tensors)
+        if usual is None or not dense or not (xla or self._on_gpus):
+            return [None] * towers
+        return [rows or None for rows in batch.cut(usual, self.shares)]
+
+    def _trace_first(self, trace, known, size, xla):
+        """Traces a tower for any size, unless there is only one.
+
+        Rules are read from it: a graph must not know the number of examples for that.
+        """
+        if self._has_one_size(size):
+            return trace(size, xla)
+        return trace(None, xla and not any(known))
+
+    def _of_sizes(self, trace, first, known, size, xla):
+        """Traces towers for the sizes that are known; `first` is for all others."""
+        if self._has_one_size(size) or not any(known):
+            return [first] * len(known)
+        usual = {rows: trace(rows, xla) for rows in dict.fromkeys(known) if rows}
+        if isinstance(size, int):
+            return [usual.get(rows, first) for rows in known]
+        return [
+            tower.Sized(usual[rows], first, rows) if rows else first for rows in known
+        ]
 
     def run(
         self,
@@ -556,29 +614,33 @@ class Builder(abc.ABC):
         fractions = batch.fractions(sizes)
         placed = self.place(whole) if placed is None else placed
         like = whole if self.preprocess is None else placed[0]
-        rows, reading = self._static_rows(size), not rules.complete
+        reading = not rules.complete
         xla = self.xla and not together and (training or self.compiled)
 
-        def trace():
+        def trace(rows=None, xla=False):
             specs = [
                 *_specs(values[0]),
                 batch.share_spec(like, rows),
                 tf.TensorSpec([], tf.float32),
                 *_specs(extra),
             ]
-            return tower.Traced(function, specs, xla, self._apart())
+            apart = self._apart()
+            return tower.Traced(function, specs, xla, apart, self._on_gpus)
 
         traced = None
         if in_python:
             if not rules.complete:
                 self._prove(trace, rules)
         else:
-            traced = trace()
+            known = self._known_sizes(like, size, xla)
+            if together:
+                known = [None] * len(known)
+            traced = self._trace_first(trace, known, size, xla)
             if traced.needs_tables:
                 self._reads_tables = True
                 values = self.read()
-                traced = trace()
-            self._check_traced(traced, rules if rows is None else None)
+                traced = self._trace_first(trace, known, size, xla)
+            self._check_traced(traced, None if self._has_one_size(size) else rules)
 
         def share(k, rows, size, fraction):
             arguments = *values[k], rows, fraction, *extra
@@ -608,7 +670,7 @@ class Builder(abc.ABC):
         if not in_python:
             if together:
                 return tower.run_together(function, traced, shares, everything)
-            return tower.run([traced] * len(shares), shares)
+            return tower.run(self._of_sizes(trace, traced, known, size, xla), shares)
         turns = eager.Turns(self.model)
         if together:
             results = tower.run_together(function, None, shares, everything)
@@ -773,11 +835,13 @@ class Builder(abc.ABC):
             those that no tower changed.
         """
         count = len(self._variables())
+        sources = [self.devices[result.tower] for result in results]
         with tf.device(self.home), tf.name_scope("state"):
             return reduce.combine_states(
                 [result.state for result in results],
                 [result.fraction for result in results],
                 [rules[f"state {i}"] for i in range(count)],
+                sources if any(map(self.packs, sources)) else (),
             )
 
     def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:

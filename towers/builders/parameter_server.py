@@ -265,7 +265,10 @@ class ParameterServer(Builder):
         """
         largest = overwritten.places(self.model)
         if any(map(self.packs, sources)):
-            return [reduce.sum_packed(gradients, sources, self.merge, largest, seen)]
+            sums = reduce.sum_packed(
+                gradients, sources, self.merge, self.home, largest, seen
+            )
+            return [sums]
         with tf.device(self.merge):
             return [reduce.sum_gradients(gradients, largest)]
 

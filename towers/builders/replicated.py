@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import overwritten, packing, reduce
+from towers import overwritten, packing, placing, reduce
 from towers.builders.base import Values
 from towers.builders.parameter_server import ParameterServer
 from towers.devices import is_gpu
@@ -121,7 +121,7 @@ class Replicated(ParameterServer):
         values = self.read(look_up=False, send_params=False)
         for k, copy in enumerate(self._copies, start=1):
             with tf.device(self.devices[k]), tf.name_scope("read"):
-                params = [tf.convert_to_tensor(v) for v in self._trainable(copy)]
+                params = placing.read(self._trainable(copy), self.devices[k])
             values[k] = values[k]._replace(params=params)
         return values
 

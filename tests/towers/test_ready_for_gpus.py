@@ -1,0 +1,280 @@
+"""What would run on GPUs: read from graphs that logical CPUs executed in their place.
+
+No operation of a tower may lack a kernel for GPUs; the host must not wait for a GPU in
+the middle of a tower; and what travels must not be more pieces for more layers.
+"""
+
+import collections
+import functools
+import importlib
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models import resnet_cifar
+from tests import as_on_gpu, executed
+from towers import multi_gpu_model, rules, tower
+from towers.builders import base
+
+HOST, *GPUS = [f"/device:CPU:{k}" for k in range(3)]
+_numbers = itertools.count(5000)
+_L = keras.layers
+
+
+def _mlp(x, depth):
+    for _ in range(depth):
+        x = _L.Dropout(0.1)(_L.Dense(8, "relu")(x))
+    return x
+
+
+def _cnn(x, depth):
+    for _ in range(depth):
+        x = _L.Conv2D(4, 3, padding="same", use_bias=False)(x)
+        x = _L.ReLU()(_L.BatchNormalization()(x))
+    return _L.GlobalAveragePooling2D()(x)
+
+
+def _resnet(x, depth):
+    # Of 6 n + 2 layers, as in He et al. 2016.
+    return resnet_cifar.build(x.shape[1:], 8, depth=6 * depth + 2)(x)
+
+
+def _transformer(x, depth, dropout=0.1):
+    x = _L.Embedding(11, 8)(x)
+    for _ in range(depth):
+        y = _L.LayerNormalization()(x)
+        y = _L.MultiHeadAttention(2, 4, dropout=dropout)(y, y, use_causal_mask=True)
+        x = _L.Add()([x, y])
+        y = _L.Dense(16, "gelu")(_L.LayerNormalization()(x))
+        x = _L.Add()([x, _L.Dropout(dropout)(_L.Dense(8)(y))])
+    return _L.Flatten()(x)
+
+
+def _embedding(x, depth):
+    x = _L.Flatten()(_L.Embedding(11, 4)(x))
+    for _ in range(depth):
+        x = _L.Dense(8, "relu")(x)
+    return x
+
+
+def _lstm(x, depth):
+    for _ in range(depth):
+        x = _L.LSTM(6, return_sequences=True)(x)
+    return _L.Flatten()(x)
+
+
+_FEATURES, _IMAGES = ((6,), "float32"), ((8, 8, 3), "float32")
+_SERIES, _TOKENS = ((5, 4), "float32"), ((5,), "int32")
+MODELS = {
+    "mlp, dropout": (_mlp, _FEATURES),
+    "cnn": (_cnn, _IMAGES),
+    "cnn, mixed_float16": (_cnn, _IMAGES),
+    "resnet": (_resnet, _IMAGES),
+    "transformer": (_transformer, _TOKENS),
+    "embedding": (_embedding, _TOKENS),
+    "lstm": (_lstm, _SERIES),
+}
+_STEADY = {
+    "transformer, no dropout": (functools.partial(_transformer, dropout=0), _TOKENS)
+}
+WAYS = {
+    "parameter_server, home on a GPU": {"home": GPUS[0]},
+    "parameter_server, home on the host": {"home": HOST},
+    "replicated, device": {"builder": "replicated", "all_reduce_alg": "device"},
+    "replicated, ring": {"builder": "replicated", "all_reduce_alg": "ring"},
+}
+
+
+def _model(kind, depth, name):
+    body, (shape, dtype) = (MODELS | _STEADY)[kind]
+    inputs = keras.Input(shape, dtype=dtype)
+    outputs = _L.Dense(3, dtype="float32")(body(inputs, depth))
+    return keras.Model(inputs, outputs, name=name)
+
+
+def _data(kind, batches, known):
+    _, (shape, dtype) = (MODELS | _STEADY)[kind]
+    x = np.random.default_rng(0).integers(0, 11, (8 * batches, *shape)).astype(dtype)
+    y = np.zeros(len(x), "int32")
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=known)
+
+
+def _ran(kind, depth=1, steps=1, known=True, **options):
+    """What ran in a `fit` of two steps, and the graph that it was made of."""
+    name = f"model_{next(_numbers)}"
+    _, _, policy = kind.partition(", mixed")
+    keras.config.set_dtype_policy(f"mixed{policy}" if policy else "float32")
+    with as_on_gpu.made_up_gpus(*GPUS):
+        options = {"check_numerics": True, "prefetch": 0, **options}
+        parallel = multi_gpu_model(_model(kind, depth, name), GPUS, **options)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        how = {"steps_per_execution": steps, "jit_compile": False}
+        parallel.compile("adam", loss, metrics=["accuracy"], **how)
+        data = _data(kind, 2 * steps, known)
+        nodes = executed.run(lambda: parallel.fit(data, verbose=0), name)
+    return nodes, parallel.builder.graph
+
+
+def _in_towers(names):
+    """What belongs to a tower, traced for the size that its share usually has."""
+    return [name for name in names if "tower_" in name and "/cond/else/" not in name]
+
+
+def _sends(nodes):
+    """How many tensors go from where to where; also those that only say: done."""
+    return collections.Counter(
+        (source, node.attr["recv_device"].s.decode().rpartition("/")[2])
+        for source, each in nodes.items()
+        for node in each
+        if node.op == "_Send" and "LoopCond" not in node.input[0]
+    )
+
+
+def _assert_ready(of_depths, waits=()):
+    """Asserts what holds for the graphs of a model with one layer, and with two.
+
+    Args:
+        of_depths: What ran, for each.
+        waits: How often the host waits for a GPU within the towers, for each; never if
+            it is not said.
+    """
+    for nodes, expected in zip(of_depths, waits or (0, 0), strict=True):
+        assert as_on_gpu.without_kernel(nodes, GPUS) == []
+        waiting = [edge for gpu in GPUS for edge in as_on_gpu.waits(nodes, gpu)]
+        assert len(_in_towers(waiting)) == expected, _in_towers(waiting)
+    one, two = map(_sends, of_depths)
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] if "cnn" != kind else [])
+        for kind in MODELS
+    ],
+)
+def test_towers_of_each_kind(kind):
+    found = [
+        _ran(kind, depth, **WAYS["parameter_server, home on a GPU"])[0]
+        for depth in (1, 2)
+    ]
+    # What a loop of TensorFlow's does is decided on the host. On a GPU, Keras's LSTM
+    # has none; see below.
+    _assert_ready(found, waits=(6, 18) if kind == "lstm" else ())
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+@pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("kind", ["transformer", "cnn"])
+@pytest.mark.slow
+def test_each_way_to_update(kind, way, steps):
+    _assert_ready([_ran(kind, depth, steps, **WAYS[way])[0] for depth in (1, 2)])
+
+
+@pytest.mark.slow
+def test_batches_of_unknown_size():
+    """The usual size has a trace of its own; the host decides which a batch takes."""
+    _assert_ready([_ran("cnn", depth, known=False)[0] for depth in (1, 2)])
+
+
+def test_asynchronous_towers():
+    graphs = []
+    for depth in 1, 2:
+        nodes, _ = _ran("cnn", depth, builder="asynchronous", home=HOST)
+        graphs.append(nodes)
+    for nodes in graphs:
+        assert as_on_gpu.without_kernel(nodes, GPUS) == []
+
+
+def _trained(kind, towers, **options):
+    """What is left of two epochs, each with a smaller last batch."""
+    keras.utils.set_random_seed(3)
+    model = trained = _model(kind, 2, None)
+    if towers:
+        trained = multi_gpu_model(model, GPUS[:towers], **options)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    # Nothing is traced for one device.
+    how = {"run_eagerly": not towers, "jit_compile": False}
+    trained.compile(optimizer, loss, metrics=["accuracy"], **how)
+    data = _data(kind, 2, known=False).unbatch().take(13).batch(8)
+    history = trained.fit(data, epochs=2, shuffle=False, verbose=0).history
+    outputs = trained.predict(data, verbose=0)
+    return [*model.get_weights(), *history.values(), outputs]
+
+
+def _assert_equal(found, expected):
+    # In numbers: some, such as the gradient of a key's bias, are 0 but for rounding.
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@functools.cache
+def _expected(kind):
+    return _trained(kind, 0)
+
+
+@pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("kind", ["transformer, no dropout", "embedding", "lstm"])
+def test_numbers_are_those_of_one_device(kind, way):
+    with as_on_gpu.made_up_gpus(*GPUS):
+        found = _trained(kind, 2, **WAYS[way])
+    _assert_equal(found, _expected(kind))
+
+
+@pytest.mark.parametrize("home", [HOST, GPUS[0]])
+@pytest.mark.parametrize("kind", ["mlp, dropout", "cnn", "transformer"])
+def test_one_gpu_draws_what_keras_draws(kind, home):
+    with as_on_gpu.made_up_gpus(*GPUS):
+        found = _trained(kind, 1, home=home)
+    _assert_equal(found, _expected(kind))
+
+
+def test_a_seed_that_is_drawn_from_twice():
+    class Twice(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(7)
+
+        def call(self, x):
+            once = keras.random.uniform(keras.ops.shape(x), seed=self.seed)
+            again = keras.random.uniform(keras.ops.shape(x), seed=self.seed)
+            return once + 2 * again
+
+    def drawn(towers):
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, Twice()(inputs))
+        if towers:
+            model = multi_gpu_model(model, GPUS[:1])
+        x = np.zeros((6, 4), "float32")
+        return [model.predict(x, verbose=0) for _ in range(2)]
+
+    with as_on_gpu.made_up_gpus(*GPUS):
+        found = drawn(1)
+    np.testing.assert_array_equal(found, drawn(0))
+
+
+def test_a_recurrent_layer_takes_cudnn_s_kernel(monkeypatch):
+    """Which the processor does not have: it is traced, and not run."""
+    rnn = importlib.import_module("keras.src.backend.tensorflow.rnn")
+    monkeypatch.setattr(rnn, "_is_gpu_available", lambda: True)
+    with as_on_gpu.made_up_gpus(*GPUS):
+        model = _model("lstm", 2, None)
+        values = base.Values(
+            [tf.convert_to_tensor(v.value) for v in model.trainable_variables],
+            [tf.convert_to_tensor(v.value) for v in model.non_trainable_variables],
+        )
+        x = tf.TensorSpec([4, 5, 4])
+        function = functools.partial(tower.forward, model, True, rules.Rules(1))
+        specs = [*base._specs(values), x, tf.TensorSpec([])]
+        traced = tower.Traced(function, specs, xla=False, apart=False, on_gpu=True)
+    every = traced._concrete.graph.as_graph_def().node
+    # Seeds are computed on the host, and all else where the tower is called.
+    nodes = {GPUS[0]: [node for node in every if not node.device]}
+    kinds = [node.op for node in nodes[GPUS[0]]]
+    assert kinds.count("CudnnRNNV3") == 2 and "While" not in kinds
+    assert as_on_gpu.without_kernel(nodes, GPUS) == []
+    assert as_on_gpu.waits(nodes, GPUS[0]) == []
