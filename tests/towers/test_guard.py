@@ -36,7 +36,7 @@ def _before(guard, loss, towers, packs):
     packed = []
     if packs:
         device = TOWERS[0]
-        sums = reduce.sum_packed(towers, TOWERS, device, seen=packed.append)
+        sums = reduce.sum_packed(towers, TOWERS, device, device, seen=packed.append)
     else:
         sums = reduce.sum_gradients(towers)
     return guard.before((), loss, sums, None, packed)

@@ -654,3 +654,18 @@ def test_a_model_built_elsewhere_is_moved():
 def test_other_algorithms_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         multi_gpu_model(_model(), TOWERS, **{"builder": "replicated"} | options)
+
+
+@pytest.mark.parametrize("name", ["predict", "evaluate"])
+def test_before_any_training_there_are_no_copies(name):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    parallel = multi_gpu_model(model, TOWERS, builder="replicated")
+    for each in model, parallel:
+        each.compile("sgd", "mse")
+    x, y = np.ones((8, 6), "float32"), np.ones((8, 3), "float32")
+    arguments = (x,) if name == "predict" else (x, y)
+    found = getattr(parallel, name)(*arguments, verbose=0)
+    expected = getattr(model, name)(*arguments, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

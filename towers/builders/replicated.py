@@ -105,7 +105,8 @@ class Replicated(ParameterServer):
     def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
         """Assigns to the copies, too, what layers assign to trainable variables."""
         super().assign_state(state)
-        for device, copies in zip(self.devices[1:], self._copies, strict=True):
+        # Before any training there are none.
+        for device, copies in zip(self.devices[1:], self._copies, strict=False):
             with tf.device(device), tf.name_scope("state"):
                 # The trainable ones come first in both.
                 for copy, value in zip(copies, self._trainable(state), strict=False):
