@@ -7,7 +7,7 @@ import pytest
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.ops import custom_gradient
 
-from towers import fused, lookup, numerics, tower
+from towers import fused, lookup, numerics, seeds, tower
 from towers.dependence import recorded_layers
 from towers.replace import Replacement
 
@@ -16,7 +16,9 @@ PATCHED = [
     (keras.layers.BatchNormalization, "call", fused.batch_normalization),
     (keras.optimizers.SGD, "update_step", fused.updates),
     (BaseOptimizer, "_backend_apply_gradients", fused.updates),
-    (keras.layers.Embedding, "call", lookup.at_home),
+    (keras.layers.Embedding, "call", lambda: lookup.at_home(on_gpu=False)),
+    (keras.random.SeedGenerator, "next", seeds.on_the_host),
+    (keras.src.backend.tensorflow.random, "_cast_seed", seeds.on_the_host),
     (keras.Operation, "__call__", numerics._watched),
     (custom_gradient, "_get_dependent_variables", lambda: tower._search.by(id)),
 ]
@@ -30,11 +32,15 @@ def test_threads_that_overlap_leave_nothing_behind(owner, name, enter):
     entered, left = threading.Event(), threading.Event()
 
     def first():
-        with pytest.raises(KeyError), enter():
+        try:
+            with pytest.raises(KeyError), enter():
+                entered.set()
+                second_entered.wait()
+                raise KeyError
+        finally:
+            # Otherwise a failure here would hang.
             entered.set()
-            second_entered.wait()
-            raise KeyError
-        left.set()
+            left.set()
 
     second_entered = threading.Event()
     thread = threading.Thread(target=first)
