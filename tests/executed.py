@@ -84,7 +84,7 @@ def behind(nodes: Nodes, node: Any) -> set[str]:
 
 
 def sizes(nodes: Nodes, traced: tf.Graph | None) -> Mapping[str, int]:
-    """Returns how many bytes each node's first output has, by name, where it is known.
+    """Returns how many bytes each output has, by its name, where that is known.
 
     What ran carries no shapes, so TensorFlow infers them from those of the arguments.
     A loop hides them; what it returned was given its shape when it was traced.
@@ -118,7 +118,9 @@ def sizes(nodes: Nodes, traced: tf.Graph | None) -> Mapping[str, int]:
             made.input.append(sender.input[0])
             made.attr["T"].type = sender.attr["T"].type
         elif node.op == "ReadVariableOp":
-            _as_placeholder(made, node.attr["dtype"].type, handles[node.input[0]])
+            # Behind a branch, it is not known of which variable.
+            handle = handles.get(node.input[0], tf.compat.v1.AttrValue())
+            _as_placeholder(made, node.attr["dtype"].type, handle)
         elif node.op == "ResourceGather":
             table = whole.node.add()
             table.name = f"{node.name}/table"
@@ -133,9 +135,9 @@ def sizes(nodes: Nodes, traced: tf.Graph | None) -> Mapping[str, int]:
         tf.import_graph_def(whole, name="")
     found = {}
     for op in [*graph.get_operations(), *(traced.get_operations() if traced else ())]:
-        count = op.outputs[0].shape.num_elements() if op.outputs else None
-        if count is not None:
-            found[op.name] = count * op.outputs[0].dtype.size
+        for i, output in enumerate(op.outputs):
+            if (count := output.shape.num_elements()) is not None:
+                found[f"{op.name}:{i}" if i else op.name] = count * output.dtype.size
     return found
 
 

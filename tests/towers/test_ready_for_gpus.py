@@ -133,6 +133,14 @@ def _sends(nodes):
     )
 
 
+def _bytes(nodes, traced):
+    """How many bytes go in each direction: between GPUs, or from or to the host."""
+    sizes, found = executed.sizes(nodes, traced), collections.Counter()
+    for source, target, _, name in executed.transfers(nodes):
+        found[source in GPUS, target in GPUS] += sizes[name]
+    return found
+
+
 def _assert_ready(of_depths, waits=()):
     """Asserts what holds for the graphs of a model with one layer, and with two.
 
@@ -157,13 +165,16 @@ def _assert_ready(of_depths, waits=()):
     ],
 )
 def test_towers_of_each_kind(kind):
-    found = [
-        _ran(kind, depth, **WAYS["parameter_server, home on a GPU"])[0]
-        for depth in (1, 2)
+    ran = [
+        _ran(kind, depth, **WAYS["parameter_server, home on a GPU"]) for depth in (1, 2)
     ]
     # What a loop of TensorFlow's does is decided on the host. On a GPU, Keras's LSTM
     # has none; see below.
-    _assert_ready(found, waits=(6, 18) if kind == "lstm" else ())
+    _assert_ready([nodes for nodes, _ in ran], (6, 18) if kind == "lstm" else ())
+    one, two = itertools.starmap(_bytes, ran)
+    # Nothing but the loss, metrics and what the guard looks at; and batches, and seeds.
+    assert one[True, False] == two[True, False] < 32
+    assert two[False, True] - one[False, True] <= 2 * 2 * 8
 
 
 @pytest.mark.parametrize("steps", [1, 10])
@@ -218,7 +229,14 @@ def _expected(kind):
 
 
 @pytest.mark.parametrize("way", [*WAYS])
-@pytest.mark.parametrize("kind", ["transformer, no dropout", "embedding", "lstm"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "embedding",
+        pytest.param("transformer, no dropout", marks=pytest.mark.slow),
+        pytest.param("lstm", marks=pytest.mark.slow),
+    ],
+)
 def test_numbers_are_those_of_one_device(kind, way):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 2, **WAYS[way])
@@ -226,7 +244,14 @@ def test_numbers_are_those_of_one_device(kind, way):
 
 
 @pytest.mark.parametrize("home", [HOST, GPUS[0]])
-@pytest.mark.parametrize("kind", ["mlp, dropout", "cnn", "transformer"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mlp, dropout",
+        pytest.param("cnn", marks=pytest.mark.slow),
+        pytest.param("transformer", marks=pytest.mark.slow),
+    ],
+)
 def test_one_gpu_draws_what_keras_draws(kind, home):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 1, home=home)
