@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -40,7 +42,8 @@ def test_16_bits_are_added_in_32():
     np.testing.assert_array_equal(total, [2050.0])
 
 
-def test_states_follow_their_rules():
+@pytest.mark.parametrize("sources", [(), ("/device:CPU:0", "/device:CPU:1")])
+def test_states_follow_their_rules(sources):
     fractions = [tf.constant(0.75), tf.constant(0.25)]
     seed = tf.constant([5, 1], tf.int64)
     combined = reduce.combine_states(
@@ -50,6 +53,7 @@ def test_states_follow_their_rules():
         ],
         fractions,
         [Dependence.MEAN, None, Dependence.NONE, Dependence.SUM],
+        sources,
     )
     np.testing.assert_array_equal(combined[0], [2.0, 3.0])
     assert combined[1] is None
@@ -191,3 +195,24 @@ def test_packed_sums_are_those_of_the_parts(towers):
     parts = _parts(towers, [(5,), (2, 2), ()])
     sums = reduce.sum_packed(parts, CPUS[:towers], CPUS[2], CPUS[3])
     _assert_on(sums, CPUS[3], _sums(parts))
+
+
+@pytest.mark.parametrize("towers", [2, 3])
+def test_large_sums_are_made_chunk_by_chunk(towers, monkeypatch):
+    """So that the device has room for a few pieces of others' parts, not for all."""
+    monkeypatch.setattr(reduce, "_CHUNK_BYTES", 128)
+    parts = _parts(towers, [(100,), (3, 5), ()])
+
+    @tf.function(autograph=False)
+    def sums():
+        return reduce.sum_packed(parts, CPUS[:towers], CPUS[3], CPUS[3])
+
+    for total, expected in zip(sums(), _sums(parts), strict=True):
+        np.testing.assert_array_equal(total, expected)
+    operations = sums.get_concrete_function().graph.get_operations()
+    added = [op for op in operations if op.type == "AddN"]
+    # 100 and 15 numbers, padded to 112 and 16, and 1 to 16: 144 in chunks of 32.
+    assert len(added) == 5
+    for early, late in itertools.pairwise(added[::2]):
+        waits = {op for piece in late.inputs for op in piece.op.control_inputs}
+        assert waits == {early}
