@@ -19,14 +19,16 @@ def copy(nest: Any, kept: Collection[tf.DType] = ()) -> Any:
     """Copies tensors as they are, one by one.
 
     Args:
-        nest: A nest of dense, ragged or sparse tensors, and of `None`.
+        nest: A nest of dense, ragged or sparse tensors, of numbers, and of `None`.
         kept: Types that are not copied.
     """
-    return tf.nest.map_structure(
-        lambda t: t if t is None or t.dtype in kept else tf.identity(t),
-        nest,
-        expand_composites=True,
-    )
+
+    def one(value):
+        if value is None or getattr(value, "dtype", None) in kept:
+            return value
+        return tf.identity(value)
+
+    return tf.nest.map_structure(one, nest, expand_composites=True)
 
 
 def pack(tensors: Sequence[Any]) -> list[tf.Tensor]:
