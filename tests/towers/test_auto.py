@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 import weakref
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests import as_on_gpu
 from towers import auto, loop, multi_gpu_model, start
 from towers import model as door
 from towers.auto import Choice
@@ -585,13 +585,11 @@ def test_the_length_of_a_run():
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus():
     """Logical CPUs that are taken for GPUs, without NCCL."""
     found = "/device:CPU:1", "/device:CPU:2"
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("towers.") and hasattr(module, "is_gpu"):
-            monkeypatch.setattr(module, "is_gpu", lambda device: device in found)
-    return found
+    with as_on_gpu.made_up_gpus(*found):
+        yield found
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Where variables live if towers are on GPUs, which logical CPUs stand in for."""
 
-import sys
-
 import keras
 import numpy as np
 import pytest
@@ -9,6 +7,7 @@ import tensorflow as tf
 from absl.testing import flagsaver
 from tensorflow.python.framework import kernels
 
+from tests import as_on_gpu
 from towers import model as door
 from towers import multi_gpu_model, train, variables
 
@@ -16,12 +15,10 @@ GPUS = "/device:CPU:1", "/device:CPU:2"
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus():
     """Logical CPUs that are taken for GPUs."""
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("towers.") and hasattr(module, "is_gpu"):
-            monkeypatch.setattr(module, "is_gpu", lambda device: device in GPUS)
-    return GPUS
+    with as_on_gpu.made_up_gpus(*GPUS):
+        yield GPUS
 
 
 class Counts(keras.layers.Layer):

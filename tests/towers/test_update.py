@@ -10,9 +10,8 @@ import pytest
 import tensorflow as tf
 
 import towers
-from tests import executed, oracle
-from towers import fused, model, variables
-from towers.builders import base, replicated
+from tests import as_on_gpu, executed, oracle
+from towers import fused
 
 optimizers = keras.optimizers
 _numbers = itertools.count()
@@ -195,13 +194,9 @@ X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 
 
 @pytest.fixture
-def on_gpus(monkeypatch):
-    def is_gpu(device):
-        return device.endswith(TOWERS)
-
-    for module in base, model, replicated, variables:
-        if hasattr(module, "is_gpu"):
-            monkeypatch.setattr(module, "is_gpu", is_gpu)
+def on_gpus():
+    with as_on_gpu.made_up_gpus(*TOWERS):
+        yield
 
 
 def _dense():
