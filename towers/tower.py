@@ -501,6 +501,8 @@ def _new_state(model, rules, scope):
         new_state.append(assigned[-1] if assigned else None)
         if not assigned:
             continue
+        # Of which TensorFlow may not know all, as of gradients.
+        assigned[-1].set_shape(variable.shape)
         if id(variable) in normalized:
             rules.mean(f"state {i}")
             continue

@@ -282,6 +282,25 @@ def test_a_seed_that_is_drawn_from_twice():
     np.testing.assert_array_equal(found, drawn(0))
 
 
+def test_state_whose_shape_the_graph_does_not_know():
+    class Keeps(keras.layers.Layer):
+        def build(self, shape):
+            self.mean = self.add_weight(shape=(3,), trainable=False)
+
+        def call(self, x):
+            self.mean.assign(tf.boolean_mask(tf.reduce_mean(x, 0), [True] * 3))
+            return x
+
+    keeps, x = Keeps(), np.random.default_rng(0).normal(size=(13, 3)).astype("float32")
+    with as_on_gpu.made_up_gpus(*GPUS):
+        model = keras.Sequential([keras.Input((3,)), keeps, keras.layers.Dense(1)])
+        trained = multi_gpu_model(model, GPUS, strict=False)
+        trained.compile("sgd", "mse", jit_compile=False)
+        # The last batch leaves a tower without a row.
+        trained.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
+    np.testing.assert_allclose(keeps.mean.numpy(), x[12], rtol=1e-6)
+
+
 def test_a_recurrent_layer_takes_cudnn_s_kernel(monkeypatch):
     """Which the processor does not have: it is traced, and not run."""
     rnn = importlib.import_module("keras.src.backend.tensorflow.rnn")
