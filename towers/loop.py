@@ -86,10 +86,12 @@ class Ahead:
         self._coming[iterator] = done
         try:
             yield
+            done.wait()
         except BaseException:
-            done.wait(_PATIENCE_S)
+            if not done.wait(_PATIENCE_S):
+                # It may never be free again.
+                self._worker = None
             raise
-        done.wait()
 
     def _lacks(self, waiting):
         if waiting is None or (waiting and waiting[-1][1]):

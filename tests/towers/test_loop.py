@@ -649,6 +649,29 @@ def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
         trained.train_function(iterator)
 
 
+def test_an_input_that_hangs_keeps_no_other_from_being_fetched(monkeypatch):
+    monkeypatch.setattr(loop, "_PATIENCE_S", 0.1)
+    held = Held(0)
+    ahead = loop.Ahead(1, next)
+    hangs, other = iter(_numbered(3, held)), iter(_numbered(3))
+    with pytest.raises(KeyboardInterrupt), ahead.filling(hangs):
+        assert held.reached.wait(TIMEOUT_S)
+        raise KeyboardInterrupt
+    try:
+        fetched = threading.Event()
+
+        def go_on():
+            with ahead.filling(other):
+                pass
+            fetched.set()
+
+        threading.Thread(target=go_on, daemon=True).start()
+        assert fetched.wait(TIMEOUT_S)
+    finally:
+        held.go.set()
+    assert ahead.take(hangs) is not None  # which had been on its way
+
+
 def test_a_fetch_left_behind_lets_go_of_its_iterator(monkeypatch):
     monkeypatch.setattr(loop, "_PATIENCE_S", 0.1)
     held = Held(1)
