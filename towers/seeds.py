@@ -52,14 +52,14 @@ class _Here(threading.local):
 
     Attributes:
         on_the_host: Whether seeds are computed on the host.
-        sent: By id of a seed's variable, its value as random operations take it, which
-            was sent to the tower; `None` if it was drawn already.
+        sent: By id of a seed's value, it and what random operations take, which was
+            sent to the tower.
         drawn: By id of a value that was drawn, it and what was sent.
     """
 
     def __init__(self):
         self.on_the_host = False
-        self.sent: dict[int, tf.Tensor | None] = {}
+        self.sent: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
         self.drawn: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 
 
@@ -90,16 +90,15 @@ def sent_together(model: keras.Model, state: Sequence[tf.Tensor]) -> Iterator[No
     """
     ids = seed_ids(model) if _here.on_the_host else ()
     variables = zip(model.non_trainable_variables, state, strict=True)
-    own = {id(variable): value for variable, value in variables if id(variable) in ids}
+    own = [value for variable, value in variables if id(variable) in ids]
     before = _here.sent, _here.drawn
     _here.sent, _here.drawn = {}, {}
     if own:
         with tf.device(HOST):
-            whole = keras.src.backend.tensorflow.random._cast_seed(
-                tf.stack(list(own.values()))
-            )
+            whole = keras.src.backend.tensorflow.random._cast_seed(tf.stack(own))
         # In int32, this is done in the host's memory, also on a GPU.
-        _here.sent = dict(zip(own, tf.unstack(whole), strict=True))
+        sent = zip(own, tf.unstack(whole), strict=True)
+        _here.sent = {id(value): (value, each) for value, each in sent}
     try:
         yield
     finally:
@@ -107,12 +106,11 @@ def sent_together(model: keras.Model, state: Sequence[tf.Tensor]) -> Iterator[No
 
 
 def _next_on_the_host(keras_next, generator, *args, **kwargs):
+    # It was assigned if the generator was drawn from before, or by the layer itself.
+    _, sent = _here.sent.get(id(generator.state.value), (None, None))
     with tf.device(HOST):
         value = keras_next(generator, *args, **kwargs)
-    sent = _here.sent.get(id(generator.state))
     if sent is not None:
-        # What is drawn next is another.
-        _here.sent[id(generator.state)] = None
         _here.drawn[id(value)] = value, sent
     return value
 

@@ -258,20 +258,29 @@ def test_one_gpu_draws_what_keras_draws(kind, home):
     _assert_equal(found, _expected(kind))
 
 
-def test_a_seed_that_is_drawn_from_twice():
-    class Twice(keras.layers.Layer):
+def _twice(x, seed):
+    once = keras.random.uniform(keras.ops.shape(x), seed=seed)
+    return once + 2 * keras.random.uniform(keras.ops.shape(x), seed=seed)
+
+
+def _assigned(x, seed):
+    seed.state.assign(seed.state + 3)
+    return keras.random.uniform(keras.ops.shape(x), seed=seed)
+
+
+@pytest.mark.parametrize("draw", [_twice, _assigned])
+def test_a_seed_is_the_value_that_it_has_when_it_is_drawn_from(draw):
+    class Draws(keras.layers.Layer):
         def __init__(self):
             super().__init__()
             self.seed = keras.random.SeedGenerator(7)
 
         def call(self, x):
-            once = keras.random.uniform(keras.ops.shape(x), seed=self.seed)
-            again = keras.random.uniform(keras.ops.shape(x), seed=self.seed)
-            return once + 2 * again
+            return draw(x, self.seed)
 
     def drawn(towers):
         inputs = keras.Input((4,))
-        model = keras.Model(inputs, Twice()(inputs))
+        model = keras.Model(inputs, Draws()(inputs))
         if towers:
             model = multi_gpu_model(model, GPUS[:1])
         x = np.zeros((6, 4), "float32")
