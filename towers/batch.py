@@ -262,6 +262,12 @@ def by_example(rows: tf.Tensor | None, size: int | tf.Tensor) -> tf.Tensor | Non
     return grouped
 
 
+def is_dense(batch: Any) -> bool:
+    """Tells whether there is nothing ragged or sparse in a batch."""
+    tensors = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
+    return all(isinstance(tensor, tf.Tensor) for tensor in tensors)
+
+
 def share_spec(batch: Any, rows: int | None) -> Any:
     """Describes one share of a batch, for tracing.
 

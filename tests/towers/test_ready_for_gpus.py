@@ -191,13 +191,11 @@ def test_batches_of_unknown_size():
     _assert_ready([_ran("cnn", depth, known=False)[0] for depth in (1, 2)])
 
 
-def test_asynchronous_towers():
-    graphs = []
-    for depth in 1, 2:
-        nodes, _ = _ran("cnn", depth, builder="asynchronous", home=HOST)
-        graphs.append(nodes)
-    for nodes in graphs:
-        assert as_on_gpu.without_kernel(nodes, GPUS) == []
+@pytest.mark.parametrize("home", [HOST, GPUS[0]])
+@pytest.mark.parametrize("kind", ["mlp, dropout", "cnn"])
+def test_asynchronous_towers(kind, home):
+    options = {"builder": "asynchronous", "home": home}
+    _assert_ready([_ran(kind, depth, **options)[0] for depth in (1, 2)])
 
 
 def _trained(kind, towers, **options):

@@ -32,6 +32,7 @@ from towers import batch, eager, loop, overwritten, packing, seeds, tower
 from towers.builders.base import Builder, Values
 from towers.builders.guard import Guard
 from towers.builders.parameter_server import Computed, ParameterServer, Pulled
+from towers.devices import HOST, is_gpu
 from towers.preprocess import Preprocess
 from towers.tower import ModelError
 
@@ -276,6 +277,7 @@ class Asynchronous(Builder):
             prefetch,
             guard,
         )
+        self._tower.on_gpus = self.on_gpus
 
     def forget(self) -> None:
         """Forgets what was found out about the model; see `Builder.forget`."""
@@ -338,7 +340,11 @@ class Asynchronous(Builder):
             with tf.device(None):
                 return self._compute(share, pulled)
 
-        self._steps, self._graphs = {}, (_graph(compute), _graph(self._apply))
+        self._steps = {}
+        # By the number of rows in a share, `None` for any.
+        self._graphs = collections.defaultdict(
+            lambda: (_graph(compute), _graph(self._apply))
+        )
 
         fetched = []
 
@@ -447,17 +453,26 @@ class Asynchronous(Builder):
 
     def _trace(self, share):
         """Returns the step for shares like this one, traced if need be."""
-        spec = batch.share_spec(share, None)
+        rows = self._known_rows(share)
+        spec = batch.share_spec(share, rows)
         key = str(spec)
         if key not in self._steps:
             self._check()
             self.build(spec)
-            self._steps[key] = self._trace_step(spec)
+            self._steps[key] = self._trace_step(spec, rows)
             self.loss_placed = self._tower.loss_placed
         return self._steps[key]
 
-    def _trace_step(self, spec):
-        compute, apply = self._graphs
+    def _known_rows(self, share):
+        """The size that a share's step is traced for; see `Builder._known_sizes`."""
+        size = batch.batch_size(share)
+        usual = batch.cut(self.usual_rows or 0, self.shares)
+        return (
+            size if self.on_gpus and batch.is_dense(share) and size in usual else None
+        )
+
+    def _trace_step(self, spec, rows):
+        compute, apply = self._graphs[rows]
         tables = self._tower._reads_tables
         pull = [
             _graph(functools.partial(self._pull, k)).get_concrete_function()
@@ -467,7 +482,7 @@ class Asynchronous(Builder):
         compute = compute.get_concrete_function(spec, pulled)
         if self._tower._reads_tables != tables:
             # A table cannot stay at home, as it turns out.
-            return self._trace_step(spec)
+            return self._trace_step(spec, rows)
         computed = _specs(compute.structured_outputs)
         apply = apply.get_concrete_function(spec, pulled, computed)
         # Each tower calls it.
@@ -486,7 +501,7 @@ class Asynchronous(Builder):
 
     def _pull(self, k):
         (values,), scale = self._tower.pull()
-        with tf.device(self.home):
+        with tf.device(HOST):
             seeded = seeds.of_tower(self.model, values.state, k)
         return Pulled([values._replace(state=seeded)], scale)
 
@@ -499,19 +514,29 @@ class Asynchronous(Builder):
             pulled = pulled._replace(values=[values])
         computed = self._tower.compute(share, [share], pulled)
         if packed:
-            (result,) = computed.results
-            gradients = packing.send(result.gradients, "", self.home)
-            computed = _with_gradients(computed, gradients)
+            gradients, state = computed.results[0].gradients, computed.state
+            sent = packing.send([*gradients, *state], "", self.home)
+            computed = _with_gradients(computed, sent[: len(gradients)])
+            computed = computed._replace(state=sent[len(gradients) :])
         # The index of a tower would become a tensor on its way between two graphs.
-        results = [result._replace(tower=None) for result in computed.results]
-        # On the way home others may update.
+        results = [result._replace(state=(), tower=None) for result in computed.results]
+        # On the way home others may update. Seeds have not left theirs, the host.
+        seeded = (tf.int64,) if is_gpu(self.home) else ()
         with tf.device(self.home):
-            return packing.copy(computed._replace(results=results))
+            computed = packing.copy(computed._replace(results=results), seeded)
+        with tf.device(HOST):
+            state = [
+                tf.identity(value)
+                if value is not None and value.dtype in seeded
+                else value
+                for value in computed.state
+            ]
+        return computed._replace(state=state)
 
     def _apply(self, share, pulled, computed):
         with tf.device(self.home):
             state = [
-                None if new is None else _add_change(variable.value, old, new)
+                None if new is None else _add_change(variable, old, new)
                 for variable, old, new in zip(
                     self._variables(),
                     [*pulled.values[0].params, *pulled.values[0].state],
@@ -547,12 +572,14 @@ class Asynchronous(Builder):
         )
 
 
-def _add_change(now, old, new):
+def _add_change(variable, old, new):
     """What a variable is to become that a tower has changed from `old` to `new`."""
     if old is None or not (new.dtype.is_floating or new.dtype.is_integer):
         return new
-    # Unless others have changed it too, without any rounding.
-    return tf.where(now == old, new, now + (new - old))
+    with tf.device(variable.value.device):
+        now = variable.value
+        # Unless others have changed it too, without any rounding.
+        return tf.where(now == old, new, now + (new - old))
 
 
 def _with_gradients(computed, gradients):

@@ -62,6 +62,7 @@ class Builder(abc.ABC):
     Attributes:
         model: The user's model; its variables are the shared variables.
         devices: One device string for each tower.
+        on_gpus: Whether one of them is a GPU.
         home: The device of the shared variables: updates, losses of gathered outputs
             and metrics are computed there.
         merge: The device on which gradients are added.
@@ -100,6 +101,7 @@ class Builder(abc.ABC):
     ):
         self.model = model
         self.devices = tuple(devices)
+        self.on_gpus = any(map(is_gpu, self.devices))
         self.home = home
         self.merge = merge
         self.shares = tuple(shares)
@@ -505,7 +507,7 @@ class Builder(abc.ABC):
 
             def trace(each, rows=None, xla=False):
                 spec = batch.share_spec(data, rows)
-                return tower.Traced(each, [spec], xla, False, self._on_gpus)
+                return tower.Traced(each, [spec], xla, False, self.on_gpus)
 
             for k, each in enumerate(towers):
                 trace_it = functools.partial(trace, each)
@@ -528,10 +530,6 @@ class Builder(abc.ABC):
         nothing = batch.take(outputs[0], 0, 0)
         return [outputs.get(k, nothing) for k in range(len(placed))], whole
 
-    @property
-    def _on_gpus(self):
-        return any(map(is_gpu, self.devices))
-
     def _has_one_size(self, size):
         return len(self.devices) == 1 and isinstance(size, int)
 
@@ -546,9 +544,7 @@ class Builder(abc.ABC):
         if self._has_one_size(size):
             return [size]
         usual = size if isinstance(size, int) else self.usual_rows
-        tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
-        dense = all(isinstance(tensor, tf.Tensor) for tensor in tensors)
-        if usual is None or not dense or not (xla or self._on_gpus):
+        if usual is None or not batch.is_dense(data) or not (xla or self.on_gpus):
             return [None] * towers
         return [rows or None for rows in batch.cut(usual, self.shares)]
 
@@ -625,7 +621,7 @@ class Builder(abc.ABC):
                 *_specs(extra),
             ]
             apart = self._apart()
-            return tower.Traced(function, specs, xla, apart, self._on_gpus)
+            return tower.Traced(function, specs, xla, apart, self.on_gpus)
 
         traced = None
         if in_python:
