@@ -330,8 +330,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             self.train_function, self._self_passing = self._self_passing, None
         elif force or self.train_function is None:
             builder = self._self_builder
-            on_gpus = any(map(is_gpu, builder.devices))
-            if on_gpus or builder.compiles_update or not self._self_chosen:
+            if builder.on_gpus or builder.compiles_update or not self._self_chosen:
                 self.train_function = self._first_call
             else:
                 self.train_function = self._train_function()

@@ -1,4 +1,4 @@
-"""The first call of training: it tries ways to update, and falls back from XLA.
+"""The first call of training: it tries ways to update, and falls back from what fails.
 
 Both need the batches of that call more than once, while Keras hands out an iterator
 that is read once. So they are taken out of it, and what follows reads them as often as
@@ -179,7 +179,7 @@ def say(text: str) -> None:
 
 
 def _why(error):
-    """The line of an error of XLA that tells most."""
+    """The line of an error of TensorFlow's that tells most."""
     if found := re.search(rf"{_ELSEWHERE} (\S+)", str(error)):
         return f"a tower reads '{found[1]}', which is not a variable of the model"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -565,7 +565,7 @@ def _refuse_others(model, scope):
 
 
 class Traced:
-    """A tower traced once, to be called on any device for a share of any size."""
+    """A traced tower, to be called on any device: for any share, or for one size."""
 
     def __init__(
         self,
@@ -579,7 +579,8 @@ class Traced:
 
         Args:
             tower: A tower function with its model bound, that takes tensors.
-            specs: A `tf.TensorSpec` (or a nest of them) for each argument.
+            specs: A `tf.TensorSpec` (or a nest of them) for each argument, which tell
+                whether the number of examples is known.
             xla: Whether XLA compiles the tower: once for each device and size of share.
             apart: Whether the tower stays a function of its own. Otherwise TensorFlow
                 copies it into the step's graph, once for each device, and optimises

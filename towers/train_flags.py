@@ -305,7 +305,7 @@ flags.DEFINE_enum(
     "auto",
     ["auto", "true", "false"],
     "Compile towers and update with XLA; auto: towers if --variable_update=auto finds "
-    "that faster.",
+    "that faster, and the update if the variables are on a GPU.",
     **_TOWERS,
 )
 
