@@ -502,7 +502,6 @@ class Builder(abc.ABC):
         ]
         if not self.model.run_eagerly:
             xla = self.xla and (training or self.compiled)
-
             known = self._known_sizes(data, size, xla)
 
             def trace(each, rows=None, xla=False):
@@ -510,9 +509,9 @@ class Builder(abc.ABC):
                 return tower.Traced(each, [spec], xla, False, self.on_gpus)
 
             for k, each in enumerate(towers):
-                trace_it = functools.partial(trace, each)
-                first = self._trace_first(trace_it, known, size, xla)
-                towers[k] = self._of_sizes(trace_it, first, known, size, xla)[k]
+                trace_it, mine = functools.partial(trace, each), known[k : k + 1]
+                first = self._trace_first(trace_it, mine, size, xla)
+                (towers[k],) = self._of_sizes(trace_it, first, mine, size, xla)
         bounds = batch.share_bounds(size, self.shares)
         shares = [
             tower.Share(device, end - start, tf.ones([]), [rows])
