@@ -5,6 +5,7 @@ is nothing but adding. On which device is the caller's choice: these functions r
 they are called.
 """
 
+import collections
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -115,11 +116,7 @@ def all_reduce(
         (ALGORITHMS[algorithm], [i for i in dense if i not in largest]),
         (_largest, [i for i in dense if i in largest]),
     ):
-        buffers = []
-        for gradients, device in zip(towers, sources, strict=True):
-            with tf.device(device):
-                buffers.append(packing.pack([gradients[i] for i in places]))
-        parts = [list(each) for each in zip(*buffers, strict=True)]
+        parts = _packed(towers, sources, places)
         sums = [combine(each, devices) for each in parts]
         if seen is not None:
             seen(Packed(places, parts, [each[0] for each in sums]))
@@ -136,6 +133,15 @@ def all_reduce(
         for mine, copy in zip(reduced, _copies(total, devices), strict=True):
             mine[i] = copy
     return [[mine[i] for i in range(len(first))] for mine in reduced]
+
+
+def _packed(towers, sources, places):
+    """For each type, the towers' buffers of what each has at some places."""
+    buffers = []
+    for values, source in zip(towers, sources, strict=True):
+        with tf.device(source):
+            buffers.append(packing.pack([values[i] for i in places]))
+    return [list(parts) for parts in zip(*buffers, strict=True)]
 
 
 def _largest(parts, devices):
@@ -280,34 +286,22 @@ def combine_states(
     Returns:
         M combined values, `None` where nothing changed.
     """
-    changed = [i for i, value in enumerate(towers[0]) if value is not None]
-    if not sources:
-        sums = {
-            i: _combine([t[i] for t in towers], fractions, rules[i]) for i in changed
-        }
-        return [sums.get(i) for i in range(len(rules))]
-    combined = list(towers[0])
-    for rule in dict.fromkeys(rules[i] for i in changed):
-        places = [i for i in changed if rules[i] is rule]
+    first = towers[0]
+    combined = {}
+    by_rule = collections.defaultdict(list)
+    for i, (value, rule) in enumerate(zip(first, rules, strict=True)):
+        if value is not None and sources and value.dtype.is_floating:
+            by_rule[rule].append(i)
+        elif value is not None:
+            combined[i] = _combine([tower[i] for tower in towers], fractions, rule)
+    for rule, places in by_rule.items():
         # Of what is alike on all towers, one is enough.
         count = 1 if rule is Dependence.NONE else len(towers)
-        buffers = []
-        for values, source in zip(towers[:count], sources[:count], strict=True):
-            with tf.device(source):
-                buffers.append(packing.pack([values[i] for i in places]))
-        sums = [
-            _combine(list(parts), fractions, rule)
-            for parts in zip(*buffers, strict=True)
-        ]
-        like = [
-            value
-            if value.dtype.is_floating
-            else _combine([t[i] for t in towers], fractions, rule)
-            for i, value in ((i, towers[0][i]) for i in places)
-        ]
-        for i, value in zip(places, packing.unpack(sums, like), strict=True):
-            combined[i] = value
-    return combined
+        parts = _packed(towers[:count], sources[:count], places)
+        sums = [_combine(each, fractions, rule) for each in parts]
+        values = packing.unpack(sums, [first[i] for i in places])
+        combined.update(zip(places, values, strict=True))
+    return [combined.get(i) for i in range(len(first))]
 
 
 def _combine(values, fractions, rule):
