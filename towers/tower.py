@@ -724,9 +724,10 @@ def _of_shape(tensor, spec):
 def _trace(function, *specs, **options):
     """Traces a function to be called on any device."""
     # A trace remembers the device scope that it was made in.
-    in_a_graph = not tf.executing_eagerly()
-    device = tf.compat.v1.device(where_its_input_is) if in_a_graph else tf.device(None)
-    with tf.device(None), device:
+    placed = contextlib.nullcontext()
+    if not tf.executing_eagerly():
+        placed = tf.compat.v1.device(where_its_input_is)
+    with tf.device(None), placed:
         function = tf.function(function, autograph=False, **options)
         return function.get_concrete_function(*specs)
 
