@@ -118,6 +118,12 @@ def _ran(kind, depth=1, steps=1, known=True, **options):
     return nodes, parallel.builder.graph
 
 
+def _first_is_fast(fast, *slow):
+    """Runs a test for several kinds, of which all but the first are slow."""
+    slow = [pytest.param(kind, marks=pytest.mark.slow) for kind in slow]
+    return pytest.mark.parametrize("kind", [fast, *slow])
+
+
 def _in_towers(names):
     """What belongs to a tower, traced for the size that its share usually has."""
     return [name for name in names if "tower_" in name and "/cond/else/" not in name]
@@ -157,13 +163,7 @@ def _assert_ready(of_depths, waits=()):
     assert one == two
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.slow] if "cnn" != kind else [])
-        for kind in MODELS
-    ],
-)
+@_first_is_fast("cnn", *(kind for kind in MODELS if kind != "cnn"))
 def test_towers_of_each_kind(kind):
     ran = [
         _ran(kind, depth, **WAYS["parameter_server, home on a GPU"]) for depth in (1, 2)
@@ -227,14 +227,7 @@ def _expected(kind):
 
 
 @pytest.mark.parametrize("way", [*WAYS])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "embedding",
-        pytest.param("transformer, no dropout", marks=pytest.mark.slow),
-        pytest.param("lstm", marks=pytest.mark.slow),
-    ],
-)
+@_first_is_fast("embedding", "transformer, no dropout", "lstm")
 def test_numbers_are_those_of_one_device(kind, way):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 2, **WAYS[way])
@@ -242,14 +235,7 @@ def test_numbers_are_those_of_one_device(kind, way):
 
 
 @pytest.mark.parametrize("home", [HOST, GPUS[0]])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "mlp, dropout",
-        pytest.param("cnn", marks=pytest.mark.slow),
-        pytest.param("transformer", marks=pytest.mark.slow),
-    ],
-)
+@_first_is_fast("mlp, dropout", "cnn", "transformer")
 def test_one_gpu_draws_what_keras_draws(kind, home):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 1, home=home)
