@@ -1,4 +1,6 @@
-"""Packaging: the package, the core dependencies and the extras."""
+"""Packaging: the package, its commands, the core dependencies and the extras."""
+
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
@@ -34,15 +36,33 @@ REPORT = ["jinja2>=3.1,<4", *PLOTS]
 # TensorBoard's page for what --profile_steps records.
 PROFILE = ["xprof>=2.24,<2.25"]
 
+# The Dockerfile installs the dependencies before this file is there.
+README = Path(__file__).with_name("README.md")
+
 setup(
-    name="towers",
-    version="0.1.0",
+    # The package index has another project that is named towers.
+    name="keras-towers",
+    version="0.2.0",
     description="Multi-tower training for TensorFlow and Keras: as on one big device.",
+    long_description=README.read_text("utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    keywords="keras tensorflow multi-gpu data-parallel multi_gpu_model towers",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11,<3.14",
     # `towers` holds links to `input_pipeline` and `models`: installed at the top level,
     # they would take names that users have in their own projects.
     packages=find_packages(include=["towers*"]),
     package_data={"": ["*.pyi", "py.typed"], "towers.report": ["page.html"]},
+    entry_points={"console_scripts": ["towers = towers.__main__:main"]},
     install_requires=CORE,
     extras_require={
         "dev": [

@@ -5,19 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from towers.__main__ import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 300
 FOLDERS = "models", "input_pipeline", "tests", "scripts"
-PROGRAMS = (
-    *("towers.train", "towers.parity", "towers.doctor", "towers.find_batch_size"),
-    *("towers.report", "towers.input_pipeline.convert"),
-    *("towers.input_pipeline.benchmark", "towers.input_pipeline.service"),
-)
+# The dependencies are hundreds of megabytes, which are downloaded and unpacked.
+INSTALL_TIMEOUT_S = 1200
 MODEL = f"""
 import keras
 {"".join(f"from {folder} import blocks as of_{folder}{chr(10)}" for folder in FOLDERS)}
@@ -37,8 +37,8 @@ def layers(classes):
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """Where the wheel of this checkout is installed, and nothing else."""
+def wheel(tmp_path_factory):
+    """The wheel of this checkout's source distribution."""
     source = tmp_path_factory.mktemp("source")
     for name in ("towers", "input_pipeline", "models"):
         shutil.copytree(
@@ -46,16 +46,52 @@ def installed(tmp_path_factory):
             symlinks=True,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-    for name in ("setup.py", "pyproject.toml"):
+    for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
-    build = "import sys; from setuptools import build_meta as by; by.build_wheel('.')"
-    subprocess.run(
-        [sys.executable, "-c", build], cwd=source, check=True, capture_output=True
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(build("sdist", source, "*.tar.gz"), unpacked, filter="data")
+    (folder,) = unpacked.iterdir()
+    return build("wheel", folder, "*.whl")
+
+
+def build(kind, folder, pattern):
+    """Makes a distribution by setuptools, as `pip` and `build` do."""
+    code = f"from setuptools import build_meta as by; by.build_{kind}('.')"
+    execute(sys.executable, "-c", code, cwd=folder)
+    (made,) = folder.glob(pattern)
+    return made
+
+
+def execute(*command, timeout=TIMEOUT_S, **kwargs):
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, **kwargs
     )
-    (wheel,) = source.glob("*.whl")
-    folder = tmp_path_factory.mktemp("installed")
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def environment(folder, *packages, timeout=TIMEOUT_S):
+    """Makes an environment in which nothing but these packages is installed."""
+    execute(sys.executable, "-m", "venv", "--without-pip", folder)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
+    execute(*pip, "install", "--quiet", *packages, timeout=timeout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """An environment with the wheel, where the dependencies are those of this one."""
+    folder = environment(
+        tmp_path_factory.mktemp("installed"), "--no-deps", "--no-index", wheel
+    )
+    # Not what is installed editable here: that has a .pth file of its own.
+    borrowed = sysconfig.get_path("purelib")
+    (packages_of(folder) / "borrowed.pth").write_text(borrowed)
+    return folder
+
+
+def packages_of(environment):
+    (folder,) = environment.glob("lib/python*/site-packages")
     return folder
 
 
@@ -75,26 +111,33 @@ def project(tmp_path_factory):
 
 
 def start(installed, project, *command, cwd=None):
-    """Starts Python with the installed package in its path, in the project."""
-    changed = {"PYTHONPATH": str(installed), "KERAS_HOME": str(project)}
+    """Starts what is installed, in a project."""
+    program, *flags = command
+    kept = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    changed = {"KERAS_HOME": str(project), "KERAS_BACKEND": "jax"}
     return subprocess.Popen(
-        [sys.executable, "-m", *command],
+        [installed / "bin" / program, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd or project,
-        env={
-            **{k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"},
-            **{"CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "jax", **changed},
-        },
+        env={**kept, **changed, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""},
     )
 
 
+def finish(process):
+    """What a process prints, and its exit code."""
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return out, err, process.returncode
+
+
 def test_all_is_in_one_package(installed):
-    (info,) = installed.glob("towers-*.dist-info")
-    assert {path.name for path in installed.iterdir()} == {"towers", info.name}
-    files = [path for path in (installed / "towers").rglob("*") if path.is_file()]
-    assert not any(path.is_symlink() for path in installed.rglob("*"))
+    folder = packages_of(installed)
+    (info,) = folder.glob("keras_towers-*.dist-info")
+    found = {path.name for path in folder.iterdir()}
+    assert found == {"towers", info.name, "borrowed.pth"}
+    files = [path for path in (folder / "towers").rglob("*") if path.is_file()]
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
     expected = [
         path
         for folder in ("towers", "input_pipeline", "models")
@@ -105,17 +148,45 @@ def test_all_is_in_one_package(installed):
     expected = {
         str(path.relative_to(ROOT)).removeprefix("towers/") for path in expected
     }
-    found = {str(path.relative_to(installed / "towers")) for path in files}
+    found = {
+        str(path.relative_to(folder / "towers"))
+        for path in files
+        if path.suffix != ".pyc"
+    }
     assert found == expected
     assert {"py.typed", "__init__.pyi", "models/__init__.pyi"} <= found
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_start(installed, project, program):
-    process = start(installed, project, program, "--help")
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, err) == (0, "")
-    assert f"python -m {program}" in out
+@pytest.mark.parametrize("command", COMMANDS)
+def test_programs_start(installed, project, command):
+    """By the command, and by the module."""
+    module, _ = COMMANDS[command]
+    by_command = start(installed, project, "towers", command, "--help")
+    by_module = start(installed, project, "python", "-m", module, "--help")
+    out, err, code = finish(by_command)
+    assert (err, code) == ("", 0)
+    assert f"python -m {module}" in out
+    assert finish(by_module) == (out, err, code)
+
+
+def test_the_version(installed, project):
+    (info,) = packages_of(installed).glob("keras_towers-*.dist-info")
+    version = info.name.removesuffix(".dist-info").partition("-")[2]
+    process = start(installed, project, "towers", "--version")
+    assert finish(process) == (f"towers {version}\n", "", 0)
+
+
+@pytest.mark.slow
+def test_an_empty_environment(wheel, tmp_path):
+    """The dependencies that the wheel names are all that training needs."""
+    folder = environment(tmp_path / "empty", wheel, timeout=INSTALL_TIMEOUT_S)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
+    assert execute(*pip, "check") == "No broken requirements found.\n"
+    flags = "--train_epochs=1", "--max_train_steps=2", "--enable_xla=false"
+    process = start(folder, tmp_path, "towers", "train", *flags)
+    out, err, code = finish(process)
+    assert code == 0, err
+    assert (tmp_path / "runs" / "digits_cnn" / "model.keras").exists(), out
 
 
 @pytest.mark.slow
@@ -125,12 +196,13 @@ def test_a_run_in_a_project(installed, project):
     process = start(
         installed,
         project,
-        "towers.train",
+        *("towers", "train"),
         *("--model=my_model.py:build", "--dataset=synthetic:8x8x3:3:64"),
         *("--train_epochs=1", "--variable_update=parameter_server", "--batch_size=32"),
         *("--enable_xla=false", "--num_gpus=2", f"--model_dir={run}"),
     )
-    assert process.stdout.readline() == f"towers is {installed}/towers/__init__.py\n"
+    expected = f"towers is {packages_of(installed)}/towers/__init__.py\n"
+    assert process.stdout.readline() == expected
     process.stdout.close()
     err = process.stderr.read()
     assert process.wait(TIMEOUT_S) == 0, err
@@ -160,7 +232,7 @@ def test_a_probe_from_elsewhere(installed, project, tmp_path):
     process = start(
         installed,
         project,
-        "towers.find_batch_size.probe",
+        *("python", "-m", "towers.find_batch_size.probe"),
         *(f"--model={project}/my_model.py:build", "--dataset=synthetic:8x8x3:3:64"),
         *("--variable_update=parameter_server", "--enable_xla=false", "--num_gpus=2"),
         *("--batch_size=4", "--probe_steps=1"),

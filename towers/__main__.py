@@ -1,0 +1,86 @@
+"""Runs the programs of Towers: `towers train` is `python -m towers.train`."""
+
+import difflib
+import os
+import runpy
+import sys
+from importlib import metadata
+
+# By the word for each program: its module, and what it does.
+COMMANDS = {
+    "train": ("towers.train", "Train a model, save it, continue a run."),
+    "parity": ("towers.parity", "Check that a model trains as on one device."),
+    "find_batch_size": (
+        "towers.find_batch_size",
+        "Find the largest batch that fits, and the fastest.",
+    ),
+    "report": ("towers.report", "Write one HTML page about a run."),
+    "doctor": ("towers.doctor", "Say what is wrong with this machine."),
+    "convert": ("towers.input_pipeline.convert", "Convert a data set to TFRecords."),
+    "benchmark": (
+        "towers.input_pipeline.benchmark",
+        "Measure the input, and name its slowest stage.",
+    ),
+    "service": (
+        "towers.input_pipeline.service",
+        "Serve batches to training on other machines.",
+    ),
+}
+_HELP = f"""Trains Keras models on several devices of one machine, as on one big device.
+
+    towers COMMAND [FLAGS]
+
+Commands:
+{"".join(f"  {name:<17}{does}{chr(10)}" for name, (_, does) in COMMANDS.items())}
+towers COMMAND --help shows the flags of a command; towers --version, the version.
+Each command is a module, too: towers train is python -m towers.train."""
+
+
+def main() -> int:
+    """Runs the program that the command line names, as `python -m` does.
+
+    Returns:
+        The exit code, unless the program itself exits.
+
+    Raises:
+        SystemExit: The program exits, or there is no such command.
+    """
+    name, *flags = sys.argv[1:] or ["--help"]
+    if name in ("-h", "-help", "--help", "help"):
+        print(_HELP)
+    elif name == "--version":
+        print(_version())
+    elif name in COMMANDS:
+        _look_here()
+        sys.argv[1:] = flags
+        runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+    else:
+        sys.exit(f"towers: {unknown(name)}")
+    return 0
+
+
+def unknown(name: str) -> str:
+    """Says that there is no such command, and which one may be meant."""
+    plain = name.replace("-", "_").lower().removeprefix("towers.")
+    meant = difflib.get_close_matches(plain, COMMANDS, n=1)
+    hint = f" (did you mean {meant[0]}?)" if meant else ""
+    expected = ", ".join(COMMANDS)
+    return f"Received the command {name}; expected one of {expected}{hint}."
+
+
+def _look_here() -> None:
+    """Lets models import modules in the current directory, as `python -m` does."""
+    here = os.getcwd()
+    if not sys.flags.safe_path and here not in sys.path:
+        sys.path.append(here)
+
+
+def _version() -> str:
+    try:
+        return f"towers {metadata.version('keras-towers')}"
+    except metadata.PackageNotFoundError:
+        return "towers: not known, as the package keras-towers is not installed here"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
