@@ -6,7 +6,7 @@ bad, the *quarantine* which are passed over. How batches reach the towers is lef
 caller: nothing here knows of models or devices.
 """
 
-from towers.input_pipeline import lazy
+from towers.program import lazy
 
 # TensorFlow takes seconds to import, and programs have things to do before it: what
 # __init__.pyi lists is imported when it is asked for.

@@ -12,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from towers.input_pipeline import decode, words
-from towers.input_pipeline.checks import check_image_shape
 from towers.input_pipeline.choices import CACHES, RECIPES
+from towers.input_pipeline.images import decode
+from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.pipeline import Pipeline
-from towers.input_pipeline.recipes import takes_whole
+from towers.input_pipeline.records.checks import check_image_shape
 from towers.input_pipeline.sources.arrays import RowSource
 from towers.input_pipeline.sources.base import (
     IndexedSource,
@@ -24,6 +24,7 @@ from towers.input_pipeline.sources.base import (
     fingerprint,
     size_and_time,
 )
+from towers.program import words
 
 # Of the memory that is free, and of the disk.
 _SHARE = 0.25

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline import augment, draws, recipes
-from towers.input_pipeline.advice import IN_PYTHON
-from towers.input_pipeline.checks import assert_good, check_image_shape
-from towers.input_pipeline.decode import ALL_TRICKS, Tricks, decode_window
+from towers.input_pipeline.benchmark.advice import IN_PYTHON
+from towers.input_pipeline.images import augment, draws, recipes
+from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks, decode_window
+from towers.input_pipeline.records.checks import assert_good, check_image_shape
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource, decode_image
 

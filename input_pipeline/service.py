@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.input_pipeline import command_line, startup
-from towers.input_pipeline.commands import fail
+from towers.program import command_line, startup
+from towers.program.commands import fail
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.input_pipeline.service"

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import towers
 from towers.builders.base import Builder
-from towers.callbacks.step_time import StepTime
+from towers.monitoring.step_time import StepTime
 
 BATCHES, WARM_UP = 60, 10
 

@@ -19,13 +19,14 @@ import keras
 import tensorflow as tf
 
 import towers
-from towers import devices, loop, models
-from towers.callbacks.devices import DeviceReport
-from towers.callbacks.starvation import Starvation
-from towers.callbacks.tensorboard import TensorBoard
-from towers.callbacks.throughput import Throughput
-from towers.callbacks.watch import Watch
-from towers.phases import Phases
+from towers import devices, models
+from towers.loop import loop
+from towers.loop.timers import Phases
+from towers.monitoring.bottleneck.starvation import Starvation
+from towers.monitoring.device_report import DeviceReport
+from towers.monitoring.tensorboard.callback import TensorBoard
+from towers.monitoring.throughput import Throughput
+from towers.monitoring.watch import Watch
 
 TOWERS, BATCH, STEPS = 2, 64, 100
 

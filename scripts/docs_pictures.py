@@ -17,7 +17,7 @@ from absl import app, flags
 from PIL import Image, ImageDraw, ImageFont
 from sklearn.datasets import load_sample_images
 
-from towers.input_pipeline import augment, mix, randaugment
+from towers.input_pipeline.images import augment, mix, randaugment
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS

@@ -47,7 +47,7 @@ _REPORT = """
 import keras
 import numpy as np
 import towers
-from towers.callbacks.devices import DeviceReport
+from towers.monitoring.device_report import DeviceReport
 
 placed = towers.configure(num_gpus=1, gpu_split=2, gpu_memory_limit_mb=4096)
 model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(512)])

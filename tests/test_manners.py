@@ -18,7 +18,7 @@ import setuptools
 import towers
 from tests.terminal import read_all
 from towers import input_pipeline, parity
-from towers.input_pipeline import keras_settings, startup
+from towers.program import keras_settings, startup
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 120
@@ -69,7 +69,7 @@ def test_tensorflow_is_imported_when_it_is_needed():
     code, out, err = run(
         """
         import sys
-        import towers.input_pipeline.startup, towers.parity
+        import towers.program.startup, towers.parity
         print(*dir(towers))
         print(*{"tensorflow", "keras"} & set(sys.modules))
         """
@@ -250,7 +250,7 @@ def test_closed_streams_are_written_to_nobody(tmp_path):
             os.close(number)
         sys.stdin = sys.stdout = sys.stderr = None
         sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
-        from towers.input_pipeline import startup
+        from towers.program import startup
         def read(argv):
             sys.exit(print("lost", file=sys.stderr))
         try:
@@ -316,7 +316,7 @@ def test_in_python_another_backend_is_an_error(tmp_path):
     code, _, err = run(
         """
         import towers
-        import towers.train_flags
+        import towers.train.flags
         try:
             towers.multi_gpu_model
         except ImportError as error:
@@ -444,7 +444,7 @@ def test_only_what_is_asked_for_is_said(tmp_path):
 def test_the_level_holds_from_the_start(level, shown):
     script = f"""
         import os, sys
-        from towers.input_pipeline import startup
+        from towers.program import startup
         with startup.quiet():
             for line in {list(LINES.values())}:
                 os.write(2, line.encode() + b"\\n")
@@ -467,7 +467,7 @@ def test_what_errors_say_twice_is_left_out(tmp_path):
     module = "class config: list_physical_devices = staticmethod(list)"
     script = f"""
         import os, sys
-        from towers.input_pipeline import startup
+        from towers.program import startup
         startup.begin("program")
         for line in {lines} + ["W0000 a warning"]:
             os.write(2, line.encode() + b"\\n")
@@ -501,7 +501,7 @@ def test_gpus_are_prepared_before_tensorflow_is_there(
             list_physical_devices = staticmethod(list)
     """
     script = """
-        from towers.input_pipeline import startup
+        from towers.program import startup
         startup.begin("program")
     """
     code, out, err = run(script, **stand_in(tmp_path, module), **environ)
@@ -512,7 +512,7 @@ def test_the_last_words_of_a_crash_are_seen():
     code, _, err = run(
         """
         import os
-        from towers.input_pipeline import startup
+        from towers.program import startup
         with startup.quiet():
             os.write(2, b"I0000 nothing\\nF0000 built for another CPU\\n")
             os.abort()
@@ -525,7 +525,7 @@ def test_the_last_words_of_a_crash_are_seen():
 def test_without_grep_all_is_shown():
     script = """
         import os
-        from towers.input_pipeline import startup
+        from towers.program import startup
         with startup.quiet():
             os.write(2, b"I0000 something\\n")
     """
@@ -573,7 +573,7 @@ def test_no_color_on_a_terminal(tmp_path, no_color, colored):
     if no_color is not None:
         environ["NO_COLOR"] = no_color
     script = (
-        "import sys; from towers.input_pipeline import startup;"
+        "import sys; from towers.program import startup;"
         "startup.begin('program');"
         "print(sys.stdout.isatty(), '\\x1b[1mbold\\x1b[0m \\x1b[38;5;2mgreen\\x1b[0m')"
     )
@@ -595,7 +595,7 @@ def test_no_color_in_a_file(tmp_path):
     )
     _, out, _ = run(
         """
-        from towers.input_pipeline import startup
+        from towers.program import startup
         startup.begin("program")
         print("\\x1b[1mbold\\x1b[0m")
         """,

@@ -29,8 +29,7 @@ def run(
 ) -> subprocess.CompletedProcess:
     """Does what `python -m module flags` does, without GPUs, nor functions at exit.
 
-    What is `changed`, such as {"towers.input_pipeline.measure._ROUNDS": 1}, is so
-    before.
+    `changed` holds what is set before, such as {"module.NAME": 1}.
     """
     args = [module, *map(str, flags)]
     with tempfile.TemporaryDirectory() as folder:

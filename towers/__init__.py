@@ -6,7 +6,7 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 `towers.report`.
 """
 
-from towers.input_pipeline import keras_settings, lazy, startup
+from towers.program import keras_settings, lazy, startup
 
 # TensorFlow takes seconds to import, and programs have things to do before it: what
 # __init__.pyi lists is imported when it is asked for.

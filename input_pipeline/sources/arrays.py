@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.decode import is_jpeg
+from towers.input_pipeline.images.decode import is_jpeg
 from towers.input_pipeline.sources.base import IndexedSource, Source
 
 

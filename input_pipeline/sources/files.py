@@ -151,7 +151,7 @@ class FileSource(Source):
         if self.num_classes < math.inf:
             return
         # Imported here, since the checks import the sources.
-        from towers.input_pipeline.checks import read_labels
+        from towers.input_pipeline.records.checks import read_labels
 
         found = {}
         for split, paths in self._files.items():

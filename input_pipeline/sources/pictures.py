@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from towers.input_pipeline import words
 from towers.input_pipeline.specs import PICTURES
+from towers.program import words
 
 # Taken by their names; what is wrong with one is said when it is read.
 _SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp")

@@ -4,7 +4,7 @@ import math
 
 import tensorflow as tf
 
-from towers.input_pipeline import draws
+from towers.input_pipeline.images import draws
 from towers.input_pipeline.sources.base import IndexedSource
 from towers.input_pipeline.specs import read_synthetic
 

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 
 from scripts.faults import run
-from towers import checkpoints
+from towers.lifecycle.checkpoints import store
 
 
 def main() -> None:
@@ -72,9 +72,9 @@ def _unmount(model_dir):
 
 def _count_good(model_dir):
     good = 0
-    for path in checkpoints.find(str(model_dir / "checkpoints")):
-        with contextlib.suppress(checkpoints.DamagedError):
-            checkpoints.load(path)
+    for path in store.find(str(model_dir / "checkpoints")):
+        with contextlib.suppress(store.DamagedError):
+            store.load(path)
             good += 1
     return good
 

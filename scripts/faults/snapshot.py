@@ -13,7 +13,7 @@ import tempfile
 import time
 
 from scripts.faults import run
-from towers import checkpoints
+from towers.lifecycle.checkpoints import store
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         folder = pathlib.Path(folder)
         source = folder / "run/checkpoints"
         process = run.start(folder / "run", "--save_steps=1", "--train_epochs=1000")
-        while not checkpoints.find(str(source)):
+        while not store.find(str(source)):
             time.sleep(0.001)
         for number in range(args.copies):
             time.sleep(draw.uniform(0, 0.1))
@@ -36,7 +36,7 @@ def main() -> None:
         run.end(process)
         newest, unfinished, useless = 0, 0, []
         for copy in sorted((folder / "copies").iterdir()):
-            found = checkpoints.find(str(copy))
+            found = store.find(str(copy))
             unfinished += (copy / ".unfinished").exists()
             good = [path for path in found if _is_good(path)]
             newest += bool(good) and good[0] == found[0]
@@ -59,8 +59,8 @@ def _copy(source, target):
 
 def _is_good(path):
     try:
-        checkpoints.load(path)
-    except checkpoints.DamagedError:
+        store.load(path)
+    except store.DamagedError:
         return False
     return True
 

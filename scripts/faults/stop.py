@@ -12,7 +12,7 @@ import tempfile
 import time
 
 from scripts.faults import run
-from towers import checkpoints
+from towers.lifecycle.checkpoints import store
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 def _saved(said):
     found = re.search(r"the last checkpoint is (\S+);", said)
-    return bool(found) and bool(checkpoints.load(found[1]).about["step"])
+    return bool(found) and bool(store.load(found[1]).about["step"])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import numpy as np
 
 from towers import input_pipeline
-from towers.input_pipeline.recipes import takes_whole
+from towers.input_pipeline.images.recipes import takes_whole
 
 from .works import CLASSES, FILES, WORKS
 

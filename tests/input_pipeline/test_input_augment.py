@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from towers.input_pipeline import augment
+from towers.input_pipeline.images import augment
 
 
 def _random_image(*shape):

@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tests import warm
-from towers.input_pipeline import measure, open_source, report
+from towers.input_pipeline import open_source
+from towers.input_pipeline.benchmark import measure, report
 from towers.input_pipeline.pipeline import Pipeline
 
 SYNTHETIC = "--dataset=synthetic:8x8x3:4:100"
@@ -30,7 +31,7 @@ def run(*flags, code=0, **options):
 
 def results(*flags):
     # Of one round: to begin takes far longer than to read so little.
-    once = {"towers.input_pipeline.measure._ROUNDS": 1}
+    once = {"towers.input_pipeline.benchmark.measure._ROUNDS": 1}
     (line,) = run("--json", *flags, changed=once).stdout.splitlines()
     return json.loads(line)
 
@@ -74,7 +75,7 @@ def test_json(tmp_path):
 
 
 def test_tables():
-    twice = {"towers.input_pipeline.measure._ROUNDS": 2}
+    twice = {"towers.input_pipeline.benchmark.measure._ROUNDS": 2}
     done = run(SYNTHETIC, "--step_ms=0,1.5", "--ablate", changed=twice)
     lines = done.stdout.splitlines()
     assert lines[0].startswith(

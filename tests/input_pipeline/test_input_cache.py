@@ -15,7 +15,7 @@ from towers.input_pipeline import (
     open_source,
 )
 from towers.input_pipeline.choices import RECIPES
-from towers.input_pipeline.recipes import takes_whole
+from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.sources.arrays import RowSource
 
 

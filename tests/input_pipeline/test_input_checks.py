@@ -3,7 +3,8 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from towers.input_pipeline import checks, find_bad_record, open_source, scan_labels
+from towers.input_pipeline import find_bad_record, open_source, scan_labels
+from towers.input_pipeline.records import checks
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import tensorflow as tf
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from towers.input_pipeline import augment, decode, make_dataset, open_source
-from towers.input_pipeline.decode import Tricks, decode_window
+from towers.input_pipeline import make_dataset, open_source
+from towers.input_pipeline.images import augment, decode
+from towers.input_pipeline.images.decode import Tricks, decode_window
 
 SLOW = Tricks(fused_crop=False, scaled=False, fast_dct=False, plain_upsampling=False)
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.input_pipeline import draws
+from towers.input_pipeline.images import draws
 
 
 def _mix(z):

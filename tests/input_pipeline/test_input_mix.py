@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.input_pipeline import mix
+from towers.input_pipeline.images import mix
 
 
 def _uniform(*shape, seed=0):

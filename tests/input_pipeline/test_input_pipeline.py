@@ -6,11 +6,11 @@ from PIL import Image
 from tests import warm
 from towers.input_pipeline import (
     BadRecordError,
-    augment,
     blame_records,
     make_dataset,
     open_source,
 )
+from towers.input_pipeline.images import augment
 from towers.input_pipeline.sources.arrays import ArraySource
 
 

@@ -16,7 +16,7 @@ from towers.input_pipeline import (
     open_source,
     scan_labels,
 )
-from towers.input_pipeline import quarantine as quarantines
+from towers.input_pipeline.records import quarantine as quarantines
 from towers.input_pipeline.sources import framing
 
 GOOD = 12

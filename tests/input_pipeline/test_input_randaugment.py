@@ -6,7 +6,7 @@ import tensorflow as tf
 from PIL import Image, ImageEnhance, ImageOps
 from sklearn.datasets import load_sample_images
 
-from towers.input_pipeline import randaugment as ra
+from towers.input_pipeline.images import randaugment as ra
 
 FACTORS = [0.0, 0.1, 0.19, 0.5, 0.73, 1.0, 1.27, 1.9]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests import warm
 from towers.input_pipeline import make_dataset, open_source
-from towers.input_pipeline.commands import check_data_service
+from towers.program.commands import check_data_service
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 
-from towers.input_pipeline import words
+from towers.program import words
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import pytest
 
 from scripts.faults import records
-from towers.input_pipeline import open_source, quarantine
+from towers.input_pipeline import open_source
+from towers.input_pipeline.records import quarantine
 
 
 @pytest.mark.parametrize("kind", records.KINDS)

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from towers.dependence import Dependence, Reader, recorded_layers
-from towers.trust import is_trusted
+from towers.analysis.dependence import Dependence, Reader, recorded_layers
+from towers.analysis.trust import is_trusted
 
 TABLE = pathlib.Path(__file__).with_name("layers.txt")
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "layers.md"

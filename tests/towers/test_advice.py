@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import advice, stages, train_flags
-from towers.callbacks.starvation import Starvation
 from towers.input_pipeline import ADVICE, Pipeline, make_dataset, open_source
-from towers.input_pipeline.advice import IN_PYTHON
-from towers.stages import Stage
+from towers.input_pipeline.benchmark.advice import IN_PYTHON
+from towers.monitoring.bottleneck import advice, tfdata_stats
+from towers.monitoring.bottleneck.starvation import Starvation
+from towers.monitoring.bottleneck.tfdata_stats import Stage
+from towers.train import flags as train_flags
 
 # Methods of tf.data.Dataset, by what tf.data calls their stages.
 METHODS = {
@@ -79,7 +80,7 @@ def found_in(data):
     iterator = iter(data)
     for _ in range(4):
         next(iterator)
-    return stages.read(iterator)
+    return tfdata_stats.read(iterator)
 
 
 def test_arrays_are_keras_s_to_cut():

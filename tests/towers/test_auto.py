@@ -11,9 +11,11 @@ import pytest
 import tensorflow as tf
 
 from tests import as_on_gpu
-from towers import auto, loop, multi_gpu_model, start
-from towers import model as door
-from towers.auto import Choice
+from towers import multi_gpu_model
+from towers.loop import loop
+from towers.model import auto, first_call
+from towers.model import tower_model as door
+from towers.model.auto import Choice
 
 SERVER, COPIES = Choice(), Choice("replicated", "ring")
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
@@ -548,7 +550,7 @@ def test_batches_are_read_again_as_they_came(monkeypatch, rows, beside):
     data = tf.data.Dataset.from_tensor_slices(rows).batch(4)
     iterator = iter(data.map(lambda rows: (rows, *beside)))
     spec = iterator.element_spec
-    taken = start.Batches(iterator, 5)
+    taken = first_call.Batches(iterator, 5)
     assert len(taken) == 2
 
     def arrays(batch):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import batch
+from towers.collectives import batch
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from absl.testing import flagsaver
 
 from tests.small import tiny
 from tests.towers.test_resume import begin, finite, pipeline, record  # noqa: F401
-from towers import continued, resume, train_flags
-from towers.callbacks.best import Monitor
-from towers.callbacks.checkpoint import Checkpoint
-from towers.model import TowerModel
+from towers.lifecycle import resume
+from towers.lifecycle.checkpoint import Checkpoint
+from towers.lifecycle.checkpoints.best import Monitor
+from towers.model.tower_model import TowerModel
+from towers.train import continued
+from towers.train import flags as train_flags
 
 pytestmark = pytest.mark.usefixtures("record")
 

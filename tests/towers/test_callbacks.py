@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tests.small import build
 from towers import multi_gpu_model
-from towers.callbacks.lines import Lines
-from towers.callbacks.stop_at_step import StopAtStep
-from towers.callbacks.throughput import Throughput
+from towers.lifecycle.stop_at_step import StopAtStep
+from towers.monitoring.lines import Lines
+from towers.monitoring.throughput import Throughput
 
 
 def data(examples=20, batch=8):

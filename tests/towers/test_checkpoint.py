@@ -16,19 +16,16 @@ import pytest
 import tensorflow as tf
 
 from tests.small import build, tiny
-from towers import checkpoints, fit_data, multi_gpu_model
-from towers.callbacks import states
-from towers.callbacks.checkpoint import (
-    Checkpoint,
-    NotFinite,
-    SaveError,
-)
-from towers.callbacks.saved_model import check_checkpoint
-from towers.callbacks.stop_at_step import StopAtStep
-from towers.checkpoints import Position
+from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
-from towers.resume import ResumeError
-from towers.signals import Stopped
+from towers.lifecycle import fit_data
+from towers.lifecycle.checkpoint import Checkpoint, NotFinite, SaveError
+from towers.lifecycle.checkpoints import states, store
+from towers.lifecycle.checkpoints.saved_model import check_checkpoint
+from towers.lifecycle.checkpoints.store import Position
+from towers.lifecycle.resume import ResumeError
+from towers.lifecycle.signals import Stopped
+from towers.lifecycle.stop_at_step import StopAtStep
 
 EXAMPLES, BATCH, STEPS = 44, 8, 6
 
@@ -227,11 +224,11 @@ class TestOtherData:
         assert fit(tiny(), Checkpoint(tmp_path), x=x, epochs=2).epoch == [0, 1]
 
     def test_only_batch_sizes_were_known_once(self, stopped, tmp_path):
-        contents = checkpoints.load(f"{stopped}/ckpt-0-4")
+        contents = store.load(f"{stopped}/ckpt-0-4")
         about = dict(contents.about, batch_size=BATCH)
         del about["data"]
-        old = checkpoints.Contents(contents.values, about)
-        checkpoints.save(str(tmp_path), Position(0, 4), old)
+        old = store.Contents(contents.values, about)
+        store.save(str(tmp_path), Position(0, 4), old)
         with pytest.raises(ResumeError, match="batch size 8, but received 4"):
             fit(tiny(), Checkpoint(tmp_path), x=simple(batch_size=4))
         fit(tiny(), Checkpoint(tmp_path), x=simple(seed=7), epochs=1)
@@ -427,7 +424,7 @@ class TestASecondFit:
         fit(model, checkpoint, epochs=1)
         model.compile("sgd", model.loss)
         assert fit(model, checkpoint, epochs=2).epoch == [0, 1]
-        about = checkpoints.load_about(f"{tmp_path}/ckpt-2-0")
+        about = store.load_about(f"{tmp_path}/ckpt-2-0")
         assert about["variables"]["optimizer"][0][0].startswith("sgd/")
 
     def test_of_another_model_restores_it(self, tmp_path):
@@ -632,7 +629,7 @@ def test_in_another_thread_there_are_no_signals(tmp_path):
     thread = threading.Thread(target=fit, args=(tiny(), Checkpoint(tmp_path)))
     thread.start()
     thread.join()
-    assert checkpoints.find(str(tmp_path))[0].endswith("ckpt-3-0")
+    assert store.find(str(tmp_path))[0].endswith("ckpt-3-0")
 
 
 def test_the_last_and_the_best_are_kept(tmp_path):
@@ -692,7 +689,7 @@ def test_values_are_those_of_the_moment(tmp_path):
     with pytest.raises(ZeroDivisionError):
         # The save is over when three more steps are.
         fit(model, checkpoint, at, Breaks(6, written.set), Breaks(7))
-    saved = checkpoints.load(f"{tmp_path}/ckpt-0-3").values
+    saved = store.load(f"{tmp_path}/ckpt-0-3").values
     found = (*saved["model"], *saved["optimizer"])
     for a, b in zip(found, parts["values"], strict=True):
         np.testing.assert_array_equal(a, b)
@@ -781,7 +778,7 @@ class TestNotFinite:
             )
         # It does not tell.
         assert np.isfinite(history.history["loss"]).all()
-        assert checkpoints.find(str(folder))[0] == f"{folder}/{newest}"
+        assert store.find(str(folder))[0] == f"{folder}/{newest}"
         kept = self.model()
         kept.load_weights(best.filepath)
         for a, b in zip(kept.get_weights(), first, strict=True):
@@ -794,7 +791,7 @@ class TestNotFinite:
         )
         with pytest.raises(NotFinite):
             fit(model, Checkpoint(tmp_path), late, x=self.data(), epochs=1)
-        assert not checkpoints.find(str(tmp_path))
+        assert not store.find(str(tmp_path))
 
     def test_before_anything_was_saved(self, tmp_path):
         model = self.model()
@@ -809,7 +806,7 @@ class TestNotFinite:
         fit(model, Checkpoint(tmp_path, keep=9), x=self.data("gradient"), epochs=2)
         # The scale was halved at each of them.
         assert float(scaled.dynamic_scale) < 2.0**120
-        assert len(checkpoints.find(str(tmp_path))) == 2
+        assert len(store.find(str(tmp_path))) == 2
 
     def test_a_loss_is_never_the_best(self, tmp_path):
         losses = iter([2.0, np.nan, 3.0, np.nan])
@@ -824,8 +821,8 @@ class TestNotFinite:
     def test_of_any_type(self, dtype):
         # Double precision's largest numbers are infinite in single precision.
         values = np.array([1.0, 1e300 if dtype == "float64" else 1e4])
-        assert checkpoints.is_finite(tf.cast(values, dtype))
-        assert not checkpoints.is_finite(tf.cast(values / 0, dtype))
+        assert store.is_finite(tf.cast(values, dtype))
+        assert not store.is_finite(tf.cast(values / 0, dtype))
 
 
 class TestDisk:
@@ -900,7 +897,7 @@ class TestDamage:
     def test_no_damage_passes(self, saved, tmp_path):
         """Bytes that are flipped, and files that end too early, in any place."""
         rng = np.random.default_rng(0)
-        good = checkpoints.load(f"{saved}/ckpt-2-0")
+        good = store.load(f"{saved}/ckpt-2-0")
         for path in sorted(saved.glob("ckpt-2-0/*")):
             content = path.read_bytes()
             for damage in range(40):
@@ -915,8 +912,8 @@ class TestDamage:
                 shutil.copytree(saved / "ckpt-2-0", copy)
                 (copy / path.name).write_bytes(bad)
                 try:
-                    found = checkpoints.load(str(copy))
-                except checkpoints.DamagedError as error:
+                    found = store.load(str(copy))
+                except store.DamagedError as error:
                     assert "\n" not in str(error)
                     continue
                 # Where nothing is read from.
@@ -942,7 +939,7 @@ class TestDamage:
         shutil.copytree(saved, run)
         (run / "ckpt-2-0/variables.index").write_bytes(b"")
         fit(self.make(), Checkpoint(run), epochs=2)
-        assert checkpoints.load(f"{run}/ckpt-2-0").about["step"] == 2 * STEPS
+        assert store.load(f"{run}/ckpt-2-0").about["step"] == 2 * STEPS
         assert sorted(p.name for p in (run / "ckpt-2-0").iterdir()) == [
             "variables.data-00000-of-00001",
             "variables.index",
@@ -1030,7 +1027,7 @@ def test_a_fit_that_restores_nothing_is_refused(tmp_path):
 def test_what_a_checkpoint_says_is_json(tmp_path):
     stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
     fit(tiny("adam"), stopping, Checkpoint(tmp_path), epochs=1)
-    about = checkpoints.load_about(f"{tmp_path}/ckpt-1-0")
+    about = store.load_about(f"{tmp_path}/ckpt-1-0")
     assert json.loads(json.dumps(about)) == about
     again = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
     fit(tiny("adam"), again, Checkpoint(tmp_path), epochs=2)
@@ -1096,7 +1093,7 @@ def test_logs_that_are_no_numbers_end_nothing(tmp_path):
 
 _TWICE = """
 import signal, sys
-from towers.signals import Signals
+from towers.lifecycle.signals import Signals
 
 with Signals():
     signal.raise_signal(signal.SIGINT)

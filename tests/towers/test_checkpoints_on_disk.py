@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import checkpoints
-from towers.checkpoints import Contents, DamagedError, Position
+from towers.lifecycle.checkpoints import store
+from towers.lifecycle.checkpoints.store import Contents, DamagedError, Position
 
 
 def save(folder):
     contents = Contents({"model": [tf.constant([1.0, 2.0])]}, {"step": 3})
-    return checkpoints.save(str(folder), Position(1), contents)
+    return store.save(str(folder), Position(1), contents)
 
 
-@pytest.mark.parametrize("load", [checkpoints.load, checkpoints.load_about])
+@pytest.mark.parametrize("load", [store.load, store.load_about])
 @pytest.mark.parametrize("change", [os.rename, shutil.copytree])
 def test_a_renamed_checkpoint_is_refused(tmp_path, load, change):
     path = save(tmp_path)
@@ -33,13 +33,13 @@ def test_a_renamed_checkpoint_is_refused(tmp_path, load, change):
 
 def test_one_that_does_not_say_where_it_is_of_is_read(tmp_path, monkeypatch):
     """As they were written before."""
-    dumps = checkpoints.json.dumps
+    dumps = store.json.dumps
 
     def without(about):
         return dumps({key: about[key] for key in about if key != "position"})
 
-    monkeypatch.setattr(checkpoints.json, "dumps", without)
-    assert "position" not in checkpoints.load(save(tmp_path)).about
+    monkeypatch.setattr(store.json, "dumps", without)
+    assert "position" not in store.load(save(tmp_path)).about
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ def test_a_folder_of_any_name(tmp_path, name):
     (tmp_path / "ab" / "run").mkdir(parents=True)
     before = os.listdir("/proc/self/fd")
     path = save(folder)
-    assert checkpoints.find(str(folder)) == [path]
-    np.testing.assert_array_equal(checkpoints.load(path).values["model"][0], [1, 2])
-    assert checkpoints.load_about(path)["step"] == 3
+    assert store.find(str(folder)) == [path]
+    np.testing.assert_array_equal(store.load(path).values["model"][0], [1, 2])
+    assert store.load_about(path)["step"] == 3
     os.remove(f"{path}/variables.data-00000-of-00001")
     with pytest.raises(DamagedError, match=re.escape(f"checkpoint {path}: ")) as caught:
-        checkpoints.load(path)
+        store.load(path)
     assert "/proc" not in str(caught.value)
     os.remove(f"{path}/variables.index")
     with pytest.raises(DamagedError) as caught:
-        checkpoints.load(path)
+        store.load(path)
     assert "/proc" not in str(caught.value)
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
@@ -70,7 +70,7 @@ def test_what_is_not_read_back_is_said_once(tmp_path, monkeypatch):
             with open(f"{prefix}.{name}", "w"):
                 pass
 
-    monkeypatch.setattr(checkpoints, "_write", write)
+    monkeypatch.setattr(store, "_write", write)
     with pytest.raises(OSError) as caught:
         save(tmp_path)
     said = str(caught.value)

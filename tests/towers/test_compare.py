@@ -7,7 +7,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests import oracle
-from towers import compare, multi_gpu_model
+from towers import multi_gpu_model
+from towers.tower import compare
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :3]

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from towers.dependence import Dependence, Reader, recorded_layers
+from towers.analysis.dependence import Dependence, Reader, recorded_layers
 
 SUM, MEAN, ROWS, NONE = (
     Dependence.SUM,

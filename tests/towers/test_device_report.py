@@ -1,4 +1,4 @@
-"""towers.callbacks.devices, with made-up GPUs and drivers, and this real process."""
+"""The device report, with made-up GPUs and drivers, and this real process."""
 
 import re
 import sys
@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tests.small import build
 from towers import devices, multi_gpu_model
-from towers.callbacks import devices as report
-from towers.callbacks.devices import DeviceReport
-from towers.gpus import Driver
+from towers.devices.nvml import Driver
+from towers.monitoring import device_report as report
+from towers.monitoring.device_report import DeviceReport
 
 ON_CPU = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
 # In an order of their own: the first tower is on nvidia-smi's GPU 3.

@@ -10,7 +10,8 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tests import warm
-from towers import devices, model
+from towers import devices
+from towers.model import tower_model
 
 
 def run_python(script: str) -> subprocess.CompletedProcess:
@@ -553,14 +554,14 @@ def test_nccl_needs_a_whole_gpu_for_each_tower(machine, monkeypatch, wish, fits)
     machine(8)
     towers = devices.configure(**wish).towers
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
-    assert model._nccl_fits(towers) is fits
+    assert tower_model._nccl_fits(towers) is fits
 
 
 def test_nccl_does_not_fit_towers_of_two_kinds(machine, monkeypatch):
     machine(8)
     towers = devices.configure(2).towers
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
-    assert not model._nccl_fits([towers[0], "/device:CPU:0"])
+    assert not tower_model._nccl_fits([towers[0], "/device:CPU:0"])
 
 
 # Threads.

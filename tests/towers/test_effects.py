@@ -7,7 +7,8 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from tests import oracle
-from towers import effects, multi_gpu_model
+from towers import multi_gpu_model
+from towers.analysis import effects
 
 FEATURES = 6
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import fused
+from towers.layers import fused
 
 
 class Own(keras.layers.BatchNormalization):

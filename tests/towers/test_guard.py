@@ -8,9 +8,10 @@ import pytest
 import tensorflow as tf
 
 from tests import executed
-from towers import multi_gpu_model, reduce
+from towers import multi_gpu_model
 from towers.builders.guard import Guard, sums_are_finite
-from towers.not_finite import NotFiniteStep
+from towers.collectives import reduce
+from towers.numerics.not_finite import NotFiniteStep
 
 TOWERS = "/device:CPU:1", "/device:CPU:2"
 

@@ -8,8 +8,10 @@ from absl.testing import flagsaver
 from tensorflow.python.framework import kernels
 
 from tests import as_on_gpu
-from towers import model as door
-from towers import multi_gpu_model, train, variables
+from towers import multi_gpu_model
+from towers.layers import variables
+from towers.model import tower_model as door
+from towers.train import __main__ as train
 
 GPUS = "/device:CPU:1", "/device:CPU:2"
 

@@ -6,7 +6,7 @@ import keras
 import pytest
 
 from tests.towers import layers
-from towers import trust
+from towers.analysis import trust
 
 TABLE = layers.table()
 BY_CLASS = {kind: [row for row in TABLE if row.kind == kind] for kind, *_ in TABLE}

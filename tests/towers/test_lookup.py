@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from towers import lookup, multi_gpu_model
+from towers import multi_gpu_model
+from towers.layers import embeddings
 
 TOWERS, HOME = ["/device:CPU:0", "/device:CPU:1"], "/device:CPU:2"
 TABLE = (37, 4)
@@ -115,7 +116,7 @@ def test_which_tables_stay_at_home():
 
     def found(embedding):
         model = _after(embedding)
-        return [v.name for v in model.variables if id(v) in lookup.tables(model)]
+        return [v.name for v in model.variables if id(v) in embeddings.tables(model)]
 
     assert found(_embedding(name="plain")) == ["embeddings"]
     assert found(_embedding(name="frozen", trainable=False)) == []

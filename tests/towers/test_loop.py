@@ -17,7 +17,9 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from towers import auto, loop, multi_gpu_model
+from towers import multi_gpu_model
+from towers.loop import loop
+from towers.model import auto
 
 FEATURES = 6
 # Seven batches, the last one short.

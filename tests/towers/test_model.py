@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
-from towers import multi_gpu_model, tower
-from towers.rules import Rules
+from towers import multi_gpu_model
+from towers.analysis.rules import Rules
+from towers.tower import tower
 
 
 def _data(rows=60):

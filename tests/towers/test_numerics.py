@@ -13,10 +13,14 @@ import tensorflow as tf
 from keras import layers
 
 from tests import warm
-from towers import auto, checkpoints, multi_gpu_model, numerics, variables
+from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
-from towers.callbacks.checkpoint import NotFinite
-from towers.not_finite import NotFiniteStep
+from towers.layers import variables
+from towers.lifecycle.checkpoint import NotFinite
+from towers.lifecycle.checkpoints import store
+from towers.model import auto
+from towers.numerics import search
+from towers.numerics.not_finite import NotFiniteStep
 
 # Of 3 batches for 3 towers, the row in question is the 2nd one's, on tower 1.
 ROWS, BATCH, ROW = 63, 21, 30
@@ -117,7 +121,7 @@ def test_names_what_was_not_finite_first(fault, tmp_path):
     again.compile("sgd", root_of_both)
     again.layers[0].kernel.assign([[7.0]])
     before = [v.numpy() for v in again.variables]
-    assert numerics.locate(again, file) == finding
+    assert search.locate(again, file) == finding
     for now, then in zip(again.variables, before, strict=True):
         np.testing.assert_array_equal(now.numpy(), then)
 
@@ -345,7 +349,7 @@ def test_several_inputs_and_outputs(tmp_path):
     batch["b"][ROW] = -9
     error = stopped(parallel, batch, {"root": y, "plain": y})
     assert told(error.finding) == FORWARD
-    assert numerics.locate(parallel, file) == error.finding
+    assert search.locate(parallel, file) == error.finding
     batch["b"][ROW] = np.nan
     error = stopped(parallel, batch, {"root": y, "plain": y})
     assert "x['b'][9] of the batch is not finite on tower 1" in str(error)
@@ -384,7 +388,7 @@ def test_what_a_model_computes_itself():
 class TestInput:
     def test_a_model_that_is_not_compiled(self, tmp_path):
         with pytest.raises(ValueError, match=r"not compiled; expected .* first \("):
-            numerics.locate(build(), tmp_path / "bad.npz")
+            search.locate(build(), tmp_path / "bad.npz")
 
     def test_of_multi_gpu_model(self):
         with pytest.raises(ValueError, match=r"check_numerics=1; expected True, False"):
@@ -396,7 +400,7 @@ class TestInput:
         for name in ("missing.npz", "text.npz"):
             (tmp_path / "text.npz").write_text("no array")
             with pytest.raises(ValueError, match=rf"{name}, which cannot be read"):
-                numerics.locate(model, tmp_path / name)
+                search.locate(model, tmp_path / name)
 
     def test_a_file_of_another_model(self, tmp_path):
         file = tmp_path / "bad.npz"
@@ -404,7 +408,7 @@ class TestInput:
         other = build(layers.Dense(3))
         other.compile("sgd", root_of_both)
         with pytest.raises(ValueError, match=r"expected the model that it was written"):
-            numerics.locate(other, file)
+            search.locate(other, file)
 
     def test_a_place_that_cannot_be_written_to(self, tmp_path):
         (tmp_path / "file").touch()
@@ -519,7 +523,7 @@ def test_no_checkpoint_has_a_variable_that_an_update_made_infinite(tmp_path):
             *(x, y), batch_size=BATCH, shuffle=False, verbose=0, callbacks=[checkpoint]
         )
     assert checkpoint.latest == str(tmp_path / "ckpt-0-1")
-    assert checkpoints.find(tmp_path) == [checkpoint.latest]
+    assert store.find(tmp_path) == [checkpoint.latest]
 
 
 @pytest.mark.slow
@@ -591,7 +595,7 @@ def test_the_program_stops_and_says_so(tmp_path):
     root = runpy.run_path(path)["build"]((1,), 2)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     root.compile("adam", loss)
-    found = numerics.locate(root, model_dir / "not_finite.npz")
+    found = search.locate(root, model_dir / "not_finite.npz")
     assert told(found) == ("layer", "forward", "layer 'root'", 0)
 
 

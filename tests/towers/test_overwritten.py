@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import multi_gpu_model, overwritten, reduce
+from towers import multi_gpu_model
 from towers.builders.parameter_server import Computed
-from towers.tower import TowerResult
+from towers.collectives import reduce
+from towers.layers import overwritten
+from towers.tower.tower import TowerResult
 
 DEVICES = ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
 

@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
-from towers import multi_gpu_model, packing
+from towers import multi_gpu_model
+from towers.collectives import packing
 
 
 def _mixed():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests import warm
-from towers import input_pipeline, multi_gpu_model, reduce
+from towers import input_pipeline, multi_gpu_model
+from towers.collectives import reduce
 from towers.parity import check_parity
 from towers.parity.report import (
     DIFFERS,
@@ -18,7 +19,7 @@ from towers.parity.report import (
     difference,
     differences,
 )
-from towers.tower import ModelError
+from towers.tower.tower import ModelError
 
 layers = keras.layers
 

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import multi_gpu_model, packing, phases
+from towers import multi_gpu_model
 from towers.builders.base import Builder
-from towers.callbacks.step_time import StepTime
+from towers.collectives import packing
+from towers.loop import timers
+from towers.monitoring.step_time import StepTime
 
 NAP_S = 0.02
 BATCHES = 8
@@ -225,7 +227,7 @@ def test_what_is_measured_adds_up():
 
     train(HOW[0], slow, callbacks=[step_time, Look()])
     assert seen == [(4,)] * BATCHES
-    assert phases.Phases(2).iterator is None
+    assert timers.Phases(2).iterator is None
     # The second call's end is the start.
     assert not found[0] and not found[1]
     parts = [f"step_ms/{n}" for n in ("input", "copy", "compute", "reduce", "python")]

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from towers import auto, multi_gpu_model
+from towers import multi_gpu_model
+from towers.model import auto
 
 CLASSES = 4
 # Three batches; the last one leaves towers idle.

@@ -16,8 +16,10 @@ import tensorflow as tf
 
 from models import resnet_cifar
 from tests import as_on_gpu, executed
-from towers import multi_gpu_model, rules, tower
+from towers import multi_gpu_model
+from towers.analysis import rules
 from towers.builders import base
+from towers.tower import tower
 
 HOST, *GPUS = [f"/device:CPU:{k}" for k in range(3)]
 _numbers = itertools.count(5000)

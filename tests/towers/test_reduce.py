@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import reduce
-from towers.dependence import Dependence
+from towers.analysis.dependence import Dependence
+from towers.collectives import reduce
 
 
 def test_gradients_are_added_in_order():

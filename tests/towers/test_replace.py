@@ -7,19 +7,21 @@ import pytest
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.ops import custom_gradient
 
-from towers import fused, lookup, numerics, seeds, tower
-from towers.dependence import recorded_layers
-from towers.replace import Replacement
+from towers.analysis.dependence import recorded_layers
+from towers.keras_adapter.replace import Replacement
+from towers.layers import embeddings, fused, seeds
+from towers.numerics import search
+from towers.tower import tower
 
 PATCHED = [
     (keras.layers.Layer, "__call__", recorded_layers),
     (keras.layers.BatchNormalization, "call", fused.batch_normalization),
     (keras.optimizers.SGD, "update_step", fused.updates),
     (BaseOptimizer, "_backend_apply_gradients", fused.updates),
-    (keras.layers.Embedding, "call", lambda: lookup.at_home(on_gpu=False)),
+    (keras.layers.Embedding, "call", lambda: embeddings.at_home(on_gpu=False)),
     (keras.random.SeedGenerator, "next", seeds.on_the_host),
     (keras.src.backend.tensorflow.random, "_cast_seed", seeds.on_the_host),
-    (keras.Operation, "__call__", numerics._watched),
+    (keras.Operation, "__call__", search._watched),
     (custom_gradient, "_get_dependent_variables", lambda: tower._search.by(id)),
 ]
 

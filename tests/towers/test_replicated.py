@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from towers import listeners, multi_gpu_model
+from towers import multi_gpu_model
+from towers.loop import listeners
 
 TOWERS = ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
 FEATURES = 6

@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 from towers import multi_gpu_model
-from towers.callbacks.checkpoint import Checkpoint
-from towers.callbacks.stop_at_step import StopAtStep
 from towers.input_pipeline import ArraySource, make_dataset
-from towers.model import TowerModel
+from towers.lifecycle.checkpoint import Checkpoint
+from towers.lifecycle.stop_at_step import StopAtStep
+from towers.model.tower_model import TowerModel
 
 EXAMPLES, BATCH = 21, 4  # six batches
 

@@ -19,11 +19,13 @@ from absl.testing import flagsaver
 from tensorflow.data.experimental import service
 
 from tests import warm
-from towers import checkpoints, multi_gpu_model, train_flags
-from towers.callbacks import stall as stall_module
-from towers.callbacks.checkpoint import Checkpoint
-from towers.callbacks.stall import Stall
+from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
+from towers.lifecycle.checkpoint import Checkpoint
+from towers.lifecycle.checkpoints import store
+from towers.monitoring import stall as stall_module
+from towers.monitoring.stall import Stall
+from towers.train import flags as train_flags
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, BATCH, STEPS = 44, 8, 6
@@ -330,7 +332,7 @@ def test_devices_compute_what_they_are_asked(run):
 
 
 def test_a_save(run, tmp_path, monkeypatch):
-    block, waits, save = Block(), Block(), checkpoints.save
+    block, waits, save = Block(), Block(), store.save
     waits.free.set()
     checkpoint = Checkpoint(tmp_path, save_steps=2)
     wait = checkpoint._wait
@@ -344,7 +346,7 @@ def test_a_save(run, tmp_path, monkeypatch):
             waits()
         wait()
 
-    monkeypatch.setattr(checkpoints, "save", slow_save)
+    monkeypatch.setattr(store, "save", slow_save)
     monkeypatch.setattr(checkpoint, "_wait", watched_wait)
     run.stall()
     # The second save waits for the first.
@@ -635,7 +637,7 @@ def test_stop_ends_a_process_that_waits_for_tensorflow():
 # What does not answer costs so much time, as above.
 _TRAINS = """
 import functools, runpy
-from towers.callbacks import stall
+from towers.monitoring import stall
 
 stall.Stall = functools.partial(stall.Stall, patience_s=4)
 runpy.run_module("towers.train", run_name="__main__", alter_sys=True)
@@ -690,7 +692,7 @@ def test_a_service_whose_worker_is_killed(tmp_path):
     found = reason(errors)
     assert found == "the input, whose stage 'data service' gives nothing within 4 s"
     latest = re.search(r"^towers: Stopped by the stall: .* is (.*); run", errors, re.M)
-    assert checkpoints.load(latest[1]).about["step"]
+    assert store.load(latest[1]).about["step"]
 
 
 def test_flags(tmp_path):

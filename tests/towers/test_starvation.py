@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import multi_gpu_model, stages
-from towers.callbacks.starvation import Starvation
+from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.input_pipeline.sources.arrays import RowSource
-from towers.phases import Totals
-from towers.stages import Stage
-from towers.verdict import bound_by, verdict
+from towers.loop.timers import Totals
+from towers.monitoring.bottleneck import tfdata_stats
+from towers.monitoring.bottleneck.starvation import Starvation
+from towers.monitoring.bottleneck.tfdata_stats import Stage
+from towers.monitoring.bottleneck.verdict import bound_by, verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,7 +153,7 @@ def test_slow_storage():
 
 def test_stages_of_one_thread_add_up():
     several = [PREFETCH] + [Stage("map", n, 30.0, 1, 1, 0) for n in "ab"]
-    assert stages.pace_ms(several) == pytest.approx(60.1)
+    assert tfdata_stats.pace_ms(several) == pytest.approx(60.1)
     assert "the slowest stage is `map` (a)" in judge(waits(0.2, 50), several)
 
 
@@ -183,7 +184,7 @@ def test_too_small_a_prefetch():
 
 def test_nothing_is_known():
     assert "tf.data has no statistics of this input" in judge(waits(0.43, 80), [])
-    assert stages.slowest([]) is None
+    assert tfdata_stats.slowest([]) is None
 
 
 # Real iterators with real statistics. How long a step takes is made up: a sleep takes
@@ -238,7 +239,7 @@ def said_of(data, step_ms, steps=STEPS):
     iterator = iter(data)
     for _ in range(steps):
         next(iterator)
-    return judge(waits(0.6, step_ms), stages.read(iterator).stages())
+    return judge(waits(0.6, step_ms), tfdata_stats.read(iterator).stages())
 
 
 def decode(x):
@@ -321,12 +322,12 @@ def test_later_readings_forget_earlier_ones():
     iterator = iter(without(data, inject_prefetch=False))
     for _ in range(40):
         next(iterator)
-    first = stages.read(iterator)
+    first = tfdata_stats.read(iterator)
     for _ in range(5):
         next(iterator)
-    reading = stages.read(iterator, first)
+    reading = tfdata_stats.read(iterator, first)
     now, ever = (
-        stages.slowest(found)
+        tfdata_stats.slowest(found)
         for found in (reading.stages(since=first), reading.stages())
     )
     assert now.label == ever.label == "slows"
@@ -358,13 +359,13 @@ def test_our_own_stages_have_their_names(repeat):
     )
     iterator = iter(data)
     next(iterator)
-    begun = stages.read(iterator)
+    begun = tfdata_stats.read(iterator)
     for _ in range(8):
         next(iterator)
-    found = stages.read(iterator).stages(since=begun)
+    found = tfdata_stats.read(iterator).stages(since=begun)
     labels = [stage.label for stage in found if stage.label]
     assert labels[:2] == ["augment", "parse"]
-    assert str(stages.slowest(found)) == "`map` (parse)"
+    assert str(tfdata_stats.slowest(found)) == "`map` (parse)"
 
 
 def test_encoded_images_are_decoded(tmp_path):
@@ -377,7 +378,8 @@ def test_encoded_images_are_decoded(tmp_path):
     )
     iterator = iter(data)
     next(iterator)
-    found = [stage.label for stage in stages.read(iterator).stages() if stage.label]
+    stages = tfdata_stats.read(iterator).stages()
+    found = [stage.label for stage in stages if stage.label]
     assert found[:3] == ["augment", "decode", "parse"]
 
 
@@ -386,19 +388,19 @@ def test_without_autotune_nothing_is_known():
     options.autotune.enabled = False
     iterator = iter(numbers().with_options(options))
     next(iterator)
-    assert stages.read(iterator) is None
+    assert tfdata_stats.read(iterator) is None
 
 
 def test_before_the_first_element():
-    assert stages.read(iter(numbers())).stages() is not None
+    assert tfdata_stats.read(iter(numbers())).stages() is not None
 
 
 _READS = """
 import sys
 import time
 import tensorflow as tf
-from towers import stages
-from towers.verdict import bound_by, verdict
+from towers.monitoring.bottleneck import tfdata_stats
+from towers.monitoring.bottleneck.verdict import bound_by, verdict
 
 data = tf.data.TFRecordDataset(sys.argv[1]).repeat().map(tf.strings.length)
 iterator, waited, begun = iter(data.batch(4).prefetch(2)), 0.0, time.perf_counter()
@@ -409,7 +411,7 @@ for _ in range(30):
     time.sleep(0.005)
 waiting = waited / (time.perf_counter() - begun)
 parts = {"input": waiting, "compute": 1 - waiting, "copy": 0, "reduce": 0, "python": 0}
-print(verdict(parts, bound_by(parts), stages.read(iterator).stages()))
+print(verdict(parts, bound_by(parts), tfdata_stats.read(iterator).stages()))
 """
 
 

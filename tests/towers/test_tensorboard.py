@@ -33,10 +33,11 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tests import small
 from towers import multi_gpu_model
-from towers.callbacks import drawing, graph, pictures, profile
-from towers.callbacks.profile import Profile
-from towers.callbacks.tensorboard import TensorBoard
-from towers.callbacks.trace import add_towers
+from towers.monitoring.profile import callback as profile
+from towers.monitoring.profile.callback import Profile
+from towers.monitoring.profile.trace import add_towers
+from towers.monitoring.tensorboard import drawing, graph, pictures
+from towers.monitoring.tensorboard.callback import TensorBoard
 
 HPARAMS = {"model": "cnn", "learning_rate": 0.1, "batch_size": 8, "clipped": True}
 

@@ -26,10 +26,13 @@ from PIL import Image
 
 from tests import once, warm
 from tests.terminal import read_all
-from towers import devices, input_pipeline, reduce, train, train_flags
-from towers.callbacks import profile
-from towers.model import BUILDERS
+from towers import devices, input_pipeline
+from towers.collectives import reduce
+from towers.model.tower_model import BUILDERS
+from towers.monitoring.profile import callback as profile
 from towers.report.read import read
+from towers.train import __main__ as train
+from towers.train import flags as train_flags
 
 ROOT = Path(__file__).parents[2]
 # Of an epoch of digits: 1,437 images at 64 a batch.

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import towers
 from tests import as_on_gpu, executed, oracle
-from towers import fused
+from towers.layers import fused
 
 optimizers = keras.optimizers
 _numbers = itertools.count()

@@ -17,8 +17,8 @@ from tests import oracle
 from tests.exact import oracle as exact
 from tests.exact.cases import CASES
 from tests.towers.test_exact_cases import _alone
-from towers import not_finite
 from towers.builders.base import Builder
+from towers.numerics import not_finite
 
 HOME, AWAY = "/device:CPU:0", "/device:CPU:1"
 GROUPS = "losses", "metrics", "state"

@@ -11,7 +11,7 @@ The recipe is that of tensorpack's `AsyncMultiGPUTrainer` and of tf_cnn_benchmar
 `cross_replica_sync=False`; Recht et al. 2011 ("Hogwild!", NIPS) show when it converges.
 Unlike there, a tower reads all variables at one moment, and updates are made one at a
 time, so that staleness is a number that can be measured and bounded. Only the rows of
-embeddings that stay at home (`lookup.py`) are read later, and so may be newer.
+embeddings that stay at home (`embeddings.py`) are read later, and so may be newer.
 """
 
 import collections
@@ -28,13 +28,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import batch, eager, loop, overwritten, packing, seeds, tower
 from towers.builders.base import Builder, Values
 from towers.builders.guard import Guard
 from towers.builders.parameter_server import Computed, ParameterServer, Pulled
+from towers.collectives import batch, packing
 from towers.devices import HOST, is_gpu
-from towers.preprocess import Preprocess
-from towers.tower import ModelError
+from towers.layers import overwritten, seeds
+from towers.loop import loop
+from towers.tower import eager, tower
+from towers.tower.preprocess import Preprocess
+from towers.tower.tower import ModelError
 
 # Shares that wait for the fastest tower, so that it need not wait for them.
 _AHEAD = 2

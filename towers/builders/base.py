@@ -14,27 +14,17 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from towers import (
-    batch,
-    building,
-    compare,
-    eager,
-    lookup,
-    loop,
-    packing,
-    placing,
-    reduce,
-    seeds,
-    tower,
-    variables,
-)
+from towers.analysis.rules import NoRuleError, Rules
 from towers.builders import checks
 from towers.builders.guard import Guard
+from towers.collectives import batch, packing, placing, reduce
 from towers.devices import HOST, is_gpu
-from towers.phases import Phases
-from towers.preprocess import Preprocess
-from towers.rules import NoRuleError, Rules
-from towers.tower import TowerResult
+from towers.layers import embeddings, seeds, variables
+from towers.loop import loop
+from towers.loop.timers import Phases
+from towers.tower import build, compare, eager, tower
+from towers.tower.preprocess import Preprocess
+from towers.tower.tower import TowerResult
 
 # Above it, the start gets too long if towers are copied into the step's graph: with a
 # ResNet-50 and 8 towers by a third, for steps that are 2% faster. See `tower.Traced`.
@@ -46,7 +36,7 @@ class Values(NamedTuple):
 
     Attributes:
         params: Of the trainable variables; `None` for tables that stay at home (see
-            `lookup.py`).
+            `embeddings.py`).
         state: Of the non-trainable variables.
     """
 
@@ -226,7 +216,7 @@ class Builder(abc.ABC):
             if self.preprocess is not None:
                 seen, *_ = self.preprocess.spec((x, None, None), training=False)
             with tf.init_scope(), tf.device(self.home):
-                self.model(building.symbols(seen))
+                self.model(build.symbols(seen))
         rules = self.rules("predict", x)
         forward = functools.partial(tower.forward, self.model, False, rules)
         shares, _ = self.prepare((x, None, None), training=False)
@@ -271,7 +261,7 @@ class Builder(abc.ABC):
         if not is_gpu(device) or is_gpu(self.home) or not self._looks_up():
             return ()
         # Indices of tables at home would only come back.
-        return (tf.int32, tf.int64) if lookup.tables(self.model) else ()
+        return (tf.int32, tf.int64) if embeddings.tables(self.model) else ()
 
     def build(self, data: Any) -> None:
         """Creates what Keras creates late: variables of model, metrics and optimizer.
@@ -286,11 +276,11 @@ class Builder(abc.ABC):
         model = self.model
         if not model.run_eagerly:
             with tf.init_scope(), tf.device(self.home):
-                building.from_symbols(model, data, self.preprocess)
+                build.from_symbols(model, data, self.preprocess)
         elif any(isinstance(t, tf.TypeSpec) for t in tf.nest.flatten(data)):
             # A run goes on in an epoch, of which metrics are to be restored.
             with eager.aside(model, builds=True), tf.init_scope(), tf.device(self.home):
-                building.from_symbols(model, data, self.preprocess)
+                build.from_symbols(model, data, self.preprocess)
         else:
             self._build_eagerly(data)
         if is_gpu(self.home):
@@ -308,7 +298,7 @@ class Builder(abc.ABC):
             unbuilt = not all(layer.built for layer in model._flatten_layers())
             if unbuilt and not self._built_eagerly:
                 share, *_ = self.cut(data)
-                building.by_a_call(model, share, self.preprocess)
+                build.by_a_call(model, share, self.preprocess)
             self._built_eagerly = True
             # A model that only predicts need not be compiled.
             optimizer = model.optimizer if model.compiled else None
@@ -334,7 +324,7 @@ class Builder(abc.ABC):
         """Decides where to try to compute the loss: "tower" or "gathered"."""
         if self.loss_placement == "gathered" or self.loss_placed == "gathered":
             self.loss_placed = "gathered"
-        elif building.overrides(self.model, "compute_loss"):
+        elif build.overrides(self.model, "compute_loss"):
             self.gather_loss("its own compute_loss")
         elif self.together:
             self.gather_loss("layers that are synchronized")
@@ -431,7 +421,7 @@ class Builder(abc.ABC):
             The values for each tower. The random seeds among them are its own.
         """
         model = self.model
-        tables = lookup.tables(model) if look_up and self._looks_up() else ()
+        tables = embeddings.tables(model) if look_up and self._looks_up() else ()
         with tf.device(self.home), tf.name_scope("read"):
             trainable = model.trainable_variables
             read = [v.value for v in trainable if id(v) not in tables]
@@ -863,7 +853,7 @@ class Builder(abc.ABC):
         Returns:
             The loss, a scalar.
         """
-        if self._kept and building.overrides(self.model, "compute_loss"):
+        if self._kept and build.overrides(self.model, "compute_loss"):
             raise tower.ModelError(
                 f"Model '{self.model.name}' keeps a tensor of one call for later, in "
                 f"{self._kept}, and its own compute_loss would find only the last "

@@ -6,10 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import effects, overwritten
-from towers.effects import Effect
-from towers.rules import Rules
-from towers.tower import ModelError, TowerResult
+from towers.analysis import effects
+from towers.analysis.effects import Effect
+from towers.analysis.rules import Rules
+from towers.layers import overwritten
+from towers.tower.tower import ModelError, TowerResult
 
 
 def check_variables(model: keras.Model) -> None:

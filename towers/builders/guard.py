@@ -4,7 +4,7 @@ In the graph that is one sum over the gradients that are about to be applied, an
 branch on it. The branch looks at each number, as a sum of finite ones may overflow.
 Where gradients travel packed, each tower squares and adds those that it sends: that is
 one kernel a buffer, beside the reduction, and only scalars go to the host. Which tower,
-and what in it, is found out afterwards; see `numerics.py`.
+and what in it, is found out afterwards; see `numerics`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers import packing, reduce
+from towers.collectives import packing, reduce
 from towers.devices import HOST
 
 # To start a sum over fewer numbers takes longer than to add them, so they are joined.

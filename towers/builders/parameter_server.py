@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers import batch, fused, overwritten, reduce, tower
+from towers.analysis.rules import NoRuleError
 from towers.builders.base import Builder, Values
-from towers.rules import NoRuleError
-from towers.tower import TowerResult
+from towers.collectives import batch, reduce
+from towers.layers import fused, overwritten
+from towers.tower import tower
+from towers.tower.tower import TowerResult
 
 
 class Computed(NamedTuple):

@@ -18,10 +18,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import overwritten, packing, placing, reduce
 from towers.builders.base import Values
 from towers.builders.parameter_server import ParameterServer
+from towers.collectives import packing, placing, reduce
 from towers.devices import is_gpu
+from towers.layers import overwritten
 
 
 class Replicated(ParameterServer):

@@ -1,13 +1,13 @@
 """Keras callbacks that watch, write and save a run."""
 
-from towers.callbacks.checkpoint import Checkpoint
-from towers.callbacks.devices import DeviceReport
-from towers.callbacks.profile import Profile
-from towers.callbacks.stall import Stall
-from towers.callbacks.starvation import Starvation
-from towers.callbacks.step_time import StepTime
-from towers.callbacks.tensorboard import TensorBoard
-from towers.callbacks.throughput import Throughput
+from towers.lifecycle.checkpoint import Checkpoint
+from towers.monitoring.bottleneck.starvation import Starvation
+from towers.monitoring.device_report import DeviceReport
+from towers.monitoring.profile.callback import Profile
+from towers.monitoring.stall import Stall
+from towers.monitoring.step_time import StepTime
+from towers.monitoring.tensorboard.callback import TensorBoard
+from towers.monitoring.throughput import Throughput
 
 __all__ = [
     "Checkpoint",

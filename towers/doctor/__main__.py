@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from towers.doctor import cluster, devices, gpus, host, settings, versions
 from towers.doctor.finding import NOTE, OK, WRONG, Check, Finding, examine
-from towers.input_pipeline.arguments import Parser
+from towers.program.arguments import Parser
 
 _PROGRAM = "towers.doctor"
 _WIDTH = 18

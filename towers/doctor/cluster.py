@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towers.doctor.finding import Finding, note, ok, wrong
-from towers.input_pipeline import words
+from towers.program import words
 
 _NAME = "TF_CONFIG"
 _EXAMPLE = (

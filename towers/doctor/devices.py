@@ -11,7 +11,7 @@ from typing import Any
 
 from towers.doctor import process
 from towers.doctor.finding import Finding, note, ok, wrong
-from towers.input_pipeline import words
+from towers.program import words
 
 # float32, summed in another order than NumPy's; TensorFloat-32 is off.
 _TOLERANCE = 1e-4

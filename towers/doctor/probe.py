@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from towers.doctor.finding import in_a_line
-from towers.input_pipeline import keras_settings
+from towers.program import keras_settings
 
 _COPY_MB = 32
 _REPEATS = 5

@@ -1,7 +1,7 @@
 """The user's own settings of Keras."""
 
 from towers.doctor.finding import Finding, note, ok, wrong
-from towers.input_pipeline import keras_settings
+from towers.program import keras_settings
 
 
 def keras() -> Finding:

@@ -11,7 +11,7 @@ Exit codes: 0 done; 1 error, or nothing fits; 130 stopped by Ctrl-C; 143 by SIGT
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
     from towers.find_batch_size import search_flags
-    from towers.input_pipeline import startup
+    from towers.program import startup
 
     startup.begin(
         "towers.find_batch_size", lambda argv: search_flags.read(argv, __doc__)
@@ -28,8 +28,8 @@ from towers.find_batch_size import search
 from towers.find_batch_size.processes import as_probe, run
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe
-from towers.input_pipeline import startup, words
-from towers.input_pipeline.commands import fail, quieten
+from towers.program import startup, words
+from towers.program.commands import fail, quieten
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.find_batch_size"

@@ -9,7 +9,7 @@ What is found is printed on stdout, in lines of JSON.
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
     from towers.find_batch_size import search_flags
-    from towers.input_pipeline import startup
+    from towers.program import startup
 
     # `towers.find_batch_size` has checked them.
     # Of its errors, `towers.find_batch_size` reads what TensorFlow writes.
@@ -33,13 +33,15 @@ import keras
 import tensorflow as tf
 from absl import flags
 
-from towers import devices, train
+from towers import devices
 
 # It defines flags.
 from towers.find_batch_size import search, search_flags
-from towers.input_pipeline import free_memory, startup
-from towers.input_pipeline.commands import quieten
-from towers.model import check_all_reduce
+from towers.input_pipeline import free_memory
+from towers.model.tower_model import check_all_reduce
+from towers.program import startup
+from towers.program.commands import quieten
+from towers.train import __main__ as train
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.find_batch_size.probe"

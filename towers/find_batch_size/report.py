@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from towers import batch
+from towers.collectives import batch
 from towers.find_batch_size import search
 from towers.find_batch_size.search import Probe
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers import train_flags
-from towers.input_pipeline import command_line
-from towers.input_pipeline.commands import check_plot
+from towers.program import command_line
+from towers.program.commands import check_plot
+from towers.train import flags as train_flags
 
 FLAGS = flags.FLAGS
 _SEARCH = {"module_name": "Search"}

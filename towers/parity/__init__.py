@@ -4,7 +4,7 @@
 `towers.train`.
 """
 
-from towers.input_pipeline import lazy
+from towers.program import lazy
 
 # As in `towers`.
 __getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

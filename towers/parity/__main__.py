@@ -9,8 +9,8 @@ Exit codes: 0 equal; 1 error; 2 not equal; 130 stopped by Ctrl-C.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from towers import train_flags
-    from towers.input_pipeline import startup
+    from towers.program import startup
+    from towers.train import flags as train_flags
 
     startup.begin(
         "towers.parity", lambda argv: train_flags.read_for_parity(argv, __doc__)
@@ -24,10 +24,12 @@ from typing import Any
 import tensorflow as tf
 from absl import flags
 
-from towers import batch, devices, input_pipeline, train
-from towers.input_pipeline import startup
-from towers.input_pipeline.commands import fail, quieten, read_randaugment
+from towers import devices, input_pipeline
+from towers.collectives import batch
 from towers.parity import check_parity
+from towers.program import startup
+from towers.program.commands import fail, quieten, read_randaugment
+from towers.train import __main__ as train
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.parity"

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import batch
+from towers.collectives import batch
 from towers.parity.report import (
     DIFFERS,
     ROUNDING,
@@ -25,7 +25,7 @@ from towers.parity.trials import (
     attribute,
     can_be_silenced,
 )
-from towers.tower import ModelError
+from towers.tower.tower import ModelError
 
 # Names in a sentence.
 _NAMED = 3

@@ -9,12 +9,12 @@ import keras
 import tensorflow as tf
 
 from towers import devices
-from towers.model import multi_gpu_model
+from towers.layers.variables import unchanged
+from towers.model.tower_model import multi_gpu_model
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
 from towers.parity.trials import Setting, Trials, in_place, quietly
-from towers.tower import ModelError
-from towers.variables import unchanged
+from towers.tower.tower import ModelError
 
 
 def check_parity(

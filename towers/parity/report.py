@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from towers.input_pipeline import words
+from towers.program import words
 
 EQUAL = "equal"
 ROUNDING = "equal to rounding"

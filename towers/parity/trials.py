@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from towers import variables
-from towers.model import TowerModel
+from towers.layers import variables
+from towers.model.tower_model import TowerModel
 from towers.parity.report import Entry, differences
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")

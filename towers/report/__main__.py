@@ -9,7 +9,7 @@ Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from towers.input_pipeline import startup
+    from towers.program import startup
     from towers.report import arguments
 
     startup.begin("towers.report", lambda argv: arguments.read(argv[1:], __doc__))
@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from towers.input_pipeline import startup
+from towers.program import startup
 from towers.report import arguments
 from towers.report.read import read
 

@@ -14,7 +14,7 @@ import markupsafe
 import numpy as np
 from tensorboard import plugin_util
 
-from towers.input_pipeline import words
+from towers.program import words
 from towers.report import figures
 from towers.report.read import Events, Run
 

@@ -1,0 +1,1 @@
+"""Says how fast the input pipeline is: python -m towers.input_pipeline.benchmark."""

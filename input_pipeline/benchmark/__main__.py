@@ -1,0 +1,162 @@
+"""Says how fast the input pipeline is, without any training, and what slows it down.
+
+    python -m towers.input_pipeline.benchmark --dataset=tfds:cifar10 --ablate
+
+Each stage is read with all those before it, but nothing behind it; "copy" is the whole
+pipeline and the copying of each tower's share to its device. It takes less than a
+minute, --ablate another one; nothing else should run meanwhile.
+Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
+"""
+
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from towers.input_pipeline.benchmark import flags as benchmark_flags
+    from towers.program import startup
+
+    startup.begin(
+        "towers.input_pipeline.benchmark",
+        lambda argv: benchmark_flags.read(argv, __doc__),
+    )
+
+import contextlib
+import gc
+import json
+import os
+import platform
+import sys
+from typing import Any
+
+import tensorflow as tf
+from absl import flags
+
+from towers.input_pipeline import data_flags, sources
+from towers.input_pipeline.benchmark import measure, report
+from towers.input_pipeline.cache import cached
+from towers.input_pipeline.images.recipes import takes_whole
+from towers.input_pipeline.pipeline import Pipeline
+from towers.input_pipeline.records.checks import blame_records
+from towers.program import startup
+from towers.program.commands import fail, quieten, read_image_size, read_randaugment
+
+FLAGS = flags.FLAGS
+_PROGRAM = "towers.input_pipeline.benchmark"
+
+
+def main() -> int:
+    """Measures what the flags describe, which are read and checked.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        startup.end()
+        pipeline, towers = set_up()
+        steps = FLAGS.step_ms and [float(step) for step in FLAGS.step_ms]
+        results = describe(pipeline)
+        with blame_records(pipeline.source):
+            results |= measure.measure(pipeline, FLAGS.examples, towers, steps)
+            if FLAGS.ablate:
+                results["ablation"] = measure.ablate(pipeline, FLAGS.examples)
+        print(json.dumps(results) if FLAGS.json else report.text(results))
+        if FLAGS.plot:
+            report.plot(results, FLAGS.plot)
+    except KeyboardInterrupt:
+        fail("Stopped by Ctrl-C.", _PROGRAM)
+        return 130
+    except (ValueError, OSError) as error:
+        return fail(error, _PROGRAM)
+    finally:
+        # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
+        gc.collect()
+    return 0
+
+
+def set_up() -> tuple[Pipeline, list[str]]:
+    """Opens the data.
+
+    Returns:
+        The pipeline, and the towers' devices.
+
+    Raises:
+        ValueError: If any input is bad.
+    """
+    quieten()
+    towers = configure_devices(FLAGS.towers)
+    source = sources.open_source(
+        FLAGS.dataset,
+        data_dir=os.path.expanduser(FLAGS.data_dir),
+        seed=FLAGS.seed,
+        **data_flags.given(),
+    )
+    for note in source.notes:
+        print(note, file=sys.stderr)
+    shape = tuple(source.image_shape)
+    if len(shape) == 1 and FLAGS.image_size is not None:
+        raise ValueError(
+            f"Received --image_size={FLAGS.image_size}, but {source.name} has rows of "
+            "numbers; expected images, so leave it out."
+        )
+    if (asked := read_image_size(FLAGS.image_size)) is not None:
+        shape = (*asked, shape[-1])
+    if None in shape:
+        raise ValueError(
+            f"The images of {source.name} differ in size; expected one size for all, "
+            "so give --image_size, such as --image_size=224."
+        )
+    with contextlib.redirect_stdout(sys.stderr):  # TFDS says what it does.
+        source.prepare()
+    cache = "none" if FLAGS.data_service else FLAGS.cache
+    with blame_records(source):
+        source = cached(
+            source,
+            cache,
+            FLAGS.cache_dir,
+            FLAGS.deterministic,
+            shape if takes_whole(FLAGS.recipe) else None,
+        )
+    training = FLAGS.split == "train"
+    pipeline = Pipeline(
+        source,
+        FLAGS.split,
+        batch_size=FLAGS.batch_size,
+        image_shape=shape,
+        training=training,
+        recipe=FLAGS.recipe,
+        randaugment=read_randaugment(FLAGS.randaugment),
+        seed=FLAGS.seed,
+        deterministic=FLAGS.deterministic or not training,
+        shuffle_mb=FLAGS.shuffle_mb,
+        data_service=FLAGS.data_service,
+        repeat=training,
+    )
+    return pipeline, towers
+
+
+def configure_devices(towers: int) -> list[str]:
+    """Sets up a device for each tower, before TensorFlow initialises."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        return [f"/GPU:{tower % len(gpus)}" for tower in range(towers)]
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * towers,
+    )
+    return [f"/CPU:{tower}" for tower in range(towers)]
+
+
+def describe(pipeline: Pipeline) -> dict[str, Any]:
+    """What is measured, for the results."""
+    return {
+        "dataset": pipeline.source.name,
+        "kept": pipeline.source.note,
+        "batch_size": pipeline.batch_size,
+        "image_shape": pipeline.image_shape,
+        "towers": FLAGS.towers,
+        "versions": {"python": platform.python_version(), "tensorflow": tf.__version__},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Writes a source as TFRecord files: python -m towers.input_pipeline.convert."""

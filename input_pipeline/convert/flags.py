@@ -1,0 +1,82 @@
+"""The arguments of towers.input_pipeline.convert."""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from towers.input_pipeline import data_flags, specs
+from towers.input_pipeline.choices import BAD_RECORDS, RAW
+from towers.program import command_line
+from towers.program.commands import check_folder, read_image_size
+
+
+def read(argv: Sequence[str], doc: str) -> tuple[str, str, flags.FlagValues]:
+    """Reads the command line.
+
+    Args:
+        argv: The program's name and its arguments.
+        doc: What the program is for.
+
+    Returns:
+        The source's spec, the folder to write to, and the flags.
+
+    Raises:
+        ValueError: If anything is bad.
+    """
+    # Of its own: towers.train has flags of the same names.
+    values = _define()
+    groups = {"Flags": values.flags_by_module_dict()[__name__]}
+    _, *names = command_line.read(argv, doc, groups, values=values)
+    if len(names) != 2 or not names[1].removeprefix("tfrecord:"):
+        raise ValueError(
+            f"received {' '.join(names) or 'no arguments'}: expected a source and "
+            "tfrecord:FOLDER, see --help"
+        )
+    spec, target = names
+    kind, _, folder = target.partition(":")
+    if kind != "tfrecord" or any(sign in folder for sign in "*?["):
+        raise ValueError(f"received {target!r}: expected tfrecord:FOLDER")
+    specs.check(spec)
+    check_folder("folder", folder, "folder")
+    read_image_size(values.image_size)
+    return spec, folder, values
+
+
+def _define() -> flags.FlagValues:
+    values = flags.FlagValues()
+    own = {"flag_values": values, "module_name": __name__}
+    flags.DEFINE_integer("shards", 8, "Files for each split.", lower_bound=1, **own)
+    flags.DEFINE_string(
+        "image_size", None, "Pixels, as 224 or as 240x320. Default: as they are.", **own
+    )
+    flags.DEFINE_enum(
+        "raw",
+        "auto",
+        RAW,
+        "Whether to write pixels; auto does for small images of one size.",
+        **own,
+    )
+    flags.DEFINE_bool("overwrite", False, "Remove an earlier conversion first.", **own)
+    flags.DEFINE_string(
+        "data_dir", "data", "Folder where digits and tfds: keep their files.", **own
+    )
+    data_flags.define({"module_name": __name__}, values)
+    flags.DEFINE_enum(
+        "bad_records",
+        "fail",
+        BAD_RECORDS,
+        "fail ends at the first bad record; skip lists them all in bad_records.json, "
+        "and leaves them out.",
+        **own,
+    )
+    flags.DEFINE_integer(
+        "max_bad_records",
+        100,
+        "Number of bad records to leave out at most, with --bad_records=skip.",
+        lower_bound=0,
+        **own,
+    )
+    flags.DEFINE_integer(
+        "verbosity", -1, "0 shows what TensorFlow says of its start.", **own
+    )
+    return values

@@ -1,0 +1,1 @@
+"""What becomes of an image on its way into a batch."""

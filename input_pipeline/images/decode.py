@@ -1,0 +1,124 @@
+"""Encoded images to uint8 pixels, at no more cost than what is asked for."""
+
+import dataclasses
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from towers.input_pipeline.images import augment
+from towers.input_pipeline.sources.base import decode_image
+
+# Any change to the pixels that `decode_window` makes needs another one.
+VERSION = "v1"
+_JPEG = b"\xff\xd8\xff"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tricks:
+    """What makes decoding fast; each can be turned off, to see what it is worth.
+
+    Attributes:
+        fused_crop: Decodes the window only, not the whole JPEG.
+        scaled: Decodes a JPEG at a half, a quarter or an eighth of its size where the
+            window stays at least as large as the image wanted. It averages, too.
+        fast_dct: Takes the cheaper of libjpeg's cosine transforms.
+        plain_upsampling: Repeats colour, where a JPEG has less of it, instead of
+            interpolating. Of a whole JPEG, interpolating is faster: libjpeg then
+            copies fewer rows.
+    """
+
+    fused_crop: bool = True
+    scaled: bool = True
+    fast_dct: bool = True
+    plain_upsampling: bool = True
+
+
+ALL_TRICKS = Tricks()
+
+
+def decode_window(
+    encoded: tf.Tensor,
+    window: Callable[[tf.Tensor], tf.Tensor] | None,
+    size: tuple[int, int, int],
+    *,
+    antialias: str = "none",
+    jpeg: bool = False,
+    tricks: Tricks = ALL_TRICKS,
+) -> tf.Tensor:
+    """Decodes a window of an image, and resizes it.
+
+    Args:
+        encoded: Scalar string: a file of any kind that ``base.decode_image`` reads.
+        window: Chooses y, x, height and width (int32 [4]) by the image's shape (int32
+            [3]); None takes all of it.
+        size: (H, W, C) wanted, in pixels.
+        antialias: See `augment.resize`.
+        jpeg: Whether it is known to be a JPEG; otherwise that is looked up.
+        tricks: See there.
+
+    Returns:
+        Uint8 [H, W, C].
+    """
+    height, width, channels = size
+    whole = window is None
+    options = {
+        "dct_method": "INTEGER_FAST" if tricks.fast_dct else "INTEGER_ACCURATE",
+        "fancy_upscaling": whole or not tricks.plain_upsampling,
+        "channels": channels,
+    }
+
+    def of_jpeg():
+        shape = tf.io.extract_jpeg_shape(encoded)
+        chosen = augment.whole_window(shape) if whole else window(shape)
+
+        def at(ratio):
+            if whole or not tricks.fused_crop:
+                image = tf.io.decode_jpeg(encoded, ratio=ratio, **options)
+                image = image if whole else augment.crop(image, chosen)
+            else:
+                image = tf.image.decode_and_crop_jpeg(
+                    encoded, _scaled(chosen, shape, ratio), ratio=ratio, **options
+                )
+            return image, augment.MIXED if ratio == 1 else 1.0
+
+        if not tricks.scaled or not (whole or tricks.fused_crop):
+            return at(1)
+        spare = tf.reduce_min(chosen[2:] // tf.constant([height, width]))
+        return tf.cond(
+            spare < 2,
+            lambda: at(1),
+            lambda: tf.cond(
+                spare < 4,
+                lambda: at(2),
+                lambda: tf.cond(spare < 8, lambda: at(4), lambda: at(8)),
+            ),
+        )
+
+    def of_other():
+        image = decode_image(encoded, (None, None, channels))
+        image = image if whole else augment.crop(image, window(tf.shape(image)))
+        return image, 1.0
+
+    # Where decoding takes longer, more can be averaged for little.
+    image, mixed = of_jpeg() if jpeg else tf.cond(is_jpeg(encoded), of_jpeg, of_other)
+    image.set_shape([None, None, channels])
+    image = augment.resize(image, height, width, antialias=antialias, mixed=mixed)
+    return tf.ensure_shape(image, size)
+
+
+def is_jpeg(encoded: tf.Tensor) -> tf.Tensor:
+    """Tells of strings [...] whether they begin as a JPEG does: bool [...]."""
+    return tf.strings.substr(encoded, 0, len(_JPEG)) == _JPEG
+
+
+def _scaled(window: tf.Tensor, shape: tf.Tensor, ratio: int) -> tf.Tensor:
+    """The same window of an image that is decoded at 1 / ratio of its size."""
+    if ratio == 1:
+        return window
+    whole = (shape[:2] + ratio - 1) // ratio  # libjpeg rounds up
+    # Both borders to the nearest pixel: the picture moves by less than half of one.
+    corner = (window[:2] + ratio // 2) // ratio
+    end = (window[:2] + window[2:] + ratio // 2) // ratio
+    corner = tf.minimum(corner, whole - 1)
+    end = tf.clip_by_value(end, corner + 1, whole)
+    return tf.concat([corner, end - corner], axis=0)

@@ -1,0 +1,1 @@
+"""Which records of a source are bad, and what becomes of them."""

@@ -1,0 +1,186 @@
+"""The bad records of a source, which training passes over."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from towers.input_pipeline.records.checks import assert_good, check_records
+from towers.input_pipeline.sources.base import (
+    FAULTS,
+    BadRecordError,
+    Record,
+    Source,
+    decode_image,
+    fingerprint,
+)
+
+_AT_ONCE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Quarantine:
+    """What was found in a source.
+
+    Attributes:
+        source: its name.
+        fingerprint: of it and its files, as they were.
+        bad: the bad records, for each split.
+        splits: how many good ones there are of each.
+    """
+
+    source: str
+    fingerprint: str
+    bad: Mapping[str, Sequence[Record]]
+    splits: Mapping[str, int]
+
+    def __len__(self) -> int:
+        """Records that are passed over, as far as they can be counted."""
+        return _count(itertools.chain(*self.bad.values()))
+
+
+def inspect(
+    source: Source,
+    splits: Sequence[str],
+    most: int,
+    known: Sequence[Quarantine] = (),
+) -> Quarantine:
+    """Reads and decodes all records of a source, and notes which are bad.
+
+    It takes the time of one epoch of reading, and where there is a bad record, a second
+    look at them one by one.
+
+    Args:
+        source: prepared.
+        splits: those to look at.
+        most: bad records to accept.
+        known: what was found earlier. If one is of this source, and no file has changed
+            since, nothing is read.
+
+    Raises:
+        BadRecordError: there are more bad records than that, or no good one in a split.
+    """
+    key = fingerprint(source)
+    for found in known:
+        if found.fingerprint == key and [*found.splits] == [*splits]:
+            _check_count(source, [*itertools.chain(*found.bad.values())], most)
+            return found
+    bad, good = {}, {}
+    for split in splits:
+        for path in source.files(split) if source.labels_need_checking else ():
+            if next(source.walk(path), None) is None:
+                logging.warning("%s holds no record", path)
+        bad[split], good[split] = [], _count_if_good(source, split)
+        if good[split] is None:
+            bad[split], good[split] = _sort(source, split, most)
+            _check_count(source, [*itertools.chain(*bad.values())], most)
+        if not good[split]:
+            raise BadRecordError(
+                f"{source.name} has no good record in its split {split}; the first bad "
+                f"one is {bad[split][0]}"
+            )
+    return Quarantine(source.name, key, bad, good)
+
+
+def write(found: Sequence[Quarantine], path: str) -> None:
+    """Writes what was found, for people and for ``read``."""
+    unfinished = f"{path}.unfinished"
+    with tf.io.gfile.GFile(unfinished, "w") as file:
+        json.dump([dataclasses.asdict(each) for each in found], file, indent=2)
+    tf.io.gfile.rename(unfinished, path, overwrite=True)
+
+
+def read(path: str) -> list[Quarantine]:
+    """Reads what was found earlier; nothing if the file is not there, or not ours."""
+    try:
+        with open(path) as file:
+            return [_from_json(found) for found in json.load(file)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def _from_json(found: dict[str, Any]) -> Quarantine:
+    bad = {
+        split: [
+            Record(**{**each, "gap": each["gap"] and tuple(each["gap"])})
+            for each in some
+        ]
+        for split, some in found.pop("bad").items()
+    }
+    return Quarantine(bad=bad, **found)
+
+
+def _count_if_good(source: Source, split: str) -> int | None:
+    """How many records a split has, or None where one is bad."""
+    try:
+        if not all(map(source.is_whole, source.files(split))):
+            return None
+    except (OSError, tf.errors.OpError):  # of a file that is not there
+        return None
+
+    @tf.autograph.experimental.do_not_convert
+    def parse(_, records):
+        images, labels = source.parse(records)
+        assert_good(images, labels, source.num_classes)
+        return images
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(image):
+        return decode_image(source.load(image), source.image_shape)
+
+    auto = tf.data.AUTOTUNE
+    images = source.batches(split, _AT_ONCE).map(parse, auto).unbatch()
+    if source.encoded:
+        images = images.map(decode, auto)
+    try:
+        with tf.device("/CPU:0"):
+            return int(images.reduce(tf.constant(0, tf.int64), lambda n, _: n + 1))
+    except FAULTS:
+        return None
+
+
+def _sort(source: Source, split: str, most: int) -> tuple[list[Record], int]:
+    """The bad records of a split, and how many good ones there are.
+
+    It looks no further where there are more bad ones than `most`.
+    """
+
+    def of_file(path):
+        bad, good = [], 0
+        for record in check_records(source, path, split):
+            if record.fault:
+                bad.append(record)
+                if _count(bad) > most:
+                    break
+            else:
+                good += 1
+        return bad, good
+
+    bad, count = [], 0
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for some, good in pool.map(of_file, source.files(split)):
+            bad, count = bad + some, count + good
+            if _count(bad) > most:
+                pool.shutdown(cancel_futures=True)
+                break
+    return bad, count
+
+
+def _count(bad: Iterable[Record]) -> int:
+    # What cannot be read may hold records of two splits.
+    found = {record.where: record.count or 1 for record in bad}
+    return sum(found.values())
+
+
+def _check_count(source: Source, bad: Sequence[Record], most: int) -> None:
+    if _count(bad) > most:
+        raise BadRecordError(
+            f"{source.name} has more bad records than the {most} to be passed over, "
+            f"the first one being {bad[0]}"
+        )

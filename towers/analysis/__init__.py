@@ -1,0 +1,1 @@
+"""What the graph of a traced tower tells about a model."""

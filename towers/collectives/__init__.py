@@ -1,0 +1,1 @@
+"""Cuts batches for the towers, sends values to them and adds up what they return."""

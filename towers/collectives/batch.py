@@ -1,0 +1,311 @@
+"""The shares of a global batch, as integers and as tensors.
+
+Knows how a batch is cut and put together again. Which device gets which share is
+`tower.py`'s business, what a share weighs in the loss the builders'.
+"""
+
+import collections
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.program import words
+
+
+def cut(total: int, shares: Sequence[int]) -> list[int]:
+    """Cuts `total` examples into one share for each tower.
+
+    What does not divide goes to the first towers, one example each. Even shares then
+    differ by at most one, and a batch smaller than the number of towers leaves the last
+    of them idle instead of overloading one; the first is idle in an empty batch only.
+
+    >>> cut(11, (1, 1, 1, 1))
+    [3, 3, 3, 2]
+    >>> cut(2, (1, 1, 1, 1))
+    [1, 1, 0, 0]
+    >>> cut(64, (2, 3, 3))
+    [16, 24, 24]
+
+    Args:
+        total: Number of examples, 0 or more.
+        shares: How much each tower gets, relative to the others: positive integers.
+
+    Returns:
+        One size for each tower; they sum to `total`.
+
+    Raises:
+        ValueError: If `total` is negative, or a share is not positive.
+    """
+    if total < 0 or not shares or min(shares) < 1:
+        raise ValueError(
+            f"Received total={total} and shares={tuple(shares)}; expected at least 0 "
+            "examples, and a positive share for each tower."
+        )
+    return [end - start for start, end in share_bounds(total, shares)]
+
+
+def share_bounds(
+    total: tf.Tensor | int, shares: Sequence[int]
+) -> list[tuple[Any, Any]]:
+    """Computes where each tower's share starts and ends; see `cut`.
+
+    Args:
+        total: Number of examples: an int, or a scalar integer tensor.
+        shares: How much each tower gets, relative to the others: positive integers.
+
+    Returns:
+        One pair (start, end) for each tower, of the type of `total`.
+    """
+    whole = sum(shares)
+    if isinstance(total, int):
+        sizes = [total * share // whole for share in (0, *shares)]
+        left = total - sum(sizes)
+        starts = itertools.accumulate(sizes)
+        edges = [edge + min(k, left) for k, edge in enumerate(starts)]
+    else:
+        # The same for all towers at once: each operation takes time to trace.
+        sizes = total * tf.constant((0, *shares), total.dtype) // whole
+        more = tf.constant([*range(len(shares) + 1)], total.dtype)
+        left = total - tf.reduce_sum(sizes)
+        edges = tf.unstack(tf.cumsum(sizes) + tf.minimum(more, left))
+    return list(itertools.pairwise(edges))
+
+
+def batch_size(batch: Any) -> int | tf.Tensor:
+    """Returns the number of examples in a batch.
+
+    Args:
+        batch: A nest of tensors whose first dimensions are the examples; `None`
+            entries are passed over.
+
+    Returns:
+        An int where the shape is known, a scalar int32 tensor where it is not.
+
+    Raises:
+        ValueError: If the batch holds no tensor.
+    """
+    tensors = [t for t in tf.nest.flatten(batch) if t is not None]
+    if not tensors:
+        raise ValueError(
+            "Received a batch without any tensor; expected inputs with one row an "
+            "example."
+        )
+    first = tensors[0]
+    size = first.shape[0]
+    if size is not None:
+        return int(size)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    # Where the tensor is: elsewhere it would have to go, to be looked at.
+    with tf.compat.v1.get_default_graph().colocate_with(first):
+        return tf.shape(first)[0]
+
+
+def as_tensor(value: Any) -> Any:
+    """Makes a tensor of an array, and leaves all else as it is."""
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+_PARTS = "x", "y", "sample_weight"
+_AS_MANY = (
+    "expected inputs, targets and weights with as many rows, one for each example, as "
+    "each tower gets a share of the rows; if an input has no row for each example, "
+    "such as a matrix of all nodes, make it a variable of the model "
+    "(`self.add_weight(trainable=False)`), or repeat it for each example."
+)
+
+
+def check_rows(batch: Any) -> None:
+    """Checks that all tensors of a batch have the same number of rows.
+
+    Where a number is not known when the graph is built, the graph checks it.
+
+    Args:
+        batch: A nest of tensors with one row an example, or of their `tf.TypeSpec`s;
+            `None` entries and scalars are ignored.
+
+    Raises:
+        ValueError: If they differ; `tf.errors.InvalidArgumentError` from the graph.
+    """
+    tensors = {
+        name: t for name, t in _named(batch) if t is not None and not _is_scalar(t)
+    }
+    # Of a spec, only what it says.
+    sizes = {
+        name: batch_size(t)
+        for name, t in tensors.items()
+        if not isinstance(t, tf.TypeSpec) or t.shape[0] is not None
+    }
+    known = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    examples = collections.Counter(known.values()).most_common(1)
+    for name, size in known.items():
+        if size != examples[0][0]:
+            raise ValueError(
+                f"Received a batch of "
+                f"{words.count(examples[0][0], 'example')} in which {name} has "
+                f"{words.count(size, 'row')}; {_AS_MANY}"
+            )
+    first, *others = sizes.items() or [(None, None)]
+    for name, size in others:
+        if not (isinstance(first[1], int) and isinstance(size, int)):
+            said = f"Received {name} and {first[0]} with different numbers of rows; "
+            tf.debugging.assert_equal(size, first[1], said + _AS_MANY)
+
+
+def _named(batch):
+    """The tensors of a batch, with the names that a user knows them by."""
+    parts = keras.tree.flatten_with_path(batch)
+    # (x, y, sample_weight); a list is x.
+    apart = isinstance(batch, tuple) and len(batch) <= len(_PARTS)
+    for path, tensor in parts:
+        name, path = (_PARTS[path[0]], path[1:]) if apart and path else ("x", path)
+        yield name + "".join(f"[{key!r}]" for key in path), tensor
+
+
+def take(batch: Any, start: Any, end: Any) -> Any:
+    """Returns rows `start` to `end` of every tensor in a batch.
+
+    Args:
+        batch: A nest of dense, ragged or sparse tensors with one row an example;
+            `None` entries and scalars stay.
+        start: First row: an int or a scalar tensor.
+        end: The row after the last.
+
+    Returns:
+        The same nest with `end - start` rows.
+    """
+
+    def rows(tensor):
+        if tensor is None or _is_scalar(tensor):
+            return tensor
+        if isinstance(tensor, tf.SparseTensor):
+            shape = tensor.dense_shape
+            first = tf.cast(start, tf.int64)
+            count = tf.cast(end, tf.int64) - first
+            return tf.sparse.slice(
+                tensor,
+                tf.concat([[first], tf.zeros_like(shape[1:])], axis=0),
+                tf.concat([[count], shape[1:]], axis=0),
+            )
+        part = tensor[start:end]
+        if isinstance(start, int) and isinstance(end, int):
+            return part
+        if isinstance(part, tf.Tensor):
+            part.set_shape([None, *tensor.shape[1:]])
+        return part
+
+    return tf.nest.map_structure(rows, batch)
+
+
+def _is_scalar(tensor):
+    return tf.TensorShape(tensor.shape).rank == 0
+
+
+def join(shares: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    """Puts the towers' outputs together again, in the order of the examples.
+
+    Args:
+        shares: One nest of tensors for each tower, each with one row an example. An
+            idle tower's tensors are empty, of any shape. `None` and scalars stay.
+        sizes: Number of rows of each share: ints or scalar tensors.
+
+    Returns:
+        One nest, with the rows of all shares.
+    """
+
+    def rows(*parts):
+        if parts[0] is None or len(parts) == 1 or _is_scalar(parts[0]):
+            return parts[0]
+        if not isinstance(parts[0], tf.Tensor):
+            concat = (
+                tf.sparse.concat
+                if isinstance(parts[0], tf.SparseTensor)
+                else lambda axis, parts: tf.concat(parts, axis)
+            )
+            return concat(0, list(parts))
+        if None in parts[0].shape[1:]:
+            # An idle tower cannot know the other dimensions of what it did not
+            # compute, and concat insists on them.
+            inner = tf.shape(parts[0])[1:]
+            parts = [
+                tf.reshape(part, tf.concat([[size], inner], axis=0))
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+        return tf.concat(parts, axis=0)
+
+    return tf.nest.map_structure(rows, *shares)
+
+
+def by_example(rows: tf.Tensor | None, size: int | tf.Tensor) -> tf.Tensor | None:
+    """Groups rows by the example that they belong to.
+
+    Args:
+        rows: A tensor with the same number of rows for each example, in order, such as
+            (batch x time, classes); or `None`.
+        size: Number of examples.
+
+    Returns:
+        The same values, of shape (size, rows of an example, ...).
+    """
+    if rows is None:
+        return None
+    shape = tf.shape(rows)
+    each = shape[0] // tf.maximum(size, 1)
+    grouped = tf.reshape(rows, tf.concat([[size, each], shape[1:]], axis=0))
+    grouped.set_shape([None, None, *rows.shape[1:]])
+    return grouped
+
+
+def is_dense(batch: Any) -> bool:
+    """Tells whether there is nothing ragged or sparse in a batch."""
+    tensors = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
+    return all(isinstance(tensor, tf.Tensor) for tensor in tensors)
+
+
+def share_spec(batch: Any, rows: int | None) -> Any:
+    """Describes one share of a batch, for tracing.
+
+    Args:
+        batch: A nest of tensors with one row an example; `None` and scalars stay.
+        rows: Number of rows of every share, `None` where shares differ.
+
+    Returns:
+        The same nest of `tf.TypeSpec`s.
+    """
+
+    def spec(tensor):
+        if tensor is None:
+            return None
+        if _is_scalar(tensor):
+            return tf.TensorSpec([], tensor.dtype)
+        if isinstance(tensor, tf.Tensor):
+            return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
+        if isinstance(tensor, tf.SparseTensor):
+            return tf.SparseTensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
+        return tf.RaggedTensorSpec(
+            [rows, *tensor.shape[1:]],
+            tensor.dtype,
+            tensor.ragged_rank,
+            tensor.row_splits.dtype,
+        )
+
+    return tf.nest.map_structure(spec, batch)
+
+
+def fractions(sizes: Sequence[int | tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the part of a batch that each tower's share is.
+
+    Args:
+        sizes: Number of rows of each share: ints or scalar tensors.
+
+    Returns:
+        One float32 scalar for each tower; they sum to 1, or to 0 if there is no row.
+    """
+    rows = tf.cast(tf.stack(sizes), tf.float32)
+    return tf.unstack(tf.math.divide_no_nan(rows, tf.reduce_sum(rows)))

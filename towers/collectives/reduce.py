@@ -1,0 +1,320 @@
+"""K x N to N: the towers' parts become one set of gradients, one state.
+
+Each tower's part is already divided by the global weight (see `tower.py`), so reducing
+is nothing but adding. On which device is the caller's choice: these functions run where
+they are called.
+"""
+
+import collections
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.ops import nccl_ops
+
+from towers.analysis.dependence import Dependence
+from towers.collectives import packing
+from towers.devices import HOST
+from towers.layers import overwritten
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+# What is added at once on a device that has parts of its own to keep, too.
+_CHUNK_BYTES = 2**25
+
+
+class Packed(NamedTuple):
+    """Gradients as they have travelled.
+
+    Attributes:
+        places: Which of the N they are.
+        parts: For each type, the towers' buffers.
+        sums: For each type, the sum of these, on the first device that has it.
+    """
+
+    places: Sequence[int]
+    parts: Sequence[Sequence[tf.Tensor]]
+    sums: Sequence[tf.Tensor]
+
+
+def sum_gradients(
+    towers: Sequence[Sequence[Gradient]], largest: Collection[int] = ()
+) -> list[Gradient]:
+    """Adds the gradients of all towers, variable by variable.
+
+    Args:
+        towers: K x N gradients, in the same order on each tower. A sparse gradient
+            (`tf.IndexedSlices`) stays sparse; those of 16 bits are added in float32;
+            `None`, for a variable that does not touch the loss, adds nothing.
+        largest: Which of the N are combined as `overwritten.py` says instead.
+
+    Returns:
+        N sums.
+    """
+    sums = []
+    for i, gradients in enumerate(zip(*towers, strict=True)):
+        if i in largest and gradients[0] is not None:
+            sums.append(overwritten.total(overwritten.largest(gradients)))
+        else:
+            sums.append(add(gradients))
+    return sums
+
+
+def sum_packed(
+    towers: Sequence[Sequence[Gradient]],
+    sources: Sequence[str],
+    merge: str,
+    home: str,
+    largest: Collection[int] = (),
+    seen: Callable[[Packed], None] | None = None,
+) -> list[Gradient]:
+    """Adds the gradients of all towers, which travel packed, as do the sums.
+
+    Args:
+        towers: See `sum_gradients`.
+        sources: The devices that have them.
+        merge: The device that adds them.
+        home: The device that is to have the sums.
+        largest: See `sum_gradients`.
+        seen: See `all_reduce`.
+    """
+    return all_reduce(towers, sources, [merge, home], "device", largest, seen)[1]
+
+
+def all_reduce(
+    towers: Sequence[Sequence[Gradient]],
+    sources: Sequence[str],
+    devices: Sequence[str],
+    algorithm: str,
+    largest: Collection[int] = (),
+    seen: Callable[[Packed], None] | None = None,
+) -> list[list[Gradient]]:
+    """Adds the gradients of all towers, and gives each device the sums.
+
+    Dense gradients travel packed. Every device gets the same bits.
+
+    Args:
+        towers: The gradients of each tower that has some; see `sum_gradients`.
+        sources: The devices that have them.
+        devices: The devices that are to have the sums.
+        algorithm: One of `ALGORITHMS`.
+        largest: See `sum_gradients`.
+        seen: Is told of what has travelled packed.
+
+    Returns:
+        For each of `devices`, N sums.
+    """
+    first = towers[0]
+    dense = [i for i in range(len(first)) if all(_is_dense(t[i]) for t in towers)]
+    if len(towers) == 1 and {*devices} == {*sources}:
+        alone = [
+            overwritten.total(g) if i in largest else g for i, g in enumerate(first)
+        ]
+        sums = [_copies(gradient, devices) for gradient in alone]
+        return [list(each) for each in zip(*sums, strict=True)]
+    reduced = [{} for _ in devices]
+    for combine, places in (
+        (ALGORITHMS[algorithm], [i for i in dense if i not in largest]),
+        (_largest, [i for i in dense if i in largest]),
+    ):
+        parts = _packed(towers, sources, places)
+        sums = [combine(each, devices) for each in parts]
+        if seen is not None:
+            seen(Packed(places, parts, [each[0] for each in sums]))
+        for k, device in enumerate(devices):
+            with tf.device(device):
+                mine = [each[k] for each in sums]
+                mine = packing.unpack(mine, [first[i] for i in places])
+                if combine is _largest:
+                    mine = [overwritten.total(value) for value in mine]
+            reduced[k].update(zip(places, mine, strict=True))
+    for i in set(range(len(first))) - set(dense):
+        with tf.device(devices[0]):
+            total = add([gradients[i] for gradients in towers])
+        for mine, copy in zip(reduced, _copies(total, devices), strict=True):
+            mine[i] = copy
+    return [[mine[i] for i in range(len(first))] for mine in reduced]
+
+
+def _packed(towers, sources, places):
+    """For each type, the towers' buffers of what each has at some places."""
+    buffers = []
+    for values, source in zip(towers, sources, strict=True):
+        with tf.device(source):
+            buffers.append(packing.pack([values[i] for i in places]))
+    return [list(parts) for parts in zip(*buffers, strict=True)]
+
+
+def _largest(parts, devices):
+    with tf.device(devices[0]):
+        return _copies(overwritten.largest(parts), devices)
+
+
+def _is_dense(gradient):
+    return isinstance(gradient, tf.Tensor) and gradient.dtype.is_floating
+
+
+def _copies(value, devices):
+    copies = []
+    for device in devices:
+        with tf.device(device):
+            copies.append(packing.copy(value))
+    return copies
+
+
+def _on_cpu(parts, devices):
+    with tf.device(HOST):
+        return _copies(add(parts), devices)
+
+
+def _on_device(parts, devices):
+    """Adds on the first device, chunk by chunk: it has room for few parts of others."""
+    sizes = _chunks(parts[0], _CHUNK_BYTES // parts[0].dtype.size)
+    sums = []
+    for pieces in zip(*(_split(part, sizes) for part in parts), strict=True):
+        if len(sums) > 1:
+            pieces = [_copy_after(sums[-2], piece) for piece in pieces]
+        with tf.device(devices[0]):
+            sums.append(add(pieces))
+    with tf.device(devices[0]):
+        return _copies(sums[0] if len(sums) == 1 else tf.concat(sums, axis=0), devices)
+
+
+def _chunks(buffer, size):
+    """The sizes of the pieces of a buffer, each but the last of `size` numbers."""
+    whole, rest = divmod(buffer.shape.num_elements(), size)
+    return [size] * whole + [rest] * (rest > 0 or not whole)
+
+
+def _split(part, sizes):
+    if len(sizes) == 1:
+        return [part]
+    with tf.device(part.device):
+        return tf.split(part, sizes)
+
+
+def _copy_after(before, piece):
+    # Where it is: it is sent only then.
+    with tf.device(piece.device), tf.control_dependencies([before]):
+        return tf.identity(piece)
+
+
+def _ring(parts, devices):
+    """Reduce-scatter and all-gather: each device adds one chunk of the buffer.
+
+    Each sends and receives as much as in a ring of devices (Patarasuk and Yuan 2009),
+    straight instead of by way of the neighbours.
+    """
+    unit, count = packing.aligned(parts[0].dtype), len(devices)
+    units = parts[0].shape.num_elements() // unit
+    sizes = [unit * (units // count + (k < units % count)) for k in range(count)]
+    chunks, sums = [_split(part, sizes) for part in parts], []
+    for k, device in enumerate(devices):
+        with tf.device(device):
+            sums.append(add([chunk[k] for chunk in chunks]))
+    gathered = []
+    for device in devices:
+        with tf.device(device):
+            gathered.append(tf.concat(sums, axis=0))
+    return gathered
+
+
+def _nccl(parts, devices):
+    if len(parts) < len(devices):
+        # All have to take part; a small batch is rare.
+        return _on_device(parts, devices)
+    wide, kind = [], parts[0].dtype
+    for part, device in zip(parts, devices, strict=True):
+        with tf.device(device):
+            wide.append(tf.cast(part, tf.float32))
+    sums = []
+    for total, device in zip(nccl_ops.all_sum(wide), devices, strict=True):
+        with tf.device(device):
+            sums.append(tf.cast(total, kind))
+    return sums
+
+
+# How packed gradients are added. NCCL's op is TensorFlow's, and takes GPUs only.
+ALGORITHMS = {"cpu": _on_cpu, "device": _on_device, "ring": _ring, "nccl": _nccl}
+
+
+def add(gradients: Sequence[Gradient]) -> Gradient:
+    """Adds gradients of one variable; see `sum_gradients`."""
+    gradients = [gradient for gradient in gradients if gradient is not None]
+    if len(gradients) < 2:
+        return gradients[0] if gradients else None
+    first = gradients[0]
+    sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+    if any(sparse) and not all(sparse):
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    elif all(sparse):
+        # Adding sparse gradients is joining them: rows that several towers touched
+        # appear several times, as within one batch.
+        return tf.IndexedSlices(
+            values=tf.concat([g.values for g in gradients], axis=0),
+            indices=tf.concat([g.indices for g in gradients], axis=0),
+            dense_shape=first.dense_shape,
+        )
+    if first.dtype in (tf.float16, tf.bfloat16):
+        total = tf.add_n([tf.cast(gradient, tf.float32) for gradient in gradients])
+        return tf.cast(total, first.dtype)
+    return tf.add_n(gradients)
+
+
+def combine_states(
+    towers: Sequence[Sequence[tf.Tensor | None]],
+    fractions: Sequence[tf.Tensor],
+    rules: Sequence[Dependence | None],
+    sources: Sequence[str] = (),
+) -> list[tf.Tensor | None]:
+    """Combines what the towers made of the model's variables.
+
+    What no example touches is the same on all towers, and the first one's is taken (of
+    a random seed, too, of which each tower has its own). A sum over examples is the sum
+    of the towers'. A mean is theirs, weighted by their shares. For a moving mean
+    m <- a m + (1 - a) mean(share) that is what one device does, to the last digit of
+    the sum; for BatchNormalization's moving variance it is, by design, the mean of the
+    shares' variances, without the variance between shares, which is what the towers
+    normalised by.
+
+    Args:
+        towers: K x M new values; `None` for a variable that no tower changed.
+        fractions: Each tower's part of the global batch, float32 scalars that sum
+            to 1.
+        rules: M rules, `None` for what did not change.
+        sources: The devices that have them, if they are to travel packed.
+
+    Returns:
+        M combined values, `None` where nothing changed.
+    """
+    first = towers[0]
+    combined = {}
+    by_rule = collections.defaultdict(list)
+    for i, (value, rule) in enumerate(zip(first, rules, strict=True)):
+        if value is not None and sources and value.dtype.is_floating:
+            by_rule[rule].append(i)
+        elif value is not None:
+            combined[i] = _combine([tower[i] for tower in towers], fractions, rule)
+    for rule, places in by_rule.items():
+        # Of what is alike on all towers, one is enough.
+        count = 1 if rule is Dependence.NONE else len(towers)
+        parts = _packed(towers[:count], sources[:count], places)
+        sums = [_combine(each, fractions, rule) for each in parts]
+        values = packing.unpack(sums, [first[i] for i in places])
+        combined.update(zip(places, values, strict=True))
+    return [combined.get(i) for i in range(len(first))]
+
+
+def _combine(values, fractions, rule):
+    first = values[0]
+    if len(values) == 1 or rule is Dependence.NONE:
+        return first
+    if rule is Dependence.SUM:
+        return tf.add_n(values)
+    if not first.dtype.is_floating:
+        return first  # only where the user has waived the rules: integers have no mean
+    weighted = [
+        value * tf.cast(fraction, value.dtype)
+        for value, fraction in zip(values, fractions, strict=True)
+    ]
+    return tf.add_n(weighted)

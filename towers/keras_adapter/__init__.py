@@ -1,0 +1,1 @@
+"""Everything of Keras and TensorFlow that has no public name."""

@@ -1,0 +1,1 @@
+"""Keras layers that towers compute in another way than Keras."""

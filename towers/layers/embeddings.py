@@ -1,0 +1,83 @@
+"""Embeddings that stay at home: towers fetch the rows that they need.
+
+A tower gets the model's variables as values. For an embedding that would be the whole
+table in each step: TensorFlow copies a table that is updated row by row whenever it is
+read, and a tower on another device needs a copy. So, while a tower is traced,
+Keras's `Embedding` looks up its rows in the variable itself, on the device that has it.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.devices import is_gpu
+from towers.keras_adapter.replace import Replacement
+
+_embedding = Replacement(keras.layers.Embedding, "call", alone=True)
+
+
+def tables(model: keras.Model) -> set[int]:
+    """Finds the variables of which a model's layers, as far as is seen, look up rows.
+
+    Args:
+        model: A built model.
+
+    Returns:
+        The ids of the variables: the tables of plain Embedding layers.
+    """
+    return {
+        id(layer._embeddings)
+        for layer in model._flatten_layers()
+        if _is_plain(layer) and layer._embeddings.trainable
+    }
+
+
+@contextlib.contextmanager
+def at_home(on_gpu: bool) -> Iterator[None]:
+    """Inside, Embedding layers that are called in a tower look up rows at home.
+
+    Args:
+        on_gpu: Whether the tower is to run on a GPU.
+    """
+    with _embedding.by(functools.partial(_call, on_gpu)):
+        yield
+
+
+def not_negative(ids: tf.Tensor, table: tf.Variable) -> tf.Tensor:
+    """Returns indices of a table's rows as Keras reads them: from the end if negative.
+
+    Args:
+        ids: Numbers of any type.
+        table: The variable that holds the rows.
+
+    Returns:
+        Indices in int32, or int64, from 0.
+    """
+    # GPUs leave it to the host to compute in int32.
+    if ids.dtype != tf.int64:
+        ids = tf.cast(ids, tf.int64 if is_gpu(table.device) else tf.int32)
+    return tf.where(ids < 0, ids + table.shape[0], ids)
+
+
+def _is_plain(layer: Any) -> bool:
+    return (
+        type(layer) is keras.layers.Embedding
+        and layer.built
+        and not layer.lora_enabled
+        and layer.quantization_mode is None
+    )
+
+
+def _call(on_gpu, keras_call, layer, inputs):
+    scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
+    rows_of = getattr(scope, "rows_of", None)
+    if rows_of is None or not _is_plain(layer) or not isinstance(inputs, tf.Tensor):
+        return keras_call(layer, inputs)
+    rows = rows_of(layer._embeddings, inputs)
+    if rows is None:
+        return keras_call(layer, tf.cast(inputs, tf.int64) if on_gpu else inputs)
+    return keras.ops.cast(rows, layer.compute_dtype)

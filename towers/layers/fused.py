@@ -1,0 +1,152 @@
+"""Keras's numbers by TensorFlow's fused kernels, where Keras 3 goes op by op.
+
+Each op is a pass over memory. A batch's moments are several over the activations:
+`FusedBatchNormV3` (cuDNN's on a GPU) needs one, forward and backward. A step of SGD
+with momentum is several over the parameters: `ResourceApplyKerasMomentum` is one.
+Adam's kernel is not used: it computes 1 - beta_2 in float32, which is 5e-5 off.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from towers.keras_adapter.replace import Replacement
+
+# cuDNN accepts no smaller one.
+_LEAST_EPSILON = 1.001e-5
+# There are kernels for these, on CPUs and GPUs; statistics are float32 in all of them.
+_IMAGES = tf.float32, tf.float16, tf.bfloat16
+
+_batch_normalization = Replacement(keras.layers.BatchNormalization, "call", alone=True)
+_sgd = Replacement(keras.optimizers.SGD, "update_step", alone=True)
+_updates = Replacement(BaseOptimizer, "_backend_apply_gradients", alone=True)
+
+
+@contextlib.contextmanager
+def batch_normalization() -> Iterator[None]:
+    """Inside, Keras's BatchNormalization layers use the fused kernel where it fits.
+
+    It fits where images are normalised in training: by the last axis, with float32
+    variables, without mask, renormalisation or synchronisation. Images of 16 bits are
+    normalised in float32, as Keras does it. Elsewhere, and in subclasses, the layer is
+    Keras's own.
+    """
+    with _batch_normalization.by(_call):
+        yield
+
+
+@contextlib.contextmanager
+def updates() -> Iterator[None]:
+    """Inside, an update does once what is the same for all variables.
+
+    Keras's optimizers read the step count and the learning rate for each variable, and
+    compute with them: 9 of the 21 operations of Adam. Where they are read once,
+    TensorFlow sees that it is all the same, and computes it once. A subclass that has
+    an `update_step` of its own might assign them, and reads for itself.
+
+    Keras's SGD with momentum updates a variable in one kernel. It fits float32 and
+    dense gradients. Elsewhere, and in subclasses, the optimizer is Keras's own.
+    """
+    with _updates.by(_apply_gradients), _sgd.by(_update_step):
+        yield
+
+
+def _call(keras_call, layer, inputs, training=None, mask=None):
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if training and layer.synchronized and mask is not None and replicas > 1:
+        # Keras would leave the other towers out.
+        raise ValueError(
+            f"The layer '{layer.name}' has synchronized=True and gets a mask, with "
+            "which Keras normalises each tower's share by itself; use "
+            "synchronized=False, or remove the mask."
+        )
+    if not (training and layer.trainable and mask is None and _fits(layer, inputs)):
+        return keras_call(layer, inputs, training=training, mask=mask)
+    mean, variance = layer.moving_mean.value, layer.moving_variance.value
+    gamma = layer.gamma.value if layer.scale else tf.ones_like(mean)
+    beta = layer.beta.value if layer.center else tf.zeros_like(mean)
+    outputs, batch_mean, batch_variance, *_ = tf.raw_ops.FusedBatchNormV3(
+        x=inputs,
+        scale=gamma,
+        offset=beta,
+        mean=[],
+        variance=[],
+        epsilon=layer.epsilon,
+        is_training=True,
+    )
+    # The kernel returns the unbiased variance; Keras's is the biased one.
+    channels, size = inputs.shape[-1], inputs.shape.num_elements()
+    if size is None:
+        size = tf.cast(tf.size(inputs), tf.float32)
+    batch_variance *= 1 - channels / size
+    keep = layer.momentum
+    layer.moving_mean.assign(mean * keep + batch_mean * (1 - keep))
+    layer.moving_variance.assign(variance * keep + batch_variance * (1 - keep))
+    return outputs
+
+
+def _fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
+    return (
+        type(layer) is keras.layers.BatchNormalization
+        and isinstance(inputs, tf.Tensor)
+        and inputs.dtype in _IMAGES
+        and inputs.dtype == layer.compute_dtype
+        and layer.variable_dtype == "float32"
+        and inputs.shape.rank == 4
+        and layer.axis in (-1, 3)
+        and layer.epsilon >= _LEAST_EPSILON
+        and not layer.renorm
+        and not layer.synchronized
+    )
+
+
+def _apply_gradients(keras_apply_gradients, optimizer, gradients, variables):
+    step = type(optimizer).update_step
+    scalars = [optimizer._iterations, optimizer._learning_rate]
+    if not step.__module__.startswith("keras.src."):
+        scalars = []
+    with _read_once([s for s in scalars if isinstance(s, keras.Variable)]):
+        keras_apply_gradients(optimizer, gradients, variables)
+
+
+@contextlib.contextmanager
+def _read_once(variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Inside, variables that nobody assigns have the value that they have now."""
+    read = [variable.value for variable in variables]
+    for each in read:
+        # What TensorFlow itself keeps where a variable has a `caching_device`.
+        each._cached_value = tf.convert_to_tensor(each)
+    try:
+        yield
+    finally:
+        for each in read:
+            each._cached_value = None
+
+
+def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate):
+    rate = tf.cast(learning_rate, tf.float32)
+    if not (
+        type(optimizer) is keras.optimizers.SGD
+        and optimizer.momentum
+        and isinstance(gradient, tf.Tensor)
+        and variable.dtype == tf.float32
+        # Keras's operations broadcast.
+        and gradient.shape == variable.shape
+        and rate.shape.rank == 0
+    ):
+        return keras_update_step(optimizer, gradient, variable, learning_rate)
+    momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
+    tf.raw_ops.ResourceApplyKerasMomentum(
+        var=variable.handle,
+        accum=momentum.value.handle,
+        lr=rate,
+        grad=tf.cast(gradient, tf.float32),
+        momentum=optimizer.momentum,
+        use_nesterov=optimizer.nesterov,
+        # Each of Keras's own operations locks the variable, too.
+        use_locking=True,
+    )

@@ -1,0 +1,1 @@
+"""Where a run is, how it is saved, and how it goes on."""

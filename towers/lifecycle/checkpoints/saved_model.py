@@ -1,0 +1,137 @@
+"""The variables of a model that is saved, and which checkpoints are of it."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.lifecycle.checkpoints import store
+from towers.lifecycle.resume import say
+
+
+def check_checkpoint(directory: str, model: keras.Model) -> None:
+    """Checks that there is a checkpoint of this model, if there is any.
+
+    Args:
+        directory: Where the checkpoints lie.
+        model: Need not be compiled.
+
+    Raises:
+        ValueError: All are of another model, or cannot be read.
+    """
+    newest_good(directory, store.load_about, model, quiet=True)
+
+
+def newest_good(
+    directory: str, load: Callable[[str], Any], model: keras.Model, quiet: bool = False
+) -> tuple[str | None, Any]:
+    """Finds the newest checkpoint that is of a model.
+
+    Args:
+        directory: Where the checkpoints lie.
+        load: Reads one, or what it says of itself.
+        model: The model.
+        quiet: Whether not to say which were passed over.
+
+    Returns:
+        Its path, and what `load` has returned of it; `None` twice if there is none.
+
+    Raises:
+        ValueError: All are of another model, or cannot be read.
+    """
+    failed = None
+    for path in store.find(directory):
+        try:
+            found = load(path)
+            check_is_of(path, getattr(found, "about", found), model)
+        except ValueError as error:
+            failed = failed or error
+            continue
+        if failed is not None and not quiet:
+            lost = f"what was trained after it is lost: going back to {path}"
+            say(f"Warning: {str(failed).partition('; choose')[0]}; {lost}.")
+        return path, found
+    if failed is not None:
+        raise failed
+    return None, None
+
+
+def check_is_of(path: str, about: Mapping[str, Any], model: keras.Model) -> None:
+    """Checks that a checkpoint is of a model.
+
+    Args:
+        path: The checkpoint.
+        about: What it says of itself.
+        model: The model.
+
+    Raises:
+        ValueError: It is not.
+    """
+    for part, variables in parts(model).items():
+        found, expected = about["variables"][part], describe(variables)
+        if found != expected:
+            raise ValueError(
+                f"The checkpoint {path} holds another {part}: "
+                f"{_difference(found, expected)}; choose another model_dir, or start "
+                "over with --clean."
+            )
+
+
+def parts(model: keras.Model) -> dict[str, list[keras.Variable]]:
+    """Returns the variables that a run cannot do without, by what they belong to."""
+    found = {"model": model.variables}
+    if getattr(model, "optimizer", None) is not None:
+        found["optimizer"] = model.optimizer.variables
+    return found
+
+
+def averages(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tells whether averages come in the place of weights as `fit` ends."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return inner.use_ema and inner.ema_overwrite_frequency is None
+
+
+def values(model: keras.Model) -> dict[str, list[np.ndarray]]:
+    """Returns copies of all variables, by what they belong to."""
+    return {part: copies(variables) for part, variables in parts(model).items()}
+
+
+def assign(model: keras.Model, values: Mapping[str, Sequence[Any]]) -> None:
+    """Gives all variables the values that `values` has returned."""
+    for part, variables in parts(model).items():
+        for variable, value in zip(variables, values[part], strict=True):
+            variable.assign(value)
+
+
+def copies(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+    """Returns the values as they are now, in the host's memory."""
+    return [*map(_copy, variables)]
+
+
+def _copy(variable):
+    # What is in the host's memory already is not copied: TensorFlow does that when it
+    # is next written to. This takes a third of the time of `tf.identity`.
+    variable = variable.value
+    read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    return np.asarray(read)
+
+
+def describe(variables: Sequence[keras.Variable]) -> list[list[Any]]:
+    """Returns name, shape and type of each, as JSON has them."""
+    # Keras numbers names by how many were made before in the process.
+    return [[re.sub(r"_\d+", "", v.path), list(v.shape), v.dtype] for v in variables]
+
+
+def _difference(found, expected):
+    for a, b in zip(found, expected, strict=False):
+        if a != b:
+            return f"it has {_name(a)} where this one has {_name(b)}"
+    return f"it has {len(found)} variables where this one has {len(expected)}"
+
+
+def _name(variable):
+    path, shape, dtype = variable
+    return f"{path} {shape} {dtype}"

@@ -1,0 +1,165 @@
+"""Skips the batches that an earlier run has trained on.
+
+Keras counts epochs and batches, opens data and notes their end, as in the earlier run,
+but nothing is computed, and no callback is called.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from towers.lifecycle.checkpoints.store import Position
+from towers.loop import loop
+
+
+class ResumeError(ValueError):
+    """A run cannot go on with what `fit` was given."""
+
+
+def too_few(batches: int) -> ResumeError:
+    """Returns the error for data that end too early."""
+    return ResumeError(
+        f"Received data that end before batch {batches} of an epoch, and the run goes "
+        "on after it; expected the data that the run has begun with."
+    )
+
+
+class Passing:
+    """A train function that skips batches, and then gives way to the real one.
+
+    It reads again only the batches that were read in the last pass, once it knows that
+    the pass is the last.
+
+    Attributes:
+        read: How many batches it has read.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        position: Position,
+        steps: int,
+        *,
+        past: Sequence[int],
+        whole: bool,
+        reading: Callable[[], contextlib.AbstractContextManager] | None,
+        build: Callable[[Any], None],
+        last: Callable[[], None],
+    ):
+        """Passes over nothing yet.
+
+        Args:
+            model: Whose train function it is.
+            position: Where the real one begins.
+            steps: Batches in a call.
+            past: Batches that were read in each epoch before, or none if that is not
+                known.
+            whole: Whether to read also passes that are over.
+            reading: Makes what to read in; `None` to read nothing, of data that begin
+                where they should.
+            build: Takes the `tf.TypeSpec`s of a batch, and creates what is missing.
+            last: Is called when all is passed over; puts the real function in place.
+        """
+        self._model, self._position, self._steps = model, position, steps
+        self._past, self._whole, self._reading = past, whole, reading
+        self._build, self._last = build, last
+        self._epoch = self._passed = self._unread = self.read = 0
+        self._iterator = None
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins to count the batches of an epoch."""
+        self._epoch, self._passed = epoch, 0
+
+    def __call__(self, iterator: Iterator) -> Any:
+        """Passes over the batches of a call; returns logs, which nobody sees.
+
+        Raises:
+            StopIteration: There were no more in this epoch.
+        """
+        self._open(iterator)
+        if Position(self._epoch) >= self._position:
+            self._end()
+            return self._model.train_function(iterator)
+        before = self._epoch < self._position.epoch
+        # The last of them is that of the epoch before the position's.
+        ago = self._epoch - self._position.epoch
+        if before and self._past and self._passed >= self._past[ago]:
+            raise StopIteration
+        self._passed += self._steps
+        self._unread += self._steps
+        if before or self._passed < self._position.batch:
+            return {}
+        self._end()
+        return self._model.get_metrics_result()
+
+    def _open(self, iterator):
+        if iterator is self._iterator:
+            return
+        if self._iterator is None:
+            self._build(loop.without_optionals(iterator.element_spec))
+        elif self._whole:
+            self._read()
+        self._iterator, self._unread = iterator, 0
+
+    def _end(self):
+        self._read()
+        self._iterator = None
+        self._last()
+
+    def _read(self):
+        if self._reading is None or not self._unread:
+            return
+        with self._reading():
+            before = self.read
+            for _ in range(self._unread):
+                if next(self._iterator, None) is None:
+                    break
+                self.read += 1
+        # Of a call, there may be fewer, but not none.
+        if self.read - before <= self._unread - self._steps:
+            raise too_few(self._unread)
+
+
+class Later(keras.callbacks.CallbackList):
+    """Callbacks that hear only of what comes from a position on."""
+
+    def __init__(
+        self, callbacks: Any, position: Position, passing: Passing, **options: Any
+    ):
+        """Wraps callbacks as `fit` does.
+
+        Args:
+            callbacks: As for `keras.callbacks.CallbackList`.
+            position: The first batch to hear of.
+            passing: What passes over the batches before.
+            **options: As for `keras.callbacks.CallbackList`.
+        """
+        self._position, self._passing, self._now = position, passing, 0
+        # Of data begun in the middle, Keras announces a batch more than there are.
+        self._end = options["steps"] or math.inf
+        super().__init__(callbacks, **options)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes which epoch it is; passes on what is not passed over."""
+        self._now = epoch
+        self._passing.begin_epoch(epoch)
+        if epoch >= self._position.epoch:
+            super().on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Passes on what is not passed over."""
+        if epoch >= self._position.epoch:
+            super().on_epoch_end(epoch, logs)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Passes on what is not passed over."""
+        if Position(self._now, batch) >= self._position and batch < self._end:
+            super().on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Passes on what is not passed over."""
+        if Position(self._now, batch) >= self._position:
+            super().on_train_batch_end(batch, logs)

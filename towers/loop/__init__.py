@@ -1,0 +1,1 @@
+"""What Keras calls for each batch, or for several at once."""

@@ -1,0 +1,365 @@
+"""Many training steps in one call of the graph, batches copied to towers ahead of use.
+
+Keras's `fit` calls a train function with an iterator, as often as there are calls in an
+epoch; this is that function. What a step is, and where shares go, is the builder's
+business; epochs, callbacks and the end of the data are Keras's.
+"""
+
+import collections
+import contextlib
+import functools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.collectives.placing import where_its_input_is
+from towers.devices import HOST
+from towers.loop.timers import moment
+
+# After an error, so long is waited for a batch on its way: a program that ends while a
+# thread is inside TensorFlow may crash. Of an input that hangs, none will come.
+_PATIENCE_S = 5.0
+
+
+class Ahead:
+    """Batches that are fetched before they are asked for.
+
+    They belong to their iterator, one of tf.data, and are dropped with it. Of others
+    nothing is fetched ahead.
+    """
+
+    def __init__(self, count: int, fetch: Callable[[Iterator], Any]):
+        """Starts with none.
+
+        Args:
+            count: How many to have, 0 or more.
+            fetch: Takes the next batch out of an iterator, and prepares it.
+        """
+        self._count, self._fetch = count, fetch
+        self._waiting = weakref.WeakKeyDictionary()
+        self._coming, self._worker = weakref.WeakKeyDictionary(), None
+
+    def take(self, iterator: Iterator) -> Any:
+        """Returns the next batch, or raises what was raised instead of one."""
+        waiting = self._of(iterator)
+        if waiting is None:
+            return self._fetch(iterator)
+        if iterator in self._coming:
+            # An error had left it behind, or it is there.
+            self._coming.pop(iterator).wait()
+        if not waiting:
+            return self._fetch(iterator)
+        batch, error = waiting.popleft()
+        if error is not None:
+            raise error
+        return batch
+
+    def fill(self, iterator: Iterator) -> None:
+        """Fetches what is missing; an error, or the end, waits for its turn."""
+        waiting = self._of(iterator)
+        while self._lacks(waiting):
+            try:
+                waiting.append((self._fetch(iterator), None))
+            except Exception as error:
+                # Its frames would keep the iterator alive.
+                error.__cause__ = error.__context__ = None
+                waiting.append((None, error.with_traceback(None)))
+
+    @contextlib.contextmanager
+    def filling(self, iterator: Iterator) -> Iterator[None]:
+        """Does so in a thread while what is inside runs, which is to fetch nothing.
+
+        On leaving, all is there: what comes between two calls finds nothing running.
+        """
+        if not self._lacks(self._of(iterator)):
+            yield
+            return
+        if self._worker is None:
+            self._worker = _Worker()
+        done = self._worker.begin(functools.partial(self.fill, iterator))
+        self._coming[iterator] = done
+        try:
+            yield
+            done.wait()
+        except BaseException:
+            if not done.wait(_PATIENCE_S):
+                # It may never be free again.
+                self._worker = None
+            raise
+
+    def _lacks(self, waiting):
+        if waiting is None or (waiting and waiting[-1][1]):
+            return False
+        return len(waiting) < self._count
+
+    def _of(self, iterator):
+        if not self._count or not isinstance(iterator, tf.data.Iterator):
+            return None
+        return self._waiting.setdefault(iterator, collections.deque())
+
+
+class _Worker:
+    """A thread that does one thing after another on the host, while this object lives.
+
+    Unlike an executor's, it keeps no process from ending.
+    """
+
+    def __init__(self):
+        self._tasks = queue.SimpleQueue()
+        threading.Thread(
+            target=self._work, args=(self._tasks,), name="towers-ahead", daemon=True
+        ).start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def begin(self, task: Callable[[], None]) -> threading.Event:
+        """Has something done; returns what tells when it is."""
+        done = threading.Event()
+        self._tasks.put((task, done))
+        return done
+
+    @staticmethod
+    def _work(tasks):
+        # A thread has no device of its creator's.
+        with tf.device(HOST):
+            while (given := tasks.get()) is not None:
+                task, done = given
+                try:
+                    task()
+                finally:
+                    # It may hold an iterator, and is over when it does no longer.
+                    del task, given
+                    done.set()
+
+
+def train_function(
+    prepare: Callable[[Any], None],
+    place: Callable[[Any], Any],
+    step: Callable[[Any, Any, tf.Tensor], Any],
+    steps: int,
+    eager: bool,
+    prefetch: int,
+) -> Callable[[Iterator], Any]:
+    """Makes the function that Keras calls with an iterator over batches.
+
+    While a step computes, the next batch of the call is fetched and placed: nothing in
+    the graph makes one wait for the other. With one step in a call, a thread fetches
+    and places batches for later calls instead.
+
+    Args:
+        prepare: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
+            that do not exist yet: a graph that has to create some is traced twice.
+        place: Cuts a batch and copies the shares to where they are needed.
+        step: Takes a batch, its placed shares and when batches were fetched since the
+            last step (see `Phases.step`), trains on it and returns its logs.
+        steps: Steps in a call; at the end of the data there may be fewer.
+        eager: Whether steps run op by op, outside of any graph.
+        prefetch: With one step in a call, how many batches are placed ahead of it.
+
+    Returns:
+        A function of an iterator that returns the last step's logs. It raises
+        `StopIteration` or `tf.errors.OutOfRangeError` if there is no batch left.
+    """
+
+    def one(data, fetched):
+        data = without_optionals(data)
+        return step(data, place(data), fetched)
+
+    def many(iterator):
+        if steps == 1:
+            data, *fetched = _get_next(iterator)
+            # At the end of the data nothing happens, also to what does not look at it.
+            with tf.control_dependencies(flat(data)):
+                return one(data, _not_placed(*fetched))
+        return _loop(place, step, steps, iterator)
+
+    if not eager:
+        one_in_graph = tf.function(one, autograph=False, reduce_retracing=True)
+        many = tf.function(many, autograph=False, reduce_retracing=True)
+        if prefetch and steps == 1:
+            many = _one_ahead(place, step, prefetch)
+
+    prepared = False
+
+    def prepare_once(data):
+        nonlocal prepared
+        if not prepared:
+            prepare(without_optionals(data))
+            prepared = True
+
+    def function(iterator):
+        if not eager and isinstance(iterator, tf.data.Iterator):
+            prepare_once(iterator.element_spec)
+            return many(iterator)
+        logs, fetches = None, _Fetches()
+        for _, data in zip(range(steps), fetches.read(iterator), strict=False):
+            prepare_once(data)
+            logs = (one if eager else one_in_graph)(data, fetches.times())
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    return function
+
+
+def _get_next(iterator):
+    """The next batch, when it was asked for, and when it came."""
+    asked = moment()
+    with tf.control_dependencies([asked]):
+        data = without_optionals(iterator.get_next())
+    return data, asked, moment(flat(data))
+
+
+def _not_placed(asked, came):
+    """The times of one batch, which a step cuts and copies itself."""
+    return tf.stack([[asked, came, came]])
+
+
+class _Fetches:
+    """When batches were asked for, came and were placed, where Python takes them."""
+
+    def __init__(self):
+        self._times = []
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[Callable[[Any], None]]:
+        """A context that fetches a batch; yields what to call with its times, if known.
+
+        By default it is placed later.
+        """
+        times, asked_s = [], time.time()
+        try:
+            yield times.extend
+        finally:
+            came_s = time.time()
+            self._times.append(times or [asked_s, came_s, came_s])
+
+    def read(self, iterator: Iterator) -> Iterator:
+        """Yields what an iterator does."""
+        while True:
+            with self.timed():
+                try:
+                    data = next(iterator)
+                except StopIteration:
+                    return
+            yield data
+
+    def times(self) -> tf.Tensor:
+        """The times of all batches since this was last asked: float64 [n, 3]."""
+        times, self._times = self._times, []
+        return tf.constant(np.reshape(times, [-1, 3]), tf.float64)
+
+
+def _one_ahead(place, step, count):
+    """Makes a function that takes one step, and places batches for later ones."""
+
+    def fetch(iterator):
+        data, asked, came = _get_next(iterator)
+        shares = place(data)
+        return data, shares, tf.stack([asked, came, moment(shares)])
+
+    fetch = tf.function(fetch, autograph=False)
+    step = tf.function(step, autograph=False)
+    traced, fetches = weakref.WeakKeyDictionary(), _Fetches()
+
+    def trace(iterator):
+        fetch_one = fetch.get_concrete_function(iterator)
+        # For whatever can be fetched: of one batch, all sizes are known.
+        *specs, _ = tf.nest.map_structure(
+            lambda t: None if t is None else tf.type_spec_from_value(t),
+            fetch_one.structured_outputs,
+        )
+        times = tf.TensorSpec([None, 3], tf.float64)
+        return fetch_one, step.get_concrete_function(*specs, times)
+
+    def fetch_next(iterator):
+        if iterator not in traced:
+            traced[iterator] = trace(iterator)
+        fetch_one, step_one = traced[iterator]
+        with fetches.timed() as note:
+            *fetched, times = fetch_one(iterator)
+            note(times.numpy())
+        return step_one, fetched
+
+    ahead = Ahead(count, fetch_next)
+
+    def function(iterator):
+        step_one, fetched = ahead.take(iterator)
+        times = fetches.times()
+        with ahead.filling(iterator):
+            logs = step_one(*fetched, times)
+            del fetched  # to make room
+        return logs
+
+    return function
+
+
+def _loop(place, step, steps, iterator):
+    """Runs up to `steps` steps in a loop of the graph."""
+    first, *fetched = _get_next(iterator)
+    placed, fetched = place(first), _not_placed(*fetched)
+    traced = tf.function(step, autograph=False)
+    traced = traced.get_concrete_function(first, placed, fetched)
+    logs_spec = tf.nest.map_structure(
+        tf.type_spec_from_value, traced.structured_outputs
+    )
+
+    def body(count, _, data, shares, fetched, logs):
+        data_now, shares_now = _pack(first, data), _pack(placed, shares)
+        asked = moment()
+        with tf.control_dependencies([asked]):
+            following = tf.cond(
+                count + 1 < steps,
+                iterator.get_next_as_optional,
+                lambda: tf.experimental.Optional.empty(iterator.element_spec),
+            )
+        more = following.has_value()
+        fetched_next = _not_placed(asked, moment(more))
+        # The choice is made on the host: what a branch returns passes through there.
+        data_next = tf.cond(
+            more, lambda: flat(without_optionals(following.get_value())), lambda: data
+        )
+        shares_next = flat(place(_pack(first, data_next)))
+        logs = traced(data_now, shares_now, fetched)
+        logs = tf.experimental.Optional.from_value(logs)
+        return count + 1, more, data_next, shares_next, fetched_next, logs
+
+    variables = (
+        tf.zeros([], tf.int32),
+        tf.constant(True),
+        flat(first),
+        flat(placed),
+        fetched,
+        tf.experimental.Optional.empty(logs_spec),
+    )
+    with tf.compat.v1.device(where_its_input_is):
+        *_, logs = tf.while_loop(lambda _, more, *__: more, body, variables)
+    return logs.get_value()
+
+
+def without_optionals(data: Any) -> Any:
+    """Returns a batch, or its specs, with `None` for what Keras made an Optional."""
+
+    def is_none(part):
+        spec_of_none = isinstance(part, tf.TypeSpec) and not hasattr(part, "shape")
+        return spec_of_none or isinstance(part, tf.experimental.Optional)
+
+    return tf.nest.map_structure(lambda part: None if is_none(part) else part, data)
+
+
+def flat(nest: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a batch, without what is `None`."""
+    components = tf.nest.flatten(nest, expand_composites=True)
+    return [tensor for tensor in components if tensor is not None]
+
+
+def _pack(like, tensors):
+    tensors = iter(tensors)
+    every = tf.nest.flatten(like, expand_composites=True)
+    every = [None if tensor is None else next(tensors) for tensor in every]
+    return tf.nest.pack_sequence_as(like, every, expand_composites=True)

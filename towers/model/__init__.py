@@ -1,0 +1,1 @@
+"""The Keras door: a model that trains on towers."""

@@ -1,0 +1,279 @@
+"""Chooses how variables are updated by trying: builder, reduction and XLA.
+
+The candidates train on the first batches of the run, in turn; then every variable gets
+back the value that it had. What a candidate is made of is the builders' business, and
+where the choice is remembered the caller's.
+"""
+
+import collections
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from towers.devices import is_gpu
+from towers.program import words
+
+# What trying may take: so many seconds, or so much of the run if that is more.
+BUDGET_S, BUDGET = 10.0, 0.02
+# A run whose data do not tell their length is taken to have as many in an epoch.
+ASSUMED_BATCHES = 1000
+# Compiling takes longer than starting without: by this factor, until it is measured.
+_XLA_START = 5
+_ROUNDS, _ROUND_S = 5, 0.05
+# Another than the first, the fall-back, has to be better by more than noise.
+_BETTER = 0.9
+
+
+class Choice(NamedTuple):
+    """One way to update the variables.
+
+    Attributes:
+        builder: Name of the builder.
+        all_reduce_alg: How `replicated` adds gradients.
+        xla: Whether XLA compiles towers and update.
+    """
+
+    builder: str = "parameter_server"
+    all_reduce_alg: str = "auto"
+    xla: bool = False
+
+    def adds_like(self, other: "Choice") -> bool:
+        """Tells whether another way differs in nothing but XLA."""
+        return self._replace(xla=other.xla) == other
+
+    def __str__(self) -> str:
+        name = self.builder
+        if self.builder == "replicated":
+            name += f" ({self.all_reduce_alg})"
+        return f"{name} with XLA" if self.xla else name
+
+
+def candidates(
+    towers: Sequence[str],
+    nccl: bool,
+    xla: bool | None,
+    synchronized: bool,
+    stays: bool = False,
+) -> list[Choice]:
+    """Lists what may be chosen, and first what to fall back on.
+
+    Args:
+        towers: The towers' devices.
+        nccl: Whether NCCL can be used.
+        xla: Whether XLA is to be used; `None` for what is faster.
+        synchronized: Whether towers run together, which XLA cannot compile.
+        stays: Whether the variables have to stay where the first tower is not.
+    """
+    server = [Choice()]
+    gpus = is_gpu(towers[0])
+    if synchronized:
+        xla = False
+    algorithms = []
+    if len(towers) > 1 and not stays:
+        # To add on the CPU is the slowest for GPUs; for CPUs it is the first device.
+        algorithms = ["nccl", "device", "ring"] if gpus else ["cpu", "ring"]
+    copies = [
+        Choice("replicated", name) for name in algorithms if name != "nccl" or nccl
+    ]
+    # On CPUs, the simplest first, and compiled ones last. On GPUs there may be time for
+    # a few only, so the likeliest come first. With copies nothing is sent before a
+    # step, and only gradients after it; NCCL sends these over all links at once. XLA
+    # saves launches and memory traffic on the towers, whatever adds the gradients, so
+    # it is tried at once with the likeliest. A home sends only those rows of a large
+    # table that are used. The other ways to add are for a few small gradients (on one
+    # device) and for machines whose links NCCL does not know.
+    plain = [*copies[:1], *server, *copies[1:]] if gpus else [*server, *copies]
+    if xla is not None:
+        return [way._replace(xla=xla) for way in plain]
+    compiled = [way._replace(xla=True) for way in plain]
+    if gpus:
+        return [plain[0], compiled[0], *plain[1:], *compiled[1:]]
+    return [*plain, *compiled]
+
+
+class Trial(NamedTuple):
+    """What became of a candidate.
+
+    Attributes:
+        choice: The candidate.
+        step_s: Seconds of a step, `None` if it was not measured.
+        why: Why not.
+    """
+
+    choice: Choice
+    step_s: float | None
+    why: str = ""
+
+
+def choose(
+    choices: Sequence[Choice],
+    train: Callable[[Choice], Callable[[], Any]],
+    steps: int,
+    start_s: float,
+    calls: int = 0,
+    drop: Callable[[Choice], Any] = lambda choice: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Trial]:
+    """Measures candidates as long as there is time, each against the best so far.
+
+    Args:
+        choices: The candidates. The first is started already.
+        train: Makes a candidate's function, which trains for one call.
+        steps: Steps in a call.
+        start_s: Seconds that the first candidate's first call took.
+        calls: Calls that are left in the run.
+        drop: Is told which candidate is out, before the next one starts.
+        clock: Returns seconds.
+
+    Returns:
+        What became of each, the best first, which `drop` was not told of; the first of
+        `choices` where others are not clearly faster.
+    """
+    begun_s = clock()
+    first, *left = choices
+    # To measure a call takes a call.
+    if start_s > BUDGET_S and BUDGET * calls < 1:
+        return [Trial(choice, None, "it would take too long") for choice in choices]
+    best, best_call = first, train(first)
+    best_call()
+    call_s = clock() - begun_s
+    budget_s = max(BUDGET_S, BUDGET * calls * call_s)
+    race_s = 2 * _ROUNDS * max(call_s, _ROUND_S)
+    # By whether XLA compiles, what a start takes. The first of a process also loads
+    # libraries and tunes kernels, so any other tells better.
+    starts = {first.xla: start_s}
+
+    def expected_s(choice):
+        plain_s = starts.get(False, start_s)
+        compiled_s = starts.get(True, _XLA_START * plain_s)
+        return (compiled_s if choice.xla else plain_s) + race_s
+
+    first_s, slower, skipped = None, {first: 1.0}, []
+    while left:
+        # What did not fit at first may do so when it is known what a start takes.
+        left_s = budget_s - (clock() - begun_s)
+        choice = next((each for each in left if expected_s(each) <= left_s), None)
+        if choice is None:
+            break
+        left.remove(choice)
+        tried_s = clock()
+        loser = choice
+        try:
+            call = train(choice)
+            call()
+        except Exception as error:  # whatever it is: the run can go on without
+            said = str(error).strip() or type(error).__name__
+            reason = said.splitlines()[0][:60]
+            skipped.append(Trial(choice, None, f"it fails: {reason}"))
+        else:
+            starts[choice.xla] = clock() - tried_s
+            before_s, times = _race(best_call, call, clock)
+            first_s = first_s or before_s
+            slower[choice] = times * slower[best]
+            if slower[choice] < slower[best] * (_BETTER if best == first else 1):
+                loser, best, best_call = best, choice, call
+        call = None  # which keeps all that its candidate is made of
+        drop(loser)
+    skipped += [Trial(choice, None, "it would take too long") for choice in left]
+    if first_s is None:
+        return [Trial(first, None, "nothing to compare it with"), *skipped]
+    trials = [
+        Trial(choice, times * first_s / steps) for choice, times in slower.items()
+    ]
+    trials.sort(key=lambda trial: (trial.choice != best, trial.step_s))
+    return trials + skipped
+
+
+def _race(one, other, clock):
+    """Returns seconds of a call of one, and how many times as long the other's take.
+
+    They are measured in turn, and compared with their neighbours: the machine's speed
+    may drift.
+    """
+    times_s, ratios = [], []
+    for _ in range(_ROUNDS):
+        each_s = []
+        for call in (one, other):
+            count, before_s = 0, clock()
+            while count < 1 or clock() - before_s < _ROUND_S:
+                call()
+                count += 1
+            each_s.append((clock() - before_s) / count)
+        times_s.append(each_s[0])
+        ratios.append(each_s[1] / each_s[0])
+    return statistics.median(times_s), statistics.median(ratios)
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """Says what was measured, in a few lines."""
+    chosen, *others = trials
+    # What is left out for one reason is left out in one line.
+    left = collections.defaultdict(list)
+    for choice, step_s, why in others:
+        if step_s is None:
+            left[why].append(str(choice))
+    left = [
+        (names[0] if len(names) == 1 else words.count(len(names), "other way"), why)
+        for why, names in left.items()
+    ]
+    if chosen.step_s is None:
+        untried = "".join(f"; {name} not tried: {why}" for name, why in left)
+        return f"The variables are updated by {chosen.choice}{untried}."
+    rows = [
+        (str(choice), f"{1000 * step_s:10.2f} ms a step")
+        for choice, step_s, _ in trials
+        if step_s
+    ]
+    rows += [(name, f"not measured: {why}") for name, why in left]
+    width = max(len(name) for name, _ in rows)
+    lines = ["How to update the variables was tried; the first line is chosen."]
+    return "\n".join([*lines, *(f"  {name:{width}}  {said}" for name, said in rows)])
+
+
+def remember(file: str | None, key: Any, trials: Sequence[Trial]) -> None:
+    """Writes a choice down.
+
+    Args:
+        file: Where to, if anywhere.
+        key: What it was made for: JSON.
+        trials: What `choose` returned.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    if file is None:
+        return
+    chosen = trials[0].choice
+    measured = {str(t.choice): t.step_s and 1000 * t.step_s for t in trials}
+    text = json.dumps(
+        {"for": key, "chosen": chosen._asdict(), "step_ms": measured}, indent=2
+    )
+    os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
+    with open(f"{file}.unfinished", "w") as written:
+        written.write(text + "\n")
+    os.replace(f"{file}.unfinished", file)
+
+
+def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
+    """Reads a choice that was made before.
+
+    Args:
+        file: What `remember` wrote, if anything.
+        key: What a choice is wanted for.
+        ways: What may be chosen.
+
+    Returns:
+        The choice, `None` if there is none for this.
+    """
+    if file is None:
+        return None
+    try:
+        with open(file) as read:
+            found = json.load(read)
+        choice = Choice(**found["chosen"])
+        return choice if found["for"] == key and choice in ways else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # it is measured again

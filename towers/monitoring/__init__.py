@@ -1,0 +1,1 @@
+"""Measures a run, and shows it."""

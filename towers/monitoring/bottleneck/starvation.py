@@ -1,0 +1,182 @@
+"""Says what a run is bound by, and which stage of its input the towers wait for."""
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+
+from towers.loop import listeners
+from towers.monitoring.bottleneck import tfdata_stats
+from towers.monitoring.bottleneck.verdict import bound_by, verdict
+from towers.monitoring.step_time import StepTime
+
+# To look at tf.data's counters takes a millisecond or two.
+_LOOK_EVERY_S = 1.0
+
+
+@listeners.changes_no_variable
+class Starvation(StepTime):
+    """Says every interval, and at the end, what the steps are bound by, and why.
+
+    The sentence of an interval is about the steps since the last one. The stages of the
+    input are known if it is of tf.data, with its autotuning left on.
+
+    Attributes:
+        verdict: The last sentence, after `fit` that of the whole run; `None` before.
+    """
+
+    def __init__(
+        self,
+        every_steps: int = 100,
+        *,
+        advice: Mapping[str, str] | None = None,
+        warmup_steps: int = 10,
+        terminal: bool | None = None,
+        say: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Initializes the callback.
+
+        Args:
+            every_steps: Steps of the optimizer between two verdicts.
+            advice: See `verdict.verdict`; by default, what the data bring along.
+            warmup_steps: Steps at the beginning of the run that are not counted.
+            terminal: Whether verdicts wait for the end of the epoch, so as not to break
+                a progress bar; by default, if standard output is a terminal.
+            say: Prints a line.
+            clock: Returns seconds.
+        """
+        super().__init__(warmup_steps, clock)
+        if every_steps < 1:
+            raise ValueError(
+                f"Received every_steps={every_steps}; expected at least 1."
+            )
+        self._every_steps, self._advice = every_steps, advice
+        self._terminal = sys.stdout.isatty() if terminal is None else terminal
+        self._say = say
+
+    @property
+    def waiting(self) -> float | None:
+        """Share of a step in which towers wait; `None` during the warm-up."""
+        parts = self.split and self.split.parts_ms
+        step_ms = sum(parts.values()) if parts else 0.0
+        return parts["input"] / step_ms if step_ms else None
+
+    # Called by Keras.
+
+    def on_train_begin(self, logs=None):
+        """Begins a run.
+
+        Raises:
+            ValueError: The model has no towers.
+        """
+        super().on_train_begin(logs)
+        self._step = int(self.model.optimizer.iterations)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Says on a terminal what was found in the last epoch."""
+        # Its progress bar ends only after all callbacks have heard of its end.
+        if self._unsaid:
+            self._say(self._unsaid)
+            self._unsaid = None
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Stops the clock, and gives a verdict if the interval is over."""
+        super().on_train_batch_end(batch, logs)
+        before, self._step = self._step, int(self.model.optimizer.iterations)
+        over = before // self._every_steps != self._step // self._every_steps
+        now = self._clock()
+        if over or now - self._looked_s >= _LOOK_EVERY_S:
+            self._looked_s = now
+            self._look()
+        if over:
+            self._judge_interval()
+
+    def on_train_end(self, logs=None):
+        """Gives the verdict of the whole run."""
+        self._unsaid = None
+        self._look()
+        if self._judge(self.split, self._stages):
+            self._say(f"whole run: {self.verdict}")
+        # They keep the data alive.
+        self._reading = self._first = self._since = None
+
+    # Measuring.
+
+    def _forget(self):
+        super()._forget()
+        self._iterator = self._reading = None
+        self._first = self._since = None
+        self._forget_verdicts()
+
+    def _forget_verdicts(self):
+        self._judged, self._bound, self.verdict = None, (), None
+        # Of the whole run, and of the interval.
+        self._stages, self._lately = [], []
+        self._looked_s, self._unsaid = float("-inf"), None
+
+    def _start(self, phases):
+        super()._start(phases)
+        self._forget_verdicts()
+        self._first = self._since = self._read()
+
+    def _look(self):
+        """Looks at the stages of the input."""
+        reading = self._read()
+        if reading is not None:
+            self._stages = _better(self._stages, reading.stages(self._first))
+            self._lately = _better(self._lately, reading.stages(self._since))
+
+    def _read(self):
+        """Reads the counters of the input, if there are any."""
+        iterator = self._phases.iterator if self._phases else None
+        if iterator is None:
+            return None
+        if self._iterator is None or self._iterator() is not iterator:
+            self._iterator = weakref.ref(iterator)
+            self._first = self._since = None
+        reading = tfdata_stats.read(iterator, self._reading)
+        self._reading = reading or self._reading
+        return reading
+
+    # Judging.
+
+    def _judge_interval(self):
+        split = self.split
+        lately = split.since(self._judged) if self._judged else split
+        found = self._lately if _is_whole(self._lately) else self._stages
+        judged = self._judge(lately, found, self._bound)
+        self._judged = split
+        self._since, self._lately = self._reading, []
+        if not judged:
+            return
+        line = f"step {self._step}: {self.verdict}"
+        if self._terminal:
+            self._unsaid = line
+        else:
+            self._say(line)
+
+    def _judge(self, split, found, before=()):
+        """Gives a verdict, if there was a step; tells whether there was one."""
+        parts = split.parts_ms if split else {}
+        if not any(parts.values()):
+            return False
+        self._bound = bound_by(parts, before)
+        self.verdict = verdict(parts, self._bound, found, self._words())
+        return True
+
+    def _words(self):
+        """What to do about stages of a pipeline that has words of its own."""
+        dataset = self._reading and self._reading.dataset
+        pipeline = getattr(dataset, "pipeline", None)
+        return self._advice or getattr(pipeline, "advice", None)
+
+
+def _better(before, now):
+    """The later one, but at the end of the data, when stages go that are done."""
+    return max(now, before, key=lambda found: (_is_whole(found), len(found)))
+
+
+def _is_whole(found):
+    """Whether stages begin where data come from."""
+    return any(stage.label == "read" or "cache" in stage.kind for stage in found)

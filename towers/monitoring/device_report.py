@@ -1,0 +1,246 @@
+"""Measures memory and load of each tower's GPU and of the host's process."""
+
+import collections
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import keras
+import psutil
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.eager import context
+
+from towers.devices import Devices, smi_gpu
+from towers.devices.nvml import Driver
+from towers.lifecycle.resume import say
+from towers.loop import listeners
+from towers.program import words
+
+_MB = 2**20
+_CPU = "device/cpu:0"
+
+
+@listeners.changes_no_variable
+class DeviceReport(keras.callbacks.Callback):
+    """Measures devices when it is asked to, and nothing in between.
+
+    Of a GPU, TensorFlow tells what this process has allocated there, and NVIDIA's
+    driver what the whole GPU does. Where the driver does not answer, its values are
+    left out, and a sentence on stderr says so, once.
+    """
+
+    def __init__(
+        self,
+        devices: Devices,
+        driver: Driver | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.process_time,
+    ):
+        """Initializes the callback; no device is touched.
+
+        Args:
+            devices: Those of the towers.
+            driver: Tells of whole GPUs; NVIDIA's by default.
+            clock: Returns seconds.
+            cpu_clock: Returns the seconds that all threads have computed.
+        """
+        super().__init__()
+        # Without a GPU, there is nothing to ask a driver.
+        self._driver = driver or (Driver() if devices.physical else None)
+        self._gpus = dict(zip(devices.towers, devices.physical, strict=False))
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._begun = clock(), cpu_clock()
+        self._told = False
+        self._sums, self._most = collections.Counter(), {}
+        self._counts = collections.Counter()
+
+    def on_train_begin(self, logs=None):
+        """Begins to count the CPU's time, and says what cannot be measured."""
+        self._read()
+        self._begun = self._clock(), self._cpu_clock()
+
+    def measured(self) -> dict[str, float]:
+        """Measures, for TensorBoard.
+
+        Returns:
+            By tag: of each tower's GPU, `device/gpu:0/memory_mb`, `peak_memory_mb` and
+            `limit_mb` of TensorFlow in this process, `used_mb`, `utilization` (0 to 1),
+            `temperature_c` and `power_w` of the whole GPU; of this process,
+            `device/cpu:0/rss_mb`, `peak_rss_mb`, `utilization` (of all cores, since
+            the last call, 0 to 1), and the host's `load`, of one minute.
+        """
+        values = self._read()
+        self._begun = self._clock(), self._cpu_clock()
+        for tag, value in values.items():
+            self._sums[tag] += value
+            self._counts[tag] += 1
+            self._most[tag] = max(value, self._most.get(tag, value))
+        return values
+
+    def text(self) -> str:
+        """Sets out in a table how the devices are, and how they were.
+
+        Returns:
+            Lines without a final newline: a row for each GPU, and one for this process.
+            Memory and load are of now; what others use of a GPU, and its temperature,
+            the most that was measured; the rest is the mean of what was measured.
+        """
+        now = self._read()
+        seen = {
+            "now": now,
+            "most": now | self._most,
+            "mean": now | {tag: self._sums[tag] / n for tag, n in self._counts.items()},
+        }
+        rows = [
+            [
+                name,
+                *(column.cell(seen[column.which], tag) for column in _COLUMNS),
+            ]
+            for name, tag in [
+                *((self._name(tower), _tag(tower)) for tower in self._gpus),
+                (f"this process, {words.count(os.cpu_count(), 'core')}", _CPU),
+            ]
+        ]
+        return _aligned([["", *(column.head for column in _COLUMNS)], *rows])
+
+    def _name(self, tower):
+        smi = smi_gpu(self._gpus[tower])
+        return f"{tower}, nvidia-smi's {smi.index if smi else '?'}"
+
+    def _read(self):
+        values = {}
+        for tower, index in self._gpus.items():
+            smi = smi_gpu(index)
+            for name, value in {
+                **_allocated(tower),
+                "limit_mb": self._limits_mb[tower],
+                **self._driver.read(smi and smi.uuid),
+            }.items():
+                values[f"{_tag(tower)}/{name}"] = value
+        for name, value in self._read_process().items():
+            values[f"{_CPU}/{name}"] = value
+        self._say_faults()
+        return values
+
+    @functools.cached_property
+    def _limits_mb(self):
+        return _limits_mb()
+
+    def _read_process(self):
+        rss_mb = psutil.Process().memory_info().rss / _MB
+        begun_s, cpu_begun_s = self._begun
+        elapsed_s = self._clock() - begun_s
+        values = {
+            "rss_mb": rss_mb,
+            "peak_rss_mb": max(rss_mb, _peak_rss_mb()),
+            "load": os.getloadavg()[0],
+        }
+        if elapsed_s > 0:
+            busy = (self._cpu_clock() - cpu_begun_s) / (elapsed_s * os.cpu_count())
+            values["utilization"] = min(1.0, busy)
+        return values
+
+    def _say_faults(self):
+        if self._told or self._driver is None or not self._driver.faults:
+            return
+        self._told = True
+        by_reason = collections.defaultdict(list)
+        for name, reason in self._driver.faults.items():
+            by_reason[reason].append(name)
+        parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
+        say(f"NVIDIA's driver does not tell {' and '.join(parts)}; they are left out.")
+
+
+class _Column(NamedTuple):
+    """A column of the table.
+
+    Attributes:
+        head: Its heading.
+        names: What it shows: the one of these that a device has.
+        which: The value of "now", the "most" or the "mean".
+        form: How to write it.
+    """
+
+    head: str
+    names: tuple[str, ...]
+    which: str
+    form: str
+
+    def cell(self, values: Mapping[str, float], tag: str) -> str:
+        """Returns a device's cell; empty if there is no value."""
+        found = [f"{tag}/{name}" for name in self.names if f"{tag}/{name}" in values]
+        return self.form.format(values[found[0]]) if found else ""
+
+
+_COLUMNS = (
+    _Column("memory", ("memory_mb", "rss_mb"), "now", "{:,.0f} MB"),
+    _Column("peak", ("peak_memory_mb", "peak_rss_mb"), "now", "{:,.0f} MB"),
+    _Column("limit", ("limit_mb",), "now", "{:,.0f} MB"),
+    _Column("whole GPU", ("used_mb",), "most", "{:,.0f} MB"),
+    _Column("busy", ("utilization",), "mean", "{:.0%}"),
+    _Column("hottest", ("temperature_c",), "most", "{:.0f} C"),
+    _Column("power", ("power_w",), "mean", "{:.0f} W"),
+    _Column("load", ("load",), "now", "{:.1f}"),
+)
+
+
+def _aligned(rows):
+    """Aligns a table, without the columns that have nothing below their heading."""
+    columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    first, *others = widths
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(first)]
+            + [cell.rjust(w) for cell, w in zip(row[1:], others, strict=True)]
+        ).rstrip()
+        for row in zip(*columns, strict=True)
+    )
+
+
+def _tag(tower: str) -> str:
+    """The tag of a GPU: "device/gpu:0" of "/device:GPU:0"."""
+    return f"device/{_short(tower).lower()}"
+
+
+def _short(tower: str) -> str:
+    return tower.removeprefix("/device:")
+
+
+def _allocated(tower: str) -> dict[str, float]:
+    """What TensorFlow has allocated, and the most it had."""
+    info = tf.config.experimental.get_memory_info(_short(tower))
+    return {
+        "memory_mb": info["current"] / _MB,
+        "peak_memory_mb": info["peak"] / _MB,
+    }
+
+
+def _limits_mb() -> dict[str, float]:
+    """The most that TensorFlow may allocate, by device."""
+    # For a device without a limit of the user's, no public function tells.
+    context.ensure_initialized()
+    found = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
+    limits = {}
+    for i in range(pywrap_tf_session.TF_DeviceListCount(found)):
+        name = pywrap_tf_session.TF_DeviceListName(found, i)
+        size = pywrap_tf_session.TF_DeviceListMemoryBytes(found, i)
+        limits[f"/{name.rpartition('/')[2]}"] = size / _MB
+    pywrap_tf_session.TF_DeleteDeviceList(found)
+    return limits
+
+
+def _peak_rss_mb() -> float:
+    """The most memory that this process has had; 0 where Linux does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0.0
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.M)
+    return int(peak[1]) / 1024 if peak else 0.0

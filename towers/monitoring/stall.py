@@ -1,0 +1,434 @@
+"""Says what a run waits for, if it stands still.
+
+Nothing is measured while it does not: what is waited for is found by asking. The stack
+of `fit`'s thread tells callbacks and tracing; below that is TensorFlow, so each device
+is given something to compute, and the input is read once more, stage by stage.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from towers.lifecycle.resume import Saves, say
+from towers.lifecycle.skip_batches import Passing
+from towers.loop import listeners
+
+STALLED = 4
+"""The exit code of a process that a stall has ended."""
+
+# Where Keras calls callbacks; what TensorFlow and Keras build graphs by.
+_LIST = keras.callbacks.CallbackList.__module__
+_TRACING = "func_graph_from_py_func", "compute_output_spec"
+
+
+@listeners.changes_no_variable
+class Stall(keras.callbacks.Callback):
+    """Says on stderr what the towers wait for, when no batch ends for a while.
+
+    Once for each stall it says for how long, since which batch, and what is waited
+    for: a save, another callback, the building of a graph, a device, a stage of the
+    input. The stack of each Python thread follows. It says so when the run goes on.
+
+    The input can be asked if it is of `towers.input_pipeline.make_dataset`. Others are
+    left alone: to read a generator of the user's once more may change what it gives.
+
+    Place it first among the callbacks, so that it hears before they are waited for. It
+    costs nothing else: a thread looks at the clock about once a second.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        on_stall: str = "wait",
+        *,
+        devices: Sequence[str] = (),
+        data: Any = None,
+        validation_data: Any = None,
+        checkpoint: Any = None,
+        patience_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        leave: Callable[[int], Any] = os._exit,
+    ):
+        """Initializes the callback; nothing is watched before `fit`.
+
+        Args:
+            seconds: For how long no batch of training or validation has to begin or
+                end; more than a call of `steps_per_execution` steps takes, the first
+                of which is compiled.
+            on_stall: What to do then: "wait" on, or "stop" the process with exit code
+                4. `fit` cannot be stopped in another way, as it waits for TensorFlow.
+            devices: Those to ask for a sign of life.
+            data: What `fit` trains on.
+            validation_data: What it is validated on.
+            checkpoint: The callback that saves, whose `latest` is named at a stop.
+            patience_s: How long a device, or a stage of the input, has for an answer.
+            clock: Returns seconds.
+            leave: Ends the process with an exit code, whatever its threads do.
+        """
+        super().__init__()
+        if not seconds > 0:
+            raise ValueError(f"Received seconds={seconds}; expected more than 0.")
+        if on_stall not in ("wait", "stop"):
+            raise ValueError(
+                f"Received on_stall={on_stall!r}; expected 'wait' or 'stop'."
+            )
+        self._seconds, self._on_stall = seconds, on_stall
+        self._devices = tuple(dict.fromkeys(devices))
+        self._data, self._validation_data = data, validation_data
+        self._checkpoint, self._patience_s = checkpoint, patience_s
+        self._clock, self._leave = clock, leave
+        self._lock = threading.Lock()
+        self._fit = self._heard = self._told = self._stalled = None
+        self._epoch, self._batches, self._passed = 0, None, None
+
+    # Called by Keras.
+
+    def on_train_begin(self, logs=None):
+        """Begins to watch."""
+        if self._fit is not None:
+            self._fit.over.set()
+        self._epoch, self._batches, self._passed, self._stalled = 0, None, None, None
+        self._hear(None)
+        self._checked = self._heard.time_s
+        self._fit = _Fit(self)
+        threading.Thread(
+            target=self._watch, args=(self._fit.over,), name="towers-stall", daemon=True
+        ).start()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Hears of it."""
+        self._epoch = epoch
+        if self._batches is not None:
+            self._batches = 0
+        self._hear(self._batches)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Hears of it."""
+        self._batches = batch
+        self._hear(batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Hears of it."""
+        self._batches = batch + 1
+        self._hear(self._batches)
+
+    def on_test_begin(self, logs=None):
+        """Hears of it."""
+        self._hear(0, testing=True)
+
+    def on_test_batch_begin(self, batch, logs=None):
+        """Hears of it."""
+        self._hear(batch, testing=True)
+
+    def on_test_batch_end(self, batch, logs=None):
+        """Hears of it."""
+        self._hear(batch + 1, testing=True)
+
+    def on_test_end(self, logs=None):
+        """Hears of it."""
+        self._hear(self._batches)
+
+    def on_train_end(self, logs=None):
+        """Watches only the callbacks that still have to end."""
+        self._hear(self._batches)
+        if self._fit is not None:
+            self._fit.ending = True
+
+    def _hear(self, batches, testing=False):
+        now = self._clock()
+        stalled, self._stalled = self._stalled, None
+        if stalled is not None:
+            _say_it_goes_on(now - stalled.time_s)
+        self._heard = _Moment(now, self._epoch, batches, testing)
+
+    # Watching.
+
+    def _watch(self, over):
+        while not over.wait(min(1.0, self._seconds / 4)):
+            self.check()
+
+    def check(self) -> None:
+        """Looks at the clock, and says so if there is a stall.
+
+        A thread calls it, more often than twice in `seconds`.
+        """
+        with self._lock:
+            self._check()
+            self._checked = self._clock()
+
+    def _check(self):
+        now, heard, fit = self._clock(), self._heard, self._fit
+        if fit is None or fit.over.is_set() or heard is self._told:
+            return
+        if now - self._checked > self._seconds / 2:
+            # The whole process was stopped, by SIGSTOP say, and has waited for nothing.
+            self._heard = heard._replace(time_s=now)
+            return
+        if now - heard.time_s < self._seconds:
+            return
+        found = fit.look()
+        if found is None:
+            # It has raised, so that nobody was told of its end.
+            fit.over.set()
+            return
+        if heard.batches is None and found.counted != self._passed:
+            # Nobody is told of batches that are passed over, in a run that goes on.
+            self._passed, self._heard = found.counted, heard._replace(time_s=now)
+            return
+        self._told = heard
+        # Stacks first: they are to show the stall, and not the asking.
+        stacks = _stacks(fit.thread)
+        reason = found.reason or self._ask(heard.testing)
+        where = _where(heard, (self.params or {}).get("epochs", "?"))
+        say(
+            f"Warning: No batch has ended for {now - heard.time_s:.0f} s, {where}; "
+            f"waiting for {reason}. The stacks:\n{stacks}"
+        )
+        if self._heard is not heard:
+            _say_it_goes_on(self._heard.time_s - heard.time_s)
+        elif self._on_stall == "stop" and fit.look() is not None:
+            self._stop()
+        else:
+            self._stalled = heard
+
+    def _ask(self, testing):
+        """Asks devices and input; returns what is waited for."""
+        questions = {each: functools.partial(_compute, each) for each in self._devices}
+        faults = _ask(questions, self._patience_s)
+        if faults:
+            return " and ".join(
+                f"the device {name}, which {fault}" for name, fault in faults.items()
+            )
+        answers = ["the devices answer"] if self._devices else []
+        data = self._validation_data if testing else self._data
+        pipeline = getattr(data, "pipeline", None)
+        if pipeline is None:
+            reason = "the input or the computation"
+        elif fault := self._ask_input(pipeline):
+            return f"the input, whose {fault}"
+        else:
+            reason = "a record further on in the input, or the computation itself"
+            answers.append("the input, read once more, gives a batch")
+        return f"{reason} ({', and '.join(answers)})" if answers else reason
+
+    def _ask_input(self, pipeline):
+        """Reads the first of each stage; returns what is wrong with one of them."""
+        stages = []
+        # In a thread, too: a data service is called already.
+        opens = {"opening": lambda: stages.extend(_stages(pipeline))}
+        for name, fault in _ask(opens, self._patience_s).items():
+            return f"{name} {fault}"
+        for stage, dataset in stages:
+            reads = {f"stage {stage!r}": functools.partial(_read, dataset)}
+            for name, fault in _ask(reads, self._patience_s).items():
+                return f"{name} {fault}"
+        return None
+
+    def _stop(self):
+        again = ""
+        if self._checkpoint is not None:
+            latest = self._checkpoint.latest
+            again = ": nothing was saved yet"
+            if latest:
+                again = f": the last checkpoint is {latest}; run again to continue"
+        say(f"Stopped by the stall{again}.")
+        # In a thread: it may be this that the run waits for. On a terminal, the
+        # progress bar's line is ended.
+        end = "\n" if sys.stdout.isatty() else ""
+        flush = functools.partial(print, end=end, flush=True)
+        _ask({"stdout": flush}, self._patience_s)
+        self._leave(STALLED)
+
+
+class _Moment(NamedTuple):
+    """When something was heard, and how far the run was.
+
+    Attributes:
+        time_s: When.
+        epoch: The epoch.
+        batches: Of the epoch, or of its validation, that are done. None: this `fit` has
+            not begun any.
+        testing: Whether it was validating.
+    """
+
+    time_s: float
+    epoch: int
+    batches: int | None
+    testing: bool
+
+
+class _Seen(NamedTuple):
+    """What the stack of `fit`'s thread tells.
+
+    Attributes:
+        reason: What is waited for; None: something that TensorFlow does.
+        counted: Keras's own count of batches, and of those that are read again in a
+            run that goes on.
+    """
+
+    reason: str | None
+    counted: int | None
+
+
+class _Fit:
+    """A call of `fit`, seen from another thread; nothing of it is kept alive.
+
+    Attributes:
+        thread: Its thread.
+        ending: Whether the end of training was heard of.
+        over: Whether it is known to have ended, by returning or raising.
+    """
+
+    def __init__(self, callback: Stall):
+        """To be called in `on_train_begin`.
+
+        Args:
+            callback: What it was called of.
+        """
+        self.thread, self.ending = threading.get_ident(), False
+        self.over = over = threading.Event()
+        # `fit` calls a list of callbacks, which ends with it.
+        frame, owner = sys._getframe(1), callback
+        while isinstance(
+            caller := frame.f_locals.get("self"), keras.callbacks.Callback
+        ):
+            frame, owner = frame.f_back, caller
+        self._code = frame.f_code
+        self._callbacks = weakref.ref(owner, lambda _: over.set())
+
+    def look(self) -> _Seen | None:
+        """Looks at its stack; returns None if it is over."""
+        top, frames = sys._current_frames().get(self.thread), []
+        callbacks = self._callbacks()
+        for frame, _ in traceback.walk_stack(top) if top else ():
+            frames.append(frame)
+            # An exception may have ended it, and the same thread be elsewhere.
+            if self.ending:
+                found = frame.f_locals.get("self") is callbacks
+            else:
+                found = frame.f_code is self._code and _holds(frame, callbacks)
+            if found:
+                return _Seen(_reason(frames), _counted(frame, frames))
+        return None
+
+
+def _holds(frame: types.FrameType, value: Any) -> bool:
+    return any(local is value for local in frame.f_locals.values())
+
+
+def _counted(fit: types.FrameType, frames: Sequence[types.FrameType]) -> int | None:
+    counted = fit.f_locals.get("begin_step")
+    for frame in frames:
+        if isinstance(over := frame.f_locals.get("self"), Passing):
+            return (counted or 0) + over.read
+    return counted
+
+
+def _reason(frames: Sequence[types.FrameType]) -> str | None:
+    """What is waited for, as frames tell, the innermost first."""
+    for frame in reversed(frames):
+        callback = None
+        if frame.f_globals.get("__name__") == _LIST:
+            # Not set yet where Keras waits for the values that callbacks are given.
+            callback = frame.f_locals.get("callback")
+        if isinstance(callback, Saves):
+            return "the save of a checkpoint"
+        if callback is not None:
+            return f"the callback {type(callback).__name__}"
+        if frame.f_code.co_name in _TRACING:
+            return "the graph that is being built"
+    return None
+
+
+def _stacks(first: int) -> str:
+    """The stacks of all Python threads but this one, as text."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    lines = []
+    for ident in sorted(frames, key=lambda ident: ident != first):
+        lines.append(f"Thread {names.get(ident, ident)}:")
+        # Without lines of source, which may lie where the run waits for.
+        lines += [
+            f"  {frame.f_code.co_filename}:{line} in {frame.f_code.co_qualname}"
+            for frame, line in reversed([*traceback.walk_stack(frames[ident])])
+        ]
+    return "\n".join(lines)
+
+
+def _where(moment: _Moment, epochs: int | str) -> str:
+    if moment.batches is None:
+        return "before the first one"
+    part = "the validation of epoch" if moment.testing else "epoch"
+    batch = f"after batch {moment.batches}" if moment.batches else "before its first"
+    return f"in {part} {moment.epoch + 1}/{epochs} {batch}"
+
+
+# Asking.
+
+
+def _ask(questions: Mapping[str, Callable[[], Any]], limit_s: float) -> dict[str, str]:
+    """Asks all at once, each in a thread of its own, which waits on if need be.
+
+    Returns:
+        What is wrong with those that do not answer, a phrase each.
+    """
+    faults = dict.fromkeys(questions, f"gives nothing within {limit_s:g} s")
+
+    def ask(name):
+        try:
+            questions[name]()
+        except Exception as error:
+            first, *_ = str(error).splitlines() or [""]
+            faults[name] = f"fails: {type(error).__name__}: {first}"
+        else:
+            del faults[name]
+
+    threads = [
+        threading.Thread(
+            target=ask, args=(name,), name=f"towers-ask {name}", daemon=True
+        )
+        for name in questions
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return dict(faults)
+
+
+def _compute(device: str) -> None:
+    with tf.device(device):
+        # Whatever the device has to do comes first.
+        (tf.ones([]) + 1).numpy()
+
+
+def _read(dataset: tf.data.Dataset) -> None:
+    next(iter(dataset), None)
+
+
+def _stages(pipeline: Any) -> list[tuple[str, tf.data.Dataset]]:
+    """The stages of an `towers.input_pipeline.Pipeline`, from the beginning."""
+    # To fill a buffer takes time, and is no fault.
+    pipeline = dataclasses.replace(pipeline, start_record=0, repeat=False, shuffle_mb=0)
+    if pipeline.data_service is not None:
+        return [("data service", pipeline.dataset())]
+    # With threads of their own, as others may be busy for ever.
+    options = pipeline.options()
+    return [(name, data.with_options(options)) for name, data in pipeline.stages()]
+
+
+def _say_it_goes_on(seconds: float) -> None:
+    say(f"It goes on after {seconds:.0f} s.")

@@ -1,0 +1,176 @@
+"""Says what a step's time goes to."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+
+from towers.loop import listeners
+from towers.loop.timers import Phases, Totals
+
+# The parts of a step, in the order in which they come.
+_WORDS = {
+    "input": "waiting for input",
+    "copy": "copying to towers",
+    "compute": "computing",
+    "reduce": "reducing and applying",
+    "python": "in Python",
+}
+
+
+class Split(NamedTuple):
+    """The time of some steps, in its parts.
+
+    Attributes:
+        totals: What the graph has measured of them.
+        calls_s: Time inside the calls of training that made them.
+    """
+
+    totals: Totals
+    calls_s: float
+
+    def since(self, before: "Split") -> "Split":
+        """Returns what has come in addition to an earlier split."""
+        return Split(self.totals.since(before.totals), self.calls_s - before.calls_s)
+
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """Milliseconds of a step by part, which add up to the step; empty without one.
+
+        The parts are "input", "copy", "compute", "reduce" and "python": what is left of
+        the calls, in which Python calls the graph.
+        """
+        steps, *seconds = self.totals[:5]
+        if not steps:
+            return {}
+        seconds = [max(each, 0.0) for each in seconds]
+        seconds.append(max(self.calls_s - sum(seconds), 0.0))
+        return {
+            name: 1000 * each / steps
+            for name, each in zip(_WORDS, seconds, strict=True)
+        }
+
+    @property
+    def towers_ms(self) -> list[float]:
+        """Milliseconds of a step in which each tower computes; empty without a step."""
+        if not self.totals.steps:
+            return []
+        return [1000 * each / self.totals.steps for each in self.totals.towers_s]
+
+
+@listeners.changes_no_variable
+class StepTime(keras.callbacks.Callback):
+    """Takes apart the time of the steps of a model on towers.
+
+    The builder measures the parts. They are means over steps, without the warm-up, in
+    which graphs are built, and of the time inside the calls of training: not of
+    validation, saving, or other callbacks.
+    """
+
+    def __init__(
+        self,
+        warmup_steps: int = 10,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Initializes the callback.
+
+        Args:
+            warmup_steps: Steps at the beginning of the run that are not counted.
+            clock: Returns seconds.
+        """
+        super().__init__()
+        self._warmup_steps = warmup_steps
+        self._clock = clock
+        self._forget()
+
+    def on_train_begin(self, logs=None):
+        """Begins a run.
+
+        Raises:
+            ValueError: The model has no towers.
+        """
+        check_towers(self.model)
+        self._forget()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Starts the clock; `batch` is the first of the call's batches."""
+        self._begun, self._begun_s = batch, self._clock()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Starts to count after the warm-up, or as another builder is chosen."""
+        self._calls_s += self._clock() - self._begun_s
+        phases = self.model.builder.phases
+        if self._steps < self._warmup_steps or phases is not self._phases:
+            self._start(phases)
+        self._steps += batch + 1 - self._begun
+
+    @property
+    def split(self) -> Split | None:
+        """The time of the run's steps so far; `None` before the first."""
+        if self._phases is None:
+            return None
+        return Split(self._phases.totals().since(self._before), self._calls_s)
+
+    def measured(self) -> dict[str, float]:
+        """Returns milliseconds of a step since it was last called, by part and tower.
+
+        And `waiting`, the share of that time in which the towers waited for input.
+        """
+        if self._phases is None:
+            return {}
+        now = self.split
+        found = now.since(self._told) if self._told else now
+        self._told = now
+        parts, towers = found.parts_ms, found.towers_ms
+        step_ms = sum(parts.values())
+        return {
+            **({"waiting": parts["input"] / step_ms} if step_ms else {}),
+            **{f"step_ms/{name}": ms for name, ms in parts.items()},
+            **{f"step_ms/tower_{k}": ms for k, ms in enumerate(towers)},
+        }
+
+    def busy(self) -> list[float]:
+        """Returns the share of the time in which each tower computes."""
+        found = self.split
+        if not (found and found.parts_ms and found.calls_s):
+            return []
+        return [min(each / found.calls_s, 1.0) for each in found.totals.towers_s]
+
+    def text(self) -> str | None:
+        """Says what a step takes, and how long each tower computes.
+
+        Returns:
+            A line about all steps behind the warm-up; `None` if there was none.
+        """
+        parts = self.split and self.split.parts_ms
+        if not parts:
+            return None
+        said = {name: f"{parts[name]:,.1f} {words}" for name, words in _WORDS.items()}
+        towers = ", ".join(f"{ms:,.1f}" for ms in self.split.towers_ms)
+        said["compute"] += f" (by tower: {towers})"
+        return f"{sum(parts.values()):,.1f} ms: {', '.join(said.values())}"
+
+    def _forget(self):
+        self._steps = self._begun = 0
+        self._begun_s = self._calls_s = 0.0
+        self._phases: Phases | None = None
+        self._told: Split | None = None
+
+    def _start(self, phases):
+        """Counts from here on, by what a builder measures."""
+        self._phases, self._before = phases, phases.totals()
+        self._calls_s, self._told = 0.0, None
+
+
+def check_towers(model: keras.Model) -> None:
+    """Checks that a model's steps are measured.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if not hasattr(model, "builder"):
+        raise ValueError(
+            f"Received the model '{model.name}' without towers; expected one of "
+            "multi_gpu_model, whose steps are measured."
+        )

@@ -1,0 +1,228 @@
+"""Writes what a run does to TensorBoard."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import keras
+import tensorflow as tf
+
+from towers.lifecycle.checkpoints.store import reason
+from towers.lifecycle.resume import say
+from towers.loop import listeners
+from towers.monitoring.tensorboard import pictures
+from towers.monitoring.tensorboard.graph import readable
+from towers.monitoring.tensorboard.hparams import VALIDATION, Value, hparams_summaries
+from towers.monitoring.tensorboard.layout import layout_summary
+
+_NOTHING = MappingProxyType({})
+
+
+def _while_it_works(write):
+    """Has a method write until that fails once, as on a full disk; fit goes on."""
+
+    @functools.wraps(write)
+    def method(self, *args, **kwargs):
+        if self._failed:
+            return
+        try:
+            write(self, *args, **kwargs)
+        except tf.errors.OpError as error:
+            # Not what an operation of the data's, or the model's, complains of.
+            if "Summary" not in str(error).rpartition("[Op:")[2]:
+                raise
+            self._failed, self._writers = True, {}
+            say(
+                "TensorBoard shows nothing of the run from here on, as it could not be "
+                f"written: {reason(error).rstrip('.')}."
+            )
+
+    return method
+
+
+@listeners.changes_no_variable
+class TensorBoard(keras.callbacks.Callback):
+    """Writes what a run does, and is, in the runs `train` and `validation`.
+
+    Scalars have the names of Keras's own callback, `epoch_*` and `batch_*`: what is in
+    Keras's logs, and the learning rate. Batches are at the optimizer's step, which goes
+    on counting in a resumed run, and so are validation and what was measured; epochs
+    count from 1, as Keras prints them. (It is no subclass of Keras's callback, which
+    with an interval of batches drops the scalars of epochs, in 3.15, and counts calls
+    instead of steps.)
+
+    What costs more than a scalar is written at the start, at the end of an epoch, or at
+    the end. Where something cannot be written, the callback says so, and writes no
+    more.
+    """
+
+    def __init__(
+        self,
+        log_dir: str,
+        every_steps: int,
+        *,
+        texts: Mapping[str, str | Callable[[], str]] = _NOTHING,
+        scalars: Mapping[str, float | None] = _NOTHING,
+        measures: Sequence[Callable[[], Mapping[str, float]]] = (),
+        hparams: Mapping[str, Value] = _NOTHING,
+        histograms: bool = False,
+        graph: Callable[[], tf.Graph | None] | None = None,
+        examples: tf.data.Dataset | None = None,
+        sample: tf.data.Dataset | None = None,
+        class_names: Sequence[str] | None = None,
+    ):
+        """Initializes the callback; writes nothing.
+
+        Args:
+            log_dir: Where the runs `train` and `validation` are written.
+            every_steps: Steps between two recorded batches.
+            texts: Markdown texts to write, by tag, such as the flags. Functions are
+                asked at the end.
+            scalars: Numbers that do not change in the run, by tag; None is no number.
+            measures: Functions that return what was measured since they were last
+                called, by tag; they are called at each recorded batch, and at the end.
+            hparams: Hyper-parameters, by name. None: the run is not compared by them.
+            histograms: Whether to write histograms of the weights after each epoch.
+            graph: Returns the graph of a step, `None` before it exists.
+            examples: Batches of (uint8 images [B, H, W, C], labels [B]) as the model
+                learns from them, for pictures. None: no pictures.
+            sample: Batches of (what the model takes, labels) to try it on at the end,
+                for its mistakes, and what it takes for what. None: neither.
+            class_names: Names of the classes; their numbers by default.
+
+        Raises:
+            ValueError: If the number of steps is not positive.
+        """
+        super().__init__()
+        if every_steps < 1:
+            raise ValueError(
+                f"Received every_steps={every_steps}; expected at least 1."
+            )
+        self._log_dir = log_dir
+        self._every_steps = every_steps
+        self._texts = texts
+        self._scalars = scalars
+        self._measures = measures
+        self._hparams = hparams
+        self._histograms = histograms
+        self._graph = graph
+        self._examples = examples
+        self._sample = sample
+        self._classes = pictures.Classes(class_names)
+        self._begin(0)
+
+    def _begin(self, step):
+        self._step = self._measured_step = step
+        self._writers, self._failed, self._graph_written = {}, False, False
+
+    def on_train_begin(self, logs=None):
+        """Writes what is known at the start."""
+        self._begin(int(self.model.optimizer.iterations))
+        self._write_start()
+
+    @_while_it_works
+    def _write_start(self):
+        with self._writer("train").as_default(self._step):
+            for tag, text in self._texts.items():
+                if not callable(text):
+                    tf.summary.text(tag, text)
+            for tag, value in self._scalars.items():
+                if value is not None:
+                    tf.summary.scalar(tag, value)
+            # Of those of a run that goes on, TensorBoard shows the first.
+            summaries = [layout_summary()]
+            if self._hparams:
+                summaries += hparams_summaries(self._log_dir, self._hparams)
+            for summary in summaries:
+                tf.summary.experimental.write_raw_pb(summary)
+            if self._examples is not None:
+                pictures.write_examples(self._examples, self._classes)
+
+    @_while_it_works
+    def on_train_batch_end(self, batch, logs=None):
+        """Writes the batch's scalars, if its turn has come, and once the graph."""
+        before = self._step
+        self._step = int(self.model.optimizer.iterations)
+        if self._graph is not None and not self._graph_written:
+            self._write_graph()
+        if before // self._every_steps != self._step // self._every_steps:
+            self._write_scalars("train", "batch", self._with_rate(logs), self._step)
+            self._write_measures()
+
+    @_while_it_works
+    def on_test_end(self, logs=None):
+        """Writes the results of validation, at the step they belong to."""
+        self._write_scalars("validation", "batch", logs, self._step)
+
+    @_while_it_works
+    def on_epoch_end(self, epoch, logs=None):
+        """Writes the epoch's scalars, and histograms."""
+        parts = {"train": {}, "validation": {}}
+        for name, value in logs.items():
+            run = "validation" if name.startswith("val_") else "train"
+            parts[run][name.removeprefix("val_")] = value
+        parts["train"] = self._with_rate(parts["train"])
+        for run, values in parts.items():
+            if values:
+                self._write_scalars(run, "epoch", values, epoch + 1)
+        with self._writer("train").as_default(epoch + 1):
+            if self._hparams:
+                for name, value in parts["validation"].items():
+                    tf.summary.scalar(f"{VALIDATION}{name}", value)
+            if self._histograms:
+                for weight in self.model.weights:
+                    tf.summary.histogram(f"{weight.path}/histogram", weight.value)
+        for writer in self._writers.values():
+            writer.flush()
+
+    @_while_it_works
+    def on_train_end(self, logs=None):
+        """Writes what is known at the end."""
+        if self._measured_step != self._step:
+            self._write_measures()
+        with self._writer("train").as_default(self._step):
+            for tag, text in self._texts.items():
+                if callable(text):
+                    tf.summary.text(tag, text())
+            if self._sample is not None:
+                pictures.write_mistakes(self.model, self._sample, self._classes)
+        self._close()
+
+    @_while_it_works
+    def on_train_broken_off(self):
+        """Keeps what has been written until then."""
+        self._close()
+
+    def _close(self):
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+
+    def _writer(self, run):
+        if run not in self._writers:
+            path = os.path.join(self._log_dir, run)
+            self._writers[run] = tf.summary.create_file_writer(path)
+        return self._writers[run]
+
+    def _write_graph(self):
+        found = self._graph()
+        if found is not None:
+            self._graph_written = True
+            with self._writer("train").as_default(self._step):
+                tf.summary.graph(readable(found.as_graph_def()))
+
+    def _write_scalars(self, run, prefix, values, step):
+        with self._writer(run).as_default(step):
+            for name, value in values.items():
+                tf.summary.scalar(f"{prefix}_{name}", value)
+
+    def _write_measures(self):
+        self._measured_step = self._step
+        with self._writer("train").as_default(self._step):
+            for measure in self._measures:
+                for tag, value in measure().items():
+                    tf.summary.scalar(tag, value)
+
+    def _with_rate(self, logs):
+        return {**logs, "learning_rate": float(self.model.optimizer.learning_rate)}

@@ -1,0 +1,119 @@
+"""Shows a model's examples and mistakes in TensorBoard."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.monitoring.tensorboard import drawing
+
+# Of more examples than that, the first ones: it takes as long as their evaluation.
+_MOST_EXAMPLES = 10_000
+# Of more classes than that, nobody reads a table.
+_MOST_CLASSES = 20
+
+
+class Classes:
+    """The names of classes; their numbers where they have none."""
+
+    def __init__(self, names: Sequence[str] | None = None):
+        self._names = names
+
+    def __getitem__(self, label: Any) -> str:
+        return self._names[int(label)] if self._names else str(int(label))
+
+    def drawn(self, label: Any) -> str:
+        """The name as it is drawn: the number, if the font lacks a letter."""
+        return drawing.plain(self[label]) or str(int(label))
+
+
+def write_examples(batches: Iterable, classes: Classes, most: int = 9) -> None:
+    """Writes the first examples, each with its class.
+
+    Tags are `input` (one picture of all) and `input_labels` (the same classes as text).
+
+    Args:
+        batches: Pairs of (uint8 images [B, H, W, C], labels [B]).
+        classes: The names of the classes.
+        most: How many to write.
+    """
+    images, labels = next(iter(batches))
+    drawn = [classes.drawn(label) for label in labels[:most]]
+    _write_image("input", drawing.sheet(images[:most].numpy(), drawn))
+    # A tag is of one kind only, so not the picture's own.
+    _write_list("input_labels", [classes[label] for label in labels[:most]])
+
+
+def write_mistakes(
+    model: keras.Model, batches: Iterable, classes: Classes, most: int = 16
+) -> None:
+    """Writes what a model takes for what, all together and some of it as pictures.
+
+    Tags are `confusion` (a picture), `confusion_counts` (the same as a table, if there
+    are few classes), `misclassified` (one picture of some) and `misclassified_as`.
+
+    Args:
+        model: The model; it returns a value for each class.
+        batches: As for `write_examples`, or of rows of numbers, which are no pictures.
+            The first is the largest.
+        classes: The names of the classes.
+        most: How many examples to show.
+    """
+    pictures, captions, lines, counts = [], [], [], None
+    for images, labels, outputs in _predicted(model.predict_on_batch, batches):
+        guesses = np.argmax(outputs, axis=-1)
+        if counts is None:
+            counts = np.zeros([outputs.shape[-1]] * 2, int)
+        np.add.at(counts, (labels, guesses), 1)
+        for i in np.flatnonzero(guesses != labels)[: most - len(lines)]:
+            pictures.append(images[i])
+            lines.append(f"{classes[labels[i]]}, taken for {classes[guesses[i]]}")
+            names = (classes.drawn(each) for each in (labels[i], guesses[i]))
+            captions.append("\ntaken for ".join(names))
+        if counts.sum() >= _MOST_EXAMPLES:
+            break
+    if lines:
+        if len(pictures[0].shape) == 3:
+            _write_image("misclassified", drawing.sheet(np.stack(pictures), captions))
+        _write_list("misclassified_as", lines)
+    names = [classes.drawn(label) for label in range(len(counts))]
+    _write_image("confusion", drawing.confusion(counts, names))
+    if len(counts) <= _MOST_CLASSES:
+        tf.summary.text("confusion_counts", table(counts, classes))
+
+
+def table(counts: np.ndarray, classes: Classes) -> str:
+    """Returns a confusion matrix as a table in Markdown: a row for each true class."""
+    names = [classes[label].replace("|", "\\|") for label in range(len(counts))]
+    rows = [
+        ["is \\ taken for", *names],
+        ["---", *["---:"] * len(names)],
+        *(
+            [f"**{name}**", *(str(count) if count else "" for count in row)]
+            for name, row in zip(names, counts, strict=True)
+        ),
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _predicted(
+    predict: Callable[[tf.Tensor], np.ndarray], batches: Iterable
+) -> Iterator[tuple[tf.Tensor, np.ndarray, np.ndarray]]:
+    """Yields images, labels and outputs of each batch."""
+    size = None
+    for images, labels in batches:
+        size = size or len(images)
+        # A short batch is filled up: another size would be traced anew.
+        missing = [[0, size - len(images)], *[[0, 0]] * (images.ndim - 1)]
+        yield images, labels.numpy(), predict(tf.pad(images, missing))[: len(images)]
+
+
+def _write_image(tag, image):
+    tf.summary.image(tag, image[np.newaxis])
+
+
+def _write_list(tag, lines):
+    numbered = [f"{number}. {line}" for number, line in enumerate(lines, start=1)]
+    tf.summary.text(tag, "\n".join(numbered))

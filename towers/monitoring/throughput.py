@@ -1,0 +1,138 @@
+"""Measures images per second."""
+
+import collections
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import keras
+
+from towers.loop import listeners
+
+# Calls of training that spread and jitter are taken of, at most.
+_CALLS = 1000
+
+
+@listeners.changes_no_variable
+class Throughput(keras.callbacks.Callback):
+    """Measures how many examples a second are trained on.
+
+    Only the time inside training calls counts: not validation, not saving, and not
+    the warm-up, in which graphs are built. It adds the epoch's mean so far to Keras's
+    logs, as `images_per_sec`, so that every callback after it (progress bar,
+    TensorBoard, history) shows it; place it first.
+
+    Towers step together, so each has its share of the images of all.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        examples: int | None = None,
+        warmup_steps: int = 10,
+        fractions: Sequence[float] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Initializes the callback.
+
+        Args:
+            batch_size: Examples in a full global batch.
+            examples: Examples in an epoch, if known: the last batch may be short.
+            warmup_steps: Steps at the beginning of the run that are not counted.
+            fractions: The part of a full batch that each tower gets.
+            clock: Returns seconds.
+        """
+        super().__init__()
+        self._batch_size = batch_size
+        self._examples = examples
+        self._warmup_steps = warmup_steps
+        self._fractions = fractions
+        self._clock = clock
+        self._steps = 0
+        self._counted = 0
+        self._counted_s = 0.0
+        self._epoch_counted = 0
+        self._epoch_counted_s = 0.0
+        self._begun_s = 0.0
+        self._next_batch = 0
+        self._rates = collections.deque(maxlen=_CALLS)
+        self._told = 0, 0.0
+
+    @property
+    def images_per_sec(self) -> float | None:
+        """Examples a second over the run so far, `None` during the warm-up."""
+        return self._counted / self._counted_s if self._counted_s else None
+
+    @property
+    def seconds(self) -> float:
+        """Time inside training calls so far, without the warm-up."""
+        return self._counted_s
+
+    def text(self, fraction: float = 1.0) -> str:
+        """Says how fast the run has been, in the words of tf_cnn_benchmarks.
+
+        That is: the mean, its standard error, and the jitter, which is the standard
+        deviation as estimated from the median of the deviations from the median; the
+        last two over the last 1000 calls.
+
+        Args:
+            fraction: The part of the examples to speak of, such as a tower's.
+        """
+        if self.images_per_sec is None:
+            return "images/sec: not measured, as the run ended while it warmed up"
+        rates = [fraction * rate for rate in self._rates]
+        spread = statistics.pstdev(rates) / math.sqrt(len(rates))
+        median = statistics.median(rates)
+        jitter = 1.4826 * statistics.median(abs(rate - median) for rate in rates)
+        mean = fraction * self.images_per_sec
+        return f"images/sec: {mean:,.1f} +/- {spread:,.1f} (jitter = {jitter:,.1f})"
+
+    def measured(self) -> dict[str, float]:
+        """Returns examples a second since it was last called, in all and by tower."""
+        count, seconds = self._told
+        self._told = self._counted, self._counted_s
+        if self._counted_s == seconds:
+            return {}
+        rate = (self._counted - count) / (self._counted_s - seconds)
+        towers = {f"/tower_{k}": part for k, part in enumerate(self._fractions)}
+        return {
+            f"samples_per_sec{tower}": rate * part
+            for tower, part in {"": 1.0, **towers}.items()
+        }
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Starts the epoch's count."""
+        self._epoch_counted, self._epoch_counted_s = 0, 0.0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Starts the clock; `batch` is the first of the call's batches."""
+        self._next_batch = batch
+        self._begun_s = self._clock()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Stops the clock; `batch` is the last of the call's batches."""
+        elapsed_s = self._clock() - self._begun_s
+        examples = self._seen(batch + 1) - self._seen(self._next_batch)
+        warm = self._steps >= self._warmup_steps
+        self._steps += batch + 1 - self._next_batch
+        if warm:
+            self._counted += examples
+            self._counted_s += elapsed_s
+            self._rates.append(examples / elapsed_s)
+            self._epoch_counted += examples
+            self._epoch_counted_s += elapsed_s
+        self._report(logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Adds the epoch's mean to the logs."""
+        self._report(logs)
+
+    def _report(self, logs):
+        # A mean, as all that Keras logs is: single steps jump.
+        if self._epoch_counted_s:
+            logs["images_per_sec"] = self._epoch_counted / self._epoch_counted_s
+
+    def _seen(self, batches):
+        seen = batches * self._batch_size
+        return seen if self._examples is None else min(seen, self._examples)

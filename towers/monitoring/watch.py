@@ -1,0 +1,52 @@
+"""The callbacks that measure a run, put together."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import keras
+
+from towers.monitoring.bottleneck.starvation import Starvation
+from towers.monitoring.device_report import DeviceReport
+from towers.monitoring.throughput import Throughput
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What measures a run: each part answers one question.
+
+    Attributes:
+        throughput: How fast is it?
+        starvation: What does a step's time go to, and what is it bound by?
+        devices: What do the devices have to do?
+        fractions: The part of a full batch that each tower gets.
+    """
+
+    throughput: Throughput
+    starvation: Starvation
+    devices: DeviceReport
+    fractions: Sequence[float]
+
+    @property
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        """The callbacks, to be placed before those that show what they add to logs."""
+        return [self.throughput, self.starvation, self.devices]
+
+    @property
+    def measures(self) -> list[Callable[[], dict[str, float]]]:
+        """What to write to TensorBoard; see `TensorBoard`."""
+        return [part.measured for part in self.callbacks]
+
+    def text(self) -> str:
+        """Says what was measured of the whole run, in lines."""
+        lines = [self.throughput.text()]
+        if len(self.fractions) > 1:
+            lines += [
+                f"  tower {k}: {self.throughput.text(part)}, computing {busy:.0%} of "
+                "the time"
+                for k, (part, busy) in enumerate(
+                    zip(self.fractions, self.starvation.busy(), strict=False)
+                )
+            ]
+        if step := self.starvation.text():
+            lines.append(f"a step: {step}")
+        return "\n".join([*lines, self.devices.text()])

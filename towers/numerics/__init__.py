@@ -1,0 +1,6 @@
+"""Steps that are not finite: where that began."""
+
+from towers.program import lazy
+
+# As in `towers`.
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

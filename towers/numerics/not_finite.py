@@ -1,0 +1,120 @@
+"""Says what was wrong with a step that a guard has stopped."""
+
+import dataclasses
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.builders.base import Builder
+from towers.builders.guard import Caught
+from towers.collectives import batch
+from towers.lifecycle.checkpoint import NotFinite
+from towers.numerics import search, stopped_step
+from towers.numerics.search import Finding
+from towers.numerics.stopped_step import Case, find_row, named
+
+
+class NotFiniteStep(NotFinite):
+    """A step of training is not finite; its batch was left out, and training ended.
+
+    Attributes:
+        step: Number of the step.
+        finding: What was not finite first.
+        file: What `locate` reads, if it was written.
+        checkpoint: The last checkpoint, "" before the first, `None` if none are made.
+    """
+
+    def __init__(self, step: int, finding: Finding, text: str, file: str | None):
+        super().__init__(text)
+        self.step, self.finding, self.file = step, finding, file
+        self.checkpoint: str | None = None
+
+    def __str__(self) -> str:
+        saved = ""
+        if self.checkpoint is not None:
+            saved = "; nothing was saved yet"
+            if self.checkpoint:
+                saved = f"; the last checkpoint, from before, is {self.checkpoint}"
+        return f"{super().__str__()}{saved}."
+
+
+def explain(
+    builder: Builder, caught: Caught, given: Mapping[str, Any], file: str | None
+) -> NotFiniteStep:
+    """Finds out what was wrong with a step that a guard has stopped.
+
+    Args:
+        builder: Whose step it is.
+        caught: What the guard has caught.
+        given: The arguments of `fit` by name, if it is `fit` that runs.
+        file: Where to write the step, for `locate`, if anywhere.
+
+    Returns:
+        The error to raise.
+    """
+    raw = keras.utils.unpack_x_y_sample_weight(caught.data)
+    case = _case(builder, caught, raw)
+    devices = builder.devices if caught.tower is None else [builder.devices[case.first]]
+    finding = search.search(builder.model, case, devices)
+    origin = ""
+    if finding.source == "data":
+        tensor, row = named(raw).get(finding.name), finding.rows[0]
+        if tensor is None or not search.bad_rows(tensor, batch.batch_size(raw)):
+            name = f"what `preprocess` has made of {finding.name}"
+            finding = dataclasses.replace(finding, name=name)
+        elif places := find_row(given, finding.name, np.asarray(tensor[row])):
+            equal = f" or one of {len(places) - 1} like it" if len(places) > 1 else ""
+            origin = f"; it is {finding.name}[{places[0]}]{equal} of what `fit` has got"
+    written = ""
+    if file is not None:
+        try:
+            stopped_step.write(file, case)
+            written = f"; the batch is in {file}"
+        except (OSError, ValueError) as error:
+            written, file = f"; the batch cannot be written to {file}: {error}", None
+    skipped = ""
+    if caught.skipped:
+        skipped = f", after {caught.skipped} skipped for the loss scale"
+    text = f"Step {caught.step}{_place()}{skipped}: {finding}{origin}"
+    text = f"{text}; {finding.advice}; nothing of the step was applied{written}"
+    return NotFiniteStep(caught.step, finding, text, file)
+
+
+def _case(builder, caught, raw):
+    model, data, shares = builder.model, raw, builder.shares
+    values = [variable.value for variable in search.variables_of(model)]
+    if caught.tower is not None:
+        # One of towers that do not wait: others may have updated what it has read.
+        shares, read = (1,), [*caught.values.params, *caught.values.state]
+        values = [
+            now if then is None else then
+            for then, now in zip(read, values, strict=True)
+        ]
+        if builder.preprocess is not None:
+            data = builder.preprocess(raw, training=True)
+    elif builder.preprocess is not None:
+        _, data = builder.prepare(raw, training=True)
+    return Case(
+        caught.step,
+        data,
+        [tf.convert_to_tensor(value) for value in values],
+        shares,
+        caught.tower or 0,
+        len(builder.devices),
+        builder.loss_placed == "gathered",
+    )
+
+
+def _place():
+    """Epoch and batch that `fit` is at, as a phrase, if it is `fit` that runs."""
+    for frame, _ in traceback.walk_stack(None):
+        local = frame.f_locals
+        if frame.f_code.co_name == "fit" and {"epoch", "begin_step"} <= local.keys():
+            first, last = local["begin_step"] + 1, local.get("end_step", 0) + 1
+            batches = f"batch {first}" if last <= first else f"batches {first}-{last}"
+            return f" (epoch {local['epoch'] + 1}, {batches})"
+    return ""

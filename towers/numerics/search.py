@@ -1,0 +1,355 @@
+"""Finds where numbers stop being finite in a step that was stopped.
+
+The step is computed once more, op by op, with the same variables, batch and random
+seeds, and each layer's call is watched: forward, the first whose outputs are not finite
+while its inputs are; backward, the first that makes such a gradient of one that is
+finite. Where no step is stopped, nothing of this runs.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.collectives import batch
+from towers.keras_adapter.replace import Replacement
+from towers.layers import fused, seeds
+from towers.numerics import stopped_step
+from towers.numerics.stopped_step import Case, named
+from towers.program import words
+from towers.tower import build, tower
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What was not finite first.
+
+    Attributes:
+        source: "data", "variable" (before the step), "layer", "loss", or "unknown".
+        name: Of the tensor, variable or layer, as a phrase.
+        during: "forward", "backward", "update" (of the step before), or "" where it was
+            there before.
+        tower: Index of the tower, `None` if it cannot be told.
+        towers: Number of towers.
+        rows: The examples in question, as rows of the batch; none if they cannot be
+            told.
+        examples: How many examples the tower, or the step, had.
+    """
+
+    source: str
+    name: str = ""
+    during: str = ""
+    tower: int | None = None
+    towers: int = 1
+    rows: tuple[int, ...] = ()
+    examples: int = 0
+
+    def __str__(self) -> str:
+        if self.source == "data":
+            more = len(self.rows) - 1
+            others = f" (and {words.count(more, 'more row')})"
+            what = f"{self.name}[{self.rows[0]}] of the batch"
+            return f"{what}{others if more else ''} is not finite{self._on()}"
+        if self.source == "variable":
+            made = ": the update of the step before made it so" if self.during else ""
+            return f"the variable {self.name} was not finite before it{made}"
+        if self.source == "unknown":
+            return (
+                "the loss or a gradient is not finite, but was when the step was "
+                "computed once more, op by op"
+            )
+        what = {
+            ("layer", "forward"): f"the output of {self.name} is not finite",
+            ("layer", "backward"): f"{self.name} makes a gradient that is not finite",
+            ("loss", "forward"): "the loss is not finite, while the outputs are,",
+            ("loss", "backward"): "the loss has a gradient that is not finite",
+        }[self.source, self.during]
+        count = ""
+        if self.rows:
+            count = f", {len(self.rows)} of {self.examples} examples"
+        return f"{what}{self._on()} ({self.during} pass){count}"
+
+    @property
+    def advice(self) -> str:
+        """What to look at, as a clause."""
+        if self.source == "variable" and not self.during:
+            return "look for what has set it"
+        return {
+            "data": "look where it comes from, or leave it out",
+            "variable": "try a smaller learning rate, or clip the gradients",
+            "layer": "look for a root, logarithm or quotient there, or try a smaller "
+            "learning rate",
+            "loss": "look for a root, logarithm or quotient in it, and for targets "
+            "that it does not expect",
+            "unknown": "look for a layer that does not compute the same twice",
+        }[self.source]
+
+    def _on(self):
+        known = self.tower is not None
+        return f" on tower {self.tower} of {self.towers}" if known else ""
+
+
+def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
+    """Computes a step again that was stopped, and says what was not finite first.
+
+    Example:
+    >>> parallel = multi_gpu_model(model, gpus=2, check_numerics="bad.npz")
+    >>> parallel.fit(x, y)  # stops, and says where, and that it has written bad.npz
+    >>> print(locate(model, "bad.npz"))
+
+    Args:
+        model: The same model, compiled with the same loss, wherever it runs. No
+            variable changes, and their values are those of the file.
+        file: What was written when the step was stopped.
+
+    Returns:
+        The finding.
+
+    Raises:
+        ValueError: The file is not of such a step, or of another model, or the model is
+            not compiled.
+    """
+    model = getattr(model, "__wrapped__", model)
+    if not model.compiled:
+        raise ValueError(
+            f"Received model '{model.name}', which is not compiled; expected the loss "
+            "of the step, so call `model.compile(loss=...)` first (towers.train has "
+            "SparseCategoricalCrossentropy, or CategoricalCrossentropy of mixed "
+            "examples, and from_logits=True unless the model ends in a softmax)."
+        )
+    case = stopped_step.read(file)
+    build.from_symbols(model, case.data)
+    shapes = [tuple(variable.shape) for variable in variables_of(model)]
+    found = [tuple(value.shape) for value in case.variables]
+    if shapes != found:
+        raise ValueError(
+            f"Received {os.fspath(file)} with {len(found)} variables for a model with "
+            f"{len(shapes)}, or of other shapes; expected the model that it was "
+            "written for."
+        )
+    return search(model, case)
+
+
+def search(model: keras.Model, case: Case, devices: Sequence[str] = ()) -> Finding:
+    """Says what was not finite first in a step.
+
+    Args:
+        model: A built, compiled model. No variable changes.
+        case: The step.
+        devices: Where to compute it: a device for each of its towers.
+    """
+    values = [tf.convert_to_tensor(value) for value in case.variables]
+    for variable, value in zip(variables_of(model), values, strict=True):
+        if not _is_finite(value):
+            during = "update" if case.step > 1 else ""
+            name = f"'{variable.path}'"
+            return Finding("variable", name, during, towers=case.towers)
+    size = batch.batch_size(case.data)
+    for k, (start, end) in enumerate(batch.share_bounds(size, case.shares)):
+        if start == end:
+            continue
+        share = batch.take(case.data, start, end)
+        with tf.device(devices[k] if devices else None):
+            found = _search_share(model, share, values, k, loss=not case.gathered)
+        if found is not None:
+            rows = tuple(start + row for row in found.rows)
+            here = {"tower": case.first + k, "towers": case.towers}
+            return dataclasses.replace(found, rows=rows, **here)
+    if len(case.shares) > 1 or case.gathered:
+        # What needs the whole batch: a loss on gathered outputs, synchronized layers.
+        found = _search_share(model, case.data, values, 0, loss=True)
+        if found is not None:
+            return dataclasses.replace(
+                found, tower=_tower_of(found.rows, size, case), towers=case.towers
+            )
+    return Finding("unknown", towers=case.towers)
+
+
+def _tower_of(rows, size, case):
+    """The tower that has the first of some rows."""
+    for k, (start, end) in enumerate(batch.share_bounds(size, case.shares)):
+        if rows and start <= rows[0] < end:
+            return case.first + k
+    return None
+
+
+# One share.
+
+
+def _search_share(model, share, values, k, loss):
+    """What is not finite first in one share, `None` if all is."""
+    found = _replay(model, share, values, k, loss)
+    if found is None:
+        return None
+    size = batch.batch_size(share)
+    for name, tensor in named(share).items():
+        if rows := bad_rows(tensor, size):
+            found = Finding("data", name, rows=rows)
+            break
+    return dataclasses.replace(found, examples=size)
+
+
+def _replay(model, share, values, k, with_loss):
+    x, y, sample_weight = share
+    params = values[: len(model.trainable_variables)]
+    state = seeds.of_tower(model, values[len(params) :], k)
+    mapping = [*zip(variables_of(model), [*params, *state], strict=True)]
+    size = batch.batch_size(x)
+    with (
+        tf.GradientTape() as tape,
+        keras.StatelessScope(mapping, collect_losses=True),
+        fused.batch_normalization(),
+    ):
+        tape.watch(params)
+        with _watched() as calls:
+            training = {"training": True} if model._call_has_training_arg else {}
+            outputs = model(x, **training)
+        if found := _forward(model, calls, size):
+            return found
+        if not with_loss:
+            return None
+        loss = model._compute_loss(x, y, outputs, sample_weight, training=True)
+    if not _is_finite(loss):
+        return Finding("loss", during="forward")
+    return _backward(model, calls, tape, loss, params, outputs, size)
+
+
+class _Call(NamedTuple):
+    """A call of a layer, or of another of Keras's operations, that has ended.
+
+    Attributes:
+        operation: What was called.
+        inputs: The floating tensors that it was called with: copies of its own, so
+            that their gradients are those of this call alone.
+        outputs: Those that it returned.
+    """
+
+    operation: keras.Operation
+    inputs: list[tf.Tensor]
+    outputs: list[tf.Tensor]
+
+
+_operation = Replacement(keras.Operation, "__call__")
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[list[_Call]]:
+    """Inside, calls are noted as they end: inner ones before those around them."""
+    calls = []
+
+    def watched(call, operation, *args, **kwargs):
+        if not tf.executing_eagerly():
+            return call(operation, *args, **kwargs)
+        args, kwargs = keras.tree.map_structure(_copy, (args, kwargs))
+        outputs = call(operation, *args, **kwargs)
+        calls.append(_Call(operation, _floats((args, kwargs)), _floats(outputs)))
+        return outputs
+
+    with _operation.by(watched):
+        yield calls
+
+
+def _copy(value):
+    if not _is_float(value):
+        return value
+    copy = tf.identity(value)
+    for name in tower.TAGS:
+        if (tag := getattr(value, name, None)) is not None:
+            setattr(copy, name, tag)
+    return copy
+
+
+def _forward(model, calls, size):
+    """The first call that makes what is not finite of what is."""
+    reached = None
+    for operation, inputs, outputs in calls:
+        if not _all_finite(inputs):
+            # Finite in the data, but not in the layer's type, or computed in between.
+            reached = reached or (
+                f"what comes before {_phrase(model, operation)}",
+                inputs,
+            )
+        elif not _all_finite(outputs):
+            reached = reached or (_phrase(model, operation), outputs)
+            break
+    if reached is None:
+        return None
+    name, tensors = reached
+    return Finding("layer", name, "forward", rows=_rows_of(tensors, size))
+
+
+def _backward(model, calls, tape, loss, params, outputs, size):
+    """The call that makes a gradient that is not finite of one that is."""
+    ends = [t for t in tower.differentiable(outputs) if _is_float(t)]
+    sources = [ends, params, [call.inputs for call in calls]]
+    sources.append([call.outputs for call in calls])
+    of_ends, of_params, of_inputs, of_outputs = tape.gradient(loss, sources)
+    if not _all_finite(of_ends):
+        rows = _rows_of(of_ends, size)
+        return Finding("loss", during="backward", rows=rows)
+    by_variable = {
+        id(variable): gradient
+        for variable, gradient in zip(model.trainable_variables, of_params, strict=True)
+    }
+    for call, before, after in zip(calls, of_inputs, of_outputs, strict=True):
+        weights = getattr(call.operation, "trainable_variables", ())
+        of_weights = [by_variable.get(id(variable)) for variable in weights]
+        if _all_finite(after) and not _all_finite([*before, *of_weights]):
+            name = _phrase(model, call.operation)
+            return Finding("layer", name, "backward", rows=_rows_of(before, size))
+    if not _all_finite(of_params):
+        return Finding("loss", during="backward")
+    return None
+
+
+def _phrase(model, operation):
+    if operation is model:
+        return f"model '{model.name}' outside of its layers"
+    layer = isinstance(operation, keras.layers.Layer)
+    return f"{'layer' if layer else 'operation'} '{operation.name}'"
+
+
+# Tensors.
+
+
+def bad_rows(tensor: Any, size: int) -> tuple[int, ...]:
+    """Returns the rows of a tensor that are not finite, if it has one an example."""
+    if not _is_float(tensor) or not tensor.shape.rank or tensor.shape[0] != size:
+        return ()
+    wrong = ~tf.math.is_finite(tensor)
+    rows = tf.reduce_any(tf.reshape(wrong, [size, -1]), axis=1)
+    return tuple(map(int, np.flatnonzero(rows)))
+
+
+def _rows_of(tensors, size):
+    return next(filter(None, (bad_rows(tensor, size) for tensor in tensors)), ())
+
+
+def variables_of(model: keras.Model) -> list[keras.Variable]:
+    """Returns the model's variables, those that are trained first."""
+    return model.trainable_variables + model.non_trainable_variables
+
+
+def _is_float(value):
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+
+
+def _floats(nest):
+    return [*filter(_is_float, keras.tree.flatten(nest))]
+
+
+def _is_finite(tensor):
+    if isinstance(tensor, tf.IndexedSlices):
+        tensor = tensor.values
+    if not _is_float(tensor):
+        return True
+    return bool(tf.reduce_all(tf.math.is_finite(tensor)))
+
+
+def _all_finite(tensors):
+    return all(map(_is_finite, tensors))

@@ -1,0 +1,1 @@
+"""How a program starts, reads its flags and speaks. Nothing here needs TensorFlow."""

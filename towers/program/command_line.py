@@ -1,0 +1,122 @@
+"""Reads the flags of a program, and shows its help, before TensorFlow is imported."""
+
+import difflib
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+
+# Logging defines --verbosity.
+from absl import flags, logging  # noqa: F401
+
+from towers.program.suggestions import unknown_flag
+
+Groups = Mapping[str, Iterable[flags.Flag]]
+
+
+def read(
+    argv: Sequence[str],
+    doc: str,
+    groups: Groups,
+    more: Groups | None = None,
+    values: flags.FlagValues = flags.FLAGS,
+) -> list[str]:
+    """Reads a program's flags, or shows its help and ends it.
+
+    Args:
+        argv: The program's name and its arguments.
+        doc: What the program is for, as the help begins.
+        groups: The flags that --help shows, below their headings.
+        more: All that --helpfull shows; by default the same.
+        values: Where the flags are kept.
+
+    Returns:
+        The program's name, and the arguments that are not flags.
+
+    Raises:
+        ValueError: A flag is unknown, or has a value of another form.
+        SystemExit: The help was asked for.
+    """
+    asked = {
+        arg.lstrip("-") for arg in argv[1:] if re.fullmatch("--?h[a-z]*|-[?]", arg)
+    }
+    if asked & {"helpfull", "help_full"}:
+        print(help_text(doc, more or groups))
+        sys.exit(0)
+    if asked & {"h", "?", "help", "helpshort"}:
+        print(help_text(doc, groups))
+        if more:
+            print("\n--helpfull shows all flags.")
+        sys.exit(0)
+    try:
+        return values(argv)
+    except flags.UnrecognizedFlagError as error:
+        raise ValueError(unknown_flag(error.flagname, list(values))) from error
+    except flags.IllegalFlagValueError as error:
+        raise ValueError(illegal(error, values)) from error
+    except flags.Error as error:
+        said = str(error).removeprefix("ERROR:: ").rstrip(".")
+        raise ValueError(f"{said}; see --help.") from error
+
+
+_KINDS = {
+    flags.IntegerParser: "a whole number",
+    flags.FloatParser: "a number",
+    flags.BooleanParser: "true or false",
+}
+
+
+def illegal(error: flags.IllegalFlagValueError, values: flags.FlagValues) -> str:
+    """Says of which form a flag's value has to be."""
+    said = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", str(error), re.DOTALL)
+    if not said or said[1] not in values:
+        return f"{error}; see --help."
+    parser = values[said[1]].parser
+    expected = next(
+        (text for kind, text in _KINDS.items() if isinstance(parser, kind)), ""
+    )
+    least, most = (getattr(parser, f"{end}_bound", None) for end in ("lower", "upper"))
+    if least is not None:
+        expected += f" of at least {least}" if most is None else f", {least} to {most}"
+    if isinstance(parser, flags.EnumParser):
+        expected = f"one of {', '.join(parser.enum_values)}"
+        near = difflib.get_close_matches(said[2], parser.enum_values, n=1)
+        expected += f" (did you mean {near[0]}?)" if near else ""
+    return (
+        f"Received --{said[1]}={said[2]}; expected {expected or said[3]}; see --help."
+    )
+
+
+def help_text(doc: str, groups: Groups) -> str:
+    """Describes a program and its flags, in lines of 80 characters."""
+    lines = [doc.strip()]
+    for title, members in groups.items():
+        lines += ["", f"{title}:"]
+        for flag in members:
+            lines += _help_lines(flag)
+    return "\n".join(lines)
+
+
+def _help_lines(flag: flags.Flag) -> list[str]:
+    default = flag.default
+    if isinstance(default, list):
+        default = ",".join(default)
+    name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+    said = flag.help
+    if isinstance(flag.parser, flags.EnumParser):
+        values = flag.parser.enum_values
+        said = said.removeprefix(f"<{'|'.join(values)}>: ")  # absl's
+        said = f"{', '.join(values)}: {said}"
+    if flag.boolean:
+        default = "yes" if default else None
+    if default not in (None, ""):
+        said += f" Default: {default}."
+    column = 24
+    text = textwrap.wrap(said, 80 - column, break_on_hyphens=False)
+    first = f"  {name}"
+    if len(first) < column:
+        return [
+            f"{first:{column}}{text[0]}",
+            *(" " * column + line for line in text[1:]),
+        ]
+    return [first, *(" " * column + line for line in text)]

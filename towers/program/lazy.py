@@ -1,0 +1,45 @@
+"""Gives a package's names when they are asked for, so that importing it is cheap."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def attach(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Makes the `__getattr__`, `__dir__` and `__all__` of a package, as of PEP 562.
+
+    The names are those in its __init__.pyi, which type checkers read. `lazy_loader`
+    does the same (https://scientific-python.org/specs/spec-0001), but would have to be
+    there, and towers.doctor is for machines where nothing may be.
+
+    Args:
+        package: Its name.
+        file: Its `__file__`. In the .pyi beside it is nothing but imports from within
+            the package: `from .module import name as name`.
+
+    Returns:
+        The two functions, and the names.
+    """
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
+    # `from . import name` has no module: the name is one.
+    homes = {name.name: node.module for node in stub.body for name in node.names}
+
+    def find(name):
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes[name]
+        value = importlib.import_module(f"{package}.{home or name}")
+        if home and not hasattr(value, name):
+            value = importlib.import_module(f"{package}.{home}.{name}")
+        elif home:
+            value = getattr(value, name)
+        # From now on it is found without this function.
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *homes}), sorted(homes)

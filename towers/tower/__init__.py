@@ -1,0 +1,1 @@
+"""The tower: a model's computation on one device."""

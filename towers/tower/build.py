@@ -1,0 +1,108 @@
+"""Creates what Keras creates late: variables of layers, losses, metrics and optimizer.
+
+A tower cannot create a variable, so all have to exist before one is traced.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+from towers.tower import eager, tower
+from towers.tower.preprocess import Preprocess
+
+
+def from_symbols(
+    model: keras.Model, data: Any, preprocess: Preprocess | None = None
+) -> None:
+    """Creates the variables of a model, its compiled losses, metrics and optimizer.
+
+    Args:
+        model: A compiled Keras model.
+        data: A batch as Keras's `train_step` gets it, or its `tf.TypeSpec`s.
+        preprocess: What towers do to the batch before the model sees it, if anything.
+    """
+    if preprocess is None:
+        _build(model, data)
+        return
+    data = keras.utils.unpack_x_y_sample_weight(data)
+    x, y, weight = preprocess.spec(data, training=True)
+    # Metrics take y as it was given, the loss what has been made of it.
+    with _as_if_built(model._compile_loss):
+        _build(model, (x, data[1], weight))
+    _build(model, (x, y, weight))
+
+
+def by_a_call(
+    model: keras.Model, data: Any, preprocess: Preprocess | None = None
+) -> None:
+    """Creates the variables of a model's layers in plain Python, as nobody's step.
+
+    Args:
+        model: A Keras model.
+        data: (x, y, sample_weight): a tower's share of a batch.
+        preprocess: As for `from_symbols`.
+    """
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    with eager.aside(model, builds=True):
+        if preprocess is not None:
+            x, *_ = preprocess((x, y, None), training=False)
+        with keras.StatelessScope():
+            tower.call(model, x, training=False)
+
+
+def symbols(data: Any) -> Any:
+    """Returns Keras's symbols for a nest of tensors, or of their `tf.TypeSpec`s."""
+    return tf.nest.map_structure(_symbol, data)
+
+
+def overrides(model: keras.Model, method: str) -> bool:
+    """Tells whether a model, or its class, has a method of its own in place of Keras's.
+
+    Args:
+        model: A Keras model.
+        method: The name of a method of `keras.Model`.
+    """
+    found = getattr(model, method)
+    return getattr(found, "__func__", found) is not getattr(keras.Model, method)
+
+
+def _build(model, data):
+    def losses(x, y, y_pred, sample_weight, training):
+        """Stands in for a `compute_loss` of the user's, which need not use these."""
+        with contextlib.suppress(Exception):
+            model._compile_loss(y, y_pred, sample_weight)
+
+    of_the_user = contextlib.nullcontext()
+    if overrides(model, "compute_loss"):
+        # It may need more than symbols, such as a gradient.
+        of_the_user = mock.patch.object(model, "_compute_loss", losses)
+    with of_the_user:
+        model._symbolic_build(data_batch=symbols(data))
+
+
+@contextlib.contextmanager
+def _as_if_built(losses) -> Iterator[None]:
+    """Inside, Keras does not build the compiled losses."""
+    if losses is None or losses.built:
+        yield
+        return
+    losses.built = True
+    try:
+        yield
+    finally:
+        losses.built = False
+
+
+def _symbol(tensor):
+    if tensor is None:
+        return None
+    return keras.KerasTensor(
+        tensor.shape,
+        tf.as_dtype(tensor.dtype).name,
+        sparse=isinstance(tensor, tf.SparseTensor),
+        ragged=isinstance(tensor, tf.RaggedTensor),
+    )

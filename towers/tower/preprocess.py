@@ -1,0 +1,146 @@
+"""What a user has done to the examples on the towers, before the model sees them.
+
+Batches then travel as they are stored, such as in 8 bits, and each tower makes its own
+share what the model computes with. The model itself, and what is saved of it, know
+nothing of this.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towers.analysis import effects
+from towers.collectives import batch
+from towers.devices import HOST
+from towers.tower.tower import ModelError, TowerResult
+
+Function = Callable[[Any, Any, bool], tuple[Any, Any]]
+
+# Odd and large, as for the towers' other seeds.
+_SEED_STEP = 0x9E3779B1
+
+
+class Preprocess:
+    """A function `preprocess(x, y, training)` of the user's, checked."""
+
+    def __init__(self, function: Function):
+        """Keeps the function.
+
+        Args:
+            function: Takes x and y of some examples, nests of tensors with one row an
+                example (y is `None` in prediction), and whether they are to be trained
+                on. Returns x and y.
+        """
+        self._function = function
+        self._traced = tf.function(
+            lambda x, y, training: self((x, y, None), training)[:2], autograph=False
+        )
+
+    def __call__(self, share: Any, training: bool) -> tuple[Any, Any, Any]:
+        """Preprocesses one share, where it is called.
+
+        Args:
+            share: (x, y, sample_weight).
+            training: Whether they are to be trained on.
+
+        Returns:
+            The same, with another x and y.
+
+        Raises:
+            ModelError: If the function is not as expected. Where the number of rows is
+                known only when the graph runs, `tf.errors.InvalidArgumentError` then.
+        """
+        x, y, sample_weight = share
+        rows = batch.batch_size(x)
+        try:
+            returned = self._function(x, y, training)
+        except (TypeError, ValueError) as error:
+            if isinstance(rows, int) or "None" not in str(error):
+                raise
+            raise ModelError(
+                "`preprocess` could not be called with an unknown number of examples, "
+                "as towers do; expected no use of a static one, so write "
+                f"tf.shape(x)[0] instead of x.shape[0]. It said: {error}"
+            ) from error
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise ModelError(
+                f"`preprocess` returned {_describe(returned)}; expected the pair "
+                "(x, y), so return both, also where one of them stays as it is."
+            )
+        if not tf.executing_eagerly():
+            _refuse_effects(tf.compat.v1.get_default_graph())
+        _check_rows(rows, returned)
+        return *returned, sample_weight
+
+    def on_tower(self, k: int, training: bool) -> Callable[[Any], TowerResult]:
+        """Returns the function for one tower, which draws random numbers of its own.
+
+        Args:
+            k: Index of the tower.
+            training: As for a call.
+        """
+
+        def function(share):
+            graph = tf.compat.v1.get_default_graph()
+            if k and not tf.executing_eagerly() and graph.seed is not None:
+                tf.random.set_seed(graph.seed + k * _SEED_STEP)  # the graph's only
+            return TowerResult(self(share, training))
+
+        return function
+
+    def spec(self, data: Any, training: bool) -> tuple[Any, Any, Any]:
+        """Tells what a batch is after preprocessing, in shapes and types.
+
+        Args:
+            data: (x, y, sample_weight), of tensors, arrays or `tf.TypeSpec`s.
+            training: As for a call.
+        """
+        x, y, sample_weight = data
+        with tf.device(None):
+            traced = self._traced.get_concrete_function(*_specs((x, y)), training)
+        return *traced.structured_outputs, sample_weight
+
+
+def _describe(returned):
+    size = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
+    return f"a {type(returned).__name__}{size}"
+
+
+def _refuse_effects(graph):
+    for effect in effects.of(graph.get_operations()):
+        if effect.type not in effects.RANDOM | effects.REPEATED:
+            raise ModelError(
+                f"`preprocess` changes something outside of itself, by {effect}, and "
+                "each tower would change it again; expected a function that only "
+                "computes, so draw random numbers by tf.random instead of Keras's "
+                "seed generators."
+            )
+
+
+def _check_rows(before, returned):
+    """Checks that a row has been returned for each example."""
+    for tensor in tf.nest.flatten(returned):
+        if tensor is None or tf.TensorShape(tensor.shape).rank == 0:
+            continue
+        after = batch.batch_size(tensor)
+        if isinstance(before, int) and isinstance(after, int):
+            if before != after:
+                raise ModelError(
+                    f"`preprocess` returned {after} rows for {before} examples; "
+                    "expected as many, so remove examples in the data instead."
+                )
+            continue
+        # The numbers are in the host's memory, also those of a GPU's tensors.
+        with tf.device(HOST):
+            tf.debugging.assert_equal(
+                after, before, "Expected `preprocess` to return as many rows as it got."
+            )
+
+
+def _specs(nest):
+    def spec(tensor):
+        known = tensor is None or isinstance(tensor, tf.TypeSpec)
+        return tensor if known else tf.type_spec_from_value(tensor)
+
+    return tf.nest.map_structure(spec, nest)

@@ -1,0 +1,52 @@
+"""Makes a sentence of TensorFlow's error if shapes do not fit a tower's share."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from towers.tower.tower import ModelError
+
+# What TensorFlow says where shapes do not fit.
+_WORDS = (
+    "Dimensions must be equal",
+    "Dimensions of inputs should match",
+    "Incompatible shapes",
+    "Input to reshape is a tensor with",
+    "Matrix size-incompatible",
+    "In[0] mismatch In[1] shape",
+    "must be evenly divisible",
+    "required broadcastable shapes",
+    "required shape to be",
+)
+
+
+@contextlib.contextmanager
+def told(model: keras.Model) -> Iterator[None]:
+    """Inside, towers are traced or run; an error about shapes becomes a sentence.
+
+    Args:
+        model: Their model.
+
+    Raises:
+        ModelError: Where shapes do not fit, as TensorFlow has found.
+    """
+    try:
+        yield
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        if isinstance(error, ModelError):
+            raise
+        lines = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}", "", str(error)).splitlines()
+        found = [line for line in lines if any(word in line for word in _WORDS)]
+        if not found:
+            raise
+        said = re.split(r" for '|\[\[| \[Op:", found[0].strip())[0].strip().rstrip(".")
+        raise ModelError(
+            f"Model '{model.name}' cannot compute a tower's share of the rows of a "
+            f"batch ({said}); expected layers that treat each example by itself, so do "
+            "not group rows, as `reshape(h, (-1, 4, d))` does, and make a matrix of "
+            "all rows a variable of the model. If one device raises the same error, "
+            "the shapes do not fit there either."
+        ) from error

@@ -1,0 +1,1 @@
+"""Trains a model on towers: python -m towers.train."""
