@@ -16,7 +16,7 @@ from sklearn.model_selection import train_test_split
 from tests import executed, oracle
 from towers import multi_gpu_model
 from towers.builders.asynchronous import Staleness, Streams
-from towers.tower.tower import ModelError
+from towers.tower.errors import ModelError
 
 FEATURES, OUTPUTS = 6, 3
 

@@ -13,7 +13,8 @@ import tensorflow as tf
 from tests import oracle
 from towers import multi_gpu_model
 from towers.analysis.rules import Rules
-from towers.tower import tower
+from towers.tower import passes
+from towers.tower.errors import ModelError
 
 
 def _data(rows=60):
@@ -386,8 +387,8 @@ def test_dropout_inside_a_subclassed_model_is_active_in_training():
         tf.ones([4, 6]),
         tf.ones([]),
     )
-    dropped = tower.forward(model, True, *values).outputs
-    kept = tower.forward(model, False, *values).outputs
+    dropped = passes.forward(model, True, *values).outputs
+    kept = passes.forward(model, False, *values).outputs
     assert not np.allclose(dropped, kept)
 
 
@@ -701,7 +702,5 @@ def test_a_model_without_any_gradient():
     )
     parallel = multi_gpu_model(model, gpus=2)
     parallel.compile("sgd", lambda y, outputs: keras.ops.stop_gradient(outputs))
-    with pytest.raises(
-        tower.ModelError, match=r"No variable of model .* has a gradient"
-    ):
+    with pytest.raises(ModelError, match=r"No variable of model .* has a gradient"):
         parallel.train_on_batch(np.ones([4, 2]), np.ones([4, 1]))

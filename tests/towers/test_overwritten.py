@@ -9,7 +9,7 @@ from towers import multi_gpu_model
 from towers.builders.parameter_server import Computed
 from towers.collectives import reduce
 from towers.layers import overwritten
-from towers.tower.tower import TowerResult
+from towers.tower.passes import TowerResult
 
 DEVICES = ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
 

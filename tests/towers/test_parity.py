@@ -19,7 +19,7 @@ from towers.parity.report import (
     difference,
     differences,
 )
-from towers.tower.tower import ModelError
+from towers.tower.errors import ModelError
 
 layers = keras.layers
 

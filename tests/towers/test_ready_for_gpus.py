@@ -19,7 +19,8 @@ from tests import as_on_gpu, executed
 from towers import multi_gpu_model
 from towers.analysis import rules
 from towers.builders import base
-from towers.tower import tower
+from towers.tower import passes
+from towers.tower.traced import Traced
 
 HOST, *GPUS = [f"/device:CPU:{k}" for k in range(3)]
 _numbers = itertools.count(5000)
@@ -307,9 +308,9 @@ def test_a_recurrent_layer_takes_cudnn_s_kernel(monkeypatch):
             [tf.convert_to_tensor(v.value) for v in model.non_trainable_variables],
         )
         x = tf.TensorSpec([4, 5, 4])
-        function = functools.partial(tower.forward, model, True, rules.Rules(1))
+        function = functools.partial(passes.forward, model, True, rules.Rules(1))
         specs = [*base._specs(values), x, tf.TensorSpec([])]
-        traced = tower.Traced(function, specs, xla=False, apart=False, on_gpu=True)
+        traced = Traced(function, specs, xla=False, noinline=False, on_gpu=True)
     every = traced._concrete.graph.as_graph_def().node
     # Seeds are computed on the host, and all else where the tower is called.
     nodes = {GPUS[0]: [node for node in every if not node.device]}

@@ -11,7 +11,7 @@ from towers.analysis.dependence import recorded_layers
 from towers.keras_adapter.replace import Replacement
 from towers.layers import embeddings, fused, seeds
 from towers.numerics import search
-from towers.tower import tower
+from towers.tower.run import _search
 
 PATCHED = [
     (keras.layers.Layer, "__call__", recorded_layers),
@@ -22,7 +22,7 @@ PATCHED = [
     (keras.random.SeedGenerator, "next", seeds.on_the_host),
     (keras.src.backend.tensorflow.random, "_cast_seed", seeds.on_the_host),
     (keras.Operation, "__call__", search._watched),
-    (custom_gradient, "_get_dependent_variables", lambda: tower._search.by(id)),
+    (custom_gradient, "_get_dependent_variables", lambda: _search.by(id)),
 ]
 
 

@@ -35,9 +35,10 @@ from towers.collectives import batch, packing
 from towers.devices import HOST, is_gpu
 from towers.layers import overwritten, seeds
 from towers.loop import loop
-from towers.tower import eager, tower
+from towers.tower import eager
+from towers.tower.errors import ModelError
 from towers.tower.preprocess import Preprocess
-from towers.tower.tower import ModelError
+from towers.tower.run import is_synchronized, refuse_stateful
 
 # Shares that wait for the fastest tower, so that it need not wait for them.
 _AHEAD = 2
@@ -494,8 +495,8 @@ class Asynchronous(Builder):
 
     def _check(self):
         """Refuses layers that need the whole batch, or all towers at once."""
-        tower.refuse_stateful(self.model)
-        if len(self.devices) > 1 and tower.is_synchronized(self.model):
+        refuse_stateful(self.model)
+        if len(self.devices) > 1 and is_synchronized(self.model):
             raise ModelError(
                 f"Model '{self.model.name}' has layers with synchronized=True, which "
                 "need all towers in the same step; expected none with "

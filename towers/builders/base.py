@@ -22,12 +22,22 @@ from towers.devices import HOST, is_gpu
 from towers.layers import embeddings, seeds, variables
 from towers.loop import loop
 from towers.loop.timers import Phases
-from towers.tower import build, compare, eager, tower
+from towers.tower import build, compare, eager, passes
+from towers.tower.errors import ModelError, UntraceableError
+from towers.tower.passes import TowerResult
 from towers.tower.preprocess import Preprocess
-from towers.tower.tower import TowerResult
+from towers.tower.run import (
+    TowerCall,
+    is_synchronized,
+    refuse_stateful,
+    run,
+    run_in_replica_context,
+    without_auto_control_deps,
+)
+from towers.tower.traced import Sized, Traced
 
 # Above it, the start gets too long if towers are copied into the step's graph: with a
-# ResNet-50 and 8 towers by a third, for steps that are 2% faster. See `tower.Traced`.
+# ResNet-50 and 8 towers by a third, for steps that are 2% faster. See `Traced`.
 _MANY_LAYERS = 100
 
 
@@ -187,7 +197,7 @@ class Builder(abc.ABC):
         self.build(data)
         data = keras.utils.unpack_x_y_sample_weight(data)
         rules = self.rules("test", data[0])
-        forward = functools.partial(tower.forward, self.model, False, rules)
+        forward = functools.partial(passes.forward, self.model, False, rules)
         shares, seen = self.prepare(data, training=False)
         x_shares = [share[0] for share in shares or self.place(data[:1])]
         results = self.run(forward, rules, self.read(), data[0], placed=x_shares)
@@ -218,7 +228,7 @@ class Builder(abc.ABC):
             with tf.init_scope(), tf.device(self.home):
                 self.model(build.symbols(seen))
         rules = self.rules("predict", x)
-        forward = functools.partial(tower.forward, self.model, False, rules)
+        forward = functools.partial(passes.forward, self.model, False, rules)
         shares, _ = self.prepare((x, None, None), training=False)
         x_shares = [share[0] for share in shares or self.place((x,))]
         results = self.run(forward, rules, self.read(), x, placed=x_shares)
@@ -461,7 +471,7 @@ class Builder(abc.ABC):
     @property
     def together(self) -> bool:
         """Whether towers run together, as layers talk to one another."""
-        return len(self.devices) > 1 and tower.is_synchronized(self.model)
+        return len(self.devices) > 1 and is_synchronized(self.model)
 
     def _looks_up(self):
         return not (
@@ -496,7 +506,7 @@ class Builder(abc.ABC):
 
             def trace(each, rows=None, xla=False):
                 spec = batch.share_spec(data, rows)
-                return tower.Traced(each, [spec], xla, False, self.on_gpus)
+                return Traced(each, [spec], xla, False, self.on_gpus)
 
             for k, each in enumerate(towers):
                 trace_it, mine = functools.partial(trace, each), known[k : k + 1]
@@ -504,13 +514,13 @@ class Builder(abc.ABC):
                 (towers[k],) = self._of_sizes(trace_it, first, mine, size, xla)
         bounds = batch.share_bounds(size, self.shares)
         shares = [
-            tower.Share(device, end - start, tf.ones([]), [rows])
+            TowerCall(device, end - start, tf.ones([]), [rows])
             for device, rows, (start, end) in zip(
                 self.devices, placed, bounds, strict=True
             )
         ]
-        with tf.name_scope("preprocess"), tower.side_by_side():
-            results = tower.run(towers, shares)
+        with tf.name_scope("preprocess"), without_auto_control_deps():
+            results = run(towers, shares)
         outputs = {result.tower: result.outputs for result in results}
         with tf.device(self.home), tf.name_scope("gather"):
             sizes = [result.size for result in results]
@@ -553,9 +563,7 @@ class Builder(abc.ABC):
         usual = {rows: trace(rows, xla) for rows in dict.fromkeys(known) if rows}
         if isinstance(size, int):
             return [usual.get(rows, first) for rows in known]
-        return [
-            tower.Sized(usual[rows], first, rows) if rows else first for rows in known
-        ]
+        return [Sized(usual[rows], first, rows) if rows else first for rows in known]
 
     def run(
         self,
@@ -586,7 +594,7 @@ class Builder(abc.ABC):
         """
         alone = len(self.devices) == 1
         if not alone:
-            tower.refuse_stateful(self.model)
+            refuse_stateful(self.model)
             if training and self.strict:
                 checks.check_variables(self.model)
         together = self.together
@@ -610,7 +618,7 @@ class Builder(abc.ABC):
                 *_specs(extra),
             ]
             apart = self._apart()
-            return tower.Traced(function, specs, xla, apart, self.on_gpus)
+            return Traced(function, specs, xla, apart, self.on_gpus)
 
         traced = None
         if in_python:
@@ -629,7 +637,7 @@ class Builder(abc.ABC):
 
         def share(k, rows, size, fraction):
             arguments = *values[k], rows, fraction, *extra
-            return tower.Share(self.devices[k], size, fraction, arguments)
+            return TowerCall(self.devices[k], size, fraction, arguments)
 
         shares = [
             share(k, *mine)
@@ -643,7 +651,7 @@ class Builder(abc.ABC):
             return share(0, rows, size, tf.ones([]))
 
         def inputs(data):
-            return data[0] if function.func is tower.forward_backward else data
+            return data[0] if function.func is passes.forward_backward else data
 
         if reading and rules.unread:
             # Unless a graph is traced, there are numbers to compare.
@@ -654,15 +662,15 @@ class Builder(abc.ABC):
             self._check_rows(rules, spec, numbers, training)
         if not in_python:
             if together:
-                return tower.run_together(function, traced, shares, everything)
-            return tower.run(self._of_sizes(trace, traced, known, size, xla), shares)
+                return run_in_replica_context(function, traced, shares, everything)
+            return run(self._of_sizes(trace, traced, known, size, xla), shares)
         turns = eager.Turns(self.model)
         if together:
-            results = tower.run_together(function, None, shares, everything)
+            results = run_in_replica_context(function, None, shares, everything)
             self.say(turns.lines_of_all(len(shares)))
         else:
             turn = functools.partial(turns.take, eagerly or function)
-            results = tower.run([turn] * len(shares), shares)
+            results = run([turn] * len(shares), shares)
             self.say(turns.lines())
         self._kept = turns.kept() if len(results) > 1 else ""
         if not alone:
@@ -675,8 +683,8 @@ class Builder(abc.ABC):
             with eager.aside(self.model):
                 traced = trace()
         except Exception as error:
-            known = isinstance(error, tower.ModelError | NoRuleError)
-            if known and not isinstance(error, tower.UntraceableError):
+            known = isinstance(error, ModelError | NoRuleError)
+            if known and not isinstance(error, UntraceableError):
                 raise
             said = eager.words(error.__cause__ or error)
             rules.give_up(f"a layer that only Python can run ({said})")
@@ -727,7 +735,7 @@ class Builder(abc.ABC):
             self.compare(x, training, key)
         verdict = self.compared[key]
         if verdict.differs:
-            raise tower.ModelError(
+            raise ModelError(
                 f"Model '{name}' makes an example's output depend on other examples, "
                 f"by {culprit}, which cannot be read: on the first batch, {verdict}; "
                 "expected a model that treats each example by itself, so pass "
@@ -793,7 +801,7 @@ class Builder(abc.ABC):
         with tf.device(self.home), tf.name_scope("gather"):
             outputs = batch.join([r.outputs for r in results], sizes)
             tags = batch.join([r.tags for r in results], sizes)
-        for name, values in zip(tower.TAGS, tags, strict=True):
+        for name, values in zip(passes.TAGS, tags, strict=True):
             for output, value in zip(
                 tf.nest.flatten(outputs), tf.nest.flatten(values), strict=True
             ):
@@ -854,7 +862,7 @@ class Builder(abc.ABC):
             The loss, a scalar.
         """
         if self._kept and build.overrides(self.model, "compute_loss"):
-            raise tower.ModelError(
+            raise ModelError(
                 f"Model '{self.model.name}' keeps a tensor of one call for later, in "
                 f"{self._kept}, and its own compute_loss would find only the last "
                 "tower's share there; return the tensor as an output instead."

@@ -10,7 +10,8 @@ from towers.analysis import effects
 from towers.analysis.effects import Effect
 from towers.analysis.rules import Rules
 from towers.layers import overwritten
-from towers.tower.tower import ModelError, TowerResult
+from towers.tower.errors import ModelError
+from towers.tower.passes import TowerResult
 
 
 def check_variables(model: keras.Model) -> None:

@@ -19,8 +19,9 @@ from towers.analysis.rules import NoRuleError
 from towers.builders.base import Builder, Values
 from towers.collectives import batch, reduce
 from towers.layers import fused, overwritten
-from towers.tower import tower
-from towers.tower.tower import TowerResult
+from towers.tower import passes
+from towers.tower.errors import ModelError
+from towers.tower.passes import TowerResult
 
 
 class Computed(NamedTuple):
@@ -99,7 +100,7 @@ class ParameterServer(Builder):
         run = functools.partial(self.run, training=True)
         if self.place_loss() == "tower":
             rules = self.rules("train", data)
-            function = functools.partial(tower.forward_backward, self.model, rules)
+            function = functools.partial(passes.forward_backward, self.model, rules)
             try:
                 results = run(function, rules, values, data, scale, placed=shares)
             except NoRuleError as error:
@@ -154,7 +155,7 @@ class ParameterServer(Builder):
         """Refuses what only Keras's float8 could do, where a loss calls the model."""
         for i in overwritten.places(self.model):
             if direct[i] is not None:
-                raise tower.ModelError(
+                raise ModelError(
                     f"The loss of model '{self.model.name}' uses the variable "
                     f"'{self.model.trainable_variables[i].path}' past the model's "
                     "outputs, which is to be overwritten with its gradient; expected a "
@@ -193,12 +194,12 @@ class ParameterServer(Builder):
         x_shares = shares and [share[0] for share in shares]
         rules = self.rules("train, gathered", x)
         run = functools.partial(self.run, training=True)
-        forward = functools.partial(tower.forward, self.model, True, rules)
+        forward = functools.partial(passes.forward, self.model, True, rules)
         # Python is called once, so what it has computed is kept.
         backs, keeps = [], self.model.run_eagerly and not self.together
 
         def kept(*arguments):
-            result, back = tower.taped_forward(self.model, rules, *arguments)
+            result, back = passes.taped_forward(self.model, rules, *arguments)
             backs.append(back)
             return result
 
@@ -207,7 +208,7 @@ class ParameterServer(Builder):
         state = self.combine_state(results, rules)
         with tf.device(self.home):
             losses = self.sum_layer_losses(results)
-            targets = tower.differentiable(outputs)
+            targets = passes.differentiable(outputs)
             with tf.GradientTape() as tape, _Home(self.model, state, tape) as home:
                 tape.watch([targets, losses])
                 loss = self.whole_loss(seen, outputs, losses, training=True)
@@ -230,7 +231,7 @@ class ParameterServer(Builder):
         if keeps:
             back = self._carry(backs, results, carried, for_losses)
         else:
-            backward = functools.partial(tower.backward, self.model, rules)
+            backward = functools.partial(passes.backward, self.model, rules)
             whole = x, for_outputs
             back = run(backward, rules, values, whole, for_losses, placed=carried)
         self.phases.computed([result.gradients for result in back])
@@ -296,7 +297,7 @@ class ParameterServer(Builder):
 
         model = self.model
         if gradients and all(each is None for each in gradients):
-            raise tower.ModelError(
+            raise ModelError(
                 f"No variable of model '{model.name}' has a gradient; expected a loss "
                 "that depends on one, so look for integers, argmax or stop_gradient "
                 "between the variables and the outputs."

@@ -1,7 +1,7 @@
 """The shares of a global batch, as integers and as tensors.
 
 Knows how a batch is cut and put together again. Which device gets which share is
-`tower.py`'s business, what a share weighs in the loss the builders'.
+`passes.py`'s business, what a share weighs in the loss the builders'.
 """
 
 import collections

@@ -1,6 +1,6 @@
 """K x N to N: the towers' parts become one set of gradients, one state.
 
-Each tower's part is already divided by the global weight (see `tower.py`), so reducing
+Each tower's part is already divided by the global weight (see `passes.py`), so reducing
 is nothing but adding. On which device is the caller's choice: these functions run where
 they are called.
 """

@@ -34,10 +34,11 @@ from towers.loop import listeners
 from towers.model import auto, first_call
 from towers.model.auto import Choice
 from towers.numerics import not_finite
-from towers.tower import compare, shape_errors, tower
+from towers.tower import compare
 from towers.tower.build import overrides
+from towers.tower.errors import ModelError, explained_shapes
 from towers.tower.preprocess import Preprocess
-from towers.tower.tower import ModelError
+from towers.tower.run import is_synchronized
 
 BUILDERS: dict[str, type[Builder]] = {
     "asynchronous": Asynchronous,
@@ -473,7 +474,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         model = self.__wrapped__
         if model.run_eagerly or is_op_determinism_enabled():
             return []
-        return self._self_ways(self._wants_xla(), tower.is_synchronized(model))
+        return self._self_ways(self._wants_xla(), is_synchronized(model))
 
     def _choose(self, ways, batches, start_s):
         """Tries ways, the first of which is in use, and goes on with the best."""
@@ -621,7 +622,7 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _told(self):
         if len(self._self_builder.devices) == 1:
             return contextlib.nullcontext()
-        return shape_errors.told(self.__wrapped__)
+        return explained_shapes(self.__wrapped__)
 
     @contextlib.contextmanager
     def _step(self):

@@ -22,7 +22,7 @@ from towers.layers import fused, seeds
 from towers.numerics import stopped_step
 from towers.numerics.stopped_step import Case, named
 from towers.program import words
-from towers.tower import build, tower
+from towers.tower import build, passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _copy(value):
     if not _is_float(value):
         return value
     copy = tf.identity(value)
-    for name in tower.TAGS:
+    for name in passes.TAGS:
         if (tag := getattr(value, name, None)) is not None:
             setattr(copy, name, tag)
     return copy
@@ -285,7 +285,7 @@ def _forward(model, calls, size):
 
 def _backward(model, calls, tape, loss, params, outputs, size):
     """The call that makes a gradient that is not finite of one that is."""
-    ends = [t for t in tower.differentiable(outputs) if _is_float(t)]
+    ends = [t for t in passes.differentiable(outputs) if _is_float(t)]
     sources = [ends, params, [call.inputs for call in calls]]
     sources.append([call.outputs for call in calls])
     of_ends, of_params, of_inputs, of_outputs = tape.gradient(loss, sources)

@@ -25,7 +25,7 @@ from towers.parity.trials import (
     attribute,
     can_be_silenced,
 )
-from towers.tower.tower import ModelError
+from towers.tower.errors import ModelError
 
 # Names in a sentence.
 _NAMED = 3

@@ -14,7 +14,7 @@ from towers.model.tower_model import multi_gpu_model
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
 from towers.parity.trials import Setting, Trials, in_place, quietly
-from towers.tower.tower import ModelError
+from towers.tower.errors import ModelError
 
 
 def check_parity(

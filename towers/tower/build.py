@@ -11,7 +11,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from towers.tower import eager, tower
+from towers.tower import eager, passes
 from towers.tower.preprocess import Preprocess
 
 
@@ -51,7 +51,7 @@ def by_a_call(
         if preprocess is not None:
             x, *_ = preprocess((x, y, None), training=False)
         with keras.StatelessScope():
-            tower.call(model, x, training=False)
+            passes.call(model, x, training=False)
 
 
 def symbols(data: Any) -> Any:

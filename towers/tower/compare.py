@@ -24,7 +24,9 @@ from towers.analysis.dependence import layer_call, parts
 from towers.analysis.trust import is_trusted
 from towers.collectives import batch
 from towers.layers import seeds
-from towers.tower import shape_errors, tower
+from towers.tower import passes
+from towers.tower.errors import ModelError, explained_shapes
+from towers.tower.traced import Traced
 
 # Relative to the largest value: what a kernel makes of another number of rows, with
 # TensorFloat-32 as well. Examples that meet make more of a difference.
@@ -128,7 +130,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
     # One row by itself, since parts of even size may hide what pairs do.
     edges = sorted({0, 1, (rows + 1) // 2, rows})
     try:
-        with shape_errors.told(model):
+        with explained_shapes(model):
             one = tf.ones([])
             whole = traced(*values, x, one)
             again = traced(
@@ -144,7 +146,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
             ]
             sizes = np.diff(edges).tolist()
             joined = [batch.join(each, sizes) for each in _each(found)]
-    except (tower.ModelError, tf.errors.ResourceExhaustedError):
+    except (ModelError, tf.errors.ResourceExhaustedError):
         raise
     except (tf.errors.OpError, ValueError) as error:
         return Verdict(rows, error=_why(error))
@@ -175,9 +177,9 @@ def _trace(model, training, values, x):
         batch.share_spec(x, None),
         tf.TensorSpec([], tf.float32),
     ]
-    function = functools.partial(tower.probe, model, training)
+    function = functools.partial(passes.probe, model, training)
     with _settled():
-        return tower.Traced(function, specs, xla=False, apart=False)
+        return Traced(function, specs, xla=False, noinline=False)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from towers.analysis.rules import Rules
 from towers.collectives import batch
-from towers.tower.tower import ModelError
+from towers.tower.errors import ModelError
 
 _PLAIN = bool, int, float, complex, str, bytes, type(None), np.generic
 

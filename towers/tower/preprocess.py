@@ -13,7 +13,8 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.collectives import batch
 from towers.devices import HOST
-from towers.tower.tower import ModelError, TowerResult
+from towers.tower.errors import ModelError
+from towers.tower.passes import TowerResult
 
 Function = Callable[[Any, Any, bool], tuple[Any, Any]]
 

@@ -71,7 +71,7 @@ from towers.monitoring.throughput import Throughput
 from towers.monitoring.watch import Watch
 from towers.program import startup, words
 from towers.program.commands import fail, quieten, read_image_size, read_randaugment
-from towers.tower.tower import ModelError
+from towers.tower.errors import ModelError
 from towers.train import continued, model_size
 from towers.train import flags as train_flags
 from towers.train.versions import versions

@@ -1,4 +1,4 @@
-"""Makes a sentence of TensorFlow's error if shapes do not fit a tower's share."""
+"""What a model does that a tower cannot, in one sentence."""
 
 import contextlib
 import re
@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from towers.tower.tower import ModelError
-
 # What TensorFlow says where shapes do not fit.
-_WORDS = (
+_SHAPES_DO_NOT_FIT = (
     "Dimensions must be equal",
     "Dimensions of inputs should match",
     "Incompatible shapes",
@@ -23,8 +21,16 @@ _WORDS = (
 )
 
 
+class ModelError(ValueError):
+    """A model does something that a tower, as a pure function, cannot do."""
+
+
+class UntraceableError(ModelError):
+    """A model cannot be traced as a graph; the text says what hinders it."""
+
+
 @contextlib.contextmanager
-def told(model: keras.Model) -> Iterator[None]:
+def explained_shapes(model: keras.Model) -> Iterator[None]:
     """Inside, towers are traced or run; an error about shapes becomes a sentence.
 
     Args:
@@ -39,7 +45,9 @@ def told(model: keras.Model) -> Iterator[None]:
         if isinstance(error, ModelError):
             raise
         lines = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}", "", str(error)).splitlines()
-        found = [line for line in lines if any(word in line for word in _WORDS)]
+        found = [
+            line for line in lines if any(word in line for word in _SHAPES_DO_NOT_FIT)
+        ]
         if not found:
             raise
         said = re.split(r" for '|\[\[| \[Op:", found[0].strip())[0].strip().rstrip(".")

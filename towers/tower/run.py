@@ -1,0 +1,179 @@
+"""Runs towers side by side, or as replicas where their layers talk to one another."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import custom_gradient
+
+from towers.keras_adapter.replace import Replacement
+from towers.tower.errors import ModelError
+from towers.tower.passes import TowerResult
+from towers.tower.traced import Sized, Traced
+
+
+class TowerCall(NamedTuple):
+    """What one tower is to compute.
+
+    Attributes:
+        device: Where, as a string.
+        size: Number of its examples: an int where it is known when the graph is built,
+            else a scalar tensor.
+        fraction: Size over that of the global batch: a float32 scalar.
+        arguments: The arguments of the tower function.
+    """
+
+    device: str
+    size: int | tf.Tensor
+    fraction: tf.Tensor
+    arguments: Sequence[Any]
+
+
+@contextlib.contextmanager
+def without_auto_control_deps() -> Iterator[None]:
+    """Inside, calls that draw random numbers or check something wait for no other.
+
+    TensorFlow would make towers wait for one another, in the order of the calls.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    manager = None if tf.executing_eagerly() else graph.experimental_acd_manager
+    before = len(graph.get_operations()) if manager else 0
+    yield
+    for op in graph.get_operations()[before:] if manager else ():
+        if op._is_stateful:
+            manager.run_independently(op)
+
+
+def run(
+    towers: Sequence[Traced | Sized], calls: Sequence[TowerCall]
+) -> list[TowerResult]:
+    """Runs one tower on each device, none waiting for another.
+
+    Args:
+        towers: The traced towers, or in eager execution plain functions.
+        calls: One for each tower.
+
+    Returns:
+        The towers' results, in order. Towers known to be idle when the graph is built
+        are left out; towers that turn out to be idle compute nothing and return zeros.
+    """
+    results = []
+    for k, (tower, call) in enumerate(zip(towers, calls, strict=True)):
+        known = isinstance(call.size, int)
+        # The first tower always has an example, unless there is none at all.
+        if k > 0 and known and call.size == 0:
+            continue
+        with tf.name_scope(f"tower_{k}"), tf.device(call.device):
+            if known:
+                result = tower(*call.arguments)
+            else:
+                result = tower.of_size(call.size, k > 0, *call.arguments)
+        about = {"size": call.size, "fraction": call.fraction, "tower": k}
+        results.append(result._replace(**about))
+    return results
+
+
+def refuse_stateful(model: keras.Model) -> None:
+    """Refuses layers that keep a state for each row of the batch.
+
+    Args:
+        model: A model that is to run on several towers.
+
+    Raises:
+        ModelError: If there is such a layer.
+    """
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            raise ModelError(
+                f"The layer '{layer.name}' is stateful: it keeps a value for each row "
+                "of the batch, which towers cannot cut; use stateful=False."
+            )
+
+
+def is_synchronized(model: keras.Model) -> bool:
+    """Tells whether towers have to run together, as layers talk to one another."""
+    return any(
+        getattr(layer, "synchronized", False) for layer in model._flatten_layers()
+    )
+
+
+def run_in_replica_context(
+    tower: Callable[..., TowerResult],
+    traced: Traced | None,
+    calls: Sequence[TowerCall],
+    whole: Callable[[], TowerCall],
+) -> list[TowerResult]:
+    """Runs towers whose layers talk to one another, such as synchronized normalisation.
+
+    `tf.distribute.MirroredStrategy` runs them, as replicas, for which Keras has written
+    such layers. No variable is mirrored, as towers have none. A batch that would leave
+    a tower idle is computed by one alone, as nobody would answer for the idle one.
+
+    Args:
+        tower: The plain tower function.
+        traced: The same, traced; `None` in eager execution.
+        calls: One for each tower.
+        whole: Makes one of all of them.
+
+    Returns:
+        The towers' results, in order.
+    """
+
+    def together():
+        return _replicated(tower, calls)
+
+    def alone():
+        with tf.name_scope("tower_0"), tf.device(calls[0].device):
+            everything = whole()
+            result = (traced or tower)(*everything.arguments)
+        if traced is None:
+            size, fraction = everything.size, everything.fraction
+            return [result._replace(size=size, fraction=fraction)]
+        idle = [traced.idle(tf.zeros([], tf.int32)) for _ in calls[1:]]
+        weights = [(everything.size, everything.fraction)]
+        weights += [(0, tf.zeros([]))] * len(idle)
+        return [
+            one._replace(size=tf.convert_to_tensor(size), fraction=fraction)
+            for one, (size, fraction) in zip([result, *idle], weights, strict=True)
+        ]
+
+    sizes = [call.size for call in calls]
+    if all(isinstance(size, int) for size in sizes):
+        results = together() if min(sizes) > 0 else alone()
+    else:
+        results = tf.cond(tf.reduce_min(tf.stack(sizes)) > 0, together, alone)
+    return [result._replace(tower=k) for k, result in enumerate(results)]
+
+
+def _replicated(tower, calls):
+    results = {}
+
+    @tf.autograph.experimental.do_not_convert
+    def replica():
+        context = tf.distribute.get_replica_context()
+        k = int(tf.get_static_value(context.replica_id_in_sync_group))
+        # A replica is a thread.
+        with tf.name_scope(f"tower_{k}"), _search.by(lambda search, **_: []):
+            results[k] = tower(*calls[k].arguments)
+
+    _strategy(tuple(call.device for call in calls)).run(replica)
+    return [
+        results[k]._replace(size=call.size, fraction=call.fraction)
+        for k, call in enumerate(calls)
+    ]
+
+
+# Keras's all-reduce is a custom gradient; TensorFlow would search the graph behind each
+# for variables, of which towers have none: minutes for a deep network.
+_search = Replacement(custom_gradient, "_get_dependent_variables")
+
+
+@functools.cache
+def _strategy(devices):
+    # NCCL would not take several logical devices of one GPU.
+    return tf.distribute.MirroredStrategy(
+        devices, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )

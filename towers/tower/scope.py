@@ -1,0 +1,259 @@
+"""What it means in a tower to read a variable, and to assign one."""
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.analysis import effects
+from towers.analysis.rules import NoRuleError, Rules
+from towers.collectives import reduce
+from towers.layers import embeddings, fused, overwritten, seeds
+from towers.layers.variables import seed_ids
+from towers.tower.errors import ModelError
+
+# The name of what stands in for a table that stays at home.
+TABLE = "table_at_home"
+
+
+class TowerScope(keras.StatelessScope):
+    """A stateless scope in which assigning means what it does to a variable."""
+
+    def __init__(self, model, params, state, tape):
+        variables = model.trainable_variables
+        self._model = model
+        self._tape = tape
+        self._graph = tf.compat.v1.get_default_graph()
+        self._tables = {
+            id(v) for v, p in zip(variables, params, strict=True) if p is None
+        }
+        # The values of the trainable variables, or what stands in for them.
+        self._params = [
+            tf.broadcast_to(tf.zeros([], v.dtype), v.shape, TABLE) if p is None else p
+            for v, p in zip(variables, params, strict=True)
+        ]
+        if tape is not None:
+            tape.watch(self._params)
+        mapping = [
+            *zip(variables, self._params, strict=True),
+            *zip(model.non_trainable_variables, state, strict=True),
+            # Keras tracks each output's loss: home does so, of the whole batch.
+            *((v, tf.zeros(v.shape, v.dtype)) for v in self._loss_variables()),
+        ]
+        super().__init__(mapping, collect_losses=True)
+        # By id of the variable: the values that it was assigned, in order, and the rows
+        # that were looked up, with their indices.
+        self._assigned = collections.defaultdict(list)
+        self._looked_up = collections.defaultdict(list)
+        # What each use of a variable got that is to be overwritten with its gradient.
+        self._used = collections.defaultdict(list)
+
+    def rows_of(self, variable, ids):
+        """Looks up rows of a table in the variable itself; see `embeddings.py`.
+
+        Returns `None` where the tower has the table as a value, or gradients would be
+        lost: in a graph within the tower's, such as a branch of `tf.cond`.
+        """
+        inner = tf.compat.v1.get_default_graph() is not self._graph
+        if inner or id(variable) not in self._tables:
+            return None
+        with tf.device(variable._value.device):
+            ids = embeddings.not_negative(ids, variable._value)
+            rows = tf.gather(variable._value, ids)
+        if self._tape is not None:
+            self._tape.watch(rows)
+        self._looked_up[id(variable)].append((rows, ids))
+        return rows
+
+    def get_current_value(self, variable):
+        """Reads a variable, and keeps apart the uses of one; see `overwritten.py`."""
+        value = super().get_current_value(variable)
+        inner = tf.compat.v1.get_default_graph() is not self._graph
+        if self._tape is None or inner or not variable.overwrite_with_gradient:
+            return value
+        value = tf.stop_gradient(value)
+        self._tape.watch(value)
+        self._used[id(variable)].append(value)
+        return value
+
+    def add_update(self, update):
+        """Assigns a variable."""
+        variable, value = update
+        # No gradient flows through an assignment; it ends at the value assigned.
+        value = tf.stop_gradient(value)
+        if self._tape is not None and value.dtype.is_floating:
+            self._tape.watch(value)
+        self._assigned[id(variable)].append(value)
+        super().add_update((variable, value))
+
+    @contextlib.contextmanager
+    def without_effects(self) -> Iterator[None]:
+        """Inside, the compiled loss is computed, which may do nothing else.
+
+        Raises:
+            NoRuleError: If it does; home computes such a loss.
+        """
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations()) if graph else 0
+        assigned = {key: len(values) for key, values in self._assigned.items()}
+        yield
+        tracked = {id(variable) for variable in self._loss_variables()}
+        for key in self._assigned.keys() - tracked:
+            if len(self._assigned[key]) > assigned.get(key, 0):
+                raise NoRuleError("a variable that it assigns")
+        for effect in effects.of(graph.get_operations()[before:]) if graph else ():
+            raise NoRuleError(str(effect))
+
+    def gradients(
+        self, targets: Any, seeds: Any = None
+    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """Returns each trainable variable's gradient: of all values that it has had.
+
+        Args:
+            targets: What the tape has recorded: a nest of tensors.
+            seeds: The gradients of the targets, 1 where there are none.
+        """
+        variables, params = self._model.trainable_variables, self._params
+        values = [
+            [param, *self._assigned.get(id(variable), ())]
+            for variable, param in zip(variables, params, strict=True)
+        ]
+        looked_up = [self._looked_up[id(variable)] for variable in variables]
+        rows = [[rows for rows, _ in each] for each in looked_up]
+        used = [self._used[id(variable)] for variable in variables]
+        of_values, of_rows, of_uses = self._tape.gradient(
+            targets, [values, rows, used], seeds
+        )
+        gradients = []
+        for i, variable in enumerate(variables):
+            if variable.overwrite_with_gradient:
+                gradients.append(overwritten.stack([*of_values[i], *of_uses[i]]))
+                continue
+            if any(gradient is None for gradient in of_rows[i]):
+                # It got lost, as in `vectorized_map`: the table itself is needed.
+                tf.identity(params[i])
+            tables = [
+                _of_table(variable, gradient, ids)
+                for gradient, (_, ids) in zip(of_rows[i], looked_up[i], strict=True)
+            ]
+            gradients.append(reduce.add([*of_values[i], *tables]))
+        for variable, gradient, param in zip(variables, gradients, params, strict=True):
+            # TensorFlow does not always infer it, and an idle tower has to know it.
+            if isinstance(gradient, tf.IndexedSlices):
+                gradient.values.set_shape([None, *param.shape[1:]])
+            elif gradient is not None:
+                uses = [gradient.shape[0]] if variable.overwrite_with_gradient else []
+                gradient.set_shape([*uses, *param.shape])
+        return gradients
+
+    def new_state(self, rules: Rules) -> list[tf.Tensor | None]:
+        """Returns what the call made of the model's variables; `None` where nothing.
+
+        Args:
+            rules: Learn how the values of all towers combine.
+
+        Raises:
+            ModelError: If a value cannot be combined, or the variable is not the
+                model's.
+        """
+        self._refuse_others()
+        model = self._model
+        normalized = {
+            id(variable)
+            for layer in model._flatten_layers()
+            if isinstance(layer, keras.layers.BatchNormalization)
+            for variable in layer.non_trainable_variables
+        }
+        own_seeds = seed_ids(model)
+        new_state = []
+        variables = model.trainable_variables + model.non_trainable_variables
+        for i, variable in enumerate(variables):
+            assigned = self._assigned.get(id(variable))
+            new_state.append(assigned[-1] if assigned else None)
+            if not assigned:
+                continue
+            # Of which TensorFlow may not know all, as of gradients.
+            assigned[-1].set_shape(variable.shape)
+            if id(variable) in normalized:
+                rules.mean(f"state {i}")
+                continue
+            try:
+                rules.state(f"state {i}", assigned[-1], alike=id(variable) in own_seeds)
+            except NoRuleError as error:
+                raise ModelError(
+                    f"Model '{model.name}' assigns '{variable.path}' a value that "
+                    f"towers cannot put together from their shares of the batch, "
+                    f"because of {error}; expected a mean or a sum over examples, or a "
+                    "mean added to what does not depend on them, so pass strict=False "
+                    "to multi_gpu_model to accept the mean of the towers' values."
+                ) from error
+        return new_state
+
+    def _refuse_others(self):
+        """Raises if the call changed a variable that a tower does not carry."""
+        model = self._model
+        known = [*model.variables, *self._loss_variables()]
+        unknown = self._assigned.keys() - {id(variable) for variable in known}
+        if not unknown:
+            return
+        for metric in model.metrics:
+            if any(id(variable) in unknown for variable in metric.variables):
+                raise ModelError(
+                    f"Model '{model.name}' updates its metric '{metric.name}' while it "
+                    "is called, which towers cannot carry; pass the metric to "
+                    "`compile(metrics=...)` instead."
+                )
+        raise ModelError(
+            f"Model '{model.name}' changes a variable that is not among its own while "
+            "it is called, such as Keras's global random seed; give each random op a "
+            "`keras.random.SeedGenerator` that a layer creates in `__init__`, and "
+            "create other variables with `add_weight`."
+        )
+
+    def _loss_variables(self):
+        loss = self._model._compile_loss
+        return loss.variables if loss else ()
+
+
+@contextlib.contextmanager
+def stateless(
+    model: keras.Model,
+    params: Sequence[tf.Tensor | None],
+    state: Sequence[tf.Tensor],
+    tape: tf.GradientTape | None = None,
+) -> Iterator[TowerScope]:
+    """Inside, the model computes with the given values and assigns nothing.
+
+    Args:
+        model: A built Keras model.
+        params: Values of its trainable variables; `None` for tables that stay at home.
+        state: Values of the others.
+        tape: Records the way to gradients, if any are wanted.
+    """
+    try:
+        scope = TowerScope(model, params, state, tape)
+        with seeds.sent_together(model, state), scope, fused.batch_normalization():
+            yield scope
+    except ValueError as error:
+        if "stateless scope" not in str(error):
+            raise
+        raise ModelError(
+            f"Model '{model.name}' creates a variable while it is called, which a "
+            "tower cannot do; create all variables in `__init__` or `build`."
+        ) from error
+
+
+def _of_table(variable, gradient, ids):
+    """The gradient of a table, from that of its rows `ids`."""
+    if gradient is None:
+        return None
+    with tf.device(ids.device):
+        indices = tf.reshape(ids, [-1])
+    return tf.IndexedSlices(
+        values=tf.reshape(gradient, [-1, *variable.shape[1:]]),
+        indices=indices,
+        dense_shape=tf.constant(list(variable.shape), ids.dtype),
+    )

@@ -1,0 +1,184 @@
+"""Traced towers: graphs to be called on any device, for any share or for one size."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.analysis import effects
+from towers.analysis.rules import NoRuleError
+from towers.collectives.placing import where_its_input_is
+from towers.layers import embeddings, seeds
+from towers.tower.errors import ModelError, UntraceableError
+from towers.tower.passes import TowerResult
+from towers.tower.scope import TABLE
+
+
+class Traced:
+    """A traced tower, to be called on any device: for any share, or for one size."""
+
+    def __init__(
+        self,
+        tower: Callable[..., TowerResult],
+        specs: Sequence[Any],
+        xla: bool,
+        noinline: bool,
+        on_gpu: bool = False,
+    ):
+        """Traces `tower`.
+
+        Args:
+            tower: A tower function with its model bound, that takes tensors.
+            specs: A `tf.TensorSpec` (or a nest of them) for each argument, which tell
+                whether the number of examples is known.
+            xla: Whether XLA compiles the tower: once for each device and size of share.
+            noinline: Whether the tower stays a function of its own. If not, TensorFlow
+                copies it into the step's graph, once for each device, and optimises
+                them all together: a longer start for a slightly faster step.
+            on_gpu: Whether the tower is to run on a GPU.
+
+        Raises:
+            ModelError: If the model needs to know the number of examples.
+        """
+        self.specs = specs
+        options = {"jit_compile": xla}
+        if noinline:
+            options["experimental_attributes"] = {"_noinline": True}
+        try:
+            with contextlib.ExitStack() as elsewhere:
+                # XLA compiles for one device: what is on another is not there for it.
+                if not xla:
+                    elsewhere.enter_context(embeddings.at_home(on_gpu))
+                if on_gpu and not xla:
+                    elsewhere.enter_context(seeds.on_the_host())
+                self._concrete = _trace(tower, *specs, **options)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ModelError | NoRuleError) or "None" not in str(error):
+                raise
+            raise UntraceableError(
+                "The model could not be called with an unknown number of examples, as "
+                "towers do; expected no use of a static one, so write ops.shape(x)[0] "
+                f"instead of x.shape[0]. It said: {error}"
+            ) from error
+
+    def __call__(self, *arguments: Any) -> TowerResult:
+        """Adds one call of the tower to the graph, on the device of the scope."""
+        return self._concrete(*arguments)
+
+    def of_size(self, size: tf.Tensor, idle: bool, *arguments: Any) -> TowerResult:
+        """Adds one call of the tower, for a share of a size that the graph finds out.
+
+        Args:
+            size: Number of examples in the share: an int32 scalar.
+            idle: Whether there may be none, for which nothing is computed.
+            *arguments: As for a call.
+        """
+        return self._guarded(size, *arguments) if idle else self(*arguments)
+
+    @functools.cached_property
+    def _guarded(self):
+        # Traced once for all towers, too: an idle tower's branch is long.
+        def guarded(size, *arguments):
+            call = functools.partial(self._concrete, *arguments)
+            return tf.cond(size > 0, call, functools.partial(self.idle, size))
+
+        return _trace(guarded, tf.TensorSpec([], tf.int32), *self.specs)
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether a table is used otherwise than to look up rows."""
+        return any(
+            op.name.startswith(TABLE)
+            and op.type == "BroadcastTo"
+            and op.outputs[0].consumers()
+            for op in self._concrete.graph.get_operations()
+        )
+
+    @property
+    def effects(self) -> Iterator[effects.Effect]:
+        """What it does besides computing."""
+        return effects.of(self._concrete.graph.get_operations())
+
+    @property
+    def returned(self) -> TowerResult:
+        """What a call returns, in shapes and types."""
+        return self._concrete.structured_outputs
+
+    def idle(self, none: tf.Tensor) -> TowerResult:
+        """Returns what a tower without examples contributes: zeros, and no rows.
+
+        Args:
+            none: A scalar that is 0 when the tower is idle. A constant would make the
+                graph believe that this tower never has examples.
+        """
+
+        def nothing(tensor):
+            if tensor is None:
+                return None
+            sizes = [none if size is None else size for size in tensor.shape]
+            text = tensor.dtype == tf.string
+            value = tf.constant("") if text else tf.cast(none, tensor.dtype)
+            return tf.fill(tf.stack(sizes) if sizes else [], value)
+
+        return tf.nest.map_structure(nothing, self.returned, expand_composites=True)
+
+
+class Sized:
+    """A tower traced for the usual size of its share, and for all others."""
+
+    def __init__(self, usual: Traced, other: Traced, rows: int):
+        """Joins two traces of one tower.
+
+        Args:
+            usual: That for `rows` examples.
+            other: That for any number of them.
+            rows: The usual number.
+        """
+        self._usual, self._other, self._rows = usual, other, rows
+
+    def of_size(self, size: tf.Tensor, idle: bool, *arguments: Any) -> TowerResult:
+        """Adds one call of the tower; see `Traced.of_size`."""
+        return (self._with_idle if idle else self._never_idle)(size, *arguments)
+
+    @functools.cached_property
+    def _with_idle(self):
+        return self._choice(True)
+
+    @functools.cached_property
+    def _never_idle(self):
+        return self._choice(False)
+
+    def _choice(self, idle):
+        def choose(size, *arguments):
+            def usual():
+                fixed = tf.nest.map_structure(
+                    _of_shape, list(arguments), list(self._usual.specs)
+                )
+                return self._usual(*fixed)
+
+            other = functools.partial(self._other.of_size, size, idle, *arguments)
+            return tf.cond(tf.equal(size, self._rows), usual, other)
+
+        return _trace(choose, tf.TensorSpec([], tf.int32), *self._other.specs)
+
+
+def _of_shape(tensor, spec):
+    if tensor is None or tensor.shape == spec.shape:
+        return tensor
+    # All of it. From `ensure_shape`, or `reshape`, TensorFlow would conclude that the
+    # tensor has this shape in the other branch, too.
+    sizes = [-1 if size is None else size for size in spec.shape]
+    return tf.slice(tensor, [0] * len(sizes), sizes)
+
+
+def _trace(function, *specs, **options):
+    """Traces a function to be called on any device."""
+    # A trace remembers the device scope that it was made in.
+    placed = contextlib.nullcontext()
+    if not tf.executing_eagerly():
+        placed = tf.compat.v1.device(where_its_input_is)
+    with tf.device(None), placed:
+        function = tf.function(function, autograph=False, **options)
+        return function.get_concrete_function(*specs)
