@@ -1,6 +1,7 @@
 """Makes four logical CPUs, the towers of all tests in this process."""
 
 import gc
+import logging
 import os
 import signal
 
@@ -45,6 +46,11 @@ def _fresh_keras():
     gc.freeze()
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(1)
+
+
+@pytest.fixture(autouse=True)
+def _caplog_hears_towers(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("towers"), "propagate", True)
 
 
 def pytest_collection_modifyitems(items):

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from towers.input_pipeline.sources.base import (
     FAULTS,
@@ -17,6 +16,7 @@ from towers.input_pipeline.sources.base import (
     decode_image,
     fault_of,
 )
+from towers.program import voice
 
 # What TensorFlow raises where a record is bad.
 _BAD_RECORD = (
@@ -98,7 +98,7 @@ def scan_labels(source: Source, split: str) -> None:
                 if record.fault:
                     raise BadRecordError(str(record))
         if source.labels_need_checking and not len(read_labels(source, path, limit)):
-            logging.warning("%s holds no record", path)
+            voice.warn(f"{path} holds no record.")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from absl import logging
 
 from towers.input_pipeline.records.checks import assert_good, check_records
 from towers.input_pipeline.sources.base import (
@@ -20,6 +19,7 @@ from towers.input_pipeline.sources.base import (
     decode_image,
     fingerprint,
 )
+from towers.program import voice
 
 _AT_ONCE = 256
 
@@ -75,7 +75,7 @@ def inspect(
     for split in splits:
         for path in source.files(split) if source.labels_need_checking else ():
             if next(source.walk(path), None) is None:
-                logging.warning("%s holds no record", path)
+                voice.warn(f"{path} holds no record.")
         bad[split], good[split] = [], _count_if_good(source, split)
         if good[split] is None:
             bad[split], good[split] = _sort(source, split, most)

@@ -473,7 +473,7 @@ def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(auto, "choose", None)
     capsys.readouterr()
     parallel, _, variables = _fit("auto", choice_file=file)
-    assert "replicated (ring), as chosen before" in capsys.readouterr().out
+    assert "replicated (ring), as chosen before" in capsys.readouterr().err
     assert parallel.builder.all_reduce_alg == "ring"
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -644,9 +644,10 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
     monkeypatch.setattr(door.Replicated, "sum_gradients", sum_gradients)
     capsys.readouterr()
     parallel, _, variables = _fit("auto", gpus=gpus, where=gpus[0])
-    line, *_ = capsys.readouterr().out.splitlines()
+    line, *_ = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "The variables are updated by parameter_server, as replicated (device) fails:"
+        "towers: The variables are updated by parameter_server, as replicated (device) "
+        "fails:"
     )
     assert type(parallel.builder) is door.BUILDERS["parameter_server"]
     for one, other in zip(variables, expected, strict=True):
@@ -699,7 +700,7 @@ def test_what_has_failed_is_not_tried_again(
     assert compiled == [compiles] * 2
     assert any(way.xla for way in tried) is compiles
     assert "replicated (device) with XLA" not in map(str, tried)
-    assert ("XLA" in capsys.readouterr().out) is (fails == "update")
+    assert ("XLA" in capsys.readouterr().err) is (fails == "update")
 
 
 def test_compiling_again_is_obeyed(monkeypatch):
@@ -737,8 +738,8 @@ def test_what_xla_cannot_compile_goes_on_without(capsys, steps):
     parallel, ours, variables = _fit(
         "parameter_server", steps, [Text()], jit_compile=True
     )
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("XLA cannot compile model") and "AsString" in line
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("towers: XLA cannot compile model") and "AsString" in line
     assert not parallel.builder.xla
     assert ours == history
     for one, other in zip(variables, expected, strict=True):

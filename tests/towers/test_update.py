@@ -302,9 +302,11 @@ def test_what_cannot_be_compiled_goes_on_without(on_gpus, capsys, make):
     found, _ = _fit(_dense, make(), wrap=wrap)
     assert oracle.largest_difference(found, expected) < 1e-5
     assert not wrapped[0].builder.compiles_update
-    said = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().err.splitlines()
     told = [
-        line for line in said if line.startswith("XLA cannot compile the update of")
+        line
+        for line in said
+        if line.startswith("towers: XLA cannot compile the update of")
     ]
     assert len(told) == 1
 

@@ -95,8 +95,8 @@ def test_what_is_on_another_device_goes_on_without(capsys, layers, loss):
     expected = weights(lambda model: model, run_eagerly=True)
     capsys.readouterr()
     ours = weights(lambda model: towers.multi_gpu_model(model, 2), jit_compile=True)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("XLA cannot compile model")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("towers: XLA cannot compile model")
     assert "a tower reads 'Variable" in line and "not a variable of the model" in line
     assert oracle.largest_difference(ours, expected) < 1e-5
 
@@ -212,9 +212,9 @@ def test_whatever_fails_with_xla_goes_on_without(monkeypatch, capsys, error):
     fails = lambda builder: error if builder.xla else None  # noqa: E731
     parallel, ours = _trained(monkeypatch, fails, jit_compile=True)
     assert oracle.largest_difference(ours, expected) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "XLA cannot compile model 'dense', which goes on without: "
+        "towers: XLA cannot compile model 'dense', which goes on without: "
         f"{error.message or 'UnimplementedError'}"
     )
     assert not (parallel.builder.xla or parallel.builder.compiled)
@@ -233,16 +233,18 @@ def test_the_update_is_fallen_back_from_by_itself(monkeypatch, capsys, asked):
     _, ours = _trained(monkeypatch, fails, says, jit_compile=asked)
     assert tried == ([True, None, False] if asked is True else [None, False])
     assert oracle.largest_difference(ours, expected) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     what = "model" if asked is True else "the update of model"
-    assert line.startswith(f"XLA cannot compile {what} 'dense', which goes on without")
+    assert line.startswith(
+        f"towers: XLA cannot compile {what} 'dense', which goes on without"
+    )
 
 
 @pytest.mark.parametrize("error", FAILURES[:1], ids=str)
 def test_an_error_of_the_models_own_is_raised(monkeypatch, capsys, error):
     with pytest.raises(type(error), match="libdevice"):
         _trained(monkeypatch, lambda builder: error, jit_compile=True)
-    assert "XLA" not in capsys.readouterr().out
+    assert "XLA" not in capsys.readouterr().err
 
 
 def test_the_end_of_the_data_is_none_of_xla(monkeypatch):

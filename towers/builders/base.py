@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 from towers.analysis.rules import NoRuleError, Rules
 from towers.builders import checks
@@ -22,6 +21,7 @@ from towers.devices import HOST, is_gpu
 from towers.layers import embeddings, seeds, variables
 from towers.loop import loop
 from towers.loop.timers import Phases
+from towers.program import voice
 from towers.tower import build, compare, eager, passes
 from towers.tower.errors import ModelError, UntraceableError
 from towers.tower.passes import TowerResult
@@ -380,7 +380,7 @@ class Builder(abc.ABC):
         """
         for line in lines:
             if (about or line) not in self._said:
-                logging.warning(line)
+                voice.say(line)
                 self._said.add(about or line)
 
     @property

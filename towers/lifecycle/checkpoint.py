@@ -15,10 +15,11 @@ import keras
 from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.best import Best, Monitor
 from towers.lifecycle.checkpoints.store import Contents, Position
-from towers.lifecycle.resume import ResumeError, say
+from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.signals import Signals, Stopped
 from towers.loop import listeners
 from towers.program import words
+from towers.program.voice import say, warn
 
 
 class NotFinite(Exception):
@@ -576,7 +577,7 @@ class Checkpoint(keras.callbacks.Callback):
             text = f"Cannot save a checkpoint in {self._directory}: {error}; {saved}."
             if self._on_save_error == "stop":
                 raise SaveError(text) from error
-            say(f"Warning: {text}")
+            warn(text)
 
     def _step(self):
         return int(self.model.optimizer.iterations)

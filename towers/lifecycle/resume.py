@@ -6,7 +6,6 @@ computes nothing and tells no callback.
 
 import contextlib
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -16,11 +15,7 @@ import keras
 from towers.lifecycle import fit_data
 from towers.lifecycle.checkpoints.store import Position
 from towers.lifecycle.skip_batches import Later, Passing, ResumeError, too_few
-
-
-def say(text: str) -> None:
-    """Prints a note on standard error, as it is not part of a run's results."""
-    print(f"towers: {text}", file=sys.stderr, flush=True)
+from towers.program.voice import say
 
 
 @runtime_checkable

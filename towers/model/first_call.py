@@ -18,6 +18,7 @@ from towers.builders.base import Builder
 from towers.layers import variables
 from towers.loop import loop
 from towers.model import auto
+from towers.program.voice import say
 
 # What tells most of what TensorFlow says where XLA cannot compile; and where a tower
 # reads a variable on another device, as it is handed the values of the model's only.
@@ -173,11 +174,6 @@ def try_ways(
 
     with variables.unchanged(model, others):
         return auto.choose(ways, train, len(batches), start_s, calls, drop_at_once)
-
-
-def say(text: str) -> None:
-    """Prints, unless Keras is asked to be silent."""
-    keras.src.utils.io_utils.print_msg(text)
 
 
 def _why(error):

@@ -34,6 +34,7 @@ from towers.loop import listeners
 from towers.model import auto, first_call
 from towers.model.auto import Choice
 from towers.numerics import not_finite
+from towers.program.voice import say
 from towers.tower import compare
 from towers.tower.build import overrides
 from towers.tower.errors import ModelError, explained_shapes
@@ -410,7 +411,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             recalled = auto.recall(self._self_file, key, ways)
         if recalled is not None:
             self._install(recalled, batches)
-            first_call.say(f"Updating the variables by {recalled}, as chosen before.")
+            say(f"Updating the variables by {recalled}, as chosen before.")
         begun_s = time.perf_counter()
         compiles = self._self_builder.compiles_update
         self.train_function, logs = first_call.train_or_fall_back(
@@ -441,7 +442,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
         def install(why):
             line = f"The variables are updated by {simplest}, as {first} fails: {why}"
-            first_call.say(line)
+            say(line)
             self._install(simplest, batches)
             return self._self_builder
 
@@ -502,7 +503,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             trials = first_call.try_ways(
                 ways, make, drop, batches, model, others, start_s, self._calls_left()
             )
-        first_call.say(auto.table(trials))
+        say(auto.table(trials))
         ((chosen, (self._self_builder, self.train_function, seen)),) = made.items()
         self._self_choice = chosen
         if any(map(operator.is_not, seen, self._current())):

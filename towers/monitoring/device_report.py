@@ -18,9 +18,9 @@ from tensorflow.python.eager import context
 
 from towers.devices import Devices, smi_gpu
 from towers.devices.nvml import Driver
-from towers.lifecycle.resume import say
 from towers.loop import listeners
 from towers.program import words
+from towers.program.voice import say
 
 _MB = 2**20
 _CPU = "device/cpu:0"

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers.lifecycle.resume import Saves, say
+from towers.lifecycle.resume import Saves
 from towers.lifecycle.skip_batches import Passing
 from towers.loop import listeners
+from towers.program.voice import say, warn
 
 STALLED = 4
 """The exit code of a process that a stall has ended."""
@@ -191,8 +192,8 @@ class Stall(keras.callbacks.Callback):
         stacks = _stacks(fit.thread)
         reason = found.reason or self._ask(heard.testing)
         where = _where(heard, (self.params or {}).get("epochs", "?"))
-        say(
-            f"Warning: No batch has ended for {now - heard.time_s:.0f} s, {where}; "
+        warn(
+            f"No batch has ended for {now - heard.time_s:.0f} s, {where}; "
             f"waiting for {reason}. The stacks:\n{stacks}"
         )
         if self._heard is not heard:

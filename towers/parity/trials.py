@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from towers.layers import variables
 from towers.model.tower_model import TowerModel
@@ -57,7 +57,7 @@ def quietly() -> Iterator[None]:
     def is_news(record):
         return not any(text in record.getMessage() for text in expected)
 
-    loggers = tf.get_logger(), logging.get_absl_logger()
+    loggers = tf.get_logger(), logging.getLogger("towers")
     for logger in loggers:
         logger.addFilter(is_news)
     try:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.lifecycle.checkpoints import store
-from towers.lifecycle.resume import say
+from towers.program.voice import warn
 
 
 def check_checkpoint(directory: str, model: keras.Model) -> None:
@@ -52,7 +52,7 @@ def newest_good(
             continue
         if failed is not None and not quiet:
             lost = f"what was trained after it is lost: going back to {path}"
-            say(f"Warning: {str(failed).partition('; choose')[0]}; {lost}.")
+            warn(f"{str(failed).partition('; choose')[0]}; {lost}.")
         return path, found
     if failed is not None:
         raise failed

@@ -7,9 +7,9 @@ import keras
 import tensorflow as tf
 
 from towers.lifecycle.checkpoints.store import reason
-from towers.lifecycle.resume import say
 from towers.loop import listeners
 from towers.monitoring.profile.trace import add_towers
+from towers.program.voice import say
 
 # A trace is kept in memory until it is written, and read by the plugin as a whole.
 MOST_STEPS = 200

@@ -9,12 +9,12 @@ import keras
 import tensorflow as tf
 
 from towers.lifecycle.checkpoints.store import reason
-from towers.lifecycle.resume import say
 from towers.loop import listeners
 from towers.monitoring.tensorboard import pictures
 from towers.monitoring.tensorboard.graph import readable
 from towers.monitoring.tensorboard.hparams import VALIDATION, Value, hparams_summaries
 from towers.monitoring.tensorboard.layout import layout_summary
+from towers.program.voice import say
 
 _NOTHING = MappingProxyType({})
 
