@@ -32,7 +32,7 @@ else
   WHY := there is $(or $(DRIVER),no NVIDIA driver); GPU=0 or GPU=1 decides otherwise
 endif
 
-.PHONY: train test test-slow lint format clean parity-report screenshots
+.PHONY: train test test-slow lint format clean parity-report screenshots docs
 
 train: $(READY)
 	$(RUN) -m towers.train $(FLAGS)
@@ -60,6 +60,12 @@ parity-report: $(READY)
 # docs/tensorboard_*.png and docs/report.png; needs Debian's chromium.
 screenshots: $(READY)
 	$(RUN) -m scripts.screenshots
+
+# The site of docs/ and of the pages at the root, in site/.
+docs: $(READY)
+	$(RUN) -m pip install --quiet --editable '.[docs]'
+	$(RUN) -m scripts.docs_flags
+	$(VENV)/bin/mkdocs build --strict
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

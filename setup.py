@@ -83,6 +83,8 @@ setup(
         "plots": PLOTS,
         "report": REPORT,
         "profile": PROFILE,
+        # Makes the site of `make docs`.
+        "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2"],
         # What peers in scripts/bench_towers.py need, and its plot.
         "bench": [
             "jax>=0.10,<0.11",

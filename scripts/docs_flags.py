@@ -1,0 +1,83 @@
+"""Writes docs/flags.md: the flags of each command, as its help shows them.
+
+python -m scripts.docs_flags
+"""
+
+import functools
+import pathlib
+import re
+import subprocess
+import sys
+
+from towers.__main__ import COMMANDS
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "flags.md"
+_TOP = """# Flags
+
+The flags of each command, as `--helpfull` shows them. `make docs` generates this page
+from the source.
+"""
+
+# The flags below a heading: name and meaning.
+Groups = dict[str, dict[str, str]]
+
+
+@functools.cache
+def help_of(command: str) -> str:
+    """Returns the whole help of a command, which lasts until its flags are read."""
+    module, _ = COMMANDS[command]
+    # argparse knows no --helpfull.
+    short = command in ("doctor", "report")
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help" if short else "--helpfull"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def read(text: str) -> Groups:
+    """Reads the flags and arguments in the help of a command."""
+    groups: Groups = {}
+    members, name = None, None
+    for line in text.splitlines():
+        if heading := re.fullmatch(r"([A-Z]\w.*|options|positional arguments):", line):
+            members = groups.setdefault(heading[1].capitalize(), {})
+        elif members is not None and (entry := re.match(r"  (\S.*?)(\s{2,}|$)", line)):
+            name = entry[1]
+            members[name] = line[entry.end() :].strip()
+        elif members is not None and name and line.strip():
+            members[name] = f"{members[name]} {line.strip()}".strip()
+    return groups
+
+
+def flags_of(command: str) -> set[str]:
+    """Returns the names of a command's flags, such as "--clean" and "--noclean"."""
+    names = set()
+    for group in read(help_of(command)).values():
+        for negated, name in re.findall(r"--(\[no\])?(\w+)", " ".join(group)):
+            names |= {f"--{name}", f"--no{name}"} if negated else {f"--{name}"}
+    return names
+
+
+def page() -> str:
+    """Returns the page."""
+    train = read(help_of("train"))
+    lines = [_TOP]
+    for command, (_, purpose) in COMMANDS.items():
+        lines += [f"## towers {command}", "", purpose, ""]
+        groups = read(help_of(command))
+        if command != "train" and train.keys() <= groups.keys():
+            lines += ["It takes the flags of [`towers train`](#towers-train).", ""]
+            groups = {k: v for k, v in groups.items() if k not in train}
+        for title, members in groups.items():
+            lines += [f"**{title}**", "", "| flag | meaning |", "|---|---|"]
+            for name, meaning in members.items():
+                lines.append(f"| `{name}` | {meaning.replace('|', '&#124;')} |")
+            lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,145 @@
+"""Links, anchors, flags and code in README and docs lead somewhere."""
+
+import ast
+import functools
+import inspect
+import pathlib
+import re
+
+import pytest
+
+from scripts import docs_flags
+from towers.__main__ import COMMANDS
+
+ROOT = pathlib.Path(__file__).parents[1]
+ALL = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = [page for page in ALL if page.parent != ROOT or page.stem.startswith("README")]
+# Of other programs: docker, pip, tf_cnn_benchmarks.
+FOREIGN = {
+    *("--gpus", "--shm-size", "--tag", "--volume", "--logdir", "--flagfile"),
+    *("--help", "--helpfull", "--version", "--verbosity"),
+}
+# In the docs before they are in the source.
+FOREIGN |= {"--split_ratios"}
+MAKE = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def of(pages):
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.name)
+
+
+def blocks(page, language):
+    return [code for kind, code in _FENCE.findall(page.read_text()) if kind == language]
+
+
+def prose(page):
+    return _FENCE.sub("", page.read_text())
+
+
+@functools.cache
+def anchors(page):
+    """The anchors that GitHub and mkdocs make of the headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in plain]
+    return {re.sub(r"\s", "-", heading) for heading in plain}
+
+
+@of(ALL)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"`[^`\n]*`", "", prose(page))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_table_of_pages_and_in_the_site():
+    readme = (ROOT / "README.md").read_text()
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in ROOT.glob("docs/*.md"):
+        assert f"(docs/{page.name})" in readme
+        assert f": {page.name}\n" in site
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_page_of_flags_is_what_the_source_says():
+    assert docs_flags.PAGE.read_text() == docs_flags.page(), (
+        "Flags have changed: run `python -m scripts.docs_flags`."
+    )
+
+
+# Commands.
+
+
+def commands(code):
+    """Each command line, as words: continued lines joined, comments left out."""
+    for line in code.replace("\\\n", " ").splitlines():
+        words = re.sub(r"\s#.*", "", line).split()
+        if words:
+            yield words
+
+
+@of(PAGES)
+def test_commands_have_the_flags_that_are_shown(page):
+    for words in (words for code in blocks(page, "bash") for words in commands(code)):
+        if words[0] == "make":
+            targets = [word for word in words[1:] if "=" not in word]
+            assert set(targets) <= set(MAKE), words
+        if words[0] == "towers":
+            command = words[1]
+        elif words[:2] == ["python", "-m"] and words[2].startswith("towers."):
+            modules = {module: name for name, (module, _) in COMMANDS.items()}
+            command = modules[words[2]]
+        else:
+            continue
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert given <= docs_flags.flags_of(command) | FOREIGN, words
+
+
+@of([page for page in PAGES if page.name not in ("migrating.md", "flags.md")])
+def test_flags_in_the_text_exist(page):
+    known = set.union(*map(docs_flags.flags_of, COMMANDS)) | FOREIGN
+    in_code = " ".join(re.findall(r"`([^`\n]+)`", prose(page)))
+    assert set(re.findall(r"(?<![\w-])--\w[\w-]*", in_code)) <= known
+
+
+# Code. The blocks of a page are one program, from top to bottom.
+
+
+@of([page for page in PAGES if blocks(page, "python")])
+def test_names_in_code_exist(page):
+    found = {}
+    for code in blocks(page, "python"):
+        nodes = [*ast.walk(ast.parse(code))]
+        imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), page.name, "exec"), found)
+        for node in nodes:
+            if isinstance(node, ast.Attribute):
+                resolve(node, found)
+            if isinstance(node, ast.Call):
+                check_arguments(node, found)
+
+
+def resolve(node, found):
+    """What a name stands for that leads into a module; else `None`."""
+    if isinstance(node, ast.Name):
+        return found.get(node.id)
+    owner = resolve(node.value, found) if isinstance(node, ast.Attribute) else None
+    return getattr(owner, node.attr) if inspect.ismodule(owner) else None
+
+
+def check_arguments(call, found):
+    function = resolve(call.func, found)
+    if getattr(function, "__module__", "").startswith("towers"):
+        names = {keyword.arg: None for keyword in call.keywords}
+        inspect.signature(function).bind_partial(*call.args, **names)
