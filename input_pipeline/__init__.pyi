@@ -14,4 +14,4 @@ from .records.checks import scan_labels as scan_labels
 from .sources import Source as Source
 from .sources import open_source as open_source
 from .sources.arrays import ArraySource as ArraySource
-from .sources.base import BadRecordError as BadRecordError
+from .sources.record import BadRecordError as BadRecordError

@@ -17,10 +17,15 @@ import tensorflow as tf
 
 from towers.input_pipeline.benchmark.advice import IN_PYTHON
 from towers.input_pipeline.images import augment, draws, recipes
-from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks, decode_window
+from towers.input_pipeline.images.decode import (
+    ALL_TRICKS,
+    Tricks,
+    decode_image,
+    decode_window,
+)
 from towers.input_pipeline.records.checks import assert_good, check_image_shape
 from towers.input_pipeline.sources import Source
-from towers.input_pipeline.sources.base import StreamSource, decode_image
+from towers.input_pipeline.sources.base import StreamSource
 
 _FEW_CORES = 8
 _THREADS = os.cpu_count() or 1

@@ -5,6 +5,8 @@ import glob
 import itertools
 import os
 import re
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 from towers.input_pipeline.choices import FILE_KINDS
 
@@ -24,7 +26,7 @@ PICTURES = "JPEG, PNG, GIF, BMP or WebP"
 
 # What each kind understands, of what not all do.
 _OF_TFDS = ("data_dir", "train_split", "test_split", "shard", "read_config")
-_OF_EXAMPLES = ("image_key", "label_key", "num_classes")
+_OF_EXAMPLES = ("image_key", "label_key", "num_classes", "skip_bad")
 _OF_TABLES = (
     "label_key",
     "label_column",
@@ -32,6 +34,7 @@ _OF_TABLES = (
     "num_classes",
     "class_names",
     "eval_fraction",
+    "skip_bad",
 )
 _TAKES = {
     "digits": _OF_TFDS,
@@ -41,8 +44,47 @@ _TAKES = {
     "parquet": ("image_key", *_OF_TABLES),
     "csv": _OF_TABLES,
     "folder": ("eval_fraction",),
-    "synthetic": (),
+    "synthetic": ("seed",),
 }
+
+
+class SourceOptions(TypedDict, total=False):
+    """Arguments of ``open_source`` that only some kinds of data sets take.
+
+    None is as if they were not given.
+
+    Attributes:
+        image_key: field of the encoded image in tf.Examples, by default
+            ``image/encoded``; column of ``parquet:``, by default ``image``.
+        label_key: field of the label in tf.Examples, by default
+            ``image/class/label``; column of ``parquet:`` and ``csv:``, by default
+            ``label``, ``class`` or ``target``, else the last one.
+        label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``.
+        feature_columns: columns of numbers of ``parquet:`` and ``csv:``; None takes all
+            but the label's.
+        num_classes: where labels are read from files; None reads every label to find
+            the largest.
+        class_names: where the labels of ``parquet:`` and ``csv:`` are names of classes,
+            those of labels 0, 1, ...; None reads all, and sorts them.
+        eval_fraction: of the records of ``parquet:``, ``csv:`` and ``folder:`` to hold
+            out, where no file or folder is held out by its name; None for a tenth.
+        train_split: of ``digits`` and ``tfds:``; see ``TFDSSource``.
+        test_split: the same.
+        shard: the same.
+        read_config: the same.
+    """
+
+    image_key: str | None
+    label_key: str | None
+    label_column: str | None
+    feature_columns: Sequence[str] | None
+    num_classes: int | None
+    class_names: Sequence[str] | None
+    eval_fraction: float | None
+    train_split: str | None
+    test_split: str | None
+    shard: tuple[int, int] | None
+    read_config: Any
 
 
 def takes(spec: str, name: str) -> bool:

@@ -42,8 +42,9 @@ from towers.input_pipeline.convert import serialize
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.checks import blame_records
 from towers.input_pipeline.sources import Source, open_source
-from towers.input_pipeline.sources.base import BadRecordError, IndexedSource
-from towers.input_pipeline.sources.tfrecord import CONVERTER, INFO
+from towers.input_pipeline.sources.base import IndexedSource
+from towers.input_pipeline.sources.examples.tfrecord import CONVERTER, INFO
+from towers.input_pipeline.sources.record import BadRecordError
 from towers.program import startup, words
 from towers.program.commands import fail, quieten, read_image_size
 

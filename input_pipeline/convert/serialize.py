@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers.input_pipeline.images import augment
-from towers.input_pipeline.images.decode import Tricks, decode_window
+from towers.input_pipeline.images.decode import Tricks, decode_image, decode_window
 from towers.input_pipeline.records.checks import assert_good
 from towers.input_pipeline.sources import Source
-from towers.input_pipeline.sources.base import decode_image
-from towers.input_pipeline.sources.examples import ROW
+from towers.input_pipeline.sources.examples.fields import ROW
 
 AT_ONCE = 64
 # Images that take no more than this are kept as pixels.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from towers.input_pipeline.images import augment
-from towers.input_pipeline.sources.base import decode_image
 
 # Any change to the pixels that `decode_window` makes needs another one.
 VERSION = "v1"
@@ -48,7 +47,7 @@ def decode_window(
     """Decodes a window of an image, and resizes it.
 
     Args:
-        encoded: Scalar string: a file of any kind that ``base.decode_image`` reads.
+        encoded: Scalar string: a file of any kind that ``decode_image`` reads.
         window: Chooses y, x, height and width (int32 [4]) by the image's shape (int32
             [3]); None takes all of it.
         size: (H, W, C) wanted, in pixels.
@@ -104,6 +103,23 @@ def decode_window(
     image.set_shape([None, None, channels])
     image = augment.resize(image, height, width, antialias=antialias, mixed=mixed)
     return tf.ensure_shape(image, size)
+
+
+def decode_image(
+    encoded: tf.Tensor, shape: tuple[int | None, int | None, int]
+) -> tf.Tensor:
+    """Decodes JPEG, PNG, GIF (its first picture), BMP or WebP bytes.
+
+    Args:
+        encoded: scalar string.
+        shape: (H, W, C) expected, None where it varies. C decides how many channels
+            are made of the file's.
+
+    Returns:
+        uint8 image [H, W, C]. Another size than expected is an error at run time.
+    """
+    image = tf.io.decode_image(encoded, channels=shape[-1], expand_animations=False)
+    return tf.ensure_shape(image, shape)
 
 
 def is_jpeg(encoded: tf.Tensor) -> tf.Tensor:

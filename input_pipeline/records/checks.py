@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources.base import (
+from towers.input_pipeline.images.decode import decode_image
+from towers.input_pipeline.sources.base import Source
+from towers.input_pipeline.sources.record import (
     FAULTS,
     BadRecordError,
     Record,
-    Source,
-    decode_image,
     fault_of,
 )
 from towers.program import voice

@@ -10,15 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.records.checks import assert_good, check_records
-from towers.input_pipeline.sources.base import (
-    FAULTS,
-    BadRecordError,
-    Record,
-    Source,
-    decode_image,
-    fingerprint,
-)
+from towers.input_pipeline.sources.base import Source, fingerprint
+from towers.input_pipeline.sources.record import FAULTS, BadRecordError, Record
 from towers.program import voice
 
 _AT_ONCE = 256

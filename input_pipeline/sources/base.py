@@ -2,68 +2,14 @@
 
 import abc
 import copy
-import dataclasses
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-# The split to evaluate on while training, in order of preference. "test" is last
-# where there are several: the labels of a test set are often withheld (ImageNet).
-HELD_OUT = ("validation", "valid", "val", "test")
-
-# More records than a file has; where files are read from front to back, the records of
-# the n-th of a split are numbered from n times this.
-FILE = 2**40
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """One record of a file, or what is found in its place.
-
-    Attributes:
-        path: the file.
-        place: the position in it, a phrase; empty where the file is the record.
-        number: the record's own, as ``Source.batches`` counts.
-        raw: the raw record; None where there is none.
-        fault: why it cannot be used, a phrase; empty if nothing is known against it.
-        gap: in bytes, where it begins and ends, if it cannot even be read.
-        count: records that it stands for; None for all that may follow in the file.
-    """
-
-    path: str
-    place: str
-    number: int
-    raw: Any = None
-    fault: str = ""
-    gap: tuple[int, int] | None = None
-    count: int | None = 1
-
-    @property
-    def last_number(self) -> int:
-        """Number of the last record that it stands for."""
-        if self.count is None:
-            return self.number // FILE * FILE + FILE - 1
-        return self.number + self.count - 1
-
-    @property
-    def where(self) -> str:
-        """File and position."""
-        return f"{self.path}: {self.place}" if self.place else self.path
-
-    def __str__(self) -> str:
-        """One sentence that names file, position and reason."""
-        behind = "" if self.count is not None else ", and nothing behind it can be read"
-        return f"{self.where}: {self.fault}{behind}"
-
-    def with_raw(self, raw: Any) -> "Record":
-        """The same, read."""
-        return dataclasses.replace(self, raw=raw)
-
-    def with_fault(self, fault: str, **facts: Any) -> "Record":
-        """The same, found bad."""
-        return dataclasses.replace(self, raw=None, fault=fault, **facts)
+from towers.input_pipeline.images.decode import decode_image
+from towers.input_pipeline.sources.record import Record
 
 
 class Source(abc.ABC):
@@ -335,53 +281,6 @@ class IndexedSource(Source):
         return self._pass_over(each, split).skip(start).batch(batch_size)
 
 
-# What TensorFlow raises while it reads a bad record.
-FAULTS = (tf.errors.OpError, UnicodeDecodeError)
-
-
-class BadRecordError(ValueError):
-    """One record cannot be used; the message names file, position and reason.
-
-    Attributes:
-        many: whether most of the records after it cannot be used either, so that the
-            fault is not in the record.
-    """
-
-    def __init__(self, message: str, many: bool = False):
-        super().__init__(message)
-        self.many = many
-
-
-def fault_of(error: Exception) -> str:
-    """What one of ``FAULTS`` says, in a phrase."""
-    if isinstance(error, UnicodeDecodeError):
-        # TensorFlow puts the record's own bytes into some messages.
-        return "cannot be parsed"
-    # Without the op's name around it.
-    message = error.message.removeprefix("{{function_node __wrapped__")
-    message = message.rpartition("}} ")[2].partition(" [Op:")[0]
-    reason = message.splitlines()[0].strip()
-    lost = isinstance(error, tf.errors.DataLossError)
-    return f"corrupted: {reason}" if lost else reason
-
-
-def decode_image(
-    encoded: tf.Tensor, shape: tuple[int | None, int | None, int]
-) -> tf.Tensor:
-    """Decodes JPEG, PNG, GIF (its first picture), BMP or WebP bytes.
-
-    Args:
-        encoded: scalar string.
-        shape: (H, W, C) expected, None where it varies. C decides how many channels
-            are made of the file's.
-
-    Returns:
-        uint8 image [H, W, C]. Another size than expected is an error at run time.
-    """
-    image = tf.io.decode_image(encoded, channels=shape[-1], expand_animations=False)
-    return tf.ensure_shape(image, shape)
-
-
 def fingerprint(source: Source) -> str:
     """Changes with whatever changes a source's examples, and with its files."""
     facts = [source.name, source.reads, sorted(source.splits.items())]
@@ -400,17 +299,3 @@ def size_and_time(path: str) -> tuple[int, int]:
     except tf.errors.OpError:
         return 0, 0
     return stat.length, stat.mtime_nsec
-
-
-def shuffle_all(
-    dataset: tf.data.Dataset, size: int, seed: int | tf.Tensor | None
-) -> tf.data.Dataset:
-    """Shuffles a dataset of small items as a whole; leaves it alone without a seed."""
-    if seed is None:
-        return dataset
-    return dataset.shuffle(max(size, 1), seed=seed, reshuffle_each_iteration=False)
-
-
-def held_out(names: Collection[str]) -> str | None:
-    """The name of the split to evaluate on, or None."""
-    return next((name for name in HELD_OUT if name in names), None)

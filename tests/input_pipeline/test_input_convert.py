@@ -14,7 +14,7 @@ from PIL import Image
 
 from towers.input_pipeline import ArraySource, make_dataset, open_source
 from towers.input_pipeline.convert.__main__ import convert, main
-from towers.input_pipeline.sources.tfds_source import TFDSSource
+from towers.input_pipeline.sources.tfds.tfds_source import TFDSSource
 
 # Each part of a split that is read in one go has a pipeline of its own, half a second
 # to trace: so most folders here are written once, or with one file for each split.

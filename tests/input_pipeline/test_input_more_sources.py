@@ -21,7 +21,7 @@ from towers.input_pipeline import (
     open_source,
     scan_labels,
 )
-from towers.input_pipeline.sources.tfds_source import TFDSSource
+from towers.input_pipeline.sources.tfds.tfds_source import TFDSSource
 
 
 def _read(source, split, seeds=None):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from towers.input_pipeline.sources import network, tfds_source
+from towers.input_pipeline.sources.tfds import network, tfds_source
 
 
 class TowersFar(tfds.core.GeneratorBasedBuilder):

@@ -17,7 +17,7 @@ from towers.input_pipeline import (
     scan_labels,
 )
 from towers.input_pipeline.records import quarantine as quarantines
-from towers.input_pipeline.sources import framing
+from towers.input_pipeline.sources.examples import framing
 
 GOOD = 12
 # Where the bad one is put among them.

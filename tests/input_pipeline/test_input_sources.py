@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from tests import warm
 from towers.input_pipeline import open_source
 from towers.input_pipeline.sources.arrays import ArraySource
-from towers.input_pipeline.sources.tfds_source import TFDSSource
+from towers.input_pipeline.sources.tfds.tfds_source import TFDSSource
 
 
 def _read(source, split, **kwargs):

@@ -6,8 +6,8 @@ import pytest
 from pyarrow import parquet
 
 from towers.input_pipeline import open_source, scan_labels
-from towers.input_pipeline.sources import fraction
-from towers.input_pipeline.sources.base import FILE, BadRecordError
+from towers.input_pipeline.sources.files import splits
+from towers.input_pipeline.sources.record import FILE, BadRecordError
 from towers.input_pipeline.specs import takes
 
 
@@ -199,13 +199,13 @@ def test_a_tenth_is_held_out(tmp_path, kind):
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.3, 0.015])
 def test_the_fraction_is_counted_as_it_is_taken(share):
     for first in (0, 3 * FILE):
-        held = fraction.is_held_out(first + np.arange(997), share)
-        assert held.sum() == fraction.count_held_out(first, 997, share)
+        held = splits.is_held_out(first + np.arange(997), share)
+        assert held.sum() == splits.count_held_out(first, 997, share)
         assert abs(held.sum() - 997 * share) < 2
-    in_turn = np.arange(10_000)[fraction.is_held_out(np.arange(10_000), share)] % 10
+    in_turn = np.arange(10_000)[splits.is_held_out(np.arange(10_000), share)] % 10
     assert np.bincount(in_turn).min() > 0.4 * len(in_turn) / 10
     with pytest.raises(ValueError, match="eval_fraction is 1: expected at least 0 and"):
-        fraction.check(1)
+        splits.check_fraction(1)
 
 
 def test_a_folder_says_what_it_holds_out(tmp_path):

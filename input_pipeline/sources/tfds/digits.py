@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from towers.input_pipeline.sources.tfds_source import TFDSSource
+from towers.input_pipeline.sources.tfds.tfds_source import TFDSSource
 
 _NUM_SHARDS = 4
 _TEST_FRACTION = 0.2
@@ -65,12 +65,16 @@ class TowersDigits(tfds.core.GeneratorBasedBuilder):
             yield index, {"image": image[..., None], "label": digits.target[index]}
 
 
-def open_digits(data_dir: str | os.PathLike | None, **options: Any) -> TFDSSource:
+def open_digits(
+    rest: str, data_dir: str | os.PathLike | None, **options: Any
+) -> TFDSSource:
     """Opens the digits; ``prepare()`` writes them to ``data_dir``.
 
     Args:
+        rest: what follows ``digits:``, nothing.
         data_dir: TFDS's folder, or None for its default one.
         **options: the other arguments of ``TFDSSource``.
     """
+    del rest
     builder = TowersDigits(data_dir=data_dir)
     return TFDSSource(builder, "digits", _NUM_SHARDS, **options)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources import framing
-from towers.input_pipeline.sources.base import FILE, Record
-from towers.input_pipeline.sources.examples import ExampleFiles, check_kind
-from towers.input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
+from towers.input_pipeline.sources.examples import framing
+from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_kind
+from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE, StreamFiles
+from towers.input_pipeline.sources.record import FILE, Record
 
 # What `convert` writes beside the files. The mark stays as it first was, so that files
 # of before are known.
@@ -28,31 +28,20 @@ class TFRecordSource(ExampleFiles, StreamFiles):
 
     Args:
         pattern: see ``FileSource``.
-        image_key: see ``ExampleFiles``.
-        label_key: see ``ExampleFiles``.
-        num_classes: None reads all labels and takes the largest plus one.
-        skip_bad: see ``FileSource``.
+        **options: see ``ExampleFiles``.
 
     Raises:
         ValueError: no file, no record, another format, or a negative label.
     """
 
+    kind = "tfrecord"
     ends_need_checking = True
 
-    def __init__(
-        self,
-        pattern: str,
-        image_key: str | None = None,
-        label_key: str | None = None,
-        num_classes: int | None = None,
-        skip_bad: bool = False,
-    ):
-        super().__init__(
-            "tfrecord", pattern, image_key, label_key, num_classes, skip_bad
-        )
+    def __init__(self, pattern: str, **options: Any):
+        super().__init__(pattern, **options)
         info = _read_info(self._all_files())
         if info:
-            self._take_over(info, num_classes)
+            self._take_over(info, options.get("num_classes"))
         self._check_first(lambda where, raw: self._check_example(where, raw.numpy()))
         self._count_classes()
 

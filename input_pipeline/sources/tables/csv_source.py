@@ -5,12 +5,18 @@ import csv
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from towers.input_pipeline.sources import columns
-from towers.input_pipeline.sources.base import FAULTS, BadRecordError, Record, fault_of
-from towers.input_pipeline.sources.files import LABELS_AT_ONCE, StreamFiles
+from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE, StreamFiles
+from towers.input_pipeline.sources.record import (
+    FAULTS,
+    BadRecordError,
+    Record,
+    fault_of,
+)
+from towers.input_pipeline.sources.tables import columns
 
 # How TensorFlow says that a field is empty, or holds something else.
 _MISSING = "is required but missing"
@@ -28,30 +34,30 @@ class CSVSource(StreamFiles):
         pattern: see ``FileSource``.
         label_column: see ``columns.find_label``. Whole numbers from 0 are labels as
             they are; texts are names of classes, which are numbered in sorted order.
-        num_classes: None reads all labels and takes the largest plus one.
-        skip_bad: see ``FileSource``.
         feature_columns: see ``columns.find_features``.
-        eval_fraction: see ``FileSource``.
         class_names: see ``columns.order_classes``.
+        num_classes: see ``FileSource``.
+        **options: see ``FileSource``.
 
     Raises:
         ValueError: no file, no row, other columns in one file than in another, no such
             column, text for a number, or a negative label.
     """
 
+    kind = "csv"
     encoded = False
 
     def __init__(
         self,
         pattern: str,
+        *,
         label_column: str | None = None,
-        num_classes: int | None = None,
-        skip_bad: bool = False,
         feature_columns: Sequence[str] | None = None,
-        eval_fraction: float | None = None,
         class_names: Sequence[str] | None = None,
+        num_classes: int | None = None,
+        **options: Any,
     ):
-        super().__init__("csv", pattern, num_classes, skip_bad, eval_fraction)
+        super().__init__(pattern, num_classes, **options)
         first, *others = self._all_files()
         names = _header(first)
         for path in others:

@@ -1,14 +1,16 @@
 """``array_record:GLOB``: tf.Examples in ArrayRecord files, which are read anywhere."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources import in_python
-from towers.input_pipeline.sources.base import IndexedSource, Record
-from towers.input_pipeline.sources.examples import ExampleFiles, check_kind
-from towers.input_pipeline.sources.files import LABELS_AT_ONCE
+from towers.input_pipeline.sources.base import IndexedSource
+from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_kind
+from towers.input_pipeline.sources.files import in_python
+from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE
+from towers.input_pipeline.sources.record import Record
 
 
 class ArrayRecordSource(ExampleFiles, IndexedSource):
@@ -20,25 +22,16 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
 
     Args:
         pattern: see ``FileSource``.
-        image_key: see ``ExampleFiles``.
-        label_key: see ``ExampleFiles``.
-        num_classes: None reads all labels and takes the largest plus one.
-        skip_bad: see ``FileSource``.
+        **options: see ``ExampleFiles``.
 
     Raises:
         ValueError: no package, no file, no record, another format, or a negative label.
     """
 
+    kind = "array_record"
     in_graph = False
 
-    def __init__(
-        self,
-        pattern: str,
-        image_key: str | None = None,
-        label_key: str | None = None,
-        num_classes: int | None = None,
-        skip_bad: bool = False,
-    ):
+    def __init__(self, pattern: str, **options: Any):
         try:
             from array_record.python import array_record_data_source as reader
         except ImportError as error:
@@ -46,9 +39,7 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
                 f"'array_record:{pattern}' needs the package array-record, which is "
                 "not installed: pip install 'towers[array_record]'"
             ) from error
-        super().__init__(
-            "array_record", pattern, image_key, label_key, num_classes, skip_bad
-        )
+        super().__init__(pattern, **options)
         self._places = {}  # the first record's number and how many, for each file
         first = 0
         for split, paths in self._files.items():

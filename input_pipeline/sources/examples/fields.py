@@ -4,8 +4,8 @@ import math
 
 import tensorflow as tf
 
-from towers.input_pipeline.sources.base import Record
-from towers.input_pipeline.sources.files import FileSource
+from towers.input_pipeline.sources.files.file_source import FileSource
+from towers.input_pipeline.sources.record import Record
 
 # Where `convert` puts rows of numbers.
 ROW = "features"
@@ -18,13 +18,12 @@ class ExampleFiles(FileSource):
     as the first record has.
 
     Args:
-        kind: see ``FileSource``.
         pattern: see ``FileSource``.
         image_key: field of the JPEG or PNG bytes, or of pixels as they are, where
             image/height, image/width and image/channels say how many; None for
             image/encoded, or where there is none, for a row in ``features``.
         label_key: field of the int64 label; None for image/class/label.
-        num_classes: None reads all labels and takes the largest plus one.
+        num_classes: see ``FileSource``.
         skip_bad: see ``FileSource``.
 
     Raises:
@@ -33,14 +32,13 @@ class ExampleFiles(FileSource):
 
     def __init__(
         self,
-        kind: str,
         pattern: str,
-        image_key: str | None,
-        label_key: str | None,
-        num_classes: int | None,
+        image_key: str | None = None,
+        label_key: str | None = None,
+        num_classes: int | None = None,
         skip_bad: bool = False,
     ):
-        super().__init__(kind, pattern, num_classes, skip_bad)
+        super().__init__(pattern, num_classes, skip_bad, eval_fraction=0)
         self.image_shape = (None, None, 3)
         self._may_be_row = image_key is None
         image_key = image_key or "image/encoded"

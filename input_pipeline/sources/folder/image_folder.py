@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from towers.input_pipeline.sources import fraction, pictures
-from towers.input_pipeline.sources.base import IndexedSource, Record, held_out
+from towers.input_pipeline.sources.base import IndexedSource
+from towers.input_pipeline.sources.files import splits
+from towers.input_pipeline.sources.folder import pictures
+from towers.input_pipeline.sources.record import Record
 from towers.input_pipeline.specs import PICTURES, no_folder
 
 # Paths of the images of each class, by the class's name.
@@ -52,7 +54,7 @@ class ImageFolderSource(IndexedSource):
         self.notes = (*found.notes(),)
         if fraction_used and "test" in self.splits:
             count = self.splits["test"]
-            note = fraction.note(fraction_used, "files of each class", count)
+            note = splits.note(fraction_used, "files of each class", count)
             self.notes = (*self.notes, note)
 
     def files(self, split: str) -> list[str]:
@@ -95,7 +97,7 @@ def _find_splits(
 ) -> tuple[_Classes, _Classes, float]:
     """The images for training, those held out, and the fraction that was taken."""
     folders = _folders(root)
-    test_name = held_out(folders)
+    test_name = splits.held_out(folders)
     # Where DIR/train has no folders, "train" is the name of a class.
     if test_name and "train" in folders and _folders(folders["train"]):
         if eval_fraction:
@@ -114,12 +116,12 @@ def _find_splits(
                 f"{folders['train']}: both must have the same class folders"
             )
         return train, test, 0
-    taken = fraction.check(eval_fraction)
+    taken = splits.check_fraction(eval_fraction)
     train, test = {}, {}
     for name, paths in _find_classes(root, found).items():
         train[name], test[name] = [], []
         for place, path in enumerate(paths):
-            held = fraction.is_nth(place, taken)
+            held = splits.is_nth(place, taken)
             (test if held else train)[name].append(path)
     return train, test, taken
 

@@ -1,8 +1,13 @@
-"""Which records are held out for validation where no file or folder says so."""
+"""Which records are held out for validation: by names, or else a fraction of them."""
 
+from collections.abc import Collection
 from typing import Any
 
-from towers.input_pipeline.sources.base import FILE
+from towers.input_pipeline.sources.record import FILE
+
+# The split to evaluate on while training, in order of preference. "test" is last
+# where there are several: the labels of a test set are often withheld (ImageNet).
+HELD_OUT = ("validation", "valid", "val", "test")
 
 DEFAULT = 0.1
 # Fractions are counted in these: whole numbers give the same everywhere.
@@ -10,7 +15,12 @@ _PARTS = 10**6
 _PRIME = 2**31 - 1
 
 
-def check(fraction: float | None) -> float:
+def held_out(names: Collection[str]) -> str | None:
+    """The name of the split to evaluate on, or None."""
+    return next((name for name in HELD_OUT if name in names), None)
+
+
+def check_fraction(fraction: float | None) -> float:
     """Returns the fraction to hold out.
 
     Args:

@@ -11,16 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources import fraction
-from towers.input_pipeline.sources.base import (
-    FILE,
-    HELD_OUT,
-    BadRecordError,
-    Source,
-    StreamSource,
-    held_out,
-    shuffle_all,
-)
+from towers.input_pipeline.sources.base import Source, StreamSource
+from towers.input_pipeline.sources.files import splits
+from towers.input_pipeline.sources.files.splits import HELD_OUT, held_out
+from towers.input_pipeline.sources.record import FILE, BadRecordError
 from towers.input_pipeline.specs import no_files
 
 LABELS_AT_ONCE = 1024
@@ -41,33 +35,35 @@ class FileSource(Source):
     Where there is no such file, a fraction of the records may be.
 
     Args:
-        kind: what stands before the colon of a spec.
         pattern: glob of the files, or a folder, for all files in it.
-        num_classes: None if ``_count_classes`` is to be called.
+        num_classes: None reads all labels and takes the largest plus one.
         skip_bad: whether to look beyond bad records for what must be known.
         eval_fraction: of the records to hold out, if no file is; None for a tenth.
+
+    Attributes:
+        kind: what stands before the colon of a spec.
 
     Raises:
         ValueError: no file, or a fraction although files are held out.
     """
 
+    kind: str
     labels_need_checking = True
 
     def __init__(
         self,
-        kind: str,
         pattern: str,
-        num_classes: int | None,
+        num_classes: int | None = None,
         skip_bad: bool = False,
-        eval_fraction: float | None = 0,
+        eval_fraction: float | None = None,
     ):
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}, expected at least 1")
-        self.name = f"{kind}:{pattern}"
-        self._files = _group_by_split(kind, pattern)
+        self.name = f"{self.kind}:{pattern}"
+        self._files = _group_by_split(self.kind, pattern)
         self.splits = dict.fromkeys(self._files)
         self._skip_bad = skip_bad
-        self._fraction = fraction.check(eval_fraction)
+        self._fraction = splits.check_fraction(eval_fraction)
         if "test" in self._files or "train" not in self._files:
             if eval_fraction:
                 raise ValueError(
@@ -76,7 +72,7 @@ class FileSource(Source):
                     "leave it out, or name the other files alone"
                 )
             self._fraction = 0
-        # Until the labels are read, any is allowed.
+        # Until `_count_classes` reads the labels, any is allowed.
         self.num_classes = num_classes or math.inf
 
     def files(self, split: str) -> list[str]:
@@ -95,7 +91,7 @@ class FileSource(Source):
         """Tells whether a record of a split's files is part of the split."""
         if split is None or not self._fraction:
             return True
-        return fraction.is_held_out(number, self._fraction) == (split == "test")
+        return splits.is_held_out(number, self._fraction) == (split == "test")
 
     def _of_split(self, dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
         """Leaves the other split's records out of numbers and anything else."""
@@ -123,7 +119,7 @@ class FileSource(Source):
             return
         self.splits["test"] = held_out if counted else None
         count = held_out if counted else None
-        note = fraction.note(self._fraction, "rows", count)
+        note = splits.note(self._fraction, "rows", count)
         self.notes = (*self.notes, note)
 
     def _check_first(self, check: Callable[[str, Any], None]) -> None:
@@ -177,7 +173,7 @@ class FileSource(Source):
         self.splits[split] = sum(sizes)
         if self._fraction:
             held_out = sum(
-                fraction.count_held_out(file * FILE, size, self._fraction)
+                splits.count_held_out(file * FILE, size, self._fraction)
                 for file, size in enumerate(sizes)
             )
             self.splits = {"train": sum(sizes) - held_out, "test": held_out}
@@ -247,6 +243,15 @@ class StreamFiles(FileSource, StreamSource):
             first = self.records(split).take(_SAMPLE).ignore_errors()
             lengths = [len(record) for _, record in first.as_numpy_iterator()]
         return sum(lengths) / max(len(lengths), 1)
+
+
+def shuffle_all(
+    dataset: tf.data.Dataset, size: int, seed: int | tf.Tensor | None
+) -> tf.data.Dataset:
+    """Shuffles a dataset of small items as a whole; leaves it alone without a seed."""
+    if seed is None:
+        return dataset
+    return dataset.shuffle(max(size, 1), seed=seed, reshuffle_each_iteration=False)
 
 
 def _group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:

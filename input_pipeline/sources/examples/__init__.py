@@ -1,0 +1,1 @@
+"""Sources of tf.Examples: TFRecord and ArrayRecord files."""

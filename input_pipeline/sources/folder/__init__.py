@@ -1,0 +1,1 @@
+"""A source of folders of pictures."""

@@ -1,0 +1,1 @@
+"""Sources of tables: CSV and Parquet files."""

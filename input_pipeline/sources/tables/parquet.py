@@ -1,0 +1,298 @@
+"""``parquet:GLOB``: images as Hugging Face writes them, or columns of numbers."""
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.sources.base import StreamSource
+from towers.input_pipeline.sources.files import in_python
+from towers.input_pipeline.sources.files.file_source import FileSource, shuffle_all
+from towers.input_pipeline.sources.record import FILE, Record
+from towers.input_pipeline.sources.tables import columns, parquet_columns
+from towers.input_pipeline.sources.tables.row_groups import (
+    RowGroups,
+    as_text,
+    described_classes,
+    filled,
+    labels_in,
+    missing,
+)
+
+_CYCLE_LENGTH = 4
+_BLOCK_LENGTH = 16
+
+# A raw record: the encoded image or the row of numbers, and the label.
+_Record = tuple[tf.Tensor, tf.Tensor]
+
+
+class ParquetSource(FileSource, StreamSource):
+    """Parquet files with the same columns in each.
+
+    A file is read by the row group: four at a time are in memory, and the next ones,
+    whole, but without the columns that are not needed. Groups come shuffled, and rows
+    within the buffer of the shuffle. Write small groups: 100 to 1000 images each.
+    Python reads them: the workers of a tf.data service cannot.
+
+    Args:
+        pattern: see ``FileSource``.
+        image_key: column of JPEG or PNG bytes, or of structs with a field ``bytes``;
+            None takes ``image``. Where there is none, rows are float32 [F], as in
+            ``csv:``.
+        label_column: see ``CSVSource``.
+        feature_columns: see ``columns.find_features``; in place of images.
+        class_names: see ``columns.order_classes``.
+        num_classes: None takes it from Hugging Face's description of the columns, or
+            reads all labels and takes the largest plus one.
+        **options: see ``FileSource``.
+
+    Raises:
+        ValueError: no package, no file, no row, no such column, one of another type, or
+            a negative label.
+    """
+
+    kind = "parquet"
+    in_graph = False
+
+    def __init__(
+        self,
+        pattern: str,
+        *,
+        image_key: str | None = None,
+        label_column: str | None = None,
+        feature_columns: Sequence[str] | None = None,
+        class_names: Sequence[str] | None = None,
+        num_classes: int | None = None,
+        **options: Any,
+    ):
+        try:
+            import pyarrow  # noqa: F401 (the rest of this file needs it)
+        except ImportError as error:
+            raise ValueError(
+                f"'parquet:{pattern}' needs the package pyarrow, which is not "
+                "installed: pip install 'towers[parquet]'"
+            ) from error
+        super().__init__(pattern, num_classes, **options)
+        self._groups = RowGroups(self._all_files())
+        for split, paths in self._files.items():
+            self._set_sizes(split, [self._groups.rows(path) for path in paths])
+        first, *others = self._all_files()
+        schema = self._groups.schema(first)
+        self._columns = parquet_columns.choose(
+            first, schema, image_key, label_column, feature_columns
+        )
+        self.image_fields, self.label_field = (
+            self._columns.examples,
+            self._columns.label,
+        )
+        self.encoded = self._columns.of_images
+        self.image_shape = (
+            (None, None, 3) if self.encoded else (len(self.image_fields),)
+        )
+        self.notes = (self._columns.note,) if self._columns.note else ()
+        self.reads = (*self._columns.names, self._fraction)
+        for path in others:
+            found = self._groups.schema(path)
+            for name in self._columns.names:
+                if name not in found.names or found.field(name) != schema.field(name):
+                    raise ValueError(
+                        f"the column {name!r} of {path} is not that of {first}: "
+                        "expected the same columns in all files"
+                    )
+        self._check_first(lambda where, raw: None)
+        self._name_classes(schema, num_classes, class_names)
+        self._look_at_rows(first)
+        self._count_classes()
+        self._hold_out()
+
+    def records(
+        self, split: str, shuffle_seed: tf.Tensor | None = None
+    ) -> tf.data.Dataset:
+        """See ``StreamSource.records``."""
+        paths = self.files(split)
+        # Of both splits, where they have parts of the same files.
+        splits = self.splits if self._fraction else [split]
+        passed_over = [
+            record for each in splits for record in self.passed_over.get(each, ())
+        ]
+        unreadable = {record.number for record in passed_over if record.gap}
+        empty = {record.number for record in passed_over}
+        # File, row group and the number of its first row.
+        groups = [
+            (file, group, file * FILE + first)
+            for file, path in enumerate(paths)
+            for group, first in enumerate(self._groups.bounds(path)[:-1])
+            if file * FILE + first not in unreadable
+        ]
+        places = tf.reshape(tf.constant(groups, tf.int64), [-1, 3])
+        dataset = tf.data.Dataset.from_tensor_slices(places)
+        dataset = shuffle_all(dataset, len(groups), shuffle_seed)
+
+        def read(place):
+            images, labels = self._load_group(paths, place[0], place[1], empty)
+            numbers = place[2] + tf.range(tf.size(labels, tf.int64))
+            return tf.data.Dataset.from_tensor_slices((numbers, (images, labels)))
+
+        records = dataset.interleave(
+            read,
+            cycle_length=min(max(len(groups), 1), _CYCLE_LENGTH),
+            block_length=_BLOCK_LENGTH,
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+        return self._of_split(records, split)
+
+    def record_bytes(self, split: str) -> float:
+        """See ``StreamSource.record_bytes``."""
+        return self._groups.row_bytes(self.files(split))
+
+    def parse(self, records: _Record) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        return records
+
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
+        """See ``Source.walk``."""
+        number = self._first_number(path)
+        bounds = self._groups.bounds(path)
+        for group, (first, end) in enumerate(itertools.pairwise(bounds)):
+            try:
+                read = self._groups.read(path, group, self._columns.names)
+            except ValueError as error:
+                bad = Record(path, f"row group {group}", number + first)
+                gap, count = (first, end), end - first
+                yield bad.with_fault(str(error), gap=gap, count=count)
+                continue
+            faults = missing(read)
+            for row, raw in enumerate(zip(*self._values(read), strict=True)):
+                record = Record(path, f"row {first + row}", number + first + row)
+                if not self._has(split, record.number):
+                    continue
+                if row in faults:
+                    yield record.with_fault(faults[row])
+                else:
+                    yield record.with_raw(tuple(map(tf.constant, raw)))
+
+    def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
+        """See ``Source.labels``."""
+        groups = tf.data.Dataset.range(self._groups.count(path))
+
+        def read(group):
+            return self._load_group([path], 0, group, (), images=False)[1]
+
+        labels = groups.map(read)
+        if limit is None:
+            return labels
+        return labels.unbatch().take(limit).batch(limit)
+
+    def _name_classes(
+        self,
+        schema: Any,
+        num_classes: int | None,
+        class_names: Sequence[str] | None,
+    ) -> None:
+        """Finds names of classes, in the labels or in Hugging Face's description."""
+        label = self.label_field
+        if self._columns.text_labels:
+            found = self._names_of_classes()
+            self.class_names = columns.order_classes(
+                self.name, label, found, num_classes, class_names
+            )
+            self.num_classes = len(self.class_names)
+            return
+        names = described_classes(schema, label)
+        if names and num_classes in (None, len(names)):
+            self.class_names, self.num_classes = names, len(names)
+
+    def _names_of_classes(self) -> set[str]:
+        """All names of classes; whoever reads the rows says what is wrong."""
+        found, label = set(), self.label_field
+        for path in self._all_files():
+            for group in range(self._groups.count(path)):
+                with contextlib.suppress(ValueError):
+                    labels = self._groups.read(path, group, [label])[label]
+                    found |= {*as_text(labels).unique().to_pylist()}
+        return found - {None}
+
+    def _look_at_rows(self, path: str) -> None:
+        """Looks at the first rows for columns that are not what they seem.
+
+        Raises:
+            ValueError: another text in each row is no class.
+        """
+        if self.encoded and not self._columns.text_labels:
+            return
+        import pyarrow
+
+        label, features = self.label_field, () if self.encoded else self.image_fields
+        parts = []
+        for group in range(self._groups.count(path)):
+            with contextlib.suppress(ValueError):  # said of its record
+                names = [label, *features]
+                parts.append(self._groups.read(path, group, names, columns.SAMPLE))
+            if sum(len(part[label]) for part in parts) >= columns.SAMPLE:
+                break
+        if not parts:
+            return
+        if self._columns.text_labels:
+            texts = [as_text(part[label]).to_pylist() for part in parts]
+            labels = [text for some in texts for text in some if text]
+            columns.check_classes(path, label, labels)
+        for name in features:
+            others = [other for other in features if other != name]
+            values = pyarrow.concat_arrays([part[name] for part in parts])
+            if values.null_count or not others:
+                continue
+            if columns.counts_rows(values.to_pylist()):
+                note = columns.counting_note(name, values[0].as_py(), others)
+                self.notes = (*self.notes, note)
+
+    def _load_group(
+        self,
+        paths: list[str],
+        file: int | tf.Tensor,
+        group: tf.Tensor,
+        empty: Collection[int],
+        images: bool = True,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Images (or rows of numbers) and labels of one row group, in a graph.
+
+        Args:
+            paths: of a split.
+            file: which of them.
+            group: number of the row group.
+            empty: numbers of records in which something may be missing.
+            images: False leaves them out.
+        """
+        names = self._columns.names if images else [self.label_field]
+
+        def load(file, group):
+            path, group = paths[file], int(group)
+            try:
+                read = self._groups.read(path, group, names)
+            except ValueError as error:
+                raise ValueError(f"{path}: row group {group}: {error}") from error
+            first = self._groups.bounds(path)[group]
+            for row, fault in missing(read).items():
+                if int(file) * FILE + first + row not in empty:
+                    raise ValueError(f"{path}: row {first + row}: {fault}")
+            return self._values(read)
+
+        dtype = tf.string if self.encoded else tf.float32
+        rows, labels = in_python.call(load, [file, group], [dtype, tf.int64])
+        shape = [] if self.encoded else self.image_shape
+        return tf.ensure_shape(rows, [None, *shape]), tf.ensure_shape(labels, [None])
+
+    def _values(self, read: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Images (or rows of numbers), if there are any, and labels."""
+        *images, labels = read.values()
+        names = (self.class_names or ()) if self._columns.text_labels else None
+        labels = labels_in(labels, names)
+        images = [filled(column) for column in images]
+        if self.encoded:
+            return np.array([*images[0].to_pylist()] if images else [], object), labels
+        rows = np.zeros([len(labels), *self.image_shape], np.float32)
+        for place, column in enumerate(images):
+            rows[:, place] = column.to_numpy(zero_copy_only=False)
+        return rows, labels

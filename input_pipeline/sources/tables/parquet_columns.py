@@ -1,0 +1,130 @@
+"""Which columns of a Parquet file are read, by their names and types."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from towers.input_pipeline.sources.tables import columns
+from towers.input_pipeline.sources.tables.row_groups import is_text
+
+_IMAGES = ("image/encoded", "image")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetColumns:
+    """The columns that are read.
+
+    Attributes:
+        examples: names of the columns of numbers, or of the one of images.
+        label: name of the labels' column.
+        of_images: whether examples are encoded images.
+        text_labels: whether labels are names of classes.
+        note: what was guessed, a sentence; may be empty.
+    """
+
+    examples: Sequence[str]
+    label: str
+    of_images: bool
+    text_labels: bool
+    note: str
+
+    @property
+    def names(self) -> list[str]:
+        """All of them, the label last."""
+        return [*self.examples, self.label]
+
+
+def choose(
+    path: str,
+    schema: Any,
+    image_key: str | None,
+    label_column: str | None,
+    feature_columns: Sequence[str] | None,
+) -> ParquetColumns:
+    """Decides what is read.
+
+    Args:
+        path: of a file.
+        schema: its columns, as pyarrow has them.
+        image_key: see ``ParquetSource``.
+        label_column: see ``columns.find_label``.
+        feature_columns: see ``columns.find_features``.
+
+    Raises:
+        ValueError: a column is not there, or of another type.
+    """
+    kinds = {field.name: field.type for field in schema}
+    if len(kinds) < 2:
+        raise ValueError(
+            f"{path} has the columns {_listed(kinds) or 'none'}: expected at least "
+            "two, images and labels"
+        )
+    if image_key is not None:
+        columns.check_named(path, schema.names, [image_key], "image_key")
+        if feature_columns is not None:
+            raise ValueError(
+                f"received image_key={image_key} and feature_columns="
+                f"{','.join(feature_columns)}: expected images or numbers, so "
+                "leave one out"
+            )
+    label, note = columns.find_label(path, schema.names, label_column)
+    text_labels = _has_text_labels(path, kinds, label)
+    image = image_key
+    if image is None and feature_columns is None:
+        image = next((name for name in _IMAGES if name in kinds), None)
+    if image is not None:
+        _check_images(path, kinds, image)
+        return ParquetColumns([image], label, True, text_labels, note)
+    names = columns.find_features(path, schema.names, label, feature_columns)
+    _check_numbers(path, kinds, names, asked=feature_columns is not None)
+    return ParquetColumns(names, label, False, text_labels, note)
+
+
+def _listed(kinds: dict[str, Any]) -> str:
+    return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+
+
+def _has_text_labels(path: str, kinds: dict[str, Any], label: str) -> bool:
+    from pyarrow import types
+
+    if is_text(kinds[label]) or types.is_boolean(kinds[label]):
+        return True
+    if not types.is_integer(kinds[label]):
+        raise ValueError(
+            f"{path} has the columns {_listed(kinds)}: expected whole numbers, or "
+            f"names of classes, as labels in {label!r}; name another column by "
+            "--label_column (in Python, label_column)"
+        )
+    return False
+
+
+def _check_images(path: str, kinds: dict[str, Any], image: str) -> None:
+    from pyarrow import types
+
+    kind = kinds[image]
+    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind = kind.field("bytes").type
+    if not types.is_binary(kind) and not types.is_large_binary(kind):
+        raise ValueError(
+            f"{path} has the columns {_listed(kinds)}: expected bytes of JPEG or PNG "
+            f"in {image!r}, or a struct with a field of them, bytes; name the column "
+            "by --image_key (in Python, image_key)"
+        )
+
+
+def _check_numbers(
+    path: str, kinds: dict[str, Any], names: Sequence[str], asked: bool
+) -> None:
+    from pyarrow import types
+
+    numbers = types.is_integer, types.is_floating, types.is_boolean
+    wrong = {
+        name: str(kinds[name])
+        for name in names
+        if not any(is_kind(kinds[name]) for is_kind in numbers)
+    }
+    if wrong:
+        right = [name for name in names if name not in wrong]
+        error = columns.not_numbers(path, wrong, right, asked)
+        images = ", or a column of images by --image_key (in Python, image_key)"
+        raise ValueError(f"{error}{images}")

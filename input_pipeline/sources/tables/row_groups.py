@@ -1,0 +1,173 @@
+"""The row groups of Parquet files, as pyarrow reads them."""
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# A column of pyarrow's; read, they are by their names.
+Column = Any
+
+
+class RowGroups:
+    """The row groups of some files, whose footers are read once.
+
+    Args:
+        paths: of the files.
+
+    Raises:
+        ValueError: one is no whole Parquet file.
+    """
+
+    def __init__(self, paths: Iterable[str]):
+        self._footers = {path: _footer(path) for path in paths}
+
+    def schema(self, path: str) -> Any:
+        """The columns of a file and their types, as pyarrow has them."""
+        return self._footers[path].schema.to_arrow_schema()
+
+    def count(self, path: str) -> int:
+        """Row groups of a file."""
+        return self._footers[path].num_row_groups
+
+    def rows(self, path: str) -> int:
+        """Rows of a file."""
+        return self._footers[path].num_rows
+
+    def bounds(self, path: str) -> list[int]:
+        """Number of the first row of each row group, and of rows in all."""
+        footer = self._footers[path]
+        counts = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+        return [*itertools.accumulate(counts, initial=0)]
+
+    def row_bytes(self, paths: Sequence[str]) -> float:
+        """Bytes of a row, on average over files."""
+        footers = [self._footers[path] for path in paths]
+        groups = [
+            footer.row_group(group).total_byte_size
+            for footer in footers
+            for group in range(footer.num_row_groups)
+        ]
+        return sum(groups) / max(sum(footer.num_rows for footer in footers), 1)
+
+    def read(
+        self, path: str, group: int, names: list[str], most: int | None = None
+    ) -> dict[str, Column]:
+        """Columns of one row group, by their names.
+
+        Args:
+            path: of the file.
+            group: number of the row group.
+            names: of the columns.
+            most: rows to read; None for all.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        import pyarrow
+
+        try:
+            with _open(path, self._footers[path]) as file:
+                if most is None:
+                    table = file.read_row_group(group, columns=names)
+                else:
+                    some = file.iter_batches(most, row_groups=[group], columns=names)
+                    table = pyarrow.Table.from_batches([*itertools.islice(some, 1)])
+        except (pyarrow.ArrowException, tf.errors.OpError, OSError) as error:
+            raise ValueError(str(error)) from error
+        read = {name: table[name].combine_chunks() for name in names}
+        for name, column in read.items():
+            if pyarrow.types.is_struct(column.type):
+                # A struct that is missing has no bytes either.
+                read[name] = column.flatten()[column.type.get_field_index("bytes")]
+        return read
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a column's type is text, with or without a dictionary."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return types.is_string(kind) or types.is_large_string(kind)
+
+
+def as_text(column: Column) -> Column:
+    """A column of texts, without a dictionary."""
+    import pyarrow
+
+    return column.cast(pyarrow.string())
+
+
+def missing(read: dict[str, Column]) -> dict[int, str]:
+    """The rows in which there is nothing, and what to say of each."""
+    rows = {}
+    for name, column in read.items():
+        if column.null_count:
+            fault = f"nothing in the column {name!r}, expected a value"
+            for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)):
+                rows.setdefault(int(row), fault)
+    return rows
+
+
+def filled(column: Column) -> Column:
+    """A column with something in the place of nothing: its rows are passed over."""
+    if not column.null_count:
+        return column
+    import pyarrow
+
+    is_binary, is_large = pyarrow.types.is_binary, pyarrow.types.is_large_binary
+    of_bytes = is_binary(column.type) or is_large(column.type)
+    return column.fill_null(b"" if of_bytes else 0)
+
+
+def labels_in(column: Column, class_names: Sequence[str] | None) -> np.ndarray:
+    """int64 labels [B] of a column.
+
+    Args:
+        column: of whole numbers, or of names of classes.
+        class_names: all of them, by their labels; None for numbers.
+    """
+    if class_names is not None:
+        import pyarrow
+        from pyarrow import compute
+
+        names = pyarrow.array(class_names, pyarrow.string())
+        column = compute.index_in(as_text(column), value_set=names).fill_null(-1)
+    return filled(column).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def described_classes(schema: Any, label: str) -> tuple[str, ...] | None:
+    """Names of the classes, where Hugging Face has written them."""
+    try:
+        text = (schema.metadata or {})[b"huggingface"]
+        return tuple(json.loads(text)["info"]["features"][label]["names"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+class _File(tf.io.gfile.GFile):
+    """A file of any file system, for pyarrow."""
+
+    closed = False
+
+
+def _open(path: str, footer: Any = None) -> Any:
+    from pyarrow import parquet
+
+    return parquet.ParquetFile(_File(path, "rb"), metadata=footer)
+
+
+def _footer(path: str) -> Any:
+    import pyarrow
+
+    try:
+        with _open(path) as file:
+            return file.metadata
+    except (pyarrow.ArrowException, tf.errors.OpError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}; expected a whole Parquet file"
+        ) from error
