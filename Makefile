@@ -32,24 +32,26 @@ else
   WHY := there is $(or $(DRIVER),no NVIDIA driver); GPU=0 or GPU=1 decides otherwise
 endif
 
-.PHONY: train test test-slow lint format clean parity-report screenshots docs
+.PHONY: train test test-slow test-all lint format clean parity-report screenshots docs
 
 train: $(READY)
 	$(RUN) -m towers.train $(FLAGS)
 
 # In three parts, with processes of their own: TensorFlow keeps every graph, and slows
-# down.
+# down. Slow exact cases run with oneDNN's kernels, as for users.
 define run_tests
 	$(PYTEST) -m '$(1)' --ignore=tests/towers $(PYTEST_FLAGS)
 	$(PYTEST) -m '$(1)' --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
-	$(PYTEST) -m '$(1)' tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
+	$(2) $(PYTEST) -m '$(1)' tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
 endef
 
 test: $(READY)
 	$(call run_tests,not slow)
 
 test-slow: $(READY)
-	$(call run_tests,slow)
+	$(call run_tests,slow,TF_ENABLE_ONEDNN_OPTS=1)
+
+test-all: test test-slow
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
 parity-report: $(READY)

@@ -115,9 +115,15 @@ def later(case, builder):
 
 
 @pytest.fixture(autouse=True)
-def _without_grappler():
-    """To optimise a graph that runs a few times takes a fifth of the time."""
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not ALL})
+def _grappler(request):
+    """Optimises graphs in slow cases and for the report, as for users.
+
+    To optimise a graph that runs a few times takes a fifth of the time.
+    """
+    as_for_users = ALL or request.node.get_closest_marker("slow") is not None
+    tf.config.optimizer.set_experimental_options(
+        {"disable_meta_optimizer": not as_for_users}
+    )
     yield
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
