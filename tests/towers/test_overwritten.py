@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from towers import multi_gpu_model
-from towers.builders.parameter_server import Computed
+from towers.builders.parameter_server import StepOutputs
 from towers.collectives import reduce
 from towers.layers import overwritten
 from towers.tower.passes import TowerResult
@@ -88,7 +88,7 @@ def test_a_loss_scale_that_has_changed_does_not_change_them():
     parallel.compile(optimizer, "mse")
     optimizer.build(model.trainable_variables)
     gradients = [tf.ones(v.shape) for v in model.trainable_variables]
-    computed = Computed([TowerResult(gradients=gradients)], [], tf.ones([]), [])
+    computed = StepOutputs([TowerResult(gradients=gradients)], [], tf.ones([]), [])
     before = 2 * optimizer.scale_loss(tf.ones([]))
     (result,) = parallel.builder._scale_as_now(computed, before).results
     places = overwritten.places(model)

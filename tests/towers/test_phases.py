@@ -83,10 +83,10 @@ def train(
     )
     batches = data(batches.repeat(BATCHES))
     parallel.fit(batches, verbose=0)
-    before, begin = parallel.builder.phases.totals(), time.perf_counter()
+    before, begin = parallel.builder.timers.totals(), time.perf_counter()
     parallel.fit(batches, verbose=0, callbacks=list(callbacks))
     seconds = time.perf_counter() - begin
-    return parallel.builder.phases.totals().since(before), seconds
+    return parallel.builder.timers.totals().since(before), seconds
 
 
 def check(how, totals, seconds):
@@ -222,7 +222,7 @@ def test_what_is_measured_adds_up():
     class Look(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             found.append(step_time.measured())
-            iterator = self.model.builder.phases.iterator
+            iterator = self.model.builder.timers.iterator
             seen.append(iterator.element_spec[0].shape[1:])
 
     train(HOW[0], slow, callbacks=[step_time, Look()])

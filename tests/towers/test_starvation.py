@@ -476,7 +476,7 @@ class Run:
             clock=lambda: self.now, say=self.said.append, **options
         )
         self.phases = Phases()
-        builder = types.SimpleNamespace(phases=self.phases)
+        builder = types.SimpleNamespace(timers=self.phases)
         optimizer = types.SimpleNamespace(iterations=0)
         model = types.SimpleNamespace(builder=builder, optimizer=optimizer)
         self.model = self.callback._model = model
@@ -575,7 +575,7 @@ def test_sentences_split_and_curves_have_the_same_figures(run):
 def test_another_builder_begins_anew(run):
     run.steps(6, waits_s=9.0)
     run.phases = Phases()
-    run.model.builder = types.SimpleNamespace(phases=run.phases)
+    run.model.builder = types.SimpleNamespace(timers=run.phases)
     run.steps(1, waits_s=9.0)
     run.steps(3, waits_s=0.0)
     assert run.callback.waiting == 0

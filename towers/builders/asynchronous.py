@@ -30,7 +30,7 @@ import tensorflow as tf
 
 from towers.builders.base import Builder, Values
 from towers.builders.guard import Guard
-from towers.builders.parameter_server import Computed, ParameterServer, Pulled
+from towers.builders.parameter_server import ParameterServer, StepOutputs, TowerInputs
 from towers.collectives import batch, packing
 from towers.devices import HOST, is_gpu
 from towers.layers import overwritten, seeds
@@ -214,9 +214,9 @@ class _Step(NamedTuple):
         apply: Takes these, too, and updates variables and metrics.
     """
 
-    pull: Sequence[Callable[[], Pulled]]
-    compute: Callable[[Any, Pulled], Computed]
-    apply: Callable[[Any, Pulled, Computed], dict[str, tf.Tensor]]
+    pull: Sequence[Callable[[], TowerInputs]]
+    compute: Callable[[Any, TowerInputs], StepOutputs]
+    apply: Callable[[Any, TowerInputs, StepOutputs], dict[str, tf.Tensor]]
 
 
 class Asynchronous(Builder):
@@ -283,10 +283,10 @@ class Asynchronous(Builder):
         )
         self._tower.on_gpus = self.on_gpus
 
-    def forget(self) -> None:
-        """Forgets what was found out about the model; see `Builder.forget`."""
-        super().forget()
-        self._tower.forget()
+    def reset_traces(self) -> None:
+        """Forgets what was found out about the model; see `Builder.reset_traces`."""
+        super().reset_traces()
+        self._tower.reset_traces()
 
     def train_step(
         self, data: Any, shares: Sequence[Any] | None = None
@@ -306,7 +306,7 @@ class Asynchronous(Builder):
                 "`fit` or `train_on_batch` instead."
             )
         self._check()
-        self.build(data)
+        self.create_variables(data)
         pull = [functools.partial(self._pull, k) for k in range(len(self.devices))]
         step = _Step(pull, self._compute, self._apply)
         logs, turns = {}, eager.Turns(self.model)
@@ -365,7 +365,7 @@ class Asynchronous(Builder):
         ahead = loop.Ahead(self.prefetch if steps == 1 else 0, fetch)
 
         def function(iterator):
-            self.phases.reads(iterator)
+            self.timers.reads(iterator)
             begun, logs = False, {}
             streams, towers = Streams(len(self.devices)), []
             try:
@@ -438,13 +438,13 @@ class Asynchronous(Builder):
         compute_s, done_s = computed_s - came_s, time.perf_counter()
         copy_s = came_s - asked_s - waited_s
         parts = np.array([1, waited_s, copy_s, compute_s, done_s - computed_s])
-        self.phases.add([*parts / towers, *compute_s * np.eye(towers)[k]])
+        self.timers.add([*parts / towers, *compute_s * np.eye(towers)[k]])
 
     def _note_fetches(self, over_s, fetched):
         """Adds what all towers have waited for batches that later calls will need."""
         seconds = np.array(fetched or [[over_s] * 3])
         waited_s, copy_s = np.diff(np.maximum(seconds, over_s)).sum(axis=0)
-        self.phases.add([0, waited_s, copy_s, 0, 0, *[0] * len(self.devices)])
+        self.timers.add([0, waited_s, copy_s, 0, 0, *[0] * len(self.devices)])
 
     def _deal(self, data):
         """Cuts a batch: for each tower its step, share and copy of it, or `None`."""
@@ -462,7 +462,7 @@ class Asynchronous(Builder):
         key = str(spec)
         if key not in self._steps:
             self._check()
-            self.build(spec)
+            self.create_variables(spec)
             self._steps[key] = self._trace_step(spec, rows)
             self.loss_placed = self._tower.loss_placed
         return self._steps[key]
@@ -470,7 +470,7 @@ class Asynchronous(Builder):
     def _known_rows(self, share):
         """The size that a share's step is traced for; see `Builder._known_sizes`."""
         size = batch.batch_size(share)
-        usual = batch.cut(self.usual_rows or 0, self.shares)
+        usual = batch.cut(self.usual_rows or 0, self.split_ratios)
         return (
             size if self.on_gpus and batch.is_dense(share) and size in usual else None
         )
@@ -507,7 +507,7 @@ class Asynchronous(Builder):
         (values,), scale = self._tower.pull()
         with tf.device(HOST):
             seeded = seeds.of_tower(self.model, values.state, k)
-        return Pulled([values._replace(state=seeded)], scale)
+        return TowerInputs([values._replace(state=seeded)], scale)
 
     def _compute(self, share, pulled):
         packed = any(map(self.packs, self.devices))

@@ -66,7 +66,7 @@ class Builder(abc.ABC):
         home: The device of the shared variables: updates, losses of gathered outputs
             and metrics are computed there.
         merge: The device on which gradients are added.
-        shares: How much of a batch each tower gets, relative to the others.
+        split_ratios: How much of a batch each tower gets, relative to the others.
         loss_placement: Where the loss is to be computed: "auto", "tower" or "gathered".
         strict: Whether to refuse a model that towers are seen to compute differently.
         packed: Whether parameters and gradients travel in one buffer for each type;
@@ -77,11 +77,11 @@ class Builder(abc.ABC):
         guard: Stops a step of training that is not finite, if anything does.
         loss_placed: Where it is: "tower" or "gathered"; `None` before the first step.
         compiled: Whether XLA is known to compile the model: by training it once.
-        watched: Whether a callback that may change variables runs between calls of
-            training.
+        callbacks_may_write: Whether a callback that may change variables runs between
+            calls of training.
         usual_rows: How many examples the first batch of training has; `None` if that is
             not known yet.
-        phases: Measures what the time of the steps of `train_function` goes to.
+        timers: Measures what the time of the steps of `train_function` goes to.
         graph: The graph that a step of `train_function` was last made in, if any.
     """
 
@@ -104,20 +104,20 @@ class Builder(abc.ABC):
         self.on_gpus = any(map(is_gpu, self.devices))
         self.home = home
         self.merge = merge
-        self.shares = tuple(shares)
+        self.split_ratios = tuple(shares)
         self.loss_placement = loss_placement
         self.strict = strict
         self.packed = packed
         self.preprocess = preprocess
         self.prefetch = prefetch
         self.guard = guard
-        self.watched = False
+        self.callbacks_may_write = False
         self.usual_rows = None
-        self.phases = Phases(len(self.devices))
+        self.timers = Phases(len(self.devices))
         self._said = set()
-        self.forget()
+        self.reset_traces()
 
-    def forget(self) -> None:
+    def reset_traces(self) -> None:
         """Forgets what was found out about the model, which has changed."""
         self.loss_placed = None
         self.graph = None
@@ -160,7 +160,7 @@ class Builder(abc.ABC):
         def step(data, shares, fetched):
             if not tf.executing_eagerly():
                 self.graph = tf.compat.v1.get_default_graph()
-            with scope(), self.phases.step(data, shares, fetched):
+            with scope(), self.timers.step(data, shares, fetched):
                 return self.train_step(data, shares)
 
         def place(data):
@@ -169,16 +169,16 @@ class Builder(abc.ABC):
 
         def prepare(spec):
             with scope():
-                self.build(spec)
+                self.create_variables(spec)
 
         model = self.model
         steps, eagerly = model.steps_per_execution, model.run_eagerly
         train = loop.train_function(prepare, place, step, steps, eagerly, self.prefetch)
 
         def function(iterator):
-            if self.watched:
+            if self.callbacks_may_write:
                 self._proofs.forget()
-            self.phases.reads(iterator)
+            self.timers.reads(iterator)
             return train(iterator)
 
         return function
@@ -194,13 +194,15 @@ class Builder(abc.ABC):
         """
         # Targets are not cut.
         batch.check_rows(data)
-        self.build(data)
+        self.create_variables(data)
         data = keras.utils.unpack_x_y_sample_weight(data)
         rules = self.rules("test", data[0])
         forward = functools.partial(passes.forward, self.model, False, rules)
-        shares, seen = self.prepare(data, training=False)
+        shares, seen = self.preprocess_batch(data, training=False)
         x_shares = [share[0] for share in shares or self.place(data[:1])]
-        results = self.run(forward, rules, self.read(), data[0], placed=x_shares)
+        results = self.run_towers(
+            forward, rules, self.read_variables(), data[0], placed=x_shares
+        )
         outputs = self.gather(results)
         self.assign_state(self.combine_state(results, rules))
         with tf.device(self.home):
@@ -229,9 +231,11 @@ class Builder(abc.ABC):
                 self.model(build.symbols(seen))
         rules = self.rules("predict", x)
         forward = functools.partial(passes.forward, self.model, False, rules)
-        shares, _ = self.prepare((x, None, None), training=False)
+        shares, _ = self.preprocess_batch((x, None, None), training=False)
         x_shares = [share[0] for share in shares or self.place((x,))]
-        results = self.run(forward, rules, self.read(), x, placed=x_shares)
+        results = self.run_towers(
+            forward, rules, self.read_variables(), x, placed=x_shares
+        )
         self.assign_state(self.combine_state(results, rules))
         return self.gather(results)
 
@@ -246,7 +250,7 @@ class Builder(abc.ABC):
         """
         batch.check_rows(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
-        bounds = batch.share_bounds(batch.batch_size(data), self.shares)
+        bounds = batch.share_bounds(batch.batch_size(data), self.split_ratios)
         return [batch.take(data, start, end) for start, end in bounds]
 
     def place(self, data: Any) -> list[Any]:
@@ -273,7 +277,7 @@ class Builder(abc.ABC):
         # Indices of tables at home would only come back.
         return (tf.int32, tf.int64) if embeddings.tables(self.model) else ()
 
-    def build(self, data: Any) -> None:
+    def create_variables(self, data: Any) -> None:
         """Creates what Keras creates late: variables of model, metrics and optimizer.
 
         A tower cannot create a variable, so all have to exist before one is traced.
@@ -407,12 +411,12 @@ class Builder(abc.ABC):
             return is_gpu(self.home) and not self.model.run_eagerly
         return self.xla
 
-    def refresh(self) -> None:
+    def mark_copies_stale(self) -> None:
         """Is told that variables, or the model, may have been changed from outside."""
         # Most builders read variables anew in each step, as they do not copy them.
         self._proofs.forget()
 
-    def spread(self) -> None:
+    def broadcast_variables(self) -> None:
         """Gives copies of the variables, if there are any, their values."""
         return
 
@@ -420,7 +424,9 @@ class Builder(abc.ABC):
         """Returns the copies of the variables, if there are any."""
         return []
 
-    def read(self, look_up: bool = True, send_params: bool = True) -> list[Values]:
+    def read_variables(
+        self, look_up: bool = True, send_params: bool = True
+    ) -> list[Values]:
         """Reads the variables at home, and hands each tower their values.
 
         Args:
@@ -478,7 +484,7 @@ class Builder(abc.ABC):
             self._reads_tables or self.model.run_eagerly or self.xla or self.together
         )
 
-    def prepare(
+    def preprocess_batch(
         self, data: Any, training: bool, placed: Sequence[Any] | None = None
     ) -> tuple[Sequence[Any] | None, Any]:
         """Preprocesses a batch, each tower its share.
@@ -512,7 +518,7 @@ class Builder(abc.ABC):
                 trace_it, mine = functools.partial(trace, each), known[k : k + 1]
                 first = self._trace_first(trace_it, mine, size, xla)
                 (towers[k],) = self._of_sizes(trace_it, first, mine, size, xla)
-        bounds = batch.share_bounds(size, self.shares)
+        bounds = batch.share_bounds(size, self.split_ratios)
         shares = [
             TowerCall(device, end - start, tf.ones([]), [rows])
             for device, rows, (start, end) in zip(
@@ -545,7 +551,7 @@ class Builder(abc.ABC):
         usual = size if isinstance(size, int) else self.usual_rows
         if usual is None or not batch.is_dense(data) or not (xla or self.on_gpus):
             return [None] * towers
-        return [rows or None for rows in batch.cut(usual, self.shares)]
+        return [rows or None for rows in batch.cut(usual, self.split_ratios)]
 
     def _trace_first(self, trace, known, size, xla):
         """Traces a tower for any size, unless there is only one.
@@ -565,7 +571,7 @@ class Builder(abc.ABC):
             return [usual.get(rows, first) for rows in known]
         return [Sized(usual[rows], first, rows) if rows else first for rows in known]
 
-    def run(
+    def run_towers(
         self,
         function: Callable[..., TowerResult],
         rules: Rules,
@@ -582,10 +588,11 @@ class Builder(abc.ABC):
             function: A function of `towers.tower`, its model bound. It takes params,
                 state, share, fraction and `extra`.
             rules: The rules that the function reads or follows.
-            values: The variables' values for each tower; see `read`.
+            values: The variables' values for each tower; see `read_variables`.
             whole: The batch to cut: a nest of tensors with one row an example.
             *extra: Tensors that all towers get alike.
-            placed: What `place` or `prepare` made of the batch, if that was done ahead.
+            placed: What `place` or `preprocess_batch` made of the batch, if that was
+                done ahead.
             training: Whether this is a part of training.
             eagerly: What towers call in eager execution, instead of `function`.
 
@@ -602,7 +609,7 @@ class Builder(abc.ABC):
         # Keras gives arrays to eager steps.
         whole = tf.nest.map_structure(batch.as_tensor, whole)
         size = batch.batch_size(whole)
-        bounds = batch.share_bounds(size, self.shares)
+        bounds = batch.share_bounds(size, self.split_ratios)
         sizes = [end - start for start, end in bounds]
         fractions = batch.fractions(sizes)
         placed = self.place(whole) if placed is None else placed
@@ -631,7 +638,7 @@ class Builder(abc.ABC):
             traced = self._trace_first(trace, known, size, xla)
             if traced.needs_tables:
                 self._reads_tables = True
-                values = self.read()
+                values = self.read_variables()
                 traced = self._trace_first(trace, known, size, xla)
             self._check_traced(traced, None if self._has_one_size(size) else rules)
 
@@ -756,7 +763,7 @@ class Builder(abc.ABC):
         """
         x, _, _ = keras.utils.unpack_x_y_sample_weight(loop.without_optionals(data))
         # As in inference: nothing random is drawn.
-        _, (x, _, _) = self.prepare((x, None, None), training=False)
+        _, (x, _, _) = self.preprocess_batch((x, None, None), training=False)
         self.compare(x, wanted.training, wanted.key)
 
     def compare(self, x: Any, training: bool, key: Any) -> None:
@@ -769,7 +776,7 @@ class Builder(abc.ABC):
         """
         x = tf.nest.map_structure(batch.as_tensor, x)
         size = int(batch.batch_size(x))
-        values = self.read(look_up=False)[0]
+        values = self.read_variables(look_up=False)[0]
 
         def compared(rows):
             part = batch.take(x, 0, rows)
@@ -780,7 +787,7 @@ class Builder(abc.ABC):
             self.compared[key] = compared(size)
         except tf.errors.ResourceExhaustedError:
             # A tower has room for its share; one device may not have it for all.
-            bounds = batch.share_bounds(size, self.shares)
+            bounds = batch.share_bounds(size, self.split_ratios)
             largest = max(end - start for start, end in bounds)
             self.compared[key] = compared(min(size, max(2, largest)))
 

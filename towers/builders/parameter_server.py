@@ -24,7 +24,7 @@ from towers.tower.errors import ModelError
 from towers.tower.passes import TowerResult
 
 
-class Computed(NamedTuple):
+class StepOutputs(NamedTuple):
     """What the towers made of a batch, before anything is updated.
 
     Attributes:
@@ -44,11 +44,11 @@ class Computed(NamedTuple):
     y: Any = None
 
 
-class Pulled(NamedTuple):
+class TowerInputs(NamedTuple):
     """What the towers compute with.
 
     Attributes:
-        values: The variables' values for each tower; see `Builder.read`.
+        values: The variables' values for each tower; see `Builder.read_variables`.
         scale: The optimizer's loss scale, 1 without one: a float32 scalar.
     """
 
@@ -63,23 +63,23 @@ class ParameterServer(Builder):
         self, data: Any, shares: Sequence[Any] | None = None
     ) -> dict[str, tf.Tensor]:
         """Trains on one global batch; see `Builder.train_step`."""
-        self.build(data)
+        self.create_variables(data)
         return self.apply(data, self.compute(data, shares))
 
-    def pull(self) -> Pulled:
+    def pull(self) -> TowerInputs:
         """Reads what the towers compute with."""
         with tf.device(self.home):
             scale = tf.ones([])
             if self.model.optimizer is not None:
                 scale = self.model.optimizer.scale_loss(scale)
-        return Pulled(self.read_for_training(), scale)
+        return TowerInputs(self.read_for_training(), scale)
 
     def compute(
         self,
         data: Any,
         shares: Sequence[Any] | None = None,
-        pulled: Pulled | None = None,
-    ) -> Computed:
+        pulled: TowerInputs | None = None,
+    ) -> StepOutputs:
         """Computes loss and gradients, changing nothing.
 
         Args:
@@ -94,10 +94,10 @@ class ParameterServer(Builder):
         shares = shares and [keras.utils.unpack_x_y_sample_weight(s) for s in shares]
         values, scale = self.pull() if pulled is None else pulled
         sent = zip(values, self.devices, strict=True)
-        self.phases.received([each for each, device in sent if self.packs(device)])
-        shares, seen = self.prepare(data, training=True, placed=shares)
+        self.timers.received([each for each, device in sent if self.packs(device)])
+        shares, seen = self.preprocess_batch(data, training=True, placed=shares)
         y = None if self.preprocess is None else seen[1]
-        run = functools.partial(self.run, training=True)
+        run = functools.partial(self.run_towers, training=True)
         if self.place_loss() == "tower":
             rules = self.rules("train", data)
             function = functools.partial(passes.forward_backward, self.model, rules)
@@ -106,18 +106,18 @@ class ParameterServer(Builder):
             except NoRuleError as error:
                 self.gather_loss(str(error))
             else:
-                self.phases.computed([(r.loss, r.gradients) for r in results])
+                self.timers.computed([(r.loss, r.gradients) for r in results])
                 with tf.device(self.home):
                     loss = tf.add_n([result.loss for result in results])
                 state = self.combine_state(results, rules)
-                return Computed(results, state, loss, [], y)
+                return StepOutputs(results, state, loss, [], y)
         return self._gathered(values, data, seen, scale, shares)._replace(y=y)
 
     def read_for_training(self) -> list[Values]:
-        """Returns the values that towers train on; see `Builder.read`."""
-        return self.read()
+        """Returns the values that towers train on; see `Builder.read_variables`."""
+        return self.read_variables()
 
-    def apply(self, data: Any, computed: Computed) -> dict[str, tf.Tensor]:
+    def apply(self, data: Any, computed: StepOutputs) -> dict[str, tf.Tensor]:
         """Updates variables and metrics.
 
         Args:
@@ -193,7 +193,7 @@ class ParameterServer(Builder):
         x = data[0]
         x_shares = shares and [share[0] for share in shares]
         rules = self.rules("train, gathered", x)
-        run = functools.partial(self.run, training=True)
+        run = functools.partial(self.run_towers, training=True)
         forward = functools.partial(passes.forward, self.model, True, rules)
         # Python is called once, so what it has computed is kept.
         backs, keeps = [], self.model.run_eagerly and not self.together
@@ -234,12 +234,12 @@ class ParameterServer(Builder):
             backward = functools.partial(passes.backward, self.model, rules)
             whole = x, for_outputs
             back = run(backward, rules, values, whole, for_losses, placed=carried)
-        self.phases.computed([result.gradients for result in back])
+        self.timers.computed([result.gradients for result in back])
         results = [
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
         ]
-        return Computed(results, state, loss, [list(map(reduce.add, wanted[2]))])
+        return StepOutputs(results, state, loss, [list(map(reduce.add, wanted[2]))])
 
     def _carry(self, backs, results, carried, for_losses):
         """Carries gradients back through towers that have kept their forward passes."""

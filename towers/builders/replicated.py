@@ -39,23 +39,23 @@ class Replicated(ParameterServer):
             all_reduce_alg = "device" if is_gpu(self.home) else "cpu"
         self.all_reduce_alg = all_reduce_alg
 
-    def forget(self) -> None:
-        """Forgets the copies, too; see `Builder.forget`."""
-        super().forget()
+    def reset_traces(self) -> None:
+        """Forgets the copies, too; see `Builder.reset_traces`."""
+        super().reset_traces()
         # The variables that towers have copies of, trainable ones first, and for each
         # tower but the first the copies.
         self._originals: Sequence[keras.Variable] = ()
         self._copies: Sequence[Sequence[tf.Variable]] = ()
         self._stale = True
 
-    def refresh(self) -> None:
-        """Has the copies made anew before the next step; see `Builder.refresh`."""
-        super().refresh()
+    def mark_copies_stale(self) -> None:
+        """Has the copies made anew before the next step."""
+        super().mark_copies_stale()
         self._stale = True
 
-    def build(self, data: Any) -> None:
-        """Creates the copies, too; see `Builder.build`."""
-        super().build(data)
+    def create_variables(self, data: Any) -> None:
+        """Creates the copies, too; see `Builder.create_variables`."""
+        super().create_variables(data)
         if self._originals:
             return
         optimizer = self.model.optimizer
@@ -72,20 +72,20 @@ class Replicated(ParameterServer):
     ) -> Callable[[Any], dict[str, tf.Tensor]]:
         """See `Builder.train_function`."""
         train = super().train_function(scope)
-        spread = self.spread
+        broadcast = self.broadcast_variables
         if not self.model.run_eagerly:
-            spread = tf.function(spread, autograph=False)
+            broadcast = tf.function(broadcast, autograph=False)
 
         def function(iterator):
-            if (self._stale or self.watched) and self._originals:
+            if (self._stale or self.callbacks_may_write) and self._originals:
                 with scope():
-                    spread()
+                    broadcast()
                 self._stale = False
             return train(iterator)
 
         return function
 
-    def spread(self) -> None:
+    def broadcast_variables(self) -> None:
         """Gives all copies the values of the model's own variables."""
         originals = [variable.value for variable in self._originals]
         if not originals:
@@ -118,9 +118,9 @@ class Replicated(ParameterServer):
         return values[: len(self.model.trainable_variables)]
 
     def read_for_training(self) -> list[Values]:
-        """Returns each tower's own parameters; see `Builder.read`."""
+        """Returns each tower's own parameters; see `Builder.read_variables`."""
         # Tables, too, are copied: those at home could be updated by home only.
-        values = self.read(look_up=False, send_params=False)
+        values = self.read_variables(look_up=False, send_params=False)
         for k, copy in enumerate(self._copies, start=1):
             with tf.device(self.devices[k]), tf.name_scope("read"):
                 params = placing.read(self._trainable(copy), self.devices[k])

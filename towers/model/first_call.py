@@ -126,7 +126,7 @@ def train_or_fall_back(
             said = said or f"{what}, which goes on without: {why}"
             # The update alone may do.
             less = None if builder.xla else False
-            builder.forget()
+            builder.reset_traces()
             builder.xla = less
         else:
             # It was not XLA.

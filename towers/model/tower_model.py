@@ -300,13 +300,13 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _follow(self):
         """Starts anew if the model was compiled or moved, through whichever object."""
         model = self.__wrapped__
-        self._self_builder.refresh()
+        self._self_builder.mark_copies_stale()
         before, seen = self._self_seen, self._current()
         self._self_seen = seen
         if len(seen) == len(before) and all(map(operator.is_, seen, before)):
             return
         self.train_function = self.test_function = self.predict_function = None
-        self._self_builder.forget()
+        self._self_builder.reset_traces()
         self._self_xla = self._self_builder.xla = self._wants_xla()
         self._self_chosen = self._self_ways is None
         # A step count, a learning rate and means were created where the user was.
@@ -510,7 +510,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             # The variables have been moved since.
             self._install(chosen, batches)
             self.train_function = self._train_function()
-        self._self_builder.refresh()
+        self._self_builder.mark_copies_stale()
         return trials
 
     def _calls_left(self):
@@ -525,11 +525,11 @@ class TowerModel(wrapt.CallableObjectProxy):
         return calls * max(given["epochs"] - given["initial_epoch"], 0)
 
     def _install(self, way, batches):
-        watched = self._self_builder.watched
+        watched = self._self_builder.callbacks_may_write
         self._self_choice = way
         self._self_builder = self._self_make(way)
         self._self_builder.xla = way.xla or self._self_xla
-        self._self_builder.watched = watched
+        self._self_builder.callbacks_may_write = watched
         self._build_first(batches)
 
     def _build_first(self, batches):
@@ -539,7 +539,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def _build(self, data):
         with self._step():
-            self._self_builder.build(data)
+            self._self_builder.create_variables(data)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """See `keras.Model.fit`; with a `towers.callbacks.Checkpoint`, it goes on.
@@ -551,7 +551,9 @@ class TowerModel(wrapt.CallableObjectProxy):
         fit = type(self.__wrapped__).fit
         given = inspect.signature(fit).bind(self, *args, **kwargs)
         callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
-        self._self_builder.watched = listeners.may_change_variables(callbacks)
+        self._self_builder.callbacks_may_write = listeners.may_change_variables(
+            callbacks
+        )
         saves = [each for each in callbacks if isinstance(each, resume.Saves)]
         self._self_given = given.arguments
         try:
@@ -590,14 +592,14 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def reset_metrics(self) -> None:
         """Begins an epoch; see `keras.Model`."""
-        self._self_builder.refresh()
+        self._self_builder.mark_copies_stale()
         self.__wrapped__.reset_metrics()
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
         with self._step():
             # Called from a loop of the user's, which may have changed variables.
-            self._self_builder.spread()
+            self._self_builder.broadcast_variables()
             return self._self_builder.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
@@ -750,7 +752,7 @@ def _describe(model, builder, data, ways) -> dict[str, Any]:
         "batch": shapes,
         "devices": [*builder.devices],
         "home": builder.home,
-        "shares": [*builder.shares],
+        "shares": [*builder.split_ratios],
         "candidates": [str(way) for way in ways],
     }
 

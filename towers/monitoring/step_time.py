@@ -100,7 +100,7 @@ class StepTime(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Starts to count after the warm-up, or as another builder is chosen."""
         self._calls_s += self._clock() - self._begun_s
-        phases = self.model.builder.phases
+        phases = self.model.builder.timers
         if self._steps < self._warmup_steps or phases is not self._phases:
             self._start(phases)
         self._steps += batch + 1 - self._begun

@@ -85,7 +85,7 @@ def explain(
 
 
 def _case(builder, caught, raw):
-    model, data, shares = builder.model, raw, builder.shares
+    model, data, shares = builder.model, raw, builder.split_ratios
     values = [variable.value for variable in search.variables_of(model)]
     if caught.tower is not None:
         # One of towers that do not wait: others may have updated what it has read.
@@ -97,7 +97,7 @@ def _case(builder, caught, raw):
         if builder.preprocess is not None:
             data = builder.preprocess(raw, training=True)
     elif builder.preprocess is not None:
-        _, data = builder.prepare(raw, training=True)
+        _, data = builder.preprocess_batch(raw, training=True)
     return Case(
         caught.step,
         data,

@@ -94,7 +94,7 @@ def check_parity(
             multi_gpu_model(model, towers)
         except ValueError as error:
             return Parity(False, (str(error),), towers=len(towers))
-        make_parallel().builder.build(batches[0])
+        make_parallel().builder.create_variables(batches[0])
         with unchanged(model):
             trials = Trials(model, batches, make_parallel, tolerance)
             found = _check(trials, shares)
