@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.small import build
 from towers import devices, multi_gpu_model
-from towers.devices.nvml import Driver
+from towers.devices.nvml import Driver, Gpu
 from towers.monitoring import device_report as report
 from towers.monitoring.device_report import DeviceReport
 
@@ -20,8 +20,8 @@ ON_GPUS = devices.Devices(
     ("/device:GPU:1", "/device:GPU:0"), "/device:CPU:0", physical=(1, 0)
 )
 CARDS = {
-    0: devices._SmiGpu(2, "GPU-two", 40960),
-    1: devices._SmiGpu(3, "GPU-three", 81920),
+    0: Gpu(2, "GPU-two", 40960),
+    1: Gpu(3, "GPU-three", 81920),
 }
 
 
@@ -81,7 +81,7 @@ def cards(monkeypatch):
         tf.config.experimental, "get_memory_info", lambda device: infos[device]
     )
     monkeypatch.setattr(report, "_limits_mb", lambda: limits)
-    monkeypatch.setattr(report, "smi_gpu", lambda index: CARDS.get(index))
+    monkeypatch.setattr(report.nvml, "gpu", lambda index: CARDS.get(index))
 
 
 def of(values, device):
@@ -203,7 +203,7 @@ class TestGpus:
         assert "(nvidia-ml-py is not installed)" in capsys.readouterr().err
 
     def test_a_gpu_that_nvidia_smi_does_not_name(self, cards, capsys, monkeypatch):
-        monkeypatch.setattr(report, "smi_gpu", lambda index: None)  # as with MIG
+        monkeypatch.setattr(report.nvml, "gpu", lambda index: None)  # as with MIG
         device_report = DeviceReport(ON_GPUS, Driver(Nvml()))
         assert "used_mb" not in of(device_report.measured(), "device/gpu:0")
         assert "nvidia-smi's number of the GPU is unknown" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import textwrap
 import types
 
@@ -11,6 +12,8 @@ from tensorflow.python.eager import context
 
 from tests import warm
 from towers import devices
+from towers.devices import listing, nvml
+from towers.devices.nvml import Gpu
 from towers.model import tower_model
 
 
@@ -21,14 +24,14 @@ def run_python(script: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch):
-    """Keeps this machine's CUDA variables and nvidia-smi out of the tests."""
+    """Keeps this machine's CUDA variables and driver out of the tests."""
     for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "TF_GPU_THREAD_MODE"):
         # Set before deleted, so that what configure() sets is undone as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "")
     monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH")
-    monkeypatch.setattr(devices, "_smi_gpus", lambda: ())
+    monkeypatch.setattr(nvml, "gpus", lambda: ())
     return monkeypatch
 
 
@@ -290,7 +293,7 @@ def test_a_wrong_wish_touches_nothing(machine, wish, message):
 
 def test_more_memory_than_the_gpu_has(machine, environ):
     machine(1)
-    environ.setattr(devices, "_smi_gpus", lambda: (devices._SmiGpu(0, "GPU-a", 1000),))
+    environ.setattr(nvml, "gpus", lambda: (Gpu(0, "GPU-a", 1000),))
     devices.configure(gpu_split=2, gpu_memory_limit_mb=500)
     with pytest.raises(ValueError, match="GPU 0 has 1000 MB; use at most 500"):
         devices.configure(gpu_split=2, gpu_memory_limit_mb=501)
@@ -438,26 +441,59 @@ def test_resolve_errors(logical, gpus, message):
         devices.resolve(gpus)
 
 
-# nvidia-smi and the table
+# The driver and the table
 
-SMI = "0, GPU-aaa1, 40960, Disabled\n1, GPU-bbb2, 81920, Disabled\n"
-
-
-def test_smi_is_parsed():
-    assert devices._parse_smi(SMI) == (
-        devices._SmiGpu(0, "GPU-aaa1", 40960),
-        devices._SmiGpu(1, "GPU-bbb2", 81920),
-    )
-    assert devices._parse_smi("0, GPU-a, 40960, [N/A]\n")[0].memory_mb == 40960
-    assert devices._parse_smi(SMI.replace("Disabled", "Enabled")) == ()
+GPUS = Gpu(0, "GPU-aaa1", 40960), Gpu(1, "GPU-bbb2", 81920)
 
 
-def test_absent_or_broken_smi_is_no_error(environ):
-    environ.undo()  # The real function.
-    devices._smi_gpus.cache_clear()
-    environ.setenv("PATH", "")
-    assert devices._smi_gpus() == ()
-    devices._smi_gpus.cache_clear()
+class Nvml:
+    """What nvidia-ml-py gives of `GPUS`; the second may be cut up."""
+
+    NVML_DEVICE_MIG_ENABLE = 1
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, mig=0, refused=None):
+        self.mig, self.refused = mig, refused
+
+    def nvmlInit(self):
+        if self.refused == "init":
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlDeviceGetCount(self):
+        return len(GPUS)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        if self.refused == "handle":
+            raise self.NVMLError("GPU is lost")
+        return index
+
+    def nvmlDeviceGetMigMode(self, gpu):
+        if gpu == 0:
+            raise self.NVMLError("Not Supported")
+        return [self.mig, 0]
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        return types.SimpleNamespace(total=GPUS[gpu].memory_mb * 2**20 + 1000)
+
+    def nvmlDeviceGetUUID(self, gpu):
+        return GPUS[gpu].uuid
+
+
+def test_the_driver_lists_gpus():
+    assert nvml.Driver(Nvml()).gpus() == GPUS
+    assert nvml.Driver(Nvml(mig=1)).gpus() == ()
+
+
+@pytest.mark.parametrize("refused", ["init", "handle"])
+def test_a_driver_that_refuses_is_no_error(refused):
+    assert nvml.Driver(Nvml(refused=refused)).gpus() == ()
+
+
+def test_without_nvidia_ml_py(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.Driver().gpus() == ()
 
 
 @pytest.mark.parametrize(
@@ -473,14 +509,14 @@ def test_absent_or_broken_smi_is_no_error(environ):
     ],
 )
 def test_numbering(environ, variables, index, expected):
-    environ.setattr(devices, "_smi_gpus", lambda: devices._parse_smi(SMI))
-    gpu = devices._find_in_smi(index, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables})
+    environ.setattr(nvml, "gpus", lambda: GPUS)
+    gpu = nvml.gpu(index, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables})
     assert (gpu.index if gpu else None) == expected
 
 
 def test_table_of_gpus(machine, environ):
     machine(2)
-    environ.setattr(devices, "_smi_gpus", lambda: devices._parse_smi(SMI))
+    environ.setattr(nvml, "gpus", lambda: GPUS)
     environ.setattr(
         tf.config.experimental,
         "get_device_details",
@@ -512,7 +548,7 @@ def test_table_of_gpus(machine, environ):
 
 
 def test_table_fits_whatever_the_model(environ):
-    environ.setattr(devices, "_cpu_model", lambda: "Prozessor\N{REGISTERED SIGN} " * 20)
+    environ.setattr(listing, "_cpu_model", lambda: "Prozessor\N{REGISTERED SIGN} " * 20)
     made = devices.Devices(
         ("/device:CPU:0",) * 12,
         "/device:CPU:0",

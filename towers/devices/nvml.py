@@ -1,7 +1,14 @@
-"""Asks NVIDIA's driver how a whole GPU is, whoever uses it, as nvidia-smi does."""
+"""Asks NVIDIA's driver about whole GPUs, whoever uses them, as nvidia-smi does.
 
+It may be absent. It is asked only for what TensorFlow cannot tell, or not without
+initialising.
+"""
+
+import functools
 import importlib
-from typing import Any
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 _WAYS = {
     # The second version counts as nvidia-smi does: without what is reserved.
@@ -16,10 +23,24 @@ _WAYS = {
 }
 
 
+class Gpu(NamedTuple):
+    """A GPU of this machine.
+
+    Attributes:
+        index: Its number, as nvidia-smi counts.
+        uuid: Its UUID, such as "GPU-5b8c...".
+        memory_mb: All memory that it has.
+    """
+
+    index: int
+    uuid: str
+    memory_mb: int
+
+
 class Driver:
     """NVIDIA's management library, by nvidia-ml-py.
 
-    It may be missing or refuse to answer: values are then left out.
+    It may be missing or refuse to answer: what it would tell is then left out.
 
     Attributes:
         faults: Why a value was left out, by name.
@@ -65,3 +86,57 @@ class Driver:
             except self._nvml.NVMLError as error:
                 self.faults[name] = str(error)
         return values
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Lists the GPUs; none if the driver does not tell, or one is cut up (MIG)."""
+        if self._refuses:
+            return ()
+        nvml = self._nvml
+        found = []
+        try:
+            for index in range(nvml.nvmlDeviceGetCount()):
+                gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+                if self._is_cut_up(gpu):
+                    # CUDA then sees instances: other memory, another order.
+                    return ()
+                memory_mb = nvml.nvmlDeviceGetMemoryInfo(gpu).total // 2**20
+                found.append(Gpu(index, nvml.nvmlDeviceGetUUID(gpu), memory_mb))
+        except nvml.NVMLError:
+            return ()
+        return tuple(found)
+
+    def _is_cut_up(self, gpu):
+        try:
+            current, _ = self._nvml.nvmlDeviceGetMigMode(gpu)
+        except self._nvml.NVMLError:
+            return False  # a kind of GPU that cannot be
+        return current == self._nvml.NVML_DEVICE_MIG_ENABLE
+
+
+@functools.cache
+def gpus() -> tuple[Gpu, ...]:
+    """Lists the GPUs of this machine; see `Driver.gpus`."""
+    return Driver().gpus()
+
+
+def gpu(index: int, environ: Mapping[str, str] = os.environ) -> Gpu | None:
+    """Finds the GPU that TensorFlow has by an index; `None` if unsure.
+
+    Args:
+        index: TensorFlow's, among the physical GPUs.
+        environ: The variables by which CUDA numbers GPUs.
+    """
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        return None
+    entry = str(index)
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        entries = environ["CUDA_VISIBLE_DEVICES"].split(",")
+        entry = entries[index].strip() if index < len(entries) else ""
+    matches = [
+        each
+        for each in gpus()
+        # CUDA accepts the beginning of a UUID.
+        if entry == str(each.index)
+        or (entry[:4] == "GPU-" and each.uuid.startswith(entry))
+    ]
+    return matches[0] if len(matches) == 1 else None

@@ -16,7 +16,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 
-from towers.devices import Devices, smi_gpu
+from towers.devices import Devices, nvml
 from towers.devices.nvml import Driver
 from towers.loop import listeners
 from towers.program import words
@@ -110,13 +110,13 @@ class DeviceReport(keras.callbacks.Callback):
         return _aligned([["", *(column.head for column in _COLUMNS)], *rows])
 
     def _name(self, tower):
-        smi = smi_gpu(self._gpus[tower])
+        smi = nvml.gpu(self._gpus[tower])
         return f"{tower}, nvidia-smi's {smi.index if smi else '?'}"
 
     def _read(self):
         values = {}
         for tower, index in self._gpus.items():
-            smi = smi_gpu(index)
+            smi = nvml.gpu(index)
             for name, value in {
                 **_allocated(tower),
                 "limit_mb": self._limits_mb[tower],

@@ -1,0 +1,287 @@
+"""Sets up the devices of this process, before TensorFlow initialises.
+
+`configure` decides which GPUs are visible, how their memory is taken and what
+stands in for GPUs where there are none. It must come before anything runs on
+TensorFlow, and leaves TensorFlow uninitialised, so that collectives between hosts
+can still be set up after it.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from towers.devices import nvml
+from towers.devices.names import HOST
+from towers.devices.wish import Wish
+from towers.program import startup
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices of one process, as configured.
+
+    Attributes:
+        towers: One device string for each tower, such as "/device:GPU:0".
+        home: Device of the shared variables.
+        physical: For each tower on a GPU, the index of that GPU among all that
+            TensorFlow found; empty for towers on the CPU.
+        local_parameter_device: The wish `home` comes from, "cpu" or "gpu"; `None` if
+            there was none.
+        memory: What one tower may use, in words.
+        note: What the user should know besides, as sentences; may be empty.
+    """
+
+    towers: tuple[str, ...]
+    home: str
+    physical: tuple[int, ...] = ()
+    local_parameter_device: str | None = None
+    memory: str = "shared with the host"
+    note: str = ""
+
+
+def configure(
+    num_gpus: int | None = None,
+    *,
+    gpu_indices: Sequence[int] | None = None,
+    allow_growth: bool | None = None,
+    gpu_memory_limit_mb: int | None = None,
+    gpu_split: int = 1,
+    local_parameter_device: str | None = None,
+    soft_placement: bool = True,
+    log_device_placement: bool = False,
+) -> Devices:
+    """Chooses and sets up the devices of this process.
+
+    Without a GPU, logical CPUs stand in for the towers. When TensorFlow is
+    initialised already, what it has is accepted if it fits the wish.
+
+    Args:
+        num_gpus: GPUs to use; None means all visible ones, or one CPU tower where
+            there are none. More than there are is an error where there are any.
+        gpu_indices: Which GPUs to use, by TensorFlow's index, in the order of the
+            towers. None means the first `num_gpus`.
+        allow_growth: Whether TensorFlow takes a GPU's memory as needed (True) or
+            all at once (False). None means True unless there is a limit.
+        gpu_memory_limit_mb: Most memory one tower may take on its GPU, in MB.
+        gpu_split: Logical GPUs, and so towers, on each GPU; above 1 it needs a
+            limit. Logical CPUs that stand in are multiplied likewise.
+        local_parameter_device: Home of the shared variables: "cpu", or "gpu" for
+            the first tower's device (also where that is a logical CPU). None means
+            the first tower's GPU, or the CPU where towers are on no GPU.
+        soft_placement: Whether an op that its device lacks may run elsewhere.
+        log_device_placement: Whether TensorFlow logs where each op runs.
+
+    Returns:
+        The devices, len(towers) == number of GPUs times `gpu_split`.
+
+    Raises:
+        ValueError: If the wish contradicts itself or the machine.
+        RuntimeError: If TensorFlow was initialised before, with other devices.
+    """
+    wish = Wish(
+        num_gpus,
+        gpu_indices,
+        allow_growth,
+        gpu_memory_limit_mb,
+        gpu_split,
+        local_parameter_device,
+    )
+    startup.prepare_gpus()
+    with startup.quiet_gpus():
+        gpus = tf.config.list_physical_devices("GPU")
+    visible = tf.config.get_visible_devices("GPU")
+    chosen = _choose(len(gpus), [gpus.index(gpu) for gpu in visible], wish)
+    if chosen:
+        _check_fits_memory(chosen, gpu_memory_limit_mb, gpu_split)
+        _set_up_gpus(gpus, chosen, wish)
+        towers, physical = _name_gpus(gpus, chosen, gpu_split)
+        memory, note = _memory_in_words(wish), ""
+    else:
+        towers = _set_up_cpus((num_gpus or 1) * gpu_split)
+        physical, memory = (), Devices.memory
+        note = _stand_in_note(len(towers), wish)
+    tf.config.set_soft_device_placement(soft_placement)
+    tf.debugging.set_log_device_placement(log_device_placement)
+    on_first = local_parameter_device == "gpu"
+    if local_parameter_device is None:
+        # To and from the host, they would take longer than a step.
+        on_first = bool(chosen)
+    return Devices(
+        towers=towers,
+        home=towers[0] if on_first else HOST,
+        physical=physical,
+        local_parameter_device=local_parameter_device,
+        memory=memory,
+        note=note,
+    )
+
+
+def _choose(found: int, visible: Sequence[int], wish: Wish) -> tuple[int, ...]:
+    """Chooses among the GPUs by index; nothing means towers on the CPU.
+
+    Args:
+        found: How many GPUs TensorFlow found.
+        visible: Indices of those not hidden by `tf.config.set_visible_devices`.
+        wish: What `configure` was asked for.
+
+    Returns:
+        Indices of the GPUs, in the order of the towers.
+
+    Raises:
+        ValueError: If the machine has not what was wished for.
+    """
+    num_gpus, gpu_indices = wish.num_gpus, wish.gpu_indices
+    if gpu_indices is not None:
+        absent = [index for index in gpu_indices if index >= found]
+        if absent and not found:
+            raise ValueError(
+                f"gpu_indices={list(gpu_indices)} was received, but TensorFlow finds "
+                f"no GPU; use num_gpus={len(gpu_indices)} for logical CPUs instead."
+            )
+        if absent:
+            raise ValueError(
+                f"gpu_indices={list(gpu_indices)} was received, but there is no GPU "
+                f"{absent[0]}; TensorFlow finds {found}, so choose from "
+                f"{', '.join(map(str, range(found)))}."
+            )
+        return tuple(int(index) for index in gpu_indices)
+    if visible and num_gpus is not None and num_gpus > len(visible):
+        raise ValueError(
+            f"num_gpus={num_gpus} was received, but TensorFlow sees {len(visible)} on "
+            f"this machine; use at most {len(visible)}, or make more visible with "
+            "CUDA_VISIBLE_DEVICES."
+        )
+    return tuple(visible[:num_gpus])
+
+
+def _set_up_gpus(
+    gpus: Sequence[tf.config.PhysicalDevice],
+    chosen: Sequence[int],
+    wish: Wish,
+) -> None:
+    """Makes the chosen GPUs visible and sets how their memory is taken."""
+    mine = [gpus[index] for index in sorted(chosen)]
+    limit_mb = wish.gpu_memory_limit_mb
+    for gpu in mine:
+        if limit_mb is None and tf.config.get_logical_device_configuration(gpu):
+            raise ValueError(
+                f"{gpu.name} was given logical devices by tf.config before, which "
+                "have a memory limit; pass gpu_memory_limit_mb, or drop that call."
+            )
+    visible = tf.config.get_visible_devices("GPU")
+    try:
+        try:
+            tf.config.set_visible_devices(mine, "GPU")
+        except RuntimeError:
+            # Too late to hide any, and no harm while those wished for are there.
+            if not set(mine) <= set(visible):
+                raise
+        for gpu in mine:
+            if limit_mb is None:
+                tf.config.experimental.set_memory_growth(gpu, wish.grows)
+            else:
+                part = tf.config.LogicalDeviceConfiguration(memory_limit=limit_mb)
+                tf.config.set_logical_device_configuration(gpu, [part] * wish.gpu_split)
+    except RuntimeError as error:
+        raise _too_late(f"the GPUs {list(chosen)}") from error
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    if wish.grows and tf.config.get_logical_device_configuration(cpu):
+        # TensorFlow drops the growth of GPUs as soon as any device, even the CPU,
+        # is split (Context._compute_device_options); the variable still counts.
+        os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+
+
+def _name_gpus(
+    gpus: Sequence[tf.config.PhysicalDevice], chosen: Sequence[int], split: int
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names the logical GPUs of the chosen ones.
+
+    TensorFlow numbers them by physical GPU, whatever the order of `chosen`: the
+    GPUs [2, 0] become GPU:0 for 0 and GPU:1 for 2.
+
+    Returns:
+        For each tower its device string, and the index of its physical GPU.
+    """
+    first, count = {}, 0
+    for gpu in gpus:
+        if gpu in tf.config.get_visible_devices("GPU"):
+            first[gpus.index(gpu)] = count
+            count += len(tf.config.get_logical_device_configuration(gpu) or [None])
+    towers = [(first[index] + part, index) for index in chosen for part in range(split)]
+    return (
+        tuple(f"/device:GPU:{logical}" for logical, _ in towers),
+        tuple(index for _, index in towers),
+    )
+
+
+def _set_up_cpus(count: int) -> tuple[str, ...]:
+    """Splits the CPU into at least `count` logical CPUs and names that many."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    existing = len(tf.config.get_logical_device_configuration(cpu) or [None])
+    if existing < count:
+        parts = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+        try:
+            tf.config.set_logical_device_configuration(cpu, parts)
+        except RuntimeError as error:
+            raise _too_late(f"{count} logical CPUs") from error
+        _divide_threads(count)
+    return tuple(f"/device:CPU:{index}" for index in range(count))
+
+
+def _divide_threads(towers: int) -> None:
+    """Gives each tower its part of the cores, unless the user has divided them.
+
+    Otherwise each operation of each tower would spread over all cores, and towers that
+    run side by side would wait for one another there: a step of a small network then
+    takes half as long again (BENCHMARKS.md).
+    """
+    threads = tf.config.threading
+    chosen = threads.get_intra_op_parallelism_threads()
+    if not (chosen or "TF_NUM_INTRAOP_THREADS" in os.environ):
+        cores = os.cpu_count() or 1
+        threads.set_intra_op_parallelism_threads(max(1, cores // towers))
+
+
+def _too_late(wish: str) -> RuntimeError:
+    return RuntimeError(
+        "TensorFlow is initialised already, with other devices or memory settings "
+        f"than {wish}; restart the program (in a notebook, the kernel), "
+        "and call towers.configure() before anything else uses TensorFlow, such as a "
+        "model that is built."
+    )
+
+
+def _check_fits_memory(chosen: Sequence[int], limit_mb: int | None, split: int) -> None:
+    if limit_mb is None:
+        return
+    for index in chosen:
+        gpu = nvml.gpu(index)
+        if gpu is not None and split * limit_mb > gpu.memory_mb:
+            raise ValueError(
+                f"gpu_memory_limit_mb={limit_mb} was received for gpu_split={split}, "
+                f"but GPU {index} has {gpu.memory_mb} MB; use at most "
+                f"{gpu.memory_mb // split}, less what the driver needs."
+            )
+
+
+def _memory_in_words(wish: Wish) -> str:
+    if wish.gpu_memory_limit_mb is not None:
+        return f"at most {wish.gpu_memory_limit_mb} MB"
+    return "grows as needed" if wish.grows else "all of it"
+
+
+def _stand_in_note(count: int, wish: Wish) -> str:
+    note = "TensorFlow sees no GPU, so " + (
+        "the one tower runs on the CPU."
+        if count == 1
+        else f"{count} logical CPUs of this host stand in: the numbers are those of "
+        f"{count} towers, the speed is not."
+    )
+    names = "allow_growth", "gpu_memory_limit_mb"
+    idle = [name for name in names if getattr(wish, name) is not None]
+    if idle:
+        verb = "has" if len(idle) == 1 else "have"
+        note += f" Without a GPU, {' and '.join(idle)} {verb} no effect."
+    return note

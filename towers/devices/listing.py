@@ -1,0 +1,157 @@
+"""Says in plain text which devices the towers have."""
+
+import os
+import platform
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tensorflow as tf
+
+from towers.devices import nvml
+from towers.devices.configuration import Devices
+from towers.program import words
+
+_WIDTH = 100
+_RIGHT_ALIGNED = "tower", "smi", "memory", "share"
+
+
+def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str:
+    """Describes the towers in plain text of at most 100 columns.
+
+    Args:
+        devices: What `configure` returned.
+        per_tower_batch: Each tower's share of the global batch, in examples.
+
+    Returns:
+        Lines without a final newline: a row for each tower, then the home of the
+        variables, the numbering of the GPUs and the note.
+
+    Raises:
+        ValueError: If there is not one share for each tower.
+    """
+    if per_tower_batch is not None and len(per_tower_batch) != len(devices.towers):
+        raise ValueError(
+            f"per_tower_batch has {words.count(len(per_tower_batch), 'share')} for "
+            f"{words.count(len(devices.towers), 'tower')}; give one for each tower."
+        )
+    rows = _gpu_rows(devices) if devices.physical else _cpu_rows(devices)
+    if per_tower_batch is not None:
+        for row, share in zip(rows, per_tower_batch, strict=True):
+            row["share"] = str(share)
+    lines = _aligned(rows)
+    if per_tower_batch is not None:
+        lines += _wrapped(
+            f"Each step takes {words.count(sum(per_tower_batch), 'example')}, shared "
+            "out as above."
+        )
+    lines += _wrapped(f"Variables live on {devices.home}, {_home_in_words(devices)}.")
+    if devices.physical:
+        lines += _wrapped(_numbering(os.environ))
+    if devices.note:
+        lines += _wrapped(f"Note: {devices.note}")
+    return "\n".join(lines)
+
+
+def _home_in_words(devices: Devices) -> str:
+    wish = devices.local_parameter_device
+    if wish is None and devices.physical:
+        return "the first tower's GPU, as towers are on GPUs"
+    if wish is None:
+        return "the host, as no tower is on a GPU"
+    return f"{'the host' if wish == 'cpu' else 'the first tower'}, as was asked for"
+
+
+def _gpu_rows(devices: Devices) -> list[dict[str, str]]:
+    gpus = tf.config.list_physical_devices("GPU")
+    rows = []
+    for tower, (device, index) in enumerate(
+        zip(devices.towers, devices.physical, strict=True)
+    ):
+        details = tf.config.experimental.get_device_details(gpus[index])
+        model = details.get("device_name", "GPU of unknown model")
+        if "compute_capability" in details:
+            model += " (cc {}.{})".format(*details["compute_capability"])
+        smi = nvml.gpu(index)
+        rows.append(
+            {
+                "tower": str(tower),
+                "device": device,
+                "smi": str(smi.index) if smi else "?",
+                "model": model,
+                "memory": f"{smi.memory_mb} MB" if smi else "?",
+                "may use": devices.memory,
+            }
+        )
+    return rows
+
+
+def _cpu_rows(devices: Devices) -> list[dict[str, str]]:
+    model = _cpu_model()
+    memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+    return [
+        {
+            "tower": str(tower),
+            "device": device,
+            "model": model,
+            "memory": f"{memory_mb} MB",
+            "may use": devices.memory,
+        }
+        for tower, device in enumerate(devices.towers)
+    ]
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Sets rows of equal keys out in columns, the model cut to what fits."""
+    cells = [{key: key for key in rows[0]}, *rows]
+    cells = [
+        {key: text.encode("ascii", "replace").decode() for key, text in row.items()}
+        for row in cells
+    ]
+    widths = {key: max(len(row[key]) for row in cells) for key in rows[0]}
+    too_wide = sum(widths.values()) + 2 * (len(widths) - 1) - _WIDTH
+    if too_wide > 0:
+        widths["model"] = max(widths["model"] - too_wide, len("model"))
+    return [
+        "  ".join(
+            row[key].rjust(width)
+            if key in _RIGHT_ALIGNED
+            else row[key][:width].ljust(width)
+            for key, width in widths.items()
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_on_hyphens=False)
+
+
+def _numbering(environ: Mapping[str, str]) -> str:
+    """Says how CUDA's, and so TensorFlow's, numbers relate to nvidia-smi's."""
+    order = environ.get("CUDA_DEVICE_ORDER")
+    if order != "PCI_BUS_ID":
+        return (
+            f"Numbering: CUDA_DEVICE_ORDER={order}, so CUDA's numbers may differ from "
+            "nvidia-smi's, which are unknown here."
+        )
+    text = "Numbering: CUDA_DEVICE_ORDER=PCI_BUS_ID, so CUDA counts as nvidia-smi does"
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        text += (
+            f", and from 0 among CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']}"
+        )
+    return (
+        text
+        + "; TensorFlow counts from 0 among the GPUs chosen, and the column smi has "
+        "nvidia-smi's number."
+    )
