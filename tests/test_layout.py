@@ -1,0 +1,198 @@
+"""The layout: imports point down the floors, and no room is too large."""
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground up: each imports only from floors below. `towers` itself is the roof.
+FLOORS = (
+    *("program", "input_pipeline", "models"),
+    *("keras_adapter", "devices", "analysis", "layers", "collectives", "tower", "loop"),
+    *("plan", "builders", "model"),
+    *("numerics", "lifecycle", "monitoring", "callbacks"),
+    *("train", "parity", "doctor", "find_batch_size", "report"),
+    "towers",
+)
+# These know nothing of towers, and only programs know them.
+APART = ("input_pipeline", "models")
+PROGRAMS = FLOORS[FLOORS.index("train") :]
+
+INPUT_FLOORS = (
+    *("choices", "specs", "data_flags", "service", "text"),
+    *("images", "sources", "records", "pipeline", "cache"),
+    *("benchmark", "convert", "input_pipeline"),
+)
+
+MODULE, CLASS, METHODS, FUNCTION, ROOMS = 400, 300, 20, 60, 10
+
+# ARCHITECTURE.md says why.
+EXCEPTIONS = {
+    "module towers/analysis/dependence.py",
+    "folder towers",
+    "folder input_pipeline",
+}
+
+# What still has to move: these tables only get shorter.
+UPWARDS = {
+    ("towers.model.tower_model", "towers.lifecycle.fit_data"),
+    ("towers.model.tower_model", "towers.lifecycle.resume"),
+    ("towers.model.tower_model", "towers.lifecycle.skip_batches"),
+    ("towers.model.tower_model", "towers.numerics.not_finite"),
+    ("towers.numerics.not_finite", "towers.lifecycle.checkpoint.NotFinite"),
+}
+UPWARDS_IN_THE_INPUT = {
+    (
+        "towers.input_pipeline.pipeline",
+        "towers.input_pipeline.benchmark.advice.IN_PYTHON",
+    ),
+    (
+        "towers.input_pipeline.sources.files.file_source",
+        "towers.input_pipeline.records.checks.read_labels",
+    ),
+}
+TOO_LARGE = {
+    "class input_pipeline/pipeline.py Pipeline",
+    "class towers/builders/asynchronous.py Asynchronous",
+    "class towers/builders/base.py Builder",
+    "class towers/lifecycle/checkpoint.py Checkpoint",
+    "class towers/model/tower_model.py TowerModel",
+    "folder scripts",
+    "folder scripts/bench",
+    "folder scripts/input_bench",
+    "function input_pipeline/cache.py cached",
+    "function input_pipeline/convert/__main__.py convert",
+    "function input_pipeline/images/decode.py decode_window",
+    "function input_pipeline/sources/__init__.py open_source",
+    "function scripts/bench/tf_cnn.py _models",
+    "function towers/analysis/dependence.py _of_rows",
+    "function towers/builders/asynchronous.py train_function",
+    "function towers/builders/base.py run",
+    "function towers/devices/__init__.py configure",
+    "function towers/lifecycle/checkpoint.py __init__",
+    "function towers/lifecycle/resume.py going_on",
+    "function towers/loop/loop.py train_function",
+    "function towers/model/auto.py choose",
+    "function towers/model/tower_model.py multi_gpu_model",
+    "function towers/parity/check.py check_parity",
+    "function towers/program/startup.py begin",
+    "function towers/train/__main__.py set_up",
+    "function towers/train/flags.py check",
+    "module input_pipeline/convert/__main__.py",
+    "module towers/builders/asynchronous.py",
+    "module towers/builders/base.py",
+    "module towers/devices/__init__.py",
+    "module towers/lifecycle/checkpoint.py",
+    "module towers/model/tower_model.py",
+    "module towers/monitoring/stall.py",
+    "module towers/train/__main__.py",
+    "module towers/train/flags.py",
+}
+
+
+def test_imports_point_down():
+    assert {*_upwards(_imports(), _floor, FLOORS)} == UPWARDS
+
+
+def test_imports_of_the_input_point_down():
+    within = [pair for pair in _imports() if {*map(_floor, pair)} == {"input_pipeline"}]
+    assert {*_upwards(within, _input_floor, INPUT_FLOORS)} == UPWARDS_IN_THE_INPUT
+
+
+def _upwards(pairs, floor, floors):
+    for module, target in pairs:
+        if floors.index(floor(target)) > floors.index(floor(module)):
+            yield module, target
+
+
+def test_input_and_models_stand_apart():
+    for module, target in _imports():
+        here, there = _floor(module), _floor(target)
+        if here in APART:
+            assert there in ("program", here), f"{module} imports {target}"
+        if there in APART:
+            assert here in (*PROGRAMS, there), f"{module} imports {target}"
+
+
+def test_nothing_is_too_large():
+    assert {*_too_large()} - EXCEPTIONS == TOO_LARGE
+
+
+def _too_large() -> Iterator[str]:
+    for path, tree in _trees().items():
+        if len((ROOT / path).read_text().splitlines()) > MODULE:
+            yield f"module {path}"
+        for node in ast.walk(tree):
+            lines = getattr(node, "end_lineno", 0) - getattr(node, "lineno", 0) + 1
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(each, _FUNCTIONS) for each in node.body)
+                if lines > CLASS or methods > METHODS:
+                    yield f"class {path} {node.name}"
+            elif isinstance(node, _FUNCTIONS) and lines > FUNCTION:
+                yield f"function {path} {node.name}"
+    for folder in {(ROOT / path).parent for path in _trees()}:
+        rooms = {
+            path.relative_to(folder.relative_to(ROOT)).parts[0]
+            for path in _trees()
+            if path.is_relative_to(folder.relative_to(ROOT))
+        }
+        if len({room for room in rooms if not room.startswith("__")}) > ROOMS:
+            yield f"folder {folder.relative_to(ROOT)}"
+
+
+_FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+
+
+@functools.cache
+def _trees() -> dict[Path, ast.Module]:
+    """The syntax of each file of the project, by its path."""
+    return {
+        path.relative_to(ROOT): ast.parse(path.read_text())
+        for name in ("towers", "input_pipeline", "models", "scripts")
+        # `rglob` does not follow the links in `towers`.
+        for path in (ROOT / name).rglob("*.py")
+    }
+
+
+@functools.cache
+def _imports() -> list[tuple[str, str]]:
+    """Each module of the package, and what it imports of the package, also late."""
+    return [
+        (_name(path), target)
+        for path, tree in _trees().items()
+        if path.parts[0] != "scripts"
+        for node in ast.walk(tree)
+        for target in _targets(node)
+    ]
+
+
+def _name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts if parts[0] == "towers" else ("towers", *parts))
+
+
+def _targets(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert not node.level, "relative imports are not read here"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    else:
+        names = []
+    return [name for name in names if name.split(".")[0] == "towers"]
+
+
+def _floor(name: str) -> str:
+    """The floor of `towers` that a module belongs to."""
+    return _part(name, 1, FLOORS)
+
+
+def _input_floor(name: str) -> str:
+    return _part(name, 2, INPUT_FLOORS)
+
+
+def _part(name: str, place: int, floors: tuple[str, ...]) -> str:
+    found = name.split(".")[place : place + 1]
+    return found[0] if found and found[0] in floors else floors[-1]
