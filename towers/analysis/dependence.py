@@ -21,7 +21,8 @@ import keras
 import tensorflow as tf
 
 from towers.analysis.trust import is_trusted
-from towers.keras_adapter.replace import Replacement
+from towers.keras_adapter.layers import LAYER_CALL, logits_of
+from towers.keras_adapter.patching import patched
 
 
 class Dependence(enum.Enum):
@@ -131,9 +132,6 @@ class Culprit(NamedTuple):
 
 
 # Also for `compare.py`.
-layer_call = Replacement(keras.layers.Layer, "__call__")
-
-
 @contextlib.contextmanager
 def recorded_layers() -> Iterator[dict[Any, _Call]]:
     """Inside, remembers what layers made of what.
@@ -163,14 +161,13 @@ def recorded_layers() -> Iterator[dict[Any, _Call]]:
                 inner.around.append(call)
         return outputs
 
-    with layer_call.by(record):
+    with patched(LAYER_CALL, record):
         yield calls
 
 
 def _logits(outputs):
     """What sigmoids and softmaxes were made of: a loss uses it in their place."""
-    flat = tf.nest.flatten(outputs)
-    return [getattr(output, "_keras_logits", None) for output in flat]
+    return [*map(logits_of, tf.nest.flatten(outputs))]
 
 
 def _key(tensor):

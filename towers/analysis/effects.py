@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import context
-from tensorflow.python.framework import op_def_registry
+
+from towers.keras_adapter.graphs import function_definition, operation_definition
+from towers.keras_adapter.layers import layers_of
 
 # They only read.
 _READS = set(
@@ -93,7 +94,7 @@ def sentence(model: keras.Model, effect: Effect) -> str:
         model: The model that has it when it is called.
         effect: The effect.
     """
-    names = {layer.name for layer in model._flatten_layers()}
+    names = {layer.name for layer in layers_of(model)}
     # Of a layer that is called again, TensorFlow numbers the scope.
     scopes = [(s, re.sub(r"_\d+$", "", s)) for s in effect.name.split("/")[::-1]]
     layer = next((name for scope in scopes for name in scope if name in names), None)
@@ -127,7 +128,7 @@ def _of_functions(node, calls, seen):
         if name in seen:
             continue
         seen.add(name)
-        for inner in context.context().get_function_def(name).node_def:
+        for inner in function_definition(name).node_def:
             stateful, calls = _kind(inner.op)
             if stateful and inner.op not in HARMLESS:
                 yield inner.op
@@ -146,7 +147,7 @@ def _called(node, calls):
 @functools.cache
 def _kind(type_):
     """Whether operations of a type are stateful, and their attributes for functions."""
-    definition = op_def_registry.get(type_)
+    definition = operation_definition(type_)
     if definition is None:  # the name of a function, which is called
         return False, ()
     calls = [a.name for a in definition.attr if a.type in ("func", "list(func)")]

@@ -13,6 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers.keras_adapter.layers import layers_of
+
 # What users write into Keras's classes, and what lets the examples of a batch meet.
 _READ = (
     keras.Model,
@@ -56,7 +58,7 @@ def is_trusted(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor] = ()) -> b
         and _fits(layer, ranks)
         and _keeps_rows_apart(layer, ranks)
         and not _is_as_long_as_the_longest(layer)
-        and all(map(is_trusted, layer._flatten_layers(False, recursive=False)))
+        and all(map(is_trusted, layers_of(layer, include_self=False, recursive=False)))
     )
 
 

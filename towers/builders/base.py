@@ -18,6 +18,8 @@ from towers.builders import checks
 from towers.builders.guard import Guard
 from towers.collectives import batch, packing, placing, reduce
 from towers.devices import HOST, is_gpu
+from towers.keras_adapter.layers import TAGS, layers_of, set_tag
+from towers.keras_adapter.losses import compute_loss, loss_tracker
 from towers.layers import embeddings, seeds, variables
 from towers.loop import loop
 from towers.loop.timers import Phases
@@ -309,7 +311,7 @@ class Builder(abc.ABC):
         """
         model = self.model
         with tf.init_scope(), tf.device(self.home):
-            unbuilt = not all(layer.built for layer in model._flatten_layers())
+            unbuilt = not all(layer.built for layer in layers_of(model))
             if unbuilt and not self._built_eagerly:
                 share, *_ = self.cut(data)
                 build.by_a_call(model, share, self.preprocess)
@@ -707,7 +709,7 @@ class Builder(abc.ABC):
 
     def _apart(self):
         # Passes over a gathered loss's towers are merged only where both are copied.
-        layers = len(list(self.model._flatten_layers()))
+        layers = len(layers_of(self.model))
         return layers > _MANY_LAYERS and self.loss_placed != "gathered"
 
     def _check_traced(self, traced, rules):
@@ -808,12 +810,11 @@ class Builder(abc.ABC):
         with tf.device(self.home), tf.name_scope("gather"):
             outputs = batch.join([r.outputs for r in results], sizes)
             tags = batch.join([r.tags for r in results], sizes)
-        for name, values in zip(passes.TAGS, tags, strict=True):
+        for name, values in zip(TAGS, tags, strict=True):
             for output, value in zip(
                 tf.nest.flatten(outputs), tf.nest.flatten(values), strict=True
             ):
-                if value is not None:
-                    setattr(output, name, value)
+                set_tag(output, name, value)
         return outputs
 
     def sum_layer_losses(self, results: Sequence[TowerResult]) -> list[tf.Tensor]:
@@ -875,14 +876,9 @@ class Builder(abc.ABC):
                 "tower's share there; return the tensor as an output instead."
             )
         x, y, sample_weight = data
-        override = self.model._losses_override
-        override.extend(losses)
-        try:
-            return self.model._compute_loss(
-                x, y, outputs, sample_weight, training=training
-            )
-        finally:
-            override.clear()
+        return compute_loss(
+            self.model, x, y, outputs, sample_weight, training=training, added=losses
+        )
 
     def update_metrics(
         self, data: Any, outputs: Any, loss: tf.Tensor
@@ -900,7 +896,7 @@ class Builder(abc.ABC):
         x, y, sample_weight = data
         with tf.name_scope("metrics"):
             size = batch.batch_size(x)
-            self.model._loss_tracker.update_state(loss, sample_weight=size)
+            loss_tracker(self.model).update_state(loss, sample_weight=size)
             return self.model.compute_metrics(x, y, outputs, sample_weight)
 
 

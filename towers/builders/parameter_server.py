@@ -18,6 +18,7 @@ import tensorflow as tf
 from towers.analysis.rules import NoRuleError
 from towers.builders.base import Builder, Values
 from towers.collectives import batch, reduce
+from towers.keras_adapter.losses import compiled_loss
 from towers.layers import fused, overwritten
 from towers.tower import passes
 from towers.tower.errors import ModelError
@@ -173,7 +174,7 @@ class ParameterServer(Builder):
 
     def _update_metrics(self, data, outputs, computed):
         with tf.device(self.home):
-            losses = self.model._compile_loss
+            losses = compiled_loss(self.model)
             if self.loss_placed == "tower" and losses is not None and losses.metrics:
                 # With several outputs Keras also tracks each one's loss. A tower
                 # cannot, so this is done once more for the whole batch.

@@ -12,7 +12,7 @@ runs in between that may change them (`listeners.py`).
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +22,8 @@ from towers.builders.base import Values
 from towers.builders.parameter_server import ParameterServer
 from towers.collectives import packing, placing, reduce
 from towers.devices import is_gpu
+from towers.keras_adapter.optimizers import learning_rate_variable
+from towers.keras_adapter.variables import swapped_values, take_identity
 from towers.layers import overwritten
 
 
@@ -152,7 +154,7 @@ class Replicated(ParameterServer):
                 for variable, mine in zip(self._originals, copy, strict=True):
                     if _is_learning_rate(variable, self.model.optimizer):
                         mine.assign(variable.value)
-                with _in_place_of(self._originals, copy):
+                with swapped_values(self._originals, copy):
                     self.apply_optimizer(sums[k])
 
     def _copy(self, device):
@@ -161,27 +163,13 @@ class Replicated(ParameterServer):
             original = variable.value
             with tf.device(device):
                 copy = tf.Variable(original, name=variable.name, dtype=original.dtype)
-            # An optimizer knows its variables by it.
-            copy._unique_id = original._unique_id
+            take_identity(copy, original)
             copies.append(copy)
         return copies
-
-
-@contextlib.contextmanager
-def _in_place_of(variables, copies) -> Iterator[None]:
-    """Inside, Keras variables have other values: those of one tower."""
-    originals = [variable._value for variable in variables]
-    for variable, copy in zip(variables, copies, strict=True):
-        variable._value = copy
-    try:
-        yield
-    finally:
-        for variable, original in zip(variables, originals, strict=True):
-            variable._value = original
 
 
 def _is_learning_rate(variable: keras.Variable, optimizer: Any) -> bool:
     # It is changed from outside all the time, and small.
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
-    return variable is optimizer._learning_rate
+    return variable is learning_rate_variable(optimizer)

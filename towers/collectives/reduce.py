@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.ops import nccl_ops
 
 from towers.analysis.dependence import Dependence
 from towers.collectives import packing
 from towers.devices import HOST
+from towers.keras_adapter.runtime import nccl_sums
 from towers.layers import overwritten
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
@@ -228,7 +228,7 @@ def _nccl(parts, devices):
         with tf.device(device):
             wide.append(tf.cast(part, tf.float32))
     sums = []
-    for total, device in zip(nccl_ops.all_sum(wide), devices, strict=True):
+    for total, device in zip(nccl_sums(wide), devices, strict=True):
         with tf.device(device):
             sums.append(tf.cast(total, kind))
     return sums

@@ -15,9 +15,13 @@ import keras
 import tensorflow as tf
 
 from towers.devices import is_gpu
-from towers.keras_adapter.replace import Replacement
-
-_embedding = Replacement(keras.layers.Embedding, "call", alone=True)
+from towers.keras_adapter.layers import (
+    EMBEDDING_CALL,
+    embedding_table,
+    layers_of,
+    stateless_scope_here,
+)
+from towers.keras_adapter.patching import patched
 
 
 def tables(model: keras.Model) -> set[int]:
@@ -30,9 +34,9 @@ def tables(model: keras.Model) -> set[int]:
         The ids of the variables: the tables of plain Embedding layers.
     """
     return {
-        id(layer._embeddings)
-        for layer in model._flatten_layers()
-        if _is_plain(layer) and layer._embeddings.trainable
+        id(embedding_table(layer))
+        for layer in layers_of(model)
+        if _is_plain(layer) and embedding_table(layer).trainable
     }
 
 
@@ -43,7 +47,7 @@ def at_home(on_gpu: bool) -> Iterator[None]:
     Args:
         on_gpu: Whether the tower is to run on a GPU.
     """
-    with _embedding.by(functools.partial(_call, on_gpu)):
+    with patched(EMBEDDING_CALL, functools.partial(_call, on_gpu)):
         yield
 
 
@@ -73,11 +77,11 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _call(on_gpu, keras_call, layer, inputs):
-    scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
+    scope = stateless_scope_here()
     rows_of = getattr(scope, "rows_of", None)
     if rows_of is None or not _is_plain(layer) or not isinstance(inputs, tf.Tensor):
         return keras_call(layer, inputs)
-    rows = rows_of(layer._embeddings, inputs)
+    rows = rows_of(embedding_table(layer), inputs)
     if rows is None:
         return keras_call(layer, tf.cast(inputs, tf.int64) if on_gpu else inputs)
     return keras.ops.cast(rows, layer.compute_dtype)

@@ -7,23 +7,31 @@ Adam's kernel is not used: it computes 1 - beta_2 in float32, which is 5e-5 off.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from towers.keras_adapter.replace import Replacement
+from towers.keras_adapter.layers import (
+    BATCH_NORMALIZATION_CALL,
+    is_keras_own,
+    renormalizes,
+)
+from towers.keras_adapter.optimizers import (
+    APPLY_GRADIENTS,
+    SGD_UPDATE_STEP,
+    iterations_variable,
+    learning_rate_variable,
+    slot_index,
+)
+from towers.keras_adapter.patching import patched
+from towers.keras_adapter.variables import read_once
 
 # cuDNN accepts no smaller one.
 _LEAST_EPSILON = 1.001e-5
 # There are kernels for these, on CPUs and GPUs; statistics are float32 in all of them.
 _IMAGES = tf.float32, tf.float16, tf.bfloat16
-
-_batch_normalization = Replacement(keras.layers.BatchNormalization, "call", alone=True)
-_sgd = Replacement(keras.optimizers.SGD, "update_step", alone=True)
-_updates = Replacement(BaseOptimizer, "_backend_apply_gradients", alone=True)
 
 
 @contextlib.contextmanager
@@ -35,7 +43,7 @@ def batch_normalization() -> Iterator[None]:
     normalised in float32, as Keras does it. Elsewhere, and in subclasses, the layer is
     Keras's own.
     """
-    with _batch_normalization.by(_call):
+    with patched(BATCH_NORMALIZATION_CALL, _call):
         yield
 
 
@@ -51,7 +59,10 @@ def updates() -> Iterator[None]:
     Keras's SGD with momentum updates a variable in one kernel. It fits float32 and
     dense gradients. Elsewhere, and in subclasses, the optimizer is Keras's own.
     """
-    with _updates.by(_apply_gradients), _sgd.by(_update_step):
+    with (
+        patched(APPLY_GRADIENTS, _apply_gradients),
+        patched(SGD_UPDATE_STEP, _update_step),
+    ):
         yield
 
 
@@ -99,32 +110,17 @@ def _fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
         and inputs.shape.rank == 4
         and layer.axis in (-1, 3)
         and layer.epsilon >= _LEAST_EPSILON
-        and not layer.renorm
+        and not renormalizes(layer)
         and not layer.synchronized
     )
 
 
 def _apply_gradients(keras_apply_gradients, optimizer, gradients, variables):
-    step = type(optimizer).update_step
-    scalars = [optimizer._iterations, optimizer._learning_rate]
-    if not step.__module__.startswith("keras.src."):
-        scalars = []
-    with _read_once([s for s in scalars if isinstance(s, keras.Variable)]):
+    scalars = []
+    if is_keras_own(type(optimizer).update_step):
+        scalars = [iterations_variable(optimizer), learning_rate_variable(optimizer)]
+    with read_once([s.value for s in scalars if isinstance(s, keras.Variable)]):
         keras_apply_gradients(optimizer, gradients, variables)
-
-
-@contextlib.contextmanager
-def _read_once(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """Inside, variables that nobody assigns have the value that they have now."""
-    read = [variable.value for variable in variables]
-    for each in read:
-        # What TensorFlow itself keeps where a variable has a `caching_device`.
-        each._cached_value = tf.convert_to_tensor(each)
-    try:
-        yield
-    finally:
-        for each in read:
-            each._cached_value = None
 
 
 def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate):
@@ -139,7 +135,7 @@ def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate
         and rate.shape.rank == 0
     ):
         return keras_update_step(optimizer, gradient, variable, learning_rate)
-    momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
+    momentum = optimizer.momentums[slot_index(optimizer, variable)]
     tf.raw_ops.ResourceApplyKerasMomentum(
         var=variable.handle,
         accum=momentum.value.handle,

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from towers.keras_adapter.layers import layers_of
+
 _FLOAT8 = [
     f"{of}_{what}"
     for of in ("inputs", "kernel", "outputs_grad")
@@ -36,7 +38,7 @@ def others(model: keras.Model) -> list[keras.Variable]:
     """Returns those that are not of Keras's float8: how they combine is unknown."""
     known = {
         id(getattr(layer, name, None))
-        for layer in model._flatten_layers()
+        for layer in layers_of(model)
         if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
         for name in _FLOAT8
     }

@@ -12,11 +12,9 @@ import keras
 import tensorflow as tf
 
 from towers.devices import HOST
-from towers.keras_adapter.replace import Replacement
+from towers.keras_adapter.patching import patched
+from towers.keras_adapter.randomness import CAST_SEED, NEXT_SEED, cast_seed
 from towers.layers.variables import seed_ids
-
-_next = Replacement(keras.random.SeedGenerator, "next", alone=True)
-_cast = Replacement(keras.src.backend.tensorflow.random, "_cast_seed")
 
 
 def of_tower(
@@ -74,7 +72,10 @@ def on_the_host() -> Iterator[None]:
     """
     before, _here.on_the_host = _here.on_the_host, True
     try:
-        with _next.by(_next_on_the_host), _cast.by(_cast_on_the_host):
+        with (
+            patched(NEXT_SEED, _next_on_the_host),
+            patched(CAST_SEED, _cast_on_the_host),
+        ):
             yield
     finally:
         _here.on_the_host = before
@@ -95,7 +96,7 @@ def sent_together(model: keras.Model, state: Sequence[tf.Tensor]) -> Iterator[No
     _here.sent, _here.drawn = {}, {}
     if own:
         with tf.device(HOST):
-            whole = keras.src.backend.tensorflow.random._cast_seed(tf.stack(own))
+            whole = cast_seed(tf.stack(own))
         # In int32, this is done in the host's memory, also on a GPU.
         sent = zip(own, tf.unstack(whole), strict=True)
         _here.sent = {id(value): (value, each) for value, each in sent}

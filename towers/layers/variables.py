@@ -8,6 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from towers.devices import HOST, is_gpu
+from towers.keras_adapter.layers import layers_of, own_seed_generators
+from towers.keras_adapter.losses import compiled_loss
+from towers.keras_adapter.variables import put_behind, take_identity
 
 # Variables of these types exist on no GPU.
 NOT_ON_GPUS = frozenset(
@@ -21,7 +24,7 @@ NOT_ON_GPUS = frozenset(
 def of(model: keras.Model) -> list[keras.Variable]:
     """Returns all that training changes: of model, optimizer, metrics and loss."""
     found = [*model.variables, *model.metrics_variables]
-    for part in (getattr(model, "optimizer", None), model._compile_loss):
+    for part in (getattr(model, "optimizer", None), compiled_loss(model)):
         found += part.variables if part is not None else []
     return list({id(variable): variable for variable in found}.values())
 
@@ -30,8 +33,8 @@ def seed_ids(model: keras.Model) -> set[int]:
     """Returns the `id` of each variable of a model that is a random seed."""
     return {
         id(generator.state)
-        for layer in model._flatten_layers()
-        for generator in layer._seed_generators
+        for layer in layers_of(model)
+        for generator in own_seed_generators(layer)
     }
 
 
@@ -56,9 +59,8 @@ def move(model: keras.Model, home: str) -> None:
             new = tf.Variable(
                 old, trainable=old.trainable, name=variable.name, dtype=old.dtype
             )
-        # The optimizer knows its variables by it.
-        new._unique_id = old._unique_id
-        variable._value = new
+        take_identity(new, old)
+        put_behind(variable, new)
         # What Keras has traced for one device refers to the old ones.
         model.train_function = model.test_function = model.predict_function = None
 

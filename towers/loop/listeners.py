@@ -70,7 +70,8 @@ for _kind in (
     keras.callbacks.History,
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ModelCheckpoint,
-    keras.callbacks.OrbaxCheckpoint,
+    # Keras has it since 3.14.
+    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),
     keras.callbacks.ProgbarLogger,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.RemoteMonitor,

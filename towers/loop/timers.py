@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from towers.devices import HOST
+from towers.keras_adapter.graphs import is_stateful, run_independently
+from towers.keras_adapter.runtime import is_deterministic
 
 _SCOPE = "phases"
 
@@ -104,7 +105,7 @@ class Phases:
             yield
             if "computed" in self._moments:
                 made = graph.get_operations()[before:] if graph else ()
-                done = moment([op for op in made if op._is_stateful])
+                done = moment([op for op in made if is_stateful(op)])
                 self._add(fetched, done=done, **self._moments)
         finally:
             self._moments = None
@@ -172,14 +173,14 @@ def moment(after: Any = ()) -> tf.Tensor:
         parts = [_itself(part) for part in parts if part is not None]
         with tf.control_dependencies(parts), tf.device(HOST):
             now = _now()
-    if not tf.executing_eagerly() and now.graph.experimental_acd_manager:
+    if not tf.executing_eagerly():
         # TensorFlow would have it wait for whatever draws random numbers.
-        now.graph.experimental_acd_manager.run_independently(now.op)
+        run_independently([now.op])
     return now
 
 
 def _now():
-    if is_op_determinism_enabled():
+    if is_deterministic():
         # TensorFlow refuses its own clock then.
         now = tf.numpy_function(time.time, [], tf.float64)
         now.set_shape([])

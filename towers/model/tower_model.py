@@ -18,7 +18,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 import wrapt
-from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from towers import devices
 from towers.builders.asynchronous import Asynchronous
@@ -28,6 +27,8 @@ from towers.builders.parameter_server import ParameterServer
 from towers.builders.replicated import Replicated
 from towers.collectives import batch, reduce
 from towers.devices import is_gpu
+from towers.keras_adapter.losses import compile_config, make_function
+from towers.keras_adapter.runtime import is_deterministic
 from towers.layers import variables
 from towers.lifecycle import fit_data, resume, skip_batches
 from towers.loop import listeners
@@ -269,7 +270,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_seen = []  # so that it is followed
 
     def _ask_xla(self, asked):
-        config = getattr(self.__wrapped__, "_compile_config", None)
+        config = compile_config(self.__wrapped__)
         self._self_asked_xla = config, asked
 
     def _wants_xla(self):
@@ -281,7 +282,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         model = self.__wrapped__
         config, asked = self._self_asked_xla
         wanted = model.compiled and model.jit_compile
-        if config is not getattr(model, "_compile_config", None):
+        if config is not compile_config(model):
             # Compiled without us: Keras keeps only what it has made of the wish.
             asked = wanted
             if wanted and tf.config.list_physical_devices("GPU"):
@@ -314,7 +315,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def _current(self):
         model = self.__wrapped__
-        compiled = getattr(model, "_compile_config", None)
+        compiled = compile_config(model)
         return [compiled, *(v.value for v in model.variables)]
 
     def make_train_function(self, force: bool = False) -> None:
@@ -473,7 +474,7 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _ways(self):
         """The ways to choose from; none where nothing may hang on time."""
         model = self.__wrapped__
-        if model.run_eagerly or is_op_determinism_enabled():
+        if model.run_eagerly or is_deterministic():
             return []
         return self._self_ways(self._wants_xla(), is_synchronized(model))
 
@@ -614,7 +615,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def _make_function(self, step_function: Callable[[Any], Any]) -> Callable:
         """See `keras.Model`; for evaluation and prediction."""
-        made = type(self.__wrapped__)._make_function(self, step_function)
+        made = make_function(self.__wrapped__, step_function, self)
 
         def function(iterator):
             with self._told():

@@ -12,12 +12,10 @@ from typing import NamedTuple
 import keras
 import psutil
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.eager import context
 
 from towers.devices import Devices, nvml
 from towers.devices.nvml import Driver
+from towers.keras_adapter.runtime import device_memory_limits
 from towers.loop import listeners
 from towers.program import words
 from towers.program.voice import say
@@ -224,16 +222,7 @@ def _allocated(tower: str) -> dict[str, float]:
 
 def _limits_mb() -> dict[str, float]:
     """The most that TensorFlow may allocate, by device."""
-    # For a device without a limit of the user's, no public function tells.
-    context.ensure_initialized()
-    found = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
-    limits = {}
-    for i in range(pywrap_tf_session.TF_DeviceListCount(found)):
-        name = pywrap_tf_session.TF_DeviceListName(found, i)
-        size = pywrap_tf_session.TF_DeviceListMemoryBytes(found, i)
-        limits[f"/{name.rpartition('/')[2]}"] = size / _MB
-    pywrap_tf_session.TF_DeleteDeviceList(found)
-    return limits
+    return {name: size / _MB for name, size in device_memory_limits().items()}
 
 
 def _peak_rss_mb() -> float:

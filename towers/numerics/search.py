@@ -17,7 +17,15 @@ import numpy as np
 import tensorflow as tf
 
 from towers.collectives import batch
-from towers.keras_adapter.replace import Replacement
+from towers.keras_adapter.layers import (
+    OPERATION_CALL,
+    TAGS,
+    has_training_argument,
+    set_tag,
+    tag,
+)
+from towers.keras_adapter.losses import compute_loss
+from towers.keras_adapter.patching import patched
 from towers.layers import fused, seeds
 from towers.numerics import stopped_step
 from towers.numerics.stopped_step import Case, named
@@ -207,13 +215,13 @@ def _replay(model, share, values, k, with_loss):
     ):
         tape.watch(params)
         with _watched() as calls:
-            training = {"training": True} if model._call_has_training_arg else {}
+            training = {"training": True} if has_training_argument(model) else {}
             outputs = model(x, **training)
         if found := _forward(model, calls, size):
             return found
         if not with_loss:
             return None
-        loss = model._compute_loss(x, y, outputs, sample_weight, training=True)
+        loss = compute_loss(model, x, y, outputs, sample_weight)
     if not _is_finite(loss):
         return Finding("loss", during="forward")
     return _backward(model, calls, tape, loss, params, outputs, size)
@@ -234,9 +242,6 @@ class _Call(NamedTuple):
     outputs: list[tf.Tensor]
 
 
-_operation = Replacement(keras.Operation, "__call__")
-
-
 @contextlib.contextmanager
 def _watched() -> Iterator[list[_Call]]:
     """Inside, calls are noted as they end: inner ones before those around them."""
@@ -250,7 +255,7 @@ def _watched() -> Iterator[list[_Call]]:
         calls.append(_Call(operation, _floats((args, kwargs)), _floats(outputs)))
         return outputs
 
-    with _operation.by(watched):
+    with patched(OPERATION_CALL, watched):
         yield calls
 
 
@@ -258,9 +263,8 @@ def _copy(value):
     if not _is_float(value):
         return value
     copy = tf.identity(value)
-    for name in passes.TAGS:
-        if (tag := getattr(value, name, None)) is not None:
-            setattr(copy, name, tag)
+    for name in TAGS:
+        set_tag(copy, name, tag(value, name))
     return copy
 
 

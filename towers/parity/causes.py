@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.collectives import batch
+from towers.keras_adapter.layers import has_training_argument, layers_of, own_variables
 from towers.parity.report import (
     DIFFERS,
     ROUNDING,
@@ -143,9 +144,8 @@ def _unknown(trials, rows):
     }
     layers = [
         layer
-        for layer in trials.model._flatten_layers()
-        for own in [layer._trainable_variables + layer._non_trainable_variables]
-        if any(id(variable) in differing for variable in own)
+        for layer in layers_of(trials.model)
+        if any(id(variable) in differing for variable in own_variables(layer))
     ]
     if layers:
         what = f"the first layers whose variables differ are {_names(layers)}"
@@ -178,13 +178,13 @@ def _mixing(trials, shares):
     known = {id(layer) for layer in [*trials.batch_norms, *trials.random_layers]}
     layers = [
         layer
-        for layer in trials.model._flatten_layers()
-        if known.isdisjoint(map(id, layer._flatten_layers()))
+        for layer in layers_of(trials.model)
+        if known.isdisjoint(map(id, layers_of(layer)))
     ]
     found = _call_with_shares(trials.model, x, layers, bounds)
     mixing = {key for key, gap in found.items() if gap > 10 * trials.tolerance}
     for layer in layers:
-        parts = map(id, layer._flatten_layers(include_self=False))
+        parts = map(id, layers_of(layer, include_self=False))
         if id(layer) in mixing and mixing.isdisjoint(parts):
             yield (
                 f"Layer '{layer.name}' mixes the examples of a batch: called with each "
@@ -223,7 +223,7 @@ def _call_with_shares(model, x, layers, bounds):
         stack.enter_context(keras.StatelessScope(collect_losses=True))
         for layer in layers:
             stack.enter_context(attribute(layer, "call", probed(layer)))
-        model(x, **({"training": True} if model._call_has_training_arg else {}))
+        model(x, **({"training": True} if has_training_argument(model) else {}))
     return found
 
 

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers import devices
+from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
 from towers.model.tower_model import multi_gpu_model
 from towers.parity.causes import explain, judge
@@ -151,8 +152,7 @@ def _tensor(array):
 
 def _computes_in_16_bits(model):
     return any(
-        layer.compute_dtype in ("float16", "bfloat16")
-        for layer in model._flatten_layers()
+        layer.compute_dtype in ("float16", "bfloat16") for layer in layers_of(model)
     )
 
 

@@ -11,6 +11,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.keras_adapter.layers import (
+    has_training_argument,
+    layers_of,
+    own_non_trainable_variables,
+    own_seed_generators,
+)
+from towers.keras_adapter.variables import places_kept
 from towers.layers import variables
 from towers.model.tower_model import TowerModel
 from towers.parity.report import Entry, differences
@@ -38,13 +45,11 @@ class Setting(NamedTuple):
 def in_place(model: keras.Model) -> Iterator[None]:
     """Leaves the model's variables where they are, and its functions as they are."""
     # Towers may move variables to another device, and back they go.
-    places = [(variable, variable._value) for variable in variables.of(model)]
     functions = [(name, getattr(model, name)) for name in _FUNCTIONS]
     try:
-        yield
+        with places_kept(variables.of(model)):
+            yield
     finally:
-        for variable, place in places:
-            variable._value = place
         for name, function in functions:
             setattr(model, name, function)
 
@@ -159,10 +164,10 @@ class Trials:
         """The BatchNormalization layers that normalise each share by itself."""
         return [
             layer
-            for layer in self.model._flatten_layers()
+            for layer in layers_of(self.model)
             if isinstance(layer, keras.layers.BatchNormalization)
             and not layer.synchronized
-            and any(id(v) in self._changed for v in layer._non_trainable_variables)
+            and any(id(v) in self._changed for v in own_non_trainable_variables(layer))
         ]
 
     @functools.cached_property
@@ -170,8 +175,8 @@ class Trials:
         """The layers that draw random numbers in training."""
         return [
             layer
-            for layer in self.model._flatten_layers()
-            if any(id(g.state) in self._changed for g in layer._seed_generators)
+            for layer in layers_of(self.model)
+            if any(id(g.state) in self._changed for g in own_seed_generators(layer))
         ]
 
     @property
@@ -236,7 +241,7 @@ class Trials:
 
 def can_be_silenced(layer: keras.layers.Layer) -> bool:
     """Tells whether a random layer can be told that this is not training."""
-    return layer._call_has_training_arg
+    return has_training_argument(layer)
 
 
 def _silenced(layer):

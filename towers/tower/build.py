@@ -4,13 +4,17 @@ A tower cannot create a variable, so all have to exist before one is traced.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import keras
 import tensorflow as tf
 
+from towers.keras_adapter.losses import (
+    compiled_loss,
+    compiled_loss_as_built,
+    compute_loss_replaced,
+    symbolic_build,
+)
 from towers.tower import eager, passes
 from towers.tower.preprocess import Preprocess
 
@@ -31,7 +35,7 @@ def from_symbols(
     data = keras.utils.unpack_x_y_sample_weight(data)
     x, y, weight = preprocess.spec(data, training=True)
     # Metrics take y as it was given, the loss what has been made of it.
-    with _as_if_built(model._compile_loss):
+    with compiled_loss_as_built(model):
         _build(model, (x, data[1], weight))
     _build(model, (x, y, weight))
 
@@ -74,27 +78,14 @@ def _build(model, data):
     def losses(x, y, y_pred, sample_weight, training):
         """Stands in for a `compute_loss` of the user's, which need not use these."""
         with contextlib.suppress(Exception):
-            model._compile_loss(y, y_pred, sample_weight)
+            compiled_loss(model)(y, y_pred, sample_weight)
 
     of_the_user = contextlib.nullcontext()
     if overrides(model, "compute_loss"):
         # It may need more than symbols, such as a gradient.
-        of_the_user = mock.patch.object(model, "_compute_loss", losses)
+        of_the_user = compute_loss_replaced(model, losses)
     with of_the_user:
-        model._symbolic_build(data_batch=symbols(data))
-
-
-@contextlib.contextmanager
-def _as_if_built(losses) -> Iterator[None]:
-    """Inside, Keras does not build the compiled losses."""
-    if losses is None or losses.built:
-        yield
-        return
-    losses.built = True
-    try:
-        yield
-    finally:
-        losses.built = False
+        symbolic_build(model, symbols(data))
 
 
 def _symbol(tensor):

@@ -20,9 +20,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.analysis.dependence import layer_call, parts
+from towers.analysis.dependence import parts
 from towers.analysis.trust import is_trusted
 from towers.collectives import batch
+from towers.keras_adapter.layers import LAYER_CALL, has_training_argument, layers_of
+from towers.keras_adapter.patching import patched
 from towers.layers import seeds
 from towers.tower import passes
 from towers.tower.errors import ModelError, explained_shapes
@@ -123,7 +125,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
     rows = int(batch.batch_size(x))
     if rows < 2:
         return Verdict(rows)
-    policies = {layer.compute_dtype for layer in model._flatten_layers()}
+    policies = {layer.compute_dtype for layer in layers_of(model)}
     sixteen = any(policy and "16" in policy for policy in policies)
     tolerance = TOLERANCE_16_BITS if sixteen else TOLERANCE
     traced = _trace(model, training, values, x)
@@ -188,13 +190,13 @@ def _settled() -> Iterator[None]:
 
     def call(original, layer, *args, **kwargs):
         by_position = any(isinstance(argument, bool) for argument in args)
-        if layer._call_has_training_arg and not by_position:
+        if has_training_argument(layer) and not by_position:
             inputs = [tensor for _, tensor in parts([args, kwargs])]
             if is_trusted(layer, inputs):
                 kwargs["training"] = False
         return original(layer, *args, **kwargs)
 
-    with layer_call.by(call):
+    with patched(LAYER_CALL, call):
         yield
 
 

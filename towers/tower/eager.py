@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -22,8 +21,12 @@ import tensorflow as tf
 
 from towers.analysis.rules import Rules
 from towers.collectives import batch
+from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.patching import Target, patched
 from towers.tower.errors import ModelError
 
+# What `breakpoint()` calls.
+_SET_TRACE = Target(pdb, "set_trace")
 _PLAIN = bool, int, float, complex, str, bytes, type(None), np.generic
 
 
@@ -73,7 +76,7 @@ class Attributes:
         """
         self._before = [
             (layer, _own(layer))
-            for layer in model._flatten_layers()
+            for layer in layers_of(model)
             if not type(layer).__module__.startswith("keras.")
         ]
 
@@ -275,7 +278,7 @@ def aside(model: keras.Model, builds: bool = False) -> Iterator[None]:
     attributes = Attributes(model)
     silent = contextlib.redirect_stdout(_Silent(sys.stdout))
     try:
-        with silent, mock.patch.object(pdb, "set_trace", lambda *_, **__: None):
+        with silent, patched(_SET_TRACE, lambda *_, **__: None):
             yield
     finally:
         attributes.restore((int, float) if builds else object)

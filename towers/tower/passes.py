@@ -15,11 +15,10 @@ import keras
 import tensorflow as tf
 
 from towers.analysis.rules import NoRuleError, Rules
+from towers.keras_adapter.layers import TAGS, has_training_argument, logits_of, tag
+from towers.keras_adapter.losses import compiled_loss, total_of_added_loss
 from towers.tower.errors import ModelError
 from towers.tower.scope import stateless
-
-# The mask of padded positions, and what a sigmoid or softmax was made of.
-TAGS = "_keras_mask", "_keras_logits"
 
 
 class TowerResult(NamedTuple):
@@ -127,9 +126,9 @@ def forward_backward(
     ):
         result = _forward(model, True, rules, scope, x, fraction)
         losses = [*result.losses]
-        if model._compile_loss is not None:
+        if (losses_of := compiled_loss(model)) is not None:
             with scope.without_effects():
-                loss = model._compile_loss(y, result.outputs, sample_weight)
+                loss = losses_of(y, result.outputs, sample_weight)
             if loss.shape.rank != 0:
                 raise NoRuleError("a loss with several values")
             losses.insert(0, rules.part("loss", loss, fraction))
@@ -253,8 +252,7 @@ def differentiable(outputs: Any) -> list[tf.Tensor]:
         outputs: The nest of tensors that a model returned.
     """
     flat = tf.nest.flatten(outputs)
-    logits = [getattr(output, "_keras_logits", None) for output in flat]
-    return [*flat, *(tensor for tensor in logits if tensor is not None)]
+    return [*flat, *(logits for logits in map(logits_of, flat) if logits is not None)]
 
 
 def _forward(model, training, rules, scope, x, fraction):
@@ -281,14 +279,14 @@ def call(model: keras.Model, x: Any, training: bool) -> Any:
     Returns:
         The model's outputs.
     """
-    if model._call_has_training_arg:
+    if has_training_argument(model):
         return model(x, training=training)
     return model(x)
 
 
 def _layer_loss(model, rules, name, loss, fraction, alike):
     # Keras adds up a loss with several values.
-    loss = model._aggregate_additional_loss(loss)
+    loss = total_of_added_loss(model, loss)
     try:
         return rules.part(name, loss, fraction, alike)
     except NoRuleError as error:
@@ -303,6 +301,6 @@ def _layer_loss(model, rules, name, loss, fraction, alike):
 
 def _tags(outputs):
     return [
-        tf.nest.map_structure(lambda t, name=name: getattr(t, name, None), outputs)
+        tf.nest.map_structure(lambda tensor, name=name: tag(tensor, name), outputs)
         for name in TAGS
     ]

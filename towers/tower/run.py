@@ -7,9 +7,14 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops import custom_gradient
 
-from towers.keras_adapter.replace import Replacement
+from towers.keras_adapter.graphs import (
+    DEPENDENT_VARIABLES,
+    is_stateful,
+    run_independently,
+)
+from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.patching import patched
 from towers.tower.errors import ModelError
 from towers.tower.passes import TowerResult
 from towers.tower.traced import Sized, Traced
@@ -38,13 +43,14 @@ def without_auto_control_deps() -> Iterator[None]:
 
     TensorFlow would make towers wait for one another, in the order of the calls.
     """
+    if tf.executing_eagerly():
+        yield
+        return
     graph = tf.compat.v1.get_default_graph()
-    manager = None if tf.executing_eagerly() else graph.experimental_acd_manager
-    before = len(graph.get_operations()) if manager else 0
+    before = len(graph.get_operations())
     yield
-    for op in graph.get_operations()[before:] if manager else ():
-        if op._is_stateful:
-            manager.run_independently(op)
+    made = graph.get_operations()[before:]
+    run_independently(op for op in made if is_stateful(op))
 
 
 def run(
@@ -85,7 +91,7 @@ def refuse_stateful(model: keras.Model) -> None:
     Raises:
         ModelError: If there is such a layer.
     """
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if getattr(layer, "stateful", False):
             raise ModelError(
                 f"The layer '{layer.name}' is stateful: it keeps a value for each row "
@@ -95,9 +101,7 @@ def refuse_stateful(model: keras.Model) -> None:
 
 def is_synchronized(model: keras.Model) -> bool:
     """Tells whether towers have to run together, as layers talk to one another."""
-    return any(
-        getattr(layer, "synchronized", False) for layer in model._flatten_layers()
-    )
+    return any(getattr(layer, "synchronized", False) for layer in layers_of(model))
 
 
 def run_in_replica_context(
@@ -155,8 +159,13 @@ def _replicated(tower, calls):
     def replica():
         context = tf.distribute.get_replica_context()
         k = int(tf.get_static_value(context.replica_id_in_sync_group))
-        # A replica is a thread.
-        with tf.name_scope(f"tower_{k}"), _search.by(lambda search, **_: []):
+        # Keras's all-reduce is a custom gradient. TensorFlow would search the graph
+        # behind each for variables, of which towers have none: minutes for a deep
+        # network. A replica is a thread, so each patches for itself.
+        with (
+            tf.name_scope(f"tower_{k}"),
+            patched(DEPENDENT_VARIABLES, lambda search, **_: []),
+        ):
             results[k] = tower(*calls[k].arguments)
 
     _strategy(tuple(call.device for call in calls)).run(replica)
@@ -164,11 +173,6 @@ def _replicated(tower, calls):
         results[k]._replace(size=call.size, fraction=call.fraction)
         for k, call in enumerate(calls)
     ]
-
-
-# Keras's all-reduce is a custom gradient; TensorFlow would search the graph behind each
-# for variables, of which towers have none: minutes for a deep network.
-_search = Replacement(custom_gradient, "_get_dependent_variables")
 
 
 @functools.cache

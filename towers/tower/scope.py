@@ -11,6 +11,9 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.rules import NoRuleError, Rules
 from towers.collectives import reduce
+from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.losses import compiled_loss
+from towers.keras_adapter.variables import value_behind
 from towers.layers import embeddings, fused, overwritten, seeds
 from towers.layers.variables import seed_ids
 from towers.tower.errors import ModelError
@@ -60,9 +63,9 @@ class TowerScope(keras.StatelessScope):
         inner = tf.compat.v1.get_default_graph() is not self._graph
         if inner or id(variable) not in self._tables:
             return None
-        with tf.device(variable._value.device):
-            ids = embeddings.not_negative(ids, variable._value)
-            rows = tf.gather(variable._value, ids)
+        with tf.device(value_behind(variable).device):
+            ids = embeddings.not_negative(ids, value_behind(variable))
+            rows = tf.gather(value_behind(variable), ids)
         if self._tape is not None:
             self._tape.watch(rows)
         self._looked_up[id(variable)].append((rows, ids))
@@ -163,7 +166,7 @@ class TowerScope(keras.StatelessScope):
         model = self._model
         normalized = {
             id(variable)
-            for layer in model._flatten_layers()
+            for layer in layers_of(model)
             if isinstance(layer, keras.layers.BatchNormalization)
             for variable in layer.non_trainable_variables
         }
@@ -214,7 +217,7 @@ class TowerScope(keras.StatelessScope):
         )
 
     def _loss_variables(self):
-        loss = self._model._compile_loss
+        loss = compiled_loss(self._model)
         return loss.variables if loss else ()
 
 

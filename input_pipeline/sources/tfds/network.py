@@ -1,11 +1,13 @@
 """Finds out soon that there is no network, where a library would try again for long."""
 
 import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Iterator
-from unittest import mock
 from urllib.parse import urlsplit
+
+from towers.keras_adapter.patching import Target, patched
 
 # Long for a host that is there, short for a person who waits.
 _SECONDS = 10
@@ -29,9 +31,8 @@ def no_waiting() -> Iterator[None]:
     import requests
 
     hosts = _Hosts()
-    send = requests.adapters.HTTPAdapter.send
 
-    def ask_and_send(adapter, request, *args, **kwargs):
+    def ask_and_send(send, adapter, request, *args, **kwargs):
         url = request.url
         proxies = kwargs.get("proxies") or {}
         reason = hosts.ask(requests.utils.select_proxy(url, proxies) or url)
@@ -39,8 +40,16 @@ def no_waiting() -> Iterator[None]:
             raise Unreachable(reason)
         return send(adapter, request, *args, **kwargs)
 
-    with mock.patch.object(requests.adapters.HTTPAdapter, "send", ask_and_send):
+    # TFDS downloads in threads of its own.
+    with patched(_send(), ask_and_send, all_threads=True):
         yield
+
+
+@functools.cache
+def _send() -> Target:
+    import requests
+
+    return Target(requests.adapters.HTTPAdapter, "send")
 
 
 class _Hosts:

@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import stateful_random_ops
+
+from towers.keras_adapter.randomness import shared_generator, shared_tf_generator
 
 # What Keras's own callbacks know of earlier epochs; others have a `state_dict()`.
 _KNOWN = {
@@ -173,9 +174,9 @@ def random_states() -> dict[str, Any]:
         "python": [version, list(words), gauss],
         "numpy": [kind, keys.tolist(), *rest],
     }
-    if (shared := _keras_generator()) is not None:
+    if (shared := shared_generator()) is not None:
         found["keras"] = shared.state.numpy().tolist()
-    if (shared := stateful_random_ops.global_generator) is not None:
+    if (shared := shared_tf_generator()) is not None:
         found["tensorflow"] = [shared.algorithm, shared.state.numpy().tolist()]
     return found
 
@@ -184,21 +185,15 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     """Gives generators the states that `random_states` has returned."""
     if "keras" in states:
         # To make one, Keras draws a number of Python's.
-        shared = keras.src.random.seed_generator.global_seed_generator()
+        shared = shared_generator(create=True)
         shared.state.assign(states["keras"])
     if "tensorflow" in states:
         algorithm, state = states["tensorflow"]
-        if stateful_random_ops.global_generator is None:
+        if shared_tf_generator() is None:
             made = tf.random.Generator.from_state(state, algorithm)
             tf.random.set_global_generator(made)
-        stateful_random_ops.global_generator.reset(state)
+        shared_tf_generator().reset(state)
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-
-
-def _keras_generator():
-    return keras.src.backend.common.global_state.get_global_attribute(
-        keras.src.random.seed_generator.GLOBAL_SEED_GENERATOR
-    )

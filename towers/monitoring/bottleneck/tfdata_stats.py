@@ -12,13 +12,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.core.framework import dataset_metadata_pb2, model_pb2
-from tensorflow.python.eager import context
+
+from towers.keras_adapter.datasets import (
+    Metadata,
+    ModelProto,
+    NodeClass,
+    dataset_of,
+    functions_of,
+    inputs_of,
+    metadata_of,
+)
+from towers.keras_adapter.graphs import function_definition
 
 _ASYNCHRONOUS = {
-    model_pb2.NodeClass.ASYNC_INTERLEAVE_MANY,
-    model_pb2.NodeClass.ASYNC_KNOWN_RATIO,
-    model_pb2.NodeClass.ASYNC_UNKNOWN_RATIO,
+    NodeClass.ASYNC_INTERLEAVE_MANY,
+    NodeClass.ASYNC_KNOWN_RATIO,
+    NodeClass.ASYNC_UNKNOWN_RATIO,
 }
 
 # What does no work of its own that anybody could save.
@@ -74,7 +83,7 @@ class Reading:
         labels: The stages' names.
     """
 
-    nodes: Mapping[int, model_pb2.ModelProto.Node]
+    nodes: Mapping[int, ModelProto.Node]
     root: int
     dataset: tf.data.Dataset | None = None
     labels: Labels = ()
@@ -107,7 +116,7 @@ def read(iterator: tf.data.Iterator, before: Reading | None = None) -> Reading |
         return None
     if proto.output not in proto.nodes:
         return None
-    dataset = iterator._dataset
+    dataset = dataset_of(iterator)
     if before is not None and before.dataset is dataset:
         labels = before.labels
     else:
@@ -203,7 +212,7 @@ class _Walk:
         for before in (self._before, {}):
             elements = time_ns = 0
             for node in nodes:
-                old = before.get(node.id, model_pb2.ModelProto.Node())
+                old = before.get(node.id, ModelProto.Node())
                 elements += _elements(node) - _elements(old)
                 time_ns += node.processing_time - old.processing_time
             if elements > 0:
@@ -260,10 +269,10 @@ def _labels(dataset: tf.data.Dataset | None) -> Labels:
 def _labels_from(dataset):
     found = []
     while dataset is not None:
-        functions, inputs = dataset._functions(), dataset._inputs()
+        functions, inputs = functions_of(dataset), inputs_of(dataset)
         if len(functions) == 1:
             function = functions[0].function.name.decode()
-            metadata = dataset._metadata
+            metadata = metadata_of(dataset)
             found += _labels_of(_kind(type(dataset).__name__), metadata, function)
         dataset = inputs[0] if len(inputs) == 1 else None
     return found
@@ -272,11 +281,11 @@ def _labels_from(dataset):
 def _inner_labels(function: str) -> Labels:
     """Those of the data set that a function makes."""
     found = []
-    for op in reversed(context.context().get_function_def(function).node_def):
+    for op in reversed(function_definition(function).node_def):
         kind = _kind(op.op)
         if kind in _JOINS:
             break
-        metadata = dataset_metadata_pb2.Metadata.FromString(op.attr["metadata"].s)
+        metadata = Metadata.FromString(op.attr["metadata"].s)
         found += _labels_of(kind, metadata, op.attr["f"].func.name)
     return found
 
@@ -295,7 +304,7 @@ def _labels_of(kind, metadata, function):
 
 def _does_nothing(function):
     # Such as that in front of `unbatch`; TensorFlow leaves it out.
-    body = context.context().get_function_def(function)
+    body = function_definition(function)
     arguments, results = body.signature.input_arg, body.signature.output_arg
     same = {op.op for op in body.node_def} <= {"Identity", "NoOp"}
     return same and len(arguments) == len(results)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
+from towers.keras_adapter.profiles import XSpace
 
 # Planes of such names are shown besides those of the devices.
 _PLANE = "/device:CUSTOM:towers"
@@ -24,7 +24,7 @@ def add_towers(path: str) -> None:
         path: An `xplane.pb` file.
     """
     with open(path, "rb") as file:
-        space = xplane_pb2.XSpace.FromString(file.read())
+        space = XSpace.FromString(file.read())
     found = {}
     for plane in space.planes:
         names = {

@@ -8,7 +8,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Mapping
 
-from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
+from towers.keras_adapter.graphs import FunctionDef, GraphDef, NodeDef
 
 # More than that, and browsers take minutes to draw it.
 _MOST_NODES = 20_000
@@ -19,10 +19,10 @@ _PARTS = re.compile(
 )
 _REST = "rest"
 
-_Functions = Mapping[str, function_pb2.FunctionDef]
+_Functions = Mapping[str, FunctionDef]
 
 
-def readable(graph: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
+def readable(graph: GraphDef) -> GraphDef:
     """Returns a graph in which functions' nodes stand in place of their calls.
 
     They are in the call's name scope, such as `tower_0`. Of a choice between two, such
@@ -42,15 +42,15 @@ def readable(graph: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
         inputs = [_in_part(_follow(sources, each)) for each in node.input]
         node.input[:] = list(dict.fromkeys(inputs))
         node.name = _in_part(node.name)
-    return graph_pb2.GraphDef(node=nodes, versions=graph.versions)
+    return GraphDef(node=nodes, versions=graph.versions)
 
 
 def _opened(
-    nodes: Iterable[node_def_pb2.NodeDef],
+    nodes: Iterable[NodeDef],
     functions: _Functions,
     most: int,
     inner: bool,
-) -> tuple[list[node_def_pb2.NodeDef], dict[tuple[str, int], str]]:
+) -> tuple[list[NodeDef], dict[tuple[str, int], str]]:
     """Opens the calls among some nodes.
 
     Args:
@@ -104,7 +104,7 @@ def _call(node, functions):
 
 def _without_functions(node):
     """A copy of a node that names no function: those are not part of the result."""
-    copy = node_def_pb2.NodeDef()
+    copy = NodeDef()
     copy.CopyFrom(node)
     for key, value in node.attr.items():
         if value.HasField("func") or value.list.func:

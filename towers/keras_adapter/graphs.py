@@ -1,0 +1,65 @@
+"""TensorFlow's graphs: operations and their definitions, functions, and their order."""
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+from tensorflow.core.framework.function_pb2 import FunctionDef
+from tensorflow.core.framework.graph_pb2 import GraphDef
+from tensorflow.core.framework.node_def_pb2 import NodeDef
+from tensorflow.core.framework.op_def_pb2 import OpDef
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops import custom_gradient
+
+from towers.keras_adapter.patching import Target
+
+__all__ = [
+    "DEPENDENT_VARIABLES",
+    "FunctionDef",
+    "GraphDef",
+    "NodeDef",
+    "function_definition",
+    "is_stateful",
+    "operation_definition",
+    "run_independently",
+]
+
+DEPENDENT_VARIABLES = Target(custom_gradient, "_get_dependent_variables")
+"""`_get_dependent_variables(input_ops, output_ops)`.
+
+It searches the graph behind a custom gradient for variables.
+"""
+
+
+def is_stateful(operation: tf.Operation) -> bool:
+    """Tells whether running an operation twice may differ from running it once."""
+    return operation._is_stateful
+
+
+def run_independently(operations: Iterable[tf.Operation]) -> None:
+    """Has operations of the graph being built wait for no other stateful operation.
+
+    TensorFlow orders stateful operations automatically within a `tf.function`.
+    Elsewhere there is nothing to do.
+    """
+    if tf.executing_eagerly():
+        return
+    manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+    if manager is None:
+        return
+    for operation in operations:
+        manager.run_independently(operation)
+
+
+def operation_definition(kind: str) -> OpDef | None:
+    """Returns the definition of a type of operation; `None` if there is none."""
+    return op_def_registry.get(kind)
+
+
+def function_definition(name: str | bytes) -> FunctionDef:
+    """Returns the definition of a function that some graph calls.
+
+    Raises:
+        tf.errors.NotFoundError: There is no such function.
+    """
+    return context.context().get_function_def(name)

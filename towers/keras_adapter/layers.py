@@ -1,0 +1,98 @@
+"""Keras layers: their parts, variables and calls, and the tags of tensors."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import stateless_scope
+
+from towers.keras_adapter.patching import Target
+
+TAGS = "_keras_mask", "_keras_logits"
+"""What Keras attaches to a tensor: its mask, and the logits it was made from."""
+
+OPERATION_CALL = Target(keras.Operation, "__call__")
+"""`keras.Operation.__call__`, through which Keras calls every operation."""
+
+LAYER_CALL = Target(keras.layers.Layer, "__call__")
+"""`keras.layers.Layer.__call__`, through which Keras calls every layer."""
+
+BATCH_NORMALIZATION_CALL = Target(
+    keras.layers.BatchNormalization, "call", unless_replaced=True
+)
+"""`BatchNormalization.call(inputs, training, mask)`."""
+
+EMBEDDING_CALL = Target(keras.layers.Embedding, "call", unless_replaced=True)
+"""`Embedding.call(inputs)`."""
+
+
+def layers_of(
+    layer: keras.layers.Layer, *, include_self: bool = True, recursive: bool = True
+) -> list[keras.layers.Layer]:
+    """Returns a layer or model and all layers inside it, each once.
+
+    Args:
+        layer: A layer or a model.
+        include_self: Whether the layer itself comes first.
+        recursive: Whether to include parts of parts.
+    """
+    return layer._flatten_layers(include_self=include_self, recursive=recursive)
+
+
+def has_training_argument(layer: keras.layers.Layer) -> bool:
+    """Tells whether the `call` of a layer or model accepts `training`."""
+    return layer._call_has_training_arg
+
+
+def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Returns the variables that a layer holds itself, without those of its parts."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def own_non_trainable_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Returns those of `own_variables` that the layer created as not trainable."""
+    return list(layer._non_trainable_variables)
+
+
+def own_seed_generators(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
+    """Returns the seed generators that a layer holds itself."""
+    return list(layer._seed_generators)
+
+
+def embedding_table(layer: keras.layers.Embedding) -> keras.Variable:
+    """Returns the variable that a built Embedding looks its rows up in."""
+    return layer._embeddings
+
+
+def renormalizes(layer: keras.layers.BatchNormalization) -> bool:
+    """Tells whether a layer uses batch renormalization, which came with Keras 3.14."""
+    return getattr(layer, "renorm", False)
+
+
+def tag(tensor: tf.Tensor, name: str) -> Any:
+    """Returns one of the `TAGS` of a tensor, or `None`."""
+    return getattr(tensor, name, None)
+
+
+def set_tag(tensor: tf.Tensor, name: str, value: Any) -> None:
+    """Attaches one of the `TAGS` to a tensor, unless the value is `None`."""
+    if value is not None:
+        setattr(tensor, name, value)
+
+
+def logits_of(output: tf.Tensor) -> tf.Tensor | None:
+    """Returns the logits that a sigmoid or softmax was made from, if it is known.
+
+    Keras's losses use them in place of the output.
+    """
+    return tag(output, "_keras_logits")
+
+
+def stateless_scope_here() -> keras.StatelessScope | None:
+    """Returns the innermost `keras.StatelessScope` of this thread, if there is one."""
+    return stateless_scope.get_stateless_scope()
+
+
+def is_keras_own(thing: Any) -> bool:
+    """Tells whether Keras itself defines a class or function."""
+    return (getattr(thing, "__module__", None) or "").startswith("keras.src.")

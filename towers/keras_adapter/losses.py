@@ -1,0 +1,117 @@
+"""What `compile` leaves in a model: its losses, trackers and steps."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.trainer import Trainer
+
+from towers.keras_adapter.patching import Target, patched, swapped
+
+_COMPUTE_LOSS = Target(Trainer, "_compute_loss")
+
+
+def compile_config(model: keras.Model) -> Any:
+    """Returns an object that each `compile` makes anew; `None` before the first."""
+    return getattr(model, "_compile_config", None)
+
+
+def compiled_loss(model: keras.Model) -> Any:
+    """Returns Keras's `CompileLoss`, the sum of all compiled losses, or `None`.
+
+    It is called with `(y_true, y_pred, sample_weight)`. It has `variables`, `metrics`
+    (a tracker for each of several losses) and `built`.
+    """
+    return model._compile_loss
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
+    """Returns the metric that averages a compiled model's loss."""
+    return model._loss_tracker
+
+
+def compute_loss(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    *,
+    training: bool = True,
+    added: Sequence[tf.Tensor] | None = None,
+) -> tf.Tensor:
+    """Calls `compute_loss` of a model, which need not have a `training` argument.
+
+    Args:
+        model: A compiled model.
+        x: As for `keras.Model.compute_loss`.
+        y: As for `keras.Model.compute_loss`.
+        y_pred: As for `keras.Model.compute_loss`.
+        sample_weight: As for `keras.Model.compute_loss`.
+        training: As for `keras.Model.compute_loss`.
+        added: Losses that stand in for `model.losses`, if not `None`.
+    """
+    override = model._losses_override
+    override.extend(added or ())
+    try:
+        return model._compute_loss(x, y, y_pred, sample_weight, training=training)
+    finally:
+        if added is not None:
+            override.clear()
+
+
+def total_of_added_loss(model: keras.Model, loss: tf.Tensor) -> tf.Tensor:
+    """Returns a loss that a layer added as the scalar that Keras makes of it."""
+    return model._aggregate_additional_loss(loss)
+
+
+def symbolic_build(model: keras.Model, data: Any) -> None:
+    """Creates the variables of layers, losses, metrics and optimizer.
+
+    Args:
+        model: A compiled model.
+        data: A batch as `train_step` gets it, of `keras.KerasTensor`s.
+    """
+    model._symbolic_build(data_batch=data)
+
+
+@contextlib.contextmanager
+def compute_loss_replaced(model: keras.Model, by: Callable[..., Any]) -> Iterator[None]:
+    """Inside, Keras's own steps and `symbolic_build` call another `compute_loss`.
+
+    Args:
+        model: The model; others keep their own.
+        by: It is called with `(x, y, y_pred, sample_weight, training)`.
+    """
+
+    def dispatch(original, called, *args, **kwargs):
+        if called is not model:
+            return original(called, *args, **kwargs)
+        return by(*args, **kwargs)
+
+    with patched(_COMPUTE_LOSS, dispatch):
+        yield
+
+
+@contextlib.contextmanager
+def compiled_loss_as_built(model: keras.Model) -> Iterator[None]:
+    """Inside, Keras does not build the compiled losses."""
+    losses = [model._compile_loss] if model._compile_loss is not None else []
+    with swapped(losses, "built", [True] * len(losses)):
+        yield
+
+
+def make_function(
+    model: keras.Model, step_function: Callable, of: Any = None
+) -> Callable:
+    """Returns what Keras's evaluation and prediction call with an iterator.
+
+    Args:
+        model: The model whose class makes it.
+        step_function: The step for one batch.
+        of: The object whose settings count, such as `steps_per_execution`; the model
+            by default.
+    """
+    return type(model)._make_function(model if of is None else of, step_function)

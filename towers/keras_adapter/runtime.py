@@ -1,0 +1,41 @@
+"""TensorFlow's runtime: devices, determinism, NCCL."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.eager import context
+from tensorflow.python.framework import config
+from tensorflow.python.ops import nccl_ops
+
+
+def is_deterministic() -> bool:
+    """Tells whether `tf.config.experimental.enable_op_determinism` was called."""
+    return config.is_op_determinism_enabled()
+
+
+def device_memory_limits() -> dict[str, int]:
+    """Returns the bytes that TensorFlow may allocate on each device.
+
+    For a device without a limit of the user's, no public function tells.
+
+    Returns:
+        The limits, by device string such as "/device:GPU:0".
+    """
+    context.ensure_initialized()
+    found = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
+    try:
+        return {
+            f"/{pywrap_tf_session.TF_DeviceListName(found, i).rpartition('/')[2]}": (
+                pywrap_tf_session.TF_DeviceListMemoryBytes(found, i)
+            )
+            for i in range(pywrap_tf_session.TF_DeviceListCount(found))
+        }
+    finally:
+        pywrap_tf_session.TF_DeleteDeviceList(found)
+
+
+def nccl_sums(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the sum of tensors on different GPUs, on each of these GPUs."""
+    return nccl_ops.all_sum(tensors)
