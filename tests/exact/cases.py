@@ -213,10 +213,10 @@ def _shares():
             name=f"{shares}, batches of {sizes}",
             batches=_numbers(sizes, weights=()),
             towers=len(shares),
-            options={"shares": shares},
+            options={"split_ratios": shares},
             compile=lambda: {"weighted_metrics": ["mae"]},
         )
-    third = {"options": {"shares": (2, 3, 3)}}
+    third = {"options": {"split_ratios": (2, 3, 3)}}
     yield cut(name="(2, 3, 3), loss of the whole batch", loss=_contrast, **third)
     yield cut(
         name="(2, 3, 3), mask",

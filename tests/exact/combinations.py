@@ -222,7 +222,7 @@ def _case(kind: str, line: str) -> cases.Case:
     fit = {"callbacks": [made for name, made in CALLBACKS.items() if name in has]}
     fit |= {"class_weight": CLASS_WEIGHTS} if has.get("weights") == "class" else {}
     options = {"loss_placement": "gathered"} if "gathered" in has else {}
-    options |= {"shares": tuple(range(1, towers + 1))} if "shares" in has else {}
+    options |= {"split_ratios": tuple(range(1, towers + 1))} if "shares" in has else {}
     options |= {"packed": True} if "packed" in has else {}
     options |= {"prefetch": int(has["prefetch"])} if "prefetch" in has else {}
     return cases.Case(

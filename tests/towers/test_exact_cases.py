@@ -145,7 +145,7 @@ def test_towers_equal_one_device(case, builder):
 
 def _alone(case):
     """The case on one tower, to which what several cannot cut is the whole."""
-    options = {name: v for name, v in case.options.items() if name != "shares"}
+    options = {name: v for name, v in case.options.items() if name != "split_ratios"}
     # Some are refused whatever the number of towers.
     refused = case.expect in ("train_step", "stateful")
     expect = {} if refused else {"expect": "equal", "only": ""}

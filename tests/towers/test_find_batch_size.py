@@ -106,12 +106,12 @@ def test_a_unit_gives_each_tower_its_share():
 # What is said.
 
 
-def report(tried, shares=(1, 1), most=None):
-    towers = [f"/device:CPU:{tower}" for tower in range(len(shares))]
+def report(tried, split_ratios=(1, 1), most=None):
+    towers = [f"/device:CPU:{tower}" for tower in range(len(split_ratios))]
     return Report(
         tried,
         towers=towers,
-        shares=shares,
+        split_ratios=split_ratios,
         memory="process",
         most=most,
         learning_rate=0.1,
@@ -130,7 +130,7 @@ def test_report_names_the_largest_and_the_fastest():
 
 def test_report_says_why_nothing_larger_was_tried():
     said = str(
-        report(tried_by(99, start=8, step=8, most=20), shares=(2, 3, 3), most=20)
+        report(tried_by(99, start=8, step=8, most=20), split_ratios=(2, 3, 3), most=20)
     )
     assert "Largest that fits: 16 (4+6+6 per tower); nothing larger was tried" in said
     falling = tried_by(10**9, start=8, speed=lambda size: 1000 / size)

@@ -471,8 +471,8 @@ def test_what_a_tower_cannot_do_is_said(layer, words):
         (_model, {"gpus": ["/gpu:7"]}, "gpu:7"),
         (_model, {"builder": "magic"}, "builder='magic'"),
         (_model, {"home": "/gpu:3"}, "gpu:3"),
-        (_model, {"shares": (1, 2, 3)}, "shares=.1, 2, 3. for 2 towers"),
-        (_model, {"shares": (1, 0)}, "a positive integer for each"),
+        (_model, {"split_ratios": (1, 2, 3)}, "split_ratios=.1, 2, 3. for 2 towers"),
+        (_model, {"split_ratios": (1, 0)}, "a positive integer for each"),
         (_model, {"loss_placement": "gpu"}, "loss_placement='gpu'"),
     ],
 )

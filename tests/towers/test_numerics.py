@@ -135,7 +135,7 @@ WAYS = {
     "eager": {"run_eagerly": True},
     "packed": {"packed": True},
     "prefetched": {"prefetch": 2},
-    "uneven": {"shares": (1, 2, 1)},
+    "uneven": {"split_ratios": (1, 2, 1)},
     "asynchronous": {"builder": "asynchronous"},
     "asynchronous, eager": {"builder": "asynchronous", "run_eagerly": True},
     "asynchronous, in a loop": {"builder": "asynchronous", "steps_per_execution": 2},

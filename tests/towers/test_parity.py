@@ -117,7 +117,7 @@ def test_equal():
 def test_batches_of_several_sizes_and_uneven_shares():
     batches = [data(12), data(7, seed=1), data(2, seed=2), data(12, seed=3)]
     parity = check_parity(
-        compiled(), batches, gpus=3, shares=(1, 3, 2), loss_placement="gathered"
+        compiled(), batches, gpus=3, split_ratios=(1, 3, 2), loss_placement="gathered"
     )
     assert parity.equal, parity
     assert sum(row.kind == "loss" for row in parity.rows) == 4
@@ -333,7 +333,10 @@ def test_a_model_that_cannot_be_a_tower():
     ("options", "message"),
     [
         ({"gpus": 9}, "gpus=9"),
-        ({"gpus": 2, "shares": (1, 2, 3)}, r"shares=\(1, 2, 3\) for 2 towers"),
+        (
+            {"gpus": 2, "split_ratios": (1, 2, 3)},
+            r"split_ratios=\(1, 2, 3\) for 2 towers",
+        ),
         ({"gpus": 2, "steps": 0}, "steps=0; expected at least 1"),
         ({"gpus": 2, "builder": "none"}, "builder='none'"),
         ({"gpus": 2, "loss_placement": "home"}, "loss_placement='home'"),
@@ -491,7 +494,7 @@ def data_dir(tmp_path_factory):
 def test_command_equal(data_dir, tmp_path):
     done = run(
         *("--model=lstm", f"--data_dir={data_dir}", f"--model_dir={tmp_path / 'run'}"),
-        *("--num_gpus=3", "--tower_shares=2,3,3", "--parity_steps=2"),
+        *("--num_gpus=3", "--split_ratios=2,3,3", "--parity_steps=2"),
         code=0,
     )
     assert "24\n" in done.stdout, "the table of devices"
@@ -527,8 +530,8 @@ def test_command_not_equal(tmp_path):
     ("flags", "words"),
     [
         (
-            "--tower_shares=1,2,3 --num_gpus=2",
-            ["--tower_shares=1,2,3", "2 towers"],
+            "--split_ratios=1,2,3 --num_gpus=2",
+            ["--split_ratios=1,2,3", "2 towers"],
         ),
         ("--no_such_flag=1", ["no_such_flag", "--help"]),
     ],

@@ -122,7 +122,7 @@ def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
     [
         ({"builder": "auto"}, 2),
         ({"loss_placement": "gathered"}, 2),
-        ({"shares": (3, 1)}, 1),
+        ({"split_ratios": (3, 1)}, 1),
         ({"packed": True}, 1),
         ({"prefetch": 2}, 1),
     ],
@@ -133,7 +133,7 @@ def test_whatever_the_way(options, steps, monkeypatch):
     # XLA is tried in test_auto.
     compiled = {"steps_per_execution": steps, "jit_compile": False}
     # Shares are cut in evaluation, too.
-    _, found = _ours(_model(), 2, 2, options, "shares" in options, **compiled)
+    _, found = _ours(_model(), 2, 2, options, "split_ratios" in options, **compiled)
     assert _difference(found) < 1e-5
 
 
@@ -150,7 +150,7 @@ def test_eager_and_compiled(how, loss_placement):
 @pytest.mark.parametrize("loss_placement", ["auto", "tower"])
 def test_a_tower_between_others_may_be_idle(loss_placement):
     # Of 12 rows, the second tower gets none. Eager towers know that beforehand.
-    options = {"shares": (1, 1, 24), "loss_placement": loss_placement}
+    options = {"split_ratios": (1, 1, 24), "loss_placement": loss_placement}
     _, found = _ours(_model(), 3, 2, options, run_eagerly=True)
     assert _difference(found) < 1e-5
 

@@ -220,7 +220,7 @@ def shared(data_dir, tmp_path_factory):
     def make(path):
         done = run(
             *(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}"),
-            *("--tower_shares=2,3,3", "--loss_placement=gathered"),
+            *("--split_ratios=2,3,3", "--loss_placement=gathered"),
         )
         for tower, size in enumerate((16, 24, 24)):
             line = rf"^ +{tower} +/device:CPU:{tower} .* {size}$"
@@ -753,10 +753,10 @@ class TestInProcess:
             ({"optimizer": "multioptimizer"}, "expected an optimizer of"),
             ({"gpu_indices": ["a"]}, "--gpu_indices=a; expected numbers"),
             ({"eval_only": True, "clean": True}, "--clean and --eval_only; expected"),
-            ({"tower_shares": ["2", "x"]}, "--tower_shares=2,x; expected a positive"),
-            ({"tower_shares": ["2", "0"]}, "--tower_shares=2,0; expected a positive"),
-            ({"tower_shares": ["-1"]}, "--tower_shares=-1; expected a positive"),
-            ({"tower_shares": ["1.5"]}, "--tower_shares=1.5; expected a positive"),
+            ({"split_ratios": ["2", "x"]}, "--split_ratios=2,x; expected a positive"),
+            ({"split_ratios": ["2", "0"]}, "--split_ratios=2,0; expected a positive"),
+            ({"split_ratios": ["-1"]}, "--split_ratios=-1; expected a positive"),
+            ({"split_ratios": ["1.5"]}, "--split_ratios=1.5; expected a positive"),
         ],
     )
     def test_bad_flags(self, flags, message):
@@ -775,7 +775,7 @@ class TestInProcess:
             "eval_dataset": "digits",
             "data_dir": "~/data",
             "cache_dir": "gs://bucket/cache",
-            "tower_shares": ["2", "3"],
+            "split_ratios": ["2", "3"],
         }
         with flagsaver.flagsaver(**given):
             text = train_flags.as_text("/runs/mine")
@@ -786,7 +786,7 @@ class TestInProcess:
             "--eval_dataset=digits",
             "--data_dir=/home/me/data",
             "--cache_dir=gs://bucket/cache",
-            "--tower_shares=2,3",
+            "--split_ratios=2,3",
             "--model_dir=/runs/mine",
         ):
             assert line in lines
@@ -795,14 +795,14 @@ class TestInProcess:
         train.FLAGS(["test", f"--flagfile={tmp_path}/flags.txt"])
         assert train_flags.as_text("/runs/mine") == text
 
-    def test_tower_shares(self):
+    def test_split_ratios(self):
         placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
-        assert train.tower_shares(placed) == (1, 1)
-        train.FLAGS.tower_shares = ["3", "10"]
-        assert train.tower_shares(placed) == (3, 10)
-        train.FLAGS.tower_shares = ["3"]
+        assert train.split_ratios(placed) == (1, 1)
+        train.FLAGS.split_ratios = ["3", "10"]
+        assert train.split_ratios(placed) == (3, 10)
+        train.FLAGS.split_ratios = ["3"]
         with pytest.raises(ValueError, match=r"=3 for 2 towers; .* or --num_gpus=1\."):
-            train.tower_shares(placed)
+            train.split_ratios(placed)
 
     def test_flags_of_the_data_reach_it(self, tmp_path):
         (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n" * 20)
@@ -1222,8 +1222,8 @@ def check_bad(done, words, model_dir):
         ),
         ("--model=MobileNetV2", ["MobileNetV2", "32x32", "(8, 8, 1)"]),
         (
-            "--tower_shares=2,3,3 --num_gpus=2",
-            ["--tower_shares=2,3,3", "2 towers", "--num_gpus=3"],
+            "--split_ratios=2,3,3 --num_gpus=2",
+            ["--split_ratios=2,3,3", "2 towers", "--num_gpus=3"],
         ),
         ("--loss_placement=home", ["--loss_placement=home", "auto, tower, gathered"]),
         (
@@ -1440,7 +1440,7 @@ def test_what_has_changed_is_said(worse):
     assert continued(worse, worse.path) == (1, 0)
     (line,) = re.findall(r"^Changed since the last run: .*$", worse.stdout, re.M)
     for flag in (
-        "no --tower_shares (before 2,3,3)",
+        "no --split_ratios (before 2,3,3)",
         *("--train_epochs=2 (before 1)", "--loss_placement=auto (before gathered)"),
     ):
         assert flag in line

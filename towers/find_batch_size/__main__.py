@@ -65,7 +65,7 @@ def find() -> int:
     start = FLAGS.batch_size if most is None else min(FLAGS.batch_size, most)
     # Only probes use the devices: this process would keep a part of their memory.
     told = run(start)
-    unit = search.unit(told["shares"])
+    unit = search.unit(told["split_ratios"])
     if most is not None and most < unit:
         raise ValueError(
             f"Received --max_batch_size={most}; expected at least {unit}, so that each "
@@ -75,7 +75,7 @@ def find() -> int:
     report = Report(
         tried,
         towers=told["towers"],
-        shares=told["shares"],
+        split_ratios=told["split_ratios"],
         memory=told["memory"],
         most=most,
         learning_rate=FLAGS.learning_rate,

@@ -101,16 +101,16 @@ def probe(tell: Callable[..., None]) -> None:
         ValueError: If any input is bad.
     """
     placed = train.configure_devices()
-    shares = train.tower_shares(placed)
+    split_ratios = train.split_ratios(placed)
     if FLAGS.all_reduce_alg != "auto":
         check_all_reduce(FLAGS.all_reduce_alg, FLAGS.variable_update, placed.towers)
-    unit = search.unit(shares)
+    unit = search.unit(split_ratios)
     FLAGS.batch_size = max(FLAGS.batch_size // unit, 1) * unit
     gpus = bool(placed.physical)
     tell(
         batch_size=FLAGS.batch_size,
         towers=placed.towers,
-        shares=shares,
+        split_ratios=split_ratios,
         memory="GPU" if gpus else "process",
         note=placed.note,
     )

@@ -18,7 +18,7 @@ class Report:
     Attributes:
         tried: What was tried, in order; at least one batch size fits.
         towers: The towers' devices.
-        shares: How much of a batch each tower gets, relative to the others.
+        split_ratios: How much of a batch each tower gets, relative to the others.
         memory: Whose memory was measured, "GPU" or "process".
         most: The largest size that might be tried, `None` for any.
         learning_rate: That of the first size that was tried.
@@ -28,7 +28,7 @@ class Report:
 
     tried: Sequence[Probe]
     towers: Sequence[str]
-    shares: Sequence[int]
+    split_ratios: Sequence[int]
     memory: str
     most: int | None
     learning_rate: float
@@ -41,7 +41,7 @@ class Report:
             f"Towers: {', '.join(self.towers)}; peak MB are of {whose}.",
             *([self.note] if self.note else []),
             "",
-            *table(self._ordered(), self.shares),
+            *table(self._ordered(), self.split_ratios),
             "",
             self._largest(),
             self._fastest(),
@@ -57,7 +57,7 @@ class Report:
             "too_large": end and end.batch_size,
             "fastest": search.fastest(self.tried).batch_size,
             "towers": list(self.towers),
-            "shares": list(self.shares),
+            "split_ratios": list(self.split_ratios),
             "memory": self.memory,
             "stopped": self.stopped,
             "probes": [dataclasses.asdict(probe) for probe in self._ordered()],
@@ -100,16 +100,15 @@ class Report:
 
     def _largest(self):
         size, end = search.largest(self.tried).batch_size, search.too_large(self.tried)
-        text = (
-            f"Largest that fits: {size:,} ({_per_tower(size, self.shares)} per tower)"
-        )
+        each = _per_tower(size, self.split_ratios)
+        text = f"Largest that fits: {size:,} ({each} per tower)"
         if end:
             text += f"; {end.batch_size:,} does not ({end.why})"
         if self.stopped:
             return f"{text}; the search was stopped before it was over."
         if end:
             return f"{text}."
-        unit = search.unit(self.shares)
+        unit = search.unit(self.split_ratios)
         if self.most is not None and size + unit > self.most:
             return f"{text}; nothing larger was tried, as --max_batch_size says."
         return f"{text} of those tried; with larger ones, images/s had fallen off."
@@ -139,22 +138,22 @@ class Report:
         return f"{text}: --learning_rate={rate:g} for {best.batch_size:,}."
 
 
-def table(probes: Sequence[Probe], shares: Sequence[int]) -> list[str]:
+def table(probes: Sequence[Probe], split_ratios: Sequence[int]) -> list[str]:
     """Sets batch sizes out in a table in Markdown, numbers to the right.
 
     Args:
         probes: What was tried.
-        shares: How much of a batch each tower gets, relative to the others.
+        split_ratios: How much of a batch each tower gets, relative to the others.
     """
-    rows = [_HEAD, *(_row(probe, shares) for probe in probes)]
+    rows = [_HEAD, *(_row(probe, split_ratios) for probe in probes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * (width - 1) + ":" for width in widths])
     aligned = [map(str.rjust, row, widths) for row in rows]
     return [f"| {' | '.join(row)} |" for row in aligned]
 
 
-def _row(probe, shares):
-    sizes = f"{probe.batch_size:,}", _per_tower(probe.batch_size, shares)
+def _row(probe, split_ratios):
+    sizes = f"{probe.batch_size:,}", _per_tower(probe.batch_size, split_ratios)
     if not probe.fits:
         return *sizes, "-", "-", "-", "no"
     figures = probe.images_per_s, probe.step_ms
@@ -166,6 +165,6 @@ def _row(probe, shares):
     )
 
 
-def _per_tower(size, shares):
-    sizes = batch.cut(size, shares)
+def _per_tower(size, split_ratios):
+    sizes = batch.cut(size, split_ratios)
     return "+".join(map(str, sizes)) if len(set(sizes)) > 1 else f"{sizes[0]:,}"

@@ -38,9 +38,9 @@ class Probe:
     why: str = ""
 
 
-def unit(shares: Sequence[int]) -> int:
+def unit(split_ratios: Sequence[int]) -> int:
     """Returns the fewest examples of which each tower gets exactly its share."""
-    return sum(shares) // math.gcd(*shares)
+    return sum(split_ratios) // math.gcd(*split_ratios)
 
 
 def search(

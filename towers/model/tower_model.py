@@ -20,6 +20,7 @@ import tensorflow as tf
 import wrapt
 
 from towers import devices
+from towers._deprecated import accepts_old_names
 from towers.builders.asynchronous import Asynchronous
 from towers.builders.base import Builder
 from towers.builders.guard import Guard
@@ -49,6 +50,7 @@ BUILDERS: dict[str, type[Builder]] = {
 }
 
 
+@accepts_old_names
 def multi_gpu_model(
     model: keras.Model,
     gpus: int | Sequence[int] | Sequence[str] | None = None,
@@ -57,7 +59,7 @@ def multi_gpu_model(
     *,
     builder: str = "parameter_server",
     home: str | None = None,
-    shares: Sequence[int] | None = None,
+    split_ratios: Sequence[int] | None = None,
     loss_placement: str = "auto",
     strict: bool = True,
     packed: bool | None = None,
@@ -100,9 +102,9 @@ def multi_gpu_model(
             runs, it is "replicated" on several GPUs, else "parameter_server".
         home: A device string to move the variables to, instead of `cpu_relocation`.
             "auto" then leaves them there.
-        shares: How much of a batch each tower gets, relative to the others: positive
-            integers, such as (2, 3, 3) where the first GPU has less room. Even by
-            default.
+        split_ratios: How much of a batch each tower gets, relative to the others:
+            positive integers, such as (2, 3, 3) where the first GPU has less room. Even
+            by default.
         loss_placement: Where the loss is computed: "tower", each the part of its share;
             "gathered", at home from the outputs of all towers. "auto" does so on the
             towers where the loss is proved to be a mean or a sum over examples, and at
@@ -158,7 +160,7 @@ def multi_gpu_model(
             f"{['auto', *sorted(BUILDERS)]}."
         )
     towers = devices.resolve(gpus)
-    shares = _check_shares(shares, len(towers))
+    split_ratios = _check_split_ratios(split_ratios, len(towers))
     if all_reduce_alg != "auto":
         check_all_reduce(all_reduce_alg, builder, towers)
     if max_staleness is not None:
@@ -192,7 +194,14 @@ def multi_gpu_model(
         if choice.builder == "asynchronous":
             options["max_staleness"] = max_staleness
         return BUILDERS[choice.builder](
-            model, towers, where, merge, shares, loss_placement, strict, **options
+            model,
+            towers,
+            where,
+            merge,
+            split_ratios,
+            loss_placement,
+            strict,
+            **options,
         )
 
     if builder != "auto":
@@ -753,7 +762,7 @@ def _describe(model, builder, data, ways) -> dict[str, Any]:
         "batch": shapes,
         "devices": [*builder.devices],
         "home": builder.home,
-        "shares": [*builder.split_ratios],
+        "split_ratios": [*builder.split_ratios],
         "candidates": [str(way) for way in ways],
     }
 
@@ -770,16 +779,16 @@ def _check_home_of_copies(
     return towers[0]
 
 
-def _check_shares(shares: Any, towers: int) -> tuple[int, ...]:
-    if shares is None:
+def _check_split_ratios(ratios: Any, towers: int) -> tuple[int, ...]:
+    if ratios is None:
         return (1,) * towers
     try:
-        found = tuple(map(operator.index, shares))
+        found = tuple(map(operator.index, ratios))
     except TypeError:
         found = ()
     if len(found) != towers or min(found) < 1:
         raise ValueError(
-            f"Received shares={shares} for {towers} towers; expected a positive "
+            f"Received split_ratios={ratios} for {towers} towers; expected a positive "
             "integer for each, such as (2, 3, 3)."
         )
     return found

@@ -66,14 +66,14 @@ def check() -> int:
         ValueError: If any input is bad.
     """
     placed = train.configure_devices()
-    shares = train.tower_shares(placed)
+    split_ratios = train.split_ratios(placed)
     source = train.open_source(FLAGS.dataset, FLAGS.num_classes)
     image_shape = train.choose_image_shape(source)
     model = train.build_model(source, image_shape, placed.home)
     source, *_ = train.prepare_data(source, None, [])
     with tf.device(placed.home):
         train.compile_model(model, image_shape, source.splits["train"])
-    print(devices.table(placed, batch.cut(FLAGS.batch_size, shares)), flush=True)
+    print(devices.table(placed, batch.cut(FLAGS.batch_size, split_ratios)), flush=True)
     asked = FLAGS.variable_update
     parity = check_parity(
         model,
@@ -81,7 +81,7 @@ def check() -> int:
         placed.towers,
         # To choose, auto would have to train.
         builder="parameter_server" if asked == "auto" else asked,
-        shares=shares,
+        split_ratios=split_ratios,
         loss_placement=FLAGS.loss_placement,
         strict=FLAGS.strict,
     )

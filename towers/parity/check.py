@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers import devices
+from towers._deprecated import accepts_old_names
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
 from towers.model.tower_model import multi_gpu_model
@@ -18,6 +19,7 @@ from towers.parity.trials import Setting, Trials, in_place, quietly
 from towers.tower.errors import ModelError
 
 
+@accepts_old_names
 def check_parity(
     model: keras.Model,
     batch: Any,
@@ -25,7 +27,7 @@ def check_parity(
     *,
     steps: int = 3,
     builder: str = "parameter_server",
-    shares: Sequence[int] | None = None,
+    split_ratios: Sequence[int] | None = None,
     loss_placement: str = "auto",
     strict: bool = True,
     tolerance: float | None = None,
@@ -56,7 +58,7 @@ def check_parity(
         gpus: As for `multi_gpu_model`.
         steps: How many steps to train, if there is one batch.
         builder: As for `multi_gpu_model`.
-        shares: As for `multi_gpu_model`.
+        split_ratios: As for `multi_gpu_model`.
         loss_placement: As for `multi_gpu_model`.
         strict: As for `multi_gpu_model`. What is refused for it is not equal; the
             numbers that towers would give are compared all the same.
@@ -76,15 +78,15 @@ def check_parity(
     if tolerance is None:
         tolerance = 1e-2 if _computes_in_16_bits(model) else 1e-5
     towers = devices.resolve(gpus)
-    if shares is None:
-        shares = (1,) * len(towers)
+    if split_ratios is None:
+        split_ratios = (1,) * len(towers)
 
     def make_parallel(strict=strict):
         return multi_gpu_model(
             model,
             towers,
             builder=builder,
-            shares=shares,
+            split_ratios=split_ratios,
             loss_placement=loss_placement,
             strict=strict,
         )
@@ -98,24 +100,24 @@ def check_parity(
         make_parallel().builder.create_variables(batches[0])
         with unchanged(model):
             trials = Trials(model, batches, make_parallel, tolerance)
-            found = _check(trials, shares)
+            found = _check(trials, split_ratios)
             if found.rows or not strict:
                 return found
             make_lenient = functools.partial(make_parallel, strict=False)
             trials = Trials(model, batches, make_lenient, tolerance)
-            return _check_refused(found, _check(trials, shares))
+            return _check_refused(found, _check(trials, split_ratios))
 
 
-def _check(trials, shares):
+def _check(trials, split_ratios):
     try:
         rows = judge(trials, Setting())
     except ModelError as error:
-        return Parity(False, (str(error),), towers=len(shares))
+        return Parity(False, (str(error),), towers=len(split_ratios))
     # Where it is in the model as it is; causes are looked for in others.
     placement = trials.loss_placement
     equal = is_equal(rows)
-    reasons = _remarks(trials, rows) if equal else explain(trials, rows, shares)
-    return Parity(equal, tuple(reasons), rows, len(shares), placement)
+    reasons = _remarks(trials, rows) if equal else explain(trials, rows, split_ratios)
+    return Parity(equal, tuple(reasons), rows, len(split_ratios), placement)
 
 
 def _check_refused(refused, lenient):

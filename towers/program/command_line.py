@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 # Logging defines --verbosity.
 from absl import flags, logging  # noqa: F401
 
+from towers._deprecated import rename_flags
+from towers.program import voice
 from towers.program.suggestions import unknown_flag
 
 Groups = Mapping[str, Iterable[flags.Flag]]
@@ -49,7 +51,9 @@ def read(
             print("\n--helpfull shows all flags.")
         sys.exit(0)
     try:
-        return values(argv)
+        arguments = values.read_flags_from_files(argv[1:], force_gnu=False)
+        arguments, notes = rename_flags(arguments, values)
+        rest = values([argv[0], *arguments])
     except flags.UnrecognizedFlagError as error:
         raise ValueError(unknown_flag(error.flagname, list(values))) from error
     except flags.IllegalFlagValueError as error:
@@ -57,6 +61,9 @@ def read(
     except flags.Error as error:
         said = str(error).removeprefix("ERROR:: ").rstrip(".")
         raise ValueError(f"{said}; see --help.") from error
+    for note in notes:
+        voice.say(note)
+    return rest
 
 
 _KINDS = {

@@ -92,7 +92,7 @@ _HYPER_PARAMETERS = (
     "randaugment",
     "mixup_alpha",
     "cutmix_alpha",
-    "tower_shares",
+    "split_ratios",
     "train_epochs",
     "max_train_steps",
     "lr_schedule",
@@ -184,7 +184,7 @@ class Job:
     @property
     def sizes(self) -> list[int]:
         """Examples of a full batch that each tower gets."""
-        return batch.cut(FLAGS.batch_size, tower_shares(self.placed))
+        return batch.cut(FLAGS.batch_size, split_ratios(self.placed))
 
     @property
     def bad_records(self) -> int | None:
@@ -264,7 +264,7 @@ def set_up() -> Job:
     folder = os.path.join(model_dir, "checkpoints")
     # Before the data, which TensorFlow may be asked to read.
     placed = configure_devices()
-    tower_shares(placed)  # they are checked
+    split_ratios(placed)  # they are checked
     if FLAGS.all_reduce_alg != "auto":
         check_all_reduce(FLAGS.all_reduce_alg, FLAGS.variable_update, placed.towers)
     source = open_source(FLAGS.dataset, FLAGS.num_classes)
@@ -698,7 +698,7 @@ def configure_devices() -> devices.Devices:
         indices = [int(index) for index in FLAGS.gpu_indices]
     elif num_gpus is None and not tf.config.list_physical_devices("GPU"):
         # Two, so that towers can be seen at work on any machine.
-        num_gpus = len(FLAGS.tower_shares or (1, 1))
+        num_gpus = len(FLAGS.split_ratios or (1, 1))
     placed = devices.configure(
         num_gpus,
         gpu_indices=indices,
@@ -717,18 +717,18 @@ def configure_devices() -> devices.Devices:
     return placed
 
 
-def tower_shares(placed: devices.Devices) -> tuple[int, ...]:
+def split_ratios(placed: devices.Devices) -> tuple[int, ...]:
     """Reads how much of a batch each tower gets, relative to the others."""
     towers = len(placed.towers)
-    if not FLAGS.tower_shares:
+    if not FLAGS.split_ratios:
         return (1,) * towers
-    if len(FLAGS.tower_shares) != towers:
+    if len(FLAGS.split_ratios) != towers:
         raise ValueError(
-            f"Received --tower_shares={','.join(FLAGS.tower_shares)} for "
+            f"Received --split_ratios={','.join(FLAGS.split_ratios)} for "
             f"{words.count(towers, 'tower')}; expected one share for each, so give "
-            f"{towers} of them, or --num_gpus={len(FLAGS.tower_shares)}."
+            f"{towers} of them, or --num_gpus={len(FLAGS.split_ratios)}."
         )
-    return tuple(int(share) for share in FLAGS.tower_shares)
+    return tuple(int(share) for share in FLAGS.split_ratios)
 
 
 def make_preprocess(outputs: int | None) -> Callable[[Any, Any, bool], tuple[Any, Any]]:
@@ -857,7 +857,7 @@ def build_towers(
         # What was not asked for may be chosen.
         home=placed.home if placed.local_parameter_device else None,
         builder=FLAGS.variable_update,
-        shares=tower_shares(placed),
+        split_ratios=split_ratios(placed),
         loss_placement=FLAGS.loss_placement,
         strict=FLAGS.strict,
         all_reduce_alg=FLAGS.all_reduce_alg,

@@ -7,6 +7,7 @@ import keras
 from absl import flags
 
 from towers import input_pipeline
+from towers._deprecated import rename_flags
 from towers.lifecycle import resume
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
@@ -176,7 +177,8 @@ def changed_flags(before: str, now: str, trains: bool = True) -> str | None:
 
 def _by_name(text):
     found = {}
-    for line in text.splitlines():
+    lines, _ = rename_flags(text.splitlines(), FLAGS)
+    for line in lines:
         name = line.removeprefix("--").partition("=")[0]
         found[name if name in FLAGS else name.removeprefix("no")] = line
     return found

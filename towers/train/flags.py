@@ -278,7 +278,7 @@ flags.DEFINE_enum(
     **_TOWERS,
 )
 flags.DEFINE_list(
-    "tower_shares",
+    "split_ratios",
     None,
     "Each tower's part of a batch, relative to the others', such as 2,3,3. Default: "
     "even.",
@@ -581,11 +581,11 @@ def check(argv: Sequence[str]) -> None:
             f"Received --gpu_indices={','.join(FLAGS.gpu_indices)}; expected numbers "
             "of GPUs, such as --gpu_indices=0,2."
         )
-    for share in FLAGS.tower_shares or []:
+    for share in FLAGS.split_ratios or []:
         if not (share.isdecimal() and int(share)):
             raise ValueError(
-                f"Received --tower_shares={','.join(FLAGS.tower_shares)}; expected a "
-                "positive integer for each tower, such as --tower_shares=2,3,3."
+                f"Received --split_ratios={','.join(FLAGS.split_ratios)}; expected a "
+                "positive integer for each tower, such as --split_ratios=2,3,3."
             )
     if FLAGS.data_service and FLAGS.cache in ("memory", "disk"):
         raise ValueError(

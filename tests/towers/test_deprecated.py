@@ -1,0 +1,100 @@
+"""Old public names, one by one: they work, and tell the new ones."""
+
+import inspect
+import sys
+import types
+import warnings
+
+import keras
+import pytest
+from absl import flags
+
+import towers
+from towers import _deprecated
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def ended(old, new):
+    return f"{old} is now {new}; the old name works until Towers 0.3."
+
+
+# What each is called with besides, and a value that is refused by the new name.
+CALLS = {
+    towers.multi_gpu_model: (["model"], {"shares": (0,)}),
+    towers.check_parity: (["model", None], {"shares": (0,)}),
+}
+ARGUMENTS = [(named, old) for named, (_, bad) in CALLS.items() for old in bad]
+
+
+@pytest.mark.parametrize(("named", "old"), ARGUMENTS)
+def test_arguments(named, old, model):
+    new = _deprecated.ARGUMENTS[named.__name__][old]
+    given, bad = CALLS[named]
+    given = [model if each == "model" else each for each in given]
+    with pytest.warns(FutureWarning) as told:
+        with pytest.raises(ValueError, match=f"{new}.*{bad[old]}"):
+            named(*given, **{old: bad[old]})
+    assert [str(each.message) for each in told] == [ended(f"The argument {old}", new)]
+    assert told[0].filename == __file__
+    with pytest.raises(TypeError, match=f"both {old} and {new}"):
+        named(*given, **{old: bad[old], new: bad[old]})
+    parameters = inspect.signature(named).parameters
+    assert new in parameters and old not in parameters
+
+
+def test_all_arguments_are_tried():
+    tried = {named.__name__: {*bad} for named, (_, bad) in CALLS.items()}
+    assert tried == {name: {*old} for name, old in _deprecated.ARGUMENTS.items()}
+
+
+def test_flags_of_a_command_line():
+    values = flags.FlagValues()
+    flags.DEFINE_list("split_ratios", None, "", flag_values=values)
+    found = _deprecated.rename_flags(["--tower_shares=2,3", "-tower_shares"], values)
+    notes = [ended("--tower_shares", "--split_ratios")] * 2
+    assert found == (["--split_ratios=2,3", "-split_ratios"], notes)
+    # Of another program, or not a flag at all.
+    for other in ("--towers=2", "tower_shares", "--tower_shares_2", "--"):
+        assert _deprecated.rename_flags([other], values) == ([other], [])
+
+
+def test_a_flag_that_is_still_one():
+    values = flags.FlagValues()
+    for name in ("num_gpus", "towers"):
+        flags.DEFINE_integer(name, None, "", flag_values=values)
+    assert _deprecated.rename_flags(["--towers=2"], values) == (["--towers=2"], [])
+
+
+def test_a_module_in_two(monkeypatch):
+    monkeypatch.setitem(_deprecated.MODULES, "towers.old", ("json", "string"))
+    monkeypatch.delitem(sys.modules, "towers.old", raising=False)
+    message = ended("towers.old", "json and string")
+    with pytest.warns(FutureWarning) as told:
+        from towers.old import ascii_letters, dumps
+    import json
+    import string
+
+    assert [str(each.message) for each in told] == [message]
+    assert (dumps, ascii_letters) == (json.dumps, string.ascii_letters)
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from towers.old import nothing  # noqa: F401
+    monkeypatch.delattr(towers, "old")
+    monkeypatch.delitem(sys.modules, "towers.old")
+    assert json.__spec__.name == "json"
+
+
+@pytest.mark.parametrize("old", _deprecated.MODULES)
+def test_modules(old):
+    """Every module that a name may have been imported from can be imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        __import__(old)
+    assert isinstance(sys.modules[old], types.ModuleType)
+    for home in _deprecated.MODULES[old]:
+        assert home in sys.modules

@@ -1,0 +1,152 @@
+"""Public names that have changed: the old ones work until Towers 0.3, and say so.
+
+All of them are here, so that they can end with this file. It imports nothing of ours.
+"""
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, TypeVar
+
+# By function or class: new names of arguments, by the old ones.
+ARGUMENTS = {
+    "multi_gpu_model": {"shares": "split_ratios"},
+    "check_parity": {"shares": "split_ratios"},
+}
+# By class: new names of attributes, by the old ones.
+ATTRIBUTES: dict[str, dict[str, str]] = {}
+# Where a program has the new flag, and none of the old name.
+FLAGS = {"tower_shares": "split_ratios"}
+# Of summary.json, variable_update.json, and Keras's logs and history.
+KEYS = {
+    "images_per_sec": "examples_per_sec",
+    "logs": "model_dir",
+    "shares": "split_ratios",
+    "home": "local_parameter_device",
+    "builder": "variable_update",
+}
+# Parts of TensorBoard's tags.
+TAGS = {"images_per_sec": "examples_per_sec", "samples_per_sec": "examples_per_sec"}
+# Modules that hold what was in an old one.
+MODULES: dict[str, tuple[str, ...]] = {}
+
+Named = TypeVar("Named", bound=Callable[..., Any])
+
+
+def accepts_old_names(named: Named) -> Named:
+    """Decorates a function or class whose arguments or attributes have new names."""
+    arguments = ARGUMENTS.get(named.__name__, {})
+    if not isinstance(named, type):
+        return _accepting(named, arguments)
+    if arguments:
+        named.__init__ = _accepting(named.__init__, arguments)
+    for old, new in ATTRIBUTES.get(named.__name__, {}).items():
+        setattr(named, old, _attribute(named.__name__, old, new))
+    return named
+
+
+def rename_flags(
+    arguments: Iterable[str], known: Container[str]
+) -> tuple[list[str], list[str]]:
+    """Gives flags their new names.
+
+    Args:
+        arguments: Of a command line, or lines of a flag file.
+        known: The flags that the program has.
+
+    Returns:
+        The arguments by their new names, and a sentence for each old one.
+    """
+    renamed, notes = [], []
+    for argument in arguments:
+        flag = re.match(r"(--?)(\w+)", argument)
+        new = flag and FLAGS.get(flag[2])
+        if new and new in known and flag[2] not in known:
+            notes.append(_sentence(f"--{flag[2]}", f"--{new}"))
+            argument = f"{flag[1]}{new}{argument[flag.end() :]}"
+        renamed.append(argument)
+    return renamed, notes
+
+
+def rename_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives the keys of what an earlier version has written their new names."""
+    return {KEYS.get(key, key): value for key, value in content.items()}
+
+
+def rename_tag(tag: str) -> str:
+    """Gives a tag of TensorBoard its new name."""
+    for old, new in TAGS.items():
+        tag = tag.replace(old, new)
+    return tag
+
+
+def with_old_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the old keys to what is written, for programs of others that read it."""
+    old = {old: content[new] for old, new in KEYS.items() if new in content}
+    return {**content, **old}
+
+
+def find_old_modules() -> None:
+    """Has the import of an old module give what the new ones hold."""
+    if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
+        sys.meta_path.append(_OldModules())
+
+
+class _OldModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname, path, target=None):
+        known = fullname in MODULES
+        return importlib.machinery.ModuleSpec(fullname, self) if known else None
+
+    def exec_module(self, module):
+        homes = MODULES[module.__name__]
+        _warn(module.__name__, " and ".join(homes), stacklevel=2)
+        found = [importlib.import_module(home) for home in homes]
+
+        def find(name):
+            for each in found:
+                if hasattr(each, name):
+                    return getattr(each, name)
+            raise AttributeError(
+                f"module {module.__name__!r} has no attribute {name!r}"
+            )
+
+        module.__getattr__ = find
+
+
+def _accepting(function, arguments):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        for old in kwargs.keys() & arguments.keys():
+            new = arguments[old]
+            if new in kwargs:
+                raise TypeError(
+                    f"Received both {old} and {new}, which is its new name; expected "
+                    f"{new} alone."
+                )
+            _warn(f"The argument {old}", new)
+            kwargs[new] = kwargs.pop(old)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _attribute(name, old, new):
+    def read(self):
+        _warn(f"{name}.{old}", f"{name}.{new}")
+        return getattr(self, new)
+
+    return property(read)
+
+
+def _warn(old, new, stacklevel=3):
+    # Python shows it to all, and a DeprecationWarning to few.
+    warnings.warn(_sentence(old, new), FutureWarning, stacklevel)
+
+
+def _sentence(old, new):
+    return f"{old} is now {new}; the old name works until Towers 0.3."
