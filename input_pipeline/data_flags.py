@@ -22,36 +22,37 @@ def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> 
     flags.DEFINE_integer(
         "num_classes",
         None,
-        "Number of classes, where labels are read from files. Default: as many as the "
-        "labels show.",
+        "Number of classes, if labels are read from files. Default: counted from "
+        "the labels.",
         **own,
     )
     flags.DEFINE_float(
         "eval_fraction",
         None,
-        "Part of the records of csv:, parquet: and folder: to hold out for validation, "
-        "where no file or folder is held out by its name. Default: 0.1.",
+        "Fraction of the records of csv:, parquet: and folder: to hold out for "
+        "validation, unless a file or folder is held out by its name, such as test. "
+        "Default: 0.1.",
         **own,
     )
     flags.DEFINE_list(
         "feature_columns",
         None,
-        "Columns of numbers of csv: and parquet: to learn from, such as age,fare. "
-        "Default: all but the label's.",
+        "Columns of csv: and parquet: to train on, such as age,fare. Default: all "
+        "columns except the label.",
         **own,
     )
     flags.DEFINE_string(
         "label_column",
         None,
-        "Column of the label of csv: and parquet:. Default: label, class or target, "
-        "else the last one.",
+        "Column of csv: and parquet: that contains the label. Default: label, class "
+        "or target, else the last column.",
         **own,
     )
     flags.DEFINE_string(
         "image_key",
         None,
-        "Field of the image in tfrecord: and array_record:, column of it in parquet:. "
-        "Default: image/encoded, and image.",
+        "Field of the image in tfrecord: and array_record:, or its column in "
+        "parquet:. Default: image/encoded; in parquet:, image.",
         **own,
     )
     flags.DEFINE_string(

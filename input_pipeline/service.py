@@ -1,12 +1,12 @@
-"""Starts a dispatcher or a worker of a tf.data service, and keeps it running.
+"""Runs a dispatcher or a worker of a tf.data service.
 
     python -m towers.input_pipeline.service dispatcher --port=5050
     python -m towers.input_pipeline.service worker --dispatcher=localhost:5050
 
-One dispatcher, and as many workers as are needed, on any machines that see the same
+Start one dispatcher, and as many workers as you need, on machines that see the same
 files. Training finds them by --data_service=grpc://localhost:5050. The service has no
-passwords: whoever reaches its ports can run graphs there, so keep it inside a network
-of your own. Ctrl-C or SIGTERM ends it.
+passwords: anyone who reaches its ports can run graphs there. Keep the ports inside your
+own network. Ctrl-C or SIGTERM ends a dispatcher or a worker.
 """
 
 import os
@@ -32,7 +32,7 @@ def _define_flags() -> None:
     flags.DEFINE_integer(
         "port",
         0,
-        "Port to listen on; 0 takes any.",
+        "Port to listen on. 0 takes any free port.",
         lower_bound=0,
         upper_bound=65535,
         **group,
@@ -40,13 +40,13 @@ def _define_flags() -> None:
     flags.DEFINE_string(
         "dispatcher",
         None,
-        "HOST:PORT of a worker's dispatcher, such as node1:5050.",
+        "Address of the dispatcher that a worker belongs to, such as node1:5050.",
         **group,
     )
     flags.DEFINE_string(
         "address",
         "localhost",
-        "Name by which others reach a worker's machine.",
+        "Name under which other machines reach the machine of a worker.",
         **group,
     )
 

@@ -1,10 +1,10 @@
-"""Says how fast the input pipeline is, without any training, and what slows it down.
+"""Measures the input pipeline, without training, and names its slowest stage.
 
     python -m towers.input_pipeline.benchmark --dataset=tfds:cifar10 --ablate
 
-Each stage is read with all those before it, but nothing behind it; "copy" is the whole
-pipeline and the copying of each tower's share to its device. It takes less than a
-minute, --ablate another one; nothing else should run meanwhile.
+Each stage is measured together with all stages before it. "copy" is the whole pipeline,
+with copying each tower's part of the batch to its device. It takes less than a minute,
+and --ablate takes another one. Nothing else should run meanwhile.
 Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 

@@ -23,45 +23,56 @@ _MEASURE = {"module_name": "Measuring"}
 flags.DEFINE_string(
     "dataset",
     "digits",
-    "What to read: digits, tfds:NAME, tfrecord:GLOB, folder:DIR, or another of "
-    "towers.train --help.",
+    "Data set to read: digits, tfds:NAME, tfrecord:GLOB, folder:DIR, or another "
+    "form that towers train --help lists.",
     **_DATA,
 )
 flags.DEFINE_string(
-    "data_dir", "data", "Where digits and tfds: keep their files.", **_DATA
+    "data_dir", "data", "Folder where digits and tfds: store their files.", **_DATA
 )
-flags.DEFINE_string("split", "train", "train or test; only train is shuffled.", **_DATA)
+flags.DEFINE_string(
+    "split", "train", "Split to read: train or test. Only train is shuffled.", **_DATA
+)
 data_flags.define(_DATA)
 
 flags.DEFINE_string(
     "image_size",
     None,
-    "N or HxW to resize images to. Default: as they are.",
+    "Size to resize images to: N or HxW pixels. Default: no resizing.",
     **_INPUT,
 )
-flags.DEFINE_integer("batch_size", 64, "Examples in a batch.", lower_bound=1, **_INPUT)
+flags.DEFINE_integer(
+    "batch_size", 64, "Number of examples in a batch.", lower_bound=1, **_INPUT
+)
 flags.DEFINE_enum(
     "recipe",
     "none",
     RECIPES,
-    "How to augment images; see towers.train --help.",
+    "How to augment images, as towers train --help describes.",
     **_INPUT,
 )
 flags.DEFINE_list(
     "randaugment",
     None,
-    "Layers and magnitude of RandAugment, such as 2,9.",
+    "Number of operations and magnitude of RandAugment, such as 2,9.",
     **_INPUT,
 )
-flags.DEFINE_bool("deterministic", False, "Same order for the same seed.", **_INPUT)
+flags.DEFINE_bool(
+    "deterministic",
+    False,
+    "Read records in the same order in every run with the same seed.",
+    **_INPUT,
+)
 flags.DEFINE_enum(
     "cache",
     "auto",
     CACHES,
-    "Where to keep examples; see towers.train --helpfull.",
+    "Where to keep examples, as towers train --helpfull describes.",
     **_INPUT,
 )
-flags.DEFINE_string("cache_dir", None, "Where --cache=disk keeps its files.", **_INPUT)
+flags.DEFINE_string(
+    "cache_dir", None, "Folder for the files of --cache=disk.", **_INPUT
+)
 flags.DEFINE_integer(
     "shuffle_mb",
     256,
@@ -72,7 +83,7 @@ flags.DEFINE_integer(
 flags.DEFINE_string(
     "data_service",
     None,
-    "Dispatcher of a tf.data service, as grpc://HOST:PORT.",
+    "Address of the dispatcher of a tf.data service, such as grpc://localhost:5050.",
     **_INPUT,
 )
 flags.DEFINE_integer(
@@ -82,35 +93,37 @@ flags.DEFINE_integer(
 flags.DEFINE_integer(
     "examples",
     None,
-    "Examples to read for each figure. Default: as many as two seconds allow.",
+    "Number of examples to read for each figure. Default: as many as two "
+    "seconds allow.",
     lower_bound=1,
     **_MEASURE,
 )
 flags.DEFINE_integer(
     "towers",
     2,
-    "Towers that share a batch: GPUs, in turn; without a GPU, logical CPUs.",
+    "Number of towers that share a batch, on GPUs, or on logical CPUs without a GPU.",
     lower_bound=1,
     **_MEASURE,
 )
 flags.DEFINE_list(
     "step_ms",
     None,
-    "Milliseconds that towers take for a batch, to say how long they would wait for "
-    "the next. Default: 1, 2 and 4 times the time of the pipeline.",
+    "Milliseconds that towers compute a batch, such as 20,50, to say how long "
+    "they would wait for the next one. Default: 1, 2 and 4 times the time of "
+    "the pipeline.",
     **_MEASURE,
 )
 flags.DEFINE_bool(
     "ablate",
     False,
-    "Also measure each trick of the pipeline, by turning it off.",
+    "Measure each optimization of the pipeline as well, by turning it off.",
     **_MEASURE,
 )
 flags.DEFINE_bool(
     "json", False, "Print one line of JSON instead of tables.", **_MEASURE
 )
 flags.DEFINE_string(
-    "plot", None, "PNG file for a bar chart (needs matplotlib).", **_MEASURE
+    "plot", None, "PNG file to write a bar chart to (needs matplotlib).", **_MEASURE
 )
 
 

@@ -1,11 +1,11 @@
-"""Writes a source as TFRecord files, which are the fastest to read.
+"""Converts a data set to TFRecord files, which are the fastest to read.
 
     python -m towers.input_pipeline.convert folder:my_pictures tfrecord:my_records
 
-Encoded images are kept byte for byte, unless --image_size asks for another size; small
-ones of one size become pixels, which need no decoding. Each file holds a part of the
-split that is contiguous in the source's order. It gets its name once it is complete, on
-disk and read back, so that what was interrupted goes on where it stopped.
+Encoded images are kept byte for byte, unless --image_size asks for another size. Small
+images of one size become pixels, which need no decoding. Each file contains consecutive
+records of a split. A file gets its name once it is written completely and read back. If
+you interrupt the conversion, run it again to continue.
 Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 

@@ -45,38 +45,44 @@ def read(argv: Sequence[str], doc: str) -> tuple[str, str, flags.FlagValues]:
 def _define() -> flags.FlagValues:
     values = flags.FlagValues()
     own = {"flag_values": values, "module_name": __name__}
-    flags.DEFINE_integer("shards", 8, "Files for each split.", lower_bound=1, **own)
+    flags.DEFINE_integer(
+        "shards", 8, "Number of files for each split.", lower_bound=1, **own
+    )
     flags.DEFINE_string(
-        "image_size", None, "Pixels, as 224 or as 240x320. Default: as they are.", **own
+        "image_size",
+        None,
+        "Size to resize images to: N or HxW pixels. Default: no resizing.",
+        **own,
     )
     flags.DEFINE_enum(
         "raw",
         "auto",
         RAW,
-        "Whether to write pixels; auto does for small images of one size.",
+        "Whether to write pixels instead of encoded images. auto: for small images "
+        "of one size.",
         **own,
     )
     flags.DEFINE_bool("overwrite", False, "Remove an earlier conversion first.", **own)
     flags.DEFINE_string(
-        "data_dir", "data", "Folder where digits and tfds: keep their files.", **own
+        "data_dir", "data", "Folder where digits and tfds: store their files.", **own
     )
     data_flags.define({"module_name": __name__}, values)
     flags.DEFINE_enum(
         "bad_records",
         "fail",
         BAD_RECORDS,
-        "fail ends at the first bad record; skip lists them all in bad_records.json, "
-        "and leaves them out.",
+        "What to do with records that cannot be read or decoded. fail: stop at the "
+        "first one. skip: list all of them in bad_records.json, and leave them out.",
         **own,
     )
     flags.DEFINE_integer(
         "max_bad_records",
         100,
-        "Number of bad records to leave out at most, with --bad_records=skip.",
+        "Most records that --bad_records=skip may leave out.",
         lower_bound=0,
         **own,
     )
     flags.DEFINE_integer(
-        "verbosity", -1, "0 shows what TensorFlow says of its start.", **own
+        "verbosity", -1, "0 shows the start-up messages of TensorFlow.", **own
     )
     return values

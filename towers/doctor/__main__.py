@@ -1,9 +1,9 @@
-"""Says what is wrong with this machine, if training does not start or is slow.
+"""Says what is wrong with this machine if training does not start or is slow.
 
     python -m towers.doctor --model_dir=runs/mine
 
-Prints a line for each check: "ok", "note" (worth to know) or "wrong", with what was
-found, what was expected and what to do. It trains nothing and leaves no file.
+It prints a line for each check: "ok", "note" (good to know) or "wrong", with what was
+found, what was expected and what to do. It trains nothing and leaves no files.
 Exit codes: 0 nothing is wrong; 1 error; 2 something is wrong; 130 stopped by Ctrl-C.
 """
 
@@ -55,19 +55,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--model_dir",
         default="runs",
-        help="Folder that a run would write to; its disk is looked at. Default: runs.",
+        help="Folder of a run, whose disk is checked. Default: runs.",
     )
     parser.add_argument(
         "--data_dir",
         default="data",
-        help="Folder of digits and tfds:; its disk is looked at. Default: data.",
+        help="Folder where digits and tfds: store their files, whose disk is checked. "
+        "Default: data.",
     )
     parser.add_argument(
         "--num_gpus",
         type=int,
-        help="Towers to try. Default: all GPUs; without a GPU, 2 logical CPUs.",
+        help="Number of towers. Default: all GPUs; without a GPU, 2 logical CPUs.",
     )
-    parser.add_argument("--json", action="store_true", help="Print JSON, for machines.")
+    parser.add_argument(
+        "--json", action="store_true", help="Print JSON instead of lines."
+    )
     options = parser.parse_args(argv)
     if options.num_gpus is not None and options.num_gpus < 1:
         raise ValueError(

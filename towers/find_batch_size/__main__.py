@@ -2,9 +2,9 @@
 
     python -m towers.find_batch_size --model=resnet20 --dataset=tfds:cifar10
 
-The flags are those of towers.train, and the search begins at its --batch_size. Each
-size is trained on for some steps in a process of its own, with random images of the
-data set's shape: how fast the input is, is not part of it.
+The flags are those of towers.train, and the search begins at --batch_size. Each size
+trains for a few steps in a process of its own. It uses random images of the data set's
+shape, so the speed of the input does not count.
 Exit codes: 0 done; 1 error, or nothing fits; 130 stopped by Ctrl-C; 143 by SIGTERM.
 """
 

@@ -15,12 +15,12 @@ _PROBE = {"module_name": "Each size"}
 flags.DEFINE_integer(
     "max_batch_size",
     None,
-    "Largest batch to try. Default: any.",
+    "Largest batch to try. Default: no limit.",
     lower_bound=1,
     **_SEARCH,
 )
 flags.DEFINE_string(
-    "plot", None, "PNG or SVG file for a chart (needs matplotlib).", **_SEARCH
+    "plot", None, "PNG or SVG file to write a chart to (needs matplotlib).", **_SEARCH
 )
 flags.DEFINE_bool(
     "json", False, "Print one line of JSON instead of a table.", **_SEARCH
@@ -28,15 +28,15 @@ flags.DEFINE_bool(
 flags.DEFINE_integer(
     "probe_steps",
     5,
-    "Steps to measure at most, after warming up; two are enough if they are slow.",
+    "Most steps to measure after the warm-up. Two are enough if steps are slow.",
     lower_bound=1,
     **_PROBE,
 )
 flags.DEFINE_integer(
     "memory_limit_mb",
     None,
-    "Memory, in MB, that the process of a size may allocate without a GPU, with "
-    "TensorFlow's own. Default: its memory at the start, and 9/10 of the free memory.",
+    "Most memory of the process that tries a size, in MB, without a GPU. "
+    "Default: its memory at the start, and 9/10 of the free memory.",
     lower_bound=1,
     **_PROBE,
 )

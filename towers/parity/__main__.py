@@ -1,9 +1,9 @@
-"""Checks that a model trains on towers as on one device; writes nothing.
+"""Checks that a model trains on towers as on one device. It writes no files.
 
     python -m towers.parity --model=resnet20 --dataset=digits --num_gpus=2
 
-The flags are those of towers.train; --parity_steps says how many steps are compared.
-The last of them has a short batch, so that the towers' shares are uneven.
+The flags are those of towers.train. --parity_steps sets the number of steps to compare.
+The last step has a short batch, which does not divide evenly among the towers.
 Exit codes: 0 equal; 1 error; 2 not equal; 130 stopped by Ctrl-C.
 """
 

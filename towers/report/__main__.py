@@ -1,9 +1,9 @@
-"""Writes one page that says how a run went, to open anywhere and to send around.
+"""Writes one HTML page about a run, which opens anywhere.
 
     python -m towers.report runs/digits_cnn
 
-The page is MODEL_DIR/report.html, or what --output says. It needs no network to open,
-and the run may still be going on.
+The page is MODEL_DIR/report.html, or the file that --output names. It needs no network
+to open. The run may still be going on.
 Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 

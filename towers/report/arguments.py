@@ -22,13 +22,11 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     """
     # Not absl's flags: theirs do not know arguments without a name.
     parser = Parser("towers.report", doc)
-    parser.add_argument(
-        "model_dir", help="Folder that a run of towers.train has written."
-    )
+    parser.add_argument("model_dir", help="Folder of a run of towers train.")
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="Where to write the page. Default: report.html in the model_dir.",
+        help="File to write the page to. Default: report.html in model_dir.",
     )
     options = parser.parse_args(argv)
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]

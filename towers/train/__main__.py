@@ -1,10 +1,10 @@
-"""Trains a model on towers, and saves it; run again, it continues.
+"""Trains a model on towers and saves it. Run it again to continue an interrupted run.
 
     python -m towers.train --model=resnet20 --dataset=tfds:cifar10 --num_gpus=2
 
 --flagfile=FILE reads flags from a file, such as the flags.txt of an earlier run.
-Exit codes: 0 done; 1 error; 3 numbers that are not finite; 4 stopped by a stall, with
---on_stall=stop; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
+Exit codes: 0 done; 1 error; 3 a loss, gradient or variable was not finite; 4 stood
+still, with --on_stall=stop; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
 # The command-line door. It reads from top to bottom: the run, then what the run is made

@@ -47,8 +47,8 @@ _INPUT = {"module_name": "Input pipeline"}
 _TRAINING = {"module_name": "Model and training"}
 _DEVICES = {"module_name": "Devices"}
 _TOWERS = {"module_name": "Towers"}
-_RUN = {"module_name": "Where the run goes"}
-_WATCHING = {"module_name": "What the run shows, and looks out for"}
+_RUN = {"module_name": "Output"}
+_WATCHING = {"module_name": "Watching"}
 _GROUPS = _DATA, _IMAGES, _INPUT, _TRAINING, _DEVICES, _TOWERS, _RUN, _WATCHING
 
 # What --help shows; --helpfull shows all.
@@ -65,72 +65,79 @@ MAIN = (
 flags.DEFINE_string(
     "dataset",
     "digits",
-    "What to train on: digits, tfds:NAME, tfrecord:GLOB, array_record:GLOB, "
+    "Data set to train on: digits, tfds:NAME, tfrecord:GLOB, array_record:GLOB, "
     "parquet:GLOB, csv:GLOB, folder:DIR or synthetic:HxWxC:CLASSES.",
     **_DATA,
 )
 flags.DEFINE_string(
     "eval_dataset",
     None,
-    "Validation data, in the same forms. Default: the held-out part of --dataset.",
+    "Data set to validate on, in one of the forms of --dataset. Default: the "
+    "held-out part of --dataset.",
     **_DATA,
 )
 flags.DEFINE_string(
-    "data_dir", "data", "Folder where digits and tfds: keep their files.", **_DATA
+    "data_dir", "data", "Folder where digits and tfds: store their files.", **_DATA
 )
 data_flags.define(_DATA)
-for _name, _split in (("train_split", "train"), ("eval_split", "test")):
+for _name, _purpose in (("train_split", "train on"), ("eval_split", "validate on")):
     flags.DEFINE_string(
         _name,
         None,
-        f"For digits and tfds:, the split of TFDS to use as {_split} split, such as "
-        "train[:90%].",
+        f"Split of digits and tfds: to {_purpose}, such as train[:90%].",
         **_DATA,
     )
 flags.DEFINE_enum(
     "bad_records",
     "fail",
     ["fail", "skip"],
-    "What to do with records that cannot be read, decoded or learned from. fail: end, "
-    "and name the first one. skip: look at all records before training, list the bad "
-    "ones in bad_records.json in model_dir, and train without them.",
+    "What to do with records that cannot be read, decoded or trained on. fail: "
+    "stop, and name the first one. skip: check all records before training, "
+    "list the bad ones in bad_records.json in --model_dir, and train without "
+    "them.",
     **_DATA,
 )
 flags.DEFINE_integer(
     "max_bad_records",
     100,
-    "Bad records of a data set that --bad_records=skip leaves out at most.",
+    "Most records of a data set that --bad_records=skip may leave out.",
     **_DATA,
 )
 
 flags.DEFINE_string(
     "image_size",
     None,
-    "Size to resize images to: N or HxW pixels. Default: as they are.",
+    "Size to resize images to: N or HxW pixels. Default: no resizing.",
     **_IMAGES,
 )
 flags.DEFINE_enum(
     "recipe",
     "none",
     RECIPES,
-    "How to augment images. none: resize only. imagenet: a random part, mirrored or "
-    "not; the middle in evaluation. cifar: move by up to 4 pixels, mirrored or not.",
+    "How to augment images. none: resize only. imagenet: a random crop, "
+    "mirrored at random; the center in evaluation. cifar: a shift of up to 4 "
+    "pixels, mirrored at random.",
     **_IMAGES,
 )
 flags.DEFINE_list(
-    "randaugment", None, "Layers and magnitude of RandAugment, such as 2,9.", **_IMAGES
+    "randaugment",
+    None,
+    "Number of operations and magnitude of RandAugment, such as 2,9.",
+    **_IMAGES,
 )
 flags.DEFINE_float(
     "mixup_alpha",
     0.0,
-    "Mix each tower's examples by MixUp, such as 0.2; 0: not at all.",
+    "Alpha of MixUp, such as 0.2, which mixes examples within each tower. 0 "
+    "turns MixUp off.",
     **_IMAGES,
 )
 flags.DEFINE_float(
     "cutmix_alpha",
     0.0,
-    "Mix each tower's examples by CutMix, such as 1; 0: not at all. With "
-    "--mixup_alpha as well, one of the two is drawn for each batch.",
+    "Alpha of CutMix, such as 1, which mixes examples within each tower. 0 "
+    "turns CutMix off. With --mixup_alpha as well, each batch uses one of the "
+    "two at random.",
     **_IMAGES,
 )
 
@@ -138,200 +145,239 @@ flags.DEFINE_enum(
     "cache",
     "auto",
     CACHES,
-    "Where to keep examples: as pixels if they have one size, or if --recipe=none or "
-    "cifar resizes them to one (in memory for more than one epoch only); else as they "
-    "are encoded, in memory. auto: in memory if they take a quarter of what is free, "
-    "else in --cache_dir, if it is given; with --deterministic, in memory up to 1 GB.",
+    "Where to keep examples. auto: in memory if a quarter of the free memory is "
+    "enough, else in --cache_dir if it is given; with --deterministic, in "
+    "memory up to 1 GB. Images are kept as pixels if they have one size, or if "
+    "--recipe=none or cifar resizes them to one (in memory for more than one "
+    "epoch only). Other images are kept as encoded files, in memory.",
     **_INPUT,
 )
 flags.DEFINE_string(
-    "cache_dir", None, "Folder where --cache=disk keeps its files.", **_INPUT
+    "cache_dir", None, "Folder for the files of --cache=disk.", **_INPUT
 )
 flags.DEFINE_integer(
     "shuffle_mb", 256, "Memory of the shuffle buffer, in MB.", **_INPUT
 )
 flags.DEFINE_integer(
-    "ram_budget_mb", None, "Memory for batches ahead of use, in MB.", **_INPUT
+    "ram_budget_mb", None, "Memory for batches that are read ahead, in MB.", **_INPUT
 )
 flags.DEFINE_integer(
     "prefetch",
     None,
-    "Batches to copy to the towers ahead of use. Default: 2 with GPUs.",
+    "Number of batches to copy to the towers ahead of use. Default: 2 with "
+    "GPUs, else none.",
     **_INPUT,
 )
 flags.DEFINE_string(
     "data_service",
     None,
-    "Dispatcher of a tf.data service whose workers run the input pipeline, such as "
-    "grpc://localhost:5050.",
+    "Address of the dispatcher of a tf.data service, such as "
+    "grpc://localhost:5050. Its workers run the input pipeline.",
     **_INPUT,
 )
 
 flags.DEFINE_string(
     "model",
     "cnn",
-    "mlp, cnn, lstm, resnet20/32/56, a keras.applications network such as "
-    "MobileNetV2, or your own as file.py:function.",
+    "Network: mlp, cnn, lstm, resnet20, resnet32, resnet56, a network of "
+    "keras.applications such as MobileNetV2, or your own as file.py:function.",
     **_TRAINING,
 )
 flags.DEFINE_integer(
     "batch_size",
     64,
-    "Examples in a global batch, shared among the towers.",
+    "Number of examples in a global batch, which is divided among the towers.",
     **_TRAINING,
 )
-flags.DEFINE_integer("train_epochs", 30, "Epochs to train for, in all.", **_TRAINING)
+flags.DEFINE_integer(
+    "train_epochs", 30, "Number of epochs to train for, in total.", **_TRAINING
+)
 flags.DEFINE_integer(
     "max_train_steps",
     None,
-    "Stop after so many steps of the optimizer in all. Asynchronous towers each make "
-    "one step for every batch.",
+    "Number of optimizer steps, in total, after which training stops. With "
+    "asynchronous, each tower makes one step per batch.",
     **_TRAINING,
 )
 flags.DEFINE_string(
-    "optimizer", "adam", "sgd, adam, or another of keras.optimizers.", **_TRAINING
+    "optimizer",
+    "adam",
+    "Optimizer of keras.optimizers, such as sgd or adam.",
+    **_TRAINING,
 )
-flags.DEFINE_float("learning_rate", 0.001, "Learning rate at its highest.", **_TRAINING)
+flags.DEFINE_float(
+    "learning_rate", 0.001, "Highest learning rate of --lr_schedule.", **_TRAINING
+)
 flags.DEFINE_enum(
     "lr_schedule",
     "constant",
     ["constant", "cosine", "linear", "step"],
-    "How the learning rate falls to 0; step divides it by 10 after 1/2 and 3/4.",
+    "How the learning rate changes. cosine, linear: it falls to 0. step: it is "
+    "divided by 10 after 1/2 and after 3/4 of training.",
     **_TRAINING,
 )
 flags.DEFINE_float(
-    "momentum", 0.9, "Momentum of the optimizers that have one.", **_TRAINING
+    "momentum", 0.9, "Momentum of optimizers that have one.", **_TRAINING
 )
-flags.DEFINE_float("weight_decay", 0.0, "The optimizer's weight decay.", **_TRAINING)
+flags.DEFINE_float("weight_decay", 0.0, "Weight decay of the optimizer.", **_TRAINING)
 flags.DEFINE_enum(
     "dtype",
     "fp32",
     ["fp32", "fp16", "bf16"],
-    "Type to compute in; variables are fp32.",
+    "Type to compute in. Variables are always fp32.",
     **_TRAINING,
 )
 flags.DEFINE_integer(
-    "seed", 0, "Seed of weights, order of examples and dropout.", **_TRAINING
+    "seed", 0, "Seed of the weights, the order of examples and dropout.", **_TRAINING
 )
-flags.DEFINE_bool("deterministic", False, "Same flags, same bits; slower.", **_TRAINING)
+flags.DEFINE_bool(
+    "deterministic",
+    False,
+    "Compute the same bits in every run with the same flags. Training is slower.",
+    **_TRAINING,
+)
 flags.DEFINE_integer(
-    "parity_steps", 3, "Steps that towers.parity compares.", **_TRAINING
+    "parity_steps", 3, "Number of steps that towers parity compares.", **_TRAINING
 )
 
 flags.DEFINE_integer(
     "num_gpus",
     None,
-    "Number of towers. Default: all GPUs; without a GPU, 2 logical CPUs.",
+    "Number of GPUs to use, one tower each. Default: all; without a GPU, 2 "
+    "logical CPUs.",
     **_DEVICES,
 )
-flags.DEFINE_list("gpu_indices", None, "Which GPUs to use, such as 0,2.", **_DEVICES)
-flags.DEFINE_integer("gpu_split", 1, "Logical GPUs to make of each GPU.", **_DEVICES)
-flags.DEFINE_bool(
-    "allow_growth",
+flags.DEFINE_list(
+    "gpu_indices",
     None,
-    "Take GPU memory as needed. Default: yes, unless there is a limit.",
+    "Numbers of the GPUs to use, as in nvidia-smi, such as 0,2.",
     **_DEVICES,
 )
 flags.DEFINE_integer(
-    "gpu_memory_limit_mb", None, "Most memory of a GPU to take, in MB.", **_DEVICES
+    "gpu_split",
+    1,
+    "Number of logical GPUs, and so towers, to make of each GPU.",
+    **_DEVICES,
+)
+flags.DEFINE_bool(
+    "allow_growth",
+    None,
+    "Take GPU memory as needed, instead of all at the start. Default: yes, "
+    "unless --gpu_memory_limit_mb is given.",
+    **_DEVICES,
+)
+flags.DEFINE_integer(
+    "gpu_memory_limit_mb",
+    None,
+    "Most GPU memory that a tower may take, in MB.",
+    **_DEVICES,
 )
 flags.DEFINE_bool(
     "soft_placement",
     True,
-    "Run an operation on another device if its own does not have it.",
+    "Run an operation on another device if its own device has no kernel for it.",
     **_DEVICES,
 )
 flags.DEFINE_bool(
-    "log_device_placement", False, "Log where operations run.", **_DEVICES
+    "log_device_placement", False, "Log the device of every operation.", **_DEVICES
 )
 
 flags.DEFINE_enum(
     "variable_update",
     "auto",
     ["auto", *BUILDERS],
-    "How the variables are updated: at home (parameter_server), in a copy on each "
-    "tower (replicated), by each tower without waiting for the others (asynchronous). "
-    "auto: whichever of the first two is found faster at the start.",
+    "How to update the variables. parameter_server: on one device. replicated: "
+    "in a copy on each tower. asynchronous: by each tower, without waiting for "
+    "the others. auto: whichever of the first two is measured to be faster at "
+    "the start.",
     **_TOWERS,
 )
 flags.DEFINE_enum(
     "all_reduce_alg",
     "auto",
     ["auto", *ALL_REDUCE_ALGS],
-    "How --variable_update=replicated adds gradients: on the CPU, on one device, on "
-    "all devices, or by NCCL on several GPUs.",
+    "How --variable_update=replicated adds gradients. cpu: on the CPU. device: "
+    "on one device. ring: in parts, on all devices. nccl: by NCCL, on several "
+    "GPUs.",
     **_TOWERS,
 )
 flags.DEFINE_integer(
     "max_staleness",
     None,
-    "With --variable_update=asynchronous: updates that other towers may make after a "
-    "tower has read the variables and before its own update. Default: any.",
+    "With --variable_update=asynchronous, the most updates by other towers "
+    "between a tower's reading the variables and its own update. Default: no "
+    "limit.",
     **_TOWERS,
 )
 flags.DEFINE_enum(
     "local_parameter_device",
     None,
     ["cpu", "gpu"],
-    "Where the variables live, and gradients are added; gpu is the first tower. "
-    "Default: gpu if towers are on GPUs, else cpu.",
+    "Device where the variables are, and where gradients are added. gpu: the "
+    "first tower's device. Default: gpu if towers are on GPUs, else cpu.",
     **_TOWERS,
 )
 flags.DEFINE_list(
     "split_ratios",
     None,
-    "Each tower's part of a batch, relative to the others', such as 2,3,3. Default: "
-    "even.",
+    "Relative size of each tower's part of a batch, such as 2,3,3. Default: "
+    "equal parts.",
     **_TOWERS,
 )
 flags.DEFINE_enum(
     "loss_placement",
     "auto",
     ["auto", "tower", "gathered"],
-    "Where the loss is computed: on the towers, on the gathered outputs of all, or "
-    "where it is exact (auto).",
+    "Where to compute the loss. tower: on the towers. gathered: once, on the "
+    "outputs of all towers. auto: on the towers where that is exact, else "
+    "gathered.",
     **_TOWERS,
 )
 flags.DEFINE_bool(
     "strict",
     True,
-    "Refuse a model that towers are seen to compute differently from one device.",
+    "Refuse a model if towers would compute other numbers than one device.",
     **_TOWERS,
 )
 flags.DEFINE_integer(
-    "steps_per_loop", 1, "Training steps in one call of the graph.", **_TOWERS
+    "steps_per_loop", 1, "Number of training steps in one call of the graph.", **_TOWERS
 )
 flags.DEFINE_enum(
     "enable_xla",
     "auto",
     ["auto", "true", "false"],
-    "Compile towers and update with XLA; auto: towers if --variable_update=auto finds "
-    "that faster, and the update if the variables are on a GPU.",
+    "What to compile with XLA. true: towers and update. auto: the towers if "
+    "--variable_update=auto measures that this is faster, and the update if the "
+    "variables are on a GPU. false: nothing.",
     **_TOWERS,
 )
 
 flags.DEFINE_string(
     "model_dir",
     None,
-    "Where checkpoints, logs and the trained model go; started again with the same "
-    "one, a run continues. Default: runs/DATASET_MODEL.",
+    "Folder for checkpoints, logs and the trained model. If it contains a run, "
+    "that run continues. Default: runs/DATASET_MODEL.",
     **_RUN,
 )
-flags.DEFINE_bool("clean", False, "Remove an earlier run from model_dir first.", **_RUN)
-flags.DEFINE_bool("eval_only", False, "Evaluate --checkpoint, and stop.", **_RUN)
+flags.DEFINE_bool(
+    "clean", False, "Remove the earlier run from --model_dir first.", **_RUN
+)
+flags.DEFINE_bool(
+    "eval_only", False, "Evaluate --checkpoint, without training.", **_RUN
+)
 flags.DEFINE_string(
     "checkpoint",
     "last",
-    "Which checkpoint to evaluate, or to go on from: last, best, or the path of one; "
-    "to evaluate, also a .keras file. Going on from an earlier one gives up the later "
-    "ones.",
+    "Checkpoint to evaluate or to continue from: last, best, or a path. To "
+    "evaluate, a .keras file is accepted, too. A run that continues from an "
+    "earlier checkpoint removes the later ones.",
     **_RUN,
 )
 flags.DEFINE_enum(
     "monitor",
     None,
     MONITORS,
-    "Metric that tells which epoch is the best. Default: val_loss; loss without "
+    "Metric that determines the best epoch. Default: val_loss, or loss without "
     "validation data.",
     **_RUN,
 )
@@ -339,67 +385,73 @@ flags.DEFINE_enum(
     "monitor_mode",
     "auto",
     ["auto", "min", "max"],
-    "Whether the best epoch has the least or the most of --monitor; auto: as Keras "
-    "infers it from the metric.",
+    "Whether the best epoch has the smallest or the largest --monitor. auto: as "
+    "Keras infers from the metric.",
     **_RUN,
 )
 flags.DEFINE_integer(
-    "save_steps", None, "Steps between checkpoints inside of an epoch.", **_RUN
+    "save_steps", None, "Number of steps between checkpoints within an epoch.", **_RUN
 )
 flags.DEFINE_float(
-    "save_minutes", 10.0, "Minutes between checkpoints inside of an epoch.", **_RUN
+    "save_minutes",
+    10.0,
+    "Number of minutes between checkpoints within an epoch.",
+    **_RUN,
 )
 flags.DEFINE_integer(
-    "keep_checkpoints", 3, "How many checkpoints to keep, besides the best.", **_RUN
+    "keep_checkpoints",
+    3,
+    "Number of checkpoints to keep, besides the best one.",
+    **_RUN,
 )
 flags.DEFINE_enum(
     "on_save_error",
     "stop",
     ["stop", "continue"],
-    "What to do if a checkpoint cannot be written.",
+    "Whether to stop or to continue training if a checkpoint cannot be written.",
     **_RUN,
 )
 
 flags.DEFINE_integer(
     "log_steps",
     100,
-    "Steps between lines of output, and between scalars of TensorBoard.",
+    "Number of steps between lines of output, and between TensorBoard scalars.",
     **_WATCHING,
 )
 flags.DEFINE_bool(
     "histograms",
     False,
-    "Write histograms of the weights after each epoch.",
+    "Write TensorBoard histograms of the weights after each epoch.",
     **_WATCHING,
 )
 flags.DEFINE_list(
     "profile_steps",
     None,
-    "First and last step to record a trace of for TensorBoard's profile plugin, such "
-    "as 100,110.",
+    "First and last step to record for TensorBoard's profile plugin, such as 100,110.",
     **_WATCHING,
 )
 flags.DEFINE_enum(
     "check_numerics",
     "auto",
     ["auto", "off"],
-    "At the first loss or gradient that is not finite, stop before anything is "
-    "updated, say in which tower and layer it began, and write the batch to model_dir "
-    "as not_finite.npz; or go on as on one device.",
+    "What to do about a loss or a gradient that is not finite. auto: stop "
+    "before anything is updated, name the tower and the layer, and write the "
+    "batch to not_finite.npz in --model_dir. off: continue, as on one device.",
     **_WATCHING,
 )
 flags.DEFINE_float(
     "stall_seconds",
     300.0,
-    "Say what the towers wait for if no call of the graph ends for so many seconds; "
-    "the first call compiles, and counts too. 0: never.",
+    "Number of seconds without a finished step after which to say what the "
+    "towers wait for. The first step includes compilation. 0: never.",
     **_WATCHING,
 )
 flags.DEFINE_enum(
     "on_stall",
     "wait",
     ["wait", "stop"],
-    "What to do after --stall_seconds: wait on, or stop with exit code 4.",
+    "What to do after --stall_seconds without a finished step. wait: keep "
+    "waiting. stop: end with exit code 4.",
     **_WATCHING,
 )
 
