@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from towers.keras_adapter.fit import batches_done
 from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.best import Best, Monitor
 from towers.lifecycle.checkpoints.store import Contents, Position
@@ -397,8 +398,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts."""
-        self._batch_begun, self._read = False, batch + 1
-        batches = min(batch + 1, self.params.get("steps") or batch + 1)
+        done = batches_done(self.model, batch)
+        self._batch_begun, self._read = False, done
+        batches = min(done, self.params.get("steps") or done)
         self.position = Position(self.position.epoch, batches)
 
     def on_test_begin(self, logs=None):

@@ -6,6 +6,7 @@ from typing import TextIO
 
 import keras
 
+from towers.keras_adapter.fit import batches_done
 from towers.loop import listeners
 
 
@@ -55,7 +56,7 @@ class Lines(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Prints a line if the interval is over."""
-        before, self._batches = self._step, batch + 1
+        before, self._batches = self._step, batches_done(self.model, batch)
         self._step = int(self.model.optimizer.iterations)
         if before // self._every_steps != self._step // self._every_steps:
             self._print(logs)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.keras_adapter.fit import batches_done
 from towers.lifecycle.resume import Saves
 from towers.lifecycle.skip_batches import Passing
 from towers.loop import listeners
@@ -121,7 +122,7 @@ class Stall(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Hears of it."""
-        self._batches = batch + 1
+        self._batches = batches_done(self.model, batch)
         self._hear(self._batches)
 
     def on_test_begin(self, logs=None):
@@ -134,7 +135,7 @@ class Stall(keras.callbacks.Callback):
 
     def on_test_batch_end(self, batch, logs=None):
         """Hears of it."""
-        self._hear(batch + 1, testing=True)
+        self._hear(batches_done(self.model, batch), testing=True)
 
     def on_test_end(self, logs=None):
         """Hears of it."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import keras
 
+from towers.keras_adapter.fit import batches_done
 from towers.loop import listeners
 from towers.loop.timers import Phases, Totals
 
@@ -103,7 +104,7 @@ class StepTime(keras.callbacks.Callback):
         phases = self.model.builder.timers
         if self._steps < self._warmup_steps or phases is not self._phases:
             self._start(phases)
-        self._steps += batch + 1 - self._begun
+        self._steps += batches_done(self.model, batch) - self._begun
 
     @property
     def split(self) -> Split | None:

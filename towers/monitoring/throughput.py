@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
+from towers.keras_adapter.fit import batches_done
 from towers.loop import listeners
 
 # Calls of training that spread and jitter are taken of, at most.
@@ -113,9 +114,10 @@ class Throughput(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Stops the clock; `batch` is the last of the call's batches."""
         elapsed_s = self._clock() - self._begun_s
-        examples = self._seen(batch + 1) - self._seen(self._next_batch)
+        done = batches_done(self.model, batch)
+        examples = self._seen(done) - self._seen(self._next_batch)
         warm = self._steps >= self._warmup_steps
-        self._steps += batch + 1 - self._next_batch
+        self._steps += done - self._next_batch
         if warm:
             self._counted += examples
             self._counted_s += elapsed_s
