@@ -21,7 +21,7 @@ import tensorflow as tf
 import towers
 from towers import devices, models
 from towers.loop import loop
-from towers.loop.timers import Phases
+from towers.loop.timers import StepTimers
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.tensorboard.callback import TensorBoard
@@ -141,9 +141,11 @@ def callbacks(folder: str, placed: devices.Devices) -> list[keras.callbacks.Call
 @contextlib.contextmanager
 def unwatched():
     """Inside, steps are traced that do not look at the clock."""
-    no_step = mock.patch.object(Phases, "step", lambda *_: contextlib.nullcontext())
-    no_moment = mock.patch.object(loop, "moment", lambda *_: tf.zeros([], tf.float64))
-    with no_step, no_moment:
+    no_step = mock.patch.object(StepTimers, "step", lambda *_: contextlib.nullcontext())
+    no_time = mock.patch.object(
+        loop, "timestamp_after", lambda *_: tf.zeros([], tf.float64)
+    )
+    with no_step, no_time:
         yield
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tests import executed, oracle
 from towers import multi_gpu_model
-from towers.loop import loop
+from towers.loop.ahead import Ahead
 from towers.model import auto
 
 FEATURES = 6
@@ -533,13 +533,13 @@ def test_a_model_is_traced_once_ahead(builder, monkeypatch):
 
 
 def test_shares_lie_on_their_towers_ahead(monkeypatch):
-    taken, take = [], loop.Ahead.take
+    taken, take = [], Ahead.take
 
     def spy(ahead, iterator):
         taken.append(take(ahead, iterator))
         return taken[-1]
 
-    monkeypatch.setattr(loop.Ahead, "take", spy)
+    monkeypatch.setattr(Ahead, "take", spy)
     parallel = multi_gpu_model(_model(), gpus=TOWERS, prefetch=2)
     parallel.compile("sgd", "mse")
     parallel.fit(_dataset(), verbose=0)
@@ -627,7 +627,7 @@ class Held:
 
 
 def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
-    monkeypatch.setattr(loop, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr("towers.loop.ahead._PATIENCE_S", 0.1)
     held, steps = Held(2), []
 
     def step(number):
@@ -652,9 +652,9 @@ def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
 
 
 def test_an_input_that_hangs_keeps_no_other_from_being_fetched(monkeypatch):
-    monkeypatch.setattr(loop, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr("towers.loop.ahead._PATIENCE_S", 0.1)
     held = Held(0)
-    ahead = loop.Ahead(1, next)
+    ahead = Ahead(1, next)
     hangs, other = iter(_numbered(3, held)), iter(_numbered(3))
     with pytest.raises(KeyboardInterrupt), ahead.filling(hangs):
         assert held.reached.wait(TIMEOUT_S)
@@ -675,7 +675,7 @@ def test_an_input_that_hangs_keeps_no_other_from_being_fetched(monkeypatch):
 
 
 def test_a_fetch_left_behind_lets_go_of_its_iterator(monkeypatch):
-    monkeypatch.setattr(loop, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr("towers.loop.ahead._PATIENCE_S", 0.1)
     held = Held(1)
 
     def step(number):
@@ -702,7 +702,7 @@ def test_the_thread_ends_with_its_train_function():
         threads.append(threading.current_thread())
         return next(iterator)
 
-    ahead = loop.Ahead(1, fetch)
+    ahead = Ahead(1, fetch)
     iterator = iter(_numbered(3))
     for _ in range(2):
         with ahead.filling(iterator):
@@ -721,7 +721,7 @@ def test_a_fetch_ahead_runs_on_the_host_and_knows_no_other_scope():
         devices.append(tf.zeros([]).device[-5:])
         return next(iterator)
 
-    ahead = loop.Ahead(3, fetch)
+    ahead = Ahead(3, fetch)
     iterator = iter(_numbered(2))
     with tf.device("/device:CPU:3"):
         assert ahead.take(iterator)[0][0, 0] == 0

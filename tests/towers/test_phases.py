@@ -227,7 +227,7 @@ def test_what_is_measured_adds_up():
 
     train(HOW[0], slow, callbacks=[step_time, Look()])
     assert seen == [(4,)] * BATCHES
-    assert timers.Phases(2).iterator is None
+    assert timers.StepTimers(2).iterator is None
     # The second call's end is the start.
     assert not found[0] and not found[1]
     parts = [f"step_ms/{n}" for n in ("input", "copy", "compute", "reduce", "python")]

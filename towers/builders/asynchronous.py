@@ -35,6 +35,7 @@ from towers.collectives import batch, packing
 from towers.devices import HOST, is_gpu
 from towers.layers import overwritten, seeds
 from towers.loop import loop
+from towers.loop.ahead import Ahead
 from towers.tower import eager
 from towers.tower.errors import ModelError
 from towers.tower.preprocess import Preprocess
@@ -362,7 +363,7 @@ class Asynchronous(Builder):
             fetched.append((asked_s, came_s, time.perf_counter()))
             return work
 
-        ahead = loop.Ahead(self.prefetch if steps == 1 else 0, fetch)
+        ahead = Ahead(self.prefetch if steps == 1 else 0, fetch)
 
         def function(iterator):
             self.timers.reads(iterator)

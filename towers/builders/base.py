@@ -22,7 +22,7 @@ from towers.keras_adapter.layers import TAGS, layers_of, set_tag
 from towers.keras_adapter.losses import compute_loss, loss_tracker
 from towers.layers import embeddings, seeds, variables
 from towers.loop import loop
-from towers.loop.timers import Phases
+from towers.loop.timers import StepTimers
 from towers.program import voice
 from towers.tower import build, compare, eager, passes
 from towers.tower.errors import ModelError, UntraceableError
@@ -115,7 +115,7 @@ class Builder(abc.ABC):
         self.guard = guard
         self.callbacks_may_write = False
         self.usual_rows = None
-        self.timers = Phases(len(self.devices))
+        self.timers = StepTimers(len(self.devices))
         self._said = set()
         self.reset_traces()
 

@@ -1,15 +1,11 @@
-"""Many training steps in one call of the graph, batches copied to towers ahead of use.
+"""Many training steps in one call of the graph.
 
 Keras's `fit` calls a train function with an iterator, as often as there are calls in an
 epoch; this is that function. What a step is, and where shares go, is the builder's
 business; epochs, callbacks and the end of the data are Keras's.
 """
 
-import collections
 import contextlib
-import functools
-import queue
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,122 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers.collectives.placing import where_its_input_is
-from towers.devices import HOST
-from towers.loop.timers import moment
-
-# After an error, so long is waited for a batch on its way: a program that ends while a
-# thread is inside TensorFlow may crash. Of an input that hangs, none will come.
-_PATIENCE_S = 5.0
-
-
-class Ahead:
-    """Batches that are fetched before they are asked for.
-
-    They belong to their iterator, one of tf.data, and are dropped with it. Of others
-    nothing is fetched ahead.
-    """
-
-    def __init__(self, count: int, fetch: Callable[[Iterator], Any]):
-        """Starts with none.
-
-        Args:
-            count: How many to have, 0 or more.
-            fetch: Takes the next batch out of an iterator, and prepares it.
-        """
-        self._count, self._fetch = count, fetch
-        self._waiting = weakref.WeakKeyDictionary()
-        self._coming, self._worker = weakref.WeakKeyDictionary(), None
-
-    def take(self, iterator: Iterator) -> Any:
-        """Returns the next batch, or raises what was raised instead of one."""
-        waiting = self._of(iterator)
-        if waiting is None:
-            return self._fetch(iterator)
-        if iterator in self._coming:
-            # An error had left it behind, or it is there.
-            self._coming.pop(iterator).wait()
-        if not waiting:
-            return self._fetch(iterator)
-        batch, error = waiting.popleft()
-        if error is not None:
-            raise error
-        return batch
-
-    def fill(self, iterator: Iterator) -> None:
-        """Fetches what is missing; an error, or the end, waits for its turn."""
-        waiting = self._of(iterator)
-        while self._lacks(waiting):
-            try:
-                waiting.append((self._fetch(iterator), None))
-            except Exception as error:
-                # Its frames would keep the iterator alive.
-                error.__cause__ = error.__context__ = None
-                waiting.append((None, error.with_traceback(None)))
-
-    @contextlib.contextmanager
-    def filling(self, iterator: Iterator) -> Iterator[None]:
-        """Does so in a thread while what is inside runs, which is to fetch nothing.
-
-        On leaving, all is there: what comes between two calls finds nothing running.
-        """
-        if not self._lacks(self._of(iterator)):
-            yield
-            return
-        if self._worker is None:
-            self._worker = _Worker()
-        done = self._worker.begin(functools.partial(self.fill, iterator))
-        self._coming[iterator] = done
-        try:
-            yield
-            done.wait()
-        except BaseException:
-            if not done.wait(_PATIENCE_S):
-                # It may never be free again.
-                self._worker = None
-            raise
-
-    def _lacks(self, waiting):
-        if waiting is None or (waiting and waiting[-1][1]):
-            return False
-        return len(waiting) < self._count
-
-    def _of(self, iterator):
-        if not self._count or not isinstance(iterator, tf.data.Iterator):
-            return None
-        return self._waiting.setdefault(iterator, collections.deque())
-
-
-class _Worker:
-    """A thread that does one thing after another on the host, while this object lives.
-
-    Unlike an executor's, it keeps no process from ending.
-    """
-
-    def __init__(self):
-        self._tasks = queue.SimpleQueue()
-        threading.Thread(
-            target=self._work, args=(self._tasks,), name="towers-ahead", daemon=True
-        ).start()
-        weakref.finalize(self, self._tasks.put, None)
-
-    def begin(self, task: Callable[[], None]) -> threading.Event:
-        """Has something done; returns what tells when it is."""
-        done = threading.Event()
-        self._tasks.put((task, done))
-        return done
-
-    @staticmethod
-    def _work(tasks):
-        # A thread has no device of its creator's.
-        with tf.device(HOST):
-            while (given := tasks.get()) is not None:
-                task, done = given
-                try:
-                    task()
-                finally:
-                    # It may hold an iterator, and is over when it does no longer.
-                    del task, given
-                    done.set()
+from towers.loop.ahead import Ahead
+from towers.loop.timers import timestamp_after
 
 
 def train_function(
@@ -156,7 +38,7 @@ def train_function(
             that do not exist yet: a graph that has to create some is traced twice.
         place: Cuts a batch and copies the shares to where they are needed.
         step: Takes a batch, its placed shares and when batches were fetched since the
-            last step (see `Phases.step`), trains on it and returns its logs.
+            last step (see `StepTimers.step`), trains on it and returns its logs.
         steps: Steps in a call; at the end of the data there may be fewer.
         eager: Whether steps run op by op, outside of any graph.
         prefetch: With one step in a call, how many batches are placed ahead of it.
@@ -170,27 +52,10 @@ def train_function(
         data = without_optionals(data)
         return step(data, place(data), fetched)
 
-    def many(iterator):
-        if steps == 1:
-            data, *fetched = _get_next(iterator)
-            # At the end of the data nothing happens, also to what does not look at it.
-            with tf.control_dependencies(flat(data)):
-                return one(data, _not_placed(*fetched))
-        return _loop(place, step, steps, iterator)
-
+    prepare_once = _once(lambda data: prepare(without_optionals(data)))
     if not eager:
-        one_in_graph = tf.function(one, autograph=False, reduce_retracing=True)
-        many = tf.function(many, autograph=False, reduce_retracing=True)
-        if prefetch and steps == 1:
-            many = _one_ahead(place, step, prefetch)
-
-    prepared = False
-
-    def prepare_once(data):
-        nonlocal prepared
-        if not prepared:
-            prepare(without_optionals(data))
-            prepared = True
+        many = _of_tf_data(one, place, step, steps, prefetch)
+        one = tf.function(one, autograph=False, reduce_retracing=True)
 
     def function(iterator):
         if not eager and isinstance(iterator, tf.data.Iterator):
@@ -199,7 +64,7 @@ def train_function(
         logs, fetches = None, _Fetches()
         for _, data in zip(range(steps), fetches.read(iterator), strict=False):
             prepare_once(data)
-            logs = (one if eager else one_in_graph)(data, fetches.times())
+            logs = one(data, fetches.times())
         if logs is None:
             raise StopIteration
         return logs
@@ -207,12 +72,41 @@ def train_function(
     return function
 
 
+def _once(function):
+    """Makes a function that does nothing but the first time."""
+    done = False
+
+    def call(data):
+        nonlocal done
+        if not done:
+            function(data)
+            done = True
+
+    return call
+
+
+def _of_tf_data(one, place, step, steps, prefetch):
+    """Makes the function of an iterator of tf.data, which is read in the graph."""
+    if prefetch and steps == 1:
+        return _one_ahead(place, step, prefetch)
+
+    def many(iterator):
+        if steps > 1:
+            return _loop(place, step, steps, iterator)
+        data, *fetched = _get_next(iterator)
+        # At the end of the data nothing happens, also to what does not look at it.
+        with tf.control_dependencies(flat(data)):
+            return one(data, _not_placed(*fetched))
+
+    return tf.function(many, autograph=False, reduce_retracing=True)
+
+
 def _get_next(iterator):
     """The next batch, when it was asked for, and when it came."""
-    asked = moment()
+    asked = timestamp_after()
     with tf.control_dependencies([asked]):
         data = without_optionals(iterator.get_next())
-    return data, asked, moment(flat(data))
+    return data, asked, timestamp_after(flat(data))
 
 
 def _not_placed(asked, came):
@@ -261,7 +155,7 @@ def _one_ahead(place, step, count):
     def fetch(iterator):
         data, asked, came = _get_next(iterator)
         shares = place(data)
-        return data, shares, tf.stack([asked, came, moment(shares)])
+        return data, shares, tf.stack([asked, came, timestamp_after(shares)])
 
     fetch = tf.function(fetch, autograph=False)
     step = tf.function(step, autograph=False)
@@ -311,7 +205,7 @@ def _loop(place, step, steps, iterator):
 
     def body(count, _, data, shares, fetched, logs):
         data_now, shares_now = _pack(first, data), _pack(placed, shares)
-        asked = moment()
+        asked = timestamp_after()
         with tf.control_dependencies([asked]):
             following = tf.cond(
                 count + 1 < steps,
@@ -319,7 +213,7 @@ def _loop(place, step, steps, iterator):
                 lambda: tf.experimental.Optional.empty(iterator.element_spec),
             )
         more = following.has_value()
-        fetched_next = _not_placed(asked, moment(more))
+        fetched_next = _not_placed(asked, timestamp_after(more))
         # The choice is made on the host: what a branch returns passes through there.
         data_next = tf.cond(
             more, lambda: flat(without_optionals(following.get_value())), lambda: data

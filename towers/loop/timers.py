@@ -52,7 +52,7 @@ class Totals(NamedTuple):
         return Totals(*(a - b for a, b in parts), tuple(a - b for a, b in towers))
 
 
-class Phases:
+class StepTimers:
     """Adds up the phases of a builder's steps."""
 
     def __init__(self, towers: int):
@@ -67,7 +67,7 @@ class Phases:
             # When the last step ended.
             self._last = tf.Variable(tf.zeros([], tf.float64), trainable=False)
         self._added, self._lock = np.zeros([5 + towers]), threading.Lock()
-        self._moments: dict[str, Any] | None = None
+        self._times: dict[str, Any] | None = None
         self._iterator = None
 
     def totals(self) -> Totals:
@@ -100,25 +100,28 @@ class Phases:
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
             before = len(graph.get_operations())
-        self._moments = {"begun": moment(data), "placed": moment(shares)}
+        self._times = {
+            "begun": timestamp_after(data),
+            "placed": timestamp_after(shares),
+        }
         try:
             yield
-            if "computed" in self._moments:
+            if "computed" in self._times:
                 made = graph.get_operations()[before:] if graph else ()
-                done = moment([op for op in made if is_stateful(op)])
-                self._add(fetched, done=done, **self._moments)
+                done = timestamp_after([op for op in made if is_stateful(op)])
+                self._add(fetched, done=done, **self._times)
         finally:
-            self._moments = None
+            self._times = None
 
     def received(self, towers: Sequence[Any]) -> None:
         """Is told of what towers get of the variables, where that has to travel."""
-        if self._moments is not None and towers:
-            self._moments["received"] = moment(towers)
+        if self._times is not None and towers:
+            self._times["received"] = timestamp_after(towers)
 
     def computed(self, towers: Sequence[Any]) -> None:
         """Is told of what each tower that has a share makes of it, in a step."""
-        if self._moments is not None:
-            self._moments["computed"] = [moment(tensors) for tensors in towers]
+        if self._times is not None:
+            self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 
     def add(self, parts: Sequence[float]) -> None:
         """Adds what was measured elsewhere, by whichever thread.
@@ -159,7 +162,7 @@ class Phases:
             self._last.assign(done)
 
 
-def moment(after: Any = ()) -> tf.Tensor:
+def timestamp_after(after: Any = ()) -> tf.Tensor:
     """Returns the time at which some tensors, or operations, are there.
 
     Args:

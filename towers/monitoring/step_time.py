@@ -8,7 +8,7 @@ import keras
 
 from towers.keras_adapter.fit import batches_done
 from towers.loop import listeners
-from towers.loop.timers import Phases, Totals
+from towers.loop.timers import StepTimers, Totals
 
 # The parts of a step, in the order in which they come.
 _WORDS = {
@@ -155,7 +155,7 @@ class StepTime(keras.callbacks.Callback):
     def _forget(self):
         self._steps = self._begun = 0
         self._begun_s = self._calls_s = 0.0
-        self._phases: Phases | None = None
+        self._phases: StepTimers | None = None
         self._told: Split | None = None
 
     def _start(self, phases):
