@@ -19,8 +19,6 @@ FOREIGN = {
     *("--gpus", "--shm-size", "--tag", "--volume", "--logdir", "--flagfile"),
     *("--help", "--helpfull", "--version", "--verbosity"),
 }
-# In the docs before they are in the source.
-FOREIGN |= {"--split_ratios"}
 MAKE = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -78,15 +76,24 @@ def test_the_page_of_flags_is_what_the_source_says():
     )
 
 
+def test_what_shows_a_promise_exists():
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    code = [file.read_text() for file in ROOT.glob("tests/**/*.py")]
+    for name in re.findall(r"`([Tt]est\w+)`", page):
+        assert any(re.search(rf"(def|class) {name}\b", each) for each in code), name
+    for name in re.findall(r"`(test_\w+\.py)`", page):
+        assert [*ROOT.glob(f"tests/**/{name}")], name
+    for module in re.findall(r"`python -m (scripts[\w.]+)`", page):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+
+
 # Commands.
 
 
 def commands(code):
     """Each command line, as words: continued lines joined, comments left out."""
-    for line in code.replace("\\\n", " ").splitlines():
-        words = re.sub(r"\s#.*", "", line).split()
-        if words:
-            yield words
+    lines = code.replace("\\\n", " ").splitlines()
+    return filter(None, (re.sub(r"\s#.*", "", line).split() for line in lines))
 
 
 @of(PAGES)

@@ -81,7 +81,7 @@ class Call(NamedTuple):
         inputs: What it is called with: a key of `INPUTS`.
         outcome: What towers make of it: "trusted"; "proved", by reading operations;
             "compared", on the first batch; "refused"; "impossible", since Keras does
-            not do it; "by design", where rows differ and README says so.
+            not do it; "by design", where rows differ and docs/exactness.md says so.
     """
 
     kind: str
@@ -107,27 +107,30 @@ def page(rows: list[Call]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_HEAD = """# What towers make of Keras's layers
+_HEAD = """# Keras's layers on towers
 
 Towers give the numbers of one device if a layer treats each example by itself. The
-table lists each class of `keras.layers` with its arguments, its inputs (n examples;
-"2 x" for two inputs) and the outcome on towers. `tests/towers/test_layers.py` measures
-it: the rows of a part of a batch have to equal those of the whole, in inference and,
-unless the layer draws random numbers, in training. It tries each axis that an argument
-can name.
+table lists every class of `keras.layers`, with its arguments, its inputs and the outcome
+on towers. In the column of inputs, n is the number of examples, and "2 x" stands for two
+inputs.
 
-| outcome | what it means |
+`tests/towers/test_layers.py` measures the outcomes. It computes a whole batch and parts
+of it, and compares the rows. It tries each axis that an argument can name. Layers that
+draw random numbers in training are measured in inference only.
+
+| outcome | meaning |
 |---|---|
 | trusted | The layer treats each example by itself. |
-| proved | The same; towers read it from the layer's operations each time. |
-| compared | Towers cannot read the operations. They compute the first batch as a \
-whole and in parts before they train on anything, and a line says so. A layer that \
-draws random numbers in training is compared in inference. If rows differ, the model \
-is refused. |
-| refused | Examples meet, and the error names the layer; `strict=False` accepts that. \
-A layer that wraps other code, such as `JaxLayer`, is checked like one of yours. |
-| by design | BatchNormalization; see the README. |
-| impossible | Keras does not do it, or not with an unknown number of examples. |
+| proved | The layer treats each example by itself. Towers reads that from its \
+operations, each time. |
+| compared | Towers cannot read the operations. Before training, it computes the first \
+batch as a whole and in parts, and a line says so. If rows differ, it refuses the model. \
+A layer that draws random numbers in training is compared in inference. |
+| refused | Examples depend on one another. The error names the layer; `strict=False` \
+accepts it. A layer that wraps other code, such as `JaxLayer`, is checked like a layer of \
+yours. |
+| by design | BatchNormalization; see [exactness](exactness.md). |
+| impossible | Keras does not support it, or not with an unknown number of examples. |
 
 | class | arguments | inputs | outcome |
 |---|---|---|---|"""
