@@ -110,9 +110,9 @@ def page(rows: list[Call]) -> str:
 _HEAD = """# Keras's layers on towers
 
 Towers give the numbers of one device if a layer treats each example by itself. The
-table lists every class of `keras.layers`, with its arguments, its inputs and the outcome
-on towers. In the column of inputs, n is the number of examples, and "2 x" stands for two
-inputs.
+table lists every class of `keras.layers`, with its arguments, its inputs and the
+outcome on towers. In the column of inputs, n is the number of examples, and "2 x"
+stands for two inputs.
 
 `tests/towers/test_layers.py` measures the outcomes. It computes a whole batch and parts
 of it, and compares the rows. It tries each axis that an argument can name. Layers that
@@ -124,11 +124,11 @@ draw random numbers in training are measured in inference only.
 | proved | The layer treats each example by itself. Towers reads that from its \
 operations, each time. |
 | compared | Towers cannot read the operations. Before training, it computes the first \
-batch as a whole and in parts, and a line says so. If rows differ, it refuses the model. \
-A layer that draws random numbers in training is compared in inference. |
+batch as a whole and in parts, and a line says so. If rows differ, it refuses the \
+model. A layer that draws random numbers in training is compared in inference. |
 | refused | Examples depend on one another. The error names the layer; `strict=False` \
-accepts it. A layer that wraps other code, such as `JaxLayer`, is checked like a layer of \
-yours. |
+accepts it. A layer that wraps other code, such as `JaxLayer`, is checked like a layer \
+of yours. |
 | by design | BatchNormalization; see [exactness](exactness.md). |
 | impossible | Keras does not support it, or not with an unknown number of examples. |
 
