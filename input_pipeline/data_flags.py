@@ -5,10 +5,33 @@ from typing import Any
 
 from absl import flags
 
-NAMES = (
-    *("num_classes", "eval_fraction", "feature_columns", "label_column"),
-    *("image_key", "label_key"),
-)
+HELPS = {
+    "num_classes": (
+        "Number of classes, if labels are read from files. Default: counted from the "
+        "labels."
+    ),
+    "eval_fraction": (
+        "Fraction of the records of csv:, parquet: and folder: to hold out for "
+        "validation, unless a file or folder is held out by its name, such as test. "
+        "Default: 0.1."
+    ),
+    "feature_columns": (
+        "Columns of csv: and parquet: to train on, such as age,fare. Default: all "
+        "columns except the label."
+    ),
+    "label_column": (
+        "Column of csv: and parquet: that contains the label. Default: label, class or "
+        "target, else the last column."
+    ),
+    "image_key": (
+        "Field of the image in tfrecord: and array_record:, or its column in parquet:. "
+        "Default: image/encoded; in parquet:, image."
+    ),
+    "label_key": (
+        "Field of the label in tfrecord: and array_record:. Default: image/class/label."
+    ),
+}
+NAMES = tuple(HELPS)
 
 
 def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> None:
@@ -18,50 +41,14 @@ def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> 
         group: ``module_name``, under which they are shown.
         values: where they go.
     """
-    own = {"flag_values": values, **group}
-    flags.DEFINE_integer(
-        "num_classes",
-        None,
-        "Number of classes, if labels are read from files. Default: counted from "
-        "the labels.",
-        **own,
-    )
-    flags.DEFINE_float(
-        "eval_fraction",
-        None,
-        "Fraction of the records of csv:, parquet: and folder: to hold out for "
-        "validation, unless a file or folder is held out by its name, such as test. "
-        "Default: 0.1.",
-        **own,
-    )
-    flags.DEFINE_list(
-        "feature_columns",
-        None,
-        "Columns of csv: and parquet: to train on, such as age,fare. Default: all "
-        "columns except the label.",
-        **own,
-    )
-    flags.DEFINE_string(
-        "label_column",
-        None,
-        "Column of csv: and parquet: that contains the label. Default: label, class "
-        "or target, else the last column.",
-        **own,
-    )
-    flags.DEFINE_string(
-        "image_key",
-        None,
-        "Field of the image in tfrecord: and array_record:, or its column in "
-        "parquet:. Default: image/encoded; in parquet:, image.",
-        **own,
-    )
-    flags.DEFINE_string(
-        "label_key",
-        None,
-        "Field of the label in tfrecord: and array_record:. Default: "
-        "image/class/label.",
-        **own,
-    )
+    definitions = {
+        "num_classes": flags.DEFINE_integer,
+        "eval_fraction": flags.DEFINE_float,
+        "feature_columns": flags.DEFINE_list,
+    }
+    for name, text in HELPS.items():
+        definition = definitions.get(name, flags.DEFINE_string)
+        definition(name, None, text, flag_values=values, **group)
 
 
 def given(values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:

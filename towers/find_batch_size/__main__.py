@@ -13,7 +13,7 @@ if __name__ == "__main__":
     from towers.find_batch_size import search_flags
     from towers.program import startup
 
-    startup.begin(
+    _settings = startup.begin(
         "towers.find_batch_size", lambda argv: search_flags.read(argv, __doc__)
     )
 
@@ -22,21 +22,22 @@ import json
 import signal
 import sys
 
-from absl import flags
-
 from towers.find_batch_size import search
 from towers.find_batch_size.processes import as_probe, run
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe
+from towers.find_batch_size.search_flags import Search
 from towers.program import startup, words
 from towers.program.commands import fail, quieten
 
-FLAGS = flags.FLAGS
 _PROGRAM = "towers.find_batch_size"
 
 
-def main() -> int:
-    """Searches as the flags describe, which are read and checked.
+def main(settings: Search) -> int:
+    """Searches as settings describe.
+
+    Args:
+        settings: What to train and to try, checked.
 
     Returns:
         The exit code.
@@ -45,14 +46,14 @@ def main() -> int:
     quieten()
     try:
         startup.end()
-        return find()
+        return find(settings)
     except KeyboardInterrupt as stop:
         return _say_stopped(stop)
     except (ValueError, OSError) as error:
         return fail(error, _PROGRAM)
 
 
-def find() -> int:
+def find(settings: Search) -> int:
     """Searches, says on stderr how far it is, and shows what was found.
 
     Returns:
@@ -61,10 +62,10 @@ def find() -> int:
     Raises:
         ValueError: If any input is bad, or nothing fits.
     """
-    most = FLAGS.max_batch_size
-    start = FLAGS.batch_size if most is None else min(FLAGS.batch_size, most)
+    most, start = settings.max_batch_size, settings.batch_size
+    start = start if most is None else min(start, most)
     # Only probes use the devices: this process would keep a part of their memory.
-    told = run(start)
+    told = run(settings, start)
     unit = search.unit(told["split_ratios"])
     if most is not None and most < unit:
         raise ValueError(
@@ -78,32 +79,27 @@ def find() -> int:
         split_ratios=told["split_ratios"],
         memory=told["memory"],
         most=most,
-        learning_rate=FLAGS.learning_rate,
+        learning_rate=settings.learning_rate,
         note=told["note"],
     )
     try:
         for result in search.search(
-            lambda size: as_probe(run(size)), as_probe(told), unit, most
+            lambda size: as_probe(run(settings, size)), as_probe(told), unit, most
         ):
             tried.append(result)
             say(result)
     except KeyboardInterrupt as stop:
         code, report = _say_stopped(stop), dataclasses.replace(report, stopped=True)
     if search.largest(tried):
-        show(report)
+        print(json.dumps(report.as_dict()) if settings.json else report)
+        if settings.plot:
+            report.plot(settings.plot)
     elif not code:
         raise ValueError(
             f"No batch fits, not even {tried[-1].batch_size} ({tried[-1].why}); allow "
             "more memory, or take a smaller model, smaller images or --dtype=bf16."
         )
     return code
-
-
-def show(report: Report) -> None:
-    """Prints what was found, and draws it if that is asked for."""
-    print(json.dumps(report.as_dict()) if FLAGS.json else report)
-    if FLAGS.plot:
-        report.plot(FLAGS.plot)
 
 
 def say(result: Probe) -> None:
@@ -131,4 +127,4 @@ def _say_stopped(stop: KeyboardInterrupt) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(_settings))

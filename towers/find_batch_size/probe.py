@@ -11,9 +11,10 @@ if __name__ == "__main__":
     from towers.find_batch_size import search_flags
     from towers.program import startup
 
-    # `towers.find_batch_size` has checked them.
     # Of its errors, `towers.find_batch_size` reads what TensorFlow writes.
-    startup.begin("towers.find_batch_size.probe", search_flags.FLAGS, sift=False)
+    _settings = startup.begin(
+        "towers.find_batch_size.probe", search_flags.read_checked, sift=False
+    )
 
 import contextlib
 import functools
@@ -31,19 +32,19 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from absl import flags
 
 from towers import devices
-
-# It defines flags.
-from towers.find_batch_size import search, search_flags
+from towers.find_batch_size import search
+from towers.find_batch_size.search_flags import Search
 from towers.input_pipeline import free_memory
-from towers.model.tower_model import check_all_reduce
 from towers.program import startup
 from towers.program.commands import quieten
-from towers.train import __main__ as train
+from towers.train.job import check_reduction
+from towers.train.parts.data import choose_image_shape, open_source
+from towers.train.parts.devices import configure_devices, split_ratios
+from towers.train.parts.model import build_model, build_towers
+from towers.train.settings import Settings
 
-FLAGS = flags.FLAGS
 _PROGRAM = "towers.find_batch_size.probe"
 
 # Calls that are not measured: in the first graphs are built, in the second buffers.
@@ -64,8 +65,11 @@ _NO_MEMORY = re.compile(
 )
 
 
-def main() -> int:
-    """Tries the batch size that the flags name.
+def main(settings: Search) -> int:
+    """Tries a batch size.
+
+    Args:
+        settings: It, and what to train.
 
     Returns:
         The exit code, 0: what went wrong is said in JSON, too.
@@ -80,7 +84,7 @@ def main() -> int:
     # It is for JSON; a model of the user's may print.
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            probe(tell)
+            probe(settings, tell)
         except Exception as error:  # whatever it is, the search says it
             traceback.print_exc()
             if shortage := no_memory(f"{type(error).__name__}: {error}"):
@@ -91,72 +95,72 @@ def main() -> int:
     return 0
 
 
-def probe(tell: Callable[..., None]) -> None:
-    """Trains as the flags say, and tells of it.
+def probe(settings: Search, tell: Callable[..., None]) -> None:
+    """Trains some steps, and tells of it.
 
     Args:
+        settings: How to train; the batch is made a multiple of the ratios.
         tell: Takes facts: first what is tried on which towers, then how it went.
 
     Raises:
         ValueError: If any input is bad.
     """
-    placed = train.configure_devices()
-    split_ratios = train.split_ratios(placed)
-    if FLAGS.all_reduce_alg != "auto":
-        check_all_reduce(FLAGS.all_reduce_alg, FLAGS.variable_update, placed.towers)
-    unit = search.unit(split_ratios)
-    FLAGS.batch_size = max(FLAGS.batch_size // unit, 1) * unit
+    placed = configure_devices(settings)
+    ratios = split_ratios(settings, placed)
+    check_reduction(settings, placed)
+    unit = search.unit(ratios)
+    settings = settings.but(batch_size=max(settings.batch_size // unit, 1) * unit)
     gpus = bool(placed.physical)
     tell(
-        batch_size=FLAGS.batch_size,
+        batch_size=settings.batch_size,
         towers=placed.towers,
-        split_ratios=split_ratios,
+        split_ratios=ratios,
         memory="GPU" if gpus else "process",
         note=placed.note,
     )
-    if gpus and FLAGS.memory_limit_mb is not None:
+    if gpus and settings.memory_limit_mb is not None:
         raise ValueError(
-            f"Received --memory_limit_mb={FLAGS.memory_limit_mb} for towers on GPUs; "
+            f"Received {settings.as_flag('memory_limit_mb')} for towers on GPUs; "
             "expected --gpu_memory_limit_mb there."
         )
-    source = train.open_source(FLAGS.dataset, FLAGS.num_classes)
-    image_shape = train.choose_image_shape(source)
+    source = open_source(settings, settings.dataset, settings.num_classes)
+    image_shape = choose_image_shape(settings, source)
     if not gpus:
         # Not before: a library that finds no memory while it is imported says anything.
-        limit_memory()
-    model = train.build_model(source, image_shape, placed.home)
+        limit_memory(settings.memory_limit_mb)
+    model = build_model(settings, source, image_shape, placed.home)
     clock = Clock()
     # How many examples an epoch has changes the learning rate only.
-    train.build_towers(model, placed, image_shape, FLAGS.batch_size).fit(
-        batches(FLAGS.batch_size, image_shape, source.num_classes),
-        steps_per_epoch=(_WARM_UP + FLAGS.probe_steps) * FLAGS.steps_per_loop,
+    build_towers(settings, model, placed, image_shape, settings.batch_size).fit(
+        batches(settings, image_shape, source.num_classes),
+        steps_per_epoch=(_WARM_UP + settings.probe_steps) * settings.steps_per_loop,
         callbacks=[clock],
         verbose=0,
         shuffle=False,
     )
-    step_s = statistics.median(clock.measured_s()) / FLAGS.steps_per_loop
+    step_s = statistics.median(clock.measured_s()) / settings.steps_per_loop
     tell(
         fits=True,
-        images_per_s=FLAGS.batch_size / step_s,
+        images_per_s=settings.batch_size / step_s,
         step_ms=1000 * step_s,
         peak_memory_mb=peak_memory_mb(placed),
     )
 
 
 def batches(
-    size: int, image_shape: tuple[int, ...], num_classes: int
+    settings: Settings, image_shape: tuple[int, ...], num_classes: int
 ) -> tf.data.Dataset:
     """Makes batches like those of the pipeline, without end.
 
     Args:
-        size: Examples in a batch.
+        settings: Of how many examples, and from which seed.
         image_shape: (height, width, channels) of the images, or (numbers in a row,).
         num_classes: Labels are below.
 
     Returns:
         A dataset of (images, labels): uint8 images, or float32 rows; int64 labels.
     """
-    draw = functools.partial(tf.random.stateless_uniform, seed=(FLAGS.seed, 0))
+    draw = functools.partial(tf.random.stateless_uniform, seed=(settings.seed, 0))
     if len(image_shape) == 3:
         images = draw((_POOL, *image_shape), maxval=256, dtype=tf.int32)
         images = tf.cast(images, tf.uint8)
@@ -169,7 +173,7 @@ def batches(
         rows = tf.range(size) % _POOL
         return tf.gather(images, rows), tf.gather(labels, rows)
 
-    data = tf.data.Dataset.from_tensors(size).repeat()
+    data = tf.data.Dataset.from_tensors(settings.batch_size).repeat()
     return data.map(batch).prefetch(tf.data.AUTOTUNE)
 
 
@@ -194,8 +198,8 @@ class Clock(keras.callbacks.Callback):
         return [end - begin for begin, end in itertools.pairwise(ends_s)]
 
 
-def limit_memory() -> None:
-    """Has allocating fail beyond the limit.
+def limit_memory(limit_mb: int | None) -> None:
+    """Has allocating fail beyond the limit, or before no memory is left.
 
     RLIMIT_DATA counts what is allocated; RLIMIT_AS would count TensorFlow's libraries
     and addresses that are merely reserved, and Linux ignores RLIMIT_RSS.
@@ -203,7 +207,7 @@ def limit_memory() -> None:
     Raises:
         ValueError: If more is allocated already.
     """
-    taken_mb, limit_mb = _of_process_mb("VmData"), FLAGS.memory_limit_mb
+    taken_mb = _of_process_mb("VmData")
     if limit_mb is None:
         # So that the kernel ends no other process.
         limit_mb = taken_mb + _SHARE_OF_FREE * free_memory() / 2**20
@@ -250,4 +254,4 @@ def no_memory(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(_settings))

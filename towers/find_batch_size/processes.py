@@ -6,17 +6,19 @@ import subprocess
 import sys
 from typing import Any
 
-from towers.find_batch_size import probe, search_flags
+from towers.find_batch_size import probe
 from towers.find_batch_size.search import Probe
+from towers.find_batch_size.search_flags import Search
 
 # Most that a probe may take: compiling a large model with XLA takes minutes.
 _PROBE_S = 900
 
 
-def run(batch_size: int) -> dict[str, Any]:
-    """Has a process try a batch size, with the flags of this one.
+def run(settings: Search, batch_size: int) -> dict[str, Any]:
+    """Has a process try a batch size.
 
     Args:
+        settings: What to train.
         batch_size: Examples; the process takes fewer if they are not of whole shares.
 
     Returns:
@@ -25,8 +27,7 @@ def run(batch_size: int) -> dict[str, Any]:
     Raises:
         ValueError: If it failed, and not for want of memory.
     """
-    # Of a flag given twice, the last counts.
-    flags = [*search_flags.for_a_probe(), f"--batch_size={batch_size}"]
+    flags = settings.for_a_probe(batch_size)
     command = [sys.executable, "-m", probe.__name__, *flags]
     try:
         # It ends the process if anything is raised meanwhile, such as by Ctrl-C.

@@ -1,40 +1,65 @@
-"""The flags of towers.find_batch_size besides those of towers.train."""
+"""The flags of towers.find_batch_size: its own, and those of towers.train."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from absl import flags
 
 from towers.program import command_line
 from towers.program.commands import check_plot
+from towers.train import checks
 from towers.train import flags as train_flags
+from towers.train.settings import Settings
 
-FLAGS = flags.FLAGS
 _SEARCH = {"module_name": "Search"}
 _PROBE = {"module_name": "Each size"}
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search(Settings):
+    """What to train, and which batch sizes to try; flags say what each means."""
+
+    max_batch_size: int | None = None
+    plot: str | None = None
+    json: bool = False
+    probe_steps: int = 5
+    memory_limit_mb: int | None = None
+
+    def for_a_probe(self, batch_size: int) -> list[str]:
+        """Returns the flags that the process is to have that tries a batch size."""
+        own = "probe_steps", "memory_limit_mb"
+        return [
+            *self.but(batch_size=batch_size).as_text().splitlines(),
+            *(self.as_flag(name) for name in own if getattr(self, name) is not None),
+        ]
+
+
 flags.DEFINE_integer(
     "max_batch_size",
-    None,
+    Search.max_batch_size,
     "Largest batch to try. Default: no limit.",
     lower_bound=1,
     **_SEARCH,
 )
 flags.DEFINE_string(
-    "plot", None, "PNG or SVG file to write a chart to (needs matplotlib).", **_SEARCH
+    "plot",
+    Search.plot,
+    "PNG or SVG file to write a chart to (needs matplotlib).",
+    **_SEARCH,
 )
 flags.DEFINE_bool(
-    "json", False, "Print one line of JSON instead of a table.", **_SEARCH
+    "json", Search.json, "Print one line of JSON instead of a table.", **_SEARCH
 )
 flags.DEFINE_integer(
     "probe_steps",
-    5,
+    Search.probe_steps,
     "Most steps to measure after the warm-up. Two are enough if steps are slow.",
     lower_bound=1,
     **_PROBE,
 )
 flags.DEFINE_integer(
     "memory_limit_mb",
-    None,
+    Search.memory_limit_mb,
     "Most memory of the process that tries a size, in MB, without a GPU. "
     "Default: its memory at the start, and 9/10 of the free memory.",
     lower_bound=1,
@@ -42,7 +67,7 @@ flags.DEFINE_integer(
 )
 
 
-def read(argv: Sequence[str], doc: str) -> None:
+def read(argv: Sequence[str], doc: str) -> Search:
     """Reads the flags, and checks them.
 
     Args:
@@ -52,23 +77,21 @@ def read(argv: Sequence[str], doc: str) -> None:
     Raises:
         ValueError: If a flag is bad, or there is anything but flags.
     """
-    ours = {group["module_name"]: list(of(group)) for group in (_SEARCH, _PROBE)}
-    rest = command_line.read(
+    ours = command_line.below(each["module_name"] for each in (_SEARCH, _PROBE))
+    command_line.read(
         argv,
         doc,
         {**ours, **train_flags.groups(train_flags.MAIN)},
         {**ours, **train_flags.groups()},
+        example="--model=cnn",
     )
-    train_flags.check(rest)
-    check_plot(FLAGS.plot, "batch_size.png", "batch_size.svg")
+    search = command_line.settings(Search)
+    checks.check(search)
+    check_plot(search.plot, "batch_size.png", "batch_size.svg")
+    return search
 
 
-def for_a_probe() -> list[str]:
-    """Returns the flags that a probe's process is to have."""
-    given = [flag.serialize() for flag in of(_PROBE) if flag.value is not None]
-    return [*train_flags.as_text().splitlines(), *given]
-
-
-def of(group: dict[str, str]) -> list[flags.Flag]:
-    """Returns the flags below a heading."""
-    return FLAGS.flags_by_module_dict()[group["module_name"]]
+def read_checked(argv: Sequence[str]) -> Search:
+    """Reads the flags that `Search.for_a_probe` has made."""
+    flags.FLAGS(argv)
+    return command_line.settings(Search)

@@ -10,10 +10,11 @@ Exit codes: 0 equal; 1 error; 2 not equal; 130 stopped by Ctrl-C.
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
     from towers.program import startup
-    from towers.train import flags as train_flags
+    from towers.train import checks, flags
 
-    startup.begin(
-        "towers.parity", lambda argv: train_flags.read_for_parity(argv, __doc__)
+    _settings = startup.begin(
+        "towers.parity",
+        lambda argv: checks.check_not_mixed(flags.read(argv, __doc__)),
     )
 
 import gc
@@ -22,21 +23,30 @@ import sys
 from typing import Any
 
 import tensorflow as tf
-from absl import flags
 
 from towers import devices, input_pipeline
 from towers.collectives import batch
 from towers.parity import check_parity
 from towers.program import startup
-from towers.program.commands import fail, quieten, read_randaugment
-from towers.train import __main__ as train
+from towers.program.commands import fail, quieten
+from towers.train.parts.data import (
+    Data,
+    choose_image_shape,
+    open_source,
+    prepare_data,
+)
+from towers.train.parts.devices import configure_devices, split_ratios
+from towers.train.parts.model import build_model, compile_model, make_preprocess
+from towers.train.settings import Settings
 
-FLAGS = flags.FLAGS
 _PROGRAM = "towers.parity"
 
 
-def main() -> int:
-    """Checks the model that the flags describe, which are read and checked.
+def main(settings: Settings) -> int:
+    """Checks the model that settings describe.
+
+    Args:
+        settings: What to train, checked.
 
     Returns:
         The exit code.
@@ -44,7 +54,7 @@ def main() -> int:
     quieten()
     try:
         startup.end()
-        return check()
+        return check(settings)
     except KeyboardInterrupt:
         print()
         fail("Stopped by Ctrl-C.", _PROGRAM)
@@ -56,8 +66,8 @@ def main() -> int:
         gc.collect()
 
 
-def check() -> int:
-    """Builds what the flags describe, checks it and says what was found.
+def check(settings: Settings) -> int:
+    """Builds what is asked for, checks it and says what was found.
 
     Returns:
         0 if towers equal one device, else 2.
@@ -65,38 +75,36 @@ def check() -> int:
     Raises:
         ValueError: If any input is bad.
     """
-    placed = train.configure_devices()
-    split_ratios = train.split_ratios(placed)
-    source = train.open_source(FLAGS.dataset, FLAGS.num_classes)
-    image_shape = train.choose_image_shape(source)
-    model = train.build_model(source, image_shape, placed.home)
-    source, *_ = train.prepare_data(source, None, [])
+    placed = configure_devices(settings)
+    ratios = split_ratios(settings, placed)
+    source = open_source(settings, settings.dataset, settings.num_classes)
+    image_shape = choose_image_shape(settings, source)
+    model = build_model(settings, source, image_shape, placed.home)
+    data = prepare_data(settings, source, None, image_shape)
     with tf.device(placed.home):
-        train.compile_model(model, image_shape, source.splits["train"])
-    print(devices.table(placed, batch.cut(FLAGS.batch_size, split_ratios)), flush=True)
-    asked = FLAGS.variable_update
+        compile_model(settings, model, image_shape, data.examples)
+    print(devices.table(placed, batch.cut(settings.batch_size, ratios)), flush=True)
+    asked = settings.variable_update
     parity = check_parity(
         model,
-        read_batches(source, image_shape, len(placed.towers)),
+        read_batches(data, len(placed.towers)),
         placed.towers,
         # To choose, auto would have to train.
         builder="parameter_server" if asked == "auto" else asked,
-        split_ratios=split_ratios,
-        loss_placement=FLAGS.loss_placement,
-        strict=FLAGS.strict,
+        split_ratios=ratios,
+        loss_placement=settings.loss_placement,
+        strict=settings.strict,
     )
-    print(f"Model {FLAGS.model}, data {source.name}: towers and one device.\n{parity}")
+    what = f"Model {settings.model}, data {source.name}"
+    print(f"{what}: towers and one device.\n{parity}")
     return 0 if parity.equal else 2
 
 
-def read_batches(
-    source: input_pipeline.Source, image_shape: tuple[int, int, int], towers: int
-) -> list[Any]:
+def read_batches(data: Data, towers: int) -> list[Any]:
     """Reads the first batches of training data, and makes the last one short.
 
     Args:
-        source: The data.
-        image_shape: (height, width, channels) of the images.
+        data: The data.
         towers: Number of towers, among which the last batch is not to divide evenly.
 
     Returns:
@@ -105,20 +113,12 @@ def read_batches(
     Raises:
         ValueError: If a record is bad.
     """
-    preprocess = train.make_preprocess(None)
-    data = input_pipeline.make_dataset(
-        source,
-        "train",
-        batch_size=FLAGS.batch_size,
-        image_shape=image_shape,
-        training=True,
-        recipe=FLAGS.recipe,
-        randaugment=read_randaugment(FLAGS.randaugment),
-        seed=FLAGS.seed,
-        deterministic=True,
-    ).map(lambda images, labels: (preprocess(images, None, False)[0], labels))
-    with input_pipeline.blame_records(source):
-        batches = list(itertools.islice(data.repeat(), FLAGS.parity_steps))
+    preprocess = make_preprocess(data.settings)
+    # Each epoch anew, and in this process.
+    read = data.open_training(deterministic=True, repeat=False, data_service=None)
+    read = read.map(lambda x, y: (preprocess(x, None, False)[0], y))
+    with input_pipeline.blame_records(data.source):
+        batches = list(itertools.islice(read.repeat(), data.settings.parity_steps))
     if len(batches) > 1:
         size = int(batch.batch_size(batches[-1]))
         # One example more than divides.
@@ -128,4 +128,4 @@ def read_batches(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(_settings))

@@ -1,10 +1,12 @@
 """Reads the flags of a program, and shows its help, before TensorFlow is imported."""
 
+import dataclasses
 import difflib
 import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 # Logging defines --verbosity.
 from absl import flags, logging  # noqa: F401
@@ -13,6 +15,7 @@ from towers._deprecated import rename_flags
 from towers.program import voice
 from towers.program.suggestions import unknown_flag
 
+T = TypeVar("T")
 Groups = Mapping[str, Iterable[flags.Flag]]
 
 
@@ -22,6 +25,7 @@ def read(
     groups: Groups,
     more: Groups | None = None,
     values: flags.FlagValues = flags.FLAGS,
+    example: str | None = None,
 ) -> list[str]:
     """Reads a program's flags, or shows its help and ends it.
 
@@ -31,12 +35,15 @@ def read(
         groups: The flags that --help shows, below their headings.
         more: All that --helpfull shows; by default the same.
         values: Where the flags are kept.
+        example: A flag, for the error about any other argument; `None` if there may
+            be others.
 
     Returns:
         The program's name, and the arguments that are not flags.
 
     Raises:
-        ValueError: A flag is unknown, or has a value of another form.
+        ValueError: A flag is unknown, or has a value of another form; or there is
+            anything but flags.
         SystemExit: The help was asked for.
     """
     asked = {
@@ -63,7 +70,31 @@ def read(
         raise ValueError(f"{said}; see --help.") from error
     for note in notes:
         voice.say(note)
+    if example is not None and len(rest) > 1:
+        raise ValueError(
+            f"Received the argument {rest[1]!r}; expected flags only, such as "
+            f"{example} (see --help)."
+        )
     return rest
+
+
+def settings(kind: type[T], values: flags.FlagValues = flags.FLAGS) -> T:
+    """Returns flags as a frozen value: a dataclass with fields of their names.
+
+    Args:
+        kind: The dataclass. Lists become tuples.
+        values: Where the flags are kept.
+    """
+    found = {field.name: values[field.name].value for field in dataclasses.fields(kind)}
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
+
+
+def below(
+    headings: Iterable[str], values: flags.FlagValues = flags.FLAGS
+) -> dict[str, list[flags.Flag]]:
+    """Returns the flags below some headings of the help."""
+    by_module = values.flags_by_module_dict()
+    return {heading: by_module[heading] for heading in headings}
 
 
 _KINDS = {

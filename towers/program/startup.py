@@ -16,10 +16,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import wrapt
 
 from towers.program import keras_settings
+
+T = TypeVar("T")
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Flags are read later, and by absl.
@@ -42,10 +45,10 @@ _paused = False
 
 def begin(
     program: str,
-    read: Callable[[Sequence[str]], object] | None = None,
+    read: Callable[[Sequence[str]], T] = lambda argv: None,
     stopped: str = "Stopped by Ctrl-C.",
     sift: bool = True,
-) -> None:
+) -> T:
     """Reads the flags, then imports TensorFlow without what it says of its start.
 
     --verbosity=0, or more, shows what TensorFlow says, and so does an environment with
@@ -83,8 +86,7 @@ def begin(
         leave = functools.partial(_leave, f"{program}: {stopped}\n")
         signal.signal(signal.SIGINT, leave)
     try:
-        if read is not None:
-            read(sys.argv)
+        found = read(sys.argv)
         notes = keras_settings.ignored()
     except ValueError as error:
         sys.exit(f"{program}: {' '.join(str(error).split())}")
@@ -106,6 +108,7 @@ def begin(
             f"{program}: TensorFlow cannot be imported ({reason}); ask python -m "
             "towers.doctor."
         )
+    return found
 
 
 def prepare_gpus() -> None:

@@ -4,7 +4,6 @@ import os
 import warnings
 
 import keras
-from absl import flags
 
 from towers import input_pipeline
 from towers._deprecated import rename_flags
@@ -12,62 +11,63 @@ from towers.lifecycle import resume
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
 from towers.program import words
-from towers.train.flags import MONITORS
-
-FLAGS = flags.FLAGS
+from towers.train.settings import DEFAULTS, MONITORS, NAMES, Settings
 
 
-def make_checkpoint(folder: str, validates: bool) -> Checkpoint:
-    """Makes the callback that saves the run, as the flags say.
+def make_checkpoint(settings: Settings, folder: str, validates: bool) -> Checkpoint:
+    """Makes the callback that saves the run.
 
     Args:
+        settings: When to save, and what to keep.
         folder: Where the checkpoints lie.
         validates: Whether there is validation data.
 
     Raises:
         ValueError: --monitor names a metric of validation data that are missing.
     """
-    monitor, mode = _monitor(validates)
+    monitor, mode = _monitor(settings, validates)
     return Checkpoint(
         folder,
-        save_steps=FLAGS.save_steps,
-        save_minutes=FLAGS.save_minutes,
-        keep=FLAGS.keep_checkpoints,
+        save_steps=settings.save_steps,
+        save_minutes=settings.save_minutes,
+        keep=settings.keep_checkpoints,
         monitor=monitor,
         mode=mode,
-        on_save_error=FLAGS.on_save_error,
+        on_save_error=settings.on_save_error,
     )
 
 
-def best_text() -> str:
+def best_text(settings: Settings) -> str:
     """Returns which loss is the best without validation data: "lowest loss"."""
-    monitor, mode = _monitor(validates=False)
+    monitor, mode = _monitor(settings, validates=False)
     return f"{'lowest' if mode == 'min' else 'highest'} {monitor}"
 
 
-def _monitor(validates):
+def _monitor(settings, validates):
     known = [name for name in MONITORS if validates or not name.startswith("val_")]
-    monitor = FLAGS.monitor or known[0]
+    monitor = settings.monitor or known[0]
     if monitor not in known:
         raise ValueError(
             f"Received --monitor={monitor}, but there is no validation data; expected "
             f"one of {', '.join(known)}, or an --eval_dataset."
         )
-    mode = FLAGS.monitor_mode
+    mode = settings.monitor_mode
     if mode == "auto":
         mode = "min" if monitor.endswith("loss") else "max"
     return monitor, mode
 
 
-def restore(checkpoint: Checkpoint, folder: str, model: keras.Model) -> None:
+def restore(
+    settings: Settings, checkpoint: Checkpoint, folder: str, model: keras.Model
+) -> None:
     """Restores the checkpoint that --checkpoint names, if there is any.
 
     Raises:
         ValueError: One is needed and there is none, or it is not of this model.
     """
-    which = FLAGS.checkpoint
+    which = settings.checkpoint
     if which.endswith(".keras"):
-        if not FLAGS.eval_only:
+        if not settings.eval_only:
             raise ValueError(
                 f"Received --checkpoint={which}, a model from which no run can go on; "
                 "expected last, best or a folder in checkpoints/, or --eval_only as "
@@ -85,12 +85,12 @@ def restore(checkpoint: Checkpoint, folder: str, model: keras.Model) -> None:
             reason = reason.removesuffix(".")
             raise ValueError(
                 f"Cannot read the weights of --checkpoint={which}: {reason}; expected "
-                f"a model that was saved with --model={FLAGS.model}."
+                f"a model that was saved with --model={settings.model}."
             ) from error
         return
-    if checkpoint.restore(model, which) or not (FLAGS.eval_only or which != "last"):
+    if checkpoint.restore(model, which) or not (settings.eval_only or which != "last"):
         return
-    what = "evaluate" if FLAGS.eval_only else "go on from"
+    what = "evaluate" if settings.eval_only else "go on from"
     raise ValueError(
         f"There is no checkpoint in {folder} to {what}; train first, or name the "
         "model_dir of an earlier run."
@@ -118,29 +118,30 @@ def check_classes(folder: str, source: input_pipeline.Source) -> None:
         return resume.check_classes(path, before, now)
 
 
-def text(checkpoint: Checkpoint, model: keras.Model) -> list[str]:
+def text(settings: Settings, checkpoint: Checkpoint, model: keras.Model) -> list[str]:
     """Says where the run goes on, and which training is given up for it.
 
     Args:
+        settings: What was asked for.
         checkpoint: Which is restored.
         model: As it was restored.
     """
-    if FLAGS.checkpoint.endswith(".keras"):
-        return [f"Evaluating {FLAGS.checkpoint}."]
+    if settings.checkpoint.endswith(".keras"):
+        return [f"Evaluating {settings.checkpoint}."]
     if not checkpoint.latest:
         return []
     position = checkpoint.position
     batches = words.count(position.batch, "batch", "batches")
     within = f" and {batches}" if position.batch else ""
-    best = checkpoint.find_best(model) if FLAGS.checkpoint == "best" else None
-    doing = "Evaluating" if FLAGS.eval_only else "Continuing from"
+    best = checkpoint.find_best(model) if settings.checkpoint == "best" else None
+    doing = "Evaluating" if settings.eval_only else "Continuing from"
     step = f"step {int(model.optimizer.iterations)}"
     good = f", the best by {best.monitor}: {best.value:.4g}" if best else ""
     lines = [
         f"{doing} {checkpoint.latest}: after epoch {position.epoch}{within}, {step}"
         f"{good}."
     ]
-    if checkpoint.discarded and not FLAGS.eval_only:
+    if checkpoint.discarded and not settings.eval_only:
         names = ", ".join(map(os.path.basename, reversed(checkpoint.discarded)))
         lines.append(
             f"The training after it is given up: {names} will be removed when the "
@@ -149,25 +150,26 @@ def text(checkpoint: Checkpoint, model: keras.Model) -> list[str]:
     return lines
 
 
-def changed_flags(before: str, now: str, trains: bool = True) -> str | None:
+def changed_flags(before: str, settings: Settings, trains: bool = True) -> str | None:
     """Says which flags differ from those of the run before.
 
     Args:
         before: The flags as --flagfile reads them.
-        now: The same of this run.
+        settings: Those of this run.
         trains: Whether anything is left to train, where more is said of the data.
     """
-    then, ours = _by_name(before), _by_name(now)
+    then, ours = _by_name(before), _by_name(settings.as_text())
     changed = []
     for name in sorted(then.keys() | ours.keys()):
         old, new = then.get(name), ours.get(name)
-        known = name in FLAGS and name != "model_dir"
-        if name == "learning_rate" and FLAGS.lr_schedule == "constant":
+        if old == new or name not in NAMES or name == "model_dir":
+            continue
+        if name == "learning_rate" and settings.lr_schedule == "constant":
             continue  # said when it is renewed
         if name == "batch_size" and trains:
             continue  # said when the data are begun anew
         # Of a flag that is new in this version, nothing is known.
-        if old == new or not known or (old is None and FLAGS[name].using_default_value):
+        if old is None and new == DEFAULTS.as_flag(name):
             continue
         old = old and (old.partition("=")[2] or old)
         before = f"before {old}" if old else "not given before"
@@ -177,8 +179,8 @@ def changed_flags(before: str, now: str, trains: bool = True) -> str | None:
 
 def _by_name(text):
     found = {}
-    lines, _ = rename_flags(text.splitlines(), FLAGS)
+    lines, _ = rename_flags(text.splitlines(), NAMES)
     for line in lines:
         name = line.removeprefix("--").partition("=")[0]
-        found[name if name in FLAGS else name.removeprefix("no")] = line
+        found[name if name in NAMES else name.removeprefix("no")] = line
     return found

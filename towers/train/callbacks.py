@@ -1,0 +1,156 @@
+"""The callbacks of a run: what saves it, watches it and says how far it is."""
+
+import os
+from collections.abc import Callable, Sequence
+
+import keras
+
+from towers import devices, input_pipeline
+from towers.lifecycle.stop_at_step import StopAtStep
+from towers.monitoring.bottleneck.starvation import Starvation
+from towers.monitoring.device_report import DeviceReport
+from towers.monitoring.lines import Lines
+from towers.monitoring.profile.callback import Profile
+from towers.monitoring.stall import Stall
+from towers.monitoring.tensorboard.callback import TensorBoard
+from towers.monitoring.throughput import Throughput
+from towers.monitoring.watch import Watch
+from towers.train import checks
+from towers.train.job import Job
+from towers.train.outputs import model_size
+from towers.train.outputs.versions import versions
+
+# What is looked at most comes first.
+_HYPER_PARAMETERS = (
+    "model",
+    "batch_size",
+    "optimizer",
+    "learning_rate",
+    "dataset",
+    "image_size",
+    "recipe",
+    "randaugment",
+    "mixup_alpha",
+    "cutmix_alpha",
+    "split_ratios",
+    "train_epochs",
+    "max_train_steps",
+    "lr_schedule",
+    "momentum",
+    "weight_decay",
+    "dtype",
+    "variable_update",
+    "max_staleness",
+    "steps_per_loop",
+    "enable_xla",
+    "seed",
+)
+
+
+def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
+    """Makes the callbacks of a run, in order.
+
+    Args:
+        job: The run.
+        watch: Measures it.
+        lines: Whether to print lines, where no progress bar is shown.
+    """
+    settings = job.settings
+    measures = watch.measures
+    if settings.asynchronous:
+        measures.append(job.parallel.builder.staleness.measured)
+    # The order matters: what one callback adds to the logs, the later ones see.
+    callbacks = [
+        *watch.callbacks,
+        make_tensorboard(job, measures, watch),
+        job.checkpoint,
+    ]
+    if (steps := checks.read_profile_steps(settings)) is not None:
+        callbacks.insert(0, Profile(os.path.join(job.model_dir, "train"), *steps))
+    if settings.stall_seconds:
+        # First, to hear of a batch before it is waited for any other.
+        callbacks.insert(0, make_stall(job))
+    if settings.max_train_steps is not None:
+        callbacks.append(StopAtStep(settings.max_train_steps))
+    if lines:
+        callbacks.append(Lines(settings.log_steps, rate=watch.throughput.text))
+    return callbacks
+
+
+def make_watch(job: Job) -> Watch:
+    """Makes the callbacks that measure the run."""
+    size = job.settings.batch_size
+    fractions = [each / size for each in job.sizes]
+    return Watch(
+        Throughput(size, job.data.examples, fractions=fractions),
+        Starvation(job.settings.log_steps, advice=input_pipeline.ADVICE),
+        DeviceReport(job.devices),
+        fractions,
+    )
+
+
+def make_tensorboard(
+    job: Job, measures: Sequence[Callable[[], dict[str, float]]], watch: Watch
+) -> TensorBoard:
+    """Makes the callback that writes what the run does, and is.
+
+    Args:
+        job: The run.
+        measures: What has been measured; see `TensorBoard`.
+        watch: Says at the end what was measured.
+    """
+    found = "\n".join(f"{name}: {value}" for name, value in versions().items())
+    texts = {
+        "flags": job.settings.as_text(),
+        "model": model_size.summary_text(job.model),
+        "devices": devices.table(job.devices, job.sizes),
+        "versions": found,
+    }
+    return TensorBoard(
+        job.model_dir,
+        every_steps=job.settings.log_steps,
+        texts={
+            **{tag: as_markdown(text) for tag, text in texts.items()},
+            "verdict": lambda: (
+                f"{watch.starvation.verdict}\n\n{as_markdown(watch.text())}"
+            ),
+        },
+        scalars={
+            "bad_records": job.data.bad_records,
+            "parameters": job.model.count_params(),
+        },
+        measures=measures,
+        hparams=hyper_parameters(job),
+        histograms=job.settings.histograms,
+        graph=lambda: job.parallel.builder.graph,
+        examples=job.data.samples() if len(job.data.image_shape) == 3 else None,
+        sample=job.data.evaluation,
+        class_names=job.data.source.class_names,
+    )
+
+
+def hyper_parameters(job: Job) -> dict[str, bool | int | float | str]:
+    """Returns the flags that runs are compared by."""
+    values = {name: getattr(job.settings, name) for name in _HYPER_PARAMETERS}
+    given = {name: value for name, value in values.items() if value is not None}
+    return {
+        "towers": len(job.devices.towers),
+        **{n: ",".join(v) if isinstance(v, tuple) else v for n, v in given.items()},
+    }
+
+
+def make_stall(job: Job) -> Stall:
+    """Makes the callback that says what is waited for."""
+    return Stall(
+        job.settings.stall_seconds,
+        job.settings.on_stall,
+        devices=(*job.devices.towers, job.devices.home),
+        data=job.data.training,
+        validation_data=job.data.evaluation,
+        checkpoint=job.checkpoint,
+    )
+
+
+def as_markdown(lines: str) -> str:
+    """Indents lines, which Markdown shows as they are."""
+    return "".join(f"    {line}\n" for line in lines.splitlines())

@@ -1,0 +1,227 @@
+"""Checks settings by themselves: before TensorFlow is imported, touching no device."""
+
+import math
+
+from towers.input_pipeline import data_flags, specs
+from towers.models import spec
+from towers.program.commands import (
+    check_data_service,
+    check_folder,
+    read_image_size,
+    read_randaugment,
+)
+from towers.train.settings import Settings
+
+MOST_PROFILED_STEPS = 200
+
+# Flags of the data, by the arguments of `input_pipeline.open_source`.
+DATA_FLAGS = {
+    **{name: name for name in data_flags.NAMES},
+    "train_split": "train_split",
+    "test_split": "eval_split",
+}
+
+# The least, and the most if there is one, that a number may be.
+_BOUNDS = (
+    ("batch_size", 1, None),
+    ("train_epochs", 1, None),
+    ("max_train_steps", 1, None),
+    ("max_staleness", 0, None),
+    ("num_gpus", 1, None),
+    ("num_classes", 1, None),
+    ("gpu_split", 1, None),
+    ("gpu_memory_limit_mb", 1, None),
+    ("steps_per_loop", 1, None),
+    ("log_steps", 1, None),
+    ("save_steps", 1, None),
+    ("save_minutes", 0, None),
+    ("stall_seconds", 0, None),
+    ("keep_checkpoints", 1, None),
+    ("max_bad_records", 0, None),
+    ("mixup_alpha", 0, None),
+    ("cutmix_alpha", 0, None),
+    ("shuffle_mb", 0, None),
+    ("ram_budget_mb", 1, 2**30),
+    ("prefetch", 0, None),
+    ("parity_steps", 1, None),
+    ("seed", 0, 2**32 - 1),
+    ("learning_rate", 0, None),
+    ("momentum", 0, 1),
+    ("weight_decay", 0, None),
+)
+
+
+def check(settings: Settings) -> Settings:
+    """Checks settings by themselves, and returns them.
+
+    Raises:
+        ValueError: If anything is bad.
+    """
+    _check_numbers(settings)
+    _check_run(settings)
+    _check_towers(settings)
+    _check_cache(settings)
+    check_data(settings)
+    if settings.uses_data_dir:
+        check_folder("data_dir", settings.data_dir, "--data_dir", new=True)
+    if settings.cache_dir is not None:
+        check_folder("cache_dir", settings.cache_dir, "--cache_dir", new=True)
+    if settings.mixes and settings.loss_placement == "gathered":
+        raise ValueError(
+            "Received --loss_placement=gathered with --mixup_alpha or --cutmix_alpha, "
+            "which mix examples on the towers; expected --loss_placement=auto."
+        )
+    spec.check(settings.model)
+    _ = settings.optimizer_class
+    read_image_size(settings.image_size)
+    read_randaugment(settings.randaugment)
+    read_profile_steps(settings)
+    check_data_service(settings.data_service)
+    return settings
+
+
+def check_model_dir(settings: Settings) -> Settings:
+    """Checks that the run can be written, leaving nothing; returns the settings."""
+    if not settings.eval_only:
+        check_folder("model_dir", settings.absolute_model_dir, "--model_dir")
+    return settings
+
+
+def check_not_mixed(settings: Settings) -> Settings:
+    """Checks that no examples are mixed, for towers.parity; returns the settings."""
+    if settings.mixes:
+        raise ValueError(
+            "Received --mixup_alpha or --cutmix_alpha, which mix each tower's own "
+            "examples and so never equal one device; leave them out."
+        )
+    return settings
+
+
+def _check_numbers(settings: Settings) -> None:
+    """Checks that numbers are in their bounds."""
+    for name, least, most in _BOUNDS:
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        if not least <= value < math.inf or (most is not None and value > most):
+            expected = f"at least {least}" if most is None else f"{least} to {most}"
+            if value == math.inf:
+                expected = "a number that is finite"
+            raise ValueError(f"Received --{name}={value}; expected {expected}.")
+
+
+def _check_run(settings: Settings) -> None:
+    """Checks what is asked of an earlier run."""
+    if settings.clean and settings.eval_only:
+        raise ValueError(
+            "Received --clean and --eval_only; expected one of them, as nothing is "
+            "left to evaluate after --clean."
+        )
+    if settings.clean and settings.checkpoint != "last":
+        raise ValueError(
+            f"Received --clean and --checkpoint={settings.checkpoint}; expected one of "
+            "them, as nothing is left to go on from after --clean."
+        )
+
+
+def _check_towers(settings: Settings) -> None:
+    """Checks how variables are updated, and by which towers."""
+    if settings.all_reduce_alg != "auto" and settings.variable_update != "replicated":
+        raise ValueError(
+            f"Received {settings.as_flag('all_reduce_alg')} with "
+            f"{settings.as_flag('variable_update')}; it says how replicated adds "
+            "gradients, so give --variable_update=replicated as well."
+        )
+    if settings.max_staleness is not None and not settings.asynchronous:
+        raise ValueError(
+            f"Received {settings.as_flag('max_staleness')} and "
+            f"{settings.as_flag('variable_update')}, whose towers wait for one "
+            "another; expected --variable_update=asynchronous, or none."
+        )
+    if settings.deterministic and settings.asynchronous:
+        raise ValueError(
+            "Received --deterministic and --variable_update=asynchronous, where the "
+            "order of updates is left to chance; expected one of them, so use "
+            "--variable_update=parameter_server."
+        )
+    if any(not index.isdigit() for index in settings.gpu_indices or []):
+        raise ValueError(
+            f"Received {settings.as_flag('gpu_indices')}; expected numbers of GPUs, "
+            "such as --gpu_indices=0,2."
+        )
+    for share in settings.split_ratios or []:
+        if not (share.isdecimal() and int(share)):
+            raise ValueError(
+                f"Received {settings.as_flag('split_ratios')}; expected a positive "
+                "integer for each tower, such as --split_ratios=2,3,3."
+            )
+
+
+def _check_cache(settings: Settings) -> None:
+    """Checks where examples are kept."""
+    if settings.data_service and settings.cache in ("memory", "disk"):
+        raise ValueError(
+            f"Received --cache={settings.cache} with --data_service, whose workers "
+            "read the files themselves; expected one of the two."
+        )
+    if settings.cache == "disk" and settings.cache_dir is None:
+        raise ValueError(
+            "Received --cache=disk without --cache_dir; expected a folder for its "
+            "files, such as --cache_dir=cache."
+        )
+    if settings.cache_dir is not None and (
+        settings.cache in ("memory", "none") or settings.data_service
+    ):
+        other = "data_service" if settings.data_service else f"cache={settings.cache}"
+        raise ValueError(
+            f"Received --cache_dir={settings.cache_dir} with --{other}, which keeps no "
+            "files there; expected --cache=disk or auto, so leave one out."
+        )
+
+
+def check_data(settings: Settings) -> None:
+    """Checks that data sets can be there, and that the flags of the data apply."""
+    fraction, eval_dataset = settings.eval_fraction, settings.eval_dataset
+    if fraction is not None and not 0 <= fraction < 1:
+        raise ValueError(
+            f"Received --eval_fraction={fraction}; expected at least 0 and less than "
+            "1, such as 0.1."
+        )
+    if fraction is not None and eval_dataset is not None:
+        raise ValueError(
+            f"Received --eval_fraction={fraction} and --eval_dataset={eval_dataset}, "
+            "which is evaluated instead; expected one of the two."
+        )
+    for name, flag in DATA_FLAGS.items():
+        if getattr(settings, flag) is None:
+            continue
+        named = [settings.dataset, eval_dataset]
+        if name == "train_split":
+            named = named[:1]
+        elif name == "test_split" and eval_dataset is not None:
+            named = named[1:]
+        named = [each for each in named if each is not None]
+        if not any(specs.takes(each, name) for each in named):
+            raise ValueError(
+                f"Received {settings.as_flag(flag)} for {' and '.join(named)}; "
+                f"expected it only for {specs.kinds_with(name)}, so leave it out."
+            )
+    for each in (settings.dataset, eval_dataset):
+        if each is not None:
+            specs.check(each)
+
+
+def read_profile_steps(settings: Settings) -> tuple[int, int] | None:
+    """Reads the first and the last step to profile, if any."""
+    steps = settings.profile_steps
+    if not steps:
+        return None
+    if all(step.isdecimal() for step in steps) and len(steps) == 2:
+        first, last = map(int, steps)
+        if 1 <= first < last < first + MOST_PROFILED_STEPS:
+            return first, last
+    raise ValueError(
+        f"Received --profile_steps={','.join(steps)}; expected the first and the last "
+        f"of 2 to {MOST_PROFILED_STEPS} steps to record, such as "
+        "--profile_steps=100,110."
+    )

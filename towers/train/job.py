@@ -1,0 +1,124 @@
+"""A run that is ready to start, put together from settings."""
+
+import dataclasses
+import os
+
+import keras
+
+from towers.collectives import batch
+from towers.devices import Devices
+from towers.input_pipeline.records import quarantine
+from towers.lifecycle.checkpoint import Checkpoint
+from towers.lifecycle.checkpoints.saved_model import check_checkpoint
+from towers.model.tower_model import TowerModel, check_all_reduce
+from towers.train import checks, continued
+from towers.train.parts import data as data_parts
+from towers.train.parts import model as model_parts
+from towers.train.parts.data import Data
+from towers.train.parts.devices import configure_devices, split_ratios
+from towers.train.settings import Settings
+
+BAD_RECORDS = "bad_records.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run that is ready to start.
+
+    Attributes:
+        settings: What is asked for.
+        data: What it trains and evaluates on.
+        devices: Where it trains.
+        model: The user's model, compiled, as the checkpoint left it.
+        parallel: The same model on towers.
+        checkpoint: The callback that saves it, which knows the epoch to begin at.
+    """
+
+    settings: Settings
+    data: Data
+    devices: Devices
+    model: keras.Model
+    parallel: TowerModel
+    checkpoint: Checkpoint
+
+    @property
+    def model_dir(self) -> str:
+        """Where everything is written."""
+        return self.settings.absolute_model_dir
+
+    @property
+    def sizes(self) -> list[int]:
+        """Examples of a full batch that each tower gets."""
+        ratios = split_ratios(self.settings, self.devices)
+        return batch.cut(self.settings.batch_size, ratios)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are done."""
+        return self.checkpoint.position.epoch
+
+    @property
+    def step(self) -> int:
+        """Steps of the optimizer that are done."""
+        return int(self.model.optimizer.iterations)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the checkpoint is already where training is to end."""
+        most = self.settings.max_train_steps
+        return self.epoch >= self.settings.train_epochs or (
+            most is not None and self.step >= most
+        )
+
+
+def assemble(settings: Settings) -> Job:
+    """Builds what a run needs, and checks it; of its model_dir it only reads.
+
+    Args:
+        settings: Checked by themselves; see `checks.check`.
+
+    Raises:
+        ValueError: If any input is bad.
+    """
+    checks.check_model_dir(settings)
+    model_dir = settings.absolute_model_dir
+    folder = os.path.join(model_dir, "checkpoints")
+    # Before the data, which TensorFlow may be asked to read.
+    devices = configure_devices(settings)
+    split_ratios(settings, devices)  # they are checked
+    check_reduction(settings, devices)
+    source, held_out = data_parts.open_sources(settings)
+    if not settings.clean:
+        continued.check_classes(folder, source)
+    shape = data_parts.choose_image_shape(settings, source)
+    model = model_parts.build_model(settings, source, shape, devices.home)
+    if not settings.eval_only:
+        model_parts.check_can_be_saved(settings, model)
+    if not settings.clean:
+        check_checkpoint(folder, model)
+
+    known = os.path.join(model_dir, BAD_RECORDS)
+    known = [] if settings.clean else quarantine.read(known)
+    data = data_parts.prepare_data(settings, source, held_out, shape, known)
+    parallel = model_parts.build_towers(
+        settings, model, devices, shape, data.examples, model_dir=model_dir
+    )
+    checkpoint = continued.make_checkpoint(
+        settings, folder, validates=data.held_out is not None
+    )
+    if not settings.clean:
+        continued.restore(settings, checkpoint, folder, model)
+    job = Job(settings, data, devices, model, parallel, checkpoint)
+    if not (settings.eval_only or job.is_finished):
+        job = dataclasses.replace(job, data=data_parts.keep_at_hand(data))
+    # Built now: whatever that finds wrong is the user's input, too.
+    _ = job.data.training, job.data.evaluation
+    return job
+
+
+def check_reduction(settings: Settings, devices: Devices) -> None:
+    """Checks that these towers can add gradients as --all_reduce_alg says."""
+    if settings.all_reduce_alg != "auto":
+        check_all_reduce(
+            settings.all_reduce_alg, settings.variable_update, devices.towers
+        )

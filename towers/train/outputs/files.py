@@ -1,0 +1,147 @@
+"""The files of a run, in its model_dir."""
+
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from typing import IO, Any
+
+from towers.input_pipeline.records import quarantine
+from towers.lifecycle.checkpoint import SaveError
+from towers.lifecycle.checkpoints import store
+from towers.train.job import BAD_RECORDS, Job
+from towers.train.parts.model import NOT_FINITE
+
+
+@contextlib.contextmanager
+def alone(job: Job) -> Iterator[None]:
+    """Inside, no other run writes to the model_dir.
+
+    Raises:
+        SaveError: If another one does already, or nothing can be written.
+    """
+    with _written(job):
+        os.makedirs(job.model_dir, exist_ok=True)
+        lock = open(os.path.join(job.model_dir, "lock"), "w")
+    with lock:
+        try:
+            take(lock)
+        except BlockingIOError as error:
+            raise SaveError(
+                f"Another run writes to {job.model_dir}; expected one at a time, so "
+                "wait for its end, or choose another --model_dir."
+            ) from error
+        yield
+
+
+def take(lock: IO) -> None:
+    """Locks a file; a report that looks whether it is locked holds it for a moment.
+
+    Raises:
+        BlockingIOError: If another run has locked it.
+    """
+    for again in (True, True, False):
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not again:
+                raise
+            time.sleep(0.1)
+
+
+def begin(job: Job) -> None:
+    """Writes what describes the run, and removes what an earlier one has left.
+
+    Raises:
+        SaveError: If that cannot be written.
+    """
+    if job.settings.clean:
+        remove_run(job.model_dir)
+    with _written(job):
+        # Of an earlier run; this one has found nothing yet.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(job.model_dir, NOT_FINITE))
+        _write(job, "flags.txt", job.settings.as_text())
+        if job.data.bad_records is not None:
+            path = os.path.join(job.model_dir, BAD_RECORDS)
+            quarantine.write(job.data.quarantines, path)
+
+
+def end(job: Job, summary: dict[str, Any]) -> None:
+    """Saves the model, the best one, and the summary.
+
+    Raises:
+        SaveError: If they cannot be written.
+    """
+    with _written(job):
+        _save_model(job, summary["model"])
+        if (best := summary["best"]) is not None:
+            with job.checkpoint.as_in(best["checkpoint"], job.model):
+                _save_model(job, best["model"])
+        _write(job, "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def read(job: Job, name: str) -> str | None:
+    """Reads a file in model_dir; `None` if there is none."""
+    try:
+        with open(os.path.join(job.model_dir, name)) as file:
+            return file.read()
+    except (OSError, ValueError):
+        return None
+
+
+def remove_run(model_dir: str) -> None:
+    """Removes what a run writes from model_dir, and nothing else."""
+    store.remove_all(os.path.join(model_dir, "checkpoints"))
+    for pattern in (
+        "train/events.out.tfevents.*",
+        "train/plugins/profile",
+        "validation/events.out.tfevents.*",
+        "model.keras",
+        "best.keras",
+        "unfinished.keras",
+        "summary.json",
+        "flags.txt",
+        "report.html",
+        "variable_update.json",
+        BAD_RECORDS,
+        NOT_FINITE,
+    ):
+        for path in glob.glob(os.path.join(glob.escape(model_dir), pattern)):
+            # A trace is one, and so is a save that was killed.
+            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+    for name in ("checkpoints", "train/plugins", "train", "validation"):
+        path = os.path.join(model_dir, name)
+        if os.path.isdir(path) and not os.listdir(path):
+            os.rmdir(path)
+
+
+def _save_model(job: Job, path: str) -> None:
+    """Saves the model; the file gets its name only once it is whole."""
+    unfinished = os.path.join(job.model_dir, "unfinished.keras")
+    job.model.save(unfinished)
+    os.replace(unfinished, path)
+
+
+def _write(job: Job, name: str, text: str) -> None:
+    with open(os.path.join(job.model_dir, name), "w") as file:
+        file.write(text)
+
+
+@contextlib.contextmanager
+def _written(job: Job) -> Iterator[None]:
+    """Says of files that cannot be written what was saved before."""
+    try:
+        yield
+    except OSError as error:
+        saved = "nothing was saved yet"
+        if job.checkpoint.latest:
+            saved = f"the last checkpoint is {job.checkpoint.latest}"
+        raise SaveError(
+            f"Cannot write to the model_dir {job.model_dir}: {error}; {saved}, so make "
+            "room and run again."
+        ) from error

@@ -1,0 +1,104 @@
+"""The figures of a run, for summary.json and its last lines."""
+
+import json
+import os
+import shlex
+import textwrap
+from typing import Any
+
+from towers.monitoring.watch import Watch
+from towers.program import words
+from towers.train.job import Job
+
+
+def summarise(
+    job: Job, values: dict[str, float], watch: Watch | None
+) -> dict[str, Any]:
+    """Collects what summary.json holds.
+
+    Args:
+        job: The run.
+        values: What its evaluation gave.
+        watch: What has measured it; `None` if it had nothing left to train.
+    """
+    return {
+        **values,
+        **(measured(watch) if watch else measured_before(job.model_dir)),
+        "bad_records": job.data.bad_records,
+        "parameters": job.model.count_params(),
+        "epochs": job.epoch,
+        "steps": job.step,
+        "towers": list(job.devices.towers),
+        "batch_size": job.settings.batch_size,
+        "model": os.path.join(job.model_dir, "model.keras"),
+        "checkpoint": job.checkpoint.latest,
+        "best": best_model(job),
+        "logs": job.model_dir,
+    }
+
+
+def best_model(job: Job) -> dict | None:
+    """Returns metric, value and paths of the best model; `None` without one."""
+    if (best := job.checkpoint.find_best(job.model)) is None:
+        return None
+    return {
+        "monitor": best.monitor,
+        "value": best.value,
+        "epoch": best.epoch,
+        "model": os.path.join(job.model_dir, "best.keras"),
+        "checkpoint": best.path,
+    }
+
+
+def measured(watch: Watch) -> dict:
+    """Returns what this run has measured."""
+    return {
+        "images_per_sec": watch.throughput.images_per_sec,
+        "step_ms": watch.starvation.split and watch.starvation.split.parts_ms,
+        "waiting": watch.starvation.waiting,
+        "verdict": watch.starvation.verdict,
+        "measured": watch.text(),
+    }
+
+
+def measured_before(model_dir: str) -> dict:
+    """Returns what the last run that has trained here had measured, if it is known."""
+    try:
+        with open(os.path.join(model_dir, "summary.json")) as file:
+            summary = json.load(file)
+    except (OSError, ValueError):
+        summary = None
+    known = summary if isinstance(summary, dict) else {}
+    names = "images_per_sec", "step_ms", "waiting", "verdict", "measured"
+    return {name: known.get(name) for name in names}
+
+
+def text(summary: dict) -> str:
+    """Says how the run ended, and where things lie."""
+    measured = textwrap.indent(summary["measured"] or "images/sec: not measured", "  ")
+    bad, best = summary["bad_records"], summary["best"]
+    named = best and "{model}, {monitor} {value:.4f} after epoch {epoch}".format(**best)
+    return "\n".join(
+        [
+            f"Done: {words.count(summary['epochs'], 'epoch')}, "
+            f"{words.count(summary['steps'], 'step')} on "
+            f"{words.count(len(summary['towers']), 'tower')}.",
+            f"  {values_text(summary)}",
+            measured,
+            f"  model        {summary['model']}",
+            *([f"  best model   {named}"] if named else []),
+            f"  checkpoint   {summary['checkpoint']}",
+            f"  TensorBoard  tensorboard --logdir {shlex.quote(summary['logs'])}",
+            *([f"  bad records  {bad:,} passed over"] if bad is not None else []),
+        ]
+    )
+
+
+def values_text(values: dict) -> str:
+    """Says what an evaluation gave."""
+    return ", ".join(
+        f"{part} {name.removeprefix(prefix).replace('_', ' ')} {value:.4f}"
+        for prefix, part in (("val_", "validation"), ("train_", "train"))
+        for name, value in values.items()
+        if name.startswith(prefix)
+    )

@@ -1,0 +1,1 @@
+"""What a job is put together of: data, devices, model and optimizer, from settings."""

@@ -1,0 +1,48 @@
+"""The devices of a run, as settings describe them."""
+
+import keras
+import tensorflow as tf
+
+from towers import devices
+from towers.program import words
+from towers.train.settings import Settings
+
+
+def configure_devices(settings: Settings) -> devices.Devices:
+    """Sets up the devices, the random seeds and the type to compute in."""
+    num_gpus, indices = settings.num_gpus, None
+    if settings.gpu_indices:
+        indices = [int(index) for index in settings.gpu_indices]
+    elif num_gpus is None and not tf.config.list_physical_devices("GPU"):
+        # Two, so that towers can be seen at work on any machine.
+        num_gpus = len(settings.split_ratios or (1, 1))
+    placed = devices.configure(
+        num_gpus,
+        gpu_indices=indices,
+        allow_growth=settings.allow_growth,
+        gpu_memory_limit_mb=settings.gpu_memory_limit_mb,
+        gpu_split=settings.gpu_split,
+        local_parameter_device=settings.local_parameter_device,
+        soft_placement=settings.soft_placement,
+        log_device_placement=settings.log_device_placement,
+    )
+    keras.utils.set_random_seed(settings.seed)
+    if settings.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    policies = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
+    keras.config.set_dtype_policy(policies[settings.dtype])
+    return placed
+
+
+def split_ratios(settings: Settings, placed: devices.Devices) -> tuple[int, ...]:
+    """Reads how much of a batch each tower gets, relative to the others."""
+    towers, ratios = len(placed.towers), settings.split_ratios
+    if not ratios:
+        return (1,) * towers
+    if len(ratios) != towers:
+        raise ValueError(
+            f"Received {settings.as_flag('split_ratios')} for "
+            f"{words.count(towers, 'tower')}; expected one share for each, so give "
+            f"{towers} of them, or --num_gpus={len(ratios)}."
+        )
+    return tuple(map(int, ratios))

@@ -1,0 +1,83 @@
+"""A job from its first line to its last: it trains, evaluates, saves and sums up."""
+
+import math
+import sys
+
+from towers.lifecycle.checkpoint import NotFinite
+from towers.monitoring.watch import Watch
+from towers.program import words
+from towers.train import callbacks
+from towers.train.job import Job
+from towers.train.outputs import files, start, summary
+
+
+def run(job: Job) -> None:
+    """Trains, evaluates, saves and sums up; or evaluates, if that is all."""
+    print(start.text(job), flush=True)
+    if job.settings.eval_only:
+        print(summary.values_text(evaluate(job)))
+        return
+    with files.alone(job):
+        files.begin(job)
+        renew_learning_rate(job)
+        watch = train(job)
+        figures = summary.summarise(job, evaluate(job), watch)
+        (loss,) = (value for name, value in figures.items() if name.endswith("_loss"))
+        if not math.isfinite(loss):
+            raise NotFinite(
+                f"The loss is {loss} after epoch {job.epoch}, so model.keras is not "
+                "written; start over with --clean and a smaller --learning_rate."
+            )
+        files.end(job, figures)
+        print(summary.text(figures))
+
+
+def renew_learning_rate(job: Job) -> None:
+    """Gives a run that goes on the learning rate that is asked for now."""
+    asked, optimizer = job.settings.learning_rate, job.model.optimizer
+    before = float(optimizer.learning_rate)
+    # A schedule is no variable, so it is not restored.
+    if job.settings.lr_schedule == "constant" and not math.isclose(
+        before, asked, rel_tol=1e-6
+    ):
+        optimizer.learning_rate = asked
+        print(f"Learning rate: {asked:g}, after {before:g}.")
+
+
+def train(job: Job) -> Watch | None:
+    """Fits the model, from where its checkpoint ends.
+
+    Returns:
+        What has measured it; `None` if nothing is left to train.
+    """
+    if job.is_finished:
+        print(
+            f"Nothing left to train: {job.model_dir} has "
+            f"{words.count(job.epoch, 'epoch')} already. "
+            "Give more --train_epochs, or --clean to start over."
+        )
+        return None
+    watch = callbacks.make_watch(job)
+    terminal = sys.stdout.isatty()
+    job.parallel.fit(
+        job.data.training,
+        validation_data=job.data.evaluation if job.data.held_out else None,
+        epochs=job.settings.train_epochs,
+        steps_per_epoch=job.data.steps_per_epoch(),
+        callbacks=callbacks.make(job, watch, lines=not terminal),
+        verbose=1 if terminal else 0,
+        shuffle=False,  # the pipeline has shuffled already
+    )
+    return watch
+
+
+def evaluate(job: Job) -> dict[str, float]:
+    """Evaluates the model on validation data, or on the training data if none is given.
+
+    Returns:
+        `val_loss` and `val_accuracy`, as Keras calls them; of the training data
+        `train_loss` and `train_accuracy`.
+    """
+    prefix = "val" if job.data.held_out else "train"
+    logs = job.parallel.evaluate(job.data.evaluation, verbose=0, return_dict=True)
+    return {f"{prefix}_{name}": float(value) for name, value in logs.items()}

@@ -1,0 +1,205 @@
+"""What a run is asked to do: one frozen value, which needs no TensorFlow.
+
+flags.py reads it from the command line, checks.py checks it, job.py makes a job of it.
+"""
+
+import csv
+import dataclasses
+import difflib
+import io
+import os
+from typing import Any, Literal, Self
+
+from towers.input_pipeline import specs
+from towers.input_pipeline.choices import BAD_RECORDS, CACHES, FILE_KINDS, RECIPES
+from towers.models import spec
+
+# Names alone: what they stand for is imported with TensorFlow. A test compares.
+BUILDERS = ("asynchronous", "parameter_server", "replicated")
+ALL_REDUCE_ALGS = ("cpu", "device", "ring", "nccl")
+OPTIMIZERS = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lamb"),
+    *("Lion", "Muon", "Nadam", "RMSprop", "ScheduleFreeAdamW", "SGD"),
+)
+MONITORS = ("val_loss", "val_accuracy", "loss", "accuracy")
+
+# Of a run, these say what to do now; flags.txt, which describes the run, omits them.
+_OF_THE_START = ("clean", "eval_only", "checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that the flags of towers.train say, under their names.
+
+    flags.py says what each of them means.
+    """
+
+    # Data.
+    dataset: str = "digits"
+    eval_dataset: str | None = None
+    data_dir: str = "data"
+    num_classes: int | None = None
+    eval_fraction: float | None = None
+    feature_columns: tuple[str, ...] | None = None
+    label_column: str | None = None
+    image_key: str | None = None
+    label_key: str | None = None
+    train_split: str | None = None
+    eval_split: str | None = None
+    bad_records: Literal[*BAD_RECORDS] = "fail"
+    max_bad_records: int = 100
+    # Images.
+    image_size: str | None = None
+    recipe: Literal[*RECIPES] = "none"
+    randaugment: tuple[str, ...] | None = None
+    mixup_alpha: float = 0.0
+    cutmix_alpha: float = 0.0
+    # Input pipeline.
+    cache: Literal[*CACHES] = "auto"
+    cache_dir: str | None = None
+    shuffle_mb: int = 256
+    ram_budget_mb: int | None = None
+    prefetch: int | None = None
+    data_service: str | None = None
+    # Model and training.
+    model: str = "cnn"
+    batch_size: int = 64
+    train_epochs: int = 30
+    max_train_steps: int | None = None
+    optimizer: str = "adam"
+    learning_rate: float = 0.001
+    lr_schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    seed: int = 0
+    deterministic: bool = False
+    parity_steps: int = 3
+    # Devices.
+    num_gpus: int | None = None
+    gpu_indices: tuple[str, ...] | None = None
+    gpu_split: int = 1
+    allow_growth: bool | None = None
+    gpu_memory_limit_mb: int | None = None
+    soft_placement: bool = True
+    log_device_placement: bool = False
+    # Towers.
+    variable_update: Literal["auto", *BUILDERS] = "auto"
+    all_reduce_alg: Literal["auto", *ALL_REDUCE_ALGS] = "auto"
+    max_staleness: int | None = None
+    local_parameter_device: Literal["cpu", "gpu"] | None = None
+    split_ratios: tuple[str, ...] | None = None
+    loss_placement: Literal["auto", "tower", "gathered"] = "auto"
+    strict: bool = True
+    steps_per_loop: int = 1
+    enable_xla: Literal["auto", "true", "false"] = "auto"
+    # Where the run goes.
+    model_dir: str | None = None
+    clean: bool = False
+    eval_only: bool = False
+    checkpoint: str = "last"
+    monitor: Literal[*MONITORS] | None = None
+    monitor_mode: Literal["auto", "min", "max"] = "auto"
+    save_steps: int | None = None
+    save_minutes: float = 10.0
+    keep_checkpoints: int = 3
+    on_save_error: Literal["stop", "continue"] = "stop"
+    # What the run shows, and looks out for.
+    log_steps: int = 100
+    histograms: bool = False
+    profile_steps: tuple[str, ...] | None = None
+    check_numerics: Literal["auto", "off"] = "auto"
+    stall_seconds: float = 300.0
+    on_stall: Literal["wait", "stop"] = "wait"
+
+    def but(self, **changes: Any) -> Self:
+        """Returns these settings with some of them changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether training examples are mixed."""
+        return bool(self.mixup_alpha or self.cutmix_alpha)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether towers update the variables without waiting for one another."""
+        return self.variable_update == "asynchronous"
+
+    @property
+    def uses_data_dir(self) -> bool:
+        """Whether a data set that is named keeps files in --data_dir."""
+        named = self.dataset, self.eval_dataset
+        return any(each is not None and specs.takes(each, "data_dir") for each in named)
+
+    @property
+    def absolute_model_dir(self) -> str:
+        """Where the run goes: the model_dir, or runs/DATASET_MODEL."""
+        slug = "_".join((self.dataset, self.model))
+        default = os.path.join("runs", "".join(c if c.isalnum() else "_" for c in slug))
+        return os.path.abspath(os.path.expanduser(self.model_dir or default))
+
+    @property
+    def optimizer_class(self) -> str:
+        """The class of keras.optimizers that --optimizer names, in any case.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        known = {name.lower(): name for name in OPTIMIZERS}
+        asked = self.optimizer.lower()
+        if asked not in known:
+            near = difflib.get_close_matches(asked, known) or known
+            raise ValueError(
+                f"Received --optimizer={self.optimizer}; expected an optimizer of "
+                f"keras.optimizers, such as {', '.join(near)}."
+            )
+        return known[asked]
+
+    def as_flag(self, name: str) -> str:
+        """Returns one of them as it is given, such as "--model=cnn"."""
+        value = getattr(self, name)
+        if isinstance(value, bool):
+            return f"--{name}" if value else f"--no{name}"
+        if isinstance(value, tuple):
+            text = io.StringIO()
+            csv.writer(text).writerow(value)
+            value = text.getvalue().strip()
+        return f"--{name}={value}"
+
+    def as_text(self) -> str:
+        """Returns the flags of the run as --flagfile reads them, from any folder."""
+        lines = []
+        for name in NAMES:
+            value = getattr(self, name)
+            if name == "model_dir":
+                value = self.absolute_model_dir
+            if value is None or name in _OF_THE_START:
+                continue
+            if name == "data_dir" and not self.uses_data_dir:
+                continue
+            path = _with_absolute_path(name, value)
+            lines.append(f"--{name}={path}\n" if path else f"{self.as_flag(name)}\n")
+        return "".join(lines)
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Settings))
+DEFAULTS = Settings()
+
+
+def _with_absolute_path(name: str, value: str) -> str | None:
+    """Returns the value of a flag that names a file; `None` of any other flag."""
+    if name in ("model_dir", "data_dir", "cache_dir") and value:
+        return _absolute(os.path.expanduser(value))
+    if name in ("dataset", "eval_dataset"):
+        kind, _, path = value.partition(":")
+        return f"{kind}:{_absolute(path)}" if kind in FILE_KINDS else None
+    if name == "model" and spec.is_user_file(value):
+        path, function = spec.split_user_file(value)
+        return f"{path.absolute()}:{function}"
+    return None
+
+
+def _absolute(path: str) -> str:
+    remote = "://" in path
+    return path if remote else os.path.abspath(path)
