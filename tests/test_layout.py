@@ -78,16 +78,12 @@ TOO_LARGE = {
     "function towers/model/tower_model.py multi_gpu_model",
     "function towers/parity/check.py check_parity",
     "function towers/program/startup.py begin",
-    "function towers/train/__main__.py set_up",
-    "function towers/train/flags.py check",
     "module input_pipeline/convert/__main__.py",
     "module towers/builders/asynchronous.py",
     "module towers/builders/base.py",
     "module towers/lifecycle/checkpoint.py",
     "module towers/model/tower_model.py",
     "module towers/monitoring/stall.py",
-    "module towers/train/__main__.py",
-    "module towers/train/flags.py",
 }
 
 

@@ -14,7 +14,7 @@ from towers.input_pipeline.benchmark.advice import IN_PYTHON
 from towers.monitoring.bottleneck import advice, tfdata_stats
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.bottleneck.tfdata_stats import Stage
-from towers.train import flags as train_flags
+from towers.train.settings import NAMES
 
 # Methods of tf.data.Dataset, by what tf.data calls their stages.
 METHODS = {
@@ -139,7 +139,7 @@ def test_data_of_ours_bring_their_words_along(ours):
 def test_words_of_ours_name_what_there_is():
     assert ADVICE.keys() == IN_PYTHON.keys()
     for flag in re.findall(r"--(\w+)", " ".join(ADVICE.values())):
-        assert flag in train_flags.FLAGS
+        assert flag in NAMES
     arguments = {field.name for field in dataclasses.fields(Pipeline)}
     arguments |= set(inspect.signature(keras.Model.compile).parameters)
     text = " ".join(IN_PYTHON.values())

@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from absl.testing import flagsaver
 
 from tests.small import tiny
 from tests.towers.test_resume import begin, finite, pipeline, record  # noqa: F401
@@ -12,7 +11,7 @@ from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints.best import Monitor
 from towers.model.tower_model import TowerModel
 from towers.train import continued
-from towers.train import flags as train_flags
+from towers.train.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("record")
 
@@ -151,50 +150,49 @@ def test_other_data_to_validate_on_are_said(tmp_path, capsys, monkeypatch):
 
 
 def test_changed_flags_are_said():
-    before = "--batch_size=64\n--nodeterministic\n--image_size=32\n--gone=1\n"
-    now = "--batch_size=32\n--deterministic\n--seed=0\n--momentum=0.5\n"
-    with flagsaver.flagsaver(momentum=0.5):
-        said = continued.changed_flags(before, now)
-        assert said and "batch_size" not in said  # the data's note says it
-        assert continued.changed_flags(before, now, trains=False) == (
-            "Changed since the last run: --batch_size=32 (before 64); --deterministic "
-            "(before --nodeterministic); no --image_size (before 32); --momentum=0.5 "
-            "(not given before)."
-        )
-    assert continued.changed_flags(now, now) is None
+    now = Settings(batch_size=32, deterministic=True, momentum=0.5)
+    before = Settings(image_size="32", momentum=0.5).as_text() + "--gone=1\n"
+    # As if they were new in this version.
+    before = before.replace("--momentum=0.5\n", "").replace("--seed=0\n", "")
+    said = continued.changed_flags(before, now)
+    assert said and "batch_size" not in said  # the data's note says it
+    assert continued.changed_flags(before, now, trains=False) == (
+        "Changed since the last run: --batch_size=32 (before 64); --deterministic "
+        "(before --nodeterministic); no --image_size (before 32); --momentum=0.5 "
+        "(not given before)."
+    )
+    assert continued.changed_flags(now.as_text(), now) is None
 
 
 @pytest.mark.parametrize("validates", [True, False])
 def test_monitor_of_the_command_line(tmp_path, validates):
-    train_flags.FLAGS(["test"])
     first = "val_loss" if validates else "loss"
-    monitor = continued.make_checkpoint(str(tmp_path), validates)._monitor
-    assert (monitor.name, monitor.mode) == (first, "min")
-    with flagsaver.flagsaver(monitor="val_accuracy"):
-        if validates:
-            monitor = continued.make_checkpoint(str(tmp_path), True)._monitor
-            assert (monitor.name, monitor.mode) == ("val_accuracy", "max")
-        else:
-            with pytest.raises(ValueError, match="expected one of loss, accuracy, or"):
-                continued.make_checkpoint(str(tmp_path), False)
-    if not validates:
-        assert continued.best_text() == "lowest loss"
-        with flagsaver.flagsaver(monitor="accuracy"):
-            assert continued.best_text() == "highest accuracy"
+
+    def monitor(**asked):
+        made = continued.make_checkpoint(Settings(**asked), str(tmp_path), validates)
+        return made._monitor.name, made._monitor.mode
+
+    assert monitor() == (first, "min")
+    if validates:
+        assert monitor(monitor="val_accuracy") == ("val_accuracy", "max")
+    else:
+        with pytest.raises(ValueError, match="expected one of loss, accuracy, or"):
+            monitor(monitor="val_accuracy")
+        assert continued.best_text(Settings()) == "lowest loss"
+        assert continued.best_text(Settings(monitor="accuracy")) == "highest accuracy"
 
 
 def test_a_model_that_was_saved_is_evaluated(tmp_path):
-    train_flags.FLAGS(["test"])
     model, other, path = tiny(), tiny(seed=2), f"{tmp_path}/best.keras"
     model.save(path)
-    with flagsaver.flagsaver(checkpoint=path):
-        with pytest.raises(ValueError, match="from which no run can go on"):
-            continued.restore(Checkpoint(tmp_path), str(tmp_path), other)
-    with flagsaver.flagsaver(checkpoint=path, eval_only=True):
-        continued.restore(Checkpoint(tmp_path), str(tmp_path), other)
-        assert continued.text(Checkpoint(tmp_path), other) == [f"Evaluating {path}."]
-        with pytest.raises(ValueError, match="Cannot read the weights of --checkpoint"):
-            continued.restore(Checkpoint(tmp_path), str(tmp_path), tiny(units=5))
+    asked, checkpoint = Settings(checkpoint=path), Checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="from which no run can go on"):
+        continued.restore(asked, checkpoint, str(tmp_path), other)
+    asked = asked.but(eval_only=True)
+    continued.restore(asked, checkpoint, str(tmp_path), other)
+    assert continued.text(asked, checkpoint, other) == [f"Evaluating {path}."]
+    with pytest.raises(ValueError, match="Cannot read the weights of --checkpoint"):
+        continued.restore(asked, checkpoint, str(tmp_path), tiny(units=5))
     for a, b in zip(other.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -209,10 +207,7 @@ def test_weights_of_another_model(tmp_path, recwarn):
     other.optimizer.build(other.trainable_variables)
     other.save(tmp_path / "other.keras")
     said = r"other\.keras: .*\(2, 3\).*; expected a model that was saved with --model="
-    with (
-        flagsaver.flagsaver(checkpoint=f"{tmp_path}/other.keras", eval_only=True),
-        pytest.raises(ValueError, match=said),
-    ):
-        continued.FLAGS.mark_as_parsed()
-        continued.restore(None, str(tmp_path), model)
+    asked = Settings(checkpoint=f"{tmp_path}/other.keras", eval_only=True)
+    with pytest.raises(ValueError, match=said):
+        continued.restore(asked, None, str(tmp_path), model)
     assert not [each for each in recwarn if "Skipping" in str(each.message)]

@@ -4,14 +4,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import flagsaver
 from tensorflow.python.framework import kernels
 
 from tests import as_on_gpu
 from towers import multi_gpu_model
 from towers.layers import variables
 from towers.model import tower_model as door
-from towers.train import __main__ as train
+from towers.train.parts import model as model_parts
+from towers.train.parts.devices import configure_devices
+from towers.train.settings import Settings
 
 GPUS = "/device:CPU:1", "/device:CPU:2"
 
@@ -215,19 +216,19 @@ SERVER, COPIES = "parameter_server", "replicated"
     ids=lambda value: "" if isinstance(value, tuple) else str(value),
 )
 def test_defaults_of_the_flags(machine, monkeypatch, gpus, flags, expected):
-    def compiled(parallel, *_):
-        asked = {"auto": "auto", "true": True}[train.FLAGS.enable_xla]
+    settings = Settings(**flags)
+
+    def compiled(settings, parallel, *_):
+        asked = {"auto": "auto", "true": True}[settings.enable_xla]
         with tf.device("/device:CPU:0"):
             parallel.compile("sgd", "mse", jit_compile=asked)
 
-    monkeypatch.setattr(train, "compile_model", compiled)
+    monkeypatch.setattr(model_parts, "compile_model", compiled)
     machine(gpus)
-    if not train.FLAGS.is_parsed():
-        train.FLAGS(["test"])
     policy = keras.config.dtype_policy()
-    with flagsaver.flagsaver(**flags):
-        placed = train.configure_devices()
-        found = _default(train.build_towers(_unbuilt(), placed, (2, 2, 1), 64))
+    placed = configure_devices(settings)
+    parallel = model_parts.build_towers(settings, _unbuilt(), placed, (2, 2, 1), 64)
+    found = _default(parallel)
     keras.config.set_dtype_policy(policy)
     assert found[: len(expected)] == expected
 

@@ -15,7 +15,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import flagsaver
 from tensorflow.data.experimental import service
 
 from tests import warm
@@ -25,7 +24,8 @@ from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
 from towers.monitoring import stall as stall_module
 from towers.monitoring.stall import Stall
-from towers.train import flags as train_flags
+from towers.train import checks
+from towers.train.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, BATCH, STEPS = 44, 8, 6
@@ -696,12 +696,8 @@ def test_a_service_whose_worker_is_killed(tmp_path):
 
 
 def test_flags(tmp_path):
-    flags = {"stall_seconds": -1.0}
-    with (
-        flagsaver.flagsaver(**flags),
-        pytest.raises(ValueError, match=r"-1\.0; expected"),
-    ):
-        train_flags.check(["towers.train"])
+    with pytest.raises(ValueError, match=r"-1\.0; expected"):
+        checks.check(Settings(stall_seconds=-1.0))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,16 @@ from towers.model.tower_model import BUILDERS
 from towers.monitoring.profile import callback as profile
 from towers.report.read import read
 from towers.train import __main__ as train
+from towers.train import checks, settings
 from towers.train import flags as train_flags
+from towers.train.outputs import files
+from towers.train.outputs import start as first_lines
+from towers.train.outputs import summary as last_lines
+from towers.train.parts import data as data_parts
+from towers.train.parts import model as model_parts
+from towers.train.parts.devices import configure_devices, split_ratios
+from towers.train.parts.optimizer import build_optimizer, learning_rate
+from towers.train.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 # Of an epoch of digits: 1,437 images at 64 a batch.
@@ -441,9 +450,9 @@ def test_help_is_short_and_helpfull_complete():
 
 def test_names_that_flags_know_are_those_of_the_tables():
     """They are checked before what they name is imported."""
-    assert sorted(train_flags.BUILDERS) == sorted(BUILDERS)
-    assert sorted(train_flags.ALL_REDUCE_ALGS) == sorted(reduce.ALGORITHMS)
-    assert train_flags.MOST_PROFILED_STEPS == profile.MOST_STEPS
+    assert sorted(settings.BUILDERS) == sorted(BUILDERS)
+    assert sorted(settings.ALL_REDUCE_ALGS) == sorted(reduce.ALGORITHMS)
+    assert checks.MOST_PROFILED_STEPS == profile.MOST_STEPS
     optimizers = {
         name
         for name, value in vars(keras.optimizers).items()
@@ -453,7 +462,7 @@ def test_names_that_flags_know_are_those_of_the_tables():
         and "learning_rate" in inspect.signature(value).parameters
         and name != "Optimizer"
     }
-    assert set(train_flags.OPTIMIZERS) == optimizers
+    assert set(settings.OPTIMIZERS) == optimizers
 
 
 @pytest.mark.slow
@@ -583,24 +592,18 @@ def test_workers_of_a_service_change_no_result(data_dir, tmp_path):
 
 
 class TestInProcess:
-    """What needs no run, with the flags set here."""
-
-    @pytest.fixture(autouse=True)
-    def _flags(self):
-        if not train.FLAGS.is_parsed():
-            train.FLAGS(["test"])
-        with flagsaver.flagsaver():
-            yield
+    """What needs no run."""
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_a_signal_after_the_end_is_no_failure(self, monkeypatch, number):
-        job = types.SimpleNamespace(source=None, evaluated=[None])
-        monkeypatch.setattr(train, "set_up", lambda: job)
+        data = types.SimpleNamespace(source=None, evaluated=[None])
+        job = types.SimpleNamespace(data=data)
+        monkeypatch.setattr(train, "assemble", lambda settings: job)
         monkeypatch.setattr(train, "run", lambda job: None)
         numbers = signal.SIGINT, signal.SIGTERM
         before = {each: signal.getsignal(each) for each in numbers}
         try:
-            assert train.main() == 0
+            assert train.main(Settings()) == 0
             signal.raise_signal(number)
         finally:
             for each, handler in before.items():
@@ -610,8 +613,7 @@ class TestInProcess:
         monkeypatch.setattr(devices, "configure", lambda *_, **__: None)
         drawn = []
         for seed in (3, 4, 3):
-            train.FLAGS.seed = seed
-            train.configure_devices()
+            configure_devices(Settings(seed=seed))
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
             drawn.append(model.get_weights()[0])
         np.testing.assert_array_equal(drawn[0], drawn[2])
@@ -626,28 +628,25 @@ class TestInProcess:
         ],
     )
     def test_learning_rate(self, schedule, expected):
-        train.FLAGS.lr_schedule, train.FLAGS.learning_rate = schedule, 1.0
-        train.FLAGS.train_epochs, train.FLAGS.batch_size = 4, 10
+        asked = Settings(lr_schedule=schedule, learning_rate=1.0, train_epochs=4)
         # 95 images are 10 steps an epoch.
-        rate = train.learning_rate(95, 1)
+        rate = learning_rate(asked.but(batch_size=10), 95, 1)
         found = [float(rate(step)) for step in (0, 10, 20, 40)]
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
     def test_learning_rate_of_unknown_length(self):
-        train.FLAGS.lr_schedule = "cosine"
+        asked = Settings(lr_schedule="cosine")
         with pytest.raises(ValueError, match="--max_train_steps"):
-            train.learning_rate(None, 1)
-        train.FLAGS.max_train_steps = 8
-        assert float(train.learning_rate(None, 1)(8)) == 0.0
+            learning_rate(asked, None, 1)
+        assert float(learning_rate(asked.but(max_train_steps=8), None, 1)(8)) == 0.0
 
     def test_optimizer(self):
-        train.FLAGS.optimizer, train.FLAGS.momentum = "sgd", 0.75
-        train.FLAGS.weight_decay = 0.5
-        sgd = train.build_optimizer(95, 1)
+        asked = Settings(optimizer="sgd", momentum=0.75, weight_decay=0.5)
+        sgd = build_optimizer(asked, 95, 1)
         assert type(sgd) is keras.optimizers.SGD
         assert (sgd.momentum, sgd.weight_decay) == (0.75, 0.5)
-        train.FLAGS.optimizer = "AdamW"
-        assert type(train.build_optimizer(95, 1)) is keras.optimizers.AdamW
+        adamw = build_optimizer(Settings(optimizer="AdamW"), 95, 1)
+        assert type(adamw) is keras.optimizers.AdamW
 
     @pytest.mark.parametrize(
         ("end", "from_logits"),
@@ -660,14 +659,14 @@ class TestInProcess:
     )
     def test_loss_fits_the_models_end(self, end, from_logits):
         model = keras.Sequential([keras.Input((4,)), *end])
-        train.compile_model(model, (4,), 95)
+        model_parts.compile_model(Settings(), model, (4,), 95)
         assert model.loss.from_logits is from_logits
         assert model.optimizer.built
 
     @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}'])
     def test_what_was_measured_before_may_be_unknown(self, tmp_path, text):
         (tmp_path / "summary.json").write_text(text)
-        assert set(train.measured_before(str(tmp_path)).values()) == {None}
+        assert set(last_lines.measured_before(str(tmp_path)).values()) == {None}
 
     def test_a_report_that_looks_at_the_lock_keeps_no_run_away(
         self, tmp_path, monkeypatch
@@ -676,10 +675,10 @@ class TestInProcess:
             fcntl.flock(theirs, fcntl.LOCK_SH)
             waits = []
             monkeypatch.setattr(
-                *(train.time, "sleep"),
+                *(files.time, "sleep"),
                 lambda s: (waits.append(s), fcntl.flock(theirs, fcntl.LOCK_UN)),
             )
-            train.take(ours)
+            files.take(ours)
         assert len(waits) == 1
 
     def test_clean_removes_only_what_a_run_wrote(self, tmp_path):
@@ -692,7 +691,7 @@ class TestInProcess:
         for name in mine + written:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
-        train.remove_run(str(tmp_path))
+        files.remove_run(str(tmp_path))
         left = {str(p.relative_to(tmp_path)) for p in snapshot(tmp_path)}
         assert left == set(mine)
         assert not (tmp_path / "validation").exists()
@@ -703,13 +702,13 @@ class TestInProcess:
         [
             ({"learning_rate": float("nan")}, "--learning_rate=nan; expected at least"),
             ({"parity_steps": 0}, "--parity_steps=0; expected at least 1"),
-            ({"profile_steps": ["5"]}, "--profile_steps=5; expected the first and"),
-            ({"profile_steps": ["5", "5"]}, "--profile_steps=5,5; expected the first"),
-            ({"profile_steps": ["0", "5"]}, "--profile_steps=0,5; expected the first"),
-            ({"profile_steps": ["a", "5"]}, "--profile_steps=a,5; expected the first"),
-            ({"randaugment": ["2"]}, "--randaugment=2; expected layers"),
-            ({"randaugment": ["2", "11"]}, "--randaugment=2,11; expected layers"),
-            ({"randaugment": ["999", "9"]}, "--randaugment=999,9; expected layers"),
+            ({"profile_steps": ("5",)}, "--profile_steps=5; expected the first and"),
+            ({"profile_steps": ("5", "5")}, "--profile_steps=5,5; expected the first"),
+            ({"profile_steps": ("0", "5")}, "--profile_steps=0,5; expected the first"),
+            ({"profile_steps": ("a", "5")}, "--profile_steps=a,5; expected the first"),
+            ({"randaugment": ("2",)}, "--randaugment=2; expected layers"),
+            ({"randaugment": ("2", "11")}, "--randaugment=2,11; expected layers"),
+            ({"randaugment": ("999", "9")}, "--randaugment=999,9; expected layers"),
             ({"data_service": ""}, "--data_service=; expected the address"),
             ({"data_service": "grpc://localhost:1"}, "where no dispatcher answers"),
             ({"mixup_alpha": -1.0}, "--mixup_alpha=-1.0; expected at least 0"),
@@ -739,7 +738,7 @@ class TestInProcess:
                 "--eval_split=b for folder:a; expected it only for digits, tfds:, so",
             ),
             (
-                {"feature_columns": ["b", "c"]},
+                {"feature_columns": ("b", "c")},
                 "--feature_columns=b,c for digits; expected it only for parquet:, csv:",
             ),
             (
@@ -751,17 +750,17 @@ class TestInProcess:
             ({"seed": 2**32}, "--seed=4294967296; expected 0 to 4294967295"),
             ({"momentum": 2.0}, "--momentum=2.0; expected 0 to 1"),
             ({"optimizer": "multioptimizer"}, "expected an optimizer of"),
-            ({"gpu_indices": ["a"]}, "--gpu_indices=a; expected numbers"),
+            ({"gpu_indices": ("a",)}, "--gpu_indices=a; expected numbers"),
             ({"eval_only": True, "clean": True}, "--clean and --eval_only; expected"),
-            ({"split_ratios": ["2", "x"]}, "--split_ratios=2,x; expected a positive"),
-            ({"split_ratios": ["2", "0"]}, "--split_ratios=2,0; expected a positive"),
-            ({"split_ratios": ["-1"]}, "--split_ratios=-1; expected a positive"),
-            ({"split_ratios": ["1.5"]}, "--split_ratios=1.5; expected a positive"),
+            ({"split_ratios": ("2", "x")}, "--split_ratios=2,x; expected a positive"),
+            ({"split_ratios": ("2", "0")}, "--split_ratios=2,0; expected a positive"),
+            ({"split_ratios": ("-1",)}, "--split_ratios=-1; expected a positive"),
+            ({"split_ratios": ("1.5",)}, "--split_ratios=1.5; expected a positive"),
         ],
     )
     def test_bad_flags(self, flags, message):
-        with flagsaver.flagsaver(**flags), pytest.raises(ValueError, match=message):
-            train_flags.check(["towers.train"])
+        with pytest.raises(ValueError, match=message):
+            checks.check(Settings(**flags))
 
     def test_flags_repeat_a_run_from_any_folder(self, tmp_path, monkeypatch):
         here = tmp_path / "a project"
@@ -775,10 +774,12 @@ class TestInProcess:
             "eval_dataset": "digits",
             "data_dir": "~/data",
             "cache_dir": "gs://bucket/cache",
-            "split_ratios": ["2", "3"],
+            "split_ratios": ("2", "3"),
+            "feature_columns": ("a,b", "c"),
+            "strict": False,
         }
-        with flagsaver.flagsaver(**given):
-            text = train_flags.as_text("/runs/mine")
+        before = Settings(model_dir="/runs/mine", **given)
+        text = before.as_text()
         lines = text.splitlines()
         for line in (
             f"--model={here}/my model.py:build",
@@ -788,58 +789,63 @@ class TestInProcess:
             "--cache_dir=gs://bucket/cache",
             "--split_ratios=2,3",
             "--model_dir=/runs/mine",
+            '--feature_columns="a,b",c',
+            "--nostrict",
         ):
             assert line in lines
         (tmp_path / "flags.txt").write_text(text)
         monkeypatch.chdir("/")
-        train.FLAGS(["test", f"--flagfile={tmp_path}/flags.txt"])
-        assert train_flags.as_text("/runs/mine") == text
+        with flagsaver.flagsaver():
+            train_flags.FLAGS(["test", f"--flagfile={tmp_path}/flags.txt"])
+            after = train_flags.settings()
+        assert after.as_text() == text
+        assert after.but(model=before.model, dataset=before.dataset) == before.but(
+            data_dir="/home/me/data"
+        )
 
     def test_split_ratios(self):
         placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
-        assert train.split_ratios(placed) == (1, 1)
-        train.FLAGS.split_ratios = ["3", "10"]
-        assert train.split_ratios(placed) == (3, 10)
-        train.FLAGS.split_ratios = ["3"]
+        assert split_ratios(Settings(), placed) == (1, 1)
+        assert split_ratios(Settings(split_ratios=("3", "10")), placed) == (3, 10)
         with pytest.raises(ValueError, match=r"=3 for 2 towers; .* or --num_gpus=1\."):
-            train.split_ratios(placed)
+            split_ratios(Settings(split_ratios=("3",)), placed)
 
     def test_flags_of_the_data_reach_it(self, tmp_path):
         (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n" * 20)
         spec = f"csv:{tmp_path}/a.csv"
-        with flagsaver.flagsaver(
-            dataset=spec, feature_columns=["y"], label_column="z", eval_fraction=0.2
-        ):
-            train_flags.check_data_flags()
-            source = train.open_source(spec, None)
+        columns = {"feature_columns": ("y",), "label_column": "z"}
+        asked = Settings(dataset=spec, eval_fraction=0.2, **columns)
+        checks.check_data(asked)
+        source, _ = data_parts.open_sources(asked)
         assert (source.image_fields, source.splits["test"]) == (["y"], 4)
         # The tenth is not lost where another data set is evaluated on.
-        with flagsaver.flagsaver(dataset=spec, eval_dataset=f"{spec}*"):
-            splits = [train.open_source(s, None).splits for s in (spec, f"{spec}*")]
-        assert splits == [{"train": 20}] * 2
+        asked = Settings(dataset=spec, eval_dataset=f"{spec}*")
+        sources = data_parts.open_sources(asked)
+        assert [each.splits for each in sources] == [{"train": 20}, {"train": None}]
         (tmp_path / "b.csv").write_text("x,y,z\n1,2,owl\n")
         like = types.SimpleNamespace(class_names=("cat", "owl"))
-        held_out = train.open_source(f"csv:{tmp_path}/b.csv", 2, like)
+        spec = f"csv:{tmp_path}/b.csv"
+        held_out = data_parts.open_source(Settings(), spec, 2, like)
         assert (held_out.num_classes, held_out.class_names) == (2, ("cat", "owl"))
         assert held_out.splits == {"train": None}
 
     def test_what_was_decided_is_said(self, tmp_path):
         (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n1,2,1\n" * 10)
         source = input_pipeline.open_source(f"csv:{tmp_path}/a.csv")
-        job = types.SimpleNamespace(source=source, held_out=(source, "test"))
-        said = train.data_notes(job)
+        data = types.SimpleNamespace(source=source, held_out=(source, "test"))
+        job = types.SimpleNamespace(data=data, settings=Settings())
+        said = first_lines.data_notes(job)
         assert said[0].startswith(
             "The labels are the column 'z', the last one; --label"
         )
         assert said[1].startswith("10% of the rows, 2 in all, are held out for validat")
         assert said[2:] == [f"Validation {source.name}: 2 examples."]
-        job.held_out = None
-        with flagsaver.flagsaver(
+        data.held_out = None
+        job.settings = Settings(
             dataset="csv:a", data_dir="b", cache_dir="c", max_bad_records=3
-        ):
-            train.FLAGS["data_dir"].present = 1
-            *_, nothing, data_dir, bad, cache_dir = train.data_notes(job)
-            assert "--data_dir" not in train_flags.as_text()
+        )
+        *_, nothing, data_dir, bad, cache_dir = first_lines.data_notes(job)
+        assert "--data_dir" not in job.settings.as_text()
         assert nothing.startswith(
             "There is no validation data, so the training data is"
         )
@@ -854,9 +860,9 @@ class TestInProcess:
             input_pipeline.open_source(f"folder:{tmp_path / name}")
             for name in ("train", "test")
         )
-        train.check_same_kind(ours, ours)
+        data_parts.check_same_kind(Settings(), ours, ours)
         with pytest.raises(ValueError, match=r"label 1 is 'cat' .* but 'bee'"):
-            train.check_same_kind(ours, theirs)
+            data_parts.check_same_kind(Settings(), ours, theirs)
 
     def test_data_sets_with_other_sizes(self):
         ours, theirs = (
@@ -864,9 +870,8 @@ class TestInProcess:
             for size in (8, 9)
         )
         with pytest.raises(ValueError, match=r"\(9, 9, 1\), but .* \(8, 8, 1\)"):
-            train.check_same_kind(ours, theirs)
-        with flagsaver.flagsaver(image_size="8"):
-            train.check_same_kind(ours, theirs)
+            data_parts.check_same_kind(Settings(), ours, theirs)
+        data_parts.check_same_kind(Settings(image_size="8"), ours, theirs)
 
     @pytest.mark.parametrize("head", [None, "softmax", "nested"])
     def test_logits_are_told_from_probabilities(self, head):
@@ -874,7 +879,7 @@ class TestInProcess:
         last = keras.Sequential([dense]) if head == "nested" else dense
         flatten = keras.layers.Flatten()
         model = keras.Sequential([keras.Input((3, 3, 1)), flatten, last])
-        assert train.returns_logits(model, (3, 3, 1)) == (head is None)
+        assert model_parts.returns_logits(model, (3, 3, 1)) == (head is None)
 
     def test_a_model_of_the_users_own_class(self):
         class Model(keras.Model):
@@ -885,14 +890,11 @@ class TestInProcess:
             def call(self, x):
                 return self.dense(x)
 
-        source = mock.Mock(num_classes=3)
-        with (
-            mock.patch.object(train.models, "build", return_value=Model()),
-            flagsaver.flagsaver(mixup_alpha=1.0),
-        ):
-            model = train.build_model(source, (2,), "/CPU:0")
-            placed = devices.Devices(("/CPU:0",), "/CPU:0")
-            parallel = train.build_towers(model, placed, (2,), 95)
+        source, asked = mock.Mock(num_classes=3), Settings(mixup_alpha=1.0)
+        with mock.patch.object(model_parts.models, "build", return_value=Model()):
+            model = model_parts.build_model(asked, source, (2,), "/CPU:0")
+        placed = devices.Devices(("/CPU:0",), "/CPU:0")
+        parallel = model_parts.build_towers(asked, model, placed, (2,), 95)
         assert not parallel.loss.from_logits
 
     def test_a_model_that_cannot_be_saved_is_told_at_once(self):
@@ -900,9 +902,10 @@ class TestInProcess:
             def __init__(self, units):
                 super().__init__()
 
-        train.check_can_be_saved(keras.Sequential([keras.layers.Dense(2)]))
+        saves = keras.Sequential([keras.layers.Dense(2)])
+        model_parts.check_can_be_saved(Settings(), saves)
         with pytest.raises(ValueError, match=r"arguments Model was made; .*get_config"):
-            train.check_can_be_saved(Model(object()))
+            model_parts.check_can_be_saved(Settings(), Model(object()))
 
     def test_a_model_whose_call_is_wrong(self):
         class Layer(keras.layers.Layer):
@@ -911,16 +914,16 @@ class TestInProcess:
 
         source = mock.Mock(num_classes=3)
         with (
-            mock.patch.object(train.models, "build") as build,
+            mock.patch.object(model_parts.models, "build") as build,
             pytest.raises(ValueError, match=r"(?s)raised AttributeError .*absent"),
         ):
             build.return_value = keras.Sequential([Layer()])
-            train.build_model(source, (2,), "/CPU:0")
+            model_parts.build_model(Settings(), source, (2,), "/CPU:0")
 
     def test_commands_that_are_printed_quote_paths(self):
         summary = dict.fromkeys(("measured", "bad_records", "best", "model"))
         summary |= {"epochs": 1, "steps": 1, "towers": [], "logs": "/my runs/a"}
-        said = train.summary_text({**summary, "checkpoint": None})
+        said = last_lines.text({**summary, "checkpoint": None})
         assert "  tensorboard --logdir '/my runs/a'" in said
 
     @pytest.mark.parametrize(
@@ -951,42 +954,40 @@ class TestInProcess:
         source = mock.Mock(num_classes=3)
         source.name = "x"
         with (
-            mock.patch.object(train.models, "build", return_value=model),
+            mock.patch.object(model_parts.models, "build", return_value=model),
             pytest.raises(ValueError, match=said),
         ):
-            train.build_model(source, (2,), "/CPU:0")
+            model_parts.build_model(Settings(), source, (2,), "/CPU:0")
 
     def test_a_table_is_evaluated_by_the_columns_it_was_trained_on(self, tmp_path):
         (tmp_path / "a.csv").write_text("kind,x,y,n\nbee,1,2,3\nant,4,5,6\n")
         (tmp_path / "b.csv").write_text("y,x,more,kind\n2,1,text,bee\n")
         (tmp_path / "c.csv").write_text("y,z,kind\n2,1,bee\n")
         ours, theirs, others = (f"csv:{tmp_path}/{name}.csv" for name in "abc")
-        columns = {"label_column": "kind", "feature_columns": ["x", "y"]}
-        with flagsaver.flagsaver(dataset=ours, eval_dataset=theirs, **columns):
-            source = train.open_source(ours, None)
-            train.FLAGS.label_column = train.FLAGS.feature_columns = None
-            held_out = train.open_source(theirs, 2, like=source)
-            row, label = held_out.decode(next(held_out.walk(f"{tmp_path}/b.csv")).raw)
-            assert (row.numpy().tolist(), int(label)) == ([1, 2], 1)
-            with pytest.raises(ValueError, match=r"'x', but .*c\.csv has the columns"):
-                train.open_source(others, 2, like=source)
+        columns = {"label_column": "kind", "feature_columns": ("x", "y")}
+        asked = Settings(dataset=ours, eval_dataset=theirs, **columns)
+        source, _ = data_parts.open_sources(asked)
+        # What was found counts, given or not.
+        asked = asked.but(label_column=None, feature_columns=None)
+        held_out = data_parts.open_source(asked, theirs, 2, like=source)
+        row, label = held_out.decode(next(held_out.walk(f"{tmp_path}/b.csv")).raw)
+        assert (row.numpy().tolist(), int(label)) == ([1, 2], 1)
+        with pytest.raises(ValueError, match=r"'x', but .*c\.csv has the columns"):
+            data_parts.open_source(asked, others, 2, like=source)
 
     def test_rows_are_not_augmented(self):
         source = mock.Mock(image_shape=(2,))
-        for name, value in (("recipe", "cifar"), ("randaugment", ["2", "9"])):
+        for name, value in (("recipe", "cifar"), ("randaugment", ("2", "9"))):
             said = f"--{name}=.*, but .* has rows of numbers; expected images"
-            with (
-                flagsaver.flagsaver(**{name: value}),
-                pytest.raises(ValueError, match=said),
-            ):
-                train.choose_image_shape(source)
+            with pytest.raises(ValueError, match=said):
+                data_parts.choose_image_shape(Settings(**{name: value}), source)
 
     def test_no_signal_disturbs_the_end(self, monkeypatch, capsys):
         done = []
         monkeypatch.setattr(signal, "signal", lambda *args: done.append(args))
         monkeypatch.setattr(train.gc, "collect", lambda: done.append("collected"))
-        monkeypatch.setattr(train, "set_up", mock.Mock(side_effect=ValueError("no")))
-        assert train.main() == 1
+        monkeypatch.setattr(train, "assemble", mock.Mock(side_effect=ValueError("no")))
+        assert train.main(Settings()) == 1
         ignored = [(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]
         assert done[-3:] == [*ignored, "collected"]
 
@@ -999,13 +1000,12 @@ class TestInProcess:
             monkeypatch.setattr(tf.config, name, lambda kind=None: gpus)
         monkeypatch.setattr(signal, "signal", lambda *_: None)
         model_dir = tmp_path / "run"
-        train.FLAGS.model_dir, train.FLAGS.data_dir = str(model_dir), str(tmp_path)
+        asked = Settings(model_dir=str(model_dir), data_dir=str(tmp_path))
         for flags, words in (
             ({"num_gpus": 3}, ["3", "2"]),
-            ({"gpu_indices": ["0", "5"]}, ["5", "2"]),
+            ({"gpu_indices": ("0", "5")}, ["5", "2"]),
         ):
-            with flagsaver.flagsaver(**flags):
-                assert train.main() == 1
+            assert train.main(asked.but(**flags)) == 1
             message = capsys.readouterr().err
             assert message.startswith("towers.train: ")
             assert message.count("\n") == 1
