@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     *("program", "keras_adapter", "input_pipeline", "models"),
     *("devices", "analysis", "layers", "collectives", "tower", "loop"),
-    *("plan", "builders", "model"),
-    *("numerics", "lifecycle", "monitoring", "callbacks"),
+    *("plan", "builders", "numerics", "model"),
+    *("lifecycle", "monitoring", "callbacks"),
     *("train", "parity", "doctor", "find_batch_size", "report"),
     "towers",
 )
@@ -37,13 +37,7 @@ EXCEPTIONS = {
 }
 
 # What still has to move: these tables only get shorter.
-UPWARDS = {
-    ("towers.model.tower_model", "towers.lifecycle.fit_data"),
-    ("towers.model.tower_model", "towers.lifecycle.resume"),
-    ("towers.model.tower_model", "towers.lifecycle.skip_batches"),
-    ("towers.model.tower_model", "towers.numerics.not_finite"),
-    ("towers.numerics.not_finite", "towers.lifecycle.checkpoint.NotFinite"),
-}
+UPWARDS: set[tuple[str, str]] = set()
 UPWARDS_IN_THE_INPUT = {
     (
         "towers.input_pipeline.pipeline",

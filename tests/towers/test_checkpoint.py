@@ -18,14 +18,15 @@ import tensorflow as tf
 from tests.small import build, tiny
 from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
-from towers.lifecycle import fit_data
-from towers.lifecycle.checkpoint import Checkpoint, NotFinite, SaveError
+from towers.lifecycle import data_position
+from towers.lifecycle.checkpoint import Checkpoint, SaveError
 from towers.lifecycle.checkpoints import states, store
 from towers.lifecycle.checkpoints.saved_model import check_checkpoint
 from towers.lifecycle.checkpoints.store import Position
 from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.lifecycle.stop_at_step import StopAtStep
+from towers.numerics.not_finite import NotFinite
 
 EXAMPLES, BATCH, STEPS = 44, 8, 6
 
@@ -247,19 +248,19 @@ class TestOtherData:
         spec = tf.TensorSpec([length, 3] if length else None)
         found = tf.data.Dataset.from_generator(lambda: (), output_signature=spec)
         batches = {"batch size": length, "batches": None, "steps_per_epoch": None}
-        assert fit_data.order(options | {"x": found}) == batches
+        assert data_position.order(options | {"x": found}) == batches
         scalars = tf.data.Dataset.range(3)
         unknown = {"batch size": None, "batches": 3, "steps_per_epoch": 3}
-        assert fit_data.order(options | {"x": scalars}) == unknown
+        assert data_position.order(options | {"x": scalars}) == unknown
         x = {"a": np.ones([70, 2])}
         halves = {"batch size": 32, "batches": 2, "steps_per_epoch": 2}
         halves["shuffled by seed"] = "none"
-        assert fit_data.order(options | {"x": x}) == halves
+        assert data_position.order(options | {"x": x}) == halves
         keras.utils.set_random_seed(7)
         # Keras takes the batch size from the steps.
         steps = options | {"x": x, "steps_per_epoch": 5, "shuffle": True}
         halves |= {"batch size": 7, "batches": 5, "steps_per_epoch": 5}
-        assert fit_data.order(steps) == halves | {"shuffled by seed": 7}
+        assert data_position.order(steps) == halves | {"shuffled by seed": 7}
 
     @pytest.mark.parametrize("known", [True, False])
     def test_of_too_few_batches(self, tmp_path, known):
@@ -339,7 +340,7 @@ def test_why_foreign_data_may_not_be_the_same_is_said(tmp_path, capsys):
     options |= {"batch_size": BATCH, "validation_split": 0, "validation_data": None}
 
     def note(x, used=False, past=STEPS):
-        return fit_data.start(options | {"x": x}, position, [past], used).note
+        return data_position.start(options | {"x": x}, position, [past], used).note
 
     keras.utils.set_random_seed(1)
     assert note(np.ones([4, 1])) is None

@@ -16,11 +16,10 @@ from tests import warm
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import variables
-from towers.lifecycle.checkpoint import NotFinite
 from towers.lifecycle.checkpoints import store
 from towers.model import auto
 from towers.numerics import search
-from towers.numerics.not_finite import NotFiniteStep
+from towers.numerics.not_finite import NotFinite, NotFiniteStep
 
 # Of 3 batches for 3 towers, the row in question is the 2nd one's, on tower 1.
 ROWS, BATCH, ROW = 63, 21, 30

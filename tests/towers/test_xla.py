@@ -95,7 +95,7 @@ def test_what_is_on_another_device_goes_on_without(capsys, layers, loss):
     expected = weights(lambda model: model, run_eagerly=True)
     capsys.readouterr()
     ours = weights(lambda model: towers.multi_gpu_model(model, 2), jit_compile=True)
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "XLA" in x]
     assert line.startswith("towers: XLA cannot compile model")
     assert "a tower reads 'Variable" in line and "not a variable of the model" in line
     assert oracle.largest_difference(ours, expected) < 1e-5
@@ -212,7 +212,7 @@ def test_whatever_fails_with_xla_goes_on_without(monkeypatch, capsys, error):
     fails = lambda builder: error if builder.xla else None  # noqa: E731
     parallel, ours = _trained(monkeypatch, fails, jit_compile=True)
     assert oracle.largest_difference(ours, expected) == 0
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "XLA" in x]
     assert line == (
         "towers: XLA cannot compile model 'dense', which goes on without: "
         f"{error.message or 'UnimplementedError'}"
@@ -233,7 +233,7 @@ def test_the_update_is_fallen_back_from_by_itself(monkeypatch, capsys, asked):
     _, ours = _trained(monkeypatch, fails, says, jit_compile=asked)
     assert tried == ([True, None, False] if asked is True else [None, False])
     assert oracle.largest_difference(ours, expected) == 0
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "XLA" in x]
     what = "model" if asked is True else "the update of model"
     assert line.startswith(
         f"towers: XLA cannot compile {what} 'dense', which goes on without"

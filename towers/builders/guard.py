@@ -10,7 +10,7 @@ and what in it, is found out afterwards; see `numerics`.
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,8 +22,8 @@ from towers.devices import HOST
 _MANY = 2**16
 
 
-class Caught(NamedTuple):
-    """A step that was stopped.
+class StoppedStep(Exception):
+    """A step of training that was stopped, as it is not finite; it changed nothing.
 
     Attributes:
         step: Its number, counted from 1 by the optimizer.
@@ -34,22 +34,18 @@ class Caught(NamedTuple):
             a larger loss scale.
     """
 
-    step: int
-    data: Any
-    tower: int | None = None
-    values: Any = None
-    skipped: int = 0
+    def __init__(self, step: int, data: Any, skipped: int = 0):
+        super().__init__(f"Step {step} is not finite.")
+        self.step, self.data, self.skipped = step, data, skipped
+        self.tower: int | None = None
+        self.values: Any = None
 
 
 class Guard:
-    """Stops the first step whose loss or gradient is not finite.
-
-    Attributes:
-        caught: That step, if there was one.
-    """
+    """Stops the first step whose loss or gradient is not finite."""
 
     def __init__(self) -> None:
-        self.caught: Caught | None = None
+        self._stopped: StoppedStep | None = None
         self._armed = True
         # The last step that was skipped, and how often.
         self._skipped = 0, 0
@@ -62,6 +58,17 @@ class Guard:
             yield
         finally:
             self._armed = True
+
+    @contextlib.contextmanager
+    def raises(self) -> Iterator[None]:
+        """Inside, a step that is stopped ends in a `StoppedStep`."""
+        self._stopped = None
+        try:
+            yield
+        except tf.errors.OutOfRangeError:
+            if self._stopped is None:
+                raise
+            raise self._stopped from None
 
     @contextlib.contextmanager
     def before(
@@ -110,8 +117,8 @@ class Guard:
 
     def on_tower(self, tower: int, values: Any) -> None:
         """Is told on which tower a step was stopped, and what it had computed with."""
-        if self.caught is not None and self.caught.tower is None:
-            self.caught = self.caught._replace(tower=tower, values=values)
+        if self._stopped is not None and self._stopped.tower is None:
+            self._stopped.tower, self._stopped.values = tower, values
 
     def _stop(self, skips, data, optimizer):
         some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
@@ -131,10 +138,10 @@ class Guard:
         if skips:
             self._skipped = step, skipped + 1
             return True
-        if self.caught is None:
+        if self._stopped is None:
             left = iter(tensors)
             data = tf.nest.map_structure(lambda one: next(left) if one else None, some)
-            self.caught = Caught(step, data, skipped=skipped)
+            self._stopped = StoppedStep(step, data, skipped)
         # The one error that TensorFlow takes for an end, and does not warn of.
         raise StopIteration("A step is not finite.")
 

@@ -13,18 +13,17 @@ from typing import Any
 import keras
 
 from towers.keras_adapter.fit import batches_done
+from towers.lifecycle import resume
 from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.best import Best, Monitor
 from towers.lifecycle.checkpoints.store import Contents, Position
 from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.signals import Signals, Stopped
 from towers.loop import listeners
+from towers.model.fit_call import FitCall
+from towers.numerics.not_finite import NotFinite, NotFiniteStep
 from towers.program import words
 from towers.program.voice import say, warn
-
-
-class NotFinite(Exception):
-    """A variable is infinite or not a number; what was saved before is not."""
 
 
 class SaveError(Exception):
@@ -279,6 +278,24 @@ class Checkpoint(keras.callbacks.Callback):
             names |= {"dataset"} & (before.keys() | data.keys())
         both = {name: (before.get(name), data.get(name)) for name in sorted(names)}
         return {name: each for name, each in both.items() if each[0] != each[1]}
+
+    @contextlib.contextmanager
+    def around_fit(self, call: FitCall) -> Iterator[None]:
+        """Has a `fit` of a tower model begin where the run is, and listens to it."""
+        callbacks = call.options["callbacks"]
+        # Keras says of a model that is not compiled that it is not.
+        first = self not in keras.tree.flatten(callbacks) or any(
+            isinstance(each, resume.First) for each in callbacks
+        )
+        if first or not call.model.compiled:
+            yield
+            return
+        try:
+            with resume.going_on(call, self):
+                yield
+        except NotFiniteStep as error:
+            error.checkpoint = self.latest or ""
+            raise
 
     @contextlib.contextmanager
     def running(

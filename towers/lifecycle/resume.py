@@ -12,9 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import keras
 
-from towers.lifecycle import fit_data
+from towers.lifecycle import data_position
 from towers.lifecycle.checkpoints.store import Position
 from towers.lifecycle.skip_batches import Later, Passing, ResumeError, too_few
+from towers.model.fit_call import FitCall
 from towers.program.voice import say
 
 
@@ -23,7 +24,7 @@ class Saves(Protocol):
     """What `fit` needs of the callback that saves; see its methods there."""
 
     position: Position
-    past: list[int] | None  # see `fit_data.find`
+    past: list[int] | None  # see `data_position.find`
     prepare: Callable
     changes: Callable
     name: str
@@ -37,37 +38,29 @@ class Saves(Protocol):
 
 
 @contextlib.contextmanager
-def going_on(
-    model: keras.Model,
-    saves: Saves,
-    options: dict[str, Any],
-    build: Callable[[Any], None],
-) -> Iterator[Passing | None]:
+def going_on(call: FitCall, saves: Saves) -> Iterator[None]:
     """Has `fit` begin where a checkpoint ends, and the callback listen meanwhile.
 
     Args:
-        model: What is to be fitted.
-        saves: The callback that saves it.
-        options: The arguments of `fit`, by name; are changed.
-        build: Takes the `tf.TypeSpec`s of a batch, and creates what is missing.
-
-    Yields:
-        What is to be the train function at first, if batches are to be passed over.
+        call: The call of `fit`.
+        saves: The callback that saves the model.
 
     Raises:
         ResumeError: The run cannot go on with such data, or calls of so many steps.
         ValueError: The checkpoint is not of this model.
     """
+    model, options = call.model, call.options
+    call.build_optimizer()
     saves.prepare(model)
     asked = Position(options["initial_epoch"])
     goes_on = saves.position > asked
     position = saves.position = max(saves.position, asked)
     callbacks = keras.tree.flatten(options["callbacks"])
-    data, given, call = fit_data.order(options), options["x"], model.steps_per_execution
+    data, given = data_position.order(options), options["x"]
     steps = data["steps_per_epoch"]
     start = _start(saves, options, data, goes_on)
     if position.batch:
-        _check_calls(position.batch, call, steps)
+        _check_calls(position.batch, model.steps_per_execution, steps)
     options["x"], options["initial_epoch"] = start.data, start.epoch
     around = [First(saves), *callbacks]
     options["callbacks"] = around
@@ -76,7 +69,6 @@ def going_on(
         saves.running(callbacks, data, given, bool(validates)),
         warnings.catch_warnings(),
     ):
-        passing = None
         if position > Position(start.epoch):
             # Of data begun in the middle, Keras does not know the end.
             warnings.filterwarnings("ignore", "Your input ran out of data")
@@ -85,22 +77,21 @@ def going_on(
                 if position.batch:
                     saves.epoch_begun()
                     saves.restore_metrics()
+                call.skips = None
                 model.make_train_function(force=True)
 
-            passing = Passing(
-                model,
-                position,
+            call.skips = Passing(
                 call,
+                position,
                 past=[*(saves.past or ())],
                 whole=start.whole,
                 reading=saves.undisturbed if start.read else None,
-                build=build,
                 last=last,
             )
             options["callbacks"] = Later(
                 around,
                 position,
-                passing,
+                call.skips,
                 add_history=True,
                 add_progbar=options["verbose"] != 0,
                 verbose=options["verbose"],
@@ -108,14 +99,14 @@ def going_on(
                 steps=steps,
                 model=model,
             )
-        yield passing
+        yield
 
 
 def _start(saves, options, data, goes_on):
     """Returns how to begin with the data; prints what has changed in them."""
     if not goes_on:
         saves.past = []
-        return fit_data.start_anew(options, saves.position)
+        return data_position.start_anew(options, saves.position)
     position, changes = saves.position, saves.changes(data)
     check_classes(saves.name, *changes.pop("classes", (None, None)))
     if "validation" in changes:
@@ -142,8 +133,8 @@ def _start(saves, options, data, goes_on):
             f" {_listed(changes, '{} before, {} now')}."
         )
         saves.past = []
-        return fit_data.start_anew(options, position)
-    start = fit_data.start(options, position, saves.past, saves.used(options["x"]))
+        return data_position.start_anew(options, position)
+    start = data_position.start(options, position, saves.past, saves.used(options["x"]))
     if start.note:
         say(
             "Note: This run goes on with data that are not from towers.input_pipeline."

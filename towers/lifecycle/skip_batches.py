@@ -13,6 +13,7 @@ import keras
 
 from towers.lifecycle.checkpoints.store import Position
 from towers.loop import loop
+from towers.model.fit_call import FitCall
 
 
 class ResumeError(ValueError):
@@ -39,33 +40,30 @@ class Passing:
 
     def __init__(
         self,
-        model: keras.Model,
+        call: FitCall,
         position: Position,
-        steps: int,
         *,
         past: Sequence[int],
         whole: bool,
         reading: Callable[[], contextlib.AbstractContextManager] | None,
-        build: Callable[[Any], None],
         last: Callable[[], None],
     ):
         """Passes over nothing yet.
 
         Args:
-            model: Whose train function it is.
-            position: Where the real one begins.
-            steps: Batches in a call.
+            call: The call of `fit` that skips them.
+            position: Where the real train function begins.
             past: Batches that were read in each epoch before, or none if that is not
                 known.
             whole: Whether to read also passes that are over.
             reading: Makes what to read in; `None` to read nothing, of data that begin
                 where they should.
-            build: Takes the `tf.TypeSpec`s of a batch, and creates what is missing.
             last: Is called when all is passed over; puts the real function in place.
         """
-        self._model, self._position, self._steps = model, position, steps
+        self._call, self._position = call, position
+        self._model, self._steps = call.model, call.model.steps_per_execution
         self._past, self._whole, self._reading = past, whole, reading
-        self._build, self._last = build, last
+        self._last = last
         self._epoch = self._passed = self._unread = self.read = 0
         self._iterator = None
 
@@ -99,7 +97,7 @@ class Passing:
         if iterator is self._iterator:
             return
         if self._iterator is None:
-            self._build(loop.without_optionals(iterator.element_spec))
+            self._call.create_variables(loop.without_optionals(iterator.element_spec))
         elif self._whole:
             self._read()
         self._iterator, self._unread = iterator, 0

@@ -12,7 +12,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ from towers import devices
 from towers._deprecated import accepts_old_names
 from towers.builders.asynchronous import Asynchronous
 from towers.builders.base import Builder
-from towers.builders.guard import Guard
+from towers.builders.guard import Guard, StoppedStep
 from towers.builders.parameter_server import ParameterServer
 from towers.builders.replicated import Replicated
 from towers.collectives import batch, reduce
@@ -31,10 +31,10 @@ from towers.devices import is_gpu
 from towers.keras_adapter.losses import compile_config, make_function
 from towers.keras_adapter.runtime import is_deterministic
 from towers.layers import variables
-from towers.lifecycle import fit_data, resume, skip_batches
 from towers.loop import listeners
-from towers.model import auto, first_call
+from towers.model import auto, first_call, fit_data
 from towers.model.auto import Choice
+from towers.model.fit_call import FitCall
 from towers.numerics import not_finite
 from towers.program.voice import say
 from towers.tower import compare
@@ -244,10 +244,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_choice = choice
         self._self_builder = make(choice)
         self._self_seen = []
-        self._self_passing = None
         self._self_numerics_file = numerics_file
-        # The arguments of `fit`, while it runs.
-        self._self_given = {}
+        self._self_call: FitCall | None = None
         self._follow()
 
     @property
@@ -330,8 +328,8 @@ class TowerModel(wrapt.CallableObjectProxy):
     def make_train_function(self, force: bool = False) -> None:
         """Makes what `fit` calls with an iterator; see `keras.Model`."""
         self._follow()
-        if self._self_passing is not None:
-            self.train_function, self._self_passing = self._self_passing, None
+        if (call := self._self_call) is not None and call.skips is not None:
+            self.train_function = call.skips
         elif force or self.train_function is None:
             builder = self._self_builder
             if builder.on_gpus or builder.compiles_update or not self._self_chosen:
@@ -353,16 +351,15 @@ class TowerModel(wrapt.CallableObjectProxy):
             return train
 
         def function(iterator):
-            guard.caught = None
             try:
-                return train(iterator)
-            except tf.errors.OutOfRangeError:
-                if guard.caught is None:
-                    raise
+                with guard.raises():
+                    return train(iterator)
+            except StoppedStep as error:
+                stopped = error
+            call, file = self._self_call, self._self_numerics_file
+            options, place = (call.options, call.place) if call else ({}, "")
             with self._step():
-                raise not_finite.explain(
-                    builder, guard.caught, self._self_given, self._self_numerics_file
-                )
+                raise not_finite.explain(builder, stopped, options, place, file)
 
         return function
 
@@ -525,10 +522,11 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def _calls_left(self):
         """How many calls `fit` will make, at a guess; 0 in a loop of the user's."""
-        if not self._self_given:
+        if self._self_call is None:
             return 0
         parameters = inspect.signature(keras.Model.fit).parameters.values()
-        given = {each.name: each.default for each in parameters} | self._self_given
+        given = {each.name: each.default for each in parameters}
+        given |= self._self_call.options
         batches = given["steps_per_epoch"] or fit_data.count(given)
         batches = batches or auto.ASSUMED_BATCHES
         calls = math.ceil(batches / self.__wrapped__.steps_per_execution)
@@ -554,49 +552,25 @@ class TowerModel(wrapt.CallableObjectProxy):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """See `keras.Model.fit`; with a `towers.callbacks.Checkpoint`, it goes on.
 
-        Where an exception ends it, callbacks with a method `on_train_broken_off` are
-        told, as Keras leaves out `on_train_end` then.
+        A callback may run code around it, also where an exception ends it; see
+        `FitCall`.
         """
         self._follow()
         fit = type(self.__wrapped__).fit
-        given = inspect.signature(fit).bind(self, *args, **kwargs)
-        callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
-        self._self_builder.callbacks_may_write = listeners.may_change_variables(
-            callbacks
-        )
-        saves = [each for each in callbacks if isinstance(each, resume.Saves)]
-        self._self_given = given.arguments
+        call, before = FitCall(self, fit, args, kwargs, self._build), self._self_call
+        builder, self._self_call = self._self_builder, call
+        builder.callbacks_may_write = listeners.may_change_variables(call.callbacks)
         try:
-            with _told_if_broken_off(callbacks):
-                return self._fit(fit, given, saves)
-        except not_finite.NotFiniteStep as error:
-            if saves:
-                error.checkpoint = getattr(saves[0], "latest", None) or ""
-            raise
+            return call.run(notes_place=builder.guard is not None)
         finally:
-            self._self_given = {}
-
-    def _fit(self, fit, given, saves):
-        model = self.__wrapped__
-        if not saves or not model.compiled:
-            return fit(*given.args, **given.kwargs)
-        if model.built and not model.optimizer.built:
-            with tf.device(self._self_builder.home):
-                model.optimizer.build(model.trainable_variables)
-        given.apply_defaults()
-        with resume.going_on(self, saves[0], given.arguments, self._build) as over:
-            self._self_passing = over
-            try:
-                return fit(*given.args, **given.kwargs)
-            finally:
-                self._self_passing = None
-                if self.train_function is over:
-                    self.train_function = None
+            self._self_call = before
+            if call.skips is not None:
+                self.train_function = None
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """See `keras.Model.evaluate`."""
-        if isinstance(self.train_function, skip_batches.Passing):
-            return {}  # of an epoch that is passed over
+        if self._self_call is not None and self._self_call.skips is not None:
+            return {}  # of an epoch that is skipped
         self._follow()
         return type(self.__wrapped__).evaluate(self, *args, **kwargs)
 
@@ -659,18 +633,6 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()
-
-
-@contextlib.contextmanager
-def _told_if_broken_off(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Tells callbacks that ask for it of an exception; Keras tells them of nothing."""
-    try:
-        yield
-    except BaseException:
-        for callback in listeners.flat(callbacks):
-            if hasattr(callback, "on_train_broken_off"):
-                callback.on_train_broken_off()
-        raise
 
 
 def _loop_method(name):

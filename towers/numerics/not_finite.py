@@ -1,7 +1,6 @@
 """Says what was wrong with a step that a guard has stopped."""
 
 import dataclasses
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +9,15 @@ import numpy as np
 import tensorflow as tf
 
 from towers.builders.base import Builder
-from towers.builders.guard import Caught
+from towers.builders.guard import StoppedStep
 from towers.collectives import batch
-from towers.lifecycle.checkpoint import NotFinite
 from towers.numerics import search, stopped_step
 from towers.numerics.search import Finding
 from towers.numerics.stopped_step import Case, find_row, named
+
+
+class NotFinite(Exception):
+    """A number of the run is infinite or not a number; what was saved before is not."""
 
 
 class NotFiniteStep(NotFinite):
@@ -43,22 +45,29 @@ class NotFiniteStep(NotFinite):
 
 
 def explain(
-    builder: Builder, caught: Caught, given: Mapping[str, Any], file: str | None
+    builder: Builder,
+    stopped: StoppedStep,
+    given: Mapping[str, Any],
+    place: str,
+    file: str | None,
 ) -> NotFiniteStep:
     """Finds out what was wrong with a step that a guard has stopped.
 
     Args:
         builder: Whose step it is.
-        caught: What the guard has caught.
+        stopped: The step.
         given: The arguments of `fit` by name, if it is `fit` that runs.
+        place: Epoch and batch that `fit` is at, as a phrase; "" if they are not known.
         file: Where to write the step, for `locate`, if anywhere.
 
     Returns:
         The error to raise.
     """
-    raw = keras.utils.unpack_x_y_sample_weight(caught.data)
-    case = _case(builder, caught, raw)
-    devices = builder.devices if caught.tower is None else [builder.devices[case.first]]
+    raw = keras.utils.unpack_x_y_sample_weight(stopped.data)
+    case = _case(builder, stopped, raw)
+    devices = builder.devices
+    if stopped.tower is not None:
+        devices = [devices[stopped.tower]]
     finding = search.search(builder.model, case, devices)
     origin = ""
     if finding.source == "data":
@@ -77,19 +86,20 @@ def explain(
         except (OSError, ValueError) as error:
             written, file = f"; the batch cannot be written to {file}: {error}", None
     skipped = ""
-    if caught.skipped:
-        skipped = f", after {caught.skipped} skipped for the loss scale"
-    text = f"Step {caught.step}{_place()}{skipped}: {finding}{origin}"
+    if stopped.skipped:
+        skipped = f", after {stopped.skipped} skipped for the loss scale"
+    where = f" ({place})" if place else ""
+    text = f"Step {stopped.step}{where}{skipped}: {finding}{origin}"
     text = f"{text}; {finding.advice}; nothing of the step was applied{written}"
-    return NotFiniteStep(caught.step, finding, text, file)
+    return NotFiniteStep(stopped.step, finding, text, file)
 
 
-def _case(builder, caught, raw):
+def _case(builder, stopped, raw):
     model, data, shares = builder.model, raw, builder.split_ratios
     values = [variable.value for variable in search.variables_of(model)]
-    if caught.tower is not None:
+    if stopped.tower is not None:
         # One of towers that do not wait: others may have updated what it has read.
-        shares, read = (1,), [*caught.values.params, *caught.values.state]
+        shares, read = (1,), [*stopped.values.params, *stopped.values.state]
         values = [
             now if then is None else then
             for then, now in zip(read, values, strict=True)
@@ -99,22 +109,11 @@ def _case(builder, caught, raw):
     elif builder.preprocess is not None:
         _, data = builder.preprocess_batch(raw, training=True)
     return Case(
-        caught.step,
+        stopped.step,
         data,
         [tf.convert_to_tensor(value) for value in values],
         shares,
-        caught.tower or 0,
+        stopped.tower or 0,
         len(builder.devices),
         builder.loss_placed == "gathered",
     )
-
-
-def _place():
-    """Epoch and batch that `fit` is at, as a phrase, if it is `fit` that runs."""
-    for frame, _ in traceback.walk_stack(None):
-        local = frame.f_locals
-        if frame.f_code.co_name == "fit" and {"epoch", "begin_step"} <= local.keys():
-            first, last = local["begin_step"] + 1, local.get("end_step", 0) + 1
-            batches = f"batch {first}" if last <= first else f"batches {first}-{last}"
-            return f" (epoch {local['epoch'] + 1}, {batches})"
-    return ""

@@ -29,9 +29,10 @@ import warnings
 import tensorflow as tf
 
 from towers import input_pipeline
-from towers.lifecycle.checkpoint import NotFinite, SaveError
+from towers.lifecycle.checkpoint import SaveError
 from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.signals import Stopped
+from towers.numerics.not_finite import NotFinite
 from towers.program import startup
 from towers.program.commands import fail, quieten
 from towers.tower.errors import ModelError

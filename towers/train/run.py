@@ -3,8 +3,8 @@
 import math
 import sys
 
-from towers.lifecycle.checkpoint import NotFinite
 from towers.monitoring.watch import Watch
+from towers.numerics.not_finite import NotFinite
 from towers.program import words
 from towers.train import callbacks
 from towers.train.job import Job

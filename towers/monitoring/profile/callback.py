@@ -1,13 +1,16 @@
 """Records a trace of some training steps, for TensorBoard's profile plugin."""
 
+import contextlib
 import glob
 import os
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
 from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
+from towers.model.fit_call import FitCall
 from towers.monitoring.profile.trace import add_towers
 from towers.program.voice import say
 
@@ -93,8 +96,16 @@ class Profile(keras.callbacks.Callback):
                 f"before step {self._first_step}."
             )
 
-    def on_train_broken_off(self):
-        """Ends the trace, and says what there is of it."""
+    @contextlib.contextmanager
+    def around_fit(self, call: FitCall) -> Iterator[None]:
+        """Also ends the trace where an exception ends `fit`."""
+        try:
+            yield
+        except BaseException:
+            self._break_off()
+            raise
+
+    def _break_off(self):
         if self._state != "recording":
             return
         self._end_step()

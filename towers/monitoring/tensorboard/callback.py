@@ -1,8 +1,9 @@
 """Writes what a run does to TensorBoard."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
+from towers.model.fit_call import FitCall
 from towers.monitoring.tensorboard import pictures
 from towers.monitoring.tensorboard.graph import readable
 from towers.monitoring.tensorboard.hparams import VALIDATION, Value, hparams_summaries
@@ -189,10 +191,14 @@ class TensorBoard(keras.callbacks.Callback):
                 pictures.write_mistakes(self.model, self._sample, self._classes)
         self._close()
 
-    @_while_it_works
-    def on_train_broken_off(self):
-        """Keeps what has been written until then."""
-        self._close()
+    @contextlib.contextmanager
+    def around_fit(self, call: FitCall) -> Iterator[None]:
+        """Keeps what has been written where an exception ends `fit`."""
+        try:
+            yield
+        except BaseException:
+            _while_it_works(TensorBoard._close)(self)
+            raise
 
     def _close(self):
         for writer in self._writers.values():

@@ -1,4 +1,4 @@
-"""What `fit` is given to train on, and where a run is in it.
+"""Where a run is in its data.
 
 Keras opens data for each epoch anew. With `steps_per_epoch` it keeps what it has opened
 across epochs, until its end. A pass is what is read of data that were opened once.
@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from towers.lifecycle.checkpoints.store import Position
+from towers.model.fit_data import batch_size, count, is_arrays, length
 
 # What TensorFlow takes if no seed was set for all operations.
 _NO_SEED = 87654321
@@ -50,6 +51,7 @@ class Start:
         read: Whether the batches to skip have to be read, as `data` still have them.
         whole: Whether also passes that are over have to be read.
         note: Why the run may end with other numbers than an uninterrupted one.
+        anew: Whether the data begin anew, and not where the run was in them.
     """
 
     data: Any
@@ -57,6 +59,7 @@ class Start:
     read: bool = True
     whole: bool = False
     note: str | None = None
+    anew: bool = False
 
 
 def start(
@@ -117,7 +120,7 @@ def start_anew(options: dict[str, Any], position: Position) -> Start:
             pipeline, start_epoch=position.epoch, start_record=0
         )
         data = moved.dataset()
-    return Start(data, position.epoch, read=False)
+    return Start(data, position.epoch, read=False, anew=True)
 
 
 def _start_pipeline(pipeline, options, position, place):
@@ -186,61 +189,12 @@ def _validation(data):
     if (pipeline := getattr(data, "pipeline", None)) is not None:
         names = "dataset", "files", "split", "examples"
         return {name: pipeline.order[name] for name in names}
-    if isinstance(data, tuple | list) and (examples := _length(data)) is not None:
+    if isinstance(data, tuple | list) and (examples := length(data)) is not None:
         return {"examples": examples}
     return None
-
-
-def batch_size(options: dict[str, Any]) -> int | None:
-    """Returns the batch size of the data of `fit`, if it is known."""
-    data = options["x"]
-    if (pipeline := getattr(data, "pipeline", None)) is not None:
-        return pipeline.batch_size
-    if isinstance(data, tf.data.Dataset):
-        return _length(data.element_spec)
-    if (examples := _examples(options)) is None:
-        return None
-    steps = options["steps_per_epoch"]
-    return options["batch_size"] or (math.ceil(examples / steps) if steps else 32)
-
-
-def count(options: dict[str, Any]) -> int | None:
-    """Returns the number of batches of the data of `fit`, if it is known."""
-    data = options["x"]
-    if isinstance(data, keras.utils.PyDataset):
-        return data.num_batches
-    if isinstance(data, tf.data.Dataset):
-        cardinality = int(data.cardinality())
-        return cardinality if cardinality >= 0 else None
-    if (examples := _examples(options)) is None:
-        return None
-    return math.ceil(examples / batch_size(options))
-
-
-def is_arrays(options: dict[str, Any]) -> bool:
-    """Tells whether the data of `fit` are arrays, which Keras cuts and shuffles."""
-    others = tf.data.Dataset, keras.utils.PyDataset
-    return not isinstance(options["x"], others) and _length(options["x"]) is not None
 
 
 def seed() -> int | None:
     """Returns the seed of all of TensorFlow's operations, if one was set."""
     found, _ = tf.compat.v1.random.get_seed(0)
     return None if found == _NO_SEED else found
-
-
-def _examples(options):
-    """The first dimension of arrays, without what is split off."""
-    examples = _length(options["x"])
-    if examples and options["validation_split"] and options["validation_data"] is None:
-        return math.floor(examples * (1 - options["validation_split"]))
-    return examples
-
-
-def _length(arrays: Any) -> int | None:
-    """The first dimension of arrays, or of their specs, if it is known."""
-    first = next(iter(keras.tree.flatten(arrays)), None)
-    shape = getattr(first, "shape", None)
-    if isinstance(shape, tf.TensorShape):
-        shape = shape.rank and shape.as_list()
-    return shape[0] if shape else None

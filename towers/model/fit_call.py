@@ -1,0 +1,120 @@
+"""A call of `fit`, with what callbacks may do around it."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.loop import listeners
+
+
+class FitCall:
+    """A call of `fit`.
+
+    A callback may have a method `around_fit(call)` that returns a context manager, as
+    `contextlib.contextmanager` makes them. `fit` runs inside, whatever ends it. Before
+    it begins, the callback may change its arguments.
+
+    Attributes:
+        model: What `multi_gpu_model` returned.
+        options: The arguments of `fit` by name.
+        create_variables: Takes the `tf.TypeSpec`s of a batch, and creates what the
+            model has not built yet.
+        skips: A train function that skips batches. As long as it is not `None`, `fit`
+            calls it instead of the model's own, and evaluates nothing.
+        skipped: Grows with each batch that is skipped or read again for that.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        fit: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        create_variables: Callable[[Any], None],
+    ):
+        """Binds the arguments of `fit`; nothing is run.
+
+        Args:
+            model: See the attributes.
+            fit: The function that fits, whose first argument is the model.
+            args: What else it is called with.
+            kwargs: The same, by name.
+            create_variables: See the attributes.
+        """
+        self.model, self.create_variables = model, create_variables
+        self.skips: Callable[[Iterator], Any] | None = None
+        self.skipped = 0
+        self._fit = fit
+        self._bound = inspect.signature(fit).bind(model, *args, **kwargs)
+        self._bound.apply_defaults()
+        self.options: dict[str, Any] = self._bound.arguments
+        self._epoch = self._batch = None
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks, those in a nest or a `CallbackList` as well."""
+        return [*listeners.flat(self.options.get("callbacks"))]
+
+    def run(self, notes_place: bool) -> Any:
+        """Calls `fit`, with what callbacks do around it.
+
+        Args:
+            notes_place: Whether `place` is to be known.
+        """
+        with contextlib.ExitStack() as stack:
+            for callback in self.callbacks:
+                if hasattr(callback, "around_fit"):
+                    stack.enter_context(callback.around_fit(self))
+            if notes_place:
+                stack.enter_context(self._noting_place())
+            return self._fit(*self._bound.args, **self._bound.kwargs)
+
+    def build_optimizer(self) -> None:
+        """Creates the optimizer's variables, if the model has its own."""
+        model = self.model
+        if model.built and not model.optimizer.built:
+            with tf.device(model.builder.home):
+                model.optimizer.build(model.trainable_variables)
+
+    @property
+    def place(self) -> str:
+        """Epoch and batch that it is at, as a phrase; "" if that is not known."""
+        if self._batch is None:
+            return ""
+        first, last = self._batch + 1, self._batch + self.model.steps_per_execution
+        batches = f"batch {first}" if last <= first else f"batches {first}-{last}"
+        return f"epoch {self._epoch + 1}, {batches}"
+
+    @contextlib.contextmanager
+    def _noting_place(self):
+        if "callbacks" not in self.options:  # a `fit` of the user's
+            yield
+            return
+        notes, given = _NotesPlace(self), self.options["callbacks"]
+        if not isinstance(given, keras.callbacks.CallbackList):
+            self.options["callbacks"] = [notes, *keras.tree.flatten(given or [])]
+            yield
+            return
+        given.callbacks.insert(0, notes)
+        try:
+            yield
+        finally:
+            given.callbacks.remove(notes)
+
+
+class _NotesPlace(keras.callbacks.Callback):
+    """Hears where `fit` is."""
+
+    def __init__(self, call: FitCall):
+        super().__init__()
+        self._call = call
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._call._epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._call._batch = batch
