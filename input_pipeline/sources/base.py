@@ -170,12 +170,12 @@ class Source(abc.ABC):
         source = copy.copy(self)
         source.passed_over, source.splits = bad, {**self.splits, **splits}
         # Orders are drawn over all.
-        source._all_splits = self.splits
+        source.all_splits = self.splits
         return source
 
     def size_of_all(self, split: str) -> int | None:
         """Examples of a split, those that are passed over among them."""
-        return getattr(self, "_all_splits", self.splits).get(split)
+        return getattr(self, "all_splits", self.splits).get(split)
 
     def _pass_over(self, dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
         """Leaves what is bad out of a dataset of numbers and anything else."""

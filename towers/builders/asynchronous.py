@@ -478,14 +478,14 @@ class Asynchronous(Builder):
 
     def _trace_step(self, spec, rows):
         compute, apply = self._graphs[rows]
-        tables = self._tower._reads_tables
+        tables = self._tower.reads_tables
         pull = [
             _graph(functools.partial(self._pull, k)).get_concrete_function()
             for k in range(len(self.devices))
         ]
         pulled = _specs(pull[0].structured_outputs)
         compute = compute.get_concrete_function(spec, pulled)
-        if self._tower._reads_tables != tables:
+        if self._tower.reads_tables != tables:
             # A table cannot stay at home, as it turns out.
             return self._trace_step(spec, rows)
         computed = _specs(compute.structured_outputs)

@@ -127,7 +127,7 @@ class Builder(abc.ABC):
         self._proofs = eager.Proofs()
         self._kept = ""
         self.compared = {}
-        self._reads_tables = False
+        self.reads_tables = False
         self._xla = None
         self.compiled = False
 
@@ -483,7 +483,7 @@ class Builder(abc.ABC):
 
     def _looks_up(self):
         return not (
-            self._reads_tables or self.model.run_eagerly or self.xla or self.together
+            self.reads_tables or self.model.run_eagerly or self.xla or self.together
         )
 
     def preprocess_batch(
@@ -639,7 +639,7 @@ class Builder(abc.ABC):
                 known = [None] * len(known)
             traced = self._trace_first(trace, known, size, xla)
             if traced.needs_tables:
-                self._reads_tables = True
+                self.reads_tables = True
                 values = self.read_variables()
                 traced = self._trace_first(trace, known, size, xla)
             self._check_traced(traced, None if self._has_one_size(size) else rules)

@@ -101,17 +101,3 @@ def compiled_loss_as_built(model: keras.Model) -> Iterator[None]:
     losses = [model._compile_loss] if model._compile_loss is not None else []
     with swapped(losses, "built", [True] * len(losses)):
         yield
-
-
-def make_function(
-    model: keras.Model, step_function: Callable, of: Any = None
-) -> Callable:
-    """Returns what Keras's evaluation and prediction call with an iterator.
-
-    Args:
-        model: The model whose class makes it.
-        step_function: The step for one batch.
-        of: The object whose settings count, such as `steps_per_execution`; the model
-            by default.
-    """
-    return type(model)._make_function(model if of is None else of, step_function)

@@ -41,7 +41,8 @@ class Target:
     def __repr__(self) -> str:
         return f"{self._owner.__name__}.{self._name}"
 
-    def _enter(self, by, all_threads):
+    def enter(self, by: Callable[..., Any], all_threads: bool) -> None:
+        """Begins a patch; call `patched` instead."""
         with self._lock:
             self._inside += 1
             if all_threads:
@@ -53,7 +54,8 @@ class Target:
         if not all_threads:
             self._of_thread.__dict__.setdefault("stack", []).append(by)
 
-    def _leave(self, by, all_threads):
+    def leave(self, by: Callable[..., Any], all_threads: bool) -> None:
+        """Ends a patch; call `patched` instead."""
         if not all_threads:
             self._of_thread.stack.pop()
         with self._lock:
@@ -91,11 +93,11 @@ def patched(
             the arguments of the call.
         all_threads: Whether calls in other threads go there, too.
     """
-    target._enter(by, all_threads)
+    target.enter(by, all_threads)
     try:
         yield
     finally:
-        target._leave(by, all_threads)
+        target.leave(by, all_threads)
 
 
 # Reentrant, as a thread may swap other values within.

@@ -28,7 +28,7 @@ from towers.builders.parameter_server import ParameterServer
 from towers.builders.replicated import Replicated
 from towers.collectives import batch, reduce
 from towers.devices import is_gpu
-from towers.keras_adapter.losses import compile_config, make_function
+from towers.keras_adapter.losses import compile_config
 from towers.keras_adapter.runtime import is_deterministic
 from towers.layers import variables
 from towers.loop import listeners
@@ -473,7 +473,12 @@ class TowerModel(wrapt.CallableObjectProxy):
                 getattr(type(self.__wrapped__), f"make_{name}")(self, force=True)
                 made = getattr(self, name)
                 setattr(self, name, kept)
-                return made
+
+                def function(data):
+                    with self._told():
+                        return made(data)
+
+                return function
 
             setattr(self, name, self._comparing(make))
 
@@ -595,16 +600,6 @@ class TowerModel(wrapt.CallableObjectProxy):
         """Computes the outputs of one global batch, on towers."""
         with self._step():
             return self._self_builder.predict_step(data)
-
-    def _make_function(self, step_function: Callable[[Any], Any]) -> Callable:
-        """See `keras.Model`; for evaluation and prediction."""
-        made = make_function(self.__wrapped__, step_function, self)
-
-        def function(iterator):
-            with self._told():
-                return made(iterator)
-
-        return function
 
     def _told(self):
         if len(self._self_builder.devices) == 1:

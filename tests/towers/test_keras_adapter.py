@@ -1,0 +1,920 @@
+"""A contract for each private name of Keras and TensorFlow that Towers relies on.
+
+When one fails with a new version, it says what broke, what was promised and which
+modules rely on it. `docs/versions.md` says what to do then.
+"""
+
+import ast
+import functools
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import config as tf_config
+
+from towers.keras_adapter import (
+    datasets,
+    fit,
+    graphs,
+    layers,
+    losses,
+    optimizers,
+    profiles,
+    randomness,
+    runtime,
+    variables,
+)
+from towers.keras_adapter.patching import patched
+
+ROOT = Path(__file__).parents[2]
+ADAPTER = ROOT / "towers" / "keras_adapter"
+
+
+class Contract(NamedTuple):
+    """What Towers relies on.
+
+    Attributes:
+        name: The private name, or several that are of use only together.
+        through: What of the adapter goes by another name for it.
+        promise: What it has to do.
+        check: Fails if it does not.
+    """
+
+    name: str
+    through: str
+    promise: str
+    check: Callable[[], None]
+
+
+CONTRACTS: list[Contract] = []
+
+
+def contract(name: str, through: str, promise: str):
+    def add(check):
+        CONTRACTS.append(Contract(name, through, promise, check))
+        return check
+
+    return add
+
+
+# Layers.
+
+
+def _nested():
+    inner = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+    model = keras.Sequential([keras.Input([3]), inner, keras.layers.Dense(1)])
+    return model, inner
+
+
+@contract(
+    "_flatten_layers",
+    "layers_of",
+    "lists a model and all layers inside it, each once, on request without itself or "
+    "the parts of parts",
+)
+def _():
+    model, inner = _nested()
+    parts = [*inner.layers]
+    found = layers.layers_of(model)
+    assert found[0] is model
+    assert len(found) == len({*map(id, found)})
+    assert {*map(id, found)} >= {*map(id, [*model.layers, *parts])}
+    assert model not in layers.layers_of(model, include_self=False)
+    shallow = layers.layers_of(model, include_self=False, recursive=False)
+    assert inner in shallow and parts[0] not in shallow
+
+
+@contract(
+    "_call_has_training_arg",
+    "has_training_argument",
+    "tells whether `call` accepts `training`",
+)
+def _():
+    assert layers.has_training_argument(keras.layers.Dropout(0.5))
+    assert not layers.has_training_argument(keras.layers.Flatten())
+
+
+@contract(
+    "_trainable_variables",
+    "own_variables",
+    "lists the variables that a layer itself has created as trainable",
+)
+def _():
+    layer = keras.layers.BatchNormalization()
+    layer.build([None, 3])
+    layer.trainable = False
+    assert {v.name for v in layers.own_variables(layer)} == {
+        *("gamma", "beta", "moving_mean", "moving_variance")
+    }
+    model, _ = _nested()
+    assert layers.own_variables(model) == []
+
+
+@contract(
+    "_non_trainable_variables",
+    "own_non_trainable_variables",
+    "lists the variables that a layer itself has created as not trainable",
+)
+def _():
+    layer = keras.layers.BatchNormalization()
+    layer.build([None, 3])
+    names = [v.name for v in layers.own_non_trainable_variables(layer)]
+    assert names == ["moving_mean", "moving_variance"]
+
+
+@contract(
+    "_seed_generators",
+    "own_seed_generators",
+    "lists the seed generators of a layer, and not those of its parts",
+)
+def _():
+    model, inner = _nested()
+    assert layers.own_seed_generators(model) == []
+    dropout = inner.layers[0]
+    assert layers.own_seed_generators(dropout) == [dropout.seed_generator]
+
+
+@contract(
+    "_embeddings", "embedding_table", "is the variable that has an Embedding's rows"
+)
+def _():
+    layer = keras.layers.Embedding(5, 2)
+    layer.build()
+    assert layers.embedding_table(layer) is layer.trainable_variables[0]
+
+
+@contract(
+    "_keras_mask",
+    "TAGS",
+    "is the mask of a tensor, which the next layer and the loss take",
+)
+def _():
+    ids = tf.constant([[1, 0]])
+    output = keras.layers.Embedding(5, 2, mask_zero=True)(ids)
+    assert layers.tag(output, "_keras_mask").numpy().tolist() == [[True, False]]
+    y = tf.constant([[[1.0], [9.0]]])
+    copy = tf.identity(tf.zeros_like(y))
+    layers.set_tag(copy, "_keras_mask", tf.constant([[True, False]]))
+    assert float(keras.losses.MeanSquaredError()(y, copy)) == pytest.approx(1)
+
+
+@contract(
+    "_keras_logits",
+    "logits_of",
+    "is what a sigmoid or softmax was made of; losses use it in place of the output",
+)
+def _():
+    logits = tf.constant([[1.0, 2.0]])
+    output = keras.activations.softmax(logits)
+    assert layers.logits_of(output) is logits
+    other = tf.constant([[3.0, 1.0]])
+    copy = tf.identity(output)
+    layers.set_tag(copy, "_keras_logits", other)
+    loss = keras.losses.sparse_categorical_crossentropy
+    expected = loss(tf.constant([0]), other, from_logits=True)
+    np.testing.assert_allclose(loss(tf.constant([0]), copy), expected, rtol=1e-6)
+
+
+@contract(
+    "keras.src.backend.common.stateless_scope.get_stateless_scope",
+    "stateless_scope_here",
+    "is the innermost `keras.StatelessScope`",
+)
+def _():
+    assert layers.stateless_scope_here() is None
+    with keras.StatelessScope() as scope:
+        assert layers.stateless_scope_here() is scope
+
+
+@contract(
+    "keras.src.", "is_keras_own", "is where all of Keras is defined, and no user's"
+)
+def _():
+    class Own(keras.optimizers.SGD):
+        def update_step(self, *args):
+            pass
+
+    for step in (keras.optimizers.SGD.update_step, keras.optimizers.Adam.update_step):
+        assert layers.is_keras_own(step)
+    assert layers.is_keras_own(keras.activations.relu)
+    assert not layers.is_keras_own(Own.update_step)
+
+
+def _noting(into):
+    def by(original, *args, **kwargs):
+        into.append(args)
+        return original(*args, **kwargs)
+
+    return by
+
+
+# Losses.
+
+
+def _compiled(**options):
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, use_bias=False)])
+    model.compile(**{"optimizer": "sgd", "loss": "mse", **options})
+    return model
+
+
+_X, _Y = np.ones([4, 2], "float32"), np.zeros([4, 1], "float32")
+
+
+@contract("_compile_config", "compile_config", "is another object after each `compile`")
+def _():
+    model = _compiled()
+    first = losses.compile_config(model)
+    assert first is losses.compile_config(model) is not None
+    model.compile(loss="mse")
+    assert losses.compile_config(model) is not first
+    assert losses.compile_config(keras.Sequential()) is None
+
+
+@contract(
+    "_compile_loss",
+    "compiled_loss",
+    "is the sum of the compiled losses, with `variables`, `metrics` and `built`",
+)
+def _():
+    assert losses.compiled_loss(_compiled(loss=None)) is None
+    loss = losses.compiled_loss(_compiled())
+    assert not loss.built
+    value = loss(tf.ones([4, 1]), tf.zeros([4, 1]), tf.constant([2.0, 0, 0, 0]))
+    assert float(value) == 0.5
+    assert loss.built and [*loss.variables] == [] and [*loss.metrics] == []
+    model = _compiled()
+    with losses.compiled_loss_as_built(model):
+        losses.symbolic_build(model, _symbols())
+    assert not losses.compiled_loss(model).built
+
+
+@contract("_loss_tracker", "loss_tracker", "averages the loss that `fit` reports")
+def _():
+    model = _compiled()
+    losses.loss_tracker(model).update_state(3.0, sample_weight=4)
+    assert float(model.get_metrics_result()["loss"]) == 3
+
+
+class _WithoutTraining(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return tf.reduce_sum(y_pred)
+
+
+@contract(
+    "_compute_loss",
+    "compute_loss",
+    "calls `compute_loss`, which need not have a `training` argument",
+)
+def _():
+    model = _WithoutTraining([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile()
+    loss = losses.compute_loss(model, None, None, tf.ones([3, 1]), None)
+    assert float(loss) == 3
+
+
+@contract(
+    "_losses_override",
+    "compute_loss",
+    "stands in for `model.losses` until it is cleared",
+)
+def _():
+    model = _compiled(loss=None)
+    model.layers[0].kernel_regularizer = "l2"
+    extra = [tf.constant(2.0), tf.constant(3.0)]
+    assert float(losses.compute_loss(model, _X, None, _Y, None, added=extra)) == 5
+    assert [*model.losses] == []
+
+
+@contract(
+    "keras.src.trainers.trainer.Trainer",
+    "compute_loss_replaced",
+    "is the class of every model, whose `_compute_loss` Keras's steps call",
+)
+def _():
+    seen, model, other = [], _compiled(), _compiled()
+
+    def zero(x, y, y_pred, sample_weight, training):
+        seen.append(y_pred)
+        return keras.ops.sum(y_pred) * 0
+
+    with losses.compute_loss_replaced(model, zero):
+        losses.symbolic_build(model, _symbols())
+        assert len(seen) == 1
+        losses.symbolic_build(other, _symbols())
+    assert len(seen) == 1
+
+
+@contract(
+    "_aggregate_additional_loss",
+    "total_of_added_loss",
+    "makes of a loss that a layer has added a floating scalar",
+)
+def _():
+    total = losses.total_of_added_loss(_compiled(), tf.constant([1, 2]))
+    assert total.dtype == tf.float32 and float(total) == 3
+
+
+def _symbols():
+    return keras.KerasTensor([4, 2]), keras.KerasTensor([4, 1]), None
+
+
+@contract(
+    "_symbolic_build",
+    "symbolic_build",
+    "creates the variables of layers, losses, metrics and optimizer from symbols",
+)
+def _():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer="adam", loss="mse", metrics=["mae"])
+    losses.symbolic_build(model, _symbols())
+    assert model.built and model.optimizer.built
+    assert losses.compiled_loss(model).built
+    assert [v.path for v in model.metrics_variables if "absolute" in v.path]
+
+
+# Optimizers.
+
+
+def _built(optimizer):
+    variable = keras.Variable(tf.ones([2]), name="one")
+    optimizer.build([keras.Variable(tf.ones([2]), name="zero"), variable])
+    return variable
+
+
+@contract("_iterations", "iterations_variable", "is the variable that counts the steps")
+def _():
+    optimizer = keras.optimizers.SGD()
+    variable = _built(optimizer)
+    optimizer.apply([None, tf.ones([2])])
+    assert int(optimizers.iterations_variable(optimizer).value) == 1
+    assert variable.numpy().tolist() != [1, 1]
+
+
+@contract(
+    "_learning_rate",
+    "learning_rate_variable",
+    "is the variable of the learning rate, or the schedule",
+)
+def _():
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.learning_rate = 0.25
+    assert float(optimizers.learning_rate_variable(optimizer).value) == 0.25
+    schedule = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    optimizer = keras.optimizers.SGD(schedule)
+    assert optimizers.learning_rate_variable(optimizer) is schedule
+
+
+@contract(
+    "_get_variable_index",
+    "slot_index",
+    "is a variable's place in lists of an optimizer's own, such as `momentums`",
+)
+def _():
+    optimizer = keras.optimizers.SGD(momentum=0.9)
+    variable = _built(optimizer)
+    assert optimizers.slot_index(optimizer, variable) == 1
+    assert "one" in optimizer.momentums[1].path
+
+
+@contract(
+    "keras.src.optimizers.base_optimizer.BaseOptimizer",
+    "APPLY_GRADIENTS",
+    "is the class of every optimizer",
+)
+@contract(
+    "_backend_apply_gradients",
+    "APPLY_GRADIENTS",
+    "is called once for all variables, and calls `update_step` for each",
+)
+def _():
+    whole, each = [], []
+    optimizer = keras.optimizers.SGD()
+    _built(optimizer)
+    with (
+        patched(optimizers.APPLY_GRADIENTS, _noting(whole)),
+        patched(optimizers.SGD_UPDATE_STEP, _noting(each)),
+    ):
+        optimizer.apply([tf.ones([2]), tf.ones([2])])
+    assert [len(args) for args in whole] == [3]
+    assert [len(args) for args in each] == [4, 4]
+
+
+# Variables.
+
+
+@contract(
+    "_value",
+    "value_behind",
+    "is the `tf.Variable` that a Keras variable reads and assigns",
+)
+def _():
+    variable = keras.Variable(tf.ones([2]))
+    with keras.StatelessScope([(variable, tf.zeros([2]))]):
+        assert isinstance(variables.value_behind(variable), tf.Variable)
+        assert variables.value_behind(variable).numpy().tolist() == [1, 1]
+    first, other = variable.value, tf.Variable(tf.zeros([2]))
+    with variables.swapped_values([variable], [other]):
+        variable.assign([5, 5])
+        assert variable.numpy().tolist() == [5, 5]
+    assert other.numpy().tolist() == [5, 5] and variable.value is first
+    with variables.places_kept([variable]):
+        variables.put_behind(variable, other)
+        assert variable.value is other
+    assert variable.numpy().tolist() == [1, 1]
+
+
+@contract(
+    "_unique_id",
+    "take_identity",
+    "is what an optimizer knows a `tf.Variable` by",
+)
+def _():
+    optimizer = keras.optimizers.SGD(momentum=0.9)
+    variable = _built(optimizer)
+    copy = tf.Variable(tf.ones([2]))
+    variables.take_identity(copy, variable.value)
+    variables.put_behind(variable, copy)
+    assert optimizers.slot_index(optimizer, variable) == 1
+
+
+@contract("_cached_value", "read_once", "is what a read of a `tf.Variable` gives")
+def _():
+    variable = tf.Variable(1.0)
+
+    @tf.function
+    def reads():
+        with variables.read_once([variable]):
+            return variable * 2 + variable
+
+    graph = reads.get_concrete_function().graph
+    kinds = [op.type for op in graph.get_operations()]
+    assert kinds.count("ReadVariableOp") == 1 and float(reads()) == 3
+    variable.assign(2.0)
+    assert float(reads()) == 6 and float(variable) == 2
+
+
+# Random numbers.
+
+
+@contract(
+    "keras.src.backend.tensorflow.random",
+    "CAST_SEED",
+    "is where Keras draws random numbers by TensorFlow",
+)
+@contract(
+    "_cast_seed",
+    "CAST_SEED",
+    "makes of a seed what TensorFlow's operations take, in every draw",
+)
+def _():
+    drawn, cast = [], []
+    generator = keras.random.SeedGenerator(7)
+    with (
+        patched(randomness.NEXT_SEED, _noting(drawn)),
+        patched(randomness.CAST_SEED, _noting(cast)),
+    ):
+        keras.random.normal([2], seed=generator)
+        keras.layers.Dropout(0.5, seed=3)(tf.ones([2]), training=True)
+    assert len(drawn) == len(cast) == 2
+    seeds = randomness.cast_seed(tf.constant([[7, 0], [8, 1]], tf.uint32))
+    assert seeds.dtype == tf.int32 and seeds.shape == [2, 2]
+
+
+@contract(
+    "keras.src.random.seed_generator.global_seed_generator",
+    "shared_generator",
+    "makes the generator of all layers without a seed, once",
+)
+@contract(
+    "keras.src.backend.common.global_state.get_global_attribute",
+    "shared_generator",
+    "gives that generator, if there is one",
+)
+def _():
+    keras.backend.clear_session()
+    random.seed(1)
+    assert randomness.shared_generator() is None
+    keras.random.normal([1])
+    shared = randomness.shared_generator()
+    assert shared is not None
+    assert shared is randomness.shared_generator(create=True)
+
+
+@contract(
+    "tensorflow.python.ops.stateful_random_ops.global_generator",
+    "shared_tf_generator",
+    "is TensorFlow's global generator, once there is one",
+)
+def _():
+    generator = tf.random.get_global_generator()
+    assert randomness.shared_tf_generator() is generator
+
+
+# Graphs.
+
+
+@contract("_is_stateful", "is_stateful", "tells operations that are not pure")
+def _():
+    with tf.Graph().as_default():
+        assert graphs.is_stateful(tf.timestamp().op)
+        assert not graphs.is_stateful(tf.ones([1]).op)
+
+
+@contract(
+    "experimental_acd_manager.run_independently",
+    "run_independently",
+    "has operations of a `tf.function` wait for no other",
+)
+def _():
+    def control_inputs(free):
+        @tf.function
+        def clock():
+            before, after = tf.timestamp(), tf.timestamp()
+            if free:
+                graphs.run_independently([before.op, after.op])
+            return after - before
+
+        graph = clock.get_concrete_function().graph
+        return sum(len(op.control_inputs) for op in graph.get_operations())
+
+    assert control_inputs(free=False) > control_inputs(free=True)
+    graphs.run_independently([])
+
+
+@contract(
+    "tensorflow.python.framework.op_def_registry",
+    "operation_definition",
+    "has the definition of each type of operation",
+)
+@contract(
+    "tensorflow.core.framework.op_def_pb2.OpDef",
+    "operation_definition",
+    "names a definition's attributes and tells whether it is stateful",
+)
+def _():
+    found = graphs.operation_definition("StatefulPartitionedCall")
+    assert found.is_stateful
+    assert "func" in [attribute.type for attribute in found.attr]
+    assert graphs.operation_definition("no such operation") is None
+
+
+@contract(
+    "tensorflow.python.eager.context",
+    "function_definition",
+    "has the definition of each function that a graph calls",
+)
+@contract(
+    "tensorflow.core.framework.function_pb2.FunctionDef",
+    "FunctionDef",
+    "has a function's nodes and its signature",
+)
+@contract(
+    "tensorflow.core.framework.graph_pb2.GraphDef", "GraphDef", "has a graph's nodes"
+)
+@contract(
+    "tensorflow.core.framework.node_def_pb2.NodeDef", "NodeDef", "is one of its nodes"
+)
+def _():
+    inner = tf.function(lambda x: tf.sqrt(x), autograph=False)
+    outer = tf.function(lambda x: inner(x), autograph=False)
+    graph = outer.get_concrete_function(tf.TensorSpec([])).graph
+    proto = graph.as_graph_def()
+    assert isinstance(proto, graphs.GraphDef)
+    assert isinstance(proto.node[0], graphs.NodeDef)
+    (call,) = [node for node in proto.node if "f" in node.attr]
+    found = graphs.function_definition(call.attr["f"].func.name)
+    assert isinstance(found, graphs.FunctionDef)
+    assert "Sqrt" in [node.op for node in found.node_def]
+    assert len(found.signature.input_arg) == 1
+
+
+@contract(
+    "tensorflow.python.ops.custom_gradient",
+    "DEPENDENT_VARIABLES",
+    "is where TensorFlow makes custom gradients",
+)
+@contract(
+    "_get_dependent_variables",
+    "DEPENDENT_VARIABLES",
+    "is asked for the variables behind a custom gradient, and returns a list",
+)
+def _():
+    asked = []
+
+    def none(search, **_):
+        asked.append(search)
+        return []
+
+    @tf.custom_gradient
+    def double(x):
+        return x * 2, lambda upstream: upstream * 5
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape, patched(graphs.DEPENDENT_VARIABLES, none):
+            tape.watch(x)
+            y = double(x)
+        return tape.gradient(y, x)
+
+    assert float(gradient(tf.constant(1.0))) == 5
+    assert asked
+
+
+# tf.data.
+
+
+def _dataset():
+    def doubled(x):
+        return x * 2
+
+    return tf.data.Dataset.range(3).map(doubled, name="twice")
+
+
+@contract("_dataset", "dataset_of", "is the data set that an iterator goes through")
+def _():
+    dataset = _dataset()
+    assert datasets.dataset_of(iter(dataset)) is dataset
+
+
+@contract(
+    "_functions", "functions_of", "lists a transformation's functions, with names"
+)
+def _():
+    (function,) = datasets.functions_of(_dataset())
+    assert b"doubled" in function.function.name
+    assert graphs.function_definition(function.function.name.decode())
+
+
+@contract("_inputs", "inputs_of", "lists the data sets that a transformation reads")
+def _():
+    (before,) = datasets.inputs_of(_dataset())
+    assert [*before.as_numpy_iterator()] == [0, 1, 2]
+
+
+@contract("_metadata", "metadata_of", "has the name that a transformation was given")
+@contract(
+    "tensorflow.core.framework.dataset_metadata_pb2.Metadata",
+    "Metadata",
+    "is of this type",
+)
+def _():
+    metadata = datasets.metadata_of(_dataset())
+    assert metadata.name == b"twice"
+    assert isinstance(metadata, datasets.Metadata)
+
+
+@contract(
+    "tensorflow.core.framework.model_pb2.ModelProto",
+    "ModelProto",
+    "is what `get_model_proto` returns, with a node for each stage",
+)
+@contract(
+    "tensorflow.core.framework.model_pb2.NodeClass",
+    "NodeClass",
+    "tells which stages run in threads of their own",
+)
+def _():
+    iterator = iter(_dataset().prefetch(1))
+    next(iterator)
+    model = tf.data.experimental.get_model_proto(iterator)
+    assert isinstance(model, datasets.ModelProto)
+    assert model.output in model.nodes
+    kinds = {node.node_class for node in model.nodes.values()}
+    assert datasets.NodeClass.ASYNC_KNOWN_RATIO in kinds
+
+
+# TensorFlow's runtime.
+
+
+@contract(
+    "tensorflow.python.framework.config",
+    "is_deterministic",
+    "tells whether operations have to be deterministic",
+)
+def _():
+    assert not runtime.is_deterministic()
+    tf.config.experimental.enable_op_determinism()
+    try:
+        assert runtime.is_deterministic()
+    finally:
+        tf_config.disable_op_determinism()
+
+
+@contract(
+    "_handle",
+    "device_memory_limits",
+    "is the runtime, which lists its devices with their memory",
+)
+@contract(
+    "tensorflow.python.pywrap_tfe", "device_memory_limits", "makes the list of devices"
+)
+@contract(
+    "tensorflow.python.client.pywrap_tf_session",
+    "device_memory_limits",
+    "reads the list of devices",
+)
+def _():
+    limits = runtime.device_memory_limits()
+    names = {f"/{d.name.rpartition('/')[2]}" for d in tf.config.list_logical_devices()}
+    assert limits.keys() == names
+    assert all(size > 0 for size in limits.values())
+
+
+@contract(
+    "tensorflow.python.ops.nccl_ops",
+    "nccl_sums",
+    "adds tensors of several GPUs, and leaves the sum on each",
+)
+def _():
+    with tf.Graph().as_default():
+        tensors = []
+        for device in ("/device:GPU:0", "/device:GPU:1"):
+            with tf.device(device):
+                tensors.append(tf.zeros([2]))
+        sums = runtime.nccl_sums(tensors)
+    assert [total.op.type for total in sums] == ["NcclAllReduce"] * 2
+    assert [total.device for total in sums] == [t.device for t in tensors]
+
+
+@contract(
+    "tensorflow.tsl.profiler.protobuf.xplane_pb2.XSpace",
+    "XSpace",
+    "reads and writes the profiler's files",
+)
+def _():
+    space = profiles.XSpace()
+    line = space.planes.add(name="plane", id=1).lines.add(id=2, name="line")
+    line.events.add(metadata_id=3, offset_ps=4, duration_ps=5)
+    copy = profiles.XSpace.FromString(space.SerializeToString())
+    assert copy.planes[0].lines[0].events[0].duration_ps == 5
+
+
+# What is public, and not the same in all versions.
+
+
+@contract(
+    "on_train_batch_end",
+    "batches_done",
+    "is told of the last batch of a call, or in Keras 3.10 of the first",
+)
+def _():
+    done = []
+
+    class Counts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            done.append(fit.batches_done(self.model, batch))
+
+    model = _compiled(steps_per_execution=2)
+    data = tf.data.Dataset.from_tensors((_X, _Y)).repeat(4)
+    model.fit(data, verbose=0, callbacks=[Counts()])
+    assert done == [2, 4]
+
+
+@contract(
+    "renorm",
+    "renormalizes",
+    "tells of batch renormalization, since Keras 3.14 or never",
+)
+def _():
+    assert not layers.renormalizes(keras.layers.BatchNormalization())
+    if hasattr(keras.layers.BatchNormalization(), "renorm"):
+        assert layers.renormalizes(keras.layers.BatchNormalization(renorm=True))
+
+
+@contract(
+    "__call__", "LAYER_CALL, OPERATION_CALL", "is how layers and operations are called"
+)
+def _():
+    of_layers, of_operations = [], []
+    model, inner = _nested()
+    with (
+        patched(layers.LAYER_CALL, _noting(of_layers)),
+        patched(layers.OPERATION_CALL, _noting(of_operations)),
+    ):
+        model(tf.ones([1, 3]))
+    called = [layer for layer, *_ in of_layers]
+    assert model in called and inner in called and inner.layers[1] in called
+    assert {*map(id, called)} <= {id(operation) for operation, *_ in of_operations}
+
+
+@contract(
+    "call",
+    "BATCH_NORMALIZATION_CALL, EMBEDDING_CALL",
+    "is what computes a layer's output",
+)
+def _():
+    noted = []
+    with (
+        patched(layers.BATCH_NORMALIZATION_CALL, _noting(noted)),
+        patched(layers.EMBEDDING_CALL, _noting(noted)),
+    ):
+        rows = keras.layers.Embedding(5, 2)(tf.constant([1, 2]))
+        keras.layers.BatchNormalization()(rows, training=True)
+    assert [len(args) for args in noted] == [2, 2]
+
+
+@pytest.mark.parametrize("contract", [pytest.param(c, id=c.name) for c in CONTRACTS])
+def test_contract(contract):
+    try:
+        contract.check()
+    except Exception as error:
+        users = ", ".join(_users(contract.through)) or "nobody"
+        raise AssertionError(
+            f"{contract.name}: {contract.promise}. That is broken in Keras "
+            f"{keras.__version__} with TensorFlow {tf.__version__} "
+            f"({type(error).__name__}: {error}); towers.keras_adapter gives it to the "
+            f"others as {contract.through}, on which rely: {users}."
+        ) from error
+
+
+def _users(through: str) -> list[str]:
+    """The modules that rely on something of the adapter, or on several things."""
+    names = {*re.split(r", ", through)}
+    return [
+        str(path.relative_to(ROOT))
+        for path in _sources()
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("towers.keras_adapter")
+        and names & {alias.name for alias in node.names}
+    ]
+
+
+# Python has no public name for these, nor for these methods of named tuples.
+ALLOWED = {"_exit", "_current_frames", "_getframe", "_replace", "_asdict", "_fields"}
+_PRIVATE = re.compile(r"_(?!_)")
+_MODULE = re.compile(r"(keras\.src|tensorflow\.(python|core|tsl|compiler))\b")
+
+
+@pytest.mark.parametrize("path", ADAPTER.glob("*.py"), ids=lambda path: path.stem)
+def test_every_private_name_of_the_adapter_has_a_contract(path):
+    names = {contract.name for contract in CONTRACTS}
+    for used in _private_names(path):
+        assert any(f"{name}.".startswith(f"{used}.") for name in names), used
+
+
+def test_every_contract_is_about_something_in_use():
+    used = {name for path in ADAPTER.glob("*.py") for name in _private_names(path)}
+    for name in {contract.name for contract in CONTRACTS}:
+        if _PRIVATE.match(name) or _MODULE.match(name):
+            assert any(f"{name}.".startswith(f"{each}.") for each in used), name
+
+
+def test_only_the_adapter_knows_private_names():
+    assert [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in _sources()
+        for name in sorted(_private_names(path))
+    ] == []
+
+
+def _private_names(path: Path) -> set[str]:
+    """The names that a file uses which somebody else has not meant for it.
+
+    These are modules inside Keras and TensorFlow, and any attribute with a leading
+    underscore that is not of `self`, its class or its base class.
+    """
+    known = {each.name for each in CONTRACTS if _PRIVATE.match(each.name)}
+    known.add("keras.src.")
+    found = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.ImportFrom):
+            found |= {
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if _MODULE.match(node.module or "")
+            }
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if _MODULE.match(a.name)}
+        elif isinstance(node, ast.Constant) and node.value in known:
+            found.add(node.value)
+        elif isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            if _PRIVATE.match(node.attr) and owner not in OWN:
+                found.add(node.attr)
+            if _MODULE.fullmatch(f"{owner}.{node.attr}"):
+                found.add(f"{owner}.{node.attr}")
+    return found - ALLOWED
+
+
+OWN = "self", "cls", "super()"
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _sources() -> Iterator[Path]:
+    """All of the project's source outside the adapter."""
+    for folder in ("towers", "input_pipeline", "models", "scripts"):
+        # `rglob` does not follow the links in `towers`.
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if ADAPTER not in path.parents:
+                yield path
