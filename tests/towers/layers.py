@@ -18,7 +18,9 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from towers.analysis.dependence import Dependence, Reader, recorded_layers
+from towers.analysis.dependence import Reader
+from towers.analysis.kinds import Dependence
+from towers.analysis.layer_calls import recorded_layers
 from towers.analysis.trust import is_trusted
 
 TABLE = pathlib.Path(__file__).with_name("layers.txt")

@@ -5,7 +5,9 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from towers.analysis.dependence import Dependence, Reader, recorded_layers
+from towers.analysis.dependence import Reader
+from towers.analysis.kinds import Dependence
+from towers.analysis.layer_calls import recorded_layers
 
 SUM, MEAN, ROWS, NONE = (
     Dependence.SUM,

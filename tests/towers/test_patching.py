@@ -10,7 +10,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.trainer import Trainer
 from tensorflow.python.ops import custom_gradient
 
-from towers.analysis.dependence import recorded_layers
+from towers.analysis.layer_calls import recorded_layers
 from towers.keras_adapter.graphs import DEPENDENT_VARIABLES
 from towers.keras_adapter.losses import compute_loss_replaced
 from towers.keras_adapter.patching import Target, patched, swapped

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.analysis.dependence import Dependence
+from towers.analysis.kinds import Dependence
 from towers.collectives import reduce
 
 

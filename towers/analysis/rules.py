@@ -10,8 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.analysis import dependence
-from towers.analysis.dependence import Culprit, Dependence
+from towers.analysis.dependence import Culprit, Reader
+from towers.analysis.kinds import Dependence
+from towers.analysis.layer_calls import parts, recorded_layers
 
 _RULES = Dependence.NONE, Dependence.MEAN, Dependence.SUM
 
@@ -60,8 +61,8 @@ class Rules:
         if self.complete:
             yield
             return
-        with dependence.recorded_layers() as calls:
-            self._reader = dependence.Reader(share, calls)
+        with recorded_layers() as calls:
+            self._reader = Reader(share, calls)
             try:
                 yield
             finally:
@@ -119,7 +120,7 @@ class Rules:
         if self._reader is None:
             return
         unread = []
-        for packed, output in dependence.parts(outputs):
+        for packed, output in parts(outputs):
             found = self._reader.of(output)
             if found is Dependence.COUPLED:
                 self.coupling = str(self._reader.why(output))

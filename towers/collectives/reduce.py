@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from towers.analysis.dependence import Dependence
+from towers.analysis.kinds import Dependence
 from towers.collectives import packing
 from towers.devices import HOST
 from towers.keras_adapter.runtime import nccl_sums

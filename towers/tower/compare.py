@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.analysis.dependence import parts
+from towers.analysis.layer_calls import parts
 from towers.analysis.trust import is_trusted
 from towers.collectives import batch
 from towers.keras_adapter.layers import LAYER_CALL, has_training_argument, layers_of

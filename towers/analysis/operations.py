@@ -1,0 +1,184 @@
+"""Tells of an operation how its result depends on the examples, where its inputs do.
+
+`rows.py` does so for rows, and this module for all other kinds.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from towers.analysis.kinds import (
+    COLUMNS,
+    COUPLED,
+    MEAN,
+    NONE,
+    PACKED,
+    ROWS,
+    SHAPE,
+    SIZE,
+    SUM,
+    UNKNOWN,
+    Dependence,
+)
+from towers.analysis.rows import ELEMENTWISE, of_rows
+from towers.analysis.static_values import integers
+
+# Each element is drawn by itself.
+_DRAWS = set(
+    """RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal
+    StatelessRandomGammaV3 StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
+    StatelessRandomUniformIntV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2
+    """.split()
+)
+# Their result for a sum is the sum of their results, wherever the axes are.
+_LINEAR = set(
+    "Cast ExpandDims Identity Mean Neg Reshape Squeeze StopGradient StridedSlice Sum "
+    "Transpose".split()
+)
+
+
+def of_operation(
+    tensor: tf.Tensor, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
+) -> Dependence:
+    """Tells how what an operation returns depends on the examples.
+
+    Args:
+        tensor: What it returns.
+        inputs: What it takes.
+        kinds: How each input depends on them: one does, none is COUPLED or UNKNOWN.
+    """
+    op = tensor.op
+    present = set(kinds) - {NONE}
+    if present == {PACKED}:
+        unary = op.type in ELEMENTWISE and len(inputs) == 1
+        return PACKED if unary else UNKNOWN
+    if present == {COLUMNS} or present == {COLUMNS, ROWS}:
+        return _of_columns(tensor, op, inputs, kinds)
+    if op.type in ("Pack", "ConcatV2"):
+        return _of_parts(op, inputs, kinds)
+    found = UNKNOWN
+    if present <= {SUM, MEAN}:
+        found = _of_totals(tensor, op, inputs, kinds, present)
+    elif present <= {SIZE, SHAPE}:
+        found = _of_sizes(op, inputs, kinds)
+    elif op.type in ("RealDiv", "DivNoNan") and kinds == [SUM, SIZE]:
+        found = MEAN
+    elif present <= {ROWS, SHAPE}:
+        found = of_rows(tensor, op, inputs, kinds)
+    if found is UNKNOWN and op.type in ELEMENTWISE:
+        # It knows no axis: where it takes a total and does none of the above, examples
+        # meet. Integers are sizes for shapes, of which nothing is said; nor is it of a
+        # comparison with a size.
+        meeting = set()
+        if tensor.dtype.is_floating:
+            meeting = {SUM, MEAN, SIZE}
+        elif any(t.dtype.is_floating for t in inputs):
+            meeting = {SUM, MEAN}
+        return COUPLED if present & meeting else UNKNOWN
+    return found
+
+
+def _of_columns(tensor, op, inputs, kinds):
+    """Of transposed matrices, which are made to be multiplied."""
+    if op.type == "MatMul" and not (
+        op.get_attr("transpose_a") or op.get_attr("transpose_b")
+    ):
+        # Over the examples; or each with each.
+        return {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(
+            tuple(kinds), UNKNOWN
+        )
+    if op.type in ELEMENTWISE and all(
+        kind is COLUMNS or t.shape.rank == 0
+        for t, kind in zip(inputs, kinds, strict=True)
+    ):
+        return COLUMNS
+    if op.type == "Transpose" and tensor.shape.rank == 2:
+        return ROWS
+    return UNKNOWN
+
+
+def _of_parts(op, inputs, kinds):
+    """Of values put side by side."""
+    if op.type == "Pack":
+        axis = op.get_attr("axis")
+    else:
+        axis, inputs, kinds = tf.get_static_value(inputs[-1]), inputs[:-1], kinds[:-1]
+    if axis is None or inputs[0].shape.rank is None:
+        return UNKNOWN
+    present = set(kinds) - {NONE}
+    if present <= {SIZE, SHAPE}:
+        ahead = kinds[0] is not NONE and all(kind is NONE for kind in kinds[1:])
+        return SHAPE if ahead else UNKNOWN
+    if present == {MEAN}:
+        return MEAN
+    if present == {SUM} and NONE not in kinds:
+        return SUM
+    rank = inputs[0].shape.rank + (op.type == "Pack")
+    if present == {ROWS} and NONE not in kinds and int(axis) % rank != 0:
+        return ROWS
+    return UNKNOWN
+
+
+def _of_totals(tensor, op, inputs, kinds, present):
+    """Of sums and of means, where only what is linear leaves them so."""
+    if op.type in ("Shape", "Size", "Rank"):
+        return NONE
+    if op.type in ("Cast", "Mean") and not tensor.dtype.is_floating:
+        return UNKNOWN
+    if op.type in _LINEAR:
+        # All but the first are axes and shapes.
+        return kinds[0] if all(kind is NONE for kind in kinds[1:]) else UNKNOWN
+    if op.type == "Mul":
+        return next(iter(present)) if NONE in kinds else UNKNOWN
+    if op.type in ("RealDiv", "DivNoNan"):
+        return kinds[0] if kinds[1] is NONE else UNKNOWN
+    if op.type in ("AddV2", "Add", "Sub", "AddN"):
+        if present == {MEAN}:
+            return MEAN
+        others = [t for t, kind in zip(inputs, kinds, strict=True) if kind is NONE]
+        if present == {SUM} and all(map(_is_zero, others)):
+            return SUM
+    return UNKNOWN
+
+
+def _is_zero(tensor):
+    value = tf.get_static_value(tensor)
+    return value is not None and not value.any()
+
+
+def _of_sizes(op, inputs, kinds):
+    """Of numbers of examples, and of shapes."""
+    if op.type == "Cast" and not inputs[0].dtype.is_integer:
+        return UNKNOWN
+    if op.type in ("Cast", "Identity"):
+        return kinds[0]
+    if op.type == "StridedSlice" and kinds[0] is SHAPE:
+        begin, end, step = (tf.get_static_value(t) for t in inputs[1:4])
+        if begin is None or end is None or step is None or len(begin) != 1:
+            return UNKNOWN
+        first = 0 if op.get_attr("begin_mask") & 1 else int(begin[0])
+        if first < 0 and inputs[0].shape[0] is not None:
+            first += inputs[0].shape[0]
+        if first < 0 or int(step[0]) != 1 or op.get_attr("new_axis_mask"):
+            return UNKNOWN
+        if first > 0:
+            return NONE
+        return SIZE if op.get_attr("shrink_axis_mask") & 1 else SHAPE
+    if op.type == "Slice" and kinds[0] is SHAPE:
+        begin = integers(inputs[1])
+        return UNKNOWN if begin is None else NONE if begin[0] > 0 else SHAPE
+    if op.type == "Prod" and kinds[0] is SHAPE:
+        return SIZE
+    if op.type in ("Squeeze", "Reshape") and kinds[0] is SIZE:
+        return SIZE if all(kind is NONE for kind in kinds[1:]) else UNKNOWN
+    if op.type == "Mul" and set(kinds) == {SIZE, NONE}:
+        return SIZE
+    if op.type == "Fill" and kinds == [SHAPE, NONE]:
+        return ROWS
+    if op.type == "BroadcastTo" and kinds == [NONE, SHAPE]:
+        old, new = inputs[0].shape, inputs[1].shape[0]
+        same = old.rank is not None and (old.rank != new or old[0] == 1)
+        return ROWS if same and new is not None else UNKNOWN
+    if op.type in _DRAWS and kinds[0] is SHAPE and set(kinds[1:]) <= {NONE}:
+        return ROWS
+    return UNKNOWN
