@@ -3,10 +3,14 @@
 import ast
 import functools
 import inspect
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
+from PIL import Image
 
 from scripts import docs_flags
 from towers.__main__ import COMMANDS
@@ -150,3 +154,24 @@ def check_arguments(call, found):
     if getattr(function, "__module__", "").startswith("towers"):
         names = {keyword.arg: None for keyword in call.keywords}
         inspect.signature(function).bind_partial(*call.args, **names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["input", "keras", "migrating", "parity", "resuming", "watching"]
+)
+def test_code_runs(name, tmp_path):
+    for number in range(20):
+        folder = tmp_path / "my_pictures" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (12 * number, 0, 0)).save(folder / f"{number}.png")
+    code = "".join(blocks(ROOT / "docs" / f"{name}.md", "python"))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
