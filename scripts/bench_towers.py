@@ -13,7 +13,7 @@ may run meanwhile.
 Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
 
     towers                      what --variable_update=auto does
-    towers:BUILDER              builder=BUILDER of multi_gpu_model
+    towers:BUILDER              variable_update=BUILDER of multi_gpu_model
     one_device                  Keras fit, one device, the whole batch
     mirrored, mirrored_loop     MirroredStrategy: Keras fit; a loop by hand, no metrics
     jax                         Keras fit on JAX, DataParallel (needs jax)

@@ -15,8 +15,12 @@ from typing import Any, TypeVar
 
 # By function or class: new names of arguments, by the old ones.
 ARGUMENTS = {
-    "multi_gpu_model": {"shares": "split_ratios"},
-    "check_parity": {"shares": "split_ratios"},
+    "multi_gpu_model": {
+        "builder": "variable_update",
+        "shares": "split_ratios",
+        "home": "local_parameter_device",
+    },
+    "check_parity": {"builder": "variable_update", "shares": "split_ratios"},
 }
 # By class: new names of attributes, by the old ones.
 ATTRIBUTES: dict[str, dict[str, str]] = {}
@@ -73,8 +77,10 @@ def rename_flags(
     return renamed, notes
 
 
-def rename_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives the keys of what an earlier version has written their new names."""
+def rename_keys(content: Any) -> Any:
+    """Gives the keys of JSON that an earlier version has written their new names."""
+    if not isinstance(content, Mapping):
+        return content
     return {KEYS.get(key, key): value for key, value in content.items()}
 
 

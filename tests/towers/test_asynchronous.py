@@ -43,7 +43,7 @@ def _mlp(*more):
 
 def _towers(model, gpus=2, optimizer=None, loss="mse", max_staleness=None, **options):
     parallel = multi_gpu_model(
-        model, gpus, builder="asynchronous", max_staleness=max_staleness
+        model, gpus, variable_update="asynchronous", max_staleness=max_staleness
     )
     parallel.compile(optimizer or keras.optimizers.SGD(0.05), loss, **options)
     return parallel
@@ -247,7 +247,7 @@ def test_one_tower_is_one_device(packed):
     history, expected = _of_one_device()
     model = _mlp()
     options = {"metrics": ["mae"], "steps_per_execution": 2}
-    parallel = multi_gpu_model(model, 1, builder="asynchronous", packed=packed)
+    parallel = multi_gpu_model(model, 1, variable_update="asynchronous", packed=packed)
     parallel.compile(keras.optimizers.Adam(0.01), "mse", **options)
     for name, found in _fit(parallel, x, y, epochs=2).history.items():
         assert found == pytest.approx(history[name], rel=1e-5)
@@ -621,7 +621,7 @@ def test_the_end_of_the_data():
 def test_layers_that_need_all_towers_are_refused():
     x, y = _data(8)
     model = _mlp(layers.BatchNormalization(synchronized=True))
-    with pytest.raises(ModelError, match="use builder='parameter_server'"):
+    with pytest.raises(ModelError, match="use variable_update='parameter_server'"):
         _towers(model).train_on_batch(x, y)
     _towers(_mlp(layers.BatchNormalization(synchronized=True)), 1).train_on_batch(x, y)
     stateful = keras.Sequential(
@@ -634,11 +634,11 @@ def test_layers_that_need_all_towers_are_refused():
 @pytest.mark.parametrize("bound", [-1, 0.5, "none", True])
 def test_bad_bounds(bound):
     with pytest.raises(ValueError, match=f"Received max_staleness={bound!r}; expected"):
-        multi_gpu_model(_mlp(), 2, builder="asynchronous", max_staleness=bound)
+        multi_gpu_model(_mlp(), 2, variable_update="asynchronous", max_staleness=bound)
 
 
 def test_a_bound_for_towers_that_wait():
-    with pytest.raises(ValueError, match="builder='asynchronous'"):
+    with pytest.raises(ValueError, match="variable_update='asynchronous'"):
         multi_gpu_model(_mlp(), 2, max_staleness=1)
 
 
@@ -678,7 +678,11 @@ def _executed(model_name, name, **options):
         name=model_name,
     )
     parallel = multi_gpu_model(
-        model, DEVICES, builder="asynchronous", home=HOME, **options
+        model,
+        DEVICES,
+        variable_update="asynchronous",
+        local_parameter_device=HOME,
+        **options,
     )
     parallel.compile("adam", "mse", metrics=["mae"], jit_compile=False)
     return executed.run(lambda: parallel.train_on_batch(*_data(8)), name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import weakref
 from pathlib import Path
 
@@ -262,9 +263,14 @@ def test_a_choice_is_remembered_for_what_it_was_made_for(tmp_path):
     assert auto.recall(file, {"a": 1}, ways) == COPIES
     assert auto.recall(file, {"a": 2}, ways) is None
     assert auto.recall(file, {"a": 1}, [SERVER]) is None
-    for text in ("{", '{"for": {"a": 1}, "chosen": {"builder": "nonsense"}}', "[]"):
+    nonsense = '{"for": {"a": 1}, "chosen": {"variable_update": "nonsense"}}'
+    for text in ("{", nonsense, "[]"):
         Path(file).write_text(text)
         assert auto.recall(file, {"a": 1}, ways) is None
+    # As version 0.1 has written it.
+    old = {"for": {"home": "there"}, "chosen": {"builder": "parameter_server"}}
+    Path(file).write_text(json.dumps(old))
+    assert auto.recall(file, {"local_parameter_device": "there"}, ways) == SERVER
     auto.remember(None, {}, [])
     assert auto.recall(None, {}, ways) is None
 
@@ -296,7 +302,7 @@ def _trying(first_s, run_s, gpus):
         if choice != ways[0]:
             tried.append(str(choice))
             clock.now_s += _STARTS_S[choice.xla] * first_s
-        name = "server" if choice.builder == "parameter_server" else None
+        name = "server" if choice.variable_update == "parameter_server" else None
         each_s = step_s * _STEPS[gpus][name or choice.all_reduce_alg]
 
         def call():
@@ -369,7 +375,7 @@ def _fit(builder, steps=1, layers=(), dropped=0.5, where="/device:CPU:0", **opti
         )
     compiled = {key: options.pop(key) for key in ("jit_compile",) if key in options}
     options = {"gpus": 2} | options
-    parallel = multi_gpu_model(model, builder=builder, **options)
+    parallel = multi_gpu_model(model, variable_update=builder, **options)
     parallel.compile(
         keras.optimizers.Adam(0.01),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -417,7 +423,7 @@ def _prefer(monkeypatch, preferred, tried=2):
     ("name", "steps", "tried"), [("parameter_server", 1, 3), ("replicated", 4, 2)]
 )
 def test_trying_changes_nothing(monkeypatch, name, steps, tried):
-    _prefer(monkeypatch, lambda choice: choice.builder == name, tried)
+    _prefer(monkeypatch, lambda choice: choice.variable_update == name, tried)
     history, expected = _expected(steps)
     parallel, ours, variables = _fit("auto", steps)
     assert type(parallel.builder) is door.BUILDERS[name]
@@ -438,21 +444,21 @@ def test_a_variable_of_the_losss_own_is_given_back(monkeypatch):
 
     data = tf.data.Dataset.from_tensor_slices((np.ones([12, 2]), np.ones([12, 1])))
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    parallel = multi_gpu_model(model, gpus=2, builder="auto")
+    parallel = multi_gpu_model(model, gpus=2, variable_update="auto")
     parallel.compile("sgd", loss, jit_compile=False)
     parallel.fit(data.batch(4), shuffle=False, verbose=0)
     assert (float(seen.value), int(raw)) == (3.0, 3)
 
 
 def test_the_model_is_moved_where_the_choice_needs_it(monkeypatch):
-    _prefer(monkeypatch, lambda choice: choice.builder == "replicated")
+    _prefer(monkeypatch, lambda choice: choice.variable_update == "replicated")
     _, expected = _expected()
     parallel, _, variables = _fit("auto", where="/device:CPU:3")
     assert parallel.builder.home == "/device:CPU:0"
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
     # It comes back if the first is chosen after all, traced for where it is.
-    _prefer(monkeypatch, lambda choice: choice.builder == "parameter_server")
+    _prefer(monkeypatch, lambda choice: choice.variable_update == "parameter_server")
     parallel, _, variables = _fit("auto", where="/device:CPU:3")
     assert parallel.builder.home == "/device:CPU:3"
     assert all(v.value.device.endswith("CPU:3") for v in parallel.variables)
@@ -462,7 +468,7 @@ def test_the_model_is_moved_where_the_choice_needs_it(monkeypatch):
 
 def test_variables_stay_where_they_were_put(monkeypatch):
     _prefer(monkeypatch, lambda choice: choice == SERVER, tried=9)
-    parallel, _, _ = _fit("auto", home="/device:CPU:3")
+    parallel, _, _ = _fit("auto", local_parameter_device="/device:CPU:3")
     assert parallel.builder.home == "/device:CPU:3"
 
 
@@ -486,7 +492,7 @@ def test_nothing_is_measured(monkeypatch, why):
         monkeypatch.setattr(door, "is_op_determinism_enabled", lambda: True)
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-    parallel = multi_gpu_model(model, gpus=2, builder="auto")
+    parallel = multi_gpu_model(model, gpus=2, variable_update="auto")
     parallel.compile("sgd", "mse", run_eagerly=why == "eager")
     parallel.fit(_data()[0], np.ones((44, 3)), batch_size=8, verbose=0)
     assert type(parallel.builder) is door.BUILDERS["parameter_server"]
@@ -511,7 +517,7 @@ def test_every_batch_is_trained_on_once(monkeypatch, steps):
     data = tf.data.Dataset.from_generator(rows, output_signature=spec)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.set_weights([np.zeros((1, 1))])
-    parallel = multi_gpu_model(model, gpus=2, builder="auto")
+    parallel = multi_gpu_model(model, gpus=2, variable_update="auto")
 
     @keras.saving.register_keras_serializable()
     def linear(y, outputs):
@@ -693,7 +699,7 @@ def test_what_has_failed_is_not_tried_again(
     monkeypatch.setattr(auto, "choose", choose)
     with tf.device(gpus[0]):
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-    parallel = multi_gpu_model(model, gpus, builder="auto")
+    parallel = multi_gpu_model(model, gpus, variable_update="auto")
     parallel.compile("adam", "sparse_categorical_crossentropy")
     parallel.fit(*_data(), batch_size=8, verbose=0)
     assert list(map(str, tried))[:2] == expected

@@ -33,7 +33,7 @@ def _pair(make, loss="mse", builder="parameter_server", eager=True, **options):
         model = make()
         trained = model
         if towers:
-            trained = multi_gpu_model(model, gpus=towers, builder=builder)
+            trained = multi_gpu_model(model, gpus=towers, variable_update=builder)
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         # On one device, nothing is traced.
         eagerly = eager or not towers
@@ -121,7 +121,7 @@ def test_asynchronous_towers_are_python(caplog):
     for towers in (1, 2):
         keras.utils.set_random_seed(7)
         model = Looking()
-        trained = multi_gpu_model(model, gpus=towers, builder="asynchronous")
+        trained = multi_gpu_model(model, gpus=towers, variable_update="asynchronous")
         trained.compile(keras.optimizers.SGD(0.05), _looking_loss, run_eagerly=True)
         history = _fit(trained)
         if towers == 1:

@@ -135,7 +135,7 @@ def test_towers_equal_one_device(case, builder):
 
     def wrap(model):
         return towers.multi_gpu_model(
-            model, gpus=case.towers, builder=builder, **case.options
+            model, gpus=case.towers, variable_update=builder, **case.options
         )
 
     found = oracle.outcome(case, wrap, later=later(case, builder))

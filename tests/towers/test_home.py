@@ -61,7 +61,9 @@ def _batches(rows=14, size=8):
 @pytest.mark.parametrize("steps", [1, 2])
 def test_what_gpus_cannot_hold_stays_on_the_host(gpus, builder, steps):
     model = Subclassed()
-    parallel = multi_gpu_model(model, gpus, home=gpus[0], builder=builder)
+    parallel = multi_gpu_model(
+        model, gpus, local_parameter_device=gpus[0], variable_update=builder
+    )
     parallel.compile("adam", "mse", steps_per_execution=steps)
     parallel.fit(_batches(), verbose=0)
     places = {v.path: v.value.device[-len(gpus[0]) :] for v in variables.of(model)}
@@ -239,17 +241,25 @@ def test_defaults_of_the_flags(machine, monkeypatch, gpus, flags, expected):
         (1, {}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, [])),
         (8, {}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, [])),
         (8, {"gpus": [2, 5]}, (SERVER, "-", "GPU:2", "GPU:2", 2, False, [])),
-        (8, {"builder": "auto"}, (COPIES, "nccl", "GPU:0", "-", 2, False, _OF_MANY)),
         (
             8,
-            {"builder": "auto", "cpu_relocation": True},
+            {"variable_update": "auto"},
+            (COPIES, "nccl", "GPU:0", "-", 2, False, _OF_MANY),
+        ),
+        (
+            8,
+            {"variable_update": "auto", "cpu_relocation": True},
             (SERVER, "-", "CPU:0", "CPU:0", 2, False, _OF_ONE),
         ),
         (8, {"cpu_merge": True}, (SERVER, "-", "GPU:0", "CPU:0", 2, False, [])),
-        (8, {"home": "gpu:3"}, (SERVER, "-", "GPU:3", "GPU:3", 2, False, [])),
         (
             8,
-            {"home": "gpu:3", "cpu_merge": False},
+            {"local_parameter_device": "gpu:3"},
+            (SERVER, "-", "GPU:3", "GPU:3", 2, False, []),
+        ),
+        (
+            8,
+            {"local_parameter_device": "gpu:3", "cpu_merge": False},
             (SERVER, "-", "GPU:3", "GPU:0", 2, False, []),
         ),
     ],

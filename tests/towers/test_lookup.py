@@ -43,7 +43,9 @@ def _after(embedding, dtype="int32", name=None):
 def _graph(step, home=HOME, towers=TOWERS, make=None, **options):
     name = f"table_{next(_numbers)}"
     model = make(name) if make else _after(_embedding(), name=name)
-    parallel = multi_gpu_model(model, gpus=towers, home=home, **options)
+    parallel = multi_gpu_model(
+        model, gpus=towers, local_parameter_device=home, **options
+    )
     parallel.compile(keras.optimizers.SGD(0.1), "mse")
     x, y = _ids(8), _targets(8)
     arguments = {"train": (x, y), "test": (x, y), "predict": (x,)}[step]
@@ -102,7 +104,7 @@ def test_a_table_that_is_used_as_a_whole_is_read():
 
 
 def test_replicated_towers_look_up_rows_in_their_copies():
-    uses = _uses(_graph("train", home=None, builder="replicated"))
+    uses = _uses(_graph("train", home=None, variable_update="replicated"))
     assert uses == sorted(
         (kind, tower)
         for kind in ("ReadVariableOp", "ResourceScatterSub")
@@ -277,13 +279,13 @@ def test_towers_equal_one_device(case):
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        ("several", {"builder": "replicated"}),
-        ("tied", {"builder": "replicated"}),
+        ("several", {"variable_update": "replicated"}),
+        ("tied", {"variable_update": "replicated"}),
         ("several", {"packed": True}),
         ("tied", {"packed": True}),
         ("several", {"cpu_merge": False}),
-        ("several", {"home": "/device:CPU:3"}),
-        ("tied", {"home": "/device:CPU:3"}),
+        ("several", {"local_parameter_device": "/device:CPU:3"}),
+        ("tied", {"local_parameter_device": "/device:CPU:3"}),
         ("several", {"loss_placement": "gathered"}),
     ],
     ids=str,

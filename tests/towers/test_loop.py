@@ -53,7 +53,7 @@ def _compiled(
     trained = model
     if towers:
         trained = multi_gpu_model(
-            model, gpus=towers, builder=builder, prefetch=prefetch
+            model, gpus=towers, variable_update=builder, prefetch=prefetch
         )
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     options = {"loss": "mse", "metrics": ["mae"], "run_eagerly": not towers} | options
@@ -339,7 +339,9 @@ TOWERS, HOST, HOME = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:0", None
 def _executed(builder, home, steps=4):
     name = f"loop_{next(_numbers)}"
     model = _model(name=name)
-    parallel = multi_gpu_model(model, gpus=TOWERS, builder=builder, home=home)
+    parallel = multi_gpu_model(
+        model, gpus=TOWERS, variable_update=builder, local_parameter_device=home
+    )
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     parallel.compile(optimizer, "mse", steps_per_execution=steps)
     return executed.run(lambda: parallel.fit(_dataset(), verbose=0), name)
@@ -608,7 +610,7 @@ def test_batches_are_fetched_before_a_step_returns(builder, prefetch):
         awaited = fetched[min(number + prefetch, last)]
         came.append(all(came) and awaited.wait(TIMEOUT_S / 4))
 
-    trained = _stepping(step, prefetch, builder=builder)
+    trained = _stepping(step, prefetch, variable_update=builder)
     trained.fit(_numbered(last + 1, lambda n: fetched[n].set()), verbose=0)
     assert came == [True] * (last + 1)
 

@@ -126,18 +126,24 @@ def test_names_what_was_not_finite_first(fault, tmp_path):
 
 
 WAYS = {
-    "replicated": {"builder": "replicated"},
+    "replicated": {"variable_update": "replicated"},
     "steps in a loop": {"steps_per_execution": 3},
     "gathered": {"loss_placement": "gathered"},
-    "replicated, gathered": {"builder": "replicated", "loss_placement": "gathered"},
+    "replicated, gathered": {
+        "variable_update": "replicated",
+        "loss_placement": "gathered",
+    },
     "XLA": {"jit_compile": True},
     "eager": {"run_eagerly": True},
     "packed": {"packed": True},
     "prefetched": {"prefetch": 2},
     "uneven": {"split_ratios": (1, 2, 1)},
-    "asynchronous": {"builder": "asynchronous"},
-    "asynchronous, eager": {"builder": "asynchronous", "run_eagerly": True},
-    "asynchronous, in a loop": {"builder": "asynchronous", "steps_per_execution": 2},
+    "asynchronous": {"variable_update": "asynchronous"},
+    "asynchronous, eager": {"variable_update": "asynchronous", "run_eagerly": True},
+    "asynchronous, in a loop": {
+        "variable_update": "asynchronous",
+        "steps_per_execution": 2,
+    },
 }
 
 
@@ -168,7 +174,7 @@ def test_nothing_of_the_step_is_applied(way):
     options = {
         "loop": {"steps_per_execution": 3},
         "eager": {"run_eagerly": True},
-    }.get(way, {"builder": way})
+    }.get(way, {"variable_update": way})
 
     model = build(layers.BatchNormalization())
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
@@ -302,7 +308,7 @@ def test_trying_ways_to_update_is_not_stopped(monkeypatch):
     """It makes more steps, and undoes them."""
     monkeypatch.setattr(auto, "_ROUND_S", 0.0)
     model = build(Countdown(name="countdown"))
-    parallel = on_towers(model, builder="auto", jit_compile=False)
+    parallel = on_towers(model, variable_update="auto", jit_compile=False)
     error = stopped(parallel, *data(), epochs=2)
     assert told(error.finding) == ("layer", "forward", "layer 'countdown'", 0)
     assert str(error).startswith("Step 4 (epoch 2, batch 1)")

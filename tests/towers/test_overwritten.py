@@ -84,7 +84,7 @@ def test_nobody_knows_how_those_of_a_user_combine():
 def test_a_loss_scale_that_has_changed_does_not_change_them():
     model = _in_float8()
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    parallel = multi_gpu_model(model, gpus=2, builder="asynchronous")
+    parallel = multi_gpu_model(model, gpus=2, variable_update="asynchronous")
     parallel.compile(optimizer, "mse")
     optimizer.build(model.trainable_variables)
     gradients = [tf.ones(v.shape) for v in model.trainable_variables]

@@ -154,7 +154,7 @@ def _trained(name, towers, builder, scale=None, **options):
     trained = model
     if towers:
         trained = multi_gpu_model(
-            model, gpus=towers, builder=builder, packed=True, **options
+            model, gpus=towers, variable_update=builder, packed=True, **options
         )
     # Keras takes no global norm of several types.
     clip = {"clipnorm": 0.5} if name == "float64" else {"global_clipnorm": 0.5}
@@ -197,7 +197,9 @@ def test_packed_towers_in_float16(name):
     assert oracle.largest_difference(found, expected) < 1e-2
 
 
-@pytest.mark.parametrize("options", [{"home": "/device:CPU:3"}, {"cpu_merge": False}])
+@pytest.mark.parametrize(
+    "options", [{"local_parameter_device": "/device:CPU:3"}, {"cpu_merge": False}]
+)
 def test_wherever_they_are_packed(options):
     found = _trained("dense", 3, "parameter_server", **options)
     assert oracle.largest_difference(found, _expected("dense")) < 1e-4

@@ -71,7 +71,7 @@ def train(
     parallel = multi_gpu_model(
         model,
         gpus=2,
-        builder=builder,
+        variable_update=builder,
         prefetch=prefetch,
         preprocess=preprocess,
         packed=packed,

@@ -112,7 +112,7 @@ def _difference(found, synchronized=False):
     ],
 )
 def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
-    options = {"builder": builder}
+    options = {"variable_update": builder}
     _, found = _ours(_model(), towers, options=options, evaluated=evaluated)
     assert _difference(found) < 1e-5
 
@@ -120,7 +120,7 @@ def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ({"builder": "auto"}, 2),
+        ({"variable_update": "auto"}, 2),
         ({"loss_placement": "gathered"}, 2),
         ({"split_ratios": (3, 1)}, 1),
         ({"packed": True}, 1),
@@ -162,13 +162,13 @@ def test_layers_that_talk_to_one_another(towers, eager):
 
 
 def test_one_asynchronous_tower_is_one_device():
-    _, found = _ours(_model(), 1, options={"builder": "asynchronous"})
+    _, found = _ours(_model(), 1, options={"variable_update": "asynchronous"})
     assert _difference(found) < 1e-5
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_asynchronous_towers_learn(prefetch):
-    options = {"builder": "asynchronous", "prefetch": prefetch}
+    options = {"variable_update": "asynchronous", "prefetch": prefetch}
     parallel, found = _ours(_model(), 3, 20, options, evaluated=False)
     # The third batch has one example.
     assert int(parallel.optimizer.iterations) == 20 * 7
@@ -262,7 +262,7 @@ def test_examples_may_be_mixed(builder, loss_placement):
     x, y = _data(20)
     model, expected = _model(), _model()
     _compiled(expected, "categorical_accuracy", run_eagerly=True)
-    options = {"builder": builder, "loss_placement": loss_placement}
+    options = {"variable_update": builder, "loss_placement": loss_placement}
     parallel = multi_gpu_model(model, gpus=2, preprocess=_mixed, **options)
     _compiled(parallel, "sparse_categorical_accuracy")
     loss, accuracy = parallel.train_on_batch(x, y)
@@ -343,7 +343,11 @@ def _executed(builder, home):
     towers = ["/device:CPU:1", "/device:CPU:2"]
     model = _model(name)
     parallel = multi_gpu_model(
-        model, gpus=towers, builder=builder, home=home, preprocess=_scale
+        model,
+        gpus=towers,
+        variable_update=builder,
+        local_parameter_device=home,
+        preprocess=_scale,
     )
     _compiled(parallel, "sparse_categorical_accuracy")
     x, y = _data()

@@ -84,10 +84,10 @@ _STEADY = {
     "transformer, no dropout": (functools.partial(_transformer, dropout=0), _TOKENS)
 }
 WAYS = {
-    "parameter_server, home on a GPU": {"home": GPUS[0]},
-    "parameter_server, home on the host": {"home": HOST},
-    "replicated, device": {"builder": "replicated", "all_reduce_alg": "device"},
-    "replicated, ring": {"builder": "replicated", "all_reduce_alg": "ring"},
+    "parameter_server, home on a GPU": {"local_parameter_device": GPUS[0]},
+    "parameter_server, home on the host": {"local_parameter_device": HOST},
+    "replicated, device": {"variable_update": "replicated", "all_reduce_alg": "device"},
+    "replicated, ring": {"variable_update": "replicated", "all_reduce_alg": "ring"},
 }
 
 
@@ -197,7 +197,7 @@ def test_batches_of_unknown_size():
 @pytest.mark.parametrize("home", [HOST, GPUS[0]])
 @pytest.mark.parametrize("kind", ["mlp, dropout", "cnn"])
 def test_asynchronous_towers(kind, home):
-    options = {"builder": "asynchronous", "home": home}
+    options = {"variable_update": "asynchronous", "local_parameter_device": home}
     _assert_ready([_ran(kind, depth, **options)[0] for depth in (1, 2)])
 
 
@@ -241,7 +241,7 @@ def test_numbers_are_those_of_one_device(kind, way):
 @_first_is_fast("mlp, dropout", "cnn", "transformer")
 def test_one_gpu_draws_what_keras_draws(kind, home):
     with as_on_gpu.made_up_gpus(*GPUS):
-        found = _trained(kind, 1, home=home)
+        found = _trained(kind, 1, local_parameter_device=home)
     _assert_equal(found, _expected(kind))
 
 

@@ -40,7 +40,7 @@ def _sgd():
 
 
 def _copied(model, towers=2, **options):
-    return multi_gpu_model(model, gpus=towers, builder="replicated", **options)
+    return multi_gpu_model(model, gpus=towers, variable_update="replicated", **options)
 
 
 def _fit(model, callbacks=(), epochs=2, rows=21, batch_size=8, **options):
@@ -233,7 +233,7 @@ def test_overflows_are_those_of_the_parameter_server():
     found = []
     for builder in ("parameter_server", "replicated"):
         model = _model()
-        trained = multi_gpu_model(model, gpus=2, builder=builder)
+        trained = multi_gpu_model(model, gpus=2, variable_update=builder)
         trained.compile(_scaled(2.0**20), "mse", jit_compile=False)
         _fit(trained)
         found.append(_state(model))
@@ -253,7 +253,7 @@ def test_state_is_that_of_the_parameter_server():
     found = []
     for builder in ("parameter_server", "replicated"):
         model = _normalised()
-        trained = multi_gpu_model(model, gpus=2, builder=builder)
+        trained = multi_gpu_model(model, gpus=2, variable_update=builder)
         trained.compile(_sgd(), "mse")
         _fit(trained)
         found.append(_state(model))
@@ -607,7 +607,9 @@ def test_every_tower_updates_its_own():
 
 
 @pytest.mark.parametrize(
-    "options", [{"home": "/device:CPU:3"}, {"cpu_relocation": True}], ids=str
+    "options",
+    [{"local_parameter_device": "/device:CPU:3"}, {"cpu_relocation": True}],
+    ids=str,
 )
 def test_a_home_elsewhere_is_refused(options):
     with pytest.raises(ValueError, match="expected none, or the first tower's"):
@@ -615,7 +617,9 @@ def test_a_home_elsewhere_is_refused(options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"home": TOWERS[1]}, {"home": "CPU:1"}], ids=str
+    "options",
+    [{}, {"local_parameter_device": TOWERS[1]}, {"local_parameter_device": "CPU:1"}],
+    ids=str,
 )
 def test_home_is_the_first_tower(options):
     model = _model()
@@ -647,14 +651,14 @@ def test_a_model_built_elsewhere_is_moved():
         ({"all_reduce_alg": "nccl"}, "NCCL needs several towers, each on a GPU"),
         ({"all_reduce_alg": "tree"}, "expected one of"),
         (
-            {"builder": "parameter_server", "all_reduce_alg": "ring"},
-            "says how builder='replicated' adds gradients",
+            {"variable_update": "parameter_server", "all_reduce_alg": "ring"},
+            "says how variable_update='replicated' adds gradients",
         ),
     ],
 )
 def test_other_algorithms_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        multi_gpu_model(_model(), TOWERS, **{"builder": "replicated"} | options)
+        multi_gpu_model(_model(), TOWERS, **{"variable_update": "replicated"} | options)
 
 
 @pytest.mark.parametrize("name", ["predict", "evaluate"])
@@ -662,7 +666,7 @@ def test_before_any_training_there_are_no_copies(name):
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dropout(0.5), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((6,)), *layers])
-    parallel = multi_gpu_model(model, TOWERS, builder="replicated")
+    parallel = multi_gpu_model(model, TOWERS, variable_update="replicated")
     for each in model, parallel:
         each.compile("sgd", "mse")
     x, y = np.ones((8, 6), "float32"), np.ones((8, 3), "float32")

@@ -350,7 +350,7 @@ class TestGraph:
     def written(self, folder, builder="parameter_server", gpus=2, **options):
         """Trains and returns the graph's nodes by name, each with its inputs' nodes."""
         model = small.build(**options)
-        parallel = multi_gpu_model(model, gpus=gpus, builder=builder)
+        parallel = multi_gpu_model(model, gpus=gpus, variable_update=builder)
         callback = TensorBoard(str(folder), 2, graph=lambda: parallel.builder.graph)
         parallel.fit(data(), callbacks=[callback], verbose=0, shuffle=False)
         nodes = Board(folder).graph().node

@@ -174,7 +174,7 @@ def test_builders_update_so(builder):
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(4) for _ in range(4)]
     model = keras.Sequential([keras.Input((4,)), *layers])
-    parallel = towers.multi_gpu_model(model, 2, builder=builder)
+    parallel = towers.multi_gpu_model(model, 2, variable_update=builder)
     parallel.compile("adam", "mse")
     x = np.ones((4, 4), "float32")
     fit = functools.partial(parallel.fit, x, x, batch_size=4, verbose=0)
@@ -226,7 +226,9 @@ def _fit(make, optimizer, x=X, wrap=lambda model: model, **options):
 
 
 def _towers(made, **options):
-    return towers.multi_gpu_model(made, TOWERS, home=TOWERS[0], **options)
+    return towers.multi_gpu_model(
+        made, TOWERS, local_parameter_device=TOWERS[0], **options
+    )
 
 
 def _plain(make, optimizer, x=X):
@@ -251,7 +253,7 @@ def test_compiled_it_is_one_operation(on_gpus, name):
 
 
 def test_each_copy_is_updated_by_one(on_gpus):
-    wrap = functools.partial(_towers, builder="replicated")
+    wrap = functools.partial(_towers, variable_update="replicated")
     found, operations = _fit(_dense, "adam", wrap=wrap)
     assert oracle.largest_difference(found, _plain(_dense, optimizers.Adam())) < 1e-5
     # The second one gets the learning rate.
@@ -263,7 +265,7 @@ def test_each_copy_is_updated_by_one(on_gpus):
 
 
 def test_towers_that_do_not_wait_update_so_too(on_gpus):
-    wrap = functools.partial(_towers, builder="asynchronous")
+    wrap = functools.partial(_towers, variable_update="asynchronous")
     _, operations = _fit(_dense, "adam", wrap=wrap)
     assert operations == {TOWERS[0]: ["StatefulPartitionedCall"]}
 

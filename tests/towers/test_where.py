@@ -21,7 +21,9 @@ def _step(towers, home, cpu_merge=True, rows=8):
         [keras.Input((6,)), keras.layers.Dense(4, "relu"), keras.layers.Dense(3)],
         name=name,
     )
-    parallel = multi_gpu_model(model, gpus=towers, home=home, cpu_merge=cpu_merge)
+    parallel = multi_gpu_model(
+        model, gpus=towers, local_parameter_device=home, cpu_merge=cpu_merge
+    )
     parallel.compile(
         keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["accuracy"]
     )
@@ -110,7 +112,9 @@ def test_nothing_crosses_a_device_that_happens_to_be_the_default(
     default, name = "/device:CPU:3", f"model_{next(_numbers)}"
     layers = [keras.layers.Dense(4, "relu"), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((6,)), *layers], name=name)
-    parallel = multi_gpu_model(model, gpus=TOWERS, builder=builder, prefetch=prefetch)
+    parallel = multi_gpu_model(
+        model, gpus=TOWERS, variable_update=builder, prefetch=prefetch
+    )
     parallel.compile(
         keras.optimizers.SGD(0.1, momentum=0.9),
         "mse",
@@ -141,7 +145,7 @@ def test_nothing_is_left_to_chance():
     model = keras.Sequential(
         [keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
     )
-    parallel = multi_gpu_model(model, gpus=TOWERS, home=HOME)
+    parallel = multi_gpu_model(model, gpus=TOWERS, local_parameter_device=HOME)
     parallel.compile("adam", "mse", metrics=["accuracy"])
     spec = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 3])
     graph = tf.function(parallel.train_step).get_concrete_function(spec).graph
@@ -173,7 +177,7 @@ def _mixed_types(name):
 def _travels(packed, home=HOME):
     name = f"model_{next(_numbers)}"
     parallel = multi_gpu_model(
-        _mixed_types(name), gpus=TOWERS, home=home, packed=packed
+        _mixed_types(name), gpus=TOWERS, local_parameter_device=home, packed=packed
     )
     parallel.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     x, y = np.ones((8, 6), "float32"), np.ones((8, 3), "float32")

@@ -43,7 +43,9 @@ def test_compiled_away_from_home(case):
     built = []
 
     def wrap(model):
-        parallel = towers.multi_gpu_model(model, [AWAY], home=HOME, **case.options)
+        parallel = towers.multi_gpu_model(
+            model, [AWAY], local_parameter_device=HOME, **case.options
+        )
         built.append(parallel.builder)
         return parallel
 

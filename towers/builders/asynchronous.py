@@ -303,8 +303,8 @@ class Asynchronous(Builder):
         if not all(isinstance(size, int) for size in sizes):
             raise ValueError(
                 f"Model '{self.model.name}' got a batch of unknown size in its "
-                "train_step; expected a known one with builder='asynchronous', so call "
-                "`fit` or `train_on_batch` instead."
+                "train_step; expected a known one with variable_update='asynchronous', "
+                "so call `fit` or `train_on_batch` instead."
             )
         self._check()
         self.create_variables(data)
@@ -501,7 +501,8 @@ class Asynchronous(Builder):
             raise ModelError(
                 f"Model '{self.model.name}' has layers with synchronized=True, which "
                 "need all towers in the same step; expected none with "
-                "builder='asynchronous', so use builder='parameter_server'."
+                "variable_update='asynchronous', so use variable_update="
+                "'parameter_server'."
             )
 
     def _pull(self, k):

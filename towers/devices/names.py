@@ -25,7 +25,9 @@ def is_gpu(device: str) -> bool:
     return "GPU" in device
 
 
-def resolve(gpus: int | Sequence[int | str] | None = None) -> tuple[str, ...]:
+def resolve(
+    gpus: int | Sequence[int | str] | None = None, argument: str = "gpus"
+) -> tuple[str, ...]:
     """Turns a `gpus` argument into the strings of devices that exist.
 
     This initialises TensorFlow. Numbers mean GPUs, or logical CPUs where
@@ -37,6 +39,7 @@ def resolve(gpus: int | Sequence[int | str] | None = None) -> tuple[str, ...]:
     Args:
         gpus: None for all; how many, counted from the first; or a list of indices
             and of strings such as "/gpu:0", "GPU:0" or "/device:GPU:0".
+        argument: The name of the argument for errors about one of a list.
 
     Returns:
         One string for each tower, such as "/device:GPU:0".
@@ -64,7 +67,7 @@ def resolve(gpus: int | Sequence[int | str] | None = None) -> tuple[str, ...]:
             f"{gpus!r} was received; write for example gpus=2 or "
             f"gpus=[{numbered[0]!r}]."
         )
-    devices = tuple(_resolve_one(each, numbered, existing) for each in gpus)
+    devices = tuple(_resolve_one(each, numbered, existing, argument) for each in gpus)
     check_unique("gpus", gpus, devices)
     return devices
 
@@ -85,7 +88,7 @@ def _logical_devices() -> list[str]:
 
 
 def _resolve_one(
-    wish: int | str, numbered: Sequence[str], existing: Sequence[str]
+    wish: int | str, numbered: Sequence[str], existing: Sequence[str], argument: str
 ) -> str:
     if is_int(wish) and 0 <= wish < len(numbered):
         return numbered[wish]
@@ -94,11 +97,11 @@ def _resolve_one(
         return device
     if device is None and not is_int(wish):
         raise ValueError(
-            f"{wish!r} in gpus is neither an index nor a device string; choose from "
-            f"{_listed(existing)}."
+            f"{wish!r} in {argument} is neither an index nor a device string; choose "
+            f"from {_listed(existing)}."
         )
     raise ValueError(
-        f"gpus names {wish!r}, which does not exist here; choose from "
+        f"{argument} names {wish!r}, which does not exist here; choose from "
         f"{_listed(numbered if is_int(wish) else existing)}, or "
         f"{_more_devices(numbered)}."
     )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from towers._deprecated import rename_keys
 from towers.devices import is_gpu
 from towers.program import words
 
@@ -31,12 +32,12 @@ class Choice(NamedTuple):
     """One way to update the variables.
 
     Attributes:
-        builder: Name of the builder.
+        variable_update: Name of the builder.
         all_reduce_alg: How `replicated` adds gradients.
         xla: Whether XLA compiles towers and update.
     """
 
-    builder: str = "parameter_server"
+    variable_update: str = "parameter_server"
     all_reduce_alg: str = "auto"
     xla: bool = False
 
@@ -45,8 +46,8 @@ class Choice(NamedTuple):
         return self._replace(xla=other.xla) == other
 
     def __str__(self) -> str:
-        name = self.builder
-        if self.builder == "replicated":
+        name = self.variable_update
+        if self.variable_update == "replicated":
             name += f" ({self.all_reduce_alg})"
         return f"{name} with XLA" if self.xla else name
 
@@ -273,7 +274,7 @@ def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
     try:
         with open(file) as read:
             found = json.load(read)
-        choice = Choice(**found["chosen"])
-        return choice if found["for"] == key and choice in ways else None
+        choice = Choice(**rename_keys(found["chosen"]))
+        return choice if rename_keys(found["for"]) == key and choice in ways else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # it is measured again

@@ -57,8 +57,8 @@ def multi_gpu_model(
     cpu_merge: bool | None = None,
     cpu_relocation: bool = False,
     *,
-    builder: str = "parameter_server",
-    home: str | None = None,
+    variable_update: str = "parameter_server",
+    local_parameter_device: str | None = None,
     split_ratios: Sequence[int] | None = None,
     loss_placement: str = "auto",
     strict: bool = True,
@@ -93,15 +93,17 @@ def multi_gpu_model(
             By default where the variables are.
         cpu_relocation: Whether the variables move to the CPU; if not, they stay where
             they are: with a GPU, Keras creates them on the first.
-        builder: How the variables are updated: "parameter_server", at home, by the sum
-            of all gradients; "replicated", by each tower in its own copy, of which the
-            first tower's are the model's variables; "asynchronous", at home, by each
-            tower with its own share, without waiting for the others. "auto" tries, at
-            the first call of training, for some seconds, what is faster, and changes no
-            variable by that. Where nothing can be tried, and in deterministic and eager
-            runs, it is "replicated" on several GPUs, else "parameter_server".
-        home: A device string to move the variables to, instead of `cpu_relocation`.
-            "auto" then leaves them there.
+        variable_update: How the variables are updated: "parameter_server", at home, by
+            the sum of all gradients; "replicated", by each tower in its own copy, of
+            which the first tower's are the model's variables; "asynchronous", at home,
+            by each tower with its own share, without waiting for the others. "auto"
+            tries, at the first call of training, for some seconds, what is faster, and
+            changes no variable by that. Where nothing can be tried, and in
+            deterministic and eager runs, it is "replicated" on several GPUs, else
+            "parameter_server".
+        local_parameter_device: The variables' home, to which they move: "cpu", "gpu"
+            for the first tower's device, or a device string. Instead of
+            `cpu_relocation`; "auto" leaves them there.
         split_ratios: How much of a batch each tower gets, relative to the others:
             positive integers, such as (2, 3, 3) where the first GPU has less room. Even
             by default.
@@ -154,33 +156,37 @@ def multi_gpu_model(
             f"Received loss_placement={loss_placement!r}; expected 'auto', 'tower' or "
             "'gathered'."
         )
-    if builder not in ("auto", *BUILDERS):
+    if variable_update not in ("auto", *BUILDERS):
         raise ValueError(
-            f"Received builder='{builder}'; expected one of "
+            f"Received variable_update='{variable_update}'; expected one of "
             f"{['auto', *sorted(BUILDERS)]}."
         )
     towers = devices.resolve(gpus)
     split_ratios = _check_split_ratios(split_ratios, len(towers))
     if all_reduce_alg != "auto":
-        check_all_reduce(all_reduce_alg, builder, towers)
+        check_all_reduce(all_reduce_alg, variable_update, towers)
     if max_staleness is not None:
-        _check_max_staleness(max_staleness, builder)
+        _check_max_staleness(max_staleness, variable_update)
     prefetch = _check_prefetch(prefetch, towers)
     if preprocess is not None:
         preprocess = _check_preprocess(preprocess)
     guard, numerics_file = _check_numerics(check_numerics)
-    moved = home is not None or cpu_relocation
-    if builder == "replicated":
-        home = _check_home_of_copies(home, cpu_relocation, towers)
+    moved = local_parameter_device is not None or cpu_relocation
+    named = {"cpu": devices.HOST, "gpu": towers[0]}
+    home = named.get(local_parameter_device, local_parameter_device)
+    if home is None and cpu_relocation:
+        home = devices.HOST
+    if variable_update == "replicated":
+        home = _check_home_of_copies(home, towers)
     if home is None:
-        home = devices.HOST if cpu_relocation else _where(model, towers)
-    (home,) = devices.resolve([home])
+        home = _where(model, towers)
+    (home,) = devices.resolve([home], "local_parameter_device")
     ways = functools.partial(
         auto.candidates, towers, _nccl_fits(towers), stays=moved and home != towers[0]
     )
 
     def make(choice: Choice) -> Builder:
-        where = towers[0] if choice.builder == "replicated" else home
+        where = towers[0] if choice.variable_update == "replicated" else home
         variables.move(model, where)
         merge = where
         if cpu_merge is False:
@@ -189,11 +195,11 @@ def multi_gpu_model(
             merge = devices.HOST
         options = {"packed": packed, "preprocess": preprocess, "prefetch": prefetch}
         options["guard"] = guard
-        if choice.builder == "replicated":
+        if choice.variable_update == "replicated":
             options["all_reduce_alg"] = choice.all_reduce_alg
-        if choice.builder == "asynchronous":
+        if choice.variable_update == "asynchronous":
             options["max_staleness"] = max_staleness
-        return BUILDERS[choice.builder](
+        return BUILDERS[choice.variable_update](
             model,
             towers,
             where,
@@ -204,8 +210,8 @@ def multi_gpu_model(
             **options,
         )
 
-    if builder != "auto":
-        chosen, ways = Choice(builder, all_reduce_alg), None
+    if variable_update != "auto":
+        chosen, ways = Choice(variable_update, all_reduce_alg), None
     else:
         chosen = ways(xla=False, synchronized=False)[0]
     return TowerModel(model, make, chosen, ways, choice_file, numerics_file)
@@ -444,7 +450,7 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _simpler(self, batches):
         """What to do if the first choice fails, such as NCCL on some machine."""
         first, simplest = self._self_choice, Choice()
-        if first.builder == simplest.builder:
+        if first.variable_update == simplest.variable_update:
             return None
 
         def install(why):
@@ -677,7 +683,9 @@ def _check_model(model: Any) -> None:
         )
 
 
-def check_all_reduce(algorithm: str, builder: str, towers: Sequence[str]) -> None:
+def check_all_reduce(
+    algorithm: str, variable_update: str, towers: Sequence[str]
+) -> None:
     """Checks that a builder can add gradients that way; see `multi_gpu_model`.
 
     Raises:
@@ -688,10 +696,11 @@ def check_all_reduce(algorithm: str, builder: str, towers: Sequence[str]) -> Non
             f"Received all_reduce_alg='{algorithm}'; expected one of "
             f"{['auto', *reduce.ALGORITHMS]}."
         )
-    if builder != "replicated":
+    if variable_update != "replicated":
         raise ValueError(
-            f"Received all_reduce_alg='{algorithm}' with builder='{builder}'; it says "
-            "how builder='replicated' adds gradients, so give that as well."
+            f"Received all_reduce_alg='{algorithm}' with variable_update="
+            f"'{variable_update}'; it says how variable_update='replicated' adds "
+            "gradients, so give that as well."
         )
     if algorithm == "nccl" and not _nccl_fits(towers):
         raise ValueError(
@@ -718,20 +727,21 @@ def _describe(model, builder, data, ways) -> dict[str, Any]:
         "steps_per_execution": model.steps_per_execution,
         "batch": shapes,
         "devices": [*builder.devices],
-        "home": builder.home,
+        "local_parameter_device": builder.home,
         "split_ratios": [*builder.split_ratios],
         "candidates": [str(way) for way in ways],
     }
 
 
-def _check_home_of_copies(
-    home: str | None, cpu_relocation: bool, towers: Sequence[str]
-) -> str:
-    asked = devices.HOST if home is None and cpu_relocation else home
-    if asked is not None and devices.resolve([asked])[0] != towers[0]:
+def _check_home_of_copies(home: str | None, towers: Sequence[str]) -> str:
+    if (
+        home is not None
+        and devices.resolve([home], "local_parameter_device")[0] != towers[0]
+    ):
         raise ValueError(
-            f"Received home {asked} with builder='replicated', where the variables are "
-            f"on each tower; expected none, or the first tower's, {towers[0]}."
+            f"Received local_parameter_device={home} with variable_update="
+            "'replicated', where the variables are on each tower; expected none, or "
+            f"the first tower's, {towers[0]}."
         )
     return towers[0]
 
@@ -751,11 +761,12 @@ def _check_split_ratios(ratios: Any, towers: int) -> tuple[int, ...]:
     return found
 
 
-def _check_max_staleness(bound: Any, builder: str) -> None:
-    if builder != "asynchronous":
+def _check_max_staleness(bound: Any, variable_update: str) -> None:
+    if variable_update != "asynchronous":
         raise ValueError(
-            f"Received max_staleness={bound!r} and builder='{builder}', whose towers "
-            "wait for one another; expected None, or builder='asynchronous'."
+            f"Received max_staleness={bound!r} and variable_update="
+            f"'{variable_update}', whose towers wait for one another; expected None, "
+            "or variable_update='asynchronous'."
         )
     if isinstance(bound, bool) or not isinstance(bound, int) or bound < 0:
         raise ValueError(

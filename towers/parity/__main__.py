@@ -90,7 +90,7 @@ def check(settings: Settings) -> int:
         read_batches(data, len(placed.towers)),
         placed.towers,
         # To choose, auto would have to train.
-        builder="parameter_server" if asked == "auto" else asked,
+        variable_update="parameter_server" if asked == "auto" else asked,
         split_ratios=ratios,
         loss_placement=settings.loss_placement,
         strict=settings.strict,

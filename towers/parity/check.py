@@ -26,7 +26,7 @@ def check_parity(
     gpus: int | Sequence[int] | Sequence[str] | None = None,
     *,
     steps: int = 3,
-    builder: str = "parameter_server",
+    variable_update: str = "parameter_server",
     split_ratios: Sequence[int] | None = None,
     loss_placement: str = "auto",
     strict: bool = True,
@@ -57,7 +57,7 @@ def check_parity(
             one for each step.
         gpus: As for `multi_gpu_model`.
         steps: How many steps to train, if there is one batch.
-        builder: As for `multi_gpu_model`.
+        variable_update: As for `multi_gpu_model`.
         split_ratios: As for `multi_gpu_model`.
         loss_placement: As for `multi_gpu_model`.
         strict: As for `multi_gpu_model`. What is refused for it is not equal; the
@@ -72,7 +72,7 @@ def check_parity(
         ValueError: If an argument is not as described, or the loss on one device is not
             finite.
     """
-    _check_arguments(model, steps, builder)
+    _check_arguments(model, steps, variable_update)
     batches = batch if isinstance(batch, list) else [batch] * steps
     batches = [tf.nest.map_structure(_tensor, each) for each in batches]
     if tolerance is None:
@@ -85,7 +85,7 @@ def check_parity(
         return multi_gpu_model(
             model,
             towers,
-            builder=builder,
+            variable_update=variable_update,
             split_ratios=split_ratios,
             loss_placement=loss_placement,
             strict=strict,
@@ -132,7 +132,7 @@ def _check_refused(refused, lenient):
     )
 
 
-def _check_arguments(model, steps, builder):
+def _check_arguments(model, steps, variable_update):
     if not isinstance(model, keras.Model) or not model.compiled:
         raise ValueError(
             f"Received {type(model).__name__}; expected a keras.Model that is "
@@ -140,11 +140,11 @@ def _check_arguments(model, steps, builder):
         )
     if steps < 1:
         raise ValueError(f"Received steps={steps}; expected at least 1.")
-    if builder == "asynchronous":
+    if variable_update == "asynchronous":
         raise ValueError(
-            "Received builder='asynchronous', whose towers do not make one device's "
-            "updates; expected a builder whose towers wait for one another, so use "
-            "'parameter_server' to check the model."
+            "Received variable_update='asynchronous', whose towers do not make one "
+            "device's updates; expected a way in which towers wait for one another, so "
+            "use 'parameter_server' to check the model."
         )
 
 

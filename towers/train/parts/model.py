@@ -128,8 +128,8 @@ def build_towers(
         model,
         gpus=placed.towers,
         # What was not asked for may be chosen.
-        home=placed.home if placed.local_parameter_device else None,
-        builder=settings.variable_update,
+        local_parameter_device=placed.home if placed.local_parameter_device else None,
+        variable_update=settings.variable_update,
         split_ratios=split_ratios(settings, placed),
         loss_placement=settings.loss_placement,
         strict=settings.strict,
