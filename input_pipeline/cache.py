@@ -45,33 +45,36 @@ def cached(
     deterministic: bool = False,
     image_shape: tuple[int, ...] | None = None,
 ) -> Source:
-    """Returns a source that has its examples at hand, if they fit.
+    """Keeps the examples of a source in memory or on disk, if they fit.
 
-    Epochs then take them by number: in a full shuffle, from any place, without reading
-    files or parsing. Images of one size are kept as pixels, and are not decoded again.
-    Others are kept as they are encoded, unless `image_shape` says that all get one
-    size. It costs one pass over the data now, and two where examples must be counted.
+    Later epochs take the examples by number: in a full shuffle, from any position,
+    without reading or parsing files. Images of one size are kept as pixels and are not
+    decoded again. Other images are kept as encoded files, unless `image_shape` gives
+    all of them one size. This costs one pass over the data, or two if the examples must
+    be counted.
 
     Args:
-        source: prepared.
-        cache: "memory" or "disk" says where. "auto" takes the memory where a quarter of
-            what is free is enough, else the disk by the same measure if there is a
-            folder for it. "none" returns the source itself. The disk takes pixels only.
-        folder: where the disk's files are kept, also for later runs; needed by "disk".
-        deterministic: whether to decide by the data alone, since their order depends on
-            it. "auto" then keeps up to 1 GB in memory, and nothing on the disk.
-        image_shape: (H, W, C) that every image is resized to before anything random is
-            done to it; see ``recipes.takes_whole``. Images that differ in size, or take
-            more bytes than this, are then kept as pixels of this size. If these do not
-            fit in memory, images that differ in size are kept as they are encoded.
-            None if there is no such size.
+        source: a prepared source.
+        cache: "memory" or "disk". "auto" uses the memory if a quarter of the free
+            memory is enough. Otherwise it uses the disk, by the same measure, if there
+            is a folder. "none" returns the source itself. On disk, only pixels are
+            kept.
+        folder: folder for the files of "disk", which later runs use as well.
+        deterministic: whether the data alone decide, because their order depends on
+            where they are kept. "auto" then keeps up to 1 GB in memory, and nothing on
+            disk.
+        image_shape: (H, W, C) to which every image is resized before anything random is
+            done to it; see ``recipes.takes_whole``. Images that differ in size, or that
+            take more bytes than this, are then kept as pixels of this size. If these do
+            not fit into memory, images that differ in size are kept as encoded files.
+            None: there is no such size.
 
     Returns:
         A source of the same examples, or the source itself. A line in the log says
         which, and why.
 
     Raises:
-        ValueError: asked for what is not possible, or the disk is full.
+        ValueError: the request is impossible, or the disk is full.
         tf.errors.OpError: a record is bad; see ``find_bad_record``.
     """
     if cache not in CACHES:

@@ -11,19 +11,19 @@ BYTE_IDS = 257  # What ``byte_ids`` may give: padding and 256 bytes.
 
 
 def byte_ids(text: tf.Tensor, length: int) -> tf.Tensor:
-    """Reads text as its UTF-8 bytes, which needs no vocabulary.
+    """Turns text into the ids of its UTF-8 bytes, which needs no vocabulary.
 
-    What is too long is cut off after a byte, also within a character.
+    Text that is too long is cut off after a byte, even within a character.
 
     Args:
-        text: string [] or [B].
-        length: ids of each text.
+        text: strings [] or [B].
+        length: number of ids for each text.
 
     Returns:
-        int32 [length] or [B, length]: byte b is b + 1, padding 0.
+        int32 [length] or [B, length]: byte b becomes b + 1, and padding is 0.
 
     Raises:
-        ValueError: not strings, or no length.
+        ValueError: these are no strings, or there is no length.
     """
     _check_at_least("length", length, 1)
     if text.dtype != tf.string:
@@ -37,17 +37,17 @@ def byte_ids(text: tf.Tensor, length: int) -> tf.Tensor:
 
 
 def pad_ids(ids: tf.Tensor | tf.RaggedTensor, length: int) -> tf.Tensor:
-    """Cuts and pads what is tokenised already.
+    """Cuts and pads token ids to one length.
 
     Args:
-        ids: whole numbers, [N] of one text or ragged [B, None].
-        length: ids of each text.
+        ids: whole numbers, [N] for one text, or ragged [B, None].
+        length: number of ids for each text.
 
     Returns:
         int32 [length] or [B, length], padded with 0 at the end.
 
     Raises:
-        ValueError: not whole numbers of this shape, or no length.
+        ValueError: these are no whole numbers of this shape, or there is no length.
     """
     _check_at_least("length", length, 1)
     ragged = isinstance(ids, tf.RaggedTensor)
@@ -66,24 +66,24 @@ def pad_ids(ids: tf.Tensor | tf.RaggedTensor, length: int) -> tf.Tensor:
 def bucket_batches(
     dataset: tf.data.Dataset, boundaries: Sequence[int], batch_size: int
 ) -> tf.data.Dataset:
-    """Batches texts of similar lengths, so that little is padded.
+    """Batches texts of similar length, so that there is little padding.
 
-    Shapes are as many as boundaries, so a model is traced, or compiled, that often. At
-    the end of the dataset each bucket may give a short batch.
+    There is one shape for each boundary, so a model is traced or compiled that often.
+    At the end of the dataset, each bucket may yield a short batch.
 
     Args:
-        dataset: of (ids [N], label); N differs.
-        boundaries: the longest length in each bucket, rising; what is longer than the
-            last is cut off.
+        dataset: a dataset of (ids [N], label), where N differs.
+        boundaries: the longest length in each bucket, in rising order. Longer texts
+            than the last one are cut off.
         batch_size: texts in a batch.
 
     Returns:
-        A dataset of (ids [B, the bucket's boundary], labels [B]), padded with 0 at the
-        end; a bucket gives a batch when it is full.
+        A dataset of (ids [B, boundary of the bucket], labels [B]), padded with 0 at the
+        end. A bucket yields a batch when it is full.
 
     Raises:
-        ValueError: boundaries do not rise, a number is too small, or the elements are
-            others.
+        ValueError: the boundaries do not rise, a number is too small, or the elements
+            have another form.
     """
     boundaries = list(boundaries)
     if not boundaries or boundaries != sorted(set(boundaries)) or boundaries[0] < 1:

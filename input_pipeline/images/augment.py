@@ -95,7 +95,7 @@ def resize(
 
 
 def normalize(image: tf.Tensor, dtype: tf.DType = tf.float32) -> tf.Tensor:
-    """Maps 0..255 to [-1, 1]: one multiplication and one addition."""
+    """Maps pixels from 0..255 to [-1, 1]: one multiplication and one addition."""
     return tf.cast(image, dtype) * (1 / 127.5) - 1.0
 
 

@@ -78,17 +78,16 @@ def cutmix(
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """Mixes training batches: by mixup, by CutMix, or half of them by each.
+    """Mixes training batches by mixup or by CutMix, or each batch by one of the two.
 
-    What is drawn depends on the seed and the batch alone, so a run that is repeated or
-    resumed mixes the same. A batch that comes again, pixel by pixel, is mixed again in
-    the same way.
+    The random numbers depend only on the seed and the batch. A run that is repeated or
+    resumed therefore mixes in the same way.
 
     Args:
-        num_classes: of the labels.
-        mixup_alpha: of ``mixup``; 0 is without.
-        cutmix_alpha: of ``cutmix``; 0 is without.
-        seed: of what is drawn.
+        num_classes: number of classes.
+        mixup_alpha: alpha of ``mixup``; 0 turns it off.
+        cutmix_alpha: alpha of ``cutmix``; 0 turns it off.
+        seed: seed of the random numbers.
     """
 
     num_classes: int

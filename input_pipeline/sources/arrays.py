@@ -85,17 +85,18 @@ class RowSource(IndexedSource):
 
 
 class ArraySource(RowSource):
-    """NumPy arrays as a source.
+    """A source of NumPy arrays.
 
     Args:
-        x: uint8 images [N, H, W, C], or rows of numbers, float32 [N, F]. With a
-            ``np.memmap``, and no test examples, what is not asked for stays on disk.
+        x: uint8 images [N, H, W, C], or rows of numbers, float32 [N, F]. A
+            ``np.memmap`` without test examples stays on disk, except for the examples
+            that are used.
         y: integer labels [N].
-        x_test: as ``x``, for evaluation, or None for no test split.
+        x_test: examples for evaluation, in the form of ``x``. None: no test split.
         y_test: integer labels [M].
-        num_classes: None takes the largest label plus one.
-        class_names: one for each class.
-        name: used in messages.
+        num_classes: number of classes. None: the largest label plus one.
+        class_names: one name for each class.
+        name: name of the source in messages.
 
     Raises:
         ValueError: shapes, types or labels do not fit.

@@ -71,19 +71,21 @@ class Checkpoint(keras.callbacks.Callback):
         on_save_error: str = "stop",
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Initializes the callback; writes nothing.
+        """Initializes the callback. It writes nothing yet.
 
         Args:
-            directory: Where the checkpoints lie.
-            save_steps: Batches between two checkpoints. None: none inside of an epoch.
-            save_minutes: The same in minutes.
-            keep: How many of the last checkpoints to keep. The best one stays as well.
-            monitor: The metric that tells which is the best, after a whole epoch.
+            directory: Folder for the checkpoints.
+            save_steps: Batches between two checkpoints during an epoch. None: no limit.
+            save_minutes: Minutes between two checkpoints during an epoch. None: no
+                limit.
+            keep: Number of checkpoints to keep, besides the best one.
+            monitor: Metric that determines the best checkpoint, after a whole epoch.
                 None: `val_loss`, or `loss` without validation data.
-            mode: Whether the best is the "min" or the "max" of it; "auto" is what
-                Keras infers from the metric.
-            on_save_error: What to do if a checkpoint cannot be written, for want of
-                space, say: "stop" training, or "continue" with a warning.
+            mode: Whether the best is the "min" or the "max" of the metric. "auto"
+                infers it from the metric, as Keras does.
+            on_save_error: What to do if a checkpoint cannot be written, because the
+                disk is full, for example: "stop" training, or "continue" with a
+                warning.
             clock: Returns seconds.
         """
         super().__init__()
@@ -134,19 +136,20 @@ class Checkpoint(keras.callbacks.Callback):
     # Restoring.
 
     def restore(self, model: keras.Model, which: str = "last") -> bool:
-        """Restores a checkpoint into a model; the next `fit` goes on from there.
+        """Restores a checkpoint into a model. The next `fit` continues from there.
 
         Args:
-            model: Compiled and built, and so its optimizer.
-            which: "last" is the latest that can be read, "best" the best one; or the
-                path of one. Checkpoints that are further on than a chosen one are
-                removed when the next is saved.
+            model: A built and compiled model.
+            which: "last" is the latest checkpoint that can be read, "best" is the best
+                one. Otherwise the path of a checkpoint. Later checkpoints are removed
+                with the next save.
 
         Returns:
-            Whether there was one.
+            Whether there was a checkpoint.
 
         Raises:
-            ValueError: There are some, but none can be read, or is of this model.
+            ValueError: There are checkpoints, but none can be read, or none is of this
+                model.
         """
         if not model.built and store.find(self._directory):
             raise ValueError(
@@ -198,13 +201,13 @@ class Checkpoint(keras.callbacks.Callback):
         return path, contents
 
     def find_best(self, model: keras.Model) -> Best | None:
-        """Returns the best checkpoint, of those up to the position, if there is one.
+        """Returns the best checkpoint up to the current position, if there is one.
 
         Args:
-            model: Whose metrics tell whether more is better.
+            model: Its metrics tell whether more is better.
 
         Raises:
-            ValueError: They do not.
+            ValueError: The metrics do not tell.
         """
         self._wait()
         paths = self._up_to(self.position)

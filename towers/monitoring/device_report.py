@@ -26,11 +26,11 @@ _CPU = "device/cpu:0"
 
 @listeners.changes_no_variable
 class DeviceReport(keras.callbacks.Callback):
-    """Measures devices when it is asked to, and nothing in between.
+    """Measures the devices, whenever `measured` is called, and nothing in between.
 
-    Of a GPU, TensorFlow tells what this process has allocated there, and NVIDIA's
-    driver what the whole GPU does. Where the driver does not answer, its values are
-    left out, and a sentence on stderr says so, once.
+    TensorFlow tells how much memory this process has allocated on a GPU. NVIDIA's
+    driver tells what all processes do there. If the driver does not answer, its values
+    are left out, and one line on stderr says so.
     """
 
     def __init__(
@@ -64,14 +64,15 @@ class DeviceReport(keras.callbacks.Callback):
         self._begun = self._clock(), self._cpu_clock()
 
     def measured(self) -> dict[str, float]:
-        """Measures, for TensorBoard.
+        """Measures the devices, for TensorBoard.
 
         Returns:
-            By tag: of each tower's GPU, `device/gpu:0/memory_mb`, `peak_memory_mb` and
-            `limit_mb` of TensorFlow in this process, `used_mb`, `utilization` (0 to 1),
-            `temperature_c` and `power_w` of the whole GPU; of this process,
-            `device/cpu:0/rss_mb`, `peak_rss_mb`, `utilization` (of all cores, since
-            the last call, 0 to 1), and the host's `load`, of one minute.
+            Values by tag. For each tower's GPU, of this process:
+            `device/gpu:0/memory_mb`, `peak_memory_mb` and `limit_mb`. Of all processes
+            on the GPU: `used_mb`, `utilization` (0 to 1), `temperature_c` and
+            `power_w`. For this process on the host: `device/cpu:0/rss_mb`,
+            `peak_rss_mb`, and `utilization` of all cores since the last call (0 to 1).
+            For the host: the `load` of the last minute.
         """
         values = self._read()
         self._begun = self._clock(), self._cpu_clock()
@@ -82,12 +83,12 @@ class DeviceReport(keras.callbacks.Callback):
         return values
 
     def text(self) -> str:
-        """Sets out in a table how the devices are, and how they were.
+        """Returns a table of the devices.
 
         Returns:
-            Lines without a final newline: a row for each GPU, and one for this process.
-            Memory and load are of now; what others use of a GPU, and its temperature,
-            the most that was measured; the rest is the mean of what was measured.
+            Lines without a final newline: one for each GPU, and one for this process.
+            Memory and load are current. The memory that others use on a GPU and its
+            temperature are maxima. All other values are means.
         """
         now = self._read()
         seen = {

@@ -36,17 +36,20 @@ _TRACING = "func_graph_from_py_func", "compute_output_spec"
 
 @listeners.changes_no_variable
 class Stall(keras.callbacks.Callback):
-    """Says on stderr what the towers wait for, when no batch ends for a while.
+    """Says on stderr what the run waits for, if no batch ends for a while.
 
-    Once for each stall it says for how long, since which batch, and what is waited
-    for: a save, another callback, the building of a graph, a device, a stage of the
-    input. The stack of each Python thread follows. It says so when the run goes on.
+    It speaks once per stall: for how long, since which batch, and what the run waits
+    for. This may be a save, another callback, the building of a graph, a device, or a
+    stage of the input. The stack of each Python thread follows. Another line says when
+    the run goes on.
 
-    The input can be asked if it is of `towers.input_pipeline.make_dataset`. Others are
-    left alone: to read a generator of the user's once more may change what it gives.
+    The input can be examined if it comes from `towers.input_pipeline.make_dataset`.
+    Other data are left alone, because reading from a generator could change what it
+    yields.
 
-    Place it first among the callbacks, so that it hears before they are waited for. It
-    costs nothing else: a thread looks at the clock about once a second.
+    Put it first in the list of callbacks, so that it also notices when another callback
+    is slow. Apart from a thread that looks at the clock once a second, it costs
+    nothing.
     """
 
     def __init__(
@@ -62,19 +65,20 @@ class Stall(keras.callbacks.Callback):
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], Any] = os._exit,
     ):
-        """Initializes the callback; nothing is watched before `fit`.
+        """Initializes the callback. It watches nothing before `fit`.
 
         Args:
-            seconds: For how long no batch of training or validation has to begin or
-                end; more than a call of `steps_per_execution` steps takes, the first
-                of which is compiled.
-            on_stall: What to do then: "wait" on, or "stop" the process with exit code
-                4. `fit` cannot be stopped in another way, as it waits for TensorFlow.
-            devices: Those to ask for a sign of life.
-            data: What `fit` trains on.
-            validation_data: What it is validated on.
-            checkpoint: The callback that saves, whose `latest` is named at a stop.
-            patience_s: How long a device, or a stage of the input, has for an answer.
+            seconds: Time without the beginning or end of a batch that counts as a
+                stall. It has to exceed the time of a call of `steps_per_execution`
+                steps, including the first one, which compiles.
+            on_stall: What to do then: "wait", or "stop" the process with exit code 4.
+                `fit` cannot be stopped in another way while it waits for TensorFlow.
+            devices: Devices to ask for a sign of life.
+            data: The training data of `fit`.
+            validation_data: The validation data of `fit`.
+            checkpoint: The `Checkpoint` callback, whose `latest` is named if the
+                process is stopped.
+            patience_s: Time that a device or a stage of the input has for an answer.
             clock: Returns seconds.
             leave: Ends the process with an exit code, whatever its threads do.
         """

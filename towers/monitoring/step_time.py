@@ -62,11 +62,10 @@ class Split(NamedTuple):
 
 @listeners.changes_no_variable
 class StepTime(keras.callbacks.Callback):
-    """Takes apart the time of the steps of a model on towers.
+    """Measures the parts of a training step.
 
-    The builder measures the parts. They are means over steps, without the warm-up, in
-    which graphs are built, and of the time inside the calls of training: not of
-    validation, saving, or other callbacks.
+    The parts are means over steps. They leave out the warm-up, in which graphs are
+    built, and whatever happens between calls: validation, saving and other callbacks.
     """
 
     def __init__(
@@ -114,9 +113,9 @@ class StepTime(keras.callbacks.Callback):
         return Split(self._phases.totals().since(self._before), self._calls_s)
 
     def measured(self) -> dict[str, float]:
-        """Returns milliseconds of a step since it was last called, by part and tower.
+        """Returns milliseconds per step since the last call, by part and by tower.
 
-        And `waiting`, the share of that time in which the towers waited for input.
+        `waiting` is the fraction of that time in which the towers waited for input.
         """
         if self._phases is None:
             return {}
@@ -139,10 +138,10 @@ class StepTime(keras.callbacks.Callback):
         return [min(each / found.calls_s, 1.0) for each in found.totals.towers_s]
 
     def text(self) -> str | None:
-        """Says what a step takes, and how long each tower computes.
+        """Describes the parts of a step and the computing time of each tower.
 
         Returns:
-            A line about all steps behind the warm-up; `None` if there was none.
+            A line about all steps after the warm-up, or `None` if there were none.
         """
         parts = self.split and self.split.parts_ms
         if not parts:

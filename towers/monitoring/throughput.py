@@ -71,14 +71,14 @@ class Throughput(keras.callbacks.Callback):
         return self._counted_s
 
     def text(self, fraction: float = 1.0) -> str:
-        """Says how fast the run has been, in the words of tf_cnn_benchmarks.
+        """Describes the throughput in the form of tf_cnn_benchmarks.
 
-        That is: the mean, its standard error, and the jitter, which is the standard
-        deviation as estimated from the median of the deviations from the median; the
-        last two over the last 1000 calls.
+        The text has the mean, its standard error and the jitter. The jitter is the
+        standard deviation, estimated by the median of the deviations from the median.
+        Standard error and jitter are of the last 1000 calls.
 
         Args:
-            fraction: The part of the examples to speak of, such as a tower's.
+            fraction: Fraction of the examples to describe, such as that of one tower.
         """
         if self.images_per_sec is None:
             return "images/sec: not measured, as the run ended while it warmed up"
@@ -90,7 +90,7 @@ class Throughput(keras.callbacks.Callback):
         return f"images/sec: {mean:,.1f} +/- {spread:,.1f} (jitter = {jitter:,.1f})"
 
     def measured(self) -> dict[str, float]:
-        """Returns examples a second since it was last called, in all and by tower."""
+        """Returns examples per second since the last call, in total and by tower."""
         count, seconds = self._told
         self._told = self._counted, self._counted_s
         if self._counted_s == seconds:

@@ -60,13 +60,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """What a comparison found; `str()` gives the table and the verdict.
+    """What a comparison found. `str()` returns the table and the verdict.
 
     Attributes:
         equal: Whether the towers gave the numbers of one device.
-        reasons: Why not, and what else should be known: sentences.
-        rows: What was compared; empty if the model cannot be a tower.
-        towers: How many towers there were.
+        reasons: Sentences that say why not, and what else is worth knowing.
+        rows: What was compared. Empty if the model cannot run on towers.
+        towers: Number of towers.
         loss_placement: Where the loss was computed: "tower" or "gathered".
     """
 

@@ -16,13 +16,14 @@ _LOOK_EVERY_S = 1.0
 
 @listeners.changes_no_variable
 class Starvation(StepTime):
-    """Says every interval, and at the end, what the steps are bound by, and why.
+    """Says what limits the speed of training, at intervals and at the end.
 
-    The sentence of an interval is about the steps since the last one. The stages of the
-    input are known if it is of tf.data, with its autotuning left on.
+    The sentence of an interval describes the steps since the last one. It can name the
+    slowest stage of the input if the data are a `tf.data.Dataset` with autotuning.
 
     Attributes:
-        verdict: The last sentence, after `fit` that of the whole run; `None` before.
+        verdict: The last sentence. After `fit`, it describes the whole run. `None`
+            before the first one.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Starvation(StepTime):
 
         Args:
             every_steps: Steps of the optimizer between two verdicts.
-            advice: See `verdict.verdict`; by default, what the data bring along.
+            advice: What to do about a slow stage of the input, by its name. By default
+                the advice of the data's own pipeline.
             warmup_steps: Steps at the beginning of the run that are not counted.
-            terminal: Whether verdicts wait for the end of the epoch, so as not to break
-                a progress bar; by default, if standard output is a terminal.
+            terminal: Whether verdicts wait for the end of the epoch, so that they do
+                not break a progress bar. By default if standard output is a terminal.
             say: Prints a line.
             clock: Returns seconds.
         """

@@ -25,23 +25,25 @@ def can_record(first_step: int, last_step: int) -> bool:
 
 @listeners.changes_no_variable
 class Profile(keras.callbacks.Callback):
-    """Records what host and devices do from one step of the optimizer to another.
+    """Records a profile of some steps, for TensorBoard's profile plugin.
 
-    Operations have the names that they have in the graph, and each tower's are also in
-    rows of its own. The trace is in `plugins/profile` of the log directory. Before the
-    first step, the optimizer is asked a few times how far it is; after the last one,
-    the callback costs nothing. Where recording fails, it says so, and `fit` goes on.
+    Operations have the names that they have in the graph, and each tower's operations
+    are also in rows of their own. The trace is in `plugins/profile` of the log
+    directory. After the last recorded step, the callback costs nothing. If recording
+    fails, it says so, and `fit` goes on.
 
-    Place it first among the callbacks: what they do after a batch is not its step.
+    Put it first in the list of callbacks, because what they do after a batch is not
+    part of the step.
     """
 
     def __init__(self, log_dir: str, first_step: int, last_step: int):
-        """Initializes the callback; records nothing.
+        """Initializes the callback. It records nothing yet.
 
         Args:
-            log_dir: Directory of a run of TensorBoard, such as `MODEL_DIR/train`.
+            log_dir: Folder of a run of TensorBoard, such as `MODEL_DIR/train`.
             first_step: The first step to record, counting from 1.
-            last_step: The last one. A call of several steps is recorded as a whole.
+            last_step: The last step to record. A call of several steps is recorded as a
+                whole.
 
         Raises:
             ValueError: If these are not 2 to `MOST_STEPS` steps.

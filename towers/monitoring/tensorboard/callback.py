@@ -45,18 +45,18 @@ def _while_it_works(write):
 
 @listeners.changes_no_variable
 class TensorBoard(keras.callbacks.Callback):
-    """Writes what a run does, and is, in the runs `train` and `validation`.
+    """Writes TensorBoard logs of a run, as the runs `train` and `validation`.
 
-    Scalars have the names of Keras's own callback, `epoch_*` and `batch_*`: what is in
-    Keras's logs, and the learning rate. Batches are at the optimizer's step, which goes
-    on counting in a resumed run, and so are validation and what was measured; epochs
-    count from 1, as Keras prints them. (It is no subclass of Keras's callback, which
-    with an interval of batches drops the scalars of epochs, in 3.15, and counts calls
-    instead of steps.)
+    Scalars have the names that Keras's own callback uses, `epoch_*` and `batch_*`. They
+    contain Keras's logs and the learning rate. Scalars of batches, of validation and of
+    measurements are recorded at the optimizer's step, which continues in a resumed run.
+    Epochs count from 1, as Keras prints them.
 
-    What costs more than a scalar is written at the start, at the end of an epoch, or at
-    the end. Where something cannot be written, the callback says so, and writes no
-    more.
+    This is no subclass of Keras's callback. In Keras 3.15, that one drops the scalars
+    of epochs if it has an interval of batches, and it counts calls instead of steps.
+
+    Whatever costs more than a scalar is written at the start, at the end of an epoch,
+    or at the end. If a file cannot be written, the callback says so and writes no more.
     """
 
     def __init__(
@@ -74,24 +74,24 @@ class TensorBoard(keras.callbacks.Callback):
         sample: tf.data.Dataset | None = None,
         class_names: Sequence[str] | None = None,
     ):
-        """Initializes the callback; writes nothing.
+        """Initializes the callback. It writes nothing yet.
 
         Args:
-            log_dir: Where the runs `train` and `validation` are written.
+            log_dir: Folder for the runs `train` and `validation`.
             every_steps: Steps between two recorded batches.
-            texts: Markdown texts to write, by tag, such as the flags. Functions are
-                asked at the end.
-            scalars: Numbers that do not change in the run, by tag; None is no number.
-            measures: Functions that return what was measured since they were last
-                called, by tag; they are called at each recorded batch, and at the end.
-            hparams: Hyper-parameters, by name. None: the run is not compared by them.
+            texts: Markdown texts by tag, such as the flags. Functions are called at the
+                end.
+            scalars: Numbers by tag that do not change during the run. None is left out.
+            measures: Functions that return what was measured since their last call, by
+                tag. They are called at each recorded batch and at the end.
+            hparams: Hyperparameters by name, for the HParams page. None: no such page.
             histograms: Whether to write histograms of the weights after each epoch.
-            graph: Returns the graph of a step, `None` before it exists.
-            examples: Batches of (uint8 images [B, H, W, C], labels [B]) as the model
-                learns from them, for pictures. None: no pictures.
-            sample: Batches of (what the model takes, labels) to try it on at the end,
-                for its mistakes, and what it takes for what. None: neither.
-            class_names: Names of the classes; their numbers by default.
+            graph: Returns the graph of a step, or `None` while it does not exist.
+            examples: Batches of (uint8 images [B, H, W, C], labels [B]), as the model
+                is trained on them, for pictures. None: no pictures.
+            sample: Batches of (inputs of the model, labels), to show mistakes and a
+                confusion matrix at the end. None: neither.
+            class_names: Names of the classes. By default their numbers.
 
         Raises:
             ValueError: If the number of steps is not positive.
