@@ -49,44 +49,43 @@ def make_dataset(
 class Pipeline:
     """The input pipeline of one split.
 
-    Each iteration over a training dataset is the next epoch and has an order of its
-    own, which depends only on ``seed`` and the epoch's number (and, with
-    ``deterministic=False``, on which thread was faster). An iteration counts as an
-    epoch as soon as its first batch is asked for. What is done to an image depends on
-    seed, epoch and the record alone.
+    Each iteration over a training dataset is the next epoch, with its own order. The
+    order depends only on ``seed`` and the number of the epoch. With
+    ``deterministic=False``, it also depends on which thread was faster. An iteration
+    counts as an epoch as soon as its first batch is requested. Augmentation depends
+    only on the seed, the epoch and the record.
 
     Attributes:
         source: where the records are.
         split: one of ``source.splits``.
         batch_size: examples in a batch; the last batch of an epoch may be shorter.
-        image_shape: (H, W, C) of the images wanted; 1 and 3 channels convert. (F,) for
-            rows of numbers, which stay as they are. None takes the source's own.
-        training: True shuffles and augments; False reads in one fixed order. None is
-            True of the split "train".
-        recipe: what becomes of images; see ``recipes.find``.
-        randaugment: layers and magnitude of RandAugment, or None for none.
-        seed: of order and augmentation; at least 0. ``tf.random.set_seed`` has no
+        image_shape: (H, W, C) of the resulting images; 1 and 3 channels are converted.
+            (F,) for rows of numbers, which stay as they are. None: the source's own.
+        training: True shuffles and augments; False reads in one fixed order. None: True
+            for the split "train".
+        recipe: how to augment images; see ``recipes.find``.
+        randaugment: number of operations and magnitude of RandAugment, or None.
+        seed: seed of order and augmentation, at least 0. ``tf.random.set_seed`` has no
             influence.
-        deterministic: True gives the same order for the same seed; False may hand
-            out records in the order in which they become ready.
-        shuffle_mb: memory to draw the next record from, still encoded, where the
-            source cannot jump to any.
-        start_epoch: number of the first iteration, so that a run resumed at epoch e
-            gets epoch e's order.
-        start_record: records that the first iteration passes over, without decoding
-            them.
-        repeat: True goes on with the next epoch, for ever and without a gap; batches
+        deterministic: True gives the same order for the same seed. False may return
+            records in the order in which they become ready.
+        shuffle_mb: memory of the shuffle buffer, for sources that are read from front
+            to back. It contains encoded records.
+        start_epoch: number of the first iteration, so that a run that resumes at epoch
+            e gets the order of epoch e.
+        start_record: records that the first iteration skips, without decoding them.
+        repeat: True continues with the next epoch, endlessly and without a gap; batches
             do not mix epochs.
         data_service: address of the dispatcher of a tf.data service, such as
             ``grpc://localhost:5050``, whose workers run the pipeline. They have to see
-            the same files. None runs it here.
-        ram_budget_mb: memory that tf.data may take for buffers of batches; None for
-            its own limit, half of what there is.
-        tricks: what makes decoding fast; all by default.
+            the same files. None: the pipeline runs here.
+        ram_budget_mb: memory that tf.data may take for buffers of batches. None:
+            tf.data's own limit, half of the memory.
+        tricks: optimizations of decoding; all by default.
 
     Raises:
-        ValueError: no such split or recipe, a number too small, no size for images that
-            differ in theirs, or channels that do not convert.
+        ValueError: there is no such split or recipe, a number is too small, images
+            differ in size and no size was given, or channels cannot be converted.
     """
 
     source: Source
@@ -149,13 +148,13 @@ class Pipeline:
             )
 
     def dataset(self) -> tf.data.Dataset:
-        """All stages.
+        """Builds the dataset.
 
         Returns:
-            A dataset of (uint8 images [B, H, W, C], int64 labels [B]), with a known
-            cardinality where the source knows its size and it starts at the beginning
-            of an epoch. Its attribute ``pipeline`` is this object, by which a run that
-            is continued makes one that starts elsewhere.
+            A dataset of (uint8 images [B, H, W, C], int64 labels [B]). Its cardinality
+            is known if the source knows its size and the dataset starts at the
+            beginning of an epoch. Its attribute ``pipeline`` is this object. A run that
+            continues uses it to make a dataset that starts elsewhere.
         """
         dataset = self._with_length(self._all())
         dataset.pipeline = self

@@ -36,27 +36,42 @@ def open_source(
     skip_bad: bool = False,
     **options: Unpack[SourceOptions],
 ) -> Source:
-    """Opens the source that a spec names; writes nothing (``prepare()`` does).
+    """Opens the source that a spec names. It writes nothing; ``prepare()`` does.
 
-    Paths may be of any file system that TensorFlow knows, such as ``gs://``.
+    Paths may be on any file system that TensorFlow knows, such as ``gs://``.
 
     Args:
         spec: ``digits``, ``tfds:NAME``, ``tfrecord:GLOB``, ``array_record:GLOB``,
             ``parquet:GLOB``, ``csv:GLOB``, ``folder:DIR`` or
             ``synthetic:HxWxC:CLASSES[:COUNT]``.
-        data_dir: where ``digits`` and ``tfds:`` keep their files; None for TFDS's
+        data_dir: folder where ``digits`` and ``tfds:`` store their files. None: TFDS's
             default folder.
-        seed: of the images of ``synthetic:``.
-        skip_bad: whether to look beyond bad records for what must be known of all;
-            they are not passed over by that (see ``Source.without``).
-        **options: see ``SourceOptions``; each applies to some kinds of data sets.
+        seed: seed of the images of ``synthetic:``.
+        skip_bad: whether to look beyond bad records for what must be known of all
+            records. This alone does not leave them out; see ``Source.without``.
+        image_key: field of the encoded image in tf.Examples, by default
+            ``image/encoded``; column of ``parquet:``, by default ``image``.
+        label_key: field of the label in tf.Examples, by default ``image/class/label``;
+            column of ``parquet:`` and ``csv:``, by default ``label``, ``class`` or
+            ``target``, else the last one.
+        label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``.
+        feature_columns: columns of numbers of ``parquet:`` and ``csv:``. None: all
+            columns except the label.
+        num_classes: number of classes, if labels are read from files. None: every label
+            is read to find the largest.
+        class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
+            ``csv:`` are names. None: all labels are read, and the names are sorted.
+        eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
+            to hold out, unless a file or folder is held out by its name. None: a tenth.
+        **tfds_options: ``train_split``, ``test_split``, ``shard`` and ``read_config``
+            of ``digits`` and ``tfds:``; see ``TFDSSource``.
 
     Returns:
-        The source. What was decided without being asked for is in its ``notes``.
+        The source. Its ``notes`` say what was decided by default.
 
     Raises:
-        ValueError: the spec, or what it names, is not a data set we can read, or an
-            argument does not apply to it.
+        ValueError: the spec or the data set cannot be read, or an argument does not
+            apply to it.
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:

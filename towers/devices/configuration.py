@@ -54,30 +54,31 @@ def configure(
 ) -> Devices:
     """Chooses and sets up the devices of this process.
 
-    Without a GPU, logical CPUs stand in for the towers. When TensorFlow is
-    initialised already, what it has is accepted if it fits the wish.
+    Without a GPU, it creates logical CPUs. Call it before TensorFlow is used. After
+    that, it accepts the existing devices if they are those that the arguments ask for.
 
     Args:
-        num_gpus: GPUs to use; None means all visible ones, or one CPU tower where
-            there are none. More than there are is an error where there are any.
-        gpu_indices: Which GPUs to use, by TensorFlow's index, in the order of the
-            towers. None means the first `num_gpus`.
-        allow_growth: Whether TensorFlow takes a GPU's memory as needed (True) or
-            all at once (False). None means True unless there is a limit.
-        gpu_memory_limit_mb: Most memory one tower may take on its GPU, in MB.
-        gpu_split: Logical GPUs, and so towers, on each GPU; above 1 it needs a
-            limit. Logical CPUs that stand in are multiplied likewise.
-        local_parameter_device: Home of the shared variables: "cpu", or "gpu" for
-            the first tower's device (also where that is a logical CPU). None means
-            the first tower's GPU, or the CPU where towers are on no GPU.
-        soft_placement: Whether an op that its device lacks may run elsewhere.
-        log_device_placement: Whether TensorFlow logs where each op runs.
+        num_gpus: Number of GPUs to use. None: all visible ones, or one CPU if there are
+            none. More than there are is an error, unless there are none.
+        gpu_indices: TensorFlow's indices of the GPUs to use, in the order of the
+            towers. None: the first `num_gpus`.
+        allow_growth: Whether TensorFlow takes GPU memory as needed (True) or all at
+            once (False). None: as needed, unless there is a limit.
+        gpu_memory_limit_mb: Most memory that a tower may take on its GPU, in MB.
+        gpu_split: Number of logical GPUs, and so towers, on each GPU. More than 1 needs
+            a memory limit. Logical CPUs are multiplied in the same way.
+        local_parameter_device: Device of the variables: "cpu", or "gpu" for the first
+            tower's device, even if that is a logical CPU. None: the first tower's GPU,
+            or the CPU if no tower is on a GPU.
+        soft_placement: Whether an operation may run on another device if its own has no
+            kernel for it.
+        log_device_placement: Whether TensorFlow logs the device of every operation.
 
     Returns:
-        The devices, len(towers) == number of GPUs times `gpu_split`.
+        The devices. `towers` has one device string for each tower.
 
     Raises:
-        ValueError: If the wish contradicts itself or the machine.
+        ValueError: If the arguments contradict one another or the machine.
         RuntimeError: If TensorFlow was initialised before, with other devices.
     """
     wish = Wish(

@@ -32,31 +32,32 @@ class SaveError(Exception):
 
 @listeners.changes_no_variable
 class Checkpoint(keras.callbacks.Callback):
-    """Saves a run of a tower model, and has the next `fit` continue it.
+    """Saves a run of a tower model, so that the next `fit` continues it.
 
-    A checkpoint holds the variables of model and optimizer (with loss scale and moving
-    averages), the metrics of the epoch, the states of random numbers, the history, what
-    Keras's callbacks know of earlier epochs, and the position in the data. It is made
-    at the end of each epoch, at the intervals asked for, on SIGUSR1, and before SIGTERM
-    or Ctrl-C ends the run. A thread of its own writes it, from copies; training waits
-    only for the save before.
+    A checkpoint contains the variables of model and optimizer (with loss scale and
+    moving averages), the metrics of the epoch, the states of random generators, the
+    history, the states of Keras's callbacks, and the position in the data. It is made
+    at the end of each epoch, at the given intervals, on SIGUSR1, and before SIGTERM or
+    Ctrl-C ends the run. A thread writes it from copies, so training waits only for the
+    previous save.
 
-    With data from `towers.input_pipeline.make_dataset`, `fit` goes on at the next
-    batch. It reads other data again up to there: the run is the same if the data are.
-    Inside of an epoch, it goes on only with the data and calls that it has begun with.
-    A second `fit` goes on where the first has ended, with the model as it is then.
-    After an error, or with another model, it goes on from the last checkpoint.
+    With data from `towers.input_pipeline.make_dataset`, `fit` continues at the next
+    batch. Other data are read again up to that batch, so they must contain the same
+    records in the same order. During an epoch, the data and the arguments of `fit` must
+    stay the same. A second `fit` in the same process continues where the first one
+    ended, with the current weights. After an error, or with another model, it continues
+    from the last checkpoint.
 
-    Variables that are not finite end the run, at a save or at the end of an epoch. To
-    callbacks further down the list, such as `ModelCheckpoint`, that comes in time.
+    If a variable is not finite, the run ends at the next save or at the end of the
+    epoch, before later callbacks such as `ModelCheckpoint` see it.
 
-    It knows nothing of towers: a run may continue on another number of them.
+    A run may continue with another number of towers.
 
     Attributes:
         position: How far the run has come.
-        past: Batches that were read in each epoch before that, as far back as the data
-            are the same; `None` if that is not known.
-        latest: Path of the last checkpoint that was read or written, if there is one.
+        past: Number of batches that were read in each epoch before, as far back as the
+            data are the same. `None` if that is not known.
+        latest: Path of the last checkpoint that was read or written, or `None`.
     """
 
     def __init__(

@@ -72,83 +72,84 @@ def multi_gpu_model(
 ) -> "TowerModel":
     """Makes a model train, evaluate and predict on several devices.
 
-    Each batch is cut into one share for each device; the results are those of one
-    device with the whole batch. The returned model is compiled and fitted like any
-    other. It shares everything with `model`, which itself goes on working on one
-    device; whatever is saved is `model`, an ordinary Keras model.
-
-    Example:
-    >>> parallel = multi_gpu_model(model, gpus=2)
-    >>> parallel.compile(optimizer="adam", loss="mse")
-    >>> parallel.fit(x, y, batch_size=64)
-    >>> model.save("model.keras")
+    Each batch is divided among the devices. The results are those of one device with
+    the whole batch. The returned model is compiled and fitted like any other. It shares
+    its weights with `model`, which continues to work on one device. Saving either of
+    the two saves `model`, an ordinary Keras model.
 
     The name and the first four arguments are those of Keras 2's `multi_gpu_model`.
 
+    Examples:
+        >>> parallel = multi_gpu_model(model, gpus=2)
+        >>> parallel.compile(optimizer="adam", loss="mse")
+        >>> parallel.fit(x, y, batch_size=64)
+        >>> model.save("model.keras")
+
     Args:
-        model: A Keras model. Its compiled state, if it has one, is kept.
-        gpus: How many GPUs, or which: a count, a list of indices, or device strings.
-            All by default. Without a GPU, logical CPUs stand in.
-        cpu_merge: Whether gradients are added on the CPU; if not, on the first tower.
-            By default where the variables are.
-        cpu_relocation: Whether the variables move to the CPU; if not, they stay where
-            they are: with a GPU, Keras creates them on the first.
-        variable_update: How the variables are updated: "parameter_server", at home, by
-            the sum of all gradients; "replicated", by each tower in its own copy, of
-            which the first tower's are the model's variables; "asynchronous", at home,
-            by each tower with its own share, without waiting for the others. "auto"
-            tries, at the first call of training, for some seconds, what is faster, and
-            changes no variable by that. Where nothing can be tried, and in
-            deterministic and eager runs, it is "replicated" on several GPUs, else
-            "parameter_server".
-        local_parameter_device: The variables' home, to which they move: "cpu", "gpu"
-            for the first tower's device, or a device string. Instead of
-            `cpu_relocation`; "auto" leaves them there.
-        split_ratios: How much of a batch each tower gets, relative to the others:
-            positive integers, such as (2, 3, 3) where the first GPU has less room. Even
-            by default.
-        loss_placement: Where the loss is computed: "tower", each the part of its share;
-            "gathered", at home from the outputs of all towers. "auto" does so on the
-            towers where the loss is proved to be a mean or a sum over examples, and at
-            home with run_eagerly, whose loss is Python with the whole batch. "tower"
-            takes any loss for a mean over examples, also those that layers add.
-        strict: Whether to refuse a model where it is seen that towers would compute
-            other numbers than one device: a layer that lets examples depend on one
-            another, or assigns what cannot be put together from shares. If not, each
-            tower goes by its share, and assigned values are averaged.
-            BatchNormalization, of which that is known, is never refused.
-        packed: Whether variables and gradients travel between home and towers in one
-            buffer for each type. By default where they travel: not between logical
-            CPUs.
+        model: A Keras model. If it is compiled, it stays so.
+        gpus: Number of GPUs, a list of their indices, or a list of device strings. By
+            default all GPUs. Without a GPU, logical CPUs are used.
+        cpu_merge: Whether gradients are added on the CPU (True) or on the first tower
+            (False). By default where the variables are.
+        cpu_relocation: Whether to move the variables to the CPU. By default they stay
+            where Keras created them, which is the first GPU if there is one.
+        variable_update: How the variables are updated. "parameter_server": on one
+            device, once, by the sum of all gradients. "replicated": in a copy on each
+            tower; the first tower's copy is the model's own variables. "asynchronous":
+            on one device, by each tower's gradients, without waiting for the others.
+            "auto": the first calls of training measure for some seconds whether
+            "parameter_server" or "replicated" is faster, and then restore the
+            variables. If nothing can be measured, and in deterministic or eager runs,
+            "auto" is "replicated" on several GPUs and "parameter_server" otherwise.
+        local_parameter_device: Device to move the variables to, instead of
+            `cpu_relocation`: "cpu", "gpu" for the first tower's device, or a device
+            string. "auto" leaves them there.
+        split_ratios: Relative size of each tower's part of a batch, as positive
+            integers, such as (2, 3, 3) if the first GPU has less memory. By default the
+            parts are equal.
+        loss_placement: Where the loss is computed. "tower": each tower computes the
+            loss of its part, and any loss is treated as a mean over examples, including
+            those that layers add. "gathered": the loss is computed once, on the outputs
+            of all towers. "auto": on the towers if the loss is proved to be a mean or a
+            sum over examples, and otherwise gathered. With `run_eagerly`, it is
+            gathered.
+        strict: Whether to refuse a model if towers would compute other numbers than one
+            device. That is the case if a layer lets examples depend on one another, or
+            assigns a value that cannot be combined from parts of a batch. If False,
+            each tower computes with its part, and assigned values are averaged.
+            BatchNormalization is never refused.
+        packed: Whether variables and gradients travel between devices in one buffer for
+            each type. By default if they travel between memories, which logical CPUs
+            share.
         all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
-            "device"; by "ring", each device a part; by "nccl", with several GPUs.
-            "auto" takes the first GPU, or else the CPU.
-        choice_file: Where "auto" keeps what it has chosen, to choose the same when
-            asked again.
-        max_staleness: With "asynchronous", how many updates other towers may make
-            between a tower's reading the variables and its update. Any by default.
-        preprocess: A function `preprocess(x, y, training)` that returns x and y, and
-            keeps the number of rows. Each tower applies it to its own share before the
-            model sees it: bytes become floats there, and examples may be mixed with
-            others of the share, by random numbers of `tf.random`. The loss sees its y,
-            metrics the original one. In prediction y is `None`. `model` itself takes
-            what has been preprocessed.
-        prefetch: How many batches are fetched and copied to the towers before they are
-            asked for, by calls of training with one step, while a step runs; as many
-            more than needed are taken from the data, and kept on the towers. By
-            default 2 if a tower is on a GPU, else none.
-        check_numerics: Whether the first step of training with a loss or a gradient
-            that is not finite changes nothing, and raises a `not_finite.NotFiniteStep`
-            that says where that began. A path: the same, and the step's batch is
-            written there, with the variables; see `numerics.locate`. By default such a
-            step is like any other, as on one device.
+            "device"; by "ring", each device a part; by "nccl", on several GPUs. "auto"
+            is the first GPU, or else the CPU.
+        choice_file: File in which "auto" keeps its choice. If the file exists, "auto"
+            makes the same choice again.
+        max_staleness: With "asynchronous", the most updates by other towers between a
+            tower's reading the variables and its own update. By default no limit.
+        preprocess: A function `preprocess(x, y, training)` that returns x and y with
+            the same number of rows. Each tower applies it to its part of the batch,
+            before the model. It can turn bytes into floats, or mix examples with random
+            numbers of `tf.random`. The loss gets the y that it returns, and metrics get
+            the original y. In prediction, y is `None`. `model` itself expects
+            preprocessed inputs.
+        prefetch: Number of batches that are copied to the towers ahead of use, while a
+            step runs, if each call of training is one step. As many batches more than
+            needed are taken from the data. By default 2 if a tower is on a GPU, and
+            otherwise 0.
+        check_numerics: Whether to stop at the first step of training with a loss or a
+            gradient that is not finite. Nothing of the step is applied, and a
+            `NotFiniteStep` says where the value came from. If it is a path, the batch
+            and the variables are written there; see `towers.numerics.locate`. By
+            default there is no check.
 
     Returns:
         A model that computes on towers.
 
     Raises:
-        ValueError: If a device does not exist, the model cannot run as a tower, or
-            another argument is not as described.
+        ValueError: If a device does not exist, the model cannot run on towers, or
+            another argument has a wrong value.
     """
     _check_model(model)
     if loss_placement not in ("auto", "tower", "gathered"):

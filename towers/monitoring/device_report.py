@@ -40,11 +40,11 @@ class DeviceReport(keras.callbacks.Callback):
         clock: Callable[[], float] = time.perf_counter,
         cpu_clock: Callable[[], float] = time.process_time,
     ):
-        """Initializes the callback; no device is touched.
+        """Initializes the callback. It touches no device yet.
 
         Args:
-            devices: Those of the towers.
-            driver: Tells of whole GPUs; NVIDIA's by default.
+            devices: The devices that `towers.configure` returned.
+            driver: Reads values of whole GPUs. By default from NVIDIA's driver.
             clock: Returns seconds.
             cpu_clock: Returns the seconds that all threads have computed.
         """

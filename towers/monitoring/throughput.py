@@ -38,10 +38,11 @@ class Throughput(keras.callbacks.Callback):
         """Initializes the callback.
 
         Args:
-            batch_size: Examples in a full global batch.
-            examples: Examples in an epoch, if known: the last batch may be short.
+            batch_size: Number of examples in a full global batch.
+            examples: Number of examples in an epoch, if known. The last batch may be
+                short.
             warmup_steps: Steps at the beginning of the run that are not counted.
-            fractions: The part of a full batch that each tower gets.
+            fractions: Fraction of a full batch that each tower gets.
             clock: Returns seconds.
         """
         super().__init__()

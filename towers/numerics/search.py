@@ -103,23 +103,23 @@ class Finding:
 
 
 def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
-    """Computes a step again that was stopped, and says what was not finite first.
+    """Repeats a step that was stopped, and says what was not finite first.
 
-    Example:
-    >>> parallel = multi_gpu_model(model, gpus=2, check_numerics="bad.npz")
-    >>> parallel.fit(x, y)  # stops, and says where, and that it has written bad.npz
-    >>> print(locate(model, "bad.npz"))
+    Examples:
+        >>> parallel = multi_gpu_model(model, gpus=2, check_numerics="bad.npz")
+        >>> parallel.fit(x, y)  # stops, says where, and writes bad.npz
+        >>> print(locate(model, "bad.npz"))
 
     Args:
-        model: The same model, compiled with the same loss, wherever it runs. No
-            variable changes, and their values are those of the file.
-        file: What was written when the step was stopped.
+        model: The same model, compiled with the same loss, on any machine. The step is
+            computed with the values of the file, and no variable of the model changes.
+        file: The file that was written when the step was stopped.
 
     Returns:
-        The finding.
+        The finding. `str()` gives a sentence.
 
     Raises:
-        ValueError: The file is not of such a step, or of another model, or the model is
+        ValueError: The file is not of such a step or of another model, or the model is
             not compiled.
     """
     model = getattr(model, "__wrapped__", model)

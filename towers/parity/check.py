@@ -34,42 +34,41 @@ def check_parity(
 ) -> Parity:
     """Checks that a model trains on towers as it does on one device.
 
-    It trains some steps on one device, as plain Keras does, and the same on towers from
-    the same start, and compares losses, metrics, variables, state, optimizer and
-    predictions. Training amplifies rounding in some models, so it also trains on one
-    device from variables changed by a tenth of the tolerance. What differs no more than
-    ten times as much is equal to rounding.
+    The model trains a few steps on one device, as in plain Keras, and the same steps on
+    towers, from the same start. Losses, metrics, variables, state, optimizer and
+    predictions are compared. Training amplifies rounding in some models, so the model
+    also trains on one device from a start that is changed by a tenth of the tolerance.
+    A difference of up to ten times the result is rounding.
 
-    Where towers differ, it finds out why by trying: with `synchronized=True` on
-    BatchNormalization layers, and with random layers silenced.
+    If towers differ, the function tries to find out why. It tries again with
+    `synchronized=True` on BatchNormalization layers, and without random layers.
 
-    The model is left as it was found, but for what training would have created: all
-    variables that it did not have yet.
+    The model is left as it was, except for variables that training creates.
 
-    Example:
-    >>> model.compile("adam", "mse")
-    >>> print(check_parity(model, (x[:64], y[:64]), gpus=2))
+    Examples:
+        >>> model.compile("adam", "mse")
+        >>> print(check_parity(model, (x[:64], y[:64]), gpus=2))
 
     Args:
         model: A compiled Keras model.
-        batch: A batch to train each step on: x, y and perhaps sample weights, as a
-            tuple of nests of arrays with one row an example. Or a list of such batches,
-            one for each step.
+        batch: A batch to train each step on: a tuple of x, y and optional sample
+            weights, with one row per example. Or a list of batches, one for each step.
         gpus: As for `multi_gpu_model`.
-        steps: How many steps to train, if there is one batch.
+        steps: Number of steps to train, if there is one batch.
         variable_update: As for `multi_gpu_model`.
         split_ratios: As for `multi_gpu_model`.
         loss_placement: As for `multi_gpu_model`.
-        strict: As for `multi_gpu_model`. What is refused for it is not equal; the
-            numbers that towers would give are compared all the same.
-        tolerance: Up to which difference numbers are equal, relative to the largest of
-            an array. By default 1e-5, and 1e-2 for models that compute in 16 bits.
+        strict: As for `multi_gpu_model`. A model that is refused is not equal, and its
+            numbers are compared all the same.
+        tolerance: Largest difference that counts as equal, relative to the largest
+            value of an array. By default 1e-5, or 1e-2 for models that compute in 16
+            bits.
 
     Returns:
-        What was compared, the verdict, and why.
+        What was compared, the verdict, and the reasons.
 
     Raises:
-        ValueError: If an argument is not as described, or the loss on one device is not
+        ValueError: If an argument has a wrong value, or the loss on one device is not
             finite.
     """
     _check_arguments(model, steps, variable_update)
