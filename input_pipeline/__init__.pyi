@@ -1,4 +1,3 @@
-from .benchmark.advice import ADVICE as ADVICE
 from .cache import cached as cached
 from .cache import free_memory as free_memory
 from .choices import CACHES as CACHES
@@ -7,6 +6,8 @@ from .images.augment import normalize as normalize
 from .images.mix import Mix as Mix
 from .pipeline import Pipeline as Pipeline
 from .pipeline import make_dataset as make_dataset
+from .pipeline.advice import ADVICE as ADVICE
+from .pipeline.advice import stage_advice as stage_advice
 from .records import quarantine as quarantine
 from .records.checks import blame_records as blame_records
 from .records.checks import find_bad_record as find_bad_record

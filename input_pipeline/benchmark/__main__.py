@@ -32,7 +32,6 @@ from absl import flags
 from towers.input_pipeline import data_flags, sources
 from towers.input_pipeline.benchmark import measure, report
 from towers.input_pipeline.cache import cached
-from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.records.checks import blame_records
 from towers.program import startup
@@ -112,7 +111,8 @@ def set_up() -> tuple[Pipeline, list[str]]:
             cache,
             FLAGS.cache_dir,
             FLAGS.deterministic,
-            shape if takes_whole(FLAGS.recipe) else None,
+            shape,
+            FLAGS.recipe,
         )
     training = FLAGS.split == "train"
     pipeline = Pipeline(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from towers.input_pipeline.benchmark import measure
-from towers.input_pipeline.benchmark.advice import ADVICE, OF_KEPT
+from towers.input_pipeline.pipeline.advice import stage_advice
 from towers.program import words
 
 _ADDED = "adds µs per example"
@@ -79,10 +79,9 @@ def bottleneck(added: dict[str, float], kept: bool = False) -> str:
     """
     name = max(added, key=added.get)
     share = added[name] / sum(added.values())
-    advice = OF_KEPT.get(name, ADVICE[name]) if kept else ADVICE[name]
     return (
         f"The bottleneck is {name}, {share:.0%} of the time of an example; for more "
-        f"speed, {advice}."
+        f"speed, {stage_advice(kept, flags=True)[name]}."
     )
 
 

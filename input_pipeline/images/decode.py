@@ -59,43 +59,14 @@ def decode_window(
         Uint8 [H, W, C].
     """
     height, width, channels = size
-    whole = window is None
-    options = {
-        "dct_method": "INTEGER_FAST" if tricks.fast_dct else "INTEGER_ACCURATE",
-        "fancy_upscaling": whole or not tricks.plain_upsampling,
-        "channels": channels,
-    }
 
     def of_jpeg():
-        shape = tf.io.extract_jpeg_shape(encoded)
-        chosen = augment.whole_window(shape) if whole else window(shape)
-
-        def at(ratio):
-            if whole or not tricks.fused_crop:
-                image = tf.io.decode_jpeg(encoded, ratio=ratio, **options)
-                image = image if whole else augment.crop(image, chosen)
-            else:
-                image = tf.image.decode_and_crop_jpeg(
-                    encoded, _scaled(chosen, shape, ratio), ratio=ratio, **options
-                )
-            return image, augment.MIXED if ratio == 1 else 1.0
-
-        if not tricks.scaled or not (whole or tricks.fused_crop):
-            return at(1)
-        spare = tf.reduce_min(chosen[2:] // tf.constant([height, width]))
-        return tf.cond(
-            spare < 2,
-            lambda: at(1),
-            lambda: tf.cond(
-                spare < 4,
-                lambda: at(2),
-                lambda: tf.cond(spare < 8, lambda: at(4), lambda: at(8)),
-            ),
-        )
+        return _decode_jpeg(encoded, window, size, tricks)
 
     def of_other():
         image = decode_image(encoded, (None, None, channels))
-        image = image if whole else augment.crop(image, window(tf.shape(image)))
+        if window is not None:
+            image = augment.crop(image, window(tf.shape(image)))
         return image, 1.0
 
     # Where decoding takes longer, more can be averaged for little.
@@ -103,6 +74,47 @@ def decode_window(
     image.set_shape([None, None, channels])
     image = augment.resize(image, height, width, antialias=antialias, mixed=mixed)
     return tf.ensure_shape(image, size)
+
+
+def _decode_jpeg(
+    encoded: tf.Tensor,
+    window: Callable[[tf.Tensor], tf.Tensor] | None,
+    size: tuple[int, int, int],
+    tricks: Tricks,
+) -> tuple[tf.Tensor, float | tf.Tensor]:
+    """The window of a JPEG, at its size or half, ...; how much to average of it."""
+    height, width, channels = size
+    whole = window is None
+    options = {
+        "dct_method": "INTEGER_FAST" if tricks.fast_dct else "INTEGER_ACCURATE",
+        "fancy_upscaling": whole or not tricks.plain_upsampling,
+        "channels": channels,
+    }
+    shape = tf.io.extract_jpeg_shape(encoded)
+    chosen = augment.whole_window(shape) if whole else window(shape)
+
+    def at(ratio):
+        if whole or not tricks.fused_crop:
+            image = tf.io.decode_jpeg(encoded, ratio=ratio, **options)
+            image = image if whole else augment.crop(image, chosen)
+        else:
+            image = tf.image.decode_and_crop_jpeg(
+                encoded, _scaled(chosen, shape, ratio), ratio=ratio, **options
+            )
+        return image, augment.MIXED if ratio == 1 else 1.0
+
+    if not tricks.scaled or not (whole or tricks.fused_crop):
+        return at(1)
+    spare = tf.reduce_min(chosen[2:] // tf.constant([height, width]))
+    return tf.cond(
+        spare < 2,
+        lambda: at(1),
+        lambda: tf.cond(
+            spare < 4,
+            lambda: at(2),
+            lambda: tf.cond(spare < 8, lambda: at(4), lambda: at(8)),
+        ),
+    )
 
 
 def decode_image(

@@ -6,7 +6,7 @@ only the file it needs.
 
 import importlib
 import os
-from typing import Unpack
+from typing import Any, Unpack
 
 import tensorflow as tf
 
@@ -81,13 +81,8 @@ def open_source(
                 "leave it out"
             )
     check(spec)
-    if takes(spec, "label_column") and "label_key" in given:
-        if "label_column" in given:
-            raise ValueError(
-                f"received label_key={given['label_key']} and label_column="
-                f"{given['label_column']}, two names of one thing: leave one out"
-            )
-        given["label_column"] = given.pop("label_key")
+    if takes(spec, "label_column"):
+        _name_label(given)
     # These are ignored where they mean nothing.
     for name, value in {
         "data_dir": data_dir,
@@ -105,3 +100,14 @@ def open_source(
     except tf.errors.OpError as error:
         reason = error.message.splitlines()[0]
         raise ValueError(f"{spec!r} cannot be opened: {reason}") from error
+
+
+def _name_label(given: dict[str, Any]) -> None:
+    """Calls the label's column by one of its two names."""
+    if "label_key" in given:
+        if "label_column" in given:
+            raise ValueError(
+                f"received label_key={given['label_key']} and label_column="
+                f"{given['label_column']}, two names of one thing: leave one out"
+            )
+        given["label_column"] = given.pop("label_key")

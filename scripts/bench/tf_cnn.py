@@ -24,7 +24,7 @@ def run(job: Job, clock: Clock) -> None:
     import mlperf
     from absl import flags as absl_flags
 
-    from towers.models import model_config
+    from models import model_config
 
     flags.define_flags()
     gpus = tf.config.list_physical_devices("GPU")
@@ -88,8 +88,9 @@ def _models() -> dict:
     """
     import tensorflow.compat.v1 as tf
 
-    from towers.models import model as model_lib
-    from towers.models import resnet_model
+    # The checkout's own package, not ours.
+    from models import model as model_lib
+    from models import resnet_model
 
     class Mlp(model_lib.CNNModel):
         def __init__(self, params=None):
@@ -119,21 +120,6 @@ def _models() -> dict:
                     cnn.top_layer = tf.nn.relu(shortcut + y)
             cnn.spatial_mean()
 
-    def _shortcut(cnn, filters, stride):
-        """Every second pixel, and channels of zeros."""
-        if stride == 1:
-            return cnn.top_layer
-        half = (filters - cnn.top_size) // 2
-        if cnn.data_format == "NCHW":
-            return tf.pad(
-                cnn.top_layer[:, :, ::stride, ::stride],
-                [[0, 0], [half, half], [0, 0], [0, 0]],
-            )
-        return tf.pad(
-            cnn.top_layer[:, ::stride, ::stride],
-            [[0, 0], [0, 0], [0, 0], [half, half]],
-        )
-
     def resnet50(params):
         model = resnet_model.create_resnet50_model(params)
         model.image_size = works.WORKS["resnet50"].shape[0]
@@ -146,3 +132,20 @@ def _models() -> dict:
         # Its own: with 11 classes, which costs next to nothing less than 1000.
         "resnet50_224": resnet_model.create_resnet50_model,
     }
+
+
+def _shortcut(cnn, filters: int, stride: int):
+    """Every second pixel, and channels of zeros."""
+    import tensorflow.compat.v1 as tf
+
+    if stride == 1:
+        return cnn.top_layer
+    half = (filters - cnn.top_size) // 2
+    if cnn.data_format == "NCHW":
+        return tf.pad(
+            cnn.top_layer[:, :, ::stride, ::stride],
+            [[0, 0], [half, half], [0, 0], [0, 0]],
+        )
+    return tf.pad(
+        cnn.top_layer[:, ::stride, ::stride], [[0, 0], [0, 0], [0, 0], [half, half]]
+    )

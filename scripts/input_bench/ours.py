@@ -3,7 +3,6 @@
 import numpy as np
 
 from towers import input_pipeline
-from towers.input_pipeline.images.recipes import takes_whole
 
 from .works import CLASSES, FILES, WORKS
 
@@ -18,9 +17,12 @@ def batches(contender, work, folder):
         source = input_pipeline.open_source(f"tfrecord:{files}", num_classes=CLASSES)
     deterministic = "deterministic" in contender
     cache = "none" if "stream" in contender else "auto"
-    kept_shape = WORKS[work].shape if takes_whole(WORKS[work].recipe) else None
     source = input_pipeline.cached(
-        source, cache, deterministic=deterministic, image_shape=kept_shape
+        source,
+        cache,
+        deterministic=deterministic,
+        image_shape=WORKS[work].shape,
+        recipe=WORKS[work].recipe,
     )
     dataset = input_pipeline.make_dataset(
         source,

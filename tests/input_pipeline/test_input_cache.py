@@ -8,12 +8,12 @@ import tensorflow as tf
 from tests import warm
 from towers.input_pipeline import (
     ArraySource,
-    cache,
     cached,
     find_bad_record,
     make_dataset,
     open_source,
 )
+from towers.input_pipeline.cache import space
 from towers.input_pipeline.choices import RECIPES
 from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.sources.arrays import RowSource
@@ -57,7 +57,7 @@ def test_kept_examples_are_the_same(digits, examples, tmp_path, where):
 
 def test_a_later_run_reads_the_files(digits, examples, tmp_path, monkeypatch):
     cached(digits, "disk", str(tmp_path))
-    monkeypatch.setattr(cache, "Pipeline", None)  # nothing is decoded
+    monkeypatch.setattr(space, "Pipeline", None)  # nothing is decoded
     second = cached(digits, "disk", str(tmp_path))
     monkeypatch.undo()
     assert _examples(second, "test") == examples["test"]
@@ -77,11 +77,11 @@ def test_other_files_are_another_cache(tmp_path, image_example, grey, write_tfre
 
 
 def test_what_does_not_fit_goes_to_the_disk_or_nowhere(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "free_memory", lambda: 4 * 1797 * 64 - 1)
+    monkeypatch.setattr(space, "free_memory", lambda: 4 * 1797 * 64 - 1)
     assert cached(digits, "auto") is digits
     kept = cached(digits, "auto", str(tmp_path))
     assert isinstance(kept, RowSource) and len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(cache, "free_memory", lambda: 4 * 1797 * 64)
+    monkeypatch.setattr(space, "free_memory", lambda: 4 * 1797 * 64)
     assert isinstance(cached(digits, "auto"), RowSource)
 
 
@@ -92,7 +92,7 @@ def test_the_log_says_what_was_decided(digits, caplog):
 
 
 def test_free_memory_is_known_here():
-    assert 2**20 < cache.free_memory() < 2**44
+    assert 2**20 < space.free_memory() < 2**44
 
 
 def test_what_cannot_be_kept(digits, tmp_path, image_example, grey, write_tfrecord):
@@ -113,7 +113,7 @@ def test_a_killed_write_leaves_no_cache(digits, examples, tmp_path, monkeypatch)
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache, "_fill", killed)
+    monkeypatch.setattr(space, "_fill", killed)
     with pytest.raises(KeyboardInterrupt):
         cached(digits, "disk", str(tmp_path))
     monkeypatch.undo()
@@ -223,6 +223,8 @@ def test_photographs_are_kept_at_the_size_wanted(photographs, tmp_path, where):
         if where == "disk":
             assert len(list((tmp_path / "kept").iterdir())) == 2 + 2 * number
         encoded = cached(photographs, "memory")
+        moved = cached(photographs, "memory", image_shape=shape, recipe="imagenet")
+        assert moved.encoded
         for options in (
             {"training": False},
             {"training": True, "recipe": "cifar"},
@@ -242,7 +244,7 @@ def test_what_is_kept_of_photographs_depends_on_the_room(
         photographs.splits = {"train": 12}
 
     def kept(free, cache_="auto", shape=shape):
-        monkeypatch.setattr(cache, "free_memory", lambda: free)
+        monkeypatch.setattr(space, "free_memory", lambda: free)
         found = cached(photographs, cache_, image_shape=shape)
         if found is photographs:
             return None
@@ -319,10 +321,10 @@ def test_which_recipes_take_whole_images(name):
 
 
 def test_a_deterministic_run_decides_by_the_data_alone(digits, monkeypatch):
-    monkeypatch.setattr(cache, "free_memory", lambda: 0)
+    monkeypatch.setattr(space, "free_memory", lambda: 0)
     assert cached(digits) is digits
     assert isinstance(cached(digits, deterministic=True), RowSource)
-    monkeypatch.setattr(cache, "_FIXED_MB", 0.1)
+    monkeypatch.setattr(space, "_FIXED_MB", 0.1)
     assert cached(digits, deterministic=True) is digits
 
 

@@ -13,7 +13,8 @@ import tensorflow as tf
 from PIL import Image
 
 from towers.input_pipeline import ArraySource, make_dataset, open_source
-from towers.input_pipeline.convert.__main__ import convert, main
+from towers.input_pipeline.convert.__main__ import main
+from towers.input_pipeline.convert.conversion import convert
 from towers.input_pipeline.sources.tfds.tfds_source import TFDSSource
 
 # Each part of a split that is read in one go has a pipeline of its own, half a second
@@ -230,7 +231,9 @@ def test_memory_is_a_file_system_too():
 
 
 def test_nothing_is_counted_where_the_info_lies(converted, monkeypatch):
-    monkeypatch.setattr("towers.input_pipeline.records.checks.read_labels", None)
+    monkeypatch.setattr(
+        "towers.input_pipeline.sources.files.file_source.read_labels", None
+    )
     assert open_source(f"tfrecord:{converted}").splits == {"train": 23, "test": 3}
     part = open_source(f"tfrecord:{converted}/train-0000[01]*")
     assert (part.splits, part.num_classes) == ({"train": 11}, 4)

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.input_pipeline import ADVICE, Pipeline, make_dataset, open_source
-from towers.input_pipeline.benchmark.advice import IN_PYTHON
+from towers.input_pipeline import (
+    ADVICE,
+    Pipeline,
+    make_dataset,
+    open_source,
+    stage_advice,
+)
+from towers.input_pipeline.sources.arrays import RowSource
 from towers.monitoring.bottleneck import advice, tfdata_stats
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.bottleneck.tfdata_stats import Stage
@@ -131,18 +137,35 @@ def test_data_of_ours_bring_their_words_along(ours):
     callback = Starvation()
     assert callback._words() is None
     callback._reading = found_in(ours[0])
-    assert callback._words() is IN_PYTHON
+    assert callback._words() == stage_advice()
     callback._reading = found_in(tf.data.Dataset.range(9))
     assert callback._words() is None
 
 
+def test_what_is_kept_is_not_to_be_kept():
+    source = open_source("synthetic:4x4x3:2")
+    kept = RowSource(
+        "kept",
+        np.zeros([8, 4, 4, 3], np.uint8),
+        np.zeros(8, np.int64),
+        {"train": 8},
+        2,
+        None,
+        (4, 4, 3),
+        source,
+    )
+    for each, cures in (source, "keep the data in memory"), (kept, "at hand already"):
+        pipeline = make_dataset(each, "train", 4).pipeline
+        assert cures in pipeline.advice["read"]
+
+
 def test_words_of_ours_name_what_there_is():
-    assert ADVICE.keys() == IN_PYTHON.keys()
-    for flag in re.findall(r"--(\w+)", " ".join(ADVICE.values())):
+    texts = {**ADVICE, **stage_advice(kept=True, flags=True)}
+    for flag in re.findall(r"--(\w+)", " ".join(texts.values())):
         assert flag in NAMES
     arguments = {field.name for field in dataclasses.fields(Pipeline)}
     arguments |= set(inspect.signature(keras.Model.compile).parameters)
-    text = " ".join(IN_PYTHON.values())
+    text = " ".join(stage_advice().values())
     assert "--" not in text
     assert (
         set(re.findall(r"\b[a-z]+_[a-z_]+\b", text)) - {"input_pipeline"} <= arguments

@@ -95,6 +95,10 @@ def begin(
     # A crash says where.
     faulthandler.enable(sys.__stderr__)
     prepare_gpus()
+    _import_tensorflow(program)
+
+
+def _import_tensorflow(program: str) -> None:
     try:
         with quiet():
             keras_settings.override()

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.files import splits
+from towers.input_pipeline.sources.files.check import read_labels
 from towers.input_pipeline.sources.files.splits import HELD_OUT, held_out
 from towers.input_pipeline.sources.record import FILE, BadRecordError
 from towers.input_pipeline.specs import no_files
@@ -146,9 +147,6 @@ class FileSource(Source):
         """Sets ``num_classes``, unless known, and the splits' sizes from the labels."""
         if self.num_classes < math.inf:
             return
-        # Imported here, since the checks import the sources.
-        from towers.input_pipeline.records.checks import read_labels
-
         found = {}
         for split, paths in self._files.items():
             labels = [read_labels(self, path, None, self._skip_bad) for path in paths]

@@ -1,4 +1,4 @@
-"""The tf.data stages between a source and the training loop.
+"""The input pipeline of one split, as a value.
 
 One pass over the dataset is one epoch. Repeating, splitting a batch over the towers,
 copying it to the devices and making floats of it are left to whoever iterates.
@@ -6,29 +6,21 @@ copying it to the devices and making floats of it are left to whoever iterates.
 
 import dataclasses
 import hashlib
-import itertools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.benchmark.advice import IN_PYTHON
-from towers.input_pipeline.images import augment, draws, recipes
-from towers.input_pipeline.images.decode import (
-    ALL_TRICKS,
-    Tricks,
-    decode_image,
-    decode_window,
-)
-from towers.input_pipeline.records.checks import assert_good, check_image_shape
+from towers.input_pipeline.images import recipes
+from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
+from towers.input_pipeline.pipeline import epochs
+from towers.input_pipeline.pipeline.advice import stage_advice
+from towers.input_pipeline.pipeline.stages import THREADS, Stages
+from towers.input_pipeline.records.checks import check_image_shape
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource
-
-_FEW_CORES = 8
-_THREADS = os.cpu_count() or 1
 
 
 def make_dataset(
@@ -105,9 +97,6 @@ class Pipeline:
     data_service: str | None = None
     ram_budget_mb: int | None = None
     tricks: Tricks = ALL_TRICKS
-
-    # What to do about a stage that is slow; see `towers.callbacks.Starvation`.
-    advice = IN_PYTHON
 
     def __post_init__(self):
         if self.training is None:
@@ -203,6 +192,11 @@ class Pipeline:
             length = -(-size // self.batch_size)
         return dataset.apply(tf.data.experimental.assert_cardinality(length))
 
+    @property
+    def advice(self) -> Mapping[str, str]:
+        """What to do about a stage that is slow; see `towers.callbacks.Starvation`."""
+        return stage_advice(kept=self.source.origin is not self.source)
+
     def stages(self) -> list[tuple[str, tf.data.Dataset]]:
         """The names of the stages, in order, and the datasets that end behind each."""
         return self._behind(self._epochs(self._raw))
@@ -212,7 +206,7 @@ class Pipeline:
         # The next batches are made while the devices compute.
         return dataset.prefetch(tf.data.AUTOTUNE).with_options(self.options())
 
-    def options(self, threads: int | None = _THREADS) -> tf.data.Options:
+    def options(self, threads: int | None = THREADS) -> tf.data.Options:
         """Those of all stages.
 
         Args:
@@ -235,84 +229,13 @@ class Pipeline:
         return options
 
     def _behind(self, raw):
-        """The stages behind raw batches, the first."""
         recipe = recipes.find(
             self.recipe, self.training, self.image_shape[:2], self.randaugment
         )
-        auto = tf.data.AUTOTUNE
-        # By the batch: to start an operation takes longer than a small record does.
-        dataset = raw.map(self._parse(recipe), num_parallel_calls=auto, name="parse")
-        stages = [("read", raw), ("parse", dataset)]
-        if self.source.encoded or recipe.window or recipe.one:
-            # Decoding is the costly stage: image by image, on all cores.
-            dataset = dataset.unbatch().map(
-                self._one(recipe), num_parallel_calls=auto, name="decode"
-            )
-            stages.append(("decode", dataset))
-            # The short last batch stays: every example is seen once in an epoch. To
-            # copy in parallel costs more than it gains, but for many cores.
-            copies = auto if _THREADS > _FEW_CORES else None
-            dataset = dataset.batch(self.batch_size, num_parallel_calls=copies)
-            stages.append(("batch", dataset))
-        dataset = dataset.map(
-            self._many(recipe), num_parallel_calls=auto, name="augment"
+        stages = Stages(
+            self.source, self.batch_size, self.image_shape, recipe, self.tricks
         )
-        return [*stages, ("augment", dataset)]
-
-    def _parse(self, recipe):
-        @tf.autograph.experimental.do_not_convert
-        def parse(seed, numbers, records):
-            images, labels = self.source.parse(records)
-            assert_good(images, labels, self.source.num_classes)
-            if not self.source.encoded and len(self.image_shape) == 3:
-                images = augment.convert_channels(images, self.image_shape[-1])
-            # At least one: `unbatch` crashes on rows of nothing.
-            u = draws.uniform(seed, numbers, max(recipe.draws, 1))
-            return images, u, labels
-
-        return parse
-
-    def _one(self, recipe):
-        height, width = self.image_shape[:2]
-        fits = self.source.image_shape[:2] == (height, width)
-
-        @tf.autograph.experimental.do_not_convert
-        def one(image, u, label):
-            window = recipe.window and (lambda shape: recipe.window(shape, u))
-            if not self.source.encoded:
-                if window is not None:
-                    image = augment.crop(image, window(tf.shape(image)))
-                image = augment.resize(image, height, width, antialias=recipe.antialias)
-            elif fits and window is None:
-                encoded = self.source.load(image)
-                image = decode_image(encoded, self.image_shape)
-            else:
-                image = decode_window(
-                    self.source.load(image),
-                    window,
-                    self.image_shape,
-                    antialias=recipe.antialias,
-                    jpeg=self.source.all_jpeg,
-                    tricks=self.tricks,
-                )
-            if recipe.one is not None:
-                image = recipe.one(image, u)
-            return tf.ensure_shape(image, self.image_shape), u, label
-
-        return one
-
-    def _many(self, recipe):
-        size = self.image_shape[:-1]
-
-        @tf.autograph.experimental.do_not_convert
-        def many(images, u, labels):
-            if size:
-                images = augment.resize(images, *size, antialias=recipe.antialias)
-            if recipe.batch is not None:
-                images = recipe.batch(images, u)
-            return images, labels
-
-        return many
+        return stages.behind(raw)
 
     def _raw(self, seeds, start):
         """Batches of (augmentation seed, numbers, raw records) of one epoch."""
@@ -358,41 +281,11 @@ class Pipeline:
         return dataset.rebatch(self.batch_size)
 
     def _epochs(self, build: Callable) -> tf.data.Dataset:
-        """A dataset that is the next epoch at each iteration.
-
-        tf.data's own ``reshuffle_each_iteration`` always begins at epoch 0, so a
-        resumed run would see epoch 0's order again; here Python counts the epochs.
-
-        Args:
-            build: makes an epoch's dataset of its seeds (int64 [3]: two of the order,
-                one of the augmentation) and of the record to start at.
-        """
-        epochs = itertools.count(self.start_epoch)
-
-        def next_epoch():
-            epoch = next(epochs) if self.training else 0
-            start = self.start_record if epoch == self.start_epoch else 0
-            return draws.epoch_seeds(self.seed, epoch), np.int64(start)
-
-        @tf.autograph.experimental.do_not_convert
-        def count(_):
-            # Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
-            seeds, start = tf.numpy_function(next_epoch, [], [tf.int64, tf.int64])
-            return tf.ensure_shape(seeds, [3]), tf.ensure_shape(start, [])
-
-        @tf.autograph.experimental.do_not_convert
-        def epoch(seeds, start):
-            # The seed of this function's graph alone: the program's global seed would
-            # otherwise be mixed into the order (and 0 with a tensor seed fails).
-            tf.random.set_seed(1)
-            return build(seeds, start)
-
-        dataset = tf.data.Dataset.from_tensors(0)
-        if not self.repeat:
-            return dataset.map(count).flat_map(epoch)
-        # In parallel, it begins the next epochs while one is still read.
-        return (
-            dataset.repeat()
-            .map(count)
-            .interleave(epoch, cycle_length=1, num_parallel_calls=1, deterministic=True)
+        return epochs.in_turn(
+            build,
+            seed=self.seed,
+            start_epoch=self.start_epoch,
+            start_record=self.start_record,
+            training=self.training,
+            repeat=self.repeat,
         )

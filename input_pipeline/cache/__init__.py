@@ -1,0 +1,9 @@
+"""Reads a source once and keeps it, as pixels or as it is encoded, where it fits.
+
+Pixels are kept in memory or on the disk, encoded images in memory.
+"""
+
+from towers.input_pipeline.cache.keep import cached
+from towers.input_pipeline.cache.space import free_memory
+
+__all__ = ["cached", "free_memory"]

@@ -1,0 +1,205 @@
+"""Decides whether a source is kept, as what, and where."""
+
+import os
+from typing import NamedTuple
+
+from absl import logging
+
+from towers.input_pipeline.cache import read, space
+from towers.input_pipeline.choices import CACHES, RECIPES
+from towers.input_pipeline.images.recipes import takes_whole
+from towers.input_pipeline.records.checks import check_image_shape
+from towers.input_pipeline.sources.arrays import RowSource
+from towers.input_pipeline.sources.base import IndexedSource, Source
+from towers.program import words
+
+_CALLED = {"pixels": "pixels", "encoded": "encoded images"}
+
+
+def cached(
+    source: Source,
+    cache: str = "auto",
+    folder: str | None = None,
+    deterministic: bool = False,
+    image_shape: tuple[int, ...] | None = None,
+    recipe: str = "none",
+) -> Source:
+    """Keeps the examples of a source in memory or on disk, if they fit.
+
+    Later epochs take the examples by number: in a full shuffle, from any position,
+    without reading or parsing files. Images of one size are kept as pixels and are not
+    decoded again. Other images are kept as encoded files, unless `image_shape` gives
+    all of them one size. This costs one pass over the data, or two if the examples must
+    be counted.
+
+    Args:
+        source: a prepared source.
+        cache: "memory" or "disk". "auto" uses the memory if a quarter of the free
+            memory is enough. Otherwise it uses the disk, by the same measure, if there
+            is a folder. "none" returns the source itself. On disk, only pixels are
+            kept.
+        folder: folder for the files of "disk", which later runs use as well.
+        deterministic: whether the data alone decide, because their order depends on
+            where they are kept. "auto" then keeps up to 1 GB in memory, and nothing on
+            disk.
+        image_shape: (H, W, C) to which every image is resized. Images that differ in
+            size, or that take more bytes than this, are then kept as pixels of this
+            size. If these do not fit into memory, images that differ in size are kept
+            as encoded files. None: there is no such size.
+        recipe: what becomes of the images. `image_shape` counts only if the recipe
+            resizes before it does anything random; see ``recipes.takes_whole``.
+
+    Returns:
+        A source of the same examples, or the source itself. A line in the log says
+        which, and why.
+
+    Raises:
+        ValueError: the request is impossible, or the disk is full.
+        tf.errors.OpError: a record is bad; see ``find_bad_record``.
+    """
+    if not takes_whole(recipe):
+        image_shape = None
+    folder = folder and os.path.expanduser(folder)
+    _check(source, cache, folder, image_shape)
+    if cache == "none" or (isinstance(source, IndexedSource) and not source.encoded):
+        return source
+    shape = _pixels_shape(source, image_shape)
+    if cache == "disk" and shape is None:
+        whole = ", ".join(repr(name) for name in RECIPES if takes_whole(name))
+        raise ValueError(
+            f"cache is 'disk', but {source.name} has images of different sizes, or of "
+            "a size that is not known: expected 'memory' or 'none', or a recipe that "
+            f"begins by resizing all of them to one size ({whole})"
+        )
+    plan = _plan(source, cache, folder, deterministic, shape)
+    kept_as = "numbers" if len(source.image_shape) == 1 else _CALLED[plan.what]
+    place = {"memory": "kept in memory", "disk": f"kept in {folder}"}
+    note = f"{words.size(plan.size)} of {kept_as} {place.get(plan.where, 'not kept')}"
+    logging.info("%s: %s", source.name, note)
+    return source if plan.where is None else _keep(source, plan, shape, folder, note)
+
+
+class _Plan(NamedTuple):
+    """What to do.
+
+    Attributes:
+        what: "pixels" or "encoded" images are kept.
+        where: in "memory" or on the "disk"; None where they are not kept.
+        size: bytes that they take.
+        splits: number of examples for each split, as far as it is known.
+    """
+
+    what: str
+    where: str | None
+    size: int
+    splits: dict[str, int | None]
+
+
+def _check(
+    source: Source, cache: str, folder: str | None, image_shape: tuple[int, ...] | None
+) -> None:
+    if cache not in CACHES:
+        raise ValueError(f"cache is {cache!r}, expected one of {', '.join(CACHES)}")
+    if image_shape is not None:
+        check_image_shape(source, image_shape)
+    if cache == "disk" and folder is None:
+        raise ValueError("cache is 'disk', but there is no folder: name one")
+    if folder is not None and os.path.isfile(folder):
+        raise ValueError(f"folder is {folder}, which is a file: name a folder")
+
+
+def _plan(
+    source: Source,
+    cache: str,
+    folder: str | None,
+    deterministic: bool,
+    shape: tuple[int, ...] | None,
+) -> _Plan:
+    files, pixels, splits = space.encoded_bytes(source), None, dict(source.splits)
+    memory, disk = space.room(folder, deterministic)
+    if shape is not None:
+        # To count is to read all of it.
+        if None in splits.values() and (
+            cache != "auto" or space.estimate(source, files, shape) <= max(memory, disk)
+        ):
+            splits = {
+                split: space.count_records(source, split, shape) for split in splits
+            }
+        if None not in splits.values():
+            pixels = sum(splits.values()) * space.image_bytes(shape)
+    # Encoded images are read in parts, which are then joined.
+    encoded = 2 * files if None in source.image_shape else None
+    what, where = _decide(cache, pixels, encoded, memory, disk)
+    return _Plan(what, where, pixels if what == "pixels" else files, splits)
+
+
+def _keep(
+    source: Source,
+    plan: _Plan,
+    shape: tuple[int, ...] | None,
+    folder: str | None,
+    note: str,
+) -> RowSource:
+    """Reads the source, and returns what is kept of it."""
+    splits = plan.splits
+    if plan.what == "encoded":
+        images, labels, splits = read.read_encoded(source)
+        shape = tuple(source.image_shape)
+    elif plan.where == "memory":
+        images, labels = read.read_pixels(source, (sum(splits.values()), *shape))
+    else:
+        images, labels = read.map_pixels(source, (sum(splits.values()), *shape), folder)
+    kept = RowSource(
+        source.name,
+        images,
+        labels,
+        splits,
+        source.num_classes,
+        source.class_names,
+        shape,
+        source.origin,
+        note,
+    )
+    kept.notes = source.notes
+    return kept
+
+
+def _pixels_shape(
+    source: Source, wanted: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """The shape in which all examples can be kept decoded, the smaller of two."""
+    own = tuple(source.image_shape)
+    if wanted is None or len(own) == 1:
+        return None if None in own else own
+    if None in own or space.image_bytes(wanted) < space.image_bytes(own):
+        return tuple(wanted)
+    return own
+
+
+def _decide(
+    cache: str, pixels: int | None, encoded: int | None, memory: float, disk: float
+) -> tuple[str, str | None]:
+    """What to keep, and where.
+
+    Args:
+        cache: "auto", "memory" or "disk".
+        pixels: Bytes that all pixels take; None where they cannot be kept.
+        encoded: Bytes that encoded images take; None where pixels are kept instead.
+        memory: Bytes that may be taken there.
+        disk: The same.
+
+    Returns:
+        "pixels" or "encoded"; and "memory", "disk", or None where they are not kept.
+    """
+    if cache == "disk":
+        return "pixels", "disk"
+    sizes = {"pixels": pixels, "encoded": encoded}
+    sizes = {what: size for what, size in sizes.items() if size is not None}
+    for what, size in sizes.items():
+        if size <= memory:
+            return what, "memory"
+    if cache == "memory":
+        return min(sizes, key=sizes.get), "memory"
+    if pixels is not None and pixels <= disk:
+        return "pixels", "disk"
+    return ("encoded" if pixels is None else "pixels"), None

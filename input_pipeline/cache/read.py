@@ -1,0 +1,130 @@
+"""Reads all examples of a source, and keeps them in memory or on the disk."""
+
+import math
+import os
+import tempfile
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.cache.space import at_once, pixel_type
+from towers.input_pipeline.images import decode
+from towers.input_pipeline.pipeline import Pipeline
+from towers.input_pipeline.sources.base import Source, fingerprint
+from towers.program import words
+
+# In bytes; what TensorFlow expects of a tensor's first element.
+_ALIGNMENT = 64
+_BATCH = 256
+
+
+def _in_order(source: Source) -> list[str]:
+    """The splits, training first, as ``IndexedSource`` counts."""
+    return sorted(source.splits, key=["train", "test"].index)
+
+
+def read_encoded(source: Source) -> tuple[tf.Tensor, np.ndarray, dict[str, int]]:
+    """Encoded images, labels, and how many there are in each split."""
+    images, labels, splits = [], [], {}
+    with tf.device("/CPU:0"):
+        for split in _in_order(source):
+            data = (
+                source.batches(split, _BATCH)
+                .map(lambda _, records: source.parse(records))
+                .unbatch()
+                .map(
+                    lambda image, label: (source.load(image), label),
+                    num_parallel_calls=tf.data.AUTOTUNE,
+                )
+                .batch(_BATCH)
+            )
+            before = sum(map(len, labels))
+            for some, of_them in data:
+                images.append(some)
+                labels.append(of_them.numpy())
+            splits[split] = sum(map(len, labels)) - before
+        return tf.concat(images, axis=0), np.concatenate(labels), splits
+
+
+def read_pixels(source: Source, shape: tuple[int, ...]) -> tuple[tf.Tensor, np.ndarray]:
+    """All pixels in a tensor, and the labels."""
+    images, labels = _aligned(shape), np.empty(shape[0], np.int64)
+    _fill(source, images, labels)
+    # The tensor is where the array is.
+    return tf.experimental.dlpack.from_dlpack(images.__dlpack__()), labels
+
+
+def map_pixels(
+    source: Source, shape: tuple[int, ...], folder: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Images and labels of the cache's files, which are written if there are none."""
+    base = os.path.join(folder, f"decoded-{fingerprint(source)}")
+    if shape[1:] != tuple(source.image_shape):
+        base += f"-{'x'.join(map(str, shape[1:]))}-{decode.VERSION}"
+    kept = _open(base, shape)
+    if kept is None:
+        os.makedirs(folder, exist_ok=True)
+        labels = np.empty(shape[0], np.int64)
+        # Renamed when whole; the images last, since they say that both are there.
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            path = os.path.join(unfinished, "images.npy")
+            images = _new_file(path, pixel_type(shape[1:]), shape)
+            _fill(source, images, labels)
+            images.flush()
+            np.save(os.path.join(unfinished, "labels.npy"), labels)
+            os.replace(os.path.join(unfinished, "labels.npy"), f"{base}-labels.npy")
+            os.replace(path, f"{base}.npy")
+        kept = _open(base, shape)
+    return kept
+
+
+def _open(base: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+    """What the files hold; None if they are missing, or not what was written."""
+    try:
+        images = np.load(f"{base}.npy", mmap_mode="r")
+        labels = np.load(f"{base}-labels.npy")
+    except (OSError, ValueError, EOFError):
+        return None
+    whole = images.shape == shape and labels.shape == shape[:1]
+    return (images, labels) if whole and images.dtype == pixel_type(shape[1:]) else None
+
+
+def _new_file(path: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
+    """A mapped file that has its place on the disk: later, a full one is a crash."""
+    try:
+        images = np.lib.format.open_memmap(path, "w+", dtype, shape)
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+    except OSError as error:
+        size = words.size(math.prod(shape) * np.dtype(dtype).itemsize)
+        raise ValueError(
+            f"{os.path.dirname(os.path.dirname(path))} cannot take {size} of "
+            f"pixels ({error.strerror}): choose another folder, or keep nothing"
+        ) from error
+    return images
+
+
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """An array that can be a tensor without being copied."""
+    dtype = pixel_type(shape[1:])
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:
+    """Reads all splits as pixels."""
+    row = 0
+    for split in _in_order(source):
+        data = Pipeline(
+            source,
+            split,
+            batch_size=at_once(images.shape[1:]),
+            image_shape=images.shape[1:],
+            training=False,
+        ).dataset()
+        for some, of_them in data.as_numpy_iterator():
+            images[row : row + len(some)] = some
+            labels[row : row + len(some)] = of_them
+            row += len(some)

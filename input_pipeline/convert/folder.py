@@ -1,0 +1,187 @@
+"""The folder of a conversion: its files, and what stands beside them."""
+
+import datetime
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.input_pipeline.convert import serialize
+from towers.input_pipeline.sources import Source
+from towers.input_pipeline.sources.examples.tfrecord import CONVERTER, INFO
+
+BAD_RECORDS_FILE = "bad_records.json"
+PROGRAM = "towers.input_pipeline.convert"
+READ_AT_ONCE = 1024
+_MANIFEST = ".convert.json"
+_UNFINISHED = ".unfinished"
+_FILES_TO_LOOK_AT = 1000
+
+
+class SplitFiles:
+    """The files of a split, none of which is empty.
+
+    Attributes:
+        split: its name.
+        paths: of the files.
+        bounds: the first record of each file, and the end.
+    """
+
+    def __init__(self, folder: str, split: str, size: int, shards: int):
+        self.split, shards = split, max(min(shards, size), 1)
+        self.paths = [
+            os.path.join(folder, f"{split}-{shard:05}-of-{shards:05}.tfrecord")
+            for shard in range(shards)
+        ]
+        self.bounds = [shard * size // shards for shard in range(shards + 1)]
+
+    def count(self, shard: int) -> int:
+        """Records of a file."""
+        return self.bounds[shard + 1] - self.bounds[shard]
+
+
+def until_whole(path: str) -> str:
+    """The path of a file until it is whole."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}{_UNFINISHED}")
+
+
+def rename_whole(path: str) -> None:
+    """Gives a file its name, which the disk keeps."""
+    tf.io.gfile.rename(until_whole(path), path, overwrite=True)
+    sync(os.path.dirname(path))
+
+
+def sync(path: str) -> None:
+    """Has the disk keep a file or a folder; other file systems do by themselves."""
+    if "://" in path:
+        return
+    descriptor = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def describe(source: Source, shards: int, form: serialize.Form) -> dict[str, Any]:
+    """What a call has to have in common with the one that it continues."""
+    sizes = {}
+    digest = hashlib.sha256()
+    for split, size in source.splits.items():
+        paths = source.files(split)
+        if size is None:
+            batches = source.batches(split, READ_AT_ONCE)
+            batches = batches.map(lambda numbers, _: tf.size(numbers))
+            size = int(sum(batches.as_numpy_iterator()))
+        sizes[split] = size
+        digest.update("\n".join(paths).encode())
+        for path in paths[:: len(paths) // _FILES_TO_LOOK_AT + 1]:
+            stat = tf.io.gfile.stat(path)
+            digest.update(f"{stat.length} {stat.mtime_nsec}".encode())
+        # Data in memory has no files.
+        for _, records in source.batches(split, serialize.AT_ONCE).take(1):
+            for part in source.parse(records):
+                digest.update(tf.io.serialize_tensor(part).numpy())
+    return {
+        "source": source.name,
+        "num_classes": source.num_classes,
+        "splits": sizes,
+        "shards": shards,
+        "image shape": list(form.shape),
+        "resized": form.resized,
+        "raw": form.raw,
+        "content": digest.hexdigest(),
+    }
+
+
+def prepare(
+    source: Source, folder: str, manifest: dict[str, Any], overwrite: bool
+) -> None:
+    """Makes the folder, or checks that an earlier call was the same."""
+    for path in itertools.chain.from_iterable(map(source.files, source.splits)):
+        if os.path.abspath(os.path.dirname(path)) == os.path.abspath(folder):
+            raise ValueError(
+                f"{folder} holds files of {source.name}: expected another folder to "
+                "write to"
+            )
+    tf.io.gfile.makedirs(folder)
+    names = set(tf.io.gfile.listdir(folder))
+    unfinished = {name for name in names if name.endswith(_UNFINISHED)}
+    names -= unfinished
+    path = os.path.join(folder, _MANIFEST)
+    if names and _MANIFEST not in names:
+        raise ValueError(
+            f"{folder} is not empty, and {PROGRAM} has not begun it: expected a new "
+            "folder"
+        )
+    if names and not overwrite:
+        with tf.io.gfile.GFile(path) as file:
+            _check_same(folder, json.load(file), manifest)
+    ours = {name for name in names if name.endswith(".tfrecord")} | {
+        INFO,
+        _MANIFEST,
+        BAD_RECORDS_FILE,
+    }
+    for name in unfinished | (names & ours if overwrite else set()):
+        tf.io.gfile.remove(os.path.join(folder, name))
+    if overwrite or not names:
+        write_json(path, manifest)
+
+
+def _check_same(folder: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for key, value in now.items():
+        if before.get(key) != value:
+            # Of the content there is nothing to show.
+            was = "" if key == "content" else f": {before.get(key)}, now {value}"
+            raise ValueError(
+                f"{folder} was begun with another {key}{was}; expected the same "
+                "source and arguments: repeat them, choose another folder, or "
+                "--overwrite it"
+            )
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    """Writes a file that is whole once it has its name."""
+    with tf.io.gfile.GFile(until_whole(path), "w") as file:
+        json.dump(content, file, indent=1)
+    sync(until_whole(path))
+    rename_whole(path)
+
+
+def info(
+    source: Source, form: serialize.Form, splits: Sequence[SplitFiles]
+) -> dict[str, Any]:
+    """What stands beside the files, for people and for ``TFRecordSource``."""
+    files = {
+        split.split: {
+            os.path.basename(path): {
+                "examples": split.count(shard),
+                "bytes": tf.io.gfile.stat(path).length,
+            }
+            for shard, path in enumerate(split.paths)
+        }
+        for split in splits
+    }
+    return {
+        "written_by": CONVERTER,
+        "source": source.name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "num_classes": source.num_classes,
+        "class_names": source.class_names,
+        "image_shape": form.shape,
+        "raw": form.raw,
+        "fields": [*source.image_fields] if len(form.shape) == 1 else None,
+        "splits": {
+            split: {
+                "examples": sum(file["examples"] for file in of_split.values()),
+                "files": len(of_split),
+                "bytes": sum(file["bytes"] for file in of_split.values()),
+            }
+            for split, of_split in files.items()
+        },
+        "files": {name: file for each in files.values() for name, file in each.items()},
+    }

@@ -1,0 +1,63 @@
+"""One pass over a dataset is one epoch, with seeds of its own."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.images import draws
+
+
+def in_turn(
+    build: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset],
+    *,
+    seed: int,
+    start_epoch: int,
+    start_record: int,
+    training: bool,
+    repeat: bool,
+) -> tf.data.Dataset:
+    """A dataset that is the next epoch at each iteration.
+
+    tf.data's own ``reshuffle_each_iteration`` always begins at epoch 0, so a resumed
+    run would see epoch 0's order again; here Python counts the epochs.
+
+    Args:
+        build: makes an epoch's dataset of its seeds (int64 [3]: two of the order, one
+            of the augmentation) and of the record to start at.
+        seed: of all epochs.
+        start_epoch: number of the first one.
+        start_record: records that the first one passes over.
+        training: False gives epoch 0 each time.
+        repeat: whether an iteration goes on with the next epoch, without a gap.
+    """
+    epochs = itertools.count(start_epoch)
+
+    def next_epoch():
+        epoch = next(epochs) if training else 0
+        start = start_record if epoch == start_epoch else 0
+        return draws.epoch_seeds(seed, epoch), np.int64(start)
+
+    @tf.autograph.experimental.do_not_convert
+    def count(_):
+        # Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
+        seeds, start = tf.numpy_function(next_epoch, [], [tf.int64, tf.int64])
+        return tf.ensure_shape(seeds, [3]), tf.ensure_shape(start, [])
+
+    @tf.autograph.experimental.do_not_convert
+    def epoch(seeds, start):
+        # The seed of this function's graph alone: the program's global seed would
+        # otherwise be mixed into the order (and 0 with a tensor seed fails).
+        tf.random.set_seed(1)
+        return build(seeds, start)
+
+    dataset = tf.data.Dataset.from_tensors(0)
+    if not repeat:
+        return dataset.map(count).flat_map(epoch)
+    # In parallel, it begins the next epochs while one is still read.
+    return (
+        dataset.repeat()
+        .map(count)
+        .interleave(epoch, cycle_length=1, num_parallel_calls=1, deterministic=True)
+    )

@@ -1,0 +1,106 @@
+"""The stages of a pipeline, from batches of raw records to batches of images."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from towers.input_pipeline.images import augment, draws
+from towers.input_pipeline.images.decode import Tricks, decode_image, decode_window
+from towers.input_pipeline.images.recipes import Recipe
+from towers.input_pipeline.records.checks import assert_good
+from towers.input_pipeline.sources import Source
+
+THREADS = os.cpu_count() or 1
+_FEW_CORES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """What becomes of raw records; see ``Pipeline`` for the attributes."""
+
+    source: Source
+    batch_size: int
+    image_shape: tuple[int, ...]
+    recipe: Recipe
+    tricks: Tricks
+
+    def behind(self, raw: tf.data.Dataset) -> list[tuple[str, tf.data.Dataset]]:
+        """The names of the stages, in order, and the datasets that end behind each.
+
+        Args:
+            raw: the first: batches of (augmentation seed, numbers, raw records).
+        """
+        recipe, auto = self.recipe, tf.data.AUTOTUNE
+        # By the batch: to start an operation takes longer than a small record does.
+        dataset = raw.map(self._parse(), num_parallel_calls=auto, name="parse")
+        stages = [("read", raw), ("parse", dataset)]
+        if self.source.encoded or recipe.window or recipe.one:
+            # Decoding is the costly stage: image by image, on all cores.
+            dataset = dataset.unbatch().map(
+                self._one(), num_parallel_calls=auto, name="decode"
+            )
+            stages.append(("decode", dataset))
+            # The short last batch stays: every example is seen once in an epoch. To
+            # copy in parallel costs more than it gains, but for many cores.
+            copies = auto if THREADS > _FEW_CORES else None
+            dataset = dataset.batch(self.batch_size, num_parallel_calls=copies)
+            stages.append(("batch", dataset))
+        dataset = dataset.map(self._many(), num_parallel_calls=auto, name="augment")
+        return [*stages, ("augment", dataset)]
+
+    def _parse(self) -> Callable:
+        @tf.autograph.experimental.do_not_convert
+        def parse(seed, numbers, records):
+            images, labels = self.source.parse(records)
+            assert_good(images, labels, self.source.num_classes)
+            if not self.source.encoded and len(self.image_shape) == 3:
+                images = augment.convert_channels(images, self.image_shape[-1])
+            # At least one: `unbatch` crashes on rows of nothing.
+            u = draws.uniform(seed, numbers, max(self.recipe.draws, 1))
+            return images, u, labels
+
+        return parse
+
+    def _one(self) -> Callable:
+        recipe, (height, width) = self.recipe, self.image_shape[:2]
+        fits = self.source.image_shape[:2] == (height, width)
+
+        @tf.autograph.experimental.do_not_convert
+        def one(image, u, label):
+            window = recipe.window and (lambda shape: recipe.window(shape, u))
+            if not self.source.encoded:
+                if window is not None:
+                    image = augment.crop(image, window(tf.shape(image)))
+                image = augment.resize(image, height, width, antialias=recipe.antialias)
+            elif fits and window is None:
+                encoded = self.source.load(image)
+                image = decode_image(encoded, self.image_shape)
+            else:
+                image = decode_window(
+                    self.source.load(image),
+                    window,
+                    self.image_shape,
+                    antialias=recipe.antialias,
+                    jpeg=self.source.all_jpeg,
+                    tricks=self.tricks,
+                )
+            if recipe.one is not None:
+                image = recipe.one(image, u)
+            return tf.ensure_shape(image, self.image_shape), u, label
+
+        return one
+
+    def _many(self) -> Callable:
+        recipe, size = self.recipe, self.image_shape[:-1]
+
+        @tf.autograph.experimental.do_not_convert
+        def many(images, u, labels):
+            if size:
+                images = augment.resize(images, *size, antialias=recipe.antialias)
+            if recipe.batch is not None:
+                images = recipe.batch(images, u)
+            return images, labels
+
+        return many

@@ -1,0 +1,106 @@
+"""Goes over the records of a file one by one, to find those that are bad."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from towers.input_pipeline.images.decode import decode_image
+from towers.input_pipeline.sources.base import Source
+from towers.input_pipeline.sources.record import (
+    FAULTS,
+    BadRecordError,
+    Record,
+    fault_of,
+)
+
+# Records behind a bad one that tell whether it is one among good ones.
+_LOOK_ON = 20
+_FEW = 0.25
+
+
+def check_records(
+    source: Source, path: str, split: str | None = None
+) -> Iterator[Record]:
+    """Goes over all records of one file, decodes them, and notes what is bad.
+
+    Args:
+        source: prepared.
+        path: of the file.
+        split: see ``Source.walk``.
+    """
+    for record in source.walk(path, split):
+        yield _checked(source, record)
+
+
+def read_labels(
+    source: Source, path: str, limit: int | None = None, skip_bad: bool = False
+) -> np.ndarray:
+    """Reads and checks the labels of one file.
+
+    Args:
+        source: one with ``labels_need_checking``.
+        path: of the file.
+        limit: labels to read at most, or None for all.
+        skip_bad: whether to leave out the labels of bad records.
+
+    Returns:
+        int64 [N].
+
+    Raises:
+        ValueError: a label is out of range, or a record cannot be read.
+    """
+    try:
+        batches = source.labels(path, limit)
+        labels = np.concatenate([np.empty([0], np.int64), *batches])
+    except FAULTS:
+        # The batches cannot say which record it was; going one by one can.
+        labels = None
+    if labels is not None and np.all((labels >= 0) & (labels < source.num_classes)):
+        return labels
+    good = []
+    for record in itertools.islice(check_records(source, path), limit):
+        if not record.fault:
+            good.append(int(source.parse_one(record.raw)[1]))
+        elif not skip_bad:
+            raise blame(record, check_records(source, path))
+    return np.array(good, np.int64)
+
+
+def blame(bad: Record, records: Iterable[Record]) -> BadRecordError:
+    """Makes an error of a bad record.
+
+    Args:
+        bad: the first of its file.
+        records: all of the file, in order.
+    """
+    following = (record for record in records if record.number > bad.number)
+    some = [*itertools.islice(following, _LOOK_ON)]
+    faults = sum(bool(record.fault) for record in some)
+    if faults <= _FEW * len(some):
+        return BadRecordError(str(bad))
+    count = f"{faults} of the {len(some)} behind it" if len(some) > 1 else "the next"
+    return BadRecordError(f"{bad}; and {count} cannot be used either", many=True)
+
+
+def _checked(source: Source, record: Record) -> Record:
+    """The record, found bad if it cannot be decoded or learnt from."""
+    if record.fault:
+        return record
+    try:
+        image, label = source.parse_one(record.raw)
+    except FAULTS as error:
+        return record.with_fault(source.explain(fault_of(error)))
+    if not 0 <= int(label) < source.num_classes:
+        fault = f"{source.label_field} {label} is outside [0, {source.num_classes})"
+        return record.with_fault(fault)
+    if source.encoded:
+        try:
+            decode_image(source.load(image), source.image_shape)
+        except FAULTS as error:
+            return record.with_fault(f"{source.image_fields[0]}: {fault_of(error)}")
+    elif image.dtype.is_floating and not np.isfinite(image).all():
+        (first, *_) = np.flatnonzero(~np.isfinite(image))
+        fault = f"{source.image_fields[first]} is {image[first]}, expected a number"
+        return record.with_fault(fault)
+    return record
