@@ -43,7 +43,6 @@ processes, in which what they share counts more than once.
 
 import contextlib
 import importlib.metadata
-import json
 import pathlib
 import sys
 
@@ -52,6 +51,7 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from scripts.bench import report
+from scripts.bench.contenders import check_named
 from scripts.bench.race import ROOT
 from scripts.input_bench import data, race
 from scripts.input_bench.contenders import CONTENDERS
@@ -96,16 +96,8 @@ def main(argv):
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     machine = ", ".join([report.machine(), *versions()])
-    print(f"{machine}\n\n{report.head(COLUMNS)}", flush=True)
-    found = False
-    for work in FLAGS.work:
-        for result in compare(work, folder):
-            found = True
-            print(report.row(cells(result)), flush=True)
-            if FLAGS.json:
-                with open(FLAGS.json, "a") as file:
-                    file.write(json.dumps(result | {"machine": machine}) + "\n")
-    if not found:
+    measured = (result for work in FLAGS.work for result in compare(work, folder))
+    if not report.show(measured, COLUMNS, cells, machine, FLAGS.json):
         sys.exit("No contender could read.")
 
 
@@ -124,11 +116,7 @@ def check_flags(argv):
                 raise ValueError(
                     f"--{flag} has {name!r}, which is unknown; use {', '.join(known)}."
                 )
-        if not names or len(set(names)) < len(names):
-            raise ValueError(
-                f"--{flag} has to name one or more, and none twice; it is "
-                f"{','.join(names)!r}."
-            )
+        check_named(flag, names)
     path = pathlib.Path(FLAGS.data_dir)
     if path.exists() and not path.is_dir():
         raise ValueError(f"--data_dir is {path}, a file; give a folder.")

@@ -34,7 +34,6 @@ towers:parameter_server+xla@10. The first step is then the first N.
 
 import importlib.util
 import itertools
-import json
 import os
 import sys
 
@@ -85,16 +84,14 @@ def main(argv):
         counts = check_flags(argv)
     except ValueError as error:
         sys.exit(str(error))
-    machine = report.machine()
-    print(f"{machine}\n\n{report.head(report.COLUMNS)}", flush=True)
-    results = []
-    for work, towers in itertools.product(FLAGS.work, counts):
-        for result in compare(work, towers):
-            results.append(result)
-            print(report.row(report.cells(result)), flush=True)
-            if FLAGS.json:
-                with open(FLAGS.json, "a") as file:
-                    file.write(json.dumps(result | {"machine": machine}) + "\n")
+    measured = (
+        result
+        for work, towers in itertools.product(FLAGS.work, counts)
+        for result in compare(work, towers)
+    )
+    results = report.show(
+        measured, report.COLUMNS, report.cells, report.machine(), FLAGS.json
+    )
     if not results:
         sys.exit("No contender could train.")
     if FLAGS.scaling:
@@ -121,12 +118,7 @@ def check_flags(argv) -> list[int]:
         if name not in WORKS:
             raise ValueError(f"There is no work {name!r}; use {', '.join(WORKS)}.")
     for flag in ("contenders", "work"):
-        names = FLAGS[flag].value
-        if not names or len(set(names)) < len(names):
-            raise ValueError(
-                f"--{flag} has to name one or more, and none twice; it is "
-                f"{','.join(names)!r}."
-            )
+        contenders.check_named(flag, FLAGS[flag].value)
     if FLAGS.plot and not FLAGS.scaling:
         raise ValueError("--plot is drawn of --scaling; give both, or neither.")
     if FLAGS.plot and importlib.util.find_spec("matplotlib") is None:

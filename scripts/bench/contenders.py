@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 
 PACKAGES = "pip install -e '.[bench]'"
 
@@ -125,3 +126,16 @@ def parse(text: str) -> Contender:
         bool(match["xla"]),
         int(match["steps"] or 1),
     )
+
+
+def check_named(flag: str, names: Sequence[str]) -> None:
+    """Checks that a flag names something, and nothing twice.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"--{flag} has to name one or more, and none twice; it is "
+            f"{','.join(names)!r}."
+        )

@@ -2,16 +2,20 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from .worker import Job
 from .works import WORKS
 
+T = TypeVar("T")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -22,23 +26,28 @@ class Failed(Exception):
 class Runner:
     """A contender's process, from its start to its end."""
 
-    def __init__(self, job: Job, verbose: bool):
+    def __init__(
+        self,
+        package: str,
+        job: Any,
+        verbose: bool,
+        environ: Mapping[str, str] = os.environ,
+    ):
         """Starts it, and waits until it is warm.
+
+        Args:
+            package: Is run as a program.
+            job: What it is to do, a dataclass.
+            verbose: Whether its standard error is shown.
+            environ: Its environment.
 
         Raises:
             Failed: If it does not get there.
         """
-        kind = job.parsed.kind
-        if kind.works and job.work not in kind.works:
-            raise Failed(f"it trains only {', '.join(kind.works)}")
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "scripts.bench",
-                json.dumps(dataclasses.asdict(job)),
-            ],
+            [sys.executable, "-m", package, json.dumps(dataclasses.asdict(job))],
             cwd=ROOT,
+            env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if verbose else subprocess.DEVNULL,
@@ -83,6 +92,77 @@ class Runner:
         return answer
 
 
+@dataclasses.dataclass
+class Times:
+    """What a contender measured.
+
+    Attributes:
+        starts: Its answer at each start.
+        rounds: Its answer of each round.
+    """
+
+    starts: list[dict] = dataclasses.field(default_factory=list)
+    rounds: list[dict] = dataclasses.field(default_factory=list)
+
+
+def take_turns(
+    jobs: Sequence[T],
+    start: Callable[[T], Runner],
+    rounds: int,
+    failed: Callable[[T, str], None],
+    fresh_starts: int = 1,
+) -> dict[T, Times]:
+    """Times contenders on the same work.
+
+    They start one after the other, and all wait while one has its turn. Who fails is
+    left out, and the others go on.
+
+    Args:
+        jobs: A job for each contender.
+        start: Starts one.
+        rounds: How many turns each has.
+        failed: Is told of each contender that cannot go on, and why.
+        fresh_starts: How many times each is started; the last process races.
+
+    Returns:
+        What each contender measured that got to the end.
+    """
+    times, runners = {job: Times() for job in jobs}, {}
+
+    def end(job):
+        if job in runners:
+            runners.pop(job).close()
+
+    def start_anew(job):
+        end(job)
+        runners[job] = start(job)
+        times[job].starts.append(runners[job].start)
+
+    def take_turn(job):
+        times[job].rounds.append(runners[job].go())
+
+    turns = itertools.chain(
+        itertools.repeat(start_anew, fresh_starts),
+        itertools.repeat(
+            lambda job: times[job].rounds.append(runners[job].go()), rounds
+        ),
+    )
+    try:
+        for turn, job in itertools.product(turns, jobs):
+            if job not in times:
+                continue
+            try:
+                turn(job)
+            except Failed as error:
+                del times[job]
+                end(job)
+                failed(job, str(error))
+    finally:
+        for job in jobs:
+            end(job)
+    return times
+
+
 def race(
     jobs: Sequence[Job],
     rounds: int,
@@ -90,51 +170,25 @@ def race(
     failed: Callable[[Job, str], None],
     verbose: bool = False,
 ) -> list[dict]:
-    """Times contenders on the same work.
-
-    They start one after the other, and all wait while one trains. Who fails is left
-    out, and the others go on.
-
-    Args:
-        jobs: A job for each contender; the first one's time is what ratios refer to.
-        rounds: How many times each trains.
-        fresh_starts: How many times each is started; the last process races.
-        failed: Is told of each contender that cannot go on, and why.
-        verbose: Whether the contenders' standard error is shown.
+    """Times contenders on the same work, see `take_turns`; they train.
 
     Returns:
-        What `summary` makes of each contender that got to the end.
+        What `summary` makes of each contender that got to the end; the first one's time
+        is what ratios refer to.
     """
-    starts = {job: [] for job in jobs}
-    times = {job: [] for job in jobs}
-    runners = {}
 
-    def leave_out(job, error):
-        del starts[job]
-        if job in runners:
-            runners.pop(job).close()
-        failed(job, str(error))
+    def start(job):
+        kind = job.parsed.kind
+        if kind.works and job.work not in kind.works:
+            raise Failed(f"it trains only {', '.join(kind.works)}")
+        return Runner("scripts.bench", job, verbose)
 
-    try:
-        for _ in range(fresh_starts):
-            for job in list(starts):
-                if job in runners:
-                    runners.pop(job).close()
-                try:
-                    runners[job] = Runner(job, verbose)
-                    starts[job].append(runners[job].start)
-                except Failed as error:
-                    leave_out(job, error)
-        for _ in range(rounds):
-            for job in list(starts):
-                try:
-                    times[job].append(runners[job].go()["step_ms"])
-                except Failed as error:
-                    leave_out(job, error)
-    finally:
-        for runner in runners.values():
-            runner.close()
-    return [summary(job, starts[job], times[job], times[jobs[0]]) for job in starts]
+    times = take_turns(jobs, start, rounds, failed, fresh_starts)
+    steps_ms = {job: [each["step_ms"] for each in times[job].rounds] for job in times}
+    reference_ms = steps_ms.get(jobs[0], [])
+    return [
+        summary(job, times[job].starts, steps_ms[job], reference_ms) for job in times
+    ]
 
 
 def summary(

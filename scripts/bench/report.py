@@ -2,12 +2,13 @@
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .contenders import parse
 from .works import WORKS
@@ -41,6 +42,36 @@ def machine() -> str:
             versions.append(f"{name} {importlib.metadata.version(name)}")
     parts = [f"{os.cpu_count()} CPUs ({_cpu()})", *_gpus(), *versions]
     return f"{time.strftime('%Y-%m-%d')}: {', '.join(parts)}"
+
+
+def show(
+    results: Iterable[dict],
+    columns: Sequence[str],
+    cells: Callable[[dict], Sequence[object]],
+    machine: str,
+    path: str | None,
+) -> list[dict]:
+    """Prints a table of results as they come, and writes them.
+
+    Args:
+        results: What is measured, one by one.
+        columns: Of the table.
+        cells: Makes a line of the table of a result.
+        machine: What it is measured on.
+        path: A file to append a line of JSON for each result to, or None.
+
+    Returns:
+        The results.
+    """
+    print(f"{machine}\n\n{head(columns)}", flush=True)
+    found = []
+    for result in results:
+        found.append(result)
+        print(row(cells(result)), flush=True)
+        if path:
+            with open(path, "a") as file:
+                file.write(json.dumps(result | {"machine": machine}) + "\n")
+    return found
 
 
 def head(columns: Sequence[str]) -> str:

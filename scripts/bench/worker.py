@@ -7,6 +7,7 @@ is warm, and then one for each line of its standard input, which asks for a roun
 the end of its input, the process ends.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -116,15 +117,27 @@ def main() -> None:
     The contender's module has a function `run`, which takes a job and a clock.
     """
     job = Job(**json.loads(sys.argv[1]))
+    with answering(jax=job.parsed.name == "jax") as answers:
+        name = f".peers.{job.parsed.kind.module}"
+        module = importlib.import_module(name, __package__)
+        module.run(job, Clock(job, answers))
+
+
+@contextlib.contextmanager
+def answering(jax: bool = False) -> Iterator[TextIO]:
+    """Gives the file of a contender's answers, which hears of its errors, too.
+
+    Args:
+        jax: Whether the contender needs JAX.
+    """
     # What libraries print, in Python or not, must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if job.parsed.name != "jax":
+    if not jax:
         # Where it is installed, TensorFlow imports it, which takes host memory.
         sys.modules["jax"] = None
     try:
-        module = importlib.import_module(f".{job.parsed.kind.module}", __package__)
-        module.run(job, Clock(job, answers))
+        yield answers
     except Exception as error:
         write(answers, {"error": _said(error)})
         raise

@@ -2,6 +2,6 @@
 
 `data` makes what is read, `works` and `contenders` say what is read by whom, `race`
 runs the contenders' processes in turn. Each kind of contender is a module of its own
-here, run by `worker`: a function `batches(contender, work, folder)` yields its images
-and labels, for ever.
+in `peers`, run by `worker`: a function `batches(contender, work, folder)` yields its
+images and labels, for ever.
 """

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-PACKAGES = "pip install -e '.[bench]'"
-
 
 @dataclasses.dataclass(frozen=True)
 class Contender:

@@ -1,51 +1,26 @@
 """Runs contenders in processes of their own, and lets them read in turn."""
 
-import dataclasses
-import json
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
-from ..bench import race as bench_race
-from ..bench.race import Failed
+from ..bench.race import Failed, Runner, take_turns
 from .contenders import CONTENDERS
 from .worker import Job
 
 
-class Runner(bench_race.Runner):
-    """A contender's process, from its start to its end."""
+def start(job: Job, verbose: bool = False) -> Runner:
+    """Starts a contender, and waits until it has read its first batches.
 
-    def __init__(self, job: Job, verbose: bool):
-        """Starts it, and waits until it has read its first batches.
-
-        Raises:
-            Failed: If it does not get there.
-        """
-        works = CONTENDERS[job.contender].works
-        if works and job.work not in works:
-            raise Failed(f"it reads only {', '.join(works)}")
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "scripts.input_bench",
-                json.dumps(dataclasses.asdict(job)),
-            ],
-            cwd=bench_race.ROOT,
-            # Pipelines run on the CPU, also where there is a GPU.
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if verbose else subprocess.DEVNULL,
-            text=True,
-        )
-        try:
-            self.start = self._answer()
-        except BaseException:
-            self.close()
-            raise
+    Raises:
+        Failed: If it does not get there.
+    """
+    works = CONTENDERS[job.contender].works
+    if works and job.work not in works:
+        raise Failed(f"it reads only {', '.join(works)}")
+    # Pipelines run on the CPU, also where there is a GPU.
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"}
+    return Runner("scripts.input_bench", job, verbose, environ)
 
 
 def race(
@@ -54,46 +29,17 @@ def race(
     failed: Callable[[Job, str], None],
     verbose: bool = False,
 ) -> list[dict]:
-    """Times contenders on the same work.
-
-    They start one after the other, and all wait while one reads. Who fails is left out,
-    and the others go on.
-
-    Args:
-        jobs: A job for each contender; the first one is what ratios refer to.
-        rounds: How many times each reads.
-        failed: Is told of each contender that cannot go on, and why.
-        verbose: Whether the contenders' standard error is shown.
+    """Times contenders on the same work, see `take_turns`; they read.
 
     Returns:
-        What `summary` makes of each contender that got to the end.
+        What `summary` makes of each contender that got to the end; the first one's
+        speed is what ratios refer to.
     """
-    runners = {}
-    answers = {job: [] for job in jobs}
-
-    def leave_out(job, error):
-        if job in runners:
-            runners.pop(job).close()
-        failed(job, str(error))
-
-    try:
-        for job in jobs:
-            try:
-                runners[job] = Runner(job, verbose)
-            except Failed as error:
-                leave_out(job, error)
-        for _ in range(rounds):
-            for job in list(runners):
-                try:
-                    answers[job].append(runners[job].go())
-                except Failed as error:
-                    leave_out(job, error)
-    finally:
-        for runner in runners.values():
-            runner.close()
+    times = take_turns(jobs, lambda job: start(job, verbose), rounds, failed)
+    reference = times[jobs[0]].rounds if jobs[0] in times else []
     return [
-        summary(job, runner.start, answers[job], answers[jobs[0]])
-        for job, runner in runners.items()
+        summary(job, found.starts[0], found.rounds, reference)
+        for job, found in times.items()
     ]
 
 

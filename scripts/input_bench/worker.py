@@ -10,15 +10,14 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import os
 import pathlib
 import sys
 import time
 
 import psutil
 
-from ..bench.worker import write
-from .contenders import CONTENDERS, PACKAGES
+from ..bench.worker import answering, write
+from .contenders import CONTENDERS
 from .works import WORKS
 
 
@@ -44,21 +43,12 @@ class Job:
 def main() -> None:
     """Is a contender: reads until nothing more is wanted."""
     job = Job(**json.loads(sys.argv[1]))
-    # What libraries print, in Python or not, must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    # Where it is installed, TensorFlow imports it, which takes host memory.
-    sys.modules["jax"] = None
-    try:
-        module = importlib.import_module(
-            f".{CONTENDERS[job.contender].module}", __package__
-        )
+    with answering() as answers:
+        name = f".peers.{CONTENDERS[job.contender].module}"
+        module = importlib.import_module(name, __package__)
         write(answers, measure(module, dataclasses.replace(job, examples=0)))
         for _ in sys.stdin:
             write(answers, measure(module, job))
-    except Exception as error:
-        write(answers, {"error": said(error)})
-        raise
 
 
 def measure(module, job: Job) -> dict:
@@ -91,14 +81,6 @@ def measure(module, job: Job) -> dict:
             "cpu_s": _cpu_s() - cpu_s,
             "peak_mb": _peak_mb(),
         }
-
-
-def said(error: Exception) -> str:
-    """Returns an error in one line."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error}; {PACKAGES} brings it"
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
 
 
 def _read(batches, examples):

@@ -13,7 +13,7 @@ from towers.input_pipeline import (
     make_dataset,
     open_source,
 )
-from towers.input_pipeline.cache import space
+from towers.input_pipeline.cache import read, space
 from towers.input_pipeline.choices import RECIPES
 from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.sources.arrays import RowSource
@@ -57,7 +57,7 @@ def test_kept_examples_are_the_same(digits, examples, tmp_path, where):
 
 def test_a_later_run_reads_the_files(digits, examples, tmp_path, monkeypatch):
     cached(digits, "disk", str(tmp_path))
-    monkeypatch.setattr(space, "Pipeline", None)  # nothing is decoded
+    monkeypatch.setattr(read, "Pipeline", None)  # nothing is decoded
     second = cached(digits, "disk", str(tmp_path))
     monkeypatch.undo()
     assert _examples(second, "test") == examples["test"]
@@ -113,7 +113,7 @@ def test_a_killed_write_leaves_no_cache(digits, examples, tmp_path, monkeypatch)
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(space, "_fill", killed)
+    monkeypatch.setattr(read, "_fill", killed)
     with pytest.raises(KeyboardInterrupt):
         cached(digits, "disk", str(tmp_path))
     monkeypatch.undo()

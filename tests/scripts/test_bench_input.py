@@ -16,8 +16,9 @@ from PIL import Image, JpegImagePlugin
 from sklearn.datasets import load_sample_images
 
 from scripts.bench import report
-from scripts.input_bench import data, limit, race, worker
+from scripts.input_bench import data, race, worker
 from scripts.input_bench.contenders import CONTENDERS
+from scripts.input_bench.peers import limit
 from scripts.input_bench.worker import Job
 from scripts.input_bench.works import WORKS
 
@@ -120,7 +121,7 @@ def test_missing_photographs_are_said_in_a_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("work", "contender"), TENSORFLOW)
 def test_batches_of_tensorflow(work, contender, folder):
     name = CONTENDERS[contender].module
-    module = importlib.import_module(f"scripts.input_bench.{name}")
+    module = importlib.import_module(f"scripts.input_bench.peers.{name}")
     batches = module.batches(contender, work, folder)
     batch = WORKS[work].batch
     # More than an epoch.
@@ -144,7 +145,7 @@ def test_batches_of_tensorflow(work, contender, folder):
 def test_batches_of_others(contender, folder):
     job = Job(contender, "photos", str(folder), warmup=0, examples=100)
     try:
-        runner = race.Runner(job, verbose=True)
+        runner = race.start(job, verbose=True)
     except race.Failed as error:
         assert "brings it" in str(error)
         pytest.skip(str(error))

@@ -47,7 +47,7 @@ def a_stage(kind, label="", threads=1):
 def test_advice_names_arguments_that_there_are(kind, threads):
     method = METHODS.get(kind, kind)
     stage = a_stage(kind, threads=threads)
-    name, found = advice.on(stage, [stage])
+    name, found = advice.advise(stage, [stage])
     assert name == f"`{kind}`"
     for each in re.findall(r"\.(\w+)\(\)", found):
         assert hasattr(tf.data.Dataset, each)
@@ -68,17 +68,17 @@ def test_every_kind_of_advice_is_looked_at():
 
 def test_what_a_generator_is_wrapped_in_is_not_named():
     wrapper, generator = a_stage("flat_map"), a_stage("Generator", "read")
-    name, found = advice.on(wrapper, [a_stage("prefetch"), wrapper, generator])
+    name, found = advice.advise(wrapper, [a_stage("prefetch"), wrapper, generator])
     assert name == "`Generator` (read)"
     assert "keras.utils.PyDataset" in found
     files = a_stage("TFRecord", "read")
-    assert advice.on(wrapper, [wrapper, files])[0] == "`flat_map`"
+    assert advice.advise(wrapper, [wrapper, files])[0] == "`flat_map`"
 
 
 @pytest.mark.parametrize("kind", ["Range", "TensorSlice", "FromTensor"])
 def test_no_disk_is_blamed_for_what_is_in_memory(kind):
     stage = a_stage(kind, "read")
-    assert "disk" not in advice.on(stage, [stage])[1]
+    assert "disk" not in advice.advise(stage, [stage])[1]
 
 
 def found_in(data):
@@ -94,7 +94,7 @@ def test_arrays_are_keras_s_to_cut():
     adapter = keras.src.trainers.data_adapters.array_data_adapter
     data = adapter.ArrayDataAdapter(x, x, batch_size=4, shuffle=True)
     for stage in (found := found_in(data.get_tf_dataset()).stages()):
-        name, what = advice.on(stage, found)
+        name, what = advice.advise(stage, found)
         assert name.startswith("Keras's own") and "batch_size" in what
     parameters = inspect.signature(keras.Model.fit).parameters
     assert "batch_size" in parameters
@@ -123,7 +123,7 @@ def test_stages_of_ours_have_words_of_ours(ours):
     for data in ours:
         found = found_in(data).stages()
         for stage in found:
-            name, what = advice.on(stage, found, ADVICE)
+            name, what = advice.advise(stage, found, ADVICE)
             assert what in ADVICE.values()
             words.add(name)
     assert {"`read`", "`map` (parse)", "`map` (decode)", "`map` (augment)"} <= words

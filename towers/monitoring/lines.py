@@ -8,6 +8,7 @@ import keras
 
 from towers.keras_adapter.fit import batches_done
 from towers.loop import listeners
+from towers.monitoring.steps import Interval
 
 
 @listeners.changes_no_variable
@@ -35,20 +36,15 @@ class Lines(keras.callbacks.Callback):
             ValueError: If the number of steps is not positive.
         """
         super().__init__()
-        if every_steps < 1:
-            raise ValueError(
-                f"Received every_steps={every_steps}; expected at least 1."
-            )
-        self._every_steps = every_steps
+        self._interval = Interval(every_steps)
         self._rate = rate
         self._stream = stream
-        self._step = 0
         self._epoch = 0
         self._batches = 0
 
     def on_train_begin(self, logs=None):
         """Continues the count of a resumed run."""
-        self._step = int(self.model.optimizer.iterations)
+        self._interval.begin(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Notes the epoch."""
@@ -56,9 +52,8 @@ class Lines(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Prints a line if the interval is over."""
-        before, self._batches = self._step, batches_done(self.model, batch)
-        self._step = int(self.model.optimizer.iterations)
-        if before // self._every_steps != self._step // self._every_steps:
+        self._batches = batches_done(self.model, batch)
+        if self._interval.is_over(self.model):
             self._print(logs)
 
     def on_epoch_end(self, epoch, logs=None):
@@ -75,7 +70,7 @@ class Lines(keras.callbacks.Callback):
             parts.insert(0, text)
         epochs = self.params["epochs"]
         print(
-            f"epoch {self._epoch + 1}/{epochs}{suffix}, step {self._step}: "
+            f"epoch {self._epoch + 1}/{epochs}{suffix}, step {self._interval.step}: "
             + ", ".join(parts),
             file=self._stream or sys.stdout,
             flush=True,

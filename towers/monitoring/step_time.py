@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import keras
 
-from towers.keras_adapter.fit import batches_done
 from towers.loop import listeners
 from towers.loop.timers import StepTimers, Totals
+from towers.monitoring.steps import Calls
 
 # The parts of a step, in the order in which they come.
 _WORDS = {
@@ -95,15 +95,15 @@ class StepTime(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         """Starts the clock; `batch` is the first of the call's batches."""
-        self._begun, self._begun_s = batch, self._clock()
+        self._calls.begin(batch)
 
     def on_train_batch_end(self, batch, logs=None):
         """Starts to count after the warm-up, or as another builder is chosen."""
-        self._calls_s += self._clock() - self._begun_s
+        call = self._calls.end(self.model, batch)
+        self._calls_s += call.seconds
         phases = self.model.builder.timers
-        if self._steps < self._warmup_steps or phases is not self._phases:
+        if not call.warm or phases is not self._phases:
             self._start(phases)
-        self._steps += batches_done(self.model, batch) - self._begun
 
     @property
     def split(self) -> Split | None:
@@ -152,8 +152,8 @@ class StepTime(keras.callbacks.Callback):
         return f"{sum(parts.values()):,.1f} ms: {', '.join(said.values())}"
 
     def _forget(self):
-        self._steps = self._begun = 0
-        self._begun_s = self._calls_s = 0.0
+        self._calls = Calls(self._warmup_steps, self._clock)
+        self._calls_s = 0.0
         self._phases: StepTimers | None = None
         self._told: Split | None = None
 

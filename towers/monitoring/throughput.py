@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from towers.keras_adapter.fit import batches_done
 from towers.loop import listeners
+from towers.monitoring.steps import Calls
 
 # Calls of training that spread and jitter are taken of, at most.
 _CALLS = 1000
@@ -48,16 +48,12 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self._batch_size = batch_size
         self._examples = examples
-        self._warmup_steps = warmup_steps
         self._fractions = fractions
-        self._clock = clock
-        self._steps = 0
+        self._calls = Calls(warmup_steps, clock)
         self._counted = 0
         self._counted_s = 0.0
         self._epoch_counted = 0
         self._epoch_counted_s = 0.0
-        self._begun_s = 0.0
-        self._next_batch = 0
         self._rates = collections.deque(maxlen=_CALLS)
         self._told = 0, 0.0
 
@@ -109,22 +105,18 @@ class Throughput(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         """Starts the clock; `batch` is the first of the call's batches."""
-        self._next_batch = batch
-        self._begun_s = self._clock()
+        self._calls.begin(batch)
 
     def on_train_batch_end(self, batch, logs=None):
         """Stops the clock; `batch` is the last of the call's batches."""
-        elapsed_s = self._clock() - self._begun_s
-        done = batches_done(self.model, batch)
-        examples = self._seen(done) - self._seen(self._next_batch)
-        warm = self._steps >= self._warmup_steps
-        self._steps += done - self._next_batch
-        if warm:
+        call = self._calls.end(self.model, batch)
+        examples = self._seen(call.end) - self._seen(call.first)
+        if call.warm:
             self._counted += examples
-            self._counted_s += elapsed_s
-            self._rates.append(examples / elapsed_s)
+            self._counted_s += call.seconds
+            self._rates.append(examples / call.seconds)
             self._epoch_counted += examples
-            self._epoch_counted_s += elapsed_s
+            self._epoch_counted_s += call.seconds
         self._report(logs)
 
     def on_epoch_end(self, epoch, logs=None):

@@ -52,7 +52,7 @@ _OF_KERAS = "grab_batch", "slice_batch_indices"
 _ARRAYS = "give fit a tf.data.Dataset of batches, or a larger batch_size"
 
 
-def on(
+def advise(
     stage: Stage, stages: Sequence[Stage], own: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
     """Names a stage, and says what to do about it.

@@ -9,6 +9,7 @@ from towers.loop import listeners
 from towers.monitoring.bottleneck import tfdata_stats
 from towers.monitoring.bottleneck.verdict import bound_by, verdict
 from towers.monitoring.step_time import StepTime
+from towers.monitoring.steps import Interval
 
 # To look at tf.data's counters takes a millisecond or two.
 _LOOK_EVERY_S = 1.0
@@ -49,11 +50,7 @@ class Starvation(StepTime):
             clock: Returns seconds.
         """
         super().__init__(warmup_steps, clock)
-        if every_steps < 1:
-            raise ValueError(
-                f"Received every_steps={every_steps}; expected at least 1."
-            )
-        self._every_steps, self._advice = every_steps, advice
+        self._interval, self._advice = Interval(every_steps), advice
         self._terminal = sys.stdout.isatty() if terminal is None else terminal
         self._say = say
 
@@ -73,7 +70,7 @@ class Starvation(StepTime):
             ValueError: The model has no towers.
         """
         super().on_train_begin(logs)
-        self._step = int(self.model.optimizer.iterations)
+        self._interval.begin(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Says on a terminal what was found in the last epoch."""
@@ -85,8 +82,7 @@ class Starvation(StepTime):
     def on_train_batch_end(self, batch, logs=None):
         """Stops the clock, and gives a verdict if the interval is over."""
         super().on_train_batch_end(batch, logs)
-        before, self._step = self._step, int(self.model.optimizer.iterations)
-        over = before // self._every_steps != self._step // self._every_steps
+        over = self._interval.is_over(self.model)
         now = self._clock()
         if over or now - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now
@@ -152,7 +148,7 @@ class Starvation(StepTime):
         self._since, self._lately = self._reading, []
         if not judged:
             return
-        line = f"step {self._step}: {self.verdict}"
+        line = f"step {self._interval.step}: {self.verdict}"
         if self._terminal:
             self._unsaid = line
         else:

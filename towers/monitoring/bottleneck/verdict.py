@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from towers.monitoring.bottleneck.advice import on as advise
+from towers.monitoring.bottleneck.advice import advise
 from towers.monitoring.bottleneck.tfdata_stats import Stage, pace_ms, slowest
 
 # A part binds the step if it is shorter than the longest by at most these shares of the
@@ -75,7 +75,7 @@ def verdict(
         bound: What that found.
         stages: Of the input, the last one first; none if nothing is known.
         advice: What to do about a stage, by its label, if the pipeline has words of its
-            own; see `advice.on`.
+            own; see `advice.advise`.
     """
     step_ms = sum(parts_ms.values())
     waiting = parts_ms["input"] / step_ms

@@ -12,6 +12,7 @@ import tensorflow as tf
 from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
 from towers.model.fit_call import FitCall
+from towers.monitoring.steps import Interval
 from towers.monitoring.tensorboard import pictures
 from towers.monitoring.tensorboard.graph import readable
 from towers.monitoring.tensorboard.hparams import VALIDATION, Value, hparams_summaries
@@ -97,12 +98,8 @@ class TensorBoard(keras.callbacks.Callback):
             ValueError: If the number of steps is not positive.
         """
         super().__init__()
-        if every_steps < 1:
-            raise ValueError(
-                f"Received every_steps={every_steps}; expected at least 1."
-            )
         self._log_dir = log_dir
-        self._every_steps = every_steps
+        self._interval = Interval(every_steps)
         self._texts = texts
         self._scalars = scalars
         self._measures = measures
@@ -112,20 +109,21 @@ class TensorBoard(keras.callbacks.Callback):
         self._examples = examples
         self._sample = sample
         self._classes = pictures.Classes(class_names)
-        self._begin(0)
+        self._begin()
 
-    def _begin(self, step):
-        self._step = self._measured_step = step
+    def _begin(self):
+        self._measured_step = self._interval.step
         self._writers, self._failed, self._graph_written = {}, False, False
 
     def on_train_begin(self, logs=None):
         """Writes what is known at the start."""
-        self._begin(int(self.model.optimizer.iterations))
+        self._interval.begin(self.model)
+        self._begin()
         self._write_start()
 
     @_while_it_works
     def _write_start(self):
-        with self._writer("train").as_default(self._step):
+        with self._writer("train").as_default(self._interval.step):
             for tag, text in self._texts.items():
                 if not callable(text):
                     tf.summary.text(tag, text)
@@ -144,18 +142,19 @@ class TensorBoard(keras.callbacks.Callback):
     @_while_it_works
     def on_train_batch_end(self, batch, logs=None):
         """Writes the batch's scalars, if its turn has come, and once the graph."""
-        before = self._step
-        self._step = int(self.model.optimizer.iterations)
+        over = self._interval.is_over(self.model)
         if self._graph is not None and not self._graph_written:
             self._write_graph()
-        if before // self._every_steps != self._step // self._every_steps:
-            self._write_scalars("train", "batch", self._with_rate(logs), self._step)
+        if over:
+            self._write_scalars(
+                "train", "batch", self._with_rate(logs), self._interval.step
+            )
             self._write_measures()
 
     @_while_it_works
     def on_test_end(self, logs=None):
         """Writes the results of validation, at the step they belong to."""
-        self._write_scalars("validation", "batch", logs, self._step)
+        self._write_scalars("validation", "batch", logs, self._interval.step)
 
     @_while_it_works
     def on_epoch_end(self, epoch, logs=None):
@@ -181,9 +180,9 @@ class TensorBoard(keras.callbacks.Callback):
     @_while_it_works
     def on_train_end(self, logs=None):
         """Writes what is known at the end."""
-        if self._measured_step != self._step:
+        if self._measured_step != self._interval.step:
             self._write_measures()
-        with self._writer("train").as_default(self._step):
+        with self._writer("train").as_default(self._interval.step):
             for tag, text in self._texts.items():
                 if callable(text):
                     tf.summary.text(tag, text())
@@ -215,7 +214,7 @@ class TensorBoard(keras.callbacks.Callback):
         found = self._graph()
         if found is not None:
             self._graph_written = True
-            with self._writer("train").as_default(self._step):
+            with self._writer("train").as_default(self._interval.step):
                 tf.summary.graph(readable(found.as_graph_def()))
 
     def _write_scalars(self, run, prefix, values, step):
@@ -224,8 +223,8 @@ class TensorBoard(keras.callbacks.Callback):
                 tf.summary.scalar(f"{prefix}_{name}", value)
 
     def _write_measures(self):
-        self._measured_step = self._step
-        with self._writer("train").as_default(self._step):
+        self._measured_step = self._interval.step
+        with self._writer("train").as_default(self._interval.step):
             for measure in self._measures:
                 for tag, value in measure().items():
                     tf.summary.scalar(tag, value)

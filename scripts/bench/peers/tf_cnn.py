@@ -6,8 +6,8 @@ turn.
 
 import os
 
-from . import works
-from .worker import Clock, Job, tensorflow_memory_mb, use_checkout
+from .. import works
+from ..worker import Clock, Job, tensorflow_memory_mb, use_checkout
 
 
 def run(job: Job, clock: Clock) -> None:

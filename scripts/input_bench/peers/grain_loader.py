@@ -7,7 +7,7 @@ import grain
 import numpy as np
 import simplejpeg
 
-from .works import AREA, RATIO, WORKS
+from ..works import AREA, RATIO, WORKS
 
 cv2.setNumThreads(1)  # Processes are what is parallel.
 

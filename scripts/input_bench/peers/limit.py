@@ -16,7 +16,7 @@ from multiprocessing import connection
 
 import numpy as np
 
-from .works import WORKS
+from ..works import WORKS
 
 _PROCESSES = 2
 _BATCHES = 3  # that a process may be ahead

@@ -3,9 +3,9 @@
 import itertools
 import os
 
-from . import works
+from .. import works
+from ..worker import Clock, Job, host_mb
 from .keras_fit import fit
-from .worker import Clock, Job, host_mb
 
 
 def run(job: Job, clock: Clock) -> None:

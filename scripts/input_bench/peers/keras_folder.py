@@ -6,7 +6,7 @@ It has no layer for crops of random size: it crops photographs resized to 256x25
 import keras
 import tensorflow as tf
 
-from .works import WORKS
+from ..works import WORKS
 
 
 def batches(contender, work, folder):

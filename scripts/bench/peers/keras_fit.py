@@ -2,8 +2,8 @@
 
 import sys
 
-from . import works
-from .worker import Clock, Job, leave_threads, tensorflow_memory_mb
+from .. import works
+from ..worker import Clock, Job, leave_threads, tensorflow_memory_mb
 
 
 def run(job: Job, clock: Clock) -> None:

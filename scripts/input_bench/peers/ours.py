@@ -4,7 +4,7 @@ import numpy as np
 
 from towers import input_pipeline
 
-from .works import CLASSES, FILES, WORKS
+from ..works import CLASSES, FILES, WORKS
 
 
 def batches(contender, work, folder):

@@ -5,7 +5,7 @@ from torch.utils import data
 from torchvision import datasets, io
 from torchvision.transforms import v2
 
-from .works import AREA, RATIO, WORKS
+from ..works import AREA, RATIO, WORKS
 
 
 def batches(contender, work, folder):

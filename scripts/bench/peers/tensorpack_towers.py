@@ -8,8 +8,8 @@ import importlib.machinery
 import os
 import sys
 
-from . import works
-from .worker import Clock, Job, tensorflow_memory_mb, use_checkout
+from .. import works
+from ..worker import Clock, Job, tensorflow_memory_mb, use_checkout
 
 # The modules that place towers.
 _PLACING = "tensorpack.graph_builder.training", "tensorpack.train.tower"

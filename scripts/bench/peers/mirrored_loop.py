@@ -4,8 +4,8 @@ import tensorflow as tf
 
 from towers import devices
 
-from . import works
-from .worker import Clock, Job, leave_threads, tensorflow_memory_mb
+from .. import works
+from ..worker import Clock, Job, leave_threads, tensorflow_memory_mb
 
 
 def run(job: Job, clock: Clock) -> None:

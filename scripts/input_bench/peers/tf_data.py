@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from .works import AREA, FILES, PADDING, RATIO, WORKS
+from ..works import AREA, FILES, PADDING, RATIO, WORKS
 
 
 def batches(contender, work, folder):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from . import works
-from .worker import Clock, Job, host_mb
+from .. import works
+from ..worker import Clock, Job, host_mb
 
 
 def run(job: Job, clock: Clock) -> None:

@@ -4,7 +4,7 @@ import os
 
 from nvidia.dali import fn, pipeline_def, types
 
-from .works import AREA, RATIO, WORKS
+from ..works import AREA, RATIO, WORKS
 
 
 def batches(contender, work, folder):

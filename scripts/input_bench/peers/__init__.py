@@ -1,0 +1,1 @@
+"""The contenders: a module each, with a function `batches`."""

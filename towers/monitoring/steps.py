@@ -1,0 +1,83 @@
+"""Counts the steps of a run: intervals between reports, and calls of training."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+
+from towers.keras_adapter.fit import batches_done
+
+
+class Interval:
+    """Steps of the optimizer between two reports.
+
+    Attributes:
+        step: The optimizer's, when it was last asked.
+    """
+
+    def __init__(self, every_steps: int):
+        """Initializes the interval.
+
+        Args:
+            every_steps: Its steps.
+
+        Raises:
+            ValueError: If the number of steps is not positive.
+        """
+        if every_steps < 1:
+            raise ValueError(
+                f"Received every_steps={every_steps}; expected at least 1."
+            )
+        self._every_steps, self.step = every_steps, 0
+
+    def begin(self, model: keras.Model) -> None:
+        """Continues the count of a model's optimizer."""
+        self.step = int(model.optimizer.iterations)
+
+    def is_over(self, model: keras.Model) -> bool:
+        """Tells whether an interval has ended since the optimizer was last asked."""
+        before = self.step
+        self.begin(model)
+        return before // self._every_steps != self.step // self._every_steps
+
+
+class Call(NamedTuple):
+    """A call of training, of one or several steps.
+
+    Attributes:
+        first: Its first batch, as the epoch counts.
+        end: The batch behind its last one.
+        seconds: Time inside it.
+        warm: Whether it began behind the warm-up.
+    """
+
+    first: int
+    end: int
+    seconds: float
+    warm: bool
+
+
+class Calls:
+    """Takes the time of the calls of training; the first are the warm-up."""
+
+    def __init__(self, warmup_steps: int, clock: Callable[[], float]):
+        """Begins to count.
+
+        Args:
+            warmup_steps: Steps at the beginning that are the warm-up.
+            clock: Returns seconds.
+        """
+        self._warmup_steps, self._clock = warmup_steps, clock
+        self._steps = self._first = 0
+        self._begun_s = 0.0
+
+    def begin(self, batch: int) -> None:
+        """Starts the clock; `batch` is the first of the call's batches."""
+        self._first, self._begun_s = batch, self._clock()
+
+    def end(self, model: keras.Model, batch: int) -> Call:
+        """Stops the clock; `batch` is as Keras tells it."""
+        seconds = self._clock() - self._begun_s
+        end, warm = batches_done(model, batch), self._steps >= self._warmup_steps
+        self._steps += end - self._first
+        return Call(self._first, end, seconds, warm)
