@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import types
 
 import keras
 import numpy as np
@@ -20,6 +21,7 @@ from towers.input_pipeline.sources.arrays import RowSource
 from towers.monitoring.bottleneck import advice, tfdata_stats
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.bottleneck.tfdata_stats import Stage
+from towers.train.callbacks import make_watch
 from towers.train.settings import NAMES
 
 # Methods of tf.data.Dataset, by what tf.data calls their stages.
@@ -142,7 +144,7 @@ def test_data_of_ours_bring_their_words_along(ours):
     assert callback._words() is None
 
 
-def test_what_is_kept_is_not_to_be_kept():
+def test_what_is_kept_is_not_to_be_kept_again():
     source = open_source("synthetic:4x4x3:2")
     kept = RowSource(
         "kept",
@@ -157,6 +159,13 @@ def test_what_is_kept_is_not_to_be_kept():
     for each, cures in (source, "keep the data in memory"), (kept, "at hand already"):
         pipeline = make_dataset(each, "train", 4).pipeline
         assert cures in pipeline.advice["read"]
+        job = types.SimpleNamespace(
+            settings=types.SimpleNamespace(batch_size=4, log_steps=1),
+            sizes=[4],
+            data=types.SimpleNamespace(source=each, examples=8),
+            devices=types.SimpleNamespace(physical=(), towers=()),
+        )
+        assert cures in make_watch(job).starvation._words()["read"]
 
 
 def test_words_of_ours_name_what_there_is():

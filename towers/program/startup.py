@@ -63,6 +63,9 @@ def begin(
         sift: Whether to leave out, until the program ends, what TensorFlow writes of
             errors that Python raises.
 
+    Returns:
+        What `read` returns.
+
     Raises:
         SystemExit: The flags are wrong, or TensorFlow cannot be imported; either is
             said. Or only the help was asked for.
@@ -96,6 +99,7 @@ def begin(
     faulthandler.enable(sys.__stderr__)
     prepare_gpus()
     _import_tensorflow(program)
+    return found
 
 
 def _import_tensorflow(program: str) -> None:
@@ -112,7 +116,6 @@ def _import_tensorflow(program: str) -> None:
             f"{program}: TensorFlow cannot be imported ({reason}); ask python -m "
             "towers.doctor."
         )
-    return found
 
 
 def prepare_gpus() -> None:

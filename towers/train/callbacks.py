@@ -81,9 +81,11 @@ def make_watch(job: Job) -> Watch:
     """Makes the callbacks that measure the run."""
     size = job.settings.batch_size
     fractions = [each / size for each in job.sizes]
+    source = job.data.source
+    advice = input_pipeline.stage_advice(source.origin is not source, flags=True)
     return Watch(
         Throughput(size, job.data.examples, fractions=fractions),
-        Starvation(job.settings.log_steps, advice=input_pipeline.ADVICE),
+        Starvation(job.settings.log_steps, advice=advice),
         DeviceReport(job.devices),
         fractions,
     )

@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from towers import input_pipeline
-from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.quarantine import Quarantine
 from towers.input_pipeline.specs import takes
@@ -291,5 +290,6 @@ def _cached(data: Data, source: input_pipeline.Source) -> input_pipeline.Source:
             cache,
             settings.cache_dir,
             settings.deterministic,
-            data.image_shape if pays and takes_whole(settings.recipe) else None,
+            data.image_shape if pays else None,
+            settings.recipe,
         )
