@@ -32,45 +32,27 @@ MODULE, CLASS, METHODS, FUNCTION, ROOMS = 400, 300, 20, 60, 10
 # ARCHITECTURE.md says why.
 EXCEPTIONS = {
     "folder towers",
+    "folder towers/keras_adapter",
     "folder input_pipeline",
+    "folder scripts",
 }
 
 # What still has to move: these tables only get shorter.
 UPWARDS: set[tuple[str, str]] = set()
-UPWARDS_IN_THE_INPUT = {
-    (
-        "towers.input_pipeline.pipeline",
-        "towers.input_pipeline.benchmark.advice.IN_PYTHON",
-    ),
-    (
-        "towers.input_pipeline.sources.files.file_source",
-        "towers.input_pipeline.records.checks.read_labels",
-    ),
-}
+UPWARDS_IN_THE_INPUT = set()
 TOO_LARGE = {
-    "class input_pipeline/pipeline.py Pipeline",
     "class towers/builders/asynchronous.py Asynchronous",
     "class towers/builders/base.py Builder",
     "class towers/lifecycle/checkpoint.py Checkpoint",
     "class towers/model/tower_model.py TowerModel",
-    "folder scripts",
-    "folder scripts/bench",
-    "folder scripts/input_bench",
-    "function input_pipeline/cache.py cached",
-    "function input_pipeline/convert/__main__.py convert",
-    "function input_pipeline/images/decode.py decode_window",
-    "function input_pipeline/sources/__init__.py open_source",
-    "function scripts/bench/tf_cnn.py _models",
     "function towers/builders/asynchronous.py train_function",
-    "function towers/builders/base.py run",
+    "function towers/builders/base.py run_towers",
     "function towers/devices/configuration.py configure",
     "function towers/lifecycle/checkpoint.py __init__",
     "function towers/lifecycle/resume.py going_on",
     "function towers/model/auto.py choose",
     "function towers/model/tower_model.py multi_gpu_model",
     "function towers/parity/check.py check_parity",
-    "function towers/program/startup.py begin",
-    "module input_pipeline/convert/__main__.py",
     "module towers/builders/asynchronous.py",
     "module towers/builders/base.py",
     "module towers/lifecycle/checkpoint.py",

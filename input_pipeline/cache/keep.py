@@ -65,12 +65,7 @@ def cached(
         return source
     shape = _pixels_shape(source, image_shape)
     if cache == "disk" and shape is None:
-        whole = ", ".join(repr(name) for name in RECIPES if takes_whole(name))
-        raise ValueError(
-            f"cache is 'disk', but {source.name} has images of different sizes, or of "
-            "a size that is not known: expected 'memory' or 'none', or a recipe that "
-            f"begins by resizing all of them to one size ({whole})"
-        )
+        raise _no_pixels(source)
     plan = _plan(source, cache, folder, deterministic, shape)
     kept_as = "numbers" if len(source.image_shape) == 1 else _CALLED[plan.what]
     place = {"memory": "kept in memory", "disk": f"kept in {folder}"}
@@ -106,6 +101,15 @@ def _check(
         raise ValueError("cache is 'disk', but there is no folder: name one")
     if folder is not None and os.path.isfile(folder):
         raise ValueError(f"folder is {folder}, which is a file: name a folder")
+
+
+def _no_pixels(source: Source) -> ValueError:
+    whole = ", ".join(repr(name) for name in RECIPES if takes_whole(name))
+    return ValueError(
+        f"cache is 'disk', but {source.name} has images of different sizes, or of a "
+        "size that is not known: expected 'memory' or 'none', or a recipe that begins "
+        f"by resizing all of them to one size ({whole})"
+    )
 
 
 def _plan(
