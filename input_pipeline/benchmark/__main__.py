@@ -19,7 +19,6 @@ if __name__ == "__main__":
     )
 
 import contextlib
-import gc
 import json
 import os
 import platform
@@ -34,40 +33,28 @@ from towers.input_pipeline.benchmark import measure, report
 from towers.input_pipeline.cache import cached
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.records.checks import blame_records
-from towers.program import startup
-from towers.program.commands import fail, quieten, read_image_size, read_randaugment
+from towers.program import ending
+from towers.program.commands import read_image_size, read_randaugment
 
 FLAGS = flags.FLAGS
-_PROGRAM = "towers.input_pipeline.benchmark"
 
 
-def main() -> int:
+def measure_and_say() -> None:
     """Measures what the flags describe, which are read and checked.
 
-    Returns:
-        The exit code.
+    Raises:
+        ValueError: If any input is bad.
     """
-    try:
-        startup.end()
-        pipeline, towers = set_up()
-        steps = FLAGS.step_ms and [float(step) for step in FLAGS.step_ms]
-        results = describe(pipeline)
-        with blame_records(pipeline.source):
-            results |= measure.measure(pipeline, FLAGS.examples, towers, steps)
-            if FLAGS.ablate:
-                results["ablation"] = measure.ablate(pipeline, FLAGS.examples)
-        print(json.dumps(results) if FLAGS.json else report.text(results))
-        if FLAGS.plot:
-            report.plot(results, FLAGS.plot)
-    except KeyboardInterrupt:
-        fail("Stopped by Ctrl-C.", _PROGRAM)
-        return 130
-    except (ValueError, OSError) as error:
-        return fail(error, _PROGRAM)
-    finally:
-        # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
-        gc.collect()
-    return 0
+    pipeline, towers = set_up()
+    steps = FLAGS.step_ms and [float(step) for step in FLAGS.step_ms]
+    results = describe(pipeline)
+    with blame_records(pipeline.source):
+        results |= measure.measure(pipeline, FLAGS.examples, towers, steps)
+        if FLAGS.ablate:
+            results["ablation"] = measure.ablate(pipeline, FLAGS.examples)
+    print(json.dumps(results) if FLAGS.json else report.text(results))
+    if FLAGS.plot:
+        report.plot(results, FLAGS.plot)
 
 
 def set_up() -> tuple[Pipeline, list[str]]:
@@ -79,7 +66,6 @@ def set_up() -> tuple[Pipeline, list[str]]:
     Raises:
         ValueError: If any input is bad.
     """
-    quieten()
     towers = configure_devices(FLAGS.towers)
     source = sources.open_source(
         FLAGS.dataset,
@@ -159,4 +145,4 @@ def describe(pipeline: Pipeline) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run("towers.input_pipeline.benchmark", measure_and_say))

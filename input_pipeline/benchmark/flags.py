@@ -137,19 +137,13 @@ def read(argv: Sequence[str], doc: str) -> None:
     Raises:
         ValueError: If a flag is bad, or there is anything but flags.
     """
-    by_module = FLAGS.flags_by_module_dict()
-    titles = [group["module_name"] for group in (_DATA, _INPUT, _MEASURE)]
-    groups = {title: by_module[title] for title in titles}
-    check_flags(command_line.read(argv, doc, groups))
+    groups = command_line.below(g["module_name"] for g in (_DATA, _INPUT, _MEASURE))
+    command_line.read(argv, doc, groups, example="--dataset=digits")
+    check_flags()
 
 
-def check_flags(argv: Sequence[str]) -> None:
+def check_flags() -> None:
     """Checks the flags that can be checked by themselves."""
-    if len(argv) > 1:
-        raise ValueError(
-            f"Received the argument {argv[1]!r}; expected flags only, such as "
-            "--dataset=digits (see --help)."
-        )
     specs.check(FLAGS.dataset)
     read_image_size(FLAGS.image_size)
     read_randaugment(FLAGS.randaugment)

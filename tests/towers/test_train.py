@@ -28,12 +28,15 @@ from tests import once, warm
 from tests.terminal import read_all
 from towers import devices, input_pipeline
 from towers.collectives import reduce
+from towers.lifecycle.checkpoint import SaveError
 from towers.model.tower_model import BUILDERS
 from towers.monitoring.profile import callback as profile
 from towers.report.read import read
 from towers.train import __main__ as train
 from towers.train import checks, settings
 from towers.train import flags as train_flags
+from towers.train import run as train_run
+from towers.train.job import assemble
 from towers.train.outputs import files
 from towers.train.outputs import start as first_lines
 from towers.train.outputs import summary as last_lines
@@ -75,6 +78,25 @@ def run(*flags, code=0):
     done = warm.run("towers.train", *QUICKLY, *flags, timeout_s=TIMEOUT_S)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
+
+
+def read_settings(*flags):
+    """The settings of a command line, checked as a program checks them."""
+    argv = ["towers.train", *map(str, (*QUICKLY, *flags))]
+    with flagsaver.flagsaver():
+        return checks.check_model_dir(train_flags.read(argv, "What it is for."))
+
+
+def assembled(*flags):
+    """The job of a command line, in this process."""
+    return assemble(read_settings(*flags))
+
+
+def run_here(*flags):
+    """Runs to the end in this process: what needs no signal and no exit code."""
+    job = assembled(*flags)
+    train_run.run(job)
+    return job
 
 
 def wait_for(process, beginning):
@@ -530,7 +552,7 @@ def test_shares_and_loss_placement(one_epoch, shared):
 
 def test_images_in_folders(tmp_path):
     write_folder(tmp_path / "images", ant=12, bee=11)
-    run(
+    run_here(
         *(f"--dataset=folder:{tmp_path / 'images'}", "--image_size=8", "--model=mlp"),
         *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=1", "--batch_size=8"),
     )
@@ -539,7 +561,7 @@ def test_images_in_folders(tmp_path):
     assert "val_accuracy" in summary
 
 
-def test_rows_of_numbers(tmp_path):
+def test_rows_of_numbers(tmp_path, capsys):
     rng = np.random.default_rng(0)
     for split, count in (("train", 90), ("test", 30)):
         rows = rng.normal(size=[count, 3])
@@ -548,12 +570,13 @@ def test_rows_of_numbers(tmp_path):
             f"{a},{b},{c},{y}\n" for (a, b, c), y in zip(rows, labels, strict=True)
         ]
         (tmp_path / f"{split}.csv").write_text("a,b,c,label\n" + "".join(lines))
-    done = run(
+    run_here(
         *(f"--dataset=csv:{tmp_path}/*.csv", "--model=mlp", "--batch_size=16"),
         *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=4"),
         "--learning_rate=0.02",
     )
-    assert "90 rows of 3 numbers to train on, 2 classes" in done.stdout
+    out = capsys.readouterr().out
+    assert "90 rows of 3 numbers to train on, 2 classes" in out
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["val_accuracy"] > 0.9
 
@@ -1017,9 +1040,9 @@ class TestInProcess:
 # Going on with an earlier run.
 
 
-def first_done(done):
+def first_done(out):
     """The number of the first epoch that a run finished."""
-    return int(re.search(r"^epoch (\d+)/\d+ done", done.stdout, re.M)[1])
+    return int(re.search(r"^epoch (\d+)/\d+ done", out, re.M)[1])
 
 
 def continued(done, path):
@@ -1049,7 +1072,7 @@ def test_killed_and_started_again_with_the_flags_that_it_wrote(killed, whole, tm
     assert not (path / "not_finite.npz").exists()
     epoch, batch = continued(done, path)
     assert 1 <= epoch < 8 and batch in (0, 5, 10, 15, 20)
-    assert first_done(done) == epoch + 1
+    assert first_done(done.stdout) == epoch + 1
     summary = json.loads((path / "summary.json").read_text())
     assert (summary["epochs"], summary["steps"]) == (8, 8 * STEPS)
     model = keras.models.load_model(path / "model.keras")
@@ -1075,19 +1098,20 @@ def test_terminated_and_started_again(data_dir, tmp_path):
     epoch, batch = map(int, saved.groups())
     again = run(*flags, f"--train_epochs={epoch + 1}")
     assert continued(again, tmp_path) == (epoch, batch)
-    assert first_done(again) == epoch + 1
+    assert first_done(again.stdout) == epoch + 1
     assert f"Done: {epoch + 1} epochs, {(epoch + 1) * STEPS} steps" in again.stdout
 
 
-def test_finished_and_started_again(trained, data_dir, tmp_path):
+def test_finished_and_started_again(trained, data_dir, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(trained.path, path)
-    done = run(
+    run_here(
         f"--data_dir={data_dir}", f"--model_dir={path}", f"--train_epochs={EPOCHS}"
     )
-    assert f"Nothing left to train: {path} has 8 epochs already" in done.stdout
-    assert "epoch 9" not in done.stdout and "epoch 1/" not in done.stdout
-    assert "Done: 8 epochs, 184 steps" in done.stdout
+    out = capsys.readouterr().out
+    assert f"Nothing left to train: {path} has 8 epochs already" in out
+    assert "epoch 9" not in out and "epoch 1/" not in out
+    assert "Done: 8 epochs, 184 steps" in out
     assert_same_bits(weights(path), weights(trained.path))
     # What was measured is kept.
     before, after = (
@@ -1098,11 +1122,12 @@ def test_finished_and_started_again(trained, data_dir, tmp_path):
         assert after[name] == before[name] is not None
 
 
-def test_eval_only(trained, data_dir):
+def test_eval_only(trained, data_dir, capsys):
     before = snapshot(trained.path)
-    done = run(f"--data_dir={data_dir}", f"--model_dir={trained.path}", "--eval_only")
+    run_here(f"--data_dir={data_dir}", f"--model_dir={trained.path}", "--eval_only")
+    out = capsys.readouterr().out
     summary = json.loads((trained.path / "summary.json").read_text())
-    last = done.stdout.splitlines()[-1]
+    last = out.splitlines()[-1]
     found = re.fullmatch(
         r"validation accuracy ([\d.]+), validation loss ([\d.]+)", last
     )
@@ -1110,19 +1135,19 @@ def test_eval_only(trained, data_dir):
     assert float(found[2]) == pytest.approx(summary["val_loss"], abs=1e-4)
     assert snapshot(trained.path) == before
     # Nothing is read twice, so nothing is kept.
-    assert "kept" not in done.stdout and "kept" in trained.stdout
+    assert "kept" not in out and "kept" in trained.stdout
 
 
-def test_clean_starts_over(trained, data_dir, tmp_path):
+def test_clean_starts_over(trained, data_dir, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(trained.path, path)
     (path / "notes.txt").write_text("mine")
     # Another model: its checkpoint does not matter any more.
-    done = run(
+    run_here(
         *(f"--data_dir={data_dir}", f"--model_dir={path}", "--clean", "--model=mlp"),
         "--train_epochs=1",
     )
-    assert first_done(done) == 1
+    assert first_done(capsys.readouterr().out) == 1
     assert (path / "notes.txt").read_text() == "mine"
     assert not (path / "checkpoints/ckpt-8-0").exists()
     for name in ("train", "validation"):
@@ -1176,6 +1201,10 @@ def made(tmp_path_factory):
     return path
 
 
+# What programs make a sentence of while they set up.
+BAD = ValueError, OSError, tf.errors.OpError
+
+
 def check_bad(done, words, model_dir):
     (said,) = ours(done)
     for word in words:
@@ -1188,17 +1217,38 @@ def check_bad(done, words, model_dir):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        # Found before TensorFlow is imported; as devices are set up; and in the data.
         ("--model=resnet21", ["resnet21", "resnet20"]),
+        (
+            "--allow_growth --gpu_memory_limit_mb=100",
+            ["allow_growth", "gpu_memory_limit_mb"],
+        ),
+        (
+            "--dataset=tfrecord:{made}/corrupt.tfrecord --image_size=8 --num_classes=2",
+            ["{made}/corrupt.tfrecord", "record 4", "byte offset", "corrupted"],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_ends_the_program(made, data_dir, tmp_path, flags, words):
+    model_dir = tmp_path / "run"
+    done = run(
+        *(f"--data_dir={data_dir}", f"--model_dir={model_dir}"),
+        *flags.format(made=made).split(),
+        code=1,
+    )
+    check_bad(done, [word.format(made=made) for word in words], model_dir)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
         ("--dataset=digit", ["digit", "did you mean digits?"]),
         ("--dataset=tfds:mnits", ["mnits", "mnist"]),
         ("--optimizer=sdg", ["--optimizer=sdg", "sgd"]),
         ("--dtype=fp8", ["--dtype=fp8", "fp32, fp16, bf16"]),
         ("--batch_size=0", ["--batch_size=0", "at least 1"]),
         ("--optimizer=sgd --momentum=2", ["--momentum=2.0", "0 to 1"]),
-        (
-            "--allow_growth --gpu_memory_limit_mb=100",
-            ["allow_growth", "gpu_memory_limit_mb"],
-        ),
         ("--dataset=folder:{made}/none", ["{made}/none", "not a folder"]),
         ("--dataset=tfrecord:{made}/none-*", ["no file matches", "{made}/none-*"]),
         (
@@ -1209,10 +1259,6 @@ def check_bad(done, words, model_dir):
         (
             "--dataset=tfrecord:{made}/labels.tfrecord --num_classes=5 --image_size=8",
             ["{made}/labels.tfrecord", "record 5", "label 5", "[0, 5)"],
-        ),
-        (
-            "--dataset=tfrecord:{made}/corrupt.tfrecord --image_size=8 --num_classes=2",
-            ["{made}/corrupt.tfrecord", "record 4", "byte offset", "corrupted"],
         ),
         ("--model={made}/models.py:too_few", ["too_few", "(None, 9)", "(None, 10)"]),
         ("--model={made}/models.py:no_vector", ["no_vector", "(None, 8, 8, 10)"]),
@@ -1248,58 +1294,67 @@ def check_bad(done, words, model_dir):
 def test_bad_input(made, data_dir, tmp_path, flags, words):
     model_dir = tmp_path / "run"
     names = {"made": made, "model_dir": model_dir}
-    done = run(
-        *(f"--data_dir={data_dir}", f"--model_dir={model_dir}"),
-        *flags.format(**names).split(),
-        code=1,
-    )
-    check_bad(done, [word.format(**names) for word in words], model_dir)
+    with pytest.raises(BAD) as caught:
+        assembled(
+            *(f"--data_dir={data_dir}", f"--model_dir={model_dir}"),
+            *flags.format(**names).split(),
+        )
+    for word in words:
+        assert word.format(**names) in str(caught.value)
+    assert not model_dir.exists()
 
 
 @pytest.mark.parametrize("model_dir", ["{made}/file/run", "/proc/run"])
-def test_unwritable_model_dir(made, data_dir, model_dir):
+def test_unwritable_model_dir(made, model_dir):
     # Tests may run as root, whom no permission stops.
     model_dir = model_dir.format(made=made)
-    done = run(f"--data_dir={data_dir}", f"--model_dir={model_dir}", code=1)
-    parent = os.path.dirname(model_dir)
-    check_bad(done, [model_dir, parent, "--model_dir"], model_dir)
+    with pytest.raises(ValueError, match="--model_dir") as caught:
+        checks.check_model_dir(Settings(model_dir=model_dir))
+    assert model_dir in str(caught.value)
+    assert os.path.dirname(model_dir) in str(caught.value)
+    assert not os.path.exists(model_dir)
 
 
 def test_checkpoint_of_another(trained, data_dir):
     before = snapshot(trained.path)
     flags = f"--data_dir={data_dir}", f"--model_dir={trained.path}", "--model=mlp"
-    done = run(*flags, code=1)
-    (said,) = ours(done)
-    for word in ("another model", "conv2d", "dense", str(trained.path), "--clean"):
-        assert word in said
-    assert "Traceback" not in done.stderr
+    with pytest.raises(ValueError, match="another model") as caught:
+        assembled(*flags)
+    for word in ("conv2d", "dense", str(trained.path), "--clean"):
+        assert word in str(caught.value)
     assert snapshot(trained.path) == before
 
 
-def test_truncated_checkpoint(trained, data_dir, tmp_path):
+def test_truncated_checkpoint(trained, data_dir, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(trained.path, path)
     for number in range(1, 6):  # the best may be kept
         shutil.rmtree(path / f"checkpoints/ckpt-{number}-0", ignore_errors=True)
-    for numbers in ((8, 7), (6,)):
-        for number in numbers:
-            broken = path / f"checkpoints/ckpt-{number}-0/variables.data-00000-of-00001"
-            broken.write_bytes(broken.read_bytes()[:-1000])
-        before = snapshot(path)
-        flags = f"--data_dir={data_dir}", f"--model_dir={path}", "--eval_only"
-        done = run(*flags, code=0 if number > 6 else 1)
-        (said,) = ours(done)
-        # With the newest that is whole, if there is one.
-        first = f"Cannot read the checkpoint {path}/checkpoints/ckpt-8-0: "
-        if number > 6:
-            older = f"{path}/checkpoints/ckpt-6-0"
-            assert said.startswith(f"Warning: {first}")
-            assert said.endswith(f"after it is lost: going back to {older}.")
-            assert f"Evaluating {older}: after epoch 6," in done.stdout
-        else:
-            assert said.startswith(first) and said.endswith("or remove it.")
-        assert "Traceback" not in done.stderr
-        assert snapshot(path) == before
+    flags = f"--data_dir={data_dir}", f"--model_dir={path}", "--eval_only"
+    first = f"Cannot read the checkpoint {path}/checkpoints/ckpt-8-0: "
+    # With the newest that is whole, if there is one.
+    break_checkpoints(path, 8, 7)
+    before = snapshot(path)
+    run_here(*flags)
+    out, err = capsys.readouterr()
+    older = f"{path}/checkpoints/ckpt-6-0"
+    assert f"towers: Warning: {first}" in err
+    assert err.endswith(f"after it is lost: going back to {older}.\n")
+    assert f"Evaluating {older}: after epoch 6," in out
+    assert snapshot(path) == before
+    break_checkpoints(path, 6)
+    before = snapshot(path)
+    with pytest.raises(ValueError) as caught:
+        assembled(*flags)
+    said = str(caught.value)
+    assert said.startswith(first) and said.endswith("or remove it.")
+    assert snapshot(path) == before
+
+
+def break_checkpoints(path, *numbers):
+    for number in numbers:
+        broken = path / f"checkpoints/ckpt-{number}-0/variables.data-00000-of-00001"
+        broken.write_bytes(broken.read_bytes()[:-1000])
 
 
 # What is found out only while training: named all the same.
@@ -1353,15 +1408,13 @@ def test_divergence_is_no_success(data_dir, tmp_path):
     ],
 )
 def test_corrupt_image(made, tmp_path, dataset, words):
-    done = run(
-        *(f"--dataset={dataset.format(made=made)}", "--image_size=8", "--model=mlp"),
-        f"--model_dir={tmp_path}",
-        code=1,
-    )
-    (said,) = ours(done)
+    with pytest.raises(input_pipeline.BadRecordError) as caught:
+        assembled(
+            *(f"--dataset={dataset.format(made=made)}", "--image_size=8"),
+            *("--model=mlp", f"--model_dir={tmp_path}"),
+        )
     for word in words:
-        assert word.format(made=made) in said
-    assert "Traceback" not in done.stderr
+        assert word.format(made=made) in str(caught.value)
 
 
 def test_corrupt_record(data_dir, tmp_path):
@@ -1370,14 +1423,9 @@ def test_corrupt_record(data_dir, tmp_path):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 255
     shard.write_bytes(content)
-    done = run(
-        *(f"--data_dir={tmp_path / 'data'}", f"--model_dir={tmp_path / 'run'}"),
-        "--model=mlp",
-        code=1,
-    )
-    (said,) = ours(done)
-    assert re.match(rf"{shard}: record \d+ \(byte offset \d+\): corrupted", said)
-    assert "Traceback" not in done.stderr
+    said = rf"{shard}: record \d+ \(byte offset \d+\): corrupted"
+    with pytest.raises(input_pipeline.BadRecordError, match=said):
+        assembled(f"--data_dir={tmp_path / 'data'}", f"--model_dir={tmp_path / 'run'}")
 
 
 @pytest.mark.slow
@@ -1425,12 +1473,15 @@ def test_bad_records_are_passed_over(tmp_path):
 @pytest.fixture(scope="module")
 def worse(shared, data_dir, tmp_path_factory):
     """A run that went on, and got worse; what it says."""
-    path = tmp_path_factory.mktemp("worse") / "run"
-    shutil.copytree(shared, path)
-    flags = (f"--data_dir={data_dir}", f"--model_dir={path}", "--model=mlp")
-    done = run(*flags, "--train_epochs=2", "--learning_rate=1", "--batch_size=32")
-    done.path, done.flags = path, flags
-    return done
+
+    def make(path):
+        shutil.copytree(shared, path, dirs_exist_ok=True)
+        flags = (f"--data_dir={data_dir}", f"--model_dir={path}", "--model=mlp")
+        done = run(*flags, "--train_epochs=2", "--learning_rate=1", "--batch_size=32")
+        done.path = path
+        return done
+
+    return once.make(tmp_path_factory, "worse", make)
 
 
 @pytest.mark.slow
@@ -1469,19 +1520,23 @@ def test_a_worse_run_leaves_the_best_model(worse, shared):
     assert not np.array_equal(kept[0], weights(worse.path)[0])
 
 
-def test_the_best_is_evaluated_and_gone_on_from(worse, shared, tmp_path):
+def test_the_best_is_evaluated_and_gone_on_from(
+    worse, shared, data_dir, tmp_path, capsys
+):
     path = tmp_path / "run"
     shutil.copytree(worse.path, path)
-    flags = (*worse.flags[:1], f"--model_dir={path}", "--model=mlp")
+    flags = (f"--data_dir={data_dir}", f"--model_dir={path}", "--model=mlp")
     first = json.loads((shared / "summary.json").read_text())
     before = snapshot(path)
-    done = run(*flags, "--eval_only", "--checkpoint=best")
-    assert f"Evaluating {path}/checkpoints/ckpt-1-0: after epoch 1" in done.stdout
-    assert f"validation loss {first['val_loss']:.4f}" in done.stdout
+    run_here(*flags, "--eval_only", "--checkpoint=best")
+    out = capsys.readouterr().out
+    assert f"Evaluating {path}/checkpoints/ckpt-1-0: after epoch 1" in out
+    assert f"validation loss {first['val_loss']:.4f}" in out
     assert snapshot(path) == before
-    done = run(*flags, "--checkpoint=best", "--train_epochs=2")
-    assert "ckpt-1-0: after epoch 1, step 23, the best by val_loss: " in done.stdout
-    assert "The training after it is given up: ckpt-2-0 will be" in done.stdout
+    run_here(*flags, "--checkpoint=best", "--train_epochs=2")
+    out = capsys.readouterr().out
+    assert "ckpt-1-0: after epoch 1, step 23, the best by val_loss: " in out
+    assert "The training after it is given up: ckpt-2-0 will be" in out
     summary = json.loads((path / "summary.json").read_text())
     assert summary["epochs"] == summary["best"]["epoch"] == 2
     assert summary["val_loss"] < first["val_loss"]
@@ -1502,8 +1557,8 @@ def test_one_run_at_a_time(data_dir, tmp_path):
     flags = (f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp")
     with open(tmp_path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = run(*flags, "--train_epochs=1", code=1)
-        assert f"Another run writes to {tmp_path}" in ours(done)[0]
+        with pytest.raises(SaveError, match=f"Another run writes to {tmp_path}"):
+            run_here(*flags, "--train_epochs=1")
         assert not (tmp_path / "flags.txt").exists()
 
 
@@ -1512,6 +1567,6 @@ def test_something_in_the_way(data_dir, tmp_path, name):
     path = tmp_path / name
     path.write_text("") if name == "checkpoints" else path.mkdir()
     flags = (f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp")
-    done = run(*flags, "--train_epochs=1", code=1)
-    assert str(tmp_path) in ours(done)[0]
-    assert "Traceback" not in done.stderr
+    with pytest.raises(BAD if name == "checkpoints" else SaveError) as caught:
+        run_here(*flags, "--train_epochs=1")
+    assert str(tmp_path) in str(caught.value)

@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 import dataclasses
 import json
-import signal
 import sys
 
 from towers.find_batch_size import search
@@ -27,30 +26,10 @@ from towers.find_batch_size.processes import as_probe, run
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe
 from towers.find_batch_size.search_flags import Search
-from towers.program import startup, words
-from towers.program.commands import fail, quieten
+from towers.program import ending, words
+from towers.program.commands import fail
 
 _PROGRAM = "towers.find_batch_size"
-
-
-def main(settings: Search) -> int:
-    """Searches as settings describe.
-
-    Args:
-        settings: What to train and to try, checked.
-
-    Returns:
-        The exit code.
-    """
-    signal.signal(signal.SIGTERM, _terminate)
-    quieten()
-    try:
-        startup.end()
-        return find(settings)
-    except KeyboardInterrupt as stop:
-        return _say_stopped(stop)
-    except (ValueError, OSError) as error:
-        return fail(error, _PROGRAM)
 
 
 def find(settings: Search) -> int:
@@ -89,7 +68,9 @@ def find(settings: Search) -> int:
             tried.append(result)
             say(result)
     except KeyboardInterrupt as stop:
-        code, report = _say_stopped(stop), dataclasses.replace(report, stopped=True)
+        cause, code = ending.cause_of(stop)
+        fail(f"Stopped by {cause}.", _PROGRAM)
+        report = dataclasses.replace(report, stopped=True)
     if search.largest(tried):
         print(json.dumps(report.as_dict()) if settings.json else report)
         if settings.plot:
@@ -110,21 +91,6 @@ def say(result: Probe) -> None:
     print(f"{_PROGRAM}: batch {result.batch_size:,}: {found}", file=sys.stderr)
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM arrived."""
-
-
-def _terminate(signum, frame):
-    # As an exception, it ends the probe that runs, too.
-    raise _Terminated
-
-
-def _say_stopped(stop: KeyboardInterrupt) -> int:
-    """Says what has stopped the program, and returns its exit code."""
-    terminated = isinstance(stop, _Terminated)
-    fail(f"Stopped by {'SIGTERM' if terminated else 'Ctrl-C'}.", _PROGRAM)
-    return 143 if terminated else 130
-
-
 if __name__ == "__main__":
-    sys.exit(main(_settings))
+    ending.stop_at_sigterm()  # which ends the probe that runs, too
+    sys.exit(ending.run(_PROGRAM, lambda: find(_settings)))

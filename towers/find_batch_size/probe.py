@@ -33,7 +33,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from towers import devices
+from towers.devices import Devices
 from towers.find_batch_size import search
 from towers.find_batch_size.search_flags import Search
 from towers.input_pipeline import free_memory
@@ -105,18 +105,18 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
     Raises:
         ValueError: If any input is bad.
     """
-    placed = configure_devices(settings)
-    ratios = split_ratios(settings, placed)
-    check_reduction(settings, placed)
+    devices = configure_devices(settings)
+    ratios = split_ratios(settings, devices)
+    check_reduction(settings, devices)
     unit = search.unit(ratios)
     settings = settings.but(batch_size=max(settings.batch_size // unit, 1) * unit)
-    gpus = bool(placed.physical)
+    gpus = bool(devices.physical)
     tell(
         batch_size=settings.batch_size,
-        towers=placed.towers,
+        towers=devices.towers,
         split_ratios=ratios,
         memory="GPU" if gpus else "process",
-        note=placed.note,
+        note=devices.note,
     )
     if gpus and settings.memory_limit_mb is not None:
         raise ValueError(
@@ -128,10 +128,10 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
     if not gpus:
         # Not before: a library that finds no memory while it is imported says anything.
         limit_memory(settings.memory_limit_mb)
-    model = build_model(settings, source, image_shape, placed.home)
+    model = build_model(settings, source, image_shape, devices.home)
     clock = Clock()
     # How many examples an epoch has changes the learning rate only.
-    build_towers(settings, model, placed, image_shape, settings.batch_size).fit(
+    build_towers(settings, model, devices, image_shape, settings.batch_size).fit(
         batches(settings, image_shape, source.num_classes),
         steps_per_epoch=(_WARM_UP + settings.probe_steps) * settings.steps_per_loop,
         callbacks=[clock],
@@ -143,7 +143,7 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
         fits=True,
         images_per_s=settings.batch_size / step_s,
         step_ms=1000 * step_s,
-        peak_memory_mb=peak_memory_mb(placed),
+        peak_memory_mb=peak_memory_mb(devices),
     )
 
 
@@ -221,12 +221,12 @@ def limit_memory(limit_mb: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def peak_memory_mb(placed: devices.Devices) -> float:
+def peak_memory_mb(devices: Devices) -> float:
     """Returns the most memory taken: of the fullest GPU, or of the process."""
-    if placed.physical:
+    if devices.physical:
         info = tf.config.experimental.get_memory_info
         peaks = [
-            info(tower.removeprefix("/device:"))["peak"] for tower in placed.towers
+            info(tower.removeprefix("/device:"))["peak"] for tower in devices.towers
         ]
         return max(peaks) / 2**20
     return _of_process_mb("VmHWM")

@@ -17,18 +17,17 @@ if __name__ == "__main__":
         lambda argv: checks.check_not_mixed(flags.read(argv, __doc__)),
     )
 
-import gc
 import itertools
 import sys
 from typing import Any
 
 import tensorflow as tf
 
-from towers import devices, input_pipeline
+from towers import input_pipeline
 from towers.collectives import batch
+from towers.devices import table
 from towers.parity import check_parity
-from towers.program import startup
-from towers.program.commands import fail, quieten
+from towers.program import ending
 from towers.train.parts.data import (
     Data,
     choose_image_shape,
@@ -39,56 +38,30 @@ from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.model import build_model, compile_model, make_preprocess
 from towers.train.settings import Settings
 
-_PROGRAM = "towers.parity"
-
-
-def main(settings: Settings) -> int:
-    """Checks the model that settings describe.
-
-    Args:
-        settings: What to train, checked.
-
-    Returns:
-        The exit code.
-    """
-    quieten()
-    try:
-        startup.end()
-        return check(settings)
-    except KeyboardInterrupt:
-        print()
-        fail("Stopped by Ctrl-C.", _PROGRAM)
-        return 130
-    except (ValueError, OSError) as error:
-        return fail(error, _PROGRAM)
-    finally:
-        # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
-        gc.collect()
-
 
 def check(settings: Settings) -> int:
-    """Builds what is asked for, checks it and says what was found.
+    """Checks the model that settings describe, and says what was found.
 
     Returns:
-        0 if towers equal one device, else 2.
+        The exit code: 0 if towers equal one device, else 2.
 
     Raises:
         ValueError: If any input is bad.
     """
-    placed = configure_devices(settings)
-    ratios = split_ratios(settings, placed)
+    devices = configure_devices(settings)
+    ratios = split_ratios(settings, devices)
     source = open_source(settings, settings.dataset, settings.num_classes)
     image_shape = choose_image_shape(settings, source)
-    model = build_model(settings, source, image_shape, placed.home)
+    model = build_model(settings, source, image_shape, devices.home)
     data = prepare_data(settings, source, None, image_shape)
-    with tf.device(placed.home):
+    with tf.device(devices.home):
         compile_model(settings, model, image_shape, data.examples)
-    print(devices.table(placed, batch.cut(settings.batch_size, ratios)), flush=True)
+    print(table(devices, batch.cut(settings.batch_size, ratios)), flush=True)
     asked = settings.variable_update
     parity = check_parity(
         model,
-        read_batches(data, len(placed.towers)),
-        placed.towers,
+        read_batches(data, len(devices.towers)),
+        devices.towers,
         # To choose, auto would have to train.
         variable_update="parameter_server" if asked == "auto" else asked,
         split_ratios=ratios,
@@ -128,4 +101,4 @@ def read_batches(data: Data, towers: int) -> list[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(_settings))
+    sys.exit(ending.run("towers.parity", lambda: check(_settings)))

@@ -33,7 +33,7 @@ from towers.lifecycle.checkpoint import SaveError
 from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
-from towers.program import startup
+from towers.program import ending, startup
 from towers.program.commands import fail, quieten
 from towers.tower.errors import ModelError
 from towers.train.job import Job, assemble
@@ -52,7 +52,7 @@ def main(settings: Settings) -> int:
     Returns:
         The exit code.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    ending.stop_at_sigterm()
     quieten()
     # Where their number is unknown, batches are taken until there are no more.
     warnings.filterwarnings("ignore", "Your input ran out of data")
@@ -64,10 +64,8 @@ def main(settings: Settings) -> int:
             run(job)
     except Stopped as stopped:
         return stopped.code
-    except KeyboardInterrupt:
-        return _stop(job, "Ctrl-C", 130)
-    except _Terminated:
-        return _stop(job, "SIGTERM", 143)
+    except KeyboardInterrupt as stop:
+        return _say_stopped(job, *ending.cause_of(stop))
     except NotFinite as error:
         fail(error, _PROGRAM)
         return 3
@@ -96,26 +94,8 @@ def main(settings: Settings) -> int:
     return 0
 
 
-class _Terminated(BaseException):
-    """SIGTERM arrived."""
-
-
-def _terminate(signum, frame):
-    raise _Terminated
-
-
-def _stop(job: Job | None, cause: str, code: int) -> int:
+def _say_stopped(job: Job | None, cause: str, code: int) -> int:
     """Says that a signal has ended the run, and returns the exit code."""
-    _say_stopped(job, cause)
-    if job is None:
-        # A data set may be on its way, which Python would wait for.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
-
-
-def _say_stopped(job: Job | None, cause: str) -> None:
     saved = job and job.checkpoint.latest
     if saved:
         again = f"the last checkpoint is {saved}; run again to continue from it"
@@ -123,7 +103,13 @@ def _say_stopped(job: Job | None, cause: str) -> None:
         again = "nothing was saved yet"
     if sys.stdout.isatty():
         print()  # ends the progress bar's line
-    print(f"towers.train: Stopped by {cause}: {again}.", file=sys.stderr)
+    fail(f"Stopped by {cause}: {again}.", _PROGRAM)
+    if job is None:
+        # A data set may be on its way, which Python would wait for.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

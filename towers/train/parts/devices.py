@@ -3,12 +3,12 @@
 import keras
 import tensorflow as tf
 
-from towers import devices
+from towers.devices import Devices, configure
 from towers.program import words
 from towers.train.settings import Settings
 
 
-def configure_devices(settings: Settings) -> devices.Devices:
+def configure_devices(settings: Settings) -> Devices:
     """Sets up the devices, the random seeds and the type to compute in."""
     num_gpus, indices = settings.num_gpus, None
     if settings.gpu_indices:
@@ -16,7 +16,7 @@ def configure_devices(settings: Settings) -> devices.Devices:
     elif num_gpus is None and not tf.config.list_physical_devices("GPU"):
         # Two, so that towers can be seen at work on any machine.
         num_gpus = len(settings.split_ratios or (1, 1))
-    placed = devices.configure(
+    devices = configure(
         num_gpus,
         gpu_indices=indices,
         allow_growth=settings.allow_growth,
@@ -31,12 +31,12 @@ def configure_devices(settings: Settings) -> devices.Devices:
         tf.config.experimental.enable_op_determinism()
     policies = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
     keras.config.set_dtype_policy(policies[settings.dtype])
-    return placed
+    return devices
 
 
-def split_ratios(settings: Settings, placed: devices.Devices) -> tuple[int, ...]:
+def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
     """Reads how much of a batch each tower gets, relative to the others."""
-    towers, ratios = len(placed.towers), settings.split_ratios
+    towers, ratios = len(devices.towers), settings.split_ratios
     if not ratios:
         return (1,) * towers
     if len(ratios) != towers:

@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import devices, input_pipeline, models
+from towers import input_pipeline, models
+from towers.devices import Devices
 from towers.model.tower_model import TowerModel, multi_gpu_model
 from towers.train.parts.devices import split_ratios
 from towers.train.parts.optimizer import build_optimizer
@@ -108,7 +109,7 @@ def make_preprocess(
 def build_towers(
     settings: Settings,
     model: keras.Model,
-    placed: devices.Devices,
+    devices: Devices,
     image_shape: tuple[int, ...],
     examples: int | None,
     model_dir: str | None = None,
@@ -118,7 +119,7 @@ def build_towers(
     Args:
         settings: How to train it.
         model: The model.
-        placed: The devices.
+        devices: The devices.
         image_shape: Shape of an image, or of a row.
         examples: Examples in an epoch, if known.
         model_dir: Where to remember which way of updating was chosen, and to keep a
@@ -126,11 +127,11 @@ def build_towers(
     """
     parallel = multi_gpu_model(
         model,
-        gpus=placed.towers,
+        gpus=devices.towers,
         # What was not asked for may be chosen.
-        local_parameter_device=placed.home if placed.local_parameter_device else None,
+        local_parameter_device=devices.home if devices.local_parameter_device else None,
         variable_update=settings.variable_update,
-        split_ratios=split_ratios(settings, placed),
+        split_ratios=split_ratios(settings, devices),
         loss_placement=settings.loss_placement,
         strict=settings.strict,
         all_reduce_alg=settings.all_reduce_alg,
@@ -146,8 +147,8 @@ def build_towers(
         and os.path.join(model_dir, NOT_FINITE),
     )
     # Towers that do not wait for one another make a step of the optimizer each.
-    steps_per_batch = len(placed.towers) if settings.asynchronous else 1
-    with tf.device(placed.home):
+    steps_per_batch = len(devices.towers) if settings.asynchronous else 1
+    with tf.device(devices.home):
         compile_model(settings, parallel, image_shape, examples, steps_per_batch)
     return parallel
 

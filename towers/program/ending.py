@@ -1,0 +1,51 @@
+"""How a program ends: its exit code, and a sentence that says why if it is not 0."""
+
+import gc
+import signal
+from collections.abc import Callable
+
+from towers.program import startup
+from towers.program.commands import fail, quieten
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived."""
+
+
+def run(program: str, body: Callable[[], int | None]) -> int:
+    """Runs a program, once `startup.begin` has read its flags.
+
+    Args:
+        program: Its name, such as "towers.parity".
+        body: What it does; returns an exit code, or nothing for 0.
+
+    Returns:
+        The exit code.
+    """
+    quieten()
+    try:
+        startup.end()
+        return body() or 0
+    except KeyboardInterrupt as stop:
+        cause, code = cause_of(stop)
+        fail(f"Stopped by {cause}.", program)
+        return code
+    except (ValueError, OSError) as error:
+        return fail(error, program)
+    finally:
+        # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
+        gc.collect()
+
+
+def stop_at_sigterm() -> None:
+    """Has SIGTERM end the program by an exception, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number, frame):
+    raise Terminated
+
+
+def cause_of(stop: KeyboardInterrupt) -> tuple[str, int]:
+    """Returns what has stopped a program, and its exit code."""
+    return ("SIGTERM", 143) if isinstance(stop, Terminated) else ("Ctrl-C", 130)
