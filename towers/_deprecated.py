@@ -23,7 +23,7 @@ ARGUMENTS = {
     "check_parity": {"builder": "variable_update", "shares": "split_ratios"},
 }
 # By class: new names of attributes, by the old ones.
-ATTRIBUTES: dict[str, dict[str, str]] = {}
+ATTRIBUTES = {"Throughput": {"images_per_sec": "examples_per_sec"}}
 # Where a program has the new flag, and none of the old name.
 FLAGS = {"tower_shares": "split_ratios"}
 # Of summary.json, variable_update.json, and Keras's logs and history.

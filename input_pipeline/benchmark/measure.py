@@ -111,7 +111,7 @@ def measure(
             pipeline takes.
 
     Returns:
-        examples_per_s, first_batch_s, peak_rss_mb, cpu_cores, stages and waiting, as
+        examples_per_sec, first_batch_s, peak_rss_mb, cpu_cores, stages and waiting, as
         ``towers.input_pipeline.benchmark --json`` prints them.
     """
     begin = time.perf_counter()
@@ -138,7 +138,7 @@ def measure(
         reading = read(dataset, examples, use=work)
         waiting[f"{step:g}"] = reading.waited / reading.seconds
     return {
-        "examples_per_s": stages[last],
+        "examples_per_sec": stages[last],
         "first_batch_s": first_batch_s,
         # In KiB, but for macOS.
         "peak_rss_mb": peak / (2**20 if sys.platform == "darwin" else 2**10),

@@ -30,12 +30,12 @@ def text(results: dict[str, Any]) -> str:
     lines = [
         f"{data}: batches of {results['batch_size']} {what}; TensorFlow "
         f"{versions['tensorflow']}, Python {versions['python']}.",
-        f"{rate:,.0f} examples/s ({1e6 / rate:,.1f} µs per example) behind {last}, "
+        f"{rate:,.0f} examples/sec ({1e6 / rate:,.1f} µs per example) behind {last}, "
         f"with {results['cpu_cores']:.1f} of {os.cpu_count()} cores busy; the first "
         "batch after "
         f"{results['first_batch_s']:.2f} s; at most {results['peak_rss_mb']:,.0f} MB.",
         "",
-        *table(("stage", "examples/s", _ADDED), rows),
+        *table(("stage", "examples/sec", _ADDED), rows),
         "",
         *table(
             (

@@ -225,7 +225,7 @@ def summary(
         "towers": job.towers,
         "contender": job.contender,
         "step_ms": step_ms,
-        "images_per_sec": examples / step_ms * 1000,
+        "examples_per_sec": examples / step_ms * 1000,
         "ratio": ratio,
         "first_step_s": middle("first_step_s"),
         "host_mb": middle("host_mb"),

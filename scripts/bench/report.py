@@ -94,7 +94,7 @@ def cells(result: dict) -> list[str | None]:
         f"{result['work']}, {result['towers']} x {WORKS[result['work']].examples}",
         parse(result["contender"]).label,
         number("step_ms", ".2f"),
-        number("images_per_sec", ",.0f"),
+        number("examples_per_sec", ",.0f"),
         number("first_step_s", ".1f"),
         number("host_mb", ",.0f"),
         number("device_mb", ",.0f"),
@@ -121,9 +121,9 @@ def scaling(results: Sequence[dict]) -> list[dict]:
         group.sort(key=lambda result: result["towers"])
         first = group[0]
         for result in group:
-            speedup = result["images_per_sec"] / first["images_per_sec"]
+            speedup = result["examples_per_sec"] / first["examples_per_sec"]
             efficiency = speedup * first["towers"] / result["towers"]
-            kept = ("work", "contender", "towers", "images_per_sec")
+            kept = ("work", "contender", "towers", "examples_per_sec")
             rows.append(
                 {name: result[name] for name in kept}
                 | {"speedup": speedup, "efficiency": efficiency}
@@ -140,7 +140,7 @@ def scaling_table(rows: Sequence[dict]) -> Iterator[str]:
                 each["work"],
                 parse(each["contender"]).label,
                 each["towers"],
-                f"{each['images_per_sec']:,.0f}",
+                f"{each['examples_per_sec']:,.0f}",
                 f"{each['speedup']:.2f}",
                 f"{each['efficiency']:.0%}",
             ]

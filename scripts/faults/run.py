@@ -60,7 +60,7 @@ def result(model_dir: pathlib.Path) -> dict:
     values = {name: reader.get_tensor(name) for name in names}
     about = json.loads(values.pop("about"))
     # How fast it was is another matter.
-    about["history"]["history"].pop("images_per_sec", None)
+    about["history"]["history"].pop("examples_per_sec", None)
     return {"values": values, "history": about["history"], "step": about["step"]}
 
 

@@ -61,11 +61,11 @@ def test_json(tmp_path):
     found = results(f"--data_dir={tmp_path}", "--towers=3", "--cache=none")
     stages = ["read", "parse", "decode", "batch", "augment", "copy"]
     assert list(found["stages"]) == stages
-    assert found["examples_per_s"] == found["stages"]["augment"]
+    assert found["examples_per_sec"] == found["stages"]["augment"]
     for value in (*found["stages"].values(), *(found[name] for name in POSITIVE)):
         assert value > 0
     waiting = {float(step): share for step, share in found["waiting"].items()}
-    own = 1000 * 16 / found["examples_per_s"]
+    own = 1000 * 16 / found["examples_per_sec"]
     assert list(waiting) == pytest.approx([own, 2 * own, 4 * own], rel=0.01)
     assert all(0 <= share <= 1 for share in waiting.values())
     wanted = {"dataset": "digits", "batch_size": 16, "image_shape": [8, 8, 1]}
@@ -101,15 +101,17 @@ def test_the_headline_is_the_sum_of_the_table():
         "towers": 2,
         "versions": {"tensorflow": "2", "python": "3"},
         "stages": {"read": 1000.0, "decode": 260.0, "augment": 250.0, "copy": 200.0},
-        **{"examples_per_s": 250.0, "cpu_cores": 1.5, "first_batch_s": 1.0},
+        **{"examples_per_sec": 250.0, "cpu_cores": 1.5, "first_batch_s": 1.0},
         **{"peak_rss_mb": 500.0, "waiting": {"1": 0.5}},
     }
     lines = report.text(results).splitlines()
     words = "csv:a, 1 KB of numbers kept in memory: batches of 16 rows of 4 numbers; "
     assert lines[0].startswith(words)
-    assert lines[1].startswith("200 examples/s (5,000.0 µs per example) behind copy, ")
+    assert lines[1].startswith(
+        "200 examples/sec (5,000.0 µs per example) behind copy, "
+    )
     cells = [[cell.strip() for cell in line.split("|")] for line in lines[3:10]]
-    assert cells[0][1:4] == ["stage", "examples/s", "adds µs per example"]
+    assert cells[0][1:4] == ["stage", "examples/sec", "adds µs per example"]
     added = [float(row[3].replace(",", "")) for row in cells[2:6]]
     assert sum(added) == pytest.approx(5000, abs=0.3)
     assert cells[6][1:4] == ["all", "200", "5,000.0"]

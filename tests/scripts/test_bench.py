@@ -80,7 +80,7 @@ def test_a_ratio_is_the_median_over_rounds():
     result = race.summary(_job("mirrored"), starts, [4.0, 5.0, 8.0], [2.0, 1.0, 4.0])
     assert result["ratio"] == 2.0
     assert result["step_ms"] == 5.0
-    assert result["images_per_sec"] == 2 * WORKS["mlp"].examples / 0.005
+    assert result["examples_per_sec"] == 2 * WORKS["mlp"].examples / 0.005
     assert result["first_step_s"] == 2.0
     assert result["device_mb"] is None
     assert result["rounds_ms"] == [4.0, 5.0, 8.0]
@@ -146,9 +146,9 @@ def test_scaling_is_against_the_fewest_towers():
             "work": "mlp",
             "contender": "towers",
             "towers": towers,
-            "images_per_sec": images_per_sec,
+            "examples_per_sec": examples_per_sec,
         }
-        for towers, images_per_sec in ((4, 3000.0), (1, 1000.0), (2, 1500.0))
+        for towers, examples_per_sec in ((4, 3000.0), (1, 1000.0), (2, 1500.0))
     ]
     rows = report.scaling(results)
     assert [row["towers"] for row in rows] == [1, 2, 4]
@@ -162,7 +162,7 @@ def test_scaling_is_against_the_fewest_towers():
 def test_the_plot_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     results = [
-        {"work": work, "contender": "towers", "towers": k, "images_per_sec": 10.0 * k}
+        {"work": work, "contender": "towers", "towers": k, "examples_per_sec": 10.0 * k}
         for work in ("mlp", "resnet20")
         for k in (1, 2)
     ]

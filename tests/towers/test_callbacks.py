@@ -45,10 +45,10 @@ class TestThroughput:
             throughput.on_train_batch_end(batch, logs)
             clock.now += 1000.0  # not training
             begin = batch + 1
-            rates.append(logs.get("images_per_sec"))
+            rates.append(logs.get("examples_per_sec"))
         epoch_logs = {}
         throughput.on_epoch_end(0, epoch_logs)
-        return rates, epoch_logs.get("images_per_sec")
+        return rates, epoch_logs.get("examples_per_sec")
 
     def make(self, *args, **options):
         self.clock = types.SimpleNamespace(now=0.0)
@@ -58,12 +58,12 @@ class TestThroughput:
         throughput = self.make(batch_size=10, warmup_steps=2)
         rates, epoch = self.drive(throughput, [(0, 99.0), (1, 99.0), (2, 2.0)])
         assert rates == [None, None, 5.0]
-        assert epoch == throughput.images_per_sec == 5.0
+        assert epoch == throughput.examples_per_sec == 5.0
 
     def test_is_silent_during_warm_up(self):
         throughput = self.make(batch_size=10, warmup_steps=2)
         assert self.drive(throughput, [(0, 1.0), (1, 1.0)]) == ([None, None], None)
-        assert throughput.images_per_sec is None
+        assert throughput.examples_per_sec is None
 
     def test_counts_the_short_last_batch_as_it_is(self):
         throughput = self.make(batch_size=10, examples=23, warmup_steps=0)
@@ -88,21 +88,21 @@ class TestThroughput:
         _, first = self.drive(throughput, [(0, 1.0), (1, 1.0)])
         _, second = self.drive(throughput, [(0, 4.0), (1, 4.0)])
         assert (first, second) == (10.0, 2.5)
-        assert throughput.images_per_sec == 4.0
+        assert throughput.examples_per_sec == 4.0
 
     def test_says_mean_standard_error_and_jitter(self):
         throughput = self.make(batch_size=10, warmup_steps=0)
         assert throughput.text().startswith(
-            "images/sec: not measured, as the run ended"
+            "examples/sec: not measured, as the run ended"
         )
-        # Rates of 10, 5, 2, 2 and 2000 images a second: the mean is by time.
+        # Rates of 10, 5, 2, 2 and 2000 examples per second: the mean is by time.
         seconds = [1.0, 2.0, 5.0, 5.0, 0.005]
         self.drive(throughput, list(enumerate(seconds)))
         rates = [10 / each for each in seconds]
         error, jitter = np.std(rates) / 5**0.5, 1.4826 * 3
         expected = f"{50 / 13.005:,.1f} +/- {error:,.1f} (jitter = {jitter:.1f})"
-        assert throughput.text() == f"images/sec: {expected}"
-        assert f"images/sec: {25 / 13.005:,.1f} +/- " in throughput.text(0.5)
+        assert throughput.text() == f"examples/sec: {expected}"
+        assert f"examples/sec: {25 / 13.005:,.1f} +/- " in throughput.text(0.5)
 
     def test_measures_since_it_was_last_asked_by_tower(self):
         throughput = self.make(10, warmup_steps=1, fractions=(0.6, 0.4))
@@ -110,12 +110,12 @@ class TestThroughput:
         assert throughput.measured() == {}
         self.drive(throughput, [(1, 2.0), (2, 2.0)], begin=1)
         assert throughput.measured() == {
-            "samples_per_sec": 5.0,
-            "samples_per_sec/tower_0": 3.0,
-            "samples_per_sec/tower_1": 2.0,
+            "examples_per_sec": 5.0,
+            "examples_per_sec/tower_0": 3.0,
+            "examples_per_sec/tower_1": 2.0,
         }
         self.drive(throughput, [(3, 1.0)], begin=3)
-        assert throughput.measured()["samples_per_sec"] == 10.0
+        assert throughput.measured()["examples_per_sec"] == 10.0
 
     def test_later_callbacks_see_it(self):
         seen = {}
@@ -123,9 +123,9 @@ class TestThroughput:
             on_train_batch_end=lambda batch, logs: seen.update({batch: dict(logs)})
         )
         history = fit(build(), Throughput(8, 20, warmup_steps=1), later)
-        assert "images_per_sec" not in seen[0]
-        assert seen[1]["images_per_sec"] > 0
-        assert history.history["images_per_sec"][0] > 0
+        assert "examples_per_sec" not in seen[0]
+        assert seen[1]["examples_per_sec"] > 0
+        assert history.history["examples_per_sec"][0] > 0
 
 
 class TestLines:
@@ -142,7 +142,9 @@ class TestLines:
             "epoch 2/2 done, step 6",
         ]
         for line in lines:
-            assert re.search(r": images/sec: [\d,.]+, accuracy \d\.\d+, loss \d", line)
+            assert re.search(
+                r": examples/sec: [\d,.]+, accuracy \d\.\d+, loss \d", line
+            )
 
     def test_goes_on_counting(self):
         model, stream = build(), io.StringIO()

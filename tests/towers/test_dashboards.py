@@ -68,12 +68,12 @@ def check_time_series(run, board, page):
 
 
 def check_scalars(run, board, page):
-    show(page, board, "scalars", "samples_per_sec")
+    show(page, board, "scalars", "examples_per_sec")
     curves = found(page).locator("vz-line-chart2")
     curves.nth(2).wait_for()
     assert curves.count() == 3
-    towers = {"samples_per_sec/tower_0", "samples_per_sec/tower_1"}
-    assert tags(page) == {"samples_per_sec"} | towers
+    towers = {"examples_per_sec/tower_0", "examples_per_sec/tower_1"}
+    assert tags(page) == {"examples_per_sec"} | towers
 
 
 def check_graphs(run, board, page):
@@ -107,7 +107,7 @@ def check_text(run, board, page):
         "model": ["conv2d", "Total params"],
         "devices": ["/device:CPU:0", "/device:CPU:1"],
         "versions": [platform.python_version(), tf.__version__],
-        "verdict": ["towers waited", "images/sec"],
+        "verdict": ["towers waited", "examples/sec"],
         "misclassified_as": ["taken for"],
     }
     show(page, board, "text", f"^({'|'.join(texts)})$")
@@ -148,8 +148,8 @@ def check_custom_scalars(run, board, page):
         "Loss": 2,
         "Accuracy": 2,
         "Learning rate": 1,
-        "Examples a second": 1,
-        "Examples a second, each tower": 2,
+        "Examples per second": 1,
+        "Examples per second, each tower": 2,
         "Milliseconds of a step": 5,
         "Share of time waiting for input": 1,
         "Utilization of devices": 1,

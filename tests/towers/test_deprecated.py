@@ -11,6 +11,7 @@ from absl import flags
 
 import towers
 from towers import _deprecated
+from towers.callbacks import Throughput
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,17 @@ def test_all_arguments_are_tried():
     assert tried == {name: {*old} for name, old in _deprecated.ARGUMENTS.items()}
 
 
+def test_attributes():
+    assert _deprecated.ATTRIBUTES == {
+        "Throughput": {"images_per_sec": "examples_per_sec"}
+    }
+    throughput = Throughput(batch_size=4)
+    message = ended("Throughput.images_per_sec", "Throughput.examples_per_sec")
+    with pytest.warns(FutureWarning) as told:
+        assert throughput.images_per_sec is throughput.examples_per_sec is None
+    assert [str(each.message) for each in told] == [message]
+
+
 def test_flags_of_a_command_line():
     values = flags.FlagValues()
     flags.DEFINE_list("split_ratios", None, "", flag_values=values)
@@ -72,6 +84,20 @@ def test_a_flag_that_is_still_one():
     for name in ("num_gpus", "towers"):
         flags.DEFINE_integer(name, None, "", flag_values=values)
     assert _deprecated.rename_flags(["--towers=2"], values) == (["--towers=2"], [])
+
+
+def test_keys_and_tags():
+    old = {"images_per_sec": 3.0, "logs": "runs", "steps": 2}
+    new = {"examples_per_sec": 3.0, "model_dir": "runs", "steps": 2}
+    assert _deprecated.rename_keys(old) == _deprecated.rename_keys(new) == new
+    assert _deprecated.rename_keys([1]) == [1]
+    assert _deprecated.with_old_keys(new) == {**old, **new}
+    for old, new in {
+        "samples_per_sec/tower_0": "examples_per_sec/tower_0",
+        "epoch_images_per_sec": "epoch_examples_per_sec",
+        "step_ms/input": "step_ms/input",
+    }.items():
+        assert _deprecated.rename_tag(old) == _deprecated.rename_tag(new) == new
 
 
 def test_a_module_in_two(monkeypatch):

@@ -86,7 +86,9 @@ def test_smaller_sizes_are_tried_while_they_are_faster():
     speeds = {64: 100, 128: 90, 256: 50, 512: 40, 32: 130, 16: 170, 8: 160}
     tried = tried_by(10**6, start=64, speed=speeds.get)
     assert sizes(tried) == [64, 128, 256, 512, 32, 16, 8]
-    assert "Fastest: 16, 170.0 images/s, 1.70 times those of a ba" in str(report(tried))
+    assert "Fastest: 16, 170.0 examples/sec, 1.70 times those of a ba" in str(
+        report(tried)
+    )
     # Each tower has an example, and what does not fit is not tried again.
     assert sizes(tried_by(9, start=8, step=4, speed=lambda size: 1 / size))[-1] == 4
     first = Probe(8, True, 9.0, 1.0, 1.0)
@@ -121,10 +123,12 @@ def report(tried, split_ratios=(1, 1), most=None):
 def test_report_names_the_largest_and_the_fastest():
     speeds = {8: 100.0, 16: 1250.0, 24: 500.0, 20: 400.0, 22: 300.0}
     said = str(report(tried_by(22, start=8, step=2, speed=speeds.get)))
-    assert "|    16 |         8 |  1,250.0 |    12.8 |      26 |  yes |" in said
-    assert "|    32 |        16 |        - |       - |       - |   no |" in said
+    assert "|    16 |         8 |      1,250.0 |    12.8 |      26 |  yes |" in said
+    assert "|    32 |        16 |            - |       - |       - |   no |" in said
     assert "Largest that fits: 22 (11 per tower); 24 does not (no room)." in said
-    assert "Fastest: 16, 1,250.0 images/s, 12.50 times those of a batch of 8." in said
+    assert (
+        "Fastest: 16, 1,250.0 examples/sec, 12.50 times those of a batch of 8." in said
+    )
     assert "--learning_rate=0.2 for 16" in said
 
 
@@ -134,7 +138,7 @@ def test_report_says_why_nothing_larger_was_tried():
     )
     assert "Largest that fits: 16 (4+6+6 per tower); nothing larger was tried" in said
     falling = tried_by(10**9, start=8, speed=lambda size: 1000 / size)
-    assert "with larger ones, images/s had fallen off" in str(report(falling))
+    assert "with larger ones, examples/sec had fallen off" in str(report(falling))
     said = str(report(tried_by(21, start=8)))
     assert "the search began with this size, and found no faster one, larger" in said
 
@@ -289,7 +293,7 @@ def test_finds_the_batch_of_the_memory_limit(tmp_path):
         (6, True),
         (8, False),
     ]
-    assert fits["images_per_s"] == pytest.approx(1000 * room / fits["step_ms"])
+    assert fits["examples_per_sec"] == pytest.approx(1000 * room / fits["step_ms"])
     # What is kept was not touched.
     assert 100 < fits["peak_memory_mb"] < 8 * MB
     assert "allocate" in fails["why"]

@@ -24,12 +24,12 @@ VERDICT = "input-bound: towers waited 43% of the time; the slowest stage is map.
 SUMMARY = {
     "val_loss": 0.25,
     "val_accuracy": 0.9375,
-    "images_per_sec": 1034.25,
+    "examples_per_sec": 1034.25,
     "step_ms": {"input": 3.5, "copy": 1, "compute": 5, "reduce": 2, "python": 1.25},
     "parameters": 12345,
     "waiting": 0.43,
     "verdict": VERDICT,
-    "measured": "images/s: 1,034.2",
+    "measured": "examples/sec: 1,034.2",
     "bad_records": 3,
     "best": {"monitor": "val_loss", "value": 0.125, "epoch": 3},
     "epochs": EPOCHS,
@@ -38,9 +38,9 @@ SUMMARY = {
 }
 # A mean of each, over the ten steps that it is written at.
 MEASURED = {
-    "samples_per_sec": 1000.0,
-    "samples_per_sec/tower_0": 500.0,
-    "samples_per_sec/tower_1": 480.0,
+    "examples_per_sec": 1000.0,
+    "examples_per_sec/tower_0": 500.0,
+    "examples_per_sec/tower_1": 480.0,
     "waiting": 0.37,
     "step_ms/input": 3.0,
     "step_ms/copy": 1.0,
@@ -178,19 +178,19 @@ def test_a_whole_run(tmp_path, page):
         "validation loss": "0.2500",
         "validation loss, best epoch: 3": "0.1250",
         "parameters": "12,345",
-        "images/s": "1,034.2",
+        "examples/sec": "1,034.2",
         "of the time waiting, last part": "43%",
         "towers": "2",
     }
     # Of the same session as the figures.
     verdict = page.locator(".verdict").inner_text().split("\n")
-    assert verdict[0] == VERDICT and "images/s: 1,034.2" in verdict[1:]
+    assert verdict[0] == VERDICT and "examples/sec: 1,034.2" in verdict[1:]
     assert notes(page) == [
         "3 bad records were passed over: bad_records.json lists them."
     ]
     assert captions(page, "learning") == ["Loss", "Accuracy", "Learning rate"]
     assert captions(page, "speed") == [
-        "Images per second",
+        "Examples per second",
         "Time of a step, ms: 12.8 on average in the last part, without the first steps",
         "Time that a tower computes, ms",
         "Share of the towers' time spent waiting for input",
@@ -333,7 +333,7 @@ def test_a_run_that_went_on(tmp_path, page):
     ]
     found = cards(page)
     assert found["validation loss, epoch 5"] == "0.1600"
-    assert found["images/s"] == "1,000.0"
+    assert found["examples/sec"] == "1,000.0"
     assert found["of the time waiting, all parts"] == "37%"
     assert page.locator(".verdict").count() == 0
     assert found["towers"] == "2"
@@ -356,6 +356,21 @@ def test_a_run_of_an_earlier_version(tmp_path, page):
     assert cards(page)["validation loss"] == "0.2500"
     epochs = read(str(tmp_path)).train.scalars["epoch_loss"].steps
     assert epochs.tolist() == list(range(1, EPOCHS + 1))
+
+
+def test_names_of_version_0_1(tmp_path):
+    """A run that was begun with it, and has gone on since."""
+    old = {key: value for key, value in SUMMARY.items() if key != "examples_per_sec"}
+    write_run(tmp_path, old | {"examples_per_sec": 1034.25, "logs": str(tmp_path)})
+    folder = tmp_path / "continued" / "train"
+    for prefix, step in (("samples", 10), ("examples", 20)):
+        write_scalars(folder, {f"{prefix}_per_sec/tower_0": float(step)}, step)
+    write_scalars(folder, {"epoch_examples_per_sec": 3.0}, 1)
+    run = read(str(tmp_path))
+    assert run.summary == SUMMARY | {"model_dir": str(tmp_path)}
+    scalars = read(str(tmp_path / "continued")).train.scalars
+    assert {*scalars} == {"examples_per_sec/tower_0", "epoch_examples_per_sec"}
+    assert scalars["examples_per_sec/tower_0"].values.tolist() == [10.0, 20.0]
 
 
 @needs_browser

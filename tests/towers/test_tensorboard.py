@@ -555,8 +555,8 @@ class TestDashboards:
     def test_layout(self, run):
         model = build()
         measured = {
-            "samples_per_sec": 1.0,
-            "samples_per_sec/tower_0": 1.0,
+            "examples_per_sec": 1.0,
+            "examples_per_sec/tower_0": 1.0,
             "step_ms/input": 1.0,
             "step_ms/compute": 1.0,
             "step_ms/python": 1.0,

@@ -300,7 +300,7 @@ def test_what_a_run_says(trained):
         "epoch 7/8 done, step 161",
         "epoch 8/8 done, step 184",
     ]
-    rate = r"images/sec: [\d,.]+ \+/- [\d,.]+ \(jitter = [\d,.]+\)"
+    rate = r"examples/sec: [\d,.]+ \+/- [\d,.]+ \(jitter = [\d,.]+\)"
     assert re.search(rf": {rate}, accuracy ", lines[-1])
     # How it ended.
     verdicts = re.findall(r"^(step \d+|whole run): [\w -]+-bound: towers", out, re.M)
@@ -343,7 +343,7 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
     assert f"validation accuracy {plain['accuracy']:.4f}" in trained.stdout
     assert int(model.optimizer.iterations) == EPOCHS * STEPS
 
-    assert summary["images_per_sec"] > 0
+    assert summary["examples_per_sec"] > 0
     assert 0 <= summary["waiting"] < 1
     assert summary["verdict"] in trained.stdout
     for line in summary["measured"].splitlines():
@@ -355,7 +355,8 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
         "batch_size": 64,
         "model": f"{trained.path}/model.keras",
         "checkpoint": f"{trained.path}/checkpoints/ckpt-8-0",
-        "logs": str(trained.path),
+        "model_dir": str(trained.path),
+        "logs": str(trained.path),  # until 0.3
     }.items():
         assert summary[key] == value
 
@@ -370,7 +371,7 @@ def test_tensorboard_has_the_flags_and_both_runs(trained):
             for value in event.summary.value
         }
     assert {"epoch_accuracy", "batch_accuracy"} <= tags["validation"].keys()
-    learning = {"samples_per_sec/tower_1", "step_ms/compute", "waiting"}
+    learning = {"examples_per_sec/tower_1", "step_ms/compute", "waiting"}
     assert {*learning, "input", "confusion", "confusion_counts"} <= tags["train"].keys()
     assert {"model", "devices", "versions", "verdict"} <= tags["train"].keys()
     text = tf.make_ndarray(tags["train"]["model"].tensor).item().decode()
@@ -444,7 +445,7 @@ def test_progress_bar_on_a_terminal_and_ctrl_c(data_dir, tmp_path):
     assert list(tmp_path.glob("checkpoints/ckpt-*/variables.index"))
     assert "Traceback" not in done.stderr
     assert "23/23" in shown
-    assert "images_per_sec" in shown
+    assert "examples_per_sec" in shown
     assert "epoch 1/1000 done" not in shown
 
 
@@ -539,7 +540,7 @@ def test_flags_at_work(data_dir, tmp_path, flags, steps):
     broken_off = f"epoch 1/1 broken off, step {steps}" in done.stdout
     assert broken_off == any("max_train_steps" in flag for flag in flags)
     if "--log_steps=10" in flags:  # no rate yet: these steps were the warm-up
-        assert re.search(r"^epoch 1/1, step 10:(?!.*images/s)", done.stdout, re.M)
+        assert re.search(r"^epoch 1/1, step 10:(?!.*examples/sec)", done.stdout, re.M)
 
 
 def test_shares_and_loss_placement(one_epoch, shared):
@@ -945,7 +946,7 @@ class TestInProcess:
 
     def test_commands_that_are_printed_quote_paths(self):
         summary = dict.fromkeys(("measured", "bad_records", "best", "model"))
-        summary |= {"epochs": 1, "steps": 1, "towers": [], "logs": "/my runs/a"}
+        summary |= {"epochs": 1, "steps": 1, "towers": [], "model_dir": "/my runs/a"}
         said = last_lines.text({**summary, "checkpoint": None})
         assert "  tensorboard --logdir '/my runs/a'" in said
 
@@ -1118,7 +1119,7 @@ def test_finished_and_started_again(trained, data_dir, tmp_path, capsys):
         json.loads((folder / "summary.json").read_text())
         for folder in (trained.path, path)
     )
-    for name in ("images_per_sec", "step_ms", "waiting", "verdict", "measured"):
+    for name in ("examples_per_sec", "step_ms", "waiting", "verdict", "measured"):
         assert after[name] == before[name] is not None
 
 

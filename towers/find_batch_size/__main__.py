@@ -87,7 +87,8 @@ def say(result: Probe) -> None:
     """Says on stderr what became of a batch size, since a search takes minutes."""
     found = f"does not fit ({result.why})"
     if result.fits:
-        found = f"{result.images_per_s:,.1f} images/s, {result.peak_memory_mb:,.0f} MB"
+        found = f"{result.examples_per_sec:,.1f} examples/sec"
+        found += f", {result.peak_memory_mb:,.0f} MB"
     print(f"{_PROGRAM}: batch {result.batch_size:,}: {found}", file=sys.stderr)
 
 

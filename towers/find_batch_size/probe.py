@@ -141,7 +141,7 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
     step_s = statistics.median(clock.measured_s()) / settings.steps_per_loop
     tell(
         fits=True,
-        images_per_s=settings.batch_size / step_s,
+        examples_per_sec=settings.batch_size / step_s,
         step_ms=1000 * step_s,
         peak_memory_mb=peak_memory_mb(devices),
     )

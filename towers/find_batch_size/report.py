@@ -8,7 +8,7 @@ from towers.collectives import batch
 from towers.find_batch_size import search
 from towers.find_batch_size.search import Probe
 
-_HEAD = "batch", "per tower", "images/s", "step ms", "peak MB", "fits"
+_HEAD = "batch", "per tower", "examples/sec", "step ms", "peak MB", "fits"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Report:
         }
 
     def plot(self, path: str) -> None:
-        """Draws images/s and peak memory by the batch size.
+        """Draws examples/sec and peak memory by the batch size.
 
         Args:
             path: Where to, PNG or SVG.
@@ -76,7 +76,7 @@ class Report:
         figure = Figure(figsize=(7, 6), layout="constrained")
         above, below = figure.subplots(2, sharex=True)
         for axes, name, label in (
-            (above, "images_per_s", "images/s"),
+            (above, "examples_per_sec", "examples/sec"),
             (below, "peak_memory_mb", f"peak memory of the {self.memory}, MB"),
         ):
             values = {probe.batch_size: getattr(probe, name) for probe in fitting}
@@ -111,11 +111,13 @@ class Report:
         unit = search.unit(self.split_ratios)
         if self.most is not None and size + unit > self.most:
             return f"{text}; nothing larger was tried, as --max_batch_size says."
-        return f"{text} of those tried; with larger ones, images/s had fallen off."
+        return f"{text} of those tried; with larger ones, examples/sec had fallen off."
 
     def _fastest(self):
         best, first = search.fastest(self.tried), self.tried[0]
-        text = f"Fastest: {best.batch_size:,}, {best.images_per_s:,.1f} images/s"
+        text = (
+            f"Fastest: {best.batch_size:,}, {best.examples_per_sec:,.1f} examples/sec"
+        )
         if not first.fits:
             return f"{text}."
         if best is first:
@@ -123,7 +125,7 @@ class Report:
                 f"{text}; the search began with this size, and found no faster one, "
                 "larger or smaller."
             )
-        ratio = best.images_per_s / first.images_per_s
+        ratio = best.examples_per_sec / first.examples_per_sec
         return f"{text}, {ratio:.2f} times those of a batch of {first.batch_size:,}."
 
     def _advice(self):
@@ -156,7 +158,7 @@ def _row(probe, split_ratios):
     sizes = f"{probe.batch_size:,}", _per_tower(probe.batch_size, split_ratios)
     if not probe.fits:
         return *sizes, "-", "-", "-", "no"
-    figures = probe.images_per_s, probe.step_ms
+    figures = probe.examples_per_sec, probe.step_ms
     return (
         *sizes,
         *(f"{x:,.1f}" for x in figures),

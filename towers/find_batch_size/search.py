@@ -23,7 +23,7 @@ class Probe:
     Attributes:
         batch_size: Examples in the global batch.
         fits: Whether it was trained on.
-        images_per_s: Median speed, `None` if it does not fit.
+        examples_per_sec: Median speed, `None` if it does not fit.
         step_ms: The time of a step.
         peak_memory_mb: Most memory that was taken: of the fullest GPU, or of the
             process.
@@ -32,7 +32,7 @@ class Probe:
 
     batch_size: int
     fits: bool
-    images_per_s: float | None = None
+    examples_per_sec: float | None = None
     step_ms: float | None = None
     peak_memory_mb: float | None = None
     why: str = ""
@@ -49,7 +49,7 @@ def search(
     """Tries batch sizes until the largest that fits is known.
 
     The size is doubled while it fits, halved while it does not, and then bisected.
-    Doubling ends early at `most`, and where images/s fall off clearly. At last, the
+    Doubling ends early at `most`, and where examples/sec fall off clearly. At last, the
     smallest that fits is halved as long as it is the fastest.
 
     Args:
@@ -104,8 +104,8 @@ def _following(good: int, bad: int | None, most: int | None) -> int | None:
 
 
 def falls_off(tried: Sequence[Probe]) -> bool:
-    """Tells whether images/s, of sizes that grow, have clearly fallen."""
-    speeds = [probe.images_per_s for probe in tried]
+    """Tells whether examples/sec, of sizes that grow, have clearly fallen."""
+    speeds = [probe.examples_per_sec for probe in tried]
     return max(speeds[-2:]) < _SLOW * max(speeds)
 
 
@@ -116,9 +116,9 @@ def largest(tried: Sequence[Probe]) -> Probe | None:
 
 
 def fastest(tried: Sequence[Probe]) -> Probe:
-    """Returns the one with the most images/s; at least one has to fit."""
+    """Returns the one with the most examples/sec; at least one has to fit."""
     fitting = [probe for probe in tried if probe.fits]
-    return max(fitting, key=lambda probe: probe.images_per_s)
+    return max(fitting, key=lambda probe: probe.examples_per_sec)
 
 
 def too_large(tried: Sequence[Probe]) -> Probe | None:

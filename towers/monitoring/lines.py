@@ -63,10 +63,10 @@ class Lines(keras.callbacks.Callback):
 
     def _print(self, logs, suffix=""):
         values = dict(logs)
-        rate = values.pop("images_per_sec", None)
+        rate = values.pop("examples_per_sec", None)
         parts = [f"{name} {value:.4f}" for name, value in values.items()]
         if rate is not None:
-            text = self._rate() if self._rate else f"images/sec: {rate:,.1f}"
+            text = self._rate() if self._rate else f"examples/sec: {rate:,.1f}"
             parts.insert(0, text)
         epochs = self.params["epochs"]
         print(

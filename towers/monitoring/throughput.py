@@ -1,4 +1,4 @@
-"""Measures images per second."""
+"""Measures examples per second."""
 
 import collections
 import math
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
+from towers._deprecated import accepts_old_names
 from towers.loop import listeners
 from towers.monitoring.steps import Calls
 
@@ -15,13 +16,14 @@ from towers.monitoring.steps import Calls
 _CALLS = 1000
 
 
+@accepts_old_names
 @listeners.changes_no_variable
 class Throughput(keras.callbacks.Callback):
     """Measures how many examples a second are trained on.
 
     Only the time inside training calls counts: not validation, not saving, and not
     the warm-up, in which graphs are built. It adds the epoch's mean so far to Keras's
-    logs, as `images_per_sec`, so that every callback after it (progress bar,
+    logs, as `examples_per_sec`, so that every callback after it (progress bar,
     TensorBoard, history) shows it; place it first.
 
     Towers step together, so each has its share of the images of all.
@@ -58,8 +60,8 @@ class Throughput(keras.callbacks.Callback):
         self._told = 0, 0.0
 
     @property
-    def images_per_sec(self) -> float | None:
-        """Examples a second over the run so far, `None` during the warm-up."""
+    def examples_per_sec(self) -> float | None:
+        """Examples per second over the run so far, `None` during the warm-up."""
         return self._counted / self._counted_s if self._counted_s else None
 
     @property
@@ -77,14 +79,14 @@ class Throughput(keras.callbacks.Callback):
         Args:
             fraction: Fraction of the examples to describe, such as that of one tower.
         """
-        if self.images_per_sec is None:
-            return "images/sec: not measured, as the run ended while it warmed up"
+        if self.examples_per_sec is None:
+            return "examples/sec: not measured, as the run ended while it warmed up"
         rates = [fraction * rate for rate in self._rates]
         spread = statistics.pstdev(rates) / math.sqrt(len(rates))
         median = statistics.median(rates)
         jitter = 1.4826 * statistics.median(abs(rate - median) for rate in rates)
-        mean = fraction * self.images_per_sec
-        return f"images/sec: {mean:,.1f} +/- {spread:,.1f} (jitter = {jitter:,.1f})"
+        mean = fraction * self.examples_per_sec
+        return f"examples/sec: {mean:,.1f} +/- {spread:,.1f} (jitter = {jitter:,.1f})"
 
     def measured(self) -> dict[str, float]:
         """Returns examples per second since the last call, in total and by tower."""
@@ -95,7 +97,7 @@ class Throughput(keras.callbacks.Callback):
         rate = (self._counted - count) / (self._counted_s - seconds)
         towers = {f"/tower_{k}": part for k, part in enumerate(self._fractions)}
         return {
-            f"samples_per_sec{tower}": rate * part
+            f"examples_per_sec{tower}": rate * part
             for tower, part in {"": 1.0, **towers}.items()
         }
 
@@ -126,7 +128,7 @@ class Throughput(keras.callbacks.Callback):
     def _report(self, logs):
         # A mean, as all that Keras logs is: single steps jump.
         if self._epoch_counted_s:
-            logs["images_per_sec"] = self._epoch_counted / self._epoch_counted_s
+            logs["examples_per_sec"] = self._epoch_counted / self._epoch_counted_s
 
     def _seen(self, batches):
         seen = batches * self._batch_size

@@ -11,7 +11,7 @@ from towers.report import charts
 from towers.report.read import Run, Series
 
 # They stand in Keras's logs beside what is learned.
-_SPEEDS = ("images_per_sec", "samples_per_sec", "learning_rate")
+_SPEEDS = "examples_per_sec", "learning_rate"
 # The parts of a step, one after the other.
 _PARTS = ("input", "copy", "compute", "reduce", "python")
 
@@ -97,18 +97,18 @@ def results(run: Run) -> dict[str, float]:
 
 
 def towers(scalars: Mapping[str, Series]) -> dict[str, Series]:
-    """Returns each tower's images per second, by the tower's name."""
-    return _towers("samples_per_sec/", scalars)
+    """Returns each tower's examples per second, by the tower's name."""
+    return _towers("examples_per_sec/", scalars)
 
 
 def speed(run: Run) -> Iterator[Figure]:
     """Draws throughput, a step's time in its parts, waiting and staleness."""
     scalars = run.train.scalars
     rates = towers(scalars)
-    if "samples_per_sec" in scalars:
-        rates = {"all": scalars["samples_per_sec"], **rates}
+    if "examples_per_sec" in scalars:
+        rates = {"all": scalars["examples_per_sec"], **rates}
     if rates:
-        yield _lines("Images per second", rates, from_zero=True)
+        yield _lines("Examples per second", rates, from_zero=True)
     times = _below("step_ms/", scalars)
     if parts := {name: times[name] for name in _PARTS if name in times}:
         yield Figure(

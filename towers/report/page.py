@@ -104,11 +104,11 @@ def _cards(run: Run) -> Iterator[tuple[str, str]]:
     for name, value in sorted(figures.results(run).items()):
         yield f"{value:.4f}", name
     scalars = run.train.scalars
-    rate = run.summary.get("images_per_sec")
-    if rate is None and "samples_per_sec" in scalars:
-        rate = scalars["samples_per_sec"].last
+    rate = run.summary.get("examples_per_sec")
+    if rate is None and "examples_per_sec" in scalars:
+        rate = scalars["examples_per_sec"].last
     if rate is not None:
-        yield f"{rate:,.1f}", "images/s"
+        yield f"{rate:,.1f}", "examples/sec"
     waiting, part = run.summary.get("waiting"), "last part"
     if waiting is None and "waiting" in scalars:
         waiting, part = np.mean(scalars["waiting"].values), "all parts"

@@ -14,13 +14,15 @@ import numpy as np
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.util import tensor_util
 
+from towers._deprecated import rename_keys, rename_tag
+
 RUNS = ("train", "validation")
 # Of what summary.json holds.
 _TYPES = {
     "epochs": int,
     "steps": int,
     "towers": list,
-    "images_per_sec": float | int | None,
+    "examples_per_sec": float | int | None,
     "waiting": float | int | None,
     "step_ms": dict | None,
     "parameters": int | None,
@@ -139,7 +141,8 @@ def _read_summary(model_dir):
             raise ValueError("no object")
         # Runs of earlier versions call validation a test.
         summary = {
-            re.sub("^test_", "val_", name): each for name, each in summary.items()
+            re.sub("^test_", "val_", name): each
+            for name, each in rename_keys(summary).items()
         }
         _check(summary)
         return summary
@@ -220,7 +223,7 @@ def _read_file(path, events, points):
         value = tensor_util.make_ndarray(found[-1].tensor_proto)
         match metadata.plugin_data.plugin_name:
             case "scalars":
-                points[tag] += [
+                points[rename_tag(tag)] += [
                     (event.step, float(tensor_util.make_ndarray(event.tensor_proto)))
                     for event in found
                 ]

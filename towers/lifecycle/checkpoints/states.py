@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers._deprecated import rename_keys
 from towers.keras_adapter.randomness import shared_generator, shared_tf_generator
 
 # What Keras's own callbacks know of earlier epochs; others have a `state_dict()`.
@@ -67,7 +68,7 @@ def give_back(
     """
     if (history := getattr(model, "history", None)) is not None:
         history.epoch = states["history"]["epoch"]
-        history.history = states["history"]["history"]
+        history.history = rename_keys(states["history"]["history"])
     known = list(states["callbacks"])
     for callback in callbacks:
         name = type(callback).__name__

@@ -11,8 +11,8 @@ _PAGE = {
         "Learning rate": ["batch_learning_rate$"],
     },
     "Is it fast?": {
-        "Examples a second": ["samples_per_sec$"],
-        "Examples a second, each tower": ["samples_per_sec/tower_.*"],
+        "Examples per second": ["examples_per_sec$"],
+        "Examples per second, each tower": ["examples_per_sec/tower_.*"],
         "Milliseconds of a step": ["step_ms/(input|copy|compute|reduce|python)$"],
         "Milliseconds that each tower computes": ["step_ms/tower_.*"],
     },

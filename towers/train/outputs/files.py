@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
+from towers._deprecated import with_old_keys
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoint import SaveError
 from towers.lifecycle.checkpoints import store
@@ -82,7 +83,7 @@ def end(job: Job, summary: dict[str, Any]) -> None:
         if (best := summary["best"]) is not None:
             with job.checkpoint.as_in(best["checkpoint"], job.model):
                 _save_model(job, best["model"])
-        _write(job, "summary.json", json.dumps(summary, indent=2) + "\n")
+        _write(job, "summary.json", json.dumps(with_old_keys(summary), indent=2) + "\n")
 
 
 def read(job: Job, name: str) -> str | None:

@@ -6,6 +6,7 @@ import shlex
 import textwrap
 from typing import Any
 
+from towers._deprecated import rename_keys
 from towers.monitoring.watch import Watch
 from towers.program import words
 from towers.train.job import Job
@@ -33,7 +34,7 @@ def summarise(
         "model": os.path.join(job.model_dir, "model.keras"),
         "checkpoint": job.checkpoint.latest,
         "best": best_model(job),
-        "logs": job.model_dir,
+        "model_dir": job.model_dir,
     }
 
 
@@ -53,7 +54,7 @@ def best_model(job: Job) -> dict | None:
 def measured(watch: Watch) -> dict:
     """Returns what this run has measured."""
     return {
-        "images_per_sec": watch.throughput.images_per_sec,
+        "examples_per_sec": watch.throughput.examples_per_sec,
         "step_ms": watch.starvation.split and watch.starvation.split.parts_ms,
         "waiting": watch.starvation.waiting,
         "verdict": watch.starvation.verdict,
@@ -68,14 +69,14 @@ def measured_before(model_dir: str) -> dict:
             summary = json.load(file)
     except (OSError, ValueError):
         summary = None
-    known = summary if isinstance(summary, dict) else {}
-    names = "images_per_sec", "step_ms", "waiting", "verdict", "measured"
+    known = rename_keys(summary) if isinstance(summary, dict) else {}
+    names = "examples_per_sec", "step_ms", "waiting", "verdict", "measured"
     return {name: known.get(name) for name in names}
 
 
 def text(summary: dict) -> str:
     """Says how the run ended, and where things lie."""
-    measured = textwrap.indent(summary["measured"] or "images/sec: not measured", "  ")
+    measured = summary["measured"] or "examples/sec: not measured"
     bad, best = summary["bad_records"], summary["best"]
     named = best and "{model}, {monitor} {value:.4f} after epoch {epoch}".format(**best)
     return "\n".join(
@@ -84,11 +85,11 @@ def text(summary: dict) -> str:
             f"{words.count(summary['steps'], 'step')} on "
             f"{words.count(len(summary['towers']), 'tower')}.",
             f"  {values_text(summary)}",
-            measured,
+            textwrap.indent(measured, "  "),
             f"  model        {summary['model']}",
             *([f"  best model   {named}"] if named else []),
             f"  checkpoint   {summary['checkpoint']}",
-            f"  TensorBoard  tensorboard --logdir {shlex.quote(summary['logs'])}",
+            f"  TensorBoard  tensorboard --logdir {shlex.quote(summary['model_dir'])}",
             *([f"  bad records  {bad:,} passed over"] if bad is not None else []),
         ]
     )
