@@ -540,7 +540,7 @@ def test_table_of_gpus(machine, environ):
     assert "40960 MB" in second
     assert first.endswith(" 33")
     assert second.endswith(" 32")
-    assert rest[0] == "Each step takes 65 examples, shared out as above."
+    assert rest[0] == "Each step takes 65 examples, divided as above."
     assert rest[1] == (
         "Variables live on /device:GPU:0, the first tower's GPU, as towers are on GPUs."
     )

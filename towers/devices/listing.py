@@ -42,8 +42,8 @@ def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str
     lines = _aligned(rows)
     if per_tower_batch is not None:
         lines += _wrapped(
-            f"Each step takes {words.count(sum(per_tower_batch), 'example')}, shared "
-            "out as above."
+            f"Each step takes {words.count(sum(per_tower_batch), 'example')}, divided "
+            "as above."
         )
     lines += _wrapped(f"Variables live on {devices.home}, {_home_in_words(devices)}.")
     if devices.physical:

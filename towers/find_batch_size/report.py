@@ -131,8 +131,8 @@ class Report:
     def _advice(self):
         best, first = search.fastest(self.tried), self.tried[0]
         text = (
-            "Another batch size wants another learning rate; as a start, Goyal et al. "
-            "2017 (arXiv:1706.02677) multiply SGD's by as much, after a warm-up"
+            "If you change the batch size, scale the learning rate; Goyal et al. 2017 "
+            "(arXiv:1706.02677) scale that of SGD in proportion, after a warm-up"
         )
         if best is first:
             return f"{text}."

@@ -230,7 +230,7 @@ def table(trials: Sequence[Trial]) -> str:
     ]
     rows += [(name, f"not measured: {why}") for name, why in left]
     width = max(len(name) for name, _ in rows)
-    lines = ["How to update the variables was tried; the first line is chosen."]
+    lines = ["Ways to update the variables were measured; the first line was chosen."]
     return "\n".join([*lines, *(f"  {name:{width}}  {said}" for name, said in rows)])
 
 
