@@ -13,6 +13,7 @@ from .records.checks import blame_records as blame_records
 from .records.checks import find_bad_record as find_bad_record
 from .records.checks import scan_labels as scan_labels
 from .sources import Source as Source
+from .sources import SourceOptions as SourceOptions
 from .sources import open_source as open_source
 from .sources.arrays import ArraySource as ArraySource
 from .sources.record import BadRecordError as BadRecordError

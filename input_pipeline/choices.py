@@ -2,9 +2,9 @@
 
 # What becomes of images; recipes.py says how.
 RECIPES = ("none", "imagenet", "cifar")
-# Where examples are kept; see cache.py.
+# Where examples are kept; see cache/.
 CACHES = ("auto", "memory", "disk", "none")
-# Whether convert.py writes pixels.
+# Whether `convert` writes pixels.
 RAW = ("auto", "true", "false")
 # What becomes of bad records.
 BAD_RECORDS = ("fail", "skip")

@@ -51,27 +51,25 @@ _TAKES = {
 class SourceOptions(TypedDict, total=False):
     """Arguments of ``open_source`` that only some kinds of data sets take.
 
-    None is as if they were not given.
-
     Attributes:
         image_key: field of the encoded image in tf.Examples, by default
             ``image/encoded``; column of ``parquet:``, by default ``image``.
-        label_key: field of the label in tf.Examples, by default
-            ``image/class/label``; column of ``parquet:`` and ``csv:``, by default
-            ``label``, ``class`` or ``target``, else the last one.
+        label_key: field of the label in tf.Examples, by default ``image/class/label``;
+            column of ``parquet:`` and ``csv:``, by default ``label``, ``class`` or
+            ``target``, else the last one.
         label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``.
-        feature_columns: columns of numbers of ``parquet:`` and ``csv:``; None takes all
-            but the label's.
-        num_classes: where labels are read from files; None reads every label to find
-            the largest.
-        class_names: where the labels of ``parquet:`` and ``csv:`` are names of classes,
-            those of labels 0, 1, ...; None reads all, and sorts them.
-        eval_fraction: of the records of ``parquet:``, ``csv:`` and ``folder:`` to hold
-            out, where no file or folder is held out by its name; None for a tenth.
-        train_split: of ``digits`` and ``tfds:``; see ``TFDSSource``.
-        test_split: the same.
-        shard: the same.
-        read_config: the same.
+        feature_columns: columns of numbers of ``parquet:`` and ``csv:``. None: all
+            columns except the label.
+        num_classes: number of classes, if labels are read from files. None: every label
+            is read to find the largest.
+        class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
+            ``csv:`` are names. None: all labels are read, and the names are sorted.
+        eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
+            to hold out, unless a file or folder is held out by its name. None: a tenth.
+        train_split: split of ``digits`` and ``tfds:`` to train on; see ``TFDSSource``.
+        test_split: split of ``digits`` and ``tfds:`` to evaluate on.
+        shard: (index, count): which part of ``digits`` or ``tfds:`` to read.
+        read_config: how TFDS reads the files of ``digits`` or ``tfds:``.
     """
 
     image_key: str | None

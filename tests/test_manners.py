@@ -85,8 +85,8 @@ NAMES = {
     "numerics",
     parity: "Parity Row check_parity",
     input_pipeline: "ADVICE CACHES RECIPES ArraySource BadRecordError Mix Pipeline "
-    "Source blame_records cached find_bad_record free_memory make_dataset normalize "
-    "open_source quarantine scan_labels stage_advice",
+    "Source SourceOptions blame_records cached find_bad_record free_memory "
+    "make_dataset normalize open_source quarantine scan_labels stage_advice",
 }
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from towers.input_pipeline.sources.base import Source
 from towers.input_pipeline.specs import SourceOptions, check, kinds_with, takes
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Source", "SourceOptions", "open_source"]
 
 # What opens each kind of data set.
 _OPENERS = {
@@ -49,22 +49,7 @@ def open_source(
         seed: seed of the images of ``synthetic:``.
         skip_bad: whether to look beyond bad records for what must be known of all
             records. This alone does not leave them out; see ``Source.without``.
-        image_key: field of the encoded image in tf.Examples, by default
-            ``image/encoded``; column of ``parquet:``, by default ``image``.
-        label_key: field of the label in tf.Examples, by default ``image/class/label``;
-            column of ``parquet:`` and ``csv:``, by default ``label``, ``class`` or
-            ``target``, else the last one.
-        label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``.
-        feature_columns: columns of numbers of ``parquet:`` and ``csv:``. None: all
-            columns except the label.
-        num_classes: number of classes, if labels are read from files. None: every label
-            is read to find the largest.
-        class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
-            ``csv:`` are names. None: all labels are read, and the names are sorted.
-        eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
-            to hold out, unless a file or folder is held out by its name. None: a tenth.
-        **tfds_options: ``train_split``, ``test_split``, ``shard`` and ``read_config``
-            of ``digits`` and ``tfds:``; see ``TFDSSource``.
+        **options: what only some kinds of data sets take; see ``SourceOptions``.
 
     Returns:
         The source. Its ``notes`` say what was decided by default.
@@ -84,13 +69,8 @@ def open_source(
     if takes(spec, "label_column"):
         _name_label(given)
     # These are ignored where they mean nothing.
-    for name, value in {
-        "data_dir": data_dir,
-        "seed": seed,
-        "skip_bad": skip_bad,
-    }.items():
-        if takes(spec, name):
-            given[name] = value
+    others = {"data_dir": data_dir, "seed": seed, "skip_bad": skip_bad}
+    given |= {name: value for name, value in others.items() if takes(spec, name)}
     kind, _, rest = spec.partition(":")
     module, opener = _OPENERS[kind]
     try:

@@ -101,23 +101,23 @@ class StepTime(keras.callbacks.Callback):
         """Starts to count after the warm-up, or as another builder is chosen."""
         call = self._calls.end(self.model, batch)
         self._calls_s += call.seconds
-        phases = self.model.builder.timers
-        if not call.warm or phases is not self._phases:
-            self._start(phases)
+        timers = self.model.builder.timers
+        if not call.warm or timers is not self._timers:
+            self._start(timers)
 
     @property
     def split(self) -> Split | None:
         """The time of the run's steps so far; `None` before the first."""
-        if self._phases is None:
+        if self._timers is None:
             return None
-        return Split(self._phases.totals().since(self._before), self._calls_s)
+        return Split(self._timers.totals().since(self._before), self._calls_s)
 
     def measured(self) -> dict[str, float]:
         """Returns milliseconds per step since the last call, by part and by tower.
 
         `waiting` is the fraction of that time in which the towers waited for input.
         """
-        if self._phases is None:
+        if self._timers is None:
             return {}
         now = self.split
         found = now.since(self._told) if self._told else now
@@ -154,12 +154,12 @@ class StepTime(keras.callbacks.Callback):
     def _forget(self):
         self._calls = Calls(self._warmup_steps, self._clock)
         self._calls_s = 0.0
-        self._phases: StepTimers | None = None
+        self._timers: StepTimers | None = None
         self._told: Split | None = None
 
-    def _start(self, phases):
+    def _start(self, timers):
         """Counts from here on, by what a builder measures."""
-        self._phases, self._before = phases, phases.totals()
+        self._timers, self._before = timers, timers.totals()
         self._calls_s, self._told = 0.0, None
 
 

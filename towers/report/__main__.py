@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from towers.program import startup
+from towers.program import ending
 from towers.report import arguments
 from towers.report.read import read
 
@@ -34,18 +34,13 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    startup.end()
-    try:
+
+    def body():
         options = arguments.read(argv, __doc__)
         path = write(options.model_dir, options.output)
-    except KeyboardInterrupt:
-        print(f"{_PROGRAM}: Stopped by Ctrl-C.", file=sys.stderr)
-        return 130
-    except (ValueError, OSError) as error:
-        print(f"{_PROGRAM}: {error}", file=sys.stderr)
-        return 1
-    print(f"{path}: {os.path.getsize(path) / 1000:,.0f} KB")
-    return 0
+        print(f"{path}: {os.path.getsize(path) / 1000:,.0f} KB")
+
+    return ending.run(_PROGRAM, body)
 
 
 def write(model_dir: str, output: str | None = None) -> str:

@@ -113,8 +113,8 @@ class Starvation(StepTime):
         self._stages, self._lately = [], []
         self._looked_s, self._unsaid = float("-inf"), None
 
-    def _start(self, phases):
-        super()._start(phases)
+    def _start(self, timers):
+        super()._start(timers)
         self._forget_verdicts()
         self._first = self._since = self._read()
 
@@ -127,7 +127,7 @@ class Starvation(StepTime):
 
     def _read(self):
         """Reads the counters of the input, if there are any."""
-        iterator = self._phases.iterator if self._phases else None
+        iterator = self._timers.iterator if self._timers else None
         if iterator is None:
             return None
         if self._iterator is None or self._iterator() is not iterator:
