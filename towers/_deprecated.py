@@ -20,7 +20,15 @@ ARGUMENTS = {
         "shares": "split_ratios",
         "home": "local_parameter_device",
     },
-    "check_parity": {"builder": "variable_update", "shares": "split_ratios"},
+    "check_parity": {
+        "builder": "variable_update",
+        "shares": "split_ratios",
+        "steps": "parity_steps",
+    },
+    "Checkpoint": {"keep": "keep_checkpoints"},
+    "Stall": {"seconds": "stall_seconds"},
+    "Starvation": {"every_steps": "log_steps"},
+    "TensorBoard": {"every_steps": "log_steps"},
 }
 # By class: new names of attributes, by the old ones.
 ATTRIBUTES = {"Throughput": {"images_per_sec": "examples_per_sec"}}

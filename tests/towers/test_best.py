@@ -49,7 +49,9 @@ def names(folder):
     ],
 )
 def test_by_the_metric_that_is_named(tmp_path, options, best, capsys):
-    checkpoint, model = fit(tmp_path, [2.0, 5.0, 1.0, 1.0, np.nan], keep=1, **options)
+    checkpoint, model = fit(
+        tmp_path, [2.0, 5.0, 1.0, 1.0, np.nan], keep_checkpoints=1, **options
+    )
     found = checkpoint.find_best(model)
     assert (found.epoch, found.value) == best
     assert found.monitor == options.get("name", "val_loss")
@@ -62,9 +64,9 @@ def test_by_the_metric_that_is_named(tmp_path, options, best, capsys):
 
 
 def test_a_worse_run_leaves_the_best(tmp_path):
-    fit(tmp_path, [2.0, 1.0, 3.0], keep=9)
+    fit(tmp_path, [2.0, 1.0, 3.0], keep_checkpoints=9)
     for scores, found in (((9.0, 8.0, 7.0), (2, 1.0)), ((0.5,), (7, 0.5))):
-        checkpoint, model = fit(tmp_path, scores, keep=1)
+        checkpoint, model = fit(tmp_path, scores, keep_checkpoints=1)
         best = checkpoint.find_best(model)
         assert (best.epoch, best.value) == found
     assert names(tmp_path) == ["ckpt-7-0"]
@@ -74,16 +76,16 @@ def test_a_worse_run_leaves_the_best(tmp_path):
 
 
 def test_goes_on_from_the_best(tmp_path):
-    fit(tmp_path, [3.0, 1.0, 2.0, 4.0], keep=9)
+    fit(tmp_path, [3.0, 1.0, 2.0, 4.0], keep_checkpoints=9)
     plain, _ = begin(1)
-    checkpoint = Checkpoint(tmp_path, keep=9)
+    checkpoint = Checkpoint(tmp_path, keep_checkpoints=9)
     assert checkpoint.restore(plain, "best")
     assert checkpoint.latest == f"{tmp_path}/ckpt-2-0"
     assert all((weights == 1.0).all() for weights in plain.get_weights())
     # Until something else is saved, nothing is lost.
     given_up = [f"{tmp_path}/ckpt-4-0", f"{tmp_path}/ckpt-3-0"]
     assert checkpoint.discarded == given_up and len(names(tmp_path)) == 4
-    checkpoint, _ = fit(tmp_path, [1.5], restore="best", keep=9)
+    checkpoint, _ = fit(tmp_path, [1.5], restore="best", keep_checkpoints=9)
     assert names(tmp_path) == ["ckpt-1-0", "ckpt-2-0", "ckpt-3-0"]
     assert checkpoint.model.history.history["val_loss"] == [3.0, 1.0, 1.5]
     assert checkpoint.find_best(plain).epoch == 2

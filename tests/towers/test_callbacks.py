@@ -160,7 +160,7 @@ class TestLines:
         assert starts == ["epoch 1/1, step 3", "epoch 1/1 done, step 3"]
 
     def test_bad_number_of_steps(self):
-        with pytest.raises(ValueError, match=r"every_steps=0; expected at least 1"):
+        with pytest.raises(ValueError, match=r"log_steps=0; expected at least 1"):
             Lines(0)
 
 

@@ -364,9 +364,12 @@ def test_why_foreign_data_may_not_be_the_same_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"keep": 1.5}, "keep=1.5; expected an integer of at least 1"),
-        ({"keep": None}, "keep=None; expected an integer"),
-        ({"keep": 0}, "keep=0; expected an integer"),
+        (
+            {"keep_checkpoints": 1.5},
+            "keep_checkpoints=1.5; expected an integer of at least 1",
+        ),
+        ({"keep_checkpoints": None}, "keep_checkpoints=None; expected an integer"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints=0; expected an integer"),
         ({"save_steps": "3"}, "save_steps='3'; expected an integer"),
         ({"save_minutes": -1}, "save_minutes=-1; expected a number of at least 0"),
         ({"save_minutes": "1"}, "save_minutes='1'; expected a number"),
@@ -638,7 +641,7 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     says = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: logs.update(val_loss=next(losses))
     )
-    checkpoint = Checkpoint(tmp_path, keep=2)
+    checkpoint = Checkpoint(tmp_path, keep_checkpoints=2)
     fit_traced(says, checkpoint, epochs=6)
     assert checkpoint.latest == f"{tmp_path}/ckpt-6-0"
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -650,10 +653,10 @@ def test_what_lies_further_on_does_not_count(tmp_path):
     # Damaged, or of another program: they are passed over.
     (tmp_path / "ckpt-40-0").mkdir()
     (tmp_path / "ckpt-1-3").mkdir()
-    fit_traced(Checkpoint(tmp_path, keep=2), epochs=2)
+    fit_traced(Checkpoint(tmp_path, keep_checkpoints=2), epochs=2)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"ckpt-40-0", "ckpt-1-0", "ckpt-1-3", "ckpt-2-0"}
-    checkpoint = Checkpoint(tmp_path, keep=1)
+    checkpoint = Checkpoint(tmp_path, keep_checkpoints=1)
     assert checkpoint.restore(tiny()) and checkpoint.position == Position(2)
     fit_traced(checkpoint, epochs=3)
     assert Checkpoint(tmp_path).restore(tiny())
@@ -804,7 +807,12 @@ class TestNotFinite:
         sgd = keras.optimizers.SGD()
         scaled = keras.optimizers.LossScaleOptimizer(sgd, initial_scale=2.0**120)
         model = self.model(scaled)
-        fit(model, Checkpoint(tmp_path, keep=9), x=self.data("gradient"), epochs=2)
+        fit(
+            model,
+            Checkpoint(tmp_path, keep_checkpoints=9),
+            x=self.data("gradient"),
+            epochs=2,
+        )
         # The scale was halved at each of them.
         assert float(scaled.dynamic_scale) < 2.0**120
         assert len(store.find(str(tmp_path))) == 2
@@ -814,7 +822,7 @@ class TestNotFinite:
         says = keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: logs.update(val_loss=next(losses))
         )
-        fit_traced(says, Checkpoint(tmp_path, keep=1), epochs=4)
+        fit_traced(says, Checkpoint(tmp_path, keep_checkpoints=1), epochs=4)
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["ckpt-1-0", "ckpt-4-0"]
 
@@ -952,7 +960,7 @@ class TestDamage:
         shutil.copytree(saved / "ckpt-2-0", other)
         os.symlink(other, run / "ckpt-9-0")
         (run / "checkpoint").write_text(f'model_checkpoint_path: "{other}"\n')
-        checkpoint = Checkpoint(run, keep=1)
+        checkpoint = Checkpoint(run, keep_checkpoints=1)
         fit(self.make(), checkpoint, epochs=3)
         assert checkpoint.latest == f"{run}/ckpt-3-0"
         assert sorted(p.name for p in other.iterdir()) == sorted(

@@ -11,7 +11,7 @@ from absl import flags
 
 import towers
 from towers import _deprecated
-from towers.callbacks import Throughput
+from towers.callbacks import Checkpoint, Stall, Starvation, TensorBoard, Throughput
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,14 @@ CALLS = {
         ["model"],
         {"builder": "fast", "shares": (0,), "home": "moon"},
     ),
-    towers.check_parity: (["model", None], {"builder": "fast", "shares": (0,)}),
+    towers.check_parity: (
+        ["model", None],
+        {"builder": "fast", "shares": (0,), "steps": 0},
+    ),
+    Checkpoint: (["nowhere"], {"keep": 0}),
+    Stall: ([], {"seconds": 0}),
+    Starvation: ([], {"every_steps": 0}),
+    TensorBoard: (["nowhere"], {"every_steps": 0}),
 }
 ARGUMENTS = [(named, old) for named, (_, bad) in CALLS.items() for old in bad]
 

@@ -337,7 +337,7 @@ def test_a_model_that_cannot_be_a_tower():
             {"gpus": 2, "split_ratios": (1, 2, 3)},
             r"split_ratios=\(1, 2, 3\) for 2 towers",
         ),
-        ({"gpus": 2, "steps": 0}, "steps=0; expected at least 1"),
+        ({"gpus": 2, "parity_steps": 0}, "parity_steps=0; expected at least 1"),
         ({"gpus": 2, "variable_update": "none"}, "variable_update='none'"),
         ({"gpus": 2, "loss_placement": "home"}, "loss_placement='home'"),
     ],

@@ -703,9 +703,15 @@ def test_flags(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seconds": 0}, "Received seconds=0; expected more than 0"),
-        ({"seconds": float("nan")}, "Received seconds=nan; expected more than 0"),
-        ({"seconds": 1, "on_stall": "go"}, "on_stall='go'; expected 'wait' or 'stop'"),
+        ({"stall_seconds": 0}, "Received stall_seconds=0; expected more than 0"),
+        (
+            {"stall_seconds": float("nan")},
+            "Received stall_seconds=nan; expected more than 0",
+        ),
+        (
+            {"stall_seconds": 1, "on_stall": "go"},
+            "on_stall='go'; expected 'wait' or 'stop'",
+        ),
     ],
 )
 def test_what_does_not_fit(options, message):

@@ -471,7 +471,7 @@ class Run:
 
     def __init__(self, **options):
         self.now, self.said = 0.0, []
-        options = {"warmup_steps": 2, "terminal": False, "every_steps": 4} | options
+        options = {"warmup_steps": 2, "terminal": False, "log_steps": 4} | options
         self.callback = Starvation(
             clock=lambda: self.now, say=self.said.append, **options
         )
@@ -594,7 +594,7 @@ def test_on_a_terminal_the_progress_bar_stays_whole():
 
 
 def test_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"every_steps=0; expected at least 1"):
+    with pytest.raises(ValueError, match=r"log_steps=0; expected at least 1"):
         Starvation(0)
 
 

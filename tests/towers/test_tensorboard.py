@@ -160,7 +160,7 @@ def run(tmp_path):
     """Returns a function that trains, and one that reads what was written."""
 
     def train(model, epochs=2, initial_epoch=0, name="", validated=False, **options):
-        callback = TensorBoard(str(tmp_path / name), every_steps=2, **options)
+        callback = TensorBoard(str(tmp_path / name), log_steps=2, **options)
         return fit(
             model,
             callback,
@@ -192,7 +192,7 @@ def file_limit():
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_bad_number_of_steps(steps):
-    with pytest.raises(ValueError, match=rf"every_steps={steps}; expected at least 1"):
+    with pytest.raises(ValueError, match=rf"log_steps={steps}; expected at least 1"):
         TensorBoard("x", steps)
 
 

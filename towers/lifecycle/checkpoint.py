@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from towers._deprecated import accepts_old_names
 from towers.keras_adapter.fit import batches_done
 from towers.lifecycle import resume
 from towers.lifecycle.checkpoints import saved_model, states, store
@@ -30,6 +31,7 @@ class SaveError(Exception):
     """A checkpoint could not be written; those before are as they were."""
 
 
+@accepts_old_names
 @listeners.changes_no_variable
 class Checkpoint(keras.callbacks.Callback):
     """Saves a run of a tower model, so that the next `fit` continues it.
@@ -66,7 +68,7 @@ class Checkpoint(keras.callbacks.Callback):
         *,
         save_steps: int | None = None,
         save_minutes: float | None = None,
-        keep: int = 3,
+        keep_checkpoints: int = 3,
         monitor: str | None = None,
         mode: str = "auto",
         on_save_error: str = "stop",
@@ -79,7 +81,7 @@ class Checkpoint(keras.callbacks.Callback):
             save_steps: Batches between two checkpoints during an epoch. None: no limit.
             save_minutes: Minutes between two checkpoints during an epoch. None: no
                 limit.
-            keep: Number of checkpoints to keep, besides the best one.
+            keep_checkpoints: Number of checkpoints to keep, besides the best one.
             monitor: Metric that determines the best checkpoint, after a whole epoch.
                 None: `val_loss`, or `loss` without validation data.
             mode: Whether the best is the "min" or the "max" of the metric. "auto"
@@ -92,7 +94,7 @@ class Checkpoint(keras.callbacks.Callback):
         super().__init__()
         if not isinstance(directory, str | os.PathLike):
             raise ValueError(f"Received directory={directory!r}; expected a path.")
-        numbers = {"keep": keep}
+        numbers = {"keep_checkpoints": keep_checkpoints}
         if save_steps is not None:
             numbers["save_steps"] = save_steps
         for name, value in numbers.items():
@@ -114,7 +116,8 @@ class Checkpoint(keras.callbacks.Callback):
             )
         self._directory = os.path.abspath(os.path.expanduser(directory))
         self.save_steps, self._save_minutes = save_steps, save_minutes
-        self._keep, self._on_save_error, self._clock = keep, on_save_error, clock
+        self._keep, self._on_save_error = keep_checkpoints, on_save_error
+        self._clock = clock
         self.position, self.past = Position(0), None
         self.latest: str | None = None
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")

@@ -21,14 +21,14 @@ class Lines(keras.callbacks.Callback):
 
     def __init__(
         self,
-        every_steps: int = 100,
+        log_steps: int = 100,
         stream: TextIO | None = None,
         rate: Callable[[], str] | None = None,
     ):
         """Initializes the callback.
 
         Args:
-            every_steps: Steps between lines.
+            log_steps: Steps between lines.
             stream: Where to write; standard output by default.
             rate: Says how fast the run has been, in place of the logs' mean.
 
@@ -36,7 +36,7 @@ class Lines(keras.callbacks.Callback):
             ValueError: If the number of steps is not positive.
         """
         super().__init__()
-        self._interval = Interval(every_steps)
+        self._interval = Interval(log_steps)
         self._rate = rate
         self._stream = stream
         self._epoch = 0

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers._deprecated import accepts_old_names
 from towers.keras_adapter.fit import batches_done
 from towers.lifecycle.resume import Saves
 from towers.lifecycle.skip_batches import Passing
@@ -34,6 +35,7 @@ _LIST = keras.callbacks.CallbackList.__module__
 _TRACING = "func_graph_from_py_func", "compute_output_spec"
 
 
+@accepts_old_names
 @listeners.changes_no_variable
 class Stall(keras.callbacks.Callback):
     """Says on stderr what the run waits for, if no batch ends for a while.
@@ -54,7 +56,7 @@ class Stall(keras.callbacks.Callback):
 
     def __init__(
         self,
-        seconds: float,
+        stall_seconds: float,
         on_stall: str = "wait",
         *,
         devices: Sequence[str] = (),
@@ -68,7 +70,7 @@ class Stall(keras.callbacks.Callback):
         """Initializes the callback. It watches nothing before `fit`.
 
         Args:
-            seconds: Time without the beginning or end of a batch that counts as a
+            stall_seconds: Time without the beginning or end of a batch that counts as a
                 stall. It has to exceed the time of a call of `steps_per_execution`
                 steps, including the first one, which compiles.
             on_stall: What to do then: "wait", or "stop" the process with exit code 4.
@@ -83,13 +85,15 @@ class Stall(keras.callbacks.Callback):
             leave: Ends the process with an exit code, whatever its threads do.
         """
         super().__init__()
-        if not seconds > 0:
-            raise ValueError(f"Received seconds={seconds}; expected more than 0.")
+        if not stall_seconds > 0:
+            raise ValueError(
+                f"Received stall_seconds={stall_seconds}; expected more than 0."
+            )
         if on_stall not in ("wait", "stop"):
             raise ValueError(
                 f"Received on_stall={on_stall!r}; expected 'wait' or 'stop'."
             )
-        self._seconds, self._on_stall = seconds, on_stall
+        self._seconds, self._on_stall = stall_seconds, on_stall
         self._devices = tuple(dict.fromkeys(devices))
         self._data, self._validation_data = data, validation_data
         self._checkpoint, self._patience_s = checkpoint, patience_s
@@ -167,7 +171,7 @@ class Stall(keras.callbacks.Callback):
     def check(self) -> None:
         """Looks at the clock, and says so if there is a stall.
 
-        A thread calls it, more often than twice in `seconds`.
+        A thread calls it, more often than twice in `stall_seconds`.
         """
         with self._lock:
             self._check()

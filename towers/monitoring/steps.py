@@ -15,20 +15,18 @@ class Interval:
         step: The optimizer's, when it was last asked.
     """
 
-    def __init__(self, every_steps: int):
+    def __init__(self, log_steps: int):
         """Initializes the interval.
 
         Args:
-            every_steps: Its steps.
+            log_steps: Its steps.
 
         Raises:
             ValueError: If the number of steps is not positive.
         """
-        if every_steps < 1:
-            raise ValueError(
-                f"Received every_steps={every_steps}; expected at least 1."
-            )
-        self._every_steps, self.step = every_steps, 0
+        if log_steps < 1:
+            raise ValueError(f"Received log_steps={log_steps}; expected at least 1.")
+        self._log_steps, self.step = log_steps, 0
 
     def begin(self, model: keras.Model) -> None:
         """Continues the count of a model's optimizer."""
@@ -38,7 +36,7 @@ class Interval:
         """Tells whether an interval has ended since the optimizer was last asked."""
         before = self.step
         self.begin(model)
-        return before // self._every_steps != self.step // self._every_steps
+        return before // self._log_steps != self.step // self._log_steps
 
 
 class Call(NamedTuple):

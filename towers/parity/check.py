@@ -25,7 +25,7 @@ def check_parity(
     batch: Any,
     gpus: int | Sequence[int] | Sequence[str] | None = None,
     *,
-    steps: int = 3,
+    parity_steps: int = 3,
     variable_update: str = "parameter_server",
     split_ratios: Sequence[int] | None = None,
     loss_placement: str = "auto",
@@ -54,7 +54,7 @@ def check_parity(
         batch: A batch to train each step on: a tuple of x, y and optional sample
             weights, with one row per example. Or a list of batches, one for each step.
         gpus: As for `multi_gpu_model`.
-        steps: Number of steps to train, if there is one batch.
+        parity_steps: Number of steps to train, if there is one batch.
         variable_update: As for `multi_gpu_model`.
         split_ratios: As for `multi_gpu_model`.
         loss_placement: As for `multi_gpu_model`.
@@ -71,8 +71,8 @@ def check_parity(
         ValueError: If an argument has a wrong value, or the loss on one device is not
             finite.
     """
-    _check_arguments(model, steps, variable_update)
-    batches = batch if isinstance(batch, list) else [batch] * steps
+    _check_arguments(model, parity_steps, variable_update)
+    batches = batch if isinstance(batch, list) else [batch] * parity_steps
     batches = [tf.nest.map_structure(_tensor, each) for each in batches]
     if tolerance is None:
         tolerance = 1e-2 if _computes_in_16_bits(model) else 1e-5
@@ -131,14 +131,14 @@ def _check_refused(refused, lenient):
     )
 
 
-def _check_arguments(model, steps, variable_update):
+def _check_arguments(model, parity_steps, variable_update):
     if not isinstance(model, keras.Model) or not model.compiled:
         raise ValueError(
             f"Received {type(model).__name__}; expected a keras.Model that is "
             "compiled, so call `compile` first."
         )
-    if steps < 1:
-        raise ValueError(f"Received steps={steps}; expected at least 1.")
+    if parity_steps < 1:
+        raise ValueError(f"Received parity_steps={parity_steps}; expected at least 1.")
     if variable_update == "asynchronous":
         raise ValueError(
             "Received variable_update='asynchronous', whose towers do not make one "

@@ -110,7 +110,7 @@ def make_tensorboard(
     }
     return TensorBoard(
         job.model_dir,
-        every_steps=job.settings.log_steps,
+        log_steps=job.settings.log_steps,
         texts={
             **{tag: as_markdown(text) for tag, text in texts.items()},
             "verdict": lambda: (

@@ -30,7 +30,7 @@ def make_checkpoint(settings: Settings, folder: str, validates: bool) -> Checkpo
         folder,
         save_steps=settings.save_steps,
         save_minutes=settings.save_minutes,
-        keep=settings.keep_checkpoints,
+        keep_checkpoints=settings.keep_checkpoints,
         monitor=monitor,
         mode=mode,
         on_save_error=settings.on_save_error,

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 
+from towers._deprecated import accepts_old_names
 from towers.loop import listeners
 from towers.monitoring.bottleneck import tfdata_stats
 from towers.monitoring.bottleneck.verdict import bound_by, verdict
@@ -15,6 +16,7 @@ from towers.monitoring.steps import Interval
 _LOOK_EVERY_S = 1.0
 
 
+@accepts_old_names
 @listeners.changes_no_variable
 class Starvation(StepTime):
     """Says what limits the speed of training, at intervals and at the end.
@@ -29,7 +31,7 @@ class Starvation(StepTime):
 
     def __init__(
         self,
-        every_steps: int = 100,
+        log_steps: int = 100,
         *,
         advice: Mapping[str, str] | None = None,
         warmup_steps: int = 10,
@@ -40,7 +42,7 @@ class Starvation(StepTime):
         """Initializes the callback.
 
         Args:
-            every_steps: Steps of the optimizer between two verdicts.
+            log_steps: Steps of the optimizer between two verdicts.
             advice: What to do about a slow stage of the input, by its name. By default
                 the advice of the data's own pipeline.
             warmup_steps: Steps at the beginning of the run that are not counted.
@@ -50,7 +52,7 @@ class Starvation(StepTime):
             clock: Returns seconds.
         """
         super().__init__(warmup_steps, clock)
-        self._interval, self._advice = Interval(every_steps), advice
+        self._interval, self._advice = Interval(log_steps), advice
         self._terminal = sys.stdout.isatty() if terminal is None else terminal
         self._say = say
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import keras
 import tensorflow as tf
 
+from towers._deprecated import accepts_old_names
 from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
 from towers.model.fit_call import FitCall
@@ -44,6 +45,7 @@ def _while_it_works(write):
     return method
 
 
+@accepts_old_names
 @listeners.changes_no_variable
 class TensorBoard(keras.callbacks.Callback):
     """Writes TensorBoard logs of a run, as the runs `train` and `validation`.
@@ -63,7 +65,7 @@ class TensorBoard(keras.callbacks.Callback):
     def __init__(
         self,
         log_dir: str,
-        every_steps: int,
+        log_steps: int,
         *,
         texts: Mapping[str, str | Callable[[], str]] = _NOTHING,
         scalars: Mapping[str, float | None] = _NOTHING,
@@ -79,7 +81,7 @@ class TensorBoard(keras.callbacks.Callback):
 
         Args:
             log_dir: Folder for the runs `train` and `validation`.
-            every_steps: Steps between two recorded batches.
+            log_steps: Steps between two recorded batches.
             texts: Markdown texts by tag, such as the flags. Functions are called at the
                 end.
             scalars: Numbers by tag that do not change during the run. None is left out.
@@ -99,7 +101,7 @@ class TensorBoard(keras.callbacks.Callback):
         """
         super().__init__()
         self._log_dir = log_dir
-        self._interval = Interval(every_steps)
+        self._interval = Interval(log_steps)
         self._texts = texts
         self._scalars = scalars
         self._measures = measures
