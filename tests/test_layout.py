@@ -50,7 +50,6 @@ TOO_LARGE = {
     "function towers/devices/configuration.py configure",
     "function towers/lifecycle/checkpoint.py __init__",
     "function towers/lifecycle/resume.py going_on",
-    "function towers/model/auto.py choose",
     "function towers/model/tower_model.py multi_gpu_model",
     "function towers/parity/check.py check_parity",
     "module towers/builders/asynchronous.py",

@@ -14,9 +14,10 @@ import tensorflow as tf
 from tests import as_on_gpu
 from towers import multi_gpu_model
 from towers.loop import loop
-from towers.model import auto, first_call
+from towers.model import auto, variable_update
 from towers.model import tower_model as door
 from towers.model.auto import Choice
+from towers.model.replayable import ReplayableBatches
 
 SERVER, COPIES = Choice(), Choice("replicated", "ring")
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
@@ -489,7 +490,7 @@ def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
 def test_nothing_is_measured(monkeypatch, why):
     monkeypatch.setattr(auto, "choose", None)
     if why == "deterministic":
-        monkeypatch.setattr(door, "is_op_determinism_enabled", lambda: True)
+        monkeypatch.setattr(variable_update, "is_deterministic", lambda: True)
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     parallel = multi_gpu_model(model, gpus=2, variable_update="auto")
@@ -556,7 +557,7 @@ def test_batches_are_read_again_as_they_came(monkeypatch, rows, beside):
     data = tf.data.Dataset.from_tensor_slices(rows).batch(4)
     iterator = iter(data.map(lambda rows: (rows, *beside)))
     spec = iterator.element_spec
-    taken = first_call.Batches(iterator, 5)
+    taken = ReplayableBatches(iterator, 5)
     assert len(taken) == 2
 
     def arrays(batch):
@@ -578,7 +579,7 @@ def test_the_length_of_a_run():
 
     class Asks(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
-            found.append(parallel._calls_left())
+            found.append(parallel._self_call.train_calls())
 
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     parallel = multi_gpu_model(model, 2)
@@ -589,7 +590,7 @@ def test_the_length_of_a_run():
     parallel.fit(unknown, **options)
     parallel.fit(data.repeat(), steps_per_epoch=5, epochs=2, **options)
     assert found == [9, 6, auto.ASSUMED_BATCHES // 2, 6]
-    assert parallel._calls_left() == 0
+    assert parallel._self_call is None
 
 
 @pytest.fixture
@@ -606,7 +607,7 @@ def gpus():
 def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
     monkeypatch.setattr(auto, "_race", lambda one, other, clock: (1.0, times))
     monkeypatch.setattr(auto, "BUDGET_S", 1e9)
-    choose, build, made = auto.choose, door.Replicated.build, []
+    choose, build, made = auto.choose, door.Replicated.create_variables, []
 
     def builds(self, data):
         build(self, data)
@@ -626,7 +627,7 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
 
         return choose(ways, train, steps, start_s, calls, dropping)
 
-    monkeypatch.setattr(door.Replicated, "build", builds)
+    monkeypatch.setattr(door.Replicated, "create_variables", builds)
     monkeypatch.setattr(auto, "choose", chooses)
     _fit("auto", gpus=gpus, where=gpus[0])
     # Two have lost: of the ways to add by copies, and by a home.
@@ -673,8 +674,8 @@ def test_what_has_failed_is_not_tried_again(
     make = door.TowerModel._train_function
     error = tf.errors.InternalError(None, None, "libdevice not found")
 
-    def train_function(self):
-        builder, function = self.builder, make(self)
+    def train_function(self, builder):
+        function = make(self, builder)
 
         def call(iterator):
             added = getattr(builder, "all_reduce_alg", None)

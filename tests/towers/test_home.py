@@ -174,7 +174,7 @@ def _default(parallel):
     kinds = {kind: name for name, kind in door.BUILDERS.items()}
     alg = getattr(used, "all_reduce_alg", "-")
     merge = "-" if alg != "-" else used.merge[8:]
-    others = [str(w) for w in parallel._ways()] if parallel._self_ways else []
+    others = [str(way) for way in parallel._self_update.ways()]
     what = kinds[type(used)], alg, used.home[8:], merge, used.prefetch, used.xla
     return (*what, others)
 

@@ -138,54 +138,76 @@ def choose(
     # To measure a call takes a call.
     if start_s > BUDGET_S and BUDGET * calls < 1:
         return [Trial(choice, None, "it would take too long") for choice in choices]
-    best, best_call = first, train(first)
-    best_call()
+    contest = _Contest(first, train, drop, clock, start_s)
     call_s = clock() - begun_s
     budget_s = max(BUDGET_S, BUDGET * calls * call_s)
     race_s = 2 * _ROUNDS * max(call_s, _ROUND_S)
-    # By whether XLA compiles, what a start takes. The first of a process also loads
-    # libraries and tunes kernels, so any other tells better.
-    starts = {first.xla: start_s}
-
-    def expected_s(choice):
-        plain_s = starts.get(False, start_s)
-        compiled_s = starts.get(True, _XLA_START * plain_s)
-        return (compiled_s if choice.xla else plain_s) + race_s
-
-    first_s, slower, skipped = None, {first: 1.0}, []
     while left:
         # What did not fit at first may do so when it is known what a start takes.
         left_s = budget_s - (clock() - begun_s)
-        choice = next((each for each in left if expected_s(each) <= left_s), None)
-        if choice is None:
+        fits = (each for each in left if contest.start_s(each) + race_s <= left_s)
+        if (choice := next(fits, None)) is None:
             break
         left.remove(choice)
-        tried_s = clock()
-        loser = choice
+        contest.enter(choice)
+    skipped = [Trial(choice, None, "it would take too long") for choice in left]
+    return contest.trials(steps) + skipped
+
+
+class _Contest:
+    """Measures candidates, each against the best so far."""
+
+    def __init__(self, first, train, drop, clock, start_s):
+        """Makes a call by the first candidate, whose first call took `start_s`."""
+        self._train, self._drop, self._clock = train, drop, clock
+        self._first = self._best = first
+        # By whether XLA compiles, what a start takes. The first of a process also loads
+        # libraries and tunes kernels, so any other tells better.
+        self._first_start_s, self._starts = start_s, {first.xla: start_s}
+        # Seconds of a call of the first, and how many times as long the others' take.
+        self._first_s, self._slower = None, {first: 1.0}
+        self._failed: list[Trial] = []
+        self._best_call = train(first)
+        self._best_call()
+
+    def start_s(self, choice):
+        """Seconds that a candidate's start will take, at a guess."""
+        plain_s = self._starts.get(False, self._first_start_s)
+        compiled_s = self._starts.get(True, _XLA_START * plain_s)
+        return compiled_s if choice.xla else plain_s
+
+    def enter(self, choice):
+        """Measures a candidate, and drops it or the best so far."""
+        begun_s, loser = self._clock(), choice
         try:
-            call = train(choice)
+            call = self._train(choice)
             call()
         except Exception as error:  # whatever it is: the run can go on without
             said = str(error).strip() or type(error).__name__
             reason = said.splitlines()[0][:60]
-            skipped.append(Trial(choice, None, f"it fails: {reason}"))
+            self._failed.append(Trial(choice, None, f"it fails: {reason}"))
         else:
-            starts[choice.xla] = clock() - tried_s
-            before_s, times = _race(best_call, call, clock)
-            first_s = first_s or before_s
+            self._starts[choice.xla] = self._clock() - begun_s
+            before_s, times = _race(self._best_call, call, self._clock)
+            self._first_s = self._first_s or before_s
+            best, slower = self._best, self._slower
             slower[choice] = times * slower[best]
-            if slower[choice] < slower[best] * (_BETTER if best == first else 1):
-                loser, best, best_call = best, choice, call
+            if slower[choice] < slower[best] * (_BETTER if best == self._first else 1):
+                loser, self._best, self._best_call = best, choice, call
         call = None  # which keeps all that its candidate is made of
-        drop(loser)
-    skipped += [Trial(choice, None, "it would take too long") for choice in left]
-    if first_s is None:
-        return [Trial(first, None, "nothing to compare it with"), *skipped]
-    trials = [
-        Trial(choice, times * first_s / steps) for choice, times in slower.items()
-    ]
-    trials.sort(key=lambda trial: (trial.choice != best, trial.step_s))
-    return trials + skipped
+        self._drop(loser)
+
+    def trials(self, steps):
+        """What became of each, the best first, those that failed last."""
+        if self._first_s is None:
+            nothing = Trial(self._first, None, "nothing to compare it with")
+            return [nothing, *self._failed]
+        trials = [
+            Trial(choice, times * self._first_s / steps)
+            for choice, times in self._slower.items()
+        ]
+        trials.sort(key=lambda trial: (trial.choice != self._best, trial.step_s))
+        return trials + self._failed
 
 
 def _race(one, other, clock):

@@ -1,23 +1,24 @@
 """The first call of training: it tries ways to update, and falls back from what fails.
 
-Both need the batches of that call more than once, while Keras hands out an iterator
-that is read once. So they are taken out of it, and what follows reads them as often as
-it likes: nothing of the data is lost.
+Both need the batches of that call more than once; see `replayable.py`.
 """
 
+import contextlib
 import gc
-import itertools
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from towers.builders.base import Builder
 from towers.layers import variables
-from towers.loop import loop
 from towers.model import auto
+from towers.model.auto import Choice
+from towers.model.replayable import ReplayableBatches
+from towers.model.variable_update import VariableUpdate
+from towers.program import words
 from towers.program.voice import say
 
 # What tells most of what TensorFlow says where XLA cannot compile; and where a tower
@@ -25,163 +26,195 @@ from towers.program.voice import say
 _XLA_WORDS = "XLA", "compil", "jit"
 _ELSEWHERE = "Trying to access resource"
 
+# What Keras calls with an iterator over batches; it returns logs.
+TrainFunction = Callable[[Iterator], Any]
 
-class Batches:
-    """The batches of one call, to be read again and again.
 
-    Attributes:
-        first: The first of them.
+class FirstCall:
+    """A call of training that finds out how the variables are best updated.
+
+    In turn, it starts with the first way, or with one that was chosen before; makes the
+    call, by less if that fails; and tries the other ways, which changes no variable.
     """
 
-    def __init__(self, iterator: Iterator, steps: int):
-        """Takes batches from an iterator.
+    def __init__(
+        self,
+        update: VariableUpdate,
+        iterator: Iterator,
+        train_function: Callable[[Builder], TrainFunction],
+        calls_left: Callable[[], int],
+    ):
+        """Takes the batches of the call.
 
         Args:
-            iterator: What Keras calls a train function with.
-            steps: How many to take; at the end of the data there may be fewer.
+            update: How variables are updated: this call decides.
+            iterator: What the train function was called with.
+            train_function: Makes the function of a builder.
+            calls_left: Returns how many calls there will be; 0 if that is not known.
 
         Raises:
-            StopIteration: If there is none left.
+            StopIteration: If there is no batch left.
         """
-        self._batches = list(itertools.islice(iterator, steps))
-        if not self._batches:
-            raise StopIteration
-        self._spec = getattr(iterator, "element_spec", None)
-        self.first = loop.without_optionals(self._batches[0])
+        self._update = update
+        self._batches = ReplayableBatches(iterator, update.model.steps_per_execution)
+        self._make_function = train_function
+        self._calls_left = calls_left
+        self._function: TrainFunction | None = None
 
-    def __len__(self) -> int:
-        return len(self._batches)
+    def run(self) -> tuple[TrainFunction, Any]:
+        """Makes the call.
 
-    def read(self, repeat: bool = False) -> Iterator:
-        """Returns an iterator over them, of the kind that they came from.
+        Returns:
+            The function to go on with, and the logs.
 
-        Args:
-            repeat: Whether to begin again after the last, for ever.
+        Raises:
+            tf.errors.OpError: What is raised without XLA, and by the simplest way, too.
         """
-        if self._spec is not None:
-            data = tf.data.Dataset.range(len(self)).map(self._batch)
-            # From memory, a batch costs next to nothing.
-            return iter(data.cache().repeat() if repeat else data)
-        return itertools.cycle(self._batches) if repeat else iter(self._batches)
+        update, ways = self._update, self._update.ways()
+        made_for, recalled = self._start(ways)
+        compiles, begun_s = update.builder.compiles_update, time.perf_counter()
+        logs = self._train_or_fall_back()
+        start_s = time.perf_counter() - begun_s
+        if compiles and not update.builder.compiles_update:
+            # What XLA cannot do for one way, it cannot for the others.
+            update.xla, ways = False, [way for way in ways if not way.xla]
+        update.chosen = True
+        used = update.choice._replace(xla=update.builder.xla)
+        if len(ways) > 1 and not recalled and used in ways:
+            failed = not used.adds_like(ways[0])
+            others = [way for way in ways if way != used]
+            others = [w for w in others if not (failed and w.adds_like(ways[0]))]
+            trials = self._try([used, *others], start_s)
+            auto.remember(update.file, made_for, trials)
+        function, self._function = self._function, None
+        return function, logs
 
-    def _batch(self, index):
-        """A batch as an element of a data set, of the type that it came from.
+    def _start(self, ways: Sequence[Choice]) -> tuple[Any, bool]:
+        """Puts the first way in use, or the one that was chosen before for the same.
 
-        Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
+        Returns:
+            What a choice is made for, as JSON; and whether it was made before.
         """
-
-        def components(index):
-            return loop.flat(self._batches[int(index)])
-
-        specs = tf.nest.flatten(self._spec, expand_composites=True)
-        dtypes = [spec.dtype for spec in specs]
-        tensors = tf.py_function(components, [index], dtypes)
-        for tensor, spec in zip(tensors, specs, strict=True):
-            tensor.set_shape(spec.shape)
-        return tf.nest.pack_sequence_as(self._spec, tensors, expand_composites=True)
-
-
-def train_or_fall_back(
-    builder: Builder,
-    train: Callable[[], Callable[[Iterator], Any]],
-    batches: Batches,
-    simpler: Callable[[str], Builder] | None = None,
-) -> tuple[Callable[[Iterator], Any], Any]:
-    """Makes the first call of a train function; by less if it fails.
-
-    Args:
-        builder: The builder, whose variables exist.
-        train: Makes the train function of the builder in use.
-        batches: The batches of the call.
-        simpler: Takes what is wrong, says so, and puts a simpler builder in use; `None`
-            if there is none.
-
-    Returns:
-        The function to go on with, and the logs.
-
-    Raises:
-        tf.errors.OpError: What is raised without XLA, and by the simpler builder, too.
-    """
-    if not (builder.compiles_update or simpler):
-        function = train()
-        return function, function(batches.read())
-    model, said = builder.model, None
-    start = variables.values(model)
-    while True:
-        try:
-            function = train()
-            logs = function(batches.read())
-            break
-        except tf.errors.OutOfRangeError:
-            raise  # the end of the data
-        except tf.errors.OpError as error:
-            # Not all of XLA's name it: libdevice is missing, or memory runs out.
-            if not (builder.compiles_update or simpler):
-                raise
-            why = _why(error)
-        variables.assign(model, start)
-        if builder.compiles_update:
-            what = "model" if builder.xla else "the update of model"
-            what = f"XLA cannot compile {what} '{model.name}'"
-            said = said or f"{what}, which goes on without: {why}"
-            # The update alone may do.
-            less = None if builder.xla else False
-            builder.reset_traces()
-            builder.xla = less
+        update = self._update
+        if ways and not update.choice.adds_like(ways[0]):
+            update.install(ways[0], self._batches)
         else:
-            # It was not XLA.
-            builder, simpler, said = simpler(why), None, None
-    builder.compiled = builder.xla
-    if said is not None:
-        say(said)
-    return function, logs
+            update.create_first(self._batches)
+        if not ways:
+            return None, False
+        made_for = self._describe(ways)
+        recalled = auto.recall(update.file, made_for, ways)
+        if recalled is not None:
+            update.install(recalled, self._batches)
+            say(f"Updating the variables by {recalled}, as chosen before.")
+        return made_for, recalled is not None
 
+    def _describe(self, ways):
+        model, builder = self._update.model, self._update.builder
+        batch = tf.nest.flatten(self._batches.first)
+        return {
+            "tensorflow": tf.__version__,
+            "parameters": model.count_params(),
+            "optimizer": type(model.optimizer).__name__,
+            "policy": str(model.dtype_policy.name),
+            "steps_per_execution": model.steps_per_execution,
+            "batch": [str(tensor.shape) for tensor in batch if tensor is not None],
+            "devices": [*builder.devices],
+            "local_parameter_device": builder.home,
+            "split_ratios": [*builder.split_ratios],
+            "candidates": [str(way) for way in ways],
+        }
 
-def try_ways(
-    ways: Sequence[auto.Choice],
-    make: Callable[[auto.Choice], Callable[[Iterator], Any]],
-    drop: Callable[[auto.Choice], None],
-    batches: Batches,
-    model: keras.Model,
-    others: Sequence[tf.Variable],
-    start_s: float,
-    calls: int,
-) -> list[auto.Trial]:
-    """Tries ways to update the variables, on the first batches; changes no variable.
+    def _train_or_fall_back(self):
+        """Makes the call; without XLA, or by the simplest way, where it fails."""
+        update, said = self._update, None
+        first, simplest = update.choice, Choice()
+        simpler = not update.chosen and (
+            first.variable_update != simplest.variable_update
+        )
+        start = None
+        if update.builder.compiles_update or simpler:
+            start = variables.values(update.model)
+        while True:
+            try:
+                logs = self._train()
+                break
+            except tf.errors.OutOfRangeError:
+                raise  # the end of the data
+            except tf.errors.OpError as error:
+                # Not all of XLA's name it: libdevice is missing, or memory runs out.
+                if not (update.builder.compiles_update or simpler):
+                    raise
+                why = _why(error)
+            variables.assign(update.model, start)
+            if update.builder.compiles_update:
+                said = said or self._without_xla(why)
+            else:
+                # It was not XLA.
+                simpler, said = False, None
+                say(f"The variables are updated by {simplest}, as {first} fails: {why}")
+                update.install(simplest, self._batches)
+        if start is not None:
+            update.builder.compiled = update.builder.xla
+        if said is not None:
+            say(said)
+        return logs
 
-    Args:
-        ways: The candidates, of which the first has made the first call: all variables
-            exist.
-        make: Makes a candidate's train function.
-        drop: Gives up all that a candidate is made of.
-        batches: The batches of the first call.
-        model: The model.
-        others: What a step changes beside the model's variables.
-        start_s: Seconds that the first candidate's first call took.
-        calls: Calls that are left in the run.
+    def _train(self):
+        self._function = self._make_function(self._update.builder)
+        return self._function(self._batches.read())
 
-    Returns:
-        What became of each; see `auto.choose`.
-    """
+    def _without_xla(self, why):
+        """Has XLA compile less; returns what to say if that helps."""
+        builder = self._update.builder
+        what = "model" if builder.xla else "the update of model"
+        # The update alone may do.
+        less = None if builder.xla else False
+        builder.reset_traces()
+        builder.xla = less
+        what = f"XLA cannot compile {what} '{builder.model.name}'"
+        return f"{what}, which goes on without: {why}"
 
-    def train(way):
-        function, data = make(way), batches.read(repeat=True)
-        return lambda: function(data)
+    def _try(self, ways: Sequence[Choice], start_s: float) -> list[auto.Trial]:
+        """Tries ways, the first of which is in use, and goes on with the best."""
+        update, model = self._update, self._update.model
+        copies = {id(copy) for copy in update.builder.copies()}
+        others = variables.beside(model, update.builder.graph)
+        others = [variable for variable in others if id(variable) not in copies]
+        guard = update.builder.guard
+        made = {ways[0]: (update.builder, self._function, update.state())}
+        # What is out of use goes at once, as each way may have copies of its own.
+        self._function = None
 
-    def drop_at_once(way):
-        drop(way)
-        gc.collect()  # graphs, and copies of variables
+        def train(way):
+            if way not in made:
+                update.install(way, self._batches)
+                function = self._make_function(update.builder)
+                made[way] = update.builder, function, update.state()
+            function, data = made[way][1], self._batches.read(repeat=True)
+            return lambda: function(data)
 
-    with variables.unchanged(model, others):
-        return auto.choose(ways, train, len(batches), start_s, calls, drop_at_once)
+        def drop(way):
+            made.pop(way, None)
+            ((update.builder, *_),) = made.values()
+            gc.collect()  # graphs, and copies of variables
+
+        disarmed = contextlib.nullcontext() if guard is None else guard.disarmed()
+        with disarmed, variables.unchanged(model, others):
+            steps, calls = len(self._batches), self._calls_left()
+            trials = auto.choose(ways, train, steps, start_s, calls, drop)
+        say(auto.table(trials))
+        ((update.choice, (update.builder, self._function, state)),) = made.items()
+        if update.differs(state):
+            # The variables have been moved since.
+            update.install(update.choice, self._batches)
+            self._function = self._make_function(update.builder)
+        update.builder.mark_copies_stale()
+        return trials
 
 
 def _why(error):
     """The line of an error of TensorFlow's that tells most."""
     if found := re.search(rf"{_ELSEWHERE} (\S+)", str(error)):
         return f"a tower reads '{found[1]}', which is not a variable of the model"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = lines or [type(error).__name__]
-    telling = [line for line in lines if any(word in line for word in _XLA_WORDS)]
-    noise = r"^\(\d+\) \w+:\s*|graph __inference\S+ "
-    return re.sub(noise, "", (telling or lines)[0])[:200]
+    return words.error_line(error, _XLA_WORDS)[:200]

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from towers.loop import listeners
+from towers.model import auto, fit_data
 
 
 class FitCall:
@@ -79,6 +81,15 @@ class FitCall:
         if model.built and not model.optimizer.built:
             with tf.device(model.builder.home):
                 model.optimizer.build(model.trainable_variables)
+
+    def train_calls(self) -> int:
+        """Returns how many calls of training there will be, at a guess."""
+        parameters = inspect.signature(keras.Model.fit).parameters.values()
+        options = {each.name: each.default for each in parameters} | self.options
+        batches = options["steps_per_epoch"] or fit_data.count(options)
+        batches = batches or auto.ASSUMED_BATCHES
+        calls = math.ceil(batches / self.model.steps_per_execution)
+        return calls * max(options["epochs"] - options["initial_epoch"], 0)
 
     @property
     def place(self) -> str:

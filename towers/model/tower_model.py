@@ -8,10 +8,8 @@ and saving stay Keras's own.
 import contextlib
 import functools
 import inspect
-import math
 import operator
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,22 +24,20 @@ from towers.builders.base import Builder
 from towers.builders.guard import Guard, StoppedStep
 from towers.builders.parameter_server import ParameterServer
 from towers.builders.replicated import Replicated
-from towers.collectives import batch, reduce
+from towers.collectives import reduce
 from towers.devices import is_gpu
-from towers.keras_adapter.losses import compile_config
-from towers.keras_adapter.runtime import is_deterministic
 from towers.layers import variables
 from towers.loop import listeners
-from towers.model import auto, first_call, fit_data
+from towers.model import auto
 from towers.model.auto import Choice
+from towers.model.compared import compared
+from towers.model.first_call import FirstCall
 from towers.model.fit_call import FitCall
+from towers.model.variable_update import VariableUpdate
 from towers.numerics import not_finite
-from towers.program.voice import say
-from towers.tower import compare
 from towers.tower.build import overrides
-from towers.tower.errors import ModelError, explained_shapes
+from towers.tower.errors import explained_shapes
 from towers.tower.preprocess import Preprocess
-from towers.tower.run import is_synchronized
 
 BUILDERS: dict[str, type[Builder]] = {
     "asynchronous": Asynchronous,
@@ -215,7 +211,8 @@ def multi_gpu_model(
         chosen, ways = Choice(variable_update, all_reduce_alg), None
     else:
         chosen = ways(xla=False, synchronized=False)[0]
-    return TowerModel(model, make, chosen, ways, choice_file, numerics_file)
+    update = VariableUpdate(model, make, chosen, ways, choice_file)
+    return TowerModel(update, numerics_file)
 
 
 class TowerModel(wrapt.CallableObjectProxy):
@@ -230,47 +227,35 @@ class TowerModel(wrapt.CallableObjectProxy):
     test_function = None
     predict_function = None
 
-    def __init__(
-        self,
-        model: keras.Model,
-        make: Callable[[Choice], Builder],
-        choice: Choice,
-        ways: Callable[..., list[Choice]] | None = None,
-        file: str | None = None,
-        numerics_file: str | None = None,
-    ):
-        super().__init__(model)
-        self._self_make = make
-        self._self_ways = ways
-        self._self_chosen = ways is None
-        self._self_file = file
-        # What `compile` was told of XLA, and what tells whether that was the last time.
-        self._self_asked_xla = None, None
-        # What is done about that, where no way is chosen for it.
-        self._self_xla = None
-        self._self_choice = choice
-        self._self_builder = make(choice)
-        self._self_seen = []
+    def __init__(self, update: VariableUpdate, numerics_file: str | None = None):
+        """Makes a proxy of a model.
+
+        Args:
+            update: How its variables are updated.
+            numerics_file: Where to write a step that is not finite, if anywhere.
+        """
+        super().__init__(update.model)
+        self._self_update = update
         self._self_numerics_file = numerics_file
         self._self_call: FitCall | None = None
-        self._follow()
+        self._reset_if_changed()
 
     @property
     def builder(self) -> Builder:
         """The builder, which knows towers and home. "auto" may put another here."""
-        return self._self_builder
+        return self._self_update.builder
 
     @property
     def loss_placement(self) -> str | None:
         """Where the loss is computed, "tower" or "gathered"; `None` before a step."""
-        return self._self_builder.loss_placed
+        return self.builder.loss_placed
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model; see `keras.Model.compile`."""
         bound = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
         self.__wrapped__.compile(*args, **kwargs)
-        self._ask_xla(bound.arguments.get("jit_compile", "auto"))
-        self._follow()
+        self._self_update.xla_wish.tell(bound.arguments.get("jit_compile", "auto"))
+        self._reset_if_changed()
 
     @property
     def jit_compile(self) -> bool:
@@ -280,78 +265,40 @@ class TowerModel(wrapt.CallableObjectProxy):
     @jit_compile.setter
     def jit_compile(self, value: bool) -> None:
         self.__wrapped__.jit_compile = value
-        self._ask_xla(value)
-        self._self_seen = []  # so that it is followed
+        self._self_update.xla_wish.tell(value)
+        self._self_update.expect_change()
 
-    def _ask_xla(self, asked):
-        config = compile_config(self.__wrapped__)
-        self._self_asked_xla = config, asked
-
-    def _wants_xla(self):
-        """Whether XLA is to compile towers and update, `None` for what is faster.
-
-        Keras's own "auto" turns it on as soon as there is a GPU. Towers would be
-        compiled for each device and each size of a share, so here it is tried.
-        """
-        model = self.__wrapped__
-        config, asked = self._self_asked_xla
-        wanted = model.compiled and model.jit_compile
-        if config is not compile_config(model):
-            # Compiled without us: Keras keeps only what it has made of the wish.
-            asked = wanted
-            if wanted and tf.config.list_physical_devices("GPU"):
-                asked = "auto"
-                line = (
-                    f"Model '{model.name}' was compiled before multi_gpu_model() got "
-                    "it, and Keras turns XLA on by itself where there is a GPU, so "
-                    "the towers go without; if XLA is wanted, compile what "
-                    "multi_gpu_model() returns, with jit_compile=True."
-                )
-                self._self_builder.say([line])
-        if asked is None or asked == "auto":
-            return None
-        return bool(asked and wanted)
-
-    def _follow(self):
-        """Starts anew if the model was compiled or moved, through whichever object."""
-        model = self.__wrapped__
-        self._self_builder.mark_copies_stale()
-        before, seen = self._self_seen, self._current()
-        self._self_seen = seen
-        if len(seen) == len(before) and all(map(operator.is_, seen, before)):
-            return
-        self.train_function = self.test_function = self.predict_function = None
-        self._self_builder.reset_traces()
-        self._self_xla = self._self_builder.xla = self._wants_xla()
-        self._self_chosen = self._self_ways is None
-        # A step count, a learning rate and means were created where the user was.
-        variables.move(model, self._self_builder.home)
-
-    def _current(self):
-        model = self.__wrapped__
-        compiled = compile_config(model)
-        return [compiled, *(v.value for v in model.variables)]
+    def _reset_if_changed(self):
+        if self._self_update.reset_if_changed():
+            self.train_function = self.test_function = self.predict_function = None
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes what `fit` calls with an iterator; see `keras.Model`."""
-        self._follow()
+        self._reset_if_changed()
         if (call := self._self_call) is not None and call.skips is not None:
             self.train_function = call.skips
         elif force or self.train_function is None:
-            builder = self._self_builder
-            if builder.on_gpus or builder.compiles_update or not self._self_chosen:
+            if self._self_update.needs_first_call:
                 self.train_function = self._first_call
             else:
-                self.train_function = self._train_function()
+                self.train_function = self._train_function(self.builder)
 
-    def _train_function(self):
-        """Makes the builder's train function, which says what its guard has caught."""
-        builder = self._self_builder
-        made = self._comparing(lambda: builder.train_function(self._step))
-        guard = builder.guard
+    def _first_call(self, iterator):
+        update, call = self._self_update, self._self_call
+        # In a loop of the user's, nobody knows.
+        calls_left = (lambda: 0) if call is None else call.train_calls
+        first = FirstCall(update, iterator, self._train_function, calls_left)
+        self.train_function, logs = first.run()
+        return logs
+
+    def _train_function(self, builder):
+        """Makes a builder's train function, which says what its guard has caught."""
+        step_scope, guard = self._self_update.step_scope, builder.guard
+        make = functools.partial(builder.train_function, step_scope)
+        made = compared(make, lambda: builder, step_scope)
 
         def train(iterator):
-            with self._told():
+            with self._explained():
                 return made(iterator)
 
         if guard is None:
@@ -365,102 +312,10 @@ class TowerModel(wrapt.CallableObjectProxy):
                 stopped = error
             call, file = self._self_call, self._self_numerics_file
             options, place = (call.options, call.place) if call else ({}, "")
-            with self._step():
+            with step_scope():
                 raise not_finite.explain(builder, stopped, options, place, file)
 
         return function
-
-    def _comparing(self, make):
-        """Makes a loop's function compare rows on its first batch, if it has to.
-
-        What a graph does not tell is asked for while it is traced, which is before it
-        has read anything. It is made anew then: TensorFlow does not trace a function
-        again that has failed.
-        """
-        function = make()
-        steps = self.__wrapped__.steps_per_execution
-
-        def call(data):
-            nonlocal function
-            # What `predict` hands over is a list; what else is read once.
-            batches = None
-            if not isinstance(data, list | tf.data.Iterator):
-                batches = first_call.Batches(data, steps)
-            wanted = set()
-            while True:
-                again = batches is not None and not isinstance(data, list)
-                builder = self._self_builder
-                try:
-                    # Where TensorFlow is not told, it would take what a loop hands
-                    # from step to step through the first GPU.
-                    with tf.device(devices.HOST):
-                        logs = function(batches.read() if again else data)
-                except compare.BatchWanted as error:
-                    if error.key in wanted:
-                        raise
-                    wanted.add(error.key)
-                    if batches is None:
-                        batches = first_call.Batches(data, steps)
-                    with self._step():
-                        builder.compare_first(batches.first, error)
-                    function = make()
-                else:
-                    if wanted:
-                        builder.compare_again_what_was_too_small()
-                    return logs
-
-        return call
-
-    def _first_call(self, iterator):
-        model = self.__wrapped__
-        batches = first_call.Batches(iterator, model.steps_per_execution)
-        ways = [] if self._self_chosen else self._ways()
-        key, recalled = None, None
-        if ways and not self._self_choice.adds_like(ways[0]):
-            self._install(ways[0], batches)
-        else:
-            self._build_first(batches)
-        if ways:
-            key = _describe(model, self._self_builder, batches.first, ways)
-            recalled = auto.recall(self._self_file, key, ways)
-        if recalled is not None:
-            self._install(recalled, batches)
-            say(f"Updating the variables by {recalled}, as chosen before.")
-        begun_s = time.perf_counter()
-        compiles = self._self_builder.compiles_update
-        self.train_function, logs = first_call.train_or_fall_back(
-            self._self_builder,
-            self._train_function,
-            batches,
-            self._simpler(batches) if not self._self_chosen else None,
-        )
-        start_s = time.perf_counter() - begun_s
-        self._self_chosen = True
-        if compiles and not self._self_builder.compiles_update:
-            # What XLA cannot do for one way, it cannot for the others.
-            self._self_xla, ways = False, [way for way in ways if not way.xla]
-        used = self._self_choice._replace(xla=self._self_builder.xla)
-        if len(ways) > 1 and recalled is None and used in ways:
-            failed = not used.adds_like(ways[0])
-            others = [way for way in ways if way != used]
-            others = [w for w in others if not (failed and w.adds_like(ways[0]))]
-            trials = self._choose([used, *others], batches, start_s)
-            auto.remember(self._self_file, key, trials)
-        return logs
-
-    def _simpler(self, batches):
-        """What to do if the first choice fails, such as NCCL on some machine."""
-        first, simplest = self._self_choice, Choice()
-        if first.variable_update == simplest.variable_update:
-            return None
-
-        def install(why):
-            line = f"The variables are updated by {simplest}, as {first} fails: {why}"
-            say(line)
-            self._install(simplest, batches)
-            return self._self_builder
-
-        return install
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes what `evaluate` calls with an iterator; see `keras.Model`."""
@@ -471,95 +326,30 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._make_compared("predict", force)
 
     def _make_compared(self, kind, force):
-        self._follow()
+        self._reset_if_changed()
         name = f"{kind}_function"
-        if force or getattr(self, name) is None:
+        if not force and getattr(self, name) is not None:
+            return
 
-            def make():
-                kept = getattr(self, name)
-                getattr(type(self.__wrapped__), f"make_{name}")(self, force=True)
-                made = getattr(self, name)
-                setattr(self, name, kept)
+        def make():
+            kept = getattr(self, name)
+            getattr(type(self.__wrapped__), f"make_{name}")(self, force=True)
+            made = getattr(self, name)
+            setattr(self, name, kept)
 
-                def function(data):
-                    with self._told():
-                        return made(data)
+            def function(data):
+                with self._explained():
+                    return made(data)
 
-                return function
+            return function
 
-            setattr(self, name, self._comparing(make))
+        step_scope = self._self_update.step_scope
+        setattr(self, name, compared(make, lambda: self.builder, step_scope))
 
-    def _ways(self):
-        """The ways to choose from; none where nothing may hang on time."""
-        model = self.__wrapped__
-        if model.run_eagerly or is_deterministic():
-            return []
-        return self._self_ways(self._wants_xla(), is_synchronized(model))
-
-    def _choose(self, ways, batches, start_s):
-        """Tries ways, the first of which is in use, and goes on with the best."""
-        model, builder = self.__wrapped__, self._self_builder
-        copies = {id(copy) for copy in builder.copies()}
-        others = variables.beside(model, builder.graph)
-        others = [variable for variable in others if id(variable) not in copies]
-        made = {ways[0]: (builder, self.train_function, self._current())}
-        guard = builder.guard
-        # What is out of use goes at once, as each way may have copies of its own.
-        builder = self.train_function = None
-
-        def make(way):
-            if way not in made:
-                self._install(way, batches)
-                function = self._train_function()
-                made[way] = self._self_builder, function, self._current()
-            return made[way][1]
-
-        def drop(way):
-            made.pop(way, None)
-            ((self._self_builder, *_),) = made.values()
-
-        with contextlib.nullcontext() if guard is None else guard.disarmed():
-            trials = first_call.try_ways(
-                ways, make, drop, batches, model, others, start_s, self._calls_left()
-            )
-        say(auto.table(trials))
-        ((chosen, (self._self_builder, self.train_function, seen)),) = made.items()
-        self._self_choice = chosen
-        if any(map(operator.is_not, seen, self._current())):
-            # The variables have been moved since.
-            self._install(chosen, batches)
-            self.train_function = self._train_function()
-        self._self_builder.mark_copies_stale()
-        return trials
-
-    def _calls_left(self):
-        """How many calls `fit` will make, at a guess; 0 in a loop of the user's."""
-        if self._self_call is None:
-            return 0
-        parameters = inspect.signature(keras.Model.fit).parameters.values()
-        given = {each.name: each.default for each in parameters}
-        given |= self._self_call.options
-        batches = given["steps_per_epoch"] or fit_data.count(given)
-        batches = batches or auto.ASSUMED_BATCHES
-        calls = math.ceil(batches / self.__wrapped__.steps_per_execution)
-        return calls * max(given["epochs"] - given["initial_epoch"], 0)
-
-    def _install(self, way, batches):
-        watched = self._self_builder.callbacks_may_write
-        self._self_choice = way
-        self._self_builder = self._self_make(way)
-        self._self_builder.xla = way.xla or self._self_xla
-        self._self_builder.callbacks_may_write = watched
-        self._build_first(batches)
-
-    def _build_first(self, batches):
-        self._build(batches.first)
-        first = tf.nest.map_structure(batch.as_tensor, batches.first)
-        self._self_builder.usual_rows = int(batch.batch_size(first))
-
-    def _build(self, data):
-        with self._step():
-            self._self_builder.create_variables(data)
+    def _explained(self):
+        if len(self.builder.devices) == 1:
+            return contextlib.nullcontext()
+        return explained_shapes(self.__wrapped__)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """See `keras.Model.fit`; with a `towers.callbacks.Checkpoint`, it goes on.
@@ -567,10 +357,11 @@ class TowerModel(wrapt.CallableObjectProxy):
         A callback may run code around it, also where an exception ends it; see
         `FitCall`.
         """
-        self._follow()
-        fit = type(self.__wrapped__).fit
-        call, before = FitCall(self, fit, args, kwargs, self._build), self._self_call
-        builder, self._self_call = self._self_builder, call
+        self._reset_if_changed()
+        fit, update = type(self.__wrapped__).fit, self._self_update
+        call = FitCall(self, fit, args, kwargs, update.create_variables)
+        before, self._self_call = self._self_call, call
+        builder = self.builder
         builder.callbacks_may_write = listeners.may_change_variables(call.callbacks)
         try:
             return call.run(notes_place=builder.guard is not None)
@@ -583,55 +374,30 @@ class TowerModel(wrapt.CallableObjectProxy):
         """See `keras.Model.evaluate`."""
         if self._self_call is not None and self._self_call.skips is not None:
             return {}  # of an epoch that is skipped
-        self._follow()
+        self._reset_if_changed()
         return type(self.__wrapped__).evaluate(self, *args, **kwargs)
 
     def reset_metrics(self) -> None:
         """Begins an epoch; see `keras.Model`."""
-        self._self_builder.mark_copies_stale()
+        self.builder.mark_copies_stale()
         self.__wrapped__.reset_metrics()
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
-        with self._step():
+        with self._self_update.step_scope():
             # Called from a loop of the user's, which may have changed variables.
-            self._self_builder.broadcast_variables()
-            return self._self_builder.train_step(data)
+            self.builder.broadcast_variables()
+            return self.builder.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates one global batch, on towers."""
-        with self._step():
-            return self._self_builder.test_step(data)
+        with self._self_update.step_scope():
+            return self.builder.test_step(data)
 
     def predict_step(self, data: Any) -> Any:
         """Computes the outputs of one global batch, on towers."""
-        with self._step():
-            return self._self_builder.predict_step(data)
-
-    def _told(self):
-        if len(self._self_builder.devices) == 1:
-            return contextlib.nullcontext()
-        return explained_shapes(self.__wrapped__)
-
-    @contextlib.contextmanager
-    def _step(self):
-        # Where TensorFlow is not told, it would choose the first GPU: for cutting a
-        # batch that is on the host, and has to go to all of them.
-        with tf.device(devices.HOST):
-            try:
-                yield
-                # What was built in the meantime is not a change.
-                self._self_seen = self._current()
-            except ValueError as error:
-                # TensorFlow has no public name for it.
-                if type(error).__name__ != "InaccessibleTensorError":
-                    raise
-                raise ModelError(
-                    f"Model '{self.__wrapped__.name}' keeps a tensor of one call for "
-                    "later, in an attribute, or in a variable that it assigns inside "
-                    "`tf.cond` or a `tf.function`; towers cannot carry it, so return "
-                    "it as an output, or assign outside."
-                ) from error
+        with self._self_update.step_scope():
+            return self.builder.predict_step(data)
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()
@@ -639,7 +405,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
 def _loop_method(name):
     def method(self, *args, **kwargs):
-        self._follow()
+        self._reset_if_changed()
         return getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
 
     method.__name__ = name
@@ -715,23 +481,6 @@ def _nccl_fits(towers: Sequence[str]) -> bool:
     gpus = len(tf.config.get_visible_devices("GPU"))
     unsplit = gpus == len(tf.config.list_logical_devices("GPU"))
     return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))
-
-
-def _describe(model, builder, data, ways) -> dict[str, Any]:
-    """All that a choice was made for, as JSON."""
-    shapes = [str(t.shape) for t in tf.nest.flatten(data) if t is not None]
-    return {
-        "tensorflow": tf.__version__,
-        "parameters": model.count_params(),
-        "optimizer": type(model.optimizer).__name__,
-        "policy": str(model.dtype_policy.name),
-        "steps_per_execution": model.steps_per_execution,
-        "batch": shapes,
-        "devices": [*builder.devices],
-        "local_parameter_device": builder.home,
-        "split_ratios": [*builder.split_ratios],
-        "candidates": [str(way) for way in ways],
-    }
 
 
 def _check_home_of_copies(home: str | None, towers: Sequence[str]) -> str:

@@ -1,4 +1,11 @@
-"""Numbers with their nouns, as sentences have them."""
+"""Words for the user: numbers with their nouns, and what an error says."""
+
+import re
+from collections.abc import Sequence
+
+# Lines of TensorFlow's that say nothing of what is wrong, and beginnings of others.
+_NOISE = "Graph execution error", "Detected at node", "<stack traces", "[[", "File "
+_HEADING = r"\x1b\[\d*m|^\(\d+\) \w+:\s*|^\{\{.*?\}\} |graph __inference\S+ "
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -19,3 +26,16 @@ def size(number: float) -> str:
     if number < 2**20:
         return f"{number / 2**10:,.1f} KB"
     return f"{number / 2**20:,.1f} MB"
+
+
+def error_line(error: BaseException, telling: Sequence[str] = ()) -> str:
+    """Returns the line of an error that tells most; its type if it has none.
+
+    Args:
+        error: Of TensorFlow's, perhaps.
+        telling: A line with one of these words comes before all others.
+    """
+    lines = [re.sub(_HEADING, "", line.strip()) for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not line.startswith(_NOISE)]
+    told = [line for line in lines if any(word in line for word in telling)]
+    return next(iter([*told, *lines]), type(error).__name__)

@@ -26,6 +26,7 @@ from towers.collectives import batch
 from towers.keras_adapter.layers import LAYER_CALL, has_training_argument, layers_of
 from towers.keras_adapter.patching import patched
 from towers.layers import seeds
+from towers.program import words
 from towers.tower import passes
 from towers.tower.errors import ModelError, explained_shapes
 from towers.tower.traced import Traced
@@ -151,7 +152,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
     except (ModelError, tf.errors.ResourceExhaustedError):
         raise
     except (tf.errors.OpError, ValueError) as error:
-        return Verdict(rows, error=_why(error))
+        return Verdict(rows, error=words.error_line(error))
     difference = _difference(joined, [whole.outputs, whole.tags])
     if training:
         gradients = [
@@ -160,13 +161,6 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
         whole_gradients = [_dense(gradient) for gradient in whole.gradients]
         difference = max(difference, _of_sums(gradients, whole_gradients))
     return Verdict(rows, difference, tolerance)
-
-
-def _why(error):
-    """The line of an error that tells most."""
-    noise = "Graph execution error", "Detected at node", "<stack traces", "[[", "File "
-    lines = map(str.strip, str(error).splitlines())
-    return next((line for line in lines if line and not line.startswith(noise)), "")
 
 
 def _each(results):

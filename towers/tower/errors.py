@@ -58,3 +58,27 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
             "all rows a variable of the model. If one device raises the same error, "
             "the shapes do not fit there either."
         ) from error
+
+
+@contextlib.contextmanager
+def explained_leaks(model: keras.Model) -> Iterator[None]:
+    """Inside, a step is traced; an error about a tensor that it kept is a sentence.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ModelError: Where a tensor of one call is used in another.
+    """
+    try:
+        yield
+    except ValueError as error:
+        # TensorFlow has no public name for it.
+        if type(error).__name__ != "InaccessibleTensorError":
+            raise
+        raise ModelError(
+            f"Model '{model.name}' keeps a tensor of one call for later, in an "
+            "attribute, or in a variable that it assigns inside `tf.cond` or a "
+            "`tf.function`; towers cannot carry it, so return it as an output, or "
+            "assign outside."
+        ) from error

@@ -1,0 +1,147 @@
+"""How the variables of a model are updated: by which builder, and whether by XLA."""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.builders.base import Builder
+from towers.collectives import batch
+from towers.devices import HOST
+from towers.keras_adapter.losses import compile_config
+from towers.keras_adapter.runtime import is_deterministic
+from towers.layers import variables
+from towers.model.auto import Choice
+from towers.model.replayable import ReplayableBatches
+from towers.model.xla_wish import XlaWish
+from towers.tower.errors import explained_leaks
+from towers.tower.run import is_synchronized
+
+
+class VariableUpdate:
+    """How the variables are updated.
+
+    Where that is to be chosen, the first call of training does so (`first_call.py`).
+    If the model is compiled again, it is chosen again.
+
+    Attributes:
+        model: The user's model.
+        builder: The builder in use.
+        choice: What the builder was made for.
+        chosen: Whether nothing is left to choose.
+        file: Where to keep what was chosen, if anywhere.
+        xla: Whether XLA compiles towers and update where the choice does not say so;
+            `None` for the update alone where that pays.
+        xla_wish: What the user wants of XLA.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        make: Callable[[Choice], Builder],
+        choice: Choice,
+        ways: Callable[..., list[Choice]] | None = None,
+        file: str | None = None,
+    ):
+        """Makes the first builder.
+
+        Args:
+            model: See the attributes.
+            make: Makes the builder of a choice.
+            choice: What to begin with.
+            ways: Takes whether XLA is wanted, and whether the model is synchronized;
+                lists what can be chosen. `None` if there is no choice.
+            file: See the attributes.
+        """
+        self.model, self.choice, self.file = model, choice, file
+        self.builder = make(choice)
+        self.chosen = ways is None
+        self.xla: bool | None = None
+        self.xla_wish = XlaWish(model)
+        self._make, self._ways = make, ways
+        self._seen: list[Any] = []
+
+    def reset_if_changed(self) -> bool:
+        """Starts anew if the model was compiled or moved, through whichever object.
+
+        Returns:
+            Whether it was.
+        """
+        self.builder.mark_copies_stale()
+        if not self.differs(self._seen):
+            return False
+        self._seen = self.state()
+        self.builder.reset_traces()
+        self.xla = self.builder.xla = self.xla_wish.wanted(self.builder.say)
+        self.chosen = self._ways is None
+        # A step count, a learning rate and means were created where the user was.
+        variables.move(self.model, self.builder.home)
+        return True
+
+    def expect_change(self) -> None:
+        """Has `reset_if_changed` start anew."""
+        self._seen = []
+
+    def state(self) -> list[Any]:
+        """Returns objects that are others when the model is compiled or moved."""
+        return [compile_config(self.model), *(v.value for v in self.model.variables)]
+
+    def differs(self, before: list[Any]) -> bool:
+        """Tells whether `state` has changed."""
+        now = self.state()
+        return len(now) != len(before) or any(map(operator.is_not, now, before))
+
+    @contextlib.contextmanager
+    def step_scope(self) -> Iterator[None]:
+        """Inside, a step is traced or run, or variables are created for it."""
+        # Where TensorFlow is not told, it would choose the first GPU: for cutting a
+        # batch that is on the host, and has to go to all of them.
+        with tf.device(HOST), explained_leaks(self.model):
+            yield
+            # What was built in the meantime is not a change.
+            self._seen = self.state()
+
+    @property
+    def needs_first_call(self) -> bool:
+        """Whether the next call of training may fail, or has something to choose."""
+        builder = self.builder
+        return builder.on_gpus or builder.compiles_update or not self.chosen
+
+    def ways(self) -> list[Choice]:
+        """Lists the ways to choose from; none where nothing may hang on time."""
+        if self.chosen or self.model.run_eagerly or is_deterministic():
+            return []
+        wanted = self.xla_wish.wanted(self.builder.say)
+        return self._ways(wanted, is_synchronized(self.model))
+
+    def install(self, choice: Choice, batches: ReplayableBatches) -> None:
+        """Puts another builder in use.
+
+        Args:
+            choice: What to make it for.
+            batches: The batches of the first call.
+        """
+        watched = self.builder.callbacks_may_write
+        self.choice = choice
+        self.builder = self._make(choice)
+        self.builder.xla = choice.xla or self.xla
+        self.builder.callbacks_may_write = watched
+        self.create_first(batches)
+
+    def create_first(self, batches: ReplayableBatches) -> None:
+        """Creates the variables for the first call; its batches have the usual size."""
+        self.create_variables(batches.first)
+        first = tf.nest.map_structure(batch.as_tensor, batches.first)
+        self.builder.usual_rows = int(batch.batch_size(first))
+
+    def create_variables(self, data: Any) -> None:
+        """Creates the variables that do not exist yet.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s.
+        """
+        with self.step_scope():
+            self.builder.create_variables(data)
