@@ -15,9 +15,10 @@ from tests import as_on_gpu
 from towers import multi_gpu_model
 from towers.loop import loop
 from towers.model import auto, variable_update
-from towers.model import tower_model as door
+from towers.model import multi_gpu_model as door
 from towers.model.auto import Choice
 from towers.model.replayable import ReplayableBatches
+from towers.model.tower_model import TowerModel
 
 SERVER, COPIES = Choice(), Choice("replicated", "ring")
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
@@ -671,7 +672,7 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
 def test_what_has_failed_is_not_tried_again(
     monkeypatch, capsys, gpus, fails, expected, compiles
 ):
-    make = door.TowerModel._train_function
+    make = TowerModel._train_function
     error = tf.errors.InternalError(None, None, "libdevice not found")
 
     def train_function(self, builder):
@@ -696,7 +697,7 @@ def test_what_has_failed_is_not_tried_again(
         drop(ways[1])
         return [auto.Trial(ways[0], 1.0)]
 
-    monkeypatch.setattr(door.TowerModel, "_train_function", train_function)
+    monkeypatch.setattr(TowerModel, "_train_function", train_function)
     monkeypatch.setattr(auto, "choose", choose)
     with tf.device(gpus[0]):
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])

@@ -76,7 +76,7 @@ def builders(case):
         return ((MAIN, "replicated")[number // 8 % 2],) if runs else ()
     if not ALL and str(case) in FOR_THE_REPORT:
         return ()
-    turns = towers.model.tower_model.BUILDERS if ALL else TURNS[number % len(TURNS)]
+    turns = towers.model.multi_gpu_model.BUILDERS if ALL else TURNS[number % len(TURNS)]
     several = case.group in OF_SEVERAL_TOWERS
     return [name for name in turns if not (name == "asynchronous" and several)]
 

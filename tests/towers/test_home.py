@@ -9,7 +9,7 @@ from tensorflow.python.framework import kernels
 from tests import as_on_gpu
 from towers import multi_gpu_model
 from towers.layers import variables
-from towers.model import tower_model as door
+from towers.model import multi_gpu_model as door
 from towers.train.parts import model as model_parts
 from towers.train.parts.devices import configure_devices
 from towers.train.settings import Settings

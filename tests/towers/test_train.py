@@ -29,7 +29,7 @@ from tests.terminal import read_all
 from towers import devices, input_pipeline
 from towers.collectives import reduce
 from towers.lifecycle.checkpoint import SaveError
-from towers.model.tower_model import BUILDERS
+from towers.model.multi_gpu_model import BUILDERS
 from towers.monitoring.profile import callback as profile
 from towers.report.read import read
 from towers.train import __main__ as train

@@ -10,7 +10,8 @@ from towers.devices import Devices
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints.saved_model import check_checkpoint
-from towers.model.tower_model import TowerModel, check_all_reduce
+from towers.model.arguments import check_all_reduce
+from towers.model.tower_model import TowerModel
 from towers.train import checks, continued
 from towers.train.parts import data as data_parts
 from towers.train.parts import model as model_parts

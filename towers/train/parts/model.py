@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from towers import input_pipeline, models
 from towers.devices import Devices
-from towers.model.tower_model import TowerModel, multi_gpu_model
+from towers.model.multi_gpu_model import multi_gpu_model
+from towers.model.tower_model import TowerModel
 from towers.train.parts.devices import split_ratios
 from towers.train.parts.optimizer import build_optimizer
 from towers.train.settings import Settings

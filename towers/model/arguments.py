@@ -1,0 +1,216 @@
+"""Checks the arguments of `multi_gpu_model`."""
+
+import operator
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import devices
+from towers.builders.guard import Guard
+from towers.collectives import reduce
+from towers.devices import is_gpu
+from towers.model.tower_model import TowerModel
+from towers.tower.build import overrides
+from towers.tower.preprocess import Preprocess
+
+
+def check_model(model: Any) -> None:
+    """Checks that towers can compute the steps of a model.
+
+    Raises:
+        ValueError: If not.
+    """
+    if isinstance(model, TowerModel):
+        raise ValueError(
+            "Received a model that multi_gpu_model() has made; expected the user's own "
+            "Keras model, so pass the original one."
+        )
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"Received a {type(model).__name__}; expected a keras.Model, so build one "
+            "with Keras 3 (not tf_keras)."
+        )
+    kinds = "train", "test", "predict"
+    for step in [f"{kind}_step" for kind in kinds] + [
+        f"make_{kind}_function" for kind in kinds
+    ]:
+        if overrides(model, step):
+            raise ValueError(
+                f"{type(model).__name__} overrides `{step}`, which computes on one "
+                "device; expected Keras's own, so override `compute_loss` or "
+                "`compute_metrics` instead."
+            )
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            f"Called in the scope of {type(tf.distribute.get_strategy()).__name__}; "
+            "towers replace tf.distribute, so leave the scope first."
+        )
+
+
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    """Checks that an argument is one of the names that it may be.
+
+    Raises:
+        ValueError: If not.
+    """
+    if value not in known:
+        raise ValueError(f"Received {name}={value!r}; expected one of {[*known]}.")
+
+
+def find_home(
+    device: str | None, model: keras.Model, variable_update: str, towers: Sequence[str]
+) -> str:
+    """Returns the device string of the variables' home.
+
+    Args:
+        device: "cpu", "gpu" for the first tower's device, a device string, or `None`
+            for where the variables are.
+        model: The model.
+        variable_update: How the variables are updated.
+        towers: The towers' devices.
+
+    Raises:
+        ValueError: If there is no such device, or it cannot be the home.
+    """
+    named = {"cpu": devices.HOST, "gpu": towers[0]}
+    asked = device is not None
+    home = named.get(device, device) if asked else _home_of(model, towers)
+    if variable_update == "replicated" and not asked:
+        home = towers[0]
+    (found,) = devices.resolve([home], "local_parameter_device")
+    if variable_update == "replicated" and found != towers[0]:
+        raise ValueError(
+            f"Received local_parameter_device={home} with variable_update="
+            "'replicated', where the variables are on each tower; expected none, or "
+            f"the first tower's, {towers[0]}."
+        )
+    return found
+
+
+def check_all_reduce(
+    algorithm: str, variable_update: str, towers: Sequence[str]
+) -> None:
+    """Checks that a builder can add gradients that way; see `multi_gpu_model`.
+
+    Raises:
+        ValueError: If not.
+    """
+    if algorithm not in reduce.ALGORITHMS:
+        raise ValueError(
+            f"Received all_reduce_alg='{algorithm}'; expected one of "
+            f"{['auto', *reduce.ALGORITHMS]}."
+        )
+    if variable_update != "replicated":
+        raise ValueError(
+            f"Received all_reduce_alg='{algorithm}' with variable_update="
+            f"'{variable_update}'; it says how variable_update='replicated' adds "
+            "gradients, so give that as well."
+        )
+    if algorithm == "nccl" and not nccl_fits(towers):
+        raise ValueError(
+            f"Received all_reduce_alg='nccl' for towers on {', '.join(towers)}; NCCL "
+            "needs several towers, each on a GPU of its own, so use 'ring'."
+        )
+
+
+def nccl_fits(towers: Sequence[str]) -> bool:
+    """Tells whether each of several towers has a GPU of its own, which none shares."""
+    gpus = len(tf.config.get_visible_devices("GPU"))
+    unsplit = gpus == len(tf.config.list_logical_devices("GPU"))
+    return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))
+
+
+def check_split_ratios(ratios: Any, towers: int) -> tuple[int, ...]:
+    """Returns the ratios, even by default.
+
+    Raises:
+        ValueError: If there is not a positive integer for each tower.
+    """
+    if ratios is None:
+        return (1,) * towers
+    try:
+        found = tuple(map(operator.index, ratios))
+    except TypeError:
+        found = ()
+    if len(found) != towers or min(found) < 1:
+        raise ValueError(
+            f"Received split_ratios={ratios} for {towers} towers; expected a positive "
+            "integer for each, such as (2, 3, 3)."
+        )
+    return found
+
+
+def check_max_staleness(bound: Any, variable_update: str) -> None:
+    """Checks the bound.
+
+    Raises:
+        ValueError: If it is no number of updates, or towers wait for one another.
+    """
+    if variable_update != "asynchronous":
+        raise ValueError(
+            f"Received max_staleness={bound!r} and variable_update="
+            f"'{variable_update}', whose towers wait for one another; expected None, "
+            "or variable_update='asynchronous'."
+        )
+    if isinstance(bound, bool) or not isinstance(bound, int) or bound < 0:
+        raise ValueError(
+            f"Received max_staleness={bound!r}; expected None, for any, or a number "
+            "of updates, such as 0 to have them made in turn."
+        )
+
+
+def check_prefetch(prefetch: Any, towers: Sequence[str]) -> int:
+    """Returns the number of batches to fetch ahead.
+
+    Raises:
+        ValueError: If it is not a number of batches.
+    """
+    if prefetch is None:
+        # Between logical CPUs nothing is copied.
+        return 2 if any(map(is_gpu, towers)) else 0
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(
+            f"Received prefetch={prefetch!r}; expected None, or a number of batches, "
+            "such as 0 to have none fetched ahead."
+        )
+    return prefetch
+
+
+def check_numerics(asked: Any) -> tuple[Guard | None, str | None]:
+    """Returns what guards steps, and the file for one that is not finite, if any.
+
+    Raises:
+        ValueError: If the wish is not understood.
+    """
+    if isinstance(asked, bool):
+        return (Guard() if asked else None), None
+    if not isinstance(asked, str | os.PathLike):
+        raise ValueError(
+            f"Received check_numerics={asked!r}; expected True, False, or where to "
+            "write the batch of a step that is not finite, such as 'not_finite.npz'."
+        )
+    return Guard(), os.path.abspath(os.path.expanduser(asked))
+
+
+def check_preprocess(preprocess: Any) -> Preprocess:
+    """Returns the function, as towers call it.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not callable(preprocess):
+        raise ValueError(
+            f"Received preprocess={preprocess!r}; expected None, or a function "
+            "`preprocess(x, y, training)` that returns x and y."
+        )
+    return Preprocess(preprocess)
+
+
+def _home_of(model: keras.Model, towers: Sequence[str]) -> str:
+    """The device that the model's variables are on; where it has none yet, will be."""
+    if own := model.trainable_variables or model.variables:
+        return own[0].value.device
+    return towers[0] if is_gpu(towers[0]) else devices.HOST

@@ -1,0 +1,184 @@
+"""The Keras door: `multi_gpu_model()` makes a Keras model train on towers."""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from towers import devices
+from towers._deprecated import accepts_old_names
+from towers.builders.asynchronous import Asynchronous
+from towers.builders.base import Builder
+from towers.builders.parameter_server import ParameterServer
+from towers.builders.replicated import Replicated
+from towers.devices import is_gpu
+from towers.layers import variables
+from towers.model import arguments, auto
+from towers.model.auto import Choice
+from towers.model.tower_model import TowerModel
+from towers.model.variable_update import VariableUpdate
+
+BUILDERS: dict[str, type[Builder]] = {
+    "asynchronous": Asynchronous,
+    "parameter_server": ParameterServer,
+    "replicated": Replicated,
+}
+
+
+@accepts_old_names
+def multi_gpu_model(
+    model: keras.Model,
+    gpus: int | Sequence[int] | Sequence[str] | None = None,
+    cpu_merge: bool | None = None,
+    cpu_relocation: bool = False,
+    *,
+    variable_update: str = "parameter_server",
+    local_parameter_device: str | None = None,
+    split_ratios: Sequence[int] | None = None,
+    loss_placement: str = "auto",
+    strict: bool = True,
+    packed: bool | None = None,
+    all_reduce_alg: str = "auto",
+    choice_file: str | None = None,
+    max_staleness: int | None = None,
+    preprocess: Callable[[Any, Any, bool], tuple[Any, Any]] | None = None,
+    prefetch: int | None = None,
+    check_numerics: bool | str | os.PathLike = False,
+) -> TowerModel:
+    """Makes a model train, evaluate and predict on several devices.
+
+    Each batch is divided among the devices. The results are those of one device with
+    the whole batch. The returned model is compiled and fitted like any other. It shares
+    its weights with `model`, which continues to work on one device. Saving either of
+    the two saves `model`, an ordinary Keras model.
+
+    The name and the first four arguments are those of Keras 2's `multi_gpu_model`.
+
+    Examples:
+        >>> parallel = multi_gpu_model(model, gpus=2)
+        >>> parallel.compile(optimizer="adam", loss="mse")
+        >>> parallel.fit(x, y, batch_size=64)
+        >>> model.save("model.keras")
+
+    Args:
+        model: A Keras model. If it is compiled, it stays so.
+        gpus: Number of GPUs, a list of their indices, or a list of device strings. By
+            default all GPUs. Without a GPU, logical CPUs are used.
+        cpu_merge: Whether gradients are added on the CPU (True) or on the first tower
+            (False). By default where the variables are.
+        cpu_relocation: Whether to move the variables to the CPU. By default they stay
+            where Keras created them, which is the first GPU if there is one.
+        variable_update: How the variables are updated. "parameter_server": on one
+            device, once, by the sum of all gradients. "replicated": in a copy on each
+            tower; the first tower's copy is the model's own variables. "asynchronous":
+            on one device, by each tower's gradients, without waiting for the others.
+            "auto": the first calls of training measure for some seconds whether
+            "parameter_server" or "replicated" is faster, and then restore the
+            variables. If nothing can be measured, and in deterministic or eager runs,
+            "auto" is "replicated" on several GPUs and "parameter_server" otherwise.
+        local_parameter_device: Device to move the variables to, instead of
+            `cpu_relocation`: "cpu", "gpu" for the first tower's device, or a device
+            string. "auto" leaves them there.
+        split_ratios: Relative size of each tower's part of a batch, as positive
+            integers, such as (2, 3, 3) if the first GPU has less memory. By default the
+            parts are equal.
+        loss_placement: Where the loss is computed. "tower": each tower computes the
+            loss of its part, and any loss is treated as a mean over examples, including
+            those that layers add. "gathered": the loss is computed once, on the outputs
+            of all towers. "auto": on the towers if the loss is proved to be a mean or a
+            sum over examples, and otherwise gathered. With `run_eagerly`, it is
+            gathered.
+        strict: Whether to refuse a model if towers would compute other numbers than one
+            device. That is the case if a layer lets examples depend on one another, or
+            assigns a value that cannot be combined from parts of a batch. If False,
+            each tower computes with its part, and assigned values are averaged.
+            BatchNormalization is never refused.
+        packed: Whether variables and gradients travel between devices in one buffer for
+            each type. By default if they travel between memories, which logical CPUs
+            share.
+        all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
+            "device"; by "ring", each device a part; by "nccl", on several GPUs. "auto"
+            is the first GPU, or else the CPU.
+        choice_file: File in which "auto" keeps its choice. If the file exists, "auto"
+            makes the same choice again.
+        max_staleness: With "asynchronous", the most updates by other towers between a
+            tower's reading the variables and its own update. By default no limit.
+        preprocess: A function `preprocess(x, y, training)` that returns x and y with
+            the same number of rows. Each tower applies it to its part of the batch,
+            before the model. It can turn bytes into floats, or mix examples with random
+            numbers of `tf.random`. The loss gets the y that it returns, and metrics get
+            the original y. In prediction, y is `None`. `model` itself expects
+            preprocessed inputs.
+        prefetch: Number of batches that are copied to the towers ahead of use, while a
+            step runs, if each call of training is one step. As many batches more than
+            needed are taken from the data. By default 2 if a tower is on a GPU, and
+            otherwise 0.
+        check_numerics: Whether to stop at the first step of training with a loss or a
+            gradient that is not finite. Nothing of the step is applied, and a
+            `NotFiniteStep` says where the value came from. If it is a path, the batch
+            and the variables are written there; see `towers.numerics.locate`. By
+            default there is no check.
+
+    Returns:
+        A model that computes on towers.
+
+    Raises:
+        ValueError: If a device does not exist, the model cannot run on towers, or
+            another argument has a wrong value.
+    """
+    arguments.check_model(model)
+    placements, updates = ["auto", "gathered", "tower"], ["auto", *sorted(BUILDERS)]
+    arguments.check_choice("loss_placement", loss_placement, placements)
+    arguments.check_choice("variable_update", variable_update, updates)
+    towers = devices.resolve(gpus)
+    split_ratios = arguments.check_split_ratios(split_ratios, len(towers))
+    if all_reduce_alg != "auto":
+        arguments.check_all_reduce(all_reduce_alg, variable_update, towers)
+    if max_staleness is not None:
+        arguments.check_max_staleness(max_staleness, variable_update)
+    prefetch = arguments.check_prefetch(prefetch, towers)
+    if preprocess is not None:
+        preprocess = arguments.check_preprocess(preprocess)
+    guard, numerics_file = arguments.check_numerics(check_numerics)
+    moved = local_parameter_device is not None or cpu_relocation
+    home = local_parameter_device
+    if home is None and cpu_relocation:
+        home = "cpu"
+    home = arguments.find_home(home, model, variable_update, towers)
+    stays = moved and home != towers[0]
+    nccl = arguments.nccl_fits(towers)
+    ways = functools.partial(auto.candidates, towers, nccl, stays=stays)
+
+    def make(choice: Choice) -> Builder:
+        where = towers[0] if choice.variable_update == "replicated" else home
+        variables.move(model, where)
+        merge = where
+        if cpu_merge is False:
+            merge = towers[0]
+        elif cpu_merge and is_gpu(where):
+            merge = devices.HOST
+        options = {"packed": packed, "preprocess": preprocess, "prefetch": prefetch}
+        options["guard"] = guard
+        if choice.variable_update == "replicated":
+            options["all_reduce_alg"] = choice.all_reduce_alg
+        if choice.variable_update == "asynchronous":
+            options["max_staleness"] = max_staleness
+        return BUILDERS[choice.variable_update](
+            model,
+            towers,
+            where,
+            merge,
+            split_ratios,
+            loss_placement,
+            strict,
+            **options,
+        )
+
+    if variable_update != "auto":
+        chosen, ways = Choice(variable_update, all_reduce_alg), None
+    else:
+        chosen = ways(xla=False, synchronized=False)[0]
+    update = VariableUpdate(model, make, chosen, ways, choice_file)
+    return TowerModel(update, numerics_file)
