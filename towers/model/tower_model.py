@@ -127,15 +127,8 @@ class TowerModel(wrapt.CallableObjectProxy):
 
         return function
 
-    def make_test_function(self, force: bool = False) -> None:
-        """Makes what `evaluate` calls with an iterator; see `keras.Model`."""
-        self._make_compared("test", force)
-
-    def make_predict_function(self, force: bool = False) -> None:
-        """Makes what `predict` calls with batches; see `keras.Model`."""
-        self._make_compared("predict", force)
-
-    def _make_compared(self, kind, force):
+    def _make_compared(self, kind, force=False):
+        # Makes what `evaluate` calls with an iterator, or `predict` with batches.
         self._reset_if_changed()
         name = f"{kind}_function"
         if not force and getattr(self, name) is not None:
@@ -155,6 +148,9 @@ class TowerModel(wrapt.CallableObjectProxy):
 
         step_scope = self._self_update.step_scope
         setattr(self, name, compared(make, lambda: self.builder, step_scope))
+
+    make_test_function = functools.partialmethod(_make_compared, "test")
+    make_predict_function = functools.partialmethod(_make_compared, "predict")
 
     def _explained(self):
         if len(self.builder.devices) == 1:
