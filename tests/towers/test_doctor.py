@@ -332,9 +332,14 @@ def test_copies():
 @pytest.fixture
 def installed(monkeypatch):
     """Packages that are said to be installed, by name."""
-    packages = {"towers": "1", "tensorflow": "2.21.0", "keras": "3.15.1", "wrapt": "2"}
+    packages = {
+        "keras-towers": "1",
+        "tensorflow": "2.21.0",
+        "keras": "3.15.1",
+        "wrapt": "2",
+    }
     asks = {
-        "towers": [
+        "keras-towers": [
             *("tensorflow<2.22,>=2.21", "keras<3.16,>=3.15", "wrapt<3,>=1.14"),
             'pytest>=8; extra == "dev"',
         ],
@@ -363,17 +368,21 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
     ("found", "verdict", "text"),
     [
-        ("2.21.0", "ok", "2.21.0 (towers expects <2.22,>=2.21)"),
+        ("2.21.0", "ok", "2.21.0 (keras-towers expects <2.22,>=2.21)"),
         ("2.21.0rc1", "wrong", "; pip install 'tensorflow<2.22,>=2.21'"),
-        ("2.20.1", "wrong", "2.20.1 (towers expects <2.22,>=2.21); pip install"),
-        (None, "wrong", "not installed (towers expects <2.22,>=2.21); pip install"),
+        ("2.20.1", "wrong", "2.20.1 (keras-towers expects <2.22,>=2.21); pip install"),
+        (
+            None,
+            "wrong",
+            "not installed (keras-towers expects <2.22,>=2.21); pip install",
+        ),
     ],
 )
 def test_a_packages_version(installed, found, verdict, text):
     installed["tensorflow"] = found
     if found is None:
         del installed["tensorflow"]
-    finding = versions.package("tensorflow", "towers")
+    finding = versions.package("tensorflow", "keras-towers")
     assert finding.verdict == verdict
     assert text in finding.text
     assert finding.figures["found"] == found
@@ -398,13 +407,13 @@ def test_pythons_version(installed, monkeypatch, found, verdict):
 
 
 def test_towers_that_are_not_installed(installed):
-    del installed["towers"]
+    del installed["keras-towers"]
     for finding in (
         *(versions.python(), versions.others()),
-        versions.package("keras", "towers"),
+        versions.package("keras", "keras-towers"),
     ):
         assert finding.verdict == "note"
-        assert "the package towers is not installed" in finding.text
+        assert "the package keras-towers is not installed" in finding.text
 
 
 # GPUs, which are faked.
@@ -549,7 +558,7 @@ def test_the_command_that_installs_cuda(tmp_path):
     wheel, checkout = tmp_path / "site-packages", tmp_path / "towers"
     checkout.mkdir()
     (checkout / "setup.py").touch()
-    assert gpus._install(tmp_path, wheel) == "pip install 'towers[gpu]'"
+    assert gpus._install(tmp_path, wheel) == "pip install 'keras-towers[gpu]'"
     assert gpus._install(tmp_path, checkout) == "pip install -e '.[gpu]'"
     venv = checkout / ".venv"
     assert gpus._install(venv, checkout) == "make GPU=1"

@@ -486,5 +486,5 @@ def test_missing_libraries(tmp_path, capsys, monkeypatch):
     assert report.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         "towers.report: The report is made with jinja2 and matplotlib, which are not "
-        "installed; run: pip install 'towers[report]'\n"
+        "installed; run: pip install 'keras-towers[report]'\n"
     )

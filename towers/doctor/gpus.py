@@ -319,7 +319,7 @@ def _install(prefix: Path = Path(sys.prefix), ours: Path = _OURS) -> str:
         return "make GPU=1"
     if (ours / "setup.py").exists():
         return "pip install -e '.[gpu]'"
-    return "pip install 'towers[gpu]'"
+    return "pip install 'keras-towers[gpu]'"
 
 
 def _holders(machine: Machine, card: Card) -> str:

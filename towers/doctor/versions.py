@@ -7,7 +7,7 @@ from typing import Any
 
 from towers.doctor.finding import Finding, note, ok, wrong
 
-_OURS = "towers"
+_OURS = "keras-towers"
 # Each has a line of its own, by the package that asks for it.
 NAMED = {"tensorflow": _OURS, "keras": _OURS, "numpy": "tensorflow"}
 

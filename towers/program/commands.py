@@ -77,7 +77,7 @@ def check_plot(path: str | None, *examples: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             f"Received --plot={path}, but matplotlib, which draws it, is not "
-            "installed; pip install 'towers[plots]', or leave out --plot."
+            "installed; pip install 'keras-towers[plots]', or leave out --plot."
         )
 
 

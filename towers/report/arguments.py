@@ -33,6 +33,6 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     if missing:
         raise ValueError(
             f"The report is made with {' and '.join(missing)}, which are not "
-            "installed; run: pip install 'towers[report]'"
+            "installed; run: pip install 'keras-towers[report]'"
         )
     return options

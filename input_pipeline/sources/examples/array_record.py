@@ -37,7 +37,7 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
         except ImportError as error:
             raise ValueError(
                 f"'array_record:{pattern}' needs the package array-record, which is "
-                "not installed: pip install 'towers[array_record]'"
+                "not installed: pip install 'keras-towers[array_record]'"
             ) from error
         super().__init__(pattern, **options)
         self._places = {}  # the first record's number and how many, for each file

@@ -73,7 +73,7 @@ class ParquetSource(FileSource, StreamSource):
         except ImportError as error:
             raise ValueError(
                 f"'parquet:{pattern}' needs the package pyarrow, which is not "
-                "installed: pip install 'towers[parquet]'"
+                "installed: pip install 'keras-towers[parquet]'"
             ) from error
         super().__init__(pattern, num_classes, **options)
         self._groups = RowGroups(self._all_files())
