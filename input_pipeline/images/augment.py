@@ -6,7 +6,6 @@ and copy.
 
 import tensorflow as tf
 
-ANTIALIAS = ("exact", "fast", "none")
 # Up to this, two pixels are nearly all that there is to be averaged.
 MIXED = 2.5
 

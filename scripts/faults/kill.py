@@ -6,10 +6,6 @@ epoch), a third while a checkpoint is written. Each run goes on until it has end
     python -m scripts.faults.kill --kills=40
 """
 
-import argparse
-import pathlib
-import random
-import tempfile
 import time
 
 from scripts.faults import run
@@ -19,13 +15,7 @@ WAYS = ("at any time", "soon after the start", "while saving")
 
 def main() -> None:
     """Kills, compares and says what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    draw = random.Random(args.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        folder = pathlib.Path(folder)
+    with run.at_random(__doc__, "kills", 40) as (wanted, draw, folder):
         begun_s = time.monotonic()
         process = run.start(folder / "whole")
         trains_s = time.monotonic()
@@ -36,13 +26,13 @@ def main() -> None:
         print(f"A run trains {seconds:.1f} s of {time.monotonic() - begun_s:.1f} s.")
         kills = failed = runs = same = 0
         surplus = []
-        while kills < args.kills:
+        while kills < wanted:
             model_dir = folder / f"run-{runs}"
             runs += 1
             while True:
                 way = WAYS[kills % 3]
                 process = run.start(model_dir)
-                killed = kills < args.kills and _kill(
+                killed = kills < wanted and _kill(
                     process, way, model_dir, seconds, draw
                 )
                 code, said = run.end(process)

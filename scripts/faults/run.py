@@ -1,10 +1,15 @@
 """A run of towers.train that something happens to, and the same run left alone."""
 
+import argparse
+import contextlib
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +20,28 @@ FLAGS = (
     *("--model=mlp", "--deterministic", "--seed=3", "--log_steps=5"),
     *(f"--train_epochs={EPOCHS}", "--save_steps=3"),
 )
+
+
+@contextlib.contextmanager
+def at_random(
+    doc: str, name: str, default: int
+) -> Iterator[tuple[int, random.Random, pathlib.Path]]:
+    """Reads the flags of a program that makes faults at random instants.
+
+    Args:
+        doc: What the program is for.
+        name: The flag that says how many faults it makes.
+        default: How many by default.
+
+    Yields:
+        How many, random numbers as --seed says, and a folder for the while.
+    """
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        yield getattr(args, name), random.Random(args.seed), pathlib.Path(folder)
 
 
 def start(model_dir: pathlib.Path, *flags: str) -> subprocess.Popen:

@@ -3,13 +3,10 @@
 python -m scripts.faults.snapshot --copies=200
 """
 
-import argparse
 import contextlib
 import os
 import pathlib
-import random
 import shutil
-import tempfile
 import time
 
 from scripts.faults import run
@@ -18,18 +15,12 @@ from towers.lifecycle.checkpoints import store
 
 def main() -> None:
     """Copies, reads the copies and says what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--copies", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    draw = random.Random(args.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        folder = pathlib.Path(folder)
+    with run.at_random(__doc__, "copies", 200) as (wanted, draw, folder):
         source = folder / "run/checkpoints"
         process = run.start(folder / "run", "--save_steps=1", "--train_epochs=1000")
         while not store.find(str(source)):
             time.sleep(0.001)
-        for number in range(args.copies):
+        for number in range(wanted):
             time.sleep(draw.uniform(0, 0.1))
             _copy(source, folder / f"copies/{number}")
         process.kill()
@@ -42,7 +33,7 @@ def main() -> None:
             newest += bool(good) and good[0] == found[0]
             if not good:
                 useless.append(copy.name)
-    print(f"{args.copies} copies, {unfinished} of them during a save:")
+    print(f"{wanted} copies, {unfinished} of them during a save:")
     print(f"{newest} have a good newest checkpoint, {len(useless)} have no good one.")
 
 

@@ -3,12 +3,8 @@
 python -m scripts.faults.stop --stops=20
 """
 
-import argparse
-import pathlib
-import random
 import re
 import signal
-import tempfile
 import time
 
 from scripts.faults import run
@@ -17,18 +13,12 @@ from towers.lifecycle.checkpoints import store
 
 def main() -> None:
     """Stops, continues and says what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stops", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    draw = random.Random(args.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        folder = pathlib.Path(folder)
+    with run.at_random(__doc__, "stops", 20) as (wanted, draw, folder):
         code, said = run.finish(folder / "whole", "--save_steps=1000000")
         assert code == 0, said
         whole = run.result(folder / "whole")
         stops = right = runs = same = 0
-        while stops < args.stops:
+        while stops < wanted:
             model_dir = folder / f"run-{runs}"
             runs += 1
             code = None
@@ -36,7 +26,7 @@ def main() -> None:
                 # Nothing is saved but what the signal saves, and each epoch.
                 process = run.start(model_dir, "--save_steps=1000000")
                 number = (signal.SIGTERM, signal.SIGINT)[stops % 2]
-                if stops < args.stops:
+                if stops < wanted:
                     time.sleep(draw.uniform(0, 1.5))
                     process.send_signal(number)
                 code, said = run.end(process)
