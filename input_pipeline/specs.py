@@ -25,7 +25,7 @@ FORMS = {
 PICTURES = "JPEG, PNG, GIF, BMP or WebP"
 
 # What each kind understands, of what not all do.
-_OF_TFDS = ("data_dir", "train_split", "test_split", "shard", "read_config")
+_OF_TFDS = ("data_dir", "train_split", "eval_split", "shard", "read_config")
 _OF_EXAMPLES = ("image_key", "label_key", "num_classes", "skip_bad")
 _OF_TABLES = (
     "label_key",
@@ -67,7 +67,7 @@ class SourceOptions(TypedDict, total=False):
         eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
             to hold out, unless a file or folder is held out by its name. None: a tenth.
         train_split: split of ``digits`` and ``tfds:`` to train on; see ``TFDSSource``.
-        test_split: split of ``digits`` and ``tfds:`` to evaluate on.
+        eval_split: split of ``digits`` and ``tfds:`` to evaluate on.
         shard: (index, count): which part of ``digits`` or ``tfds:`` to read.
         read_config: how TFDS reads the files of ``digits`` or ``tfds:``.
     """
@@ -80,7 +80,7 @@ class SourceOptions(TypedDict, total=False):
     class_names: Sequence[str] | None
     eval_fraction: float | None
     train_split: str | None
-    test_split: str | None
+    eval_split: str | None
     shard: tuple[int, int] | None
     read_config: Any
 

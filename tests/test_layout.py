@@ -18,7 +18,7 @@ FLOORS = (
 )
 # These know nothing of towers but what all share, and only programs know them.
 APART = ("input_pipeline", "models")
-SHARED = ("program", "keras_adapter")
+SHARED = ("_deprecated", "program", "keras_adapter")
 PROGRAMS = FLOORS[FLOORS.index("train") :]
 
 INPUT_FLOORS = (

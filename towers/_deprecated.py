@@ -25,6 +25,7 @@ ARGUMENTS = {
         "shares": "split_ratios",
         "steps": "parity_steps",
     },
+    "open_source": {"test_split": "eval_split"},
     "Checkpoint": {"keep": "keep_checkpoints"},
     "Stall": {"seconds": "stall_seconds"},
     "Starvation": {"every_steps": "log_steps"},
@@ -33,7 +34,7 @@ ARGUMENTS = {
 # By class: new names of attributes, by the old ones.
 ATTRIBUTES = {"Throughput": {"images_per_sec": "examples_per_sec"}}
 # Where a program has the new flag, and none of the old name.
-FLAGS = {"tower_shares": "split_ratios"}
+FLAGS = {"tower_shares": "split_ratios", "towers": "num_gpus"}
 # Of summary.json, variable_update.json, and Keras's logs and history.
 KEYS = {
     "images_per_sec": "examples_per_sec",

@@ -66,7 +66,7 @@ def set_up() -> tuple[Pipeline, list[str]]:
     Raises:
         ValueError: If any input is bad.
     """
-    towers = configure_devices(FLAGS.towers)
+    towers = configure_devices(FLAGS.num_gpus)
     source = sources.open_source(
         FLAGS.dataset,
         data_dir=os.path.expanduser(FLAGS.data_dir),
@@ -139,7 +139,7 @@ def describe(pipeline: Pipeline) -> dict[str, Any]:
         "kept": pipeline.source.note,
         "batch_size": pipeline.batch_size,
         "image_shape": pipeline.image_shape,
-        "towers": FLAGS.towers,
+        "towers": FLAGS.num_gpus,
         "versions": {"python": platform.python_version(), "tensorflow": tf.__version__},
     }
 

@@ -99,7 +99,7 @@ flags.DEFINE_integer(
     **_MEASURE,
 )
 flags.DEFINE_integer(
-    "towers",
+    "num_gpus",
     2,
     "Number of towers that share a batch, on GPUs, or on logical CPUs without a GPU.",
     lower_bound=1,

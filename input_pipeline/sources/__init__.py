@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import tensorflow as tf
 
+from towers._deprecated import accepts_old_names
 from towers.input_pipeline.sources.base import Source
 from towers.input_pipeline.specs import SourceOptions, check, kinds_with, takes
 
@@ -28,6 +29,7 @@ _OPENERS = {
 }
 
 
+@accepts_old_names
 def open_source(
     spec: str,
     *,

@@ -58,7 +58,7 @@ def pictures(tmp_path_factory, encode):
 @pytest.mark.slow
 def test_json(tmp_path):
     # It writes the digits first, of which TFDS has things to say.
-    found = results(f"--data_dir={tmp_path}", "--towers=3", "--cache=none")
+    found = results(f"--data_dir={tmp_path}", "--num_gpus=3", "--cache=none")
     stages = ["read", "parse", "decode", "batch", "augment", "copy"]
     assert list(found["stages"]) == stages
     assert found["examples_per_sec"] == found["stages"]["augment"]
@@ -209,7 +209,7 @@ def test_what_a_stage_adds():
     "flag, words",
     [
         ("--batch_size=0", "--batch_size=0"),
-        ("--towers=0", "--towers=0"),
+        ("--num_gpus=0", "--num_gpus=0"),
         ("--examples=0", "--examples=0"),
         ("--recipe=alexnet", "--recipe=alexnet"),
         ("--image_size=8x", "expected pixels, as 224 or as 240x320"),

@@ -79,7 +79,7 @@ def encoded(tmp_path_factory):
 @pytest.fixture(scope="module")
 def few_digits(digits):
     """A stream of a few of them."""
-    parts = {"train_split": "train[:50]", "test_split": "test[:7]"}
+    parts = {"train_split": "train[:50]", "eval_split": "test[:7]"}
     return TFDSSource(digits._builder, "digits", **parts)
 
 

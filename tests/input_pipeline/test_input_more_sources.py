@@ -691,7 +691,7 @@ def _multiset(source, split):
 
 
 def test_splits_in_the_words_of_tfds(digits, tmp_path):
-    options = {"train_split": "train[:90%]", "test_split": "train[90%:]"}
+    options = {"train_split": "train[:90%]", "eval_split": "train[90%:]"}
     source = TFDSSource(digits._builder, "digits", **options)
     assert source.splits == {"train": 1293, "test": 144}
     both = _multiset(source, "train") + _multiset(source, "test")
@@ -730,7 +730,7 @@ def test_a_read_config_says_how_files_are_interleaved(digits):
     [
         ({"train_split": "training"}, "digits has no split training: Unknown split"),
         (
-            {"test_split": "train[:x]"},
+            {"eval_split": "train[:x]"},
             r"digits has no split train\[:x\]: Error parsing",
         ),
         ({"train_split": "train[9999:]"}, r"has no split train\[9999:\]: Requested"),

@@ -60,6 +60,8 @@ def read(
     try:
         arguments = values.read_flags_from_files(argv[1:], force_gnu=False)
         arguments, notes = rename_flags(arguments, values)
+        for note in notes:
+            voice.say(note)
         rest = values([argv[0], *arguments])
     except flags.UnrecognizedFlagError as error:
         raise ValueError(unknown_flag(error.flagname, list(values))) from error
@@ -68,8 +70,6 @@ def read(
     except flags.Error as error:
         said = str(error).removeprefix("ERROR:: ").rstrip(".")
         raise ValueError(f"{said}; see --help.") from error
-    for note in notes:
-        voice.say(note)
     if example is not None and len(rest) > 1:
         raise ValueError(
             f"Received the argument {rest[1]!r}; expected flags only, such as "

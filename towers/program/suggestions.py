@@ -26,7 +26,6 @@ _ALIASES = {
     "dtype": "precision mixed_precision amp fp16 bf16 use_fp16 half floatx",
     "num_gpus": "gpus gpu n_gpus ngpus num_devices devices towers num_towers "
     "nproc_per_node world_size",
-    "towers": "num_gpus gpus",
     "gpu_indices": "gpu_ids gpu_id device_ids visible_devices",
     "recipe": "augment augmentation aug transforms preprocessing",
     "randaugment": "rand_augment autoaugment auto_augment",

@@ -14,12 +14,8 @@ from towers.train.settings import Settings
 
 MOST_PROFILED_STEPS = 200
 
-# Flags of the data, by the arguments of `input_pipeline.open_source`.
-DATA_FLAGS = {
-    **{name: name for name in data_flags.NAMES},
-    "train_split": "train_split",
-    "test_split": "eval_split",
-}
+# Flags that are arguments of `input_pipeline.open_source`.
+DATA_FLAGS = (*data_flags.NAMES, "train_split", "eval_split")
 
 # The least, and the most if there is one, that a number may be.
 _BOUNDS = (
@@ -192,18 +188,18 @@ def check_data(settings: Settings) -> None:
             f"Received --eval_fraction={fraction} and --eval_dataset={eval_dataset}, "
             "which is evaluated instead; expected one of the two."
         )
-    for name, flag in DATA_FLAGS.items():
-        if getattr(settings, flag) is None:
+    for name in DATA_FLAGS:
+        if getattr(settings, name) is None:
             continue
         named = [settings.dataset, eval_dataset]
         if name == "train_split":
             named = named[:1]
-        elif name == "test_split" and eval_dataset is not None:
+        elif name == "eval_split" and eval_dataset is not None:
             named = named[1:]
         named = [each for each in named if each is not None]
         if not any(specs.takes(each, name) for each in named):
             raise ValueError(
-                f"Received {settings.as_flag(flag)} for {' and '.join(named)}; "
+                f"Received {settings.as_flag(name)} for {' and '.join(named)}; "
                 f"expected it only for {specs.kinds_with(name)}, so leave it out."
             )
     for each in (settings.dataset, eval_dataset):

@@ -68,7 +68,7 @@ class TFDSSource(StreamSource):
         name: of the source.
         num_shards: files to write for each split; None lets TFDS choose.
         train_split: in TFDS's words, such as ``train[:90%]``; None for ``train``.
-        test_split: such as ``train[90%:]``; None for the set's own.
+        eval_split: such as ``train[90%:]``; None for the set's own.
         shard: (index, count): this source has one of ``count`` even parts of each
             split, in which numbers of examples differ by one at most; None for all.
         read_config: how TFDS interleaves files; it has no say in orders and caching.
@@ -87,7 +87,7 @@ class TFDSSource(StreamSource):
         num_shards: int | None = None,
         *,
         train_split: str | None = None,
-        test_split: str | None = None,
+        eval_split: str | None = None,
         shard: tuple[int, int] | None = None,
         read_config: tfds.ReadConfig | None = None,
     ):
@@ -104,9 +104,9 @@ class TFDSSource(StreamSource):
         self.image_shape = (height, width, channels or 3)
         self._builder = builder
         self._num_shards = num_shards
-        self._asked = {"train": train_split, "test": test_split}
+        self._asked = {"train": train_split, "test": eval_split}
         self._shard = shard
-        self.reads = train_split, test_split, shard
+        self.reads = train_split, eval_split, shard
         self._read_config = read_config or tfds.ReadConfig(
             interleave_cycle_length=_CYCLE_LENGTH,
             num_parallel_calls_for_interleave_files=tf.data.AUTOTUNE,

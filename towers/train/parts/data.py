@@ -127,7 +127,7 @@ def open_source(
         like: The training data, if this is what to evaluate on: classes and columns
             of a table are to be the same.
     """
-    options = {name: getattr(settings, flag) for name, flag in DATA_FLAGS.items()}
+    options = {name: getattr(settings, name) for name in DATA_FLAGS}
     options["num_classes"] = num_classes
     if like is not None:
         options["class_names"] = like.class_names
@@ -139,7 +139,7 @@ def open_source(
         # All of it is for evaluation.
         options |= {"train_split": None, "eval_fraction": 0}
     elif settings.eval_dataset is not None:
-        options |= {"test_split": None, "eval_fraction": 0}
+        options |= {"eval_split": None, "eval_fraction": 0}
     return input_pipeline.open_source(
         spec,
         **{
