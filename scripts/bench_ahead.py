@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 import towers
-from towers.builders.base import Builder
+from towers.builders.pieces.batches import LocalBatches
 from towers.monitoring.step_time import StepTime
 
 BATCHES, WARM_UP = 60, 10
@@ -53,12 +53,12 @@ def measure(copy_s: float, step_s: float, prefetch: int, steps: int) -> str:
     parallel.compile("sgd", "mse", steps_per_execution=steps)
     x = tf.repeat([[-1.0], [1.0]], 3, axis=0) * tf.ones([1, 4])
     data = tf.data.Dataset.from_tensors((x, tf.zeros([6, 2]))).repeat(BATCHES)
-    cut, step_time = Builder.cut, StepTime(WARM_UP)
+    cut, step_time = LocalBatches.cut, StepTime(WARM_UP)
 
-    def slow(builder, data):
-        return cut(builder, (late(data[0], copy_s), data[1]))
+    def slow(batches, data):
+        return cut(batches, (late(data[0], copy_s), data[1]))
 
-    with mock.patch.object(Builder, "cut", slow):
+    with mock.patch.object(LocalBatches, "cut", slow):
         parallel.fit(data, verbose=0, shuffle=False, callbacks=[step_time])
     return step_time.text()
 

@@ -41,18 +41,12 @@ EXCEPTIONS = {
 UPWARDS: set[tuple[str, str]] = set()
 UPWARDS_IN_THE_INPUT = set()
 TOO_LARGE = {
-    "class towers/builders/asynchronous.py Asynchronous",
-    "class towers/builders/base.py Builder",
     "class towers/lifecycle/checkpoint.py Checkpoint",
-    "function towers/builders/asynchronous.py train_function",
-    "function towers/builders/base.py run_towers",
     "function towers/devices/configuration.py configure",
     "function towers/lifecycle/checkpoint.py __init__",
     "function towers/lifecycle/resume.py going_on",
     "function towers/model/multi_gpu_model.py multi_gpu_model",
     "function towers/parity/check.py check_parity",
-    "module towers/builders/asynchronous.py",
-    "module towers/builders/base.py",
     "module towers/lifecycle/checkpoint.py",
     "module towers/monitoring/stall.py",
 }

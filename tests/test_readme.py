@@ -9,7 +9,7 @@ import sys
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
 _CHECK = """
-assert [d[-5:] for d in parallel.builder.devices] == ["CPU:0", "CPU:1"]
+assert [d[-5:] for d in parallel.builder.plan.devices] == ["CPU:0", "CPU:1"]
 loss = keras.models.load_model("quadratic.keras").evaluate(x, y, verbose=0)
 assert loss < 0.01, loss
 """

@@ -15,7 +15,8 @@ from sklearn.model_selection import train_test_split
 
 from tests import executed, oracle
 from towers import multi_gpu_model
-from towers.builders.asynchronous import Staleness, Streams
+from towers.builders.asynchronous.staleness import Staleness
+from towers.loop.streams import Streams
 from towers.tower.errors import ModelError
 
 FEATURES, OUTPUTS = 6, 3
@@ -664,9 +665,9 @@ def test_towers_compute_on_their_devices(packed, forth, back):
 def test_shares_do_not_come_back():
     """Home takes the targets, for metrics, from where the batch came from."""
     nodes = _executed("one_way", "apply/adam")
-    found = [w for w in executed.transfers(nodes) if w[3].startswith("share")]
+    found = [w for w in executed.transfers(nodes) if w[3].startswith("local")]
     ways = [w for w in found if w[1] == HOME]
-    assert ways == [("/device:CPU:0", HOME, tf.float32, "share_1")]
+    assert ways == [("/device:CPU:0", HOME, tf.float32, "local_1")]
 
 
 DEVICES, HOME = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:3"

@@ -13,9 +13,11 @@ import tensorflow as tf
 
 from tests import as_on_gpu
 from towers import multi_gpu_model
+from towers.builders.builder import Builder
+from towers.builders.pieces.reducer import AllReduce
+from towers.builders.strategies import STRATEGIES
 from towers.loop import loop
 from towers.model import auto, variable_update
-from towers.model import multi_gpu_model as door
 from towers.model.auto import Choice
 from towers.model.replayable import ReplayableBatches
 from towers.model.tower_model import TowerModel
@@ -428,7 +430,7 @@ def test_trying_changes_nothing(monkeypatch, name, steps, tried):
     _prefer(monkeypatch, lambda choice: choice.variable_update == name, tried)
     history, expected = _expected(steps)
     parallel, ours, variables = _fit("auto", steps)
-    assert type(parallel.builder) is door.BUILDERS[name]
+    assert parallel.builder.name == name
     for metric, values in history.items():
         assert ours[metric] == pytest.approx(values, rel=1e-6)
     for one, other in zip(variables, expected, strict=True):
@@ -456,13 +458,13 @@ def test_the_model_is_moved_where_the_choice_needs_it(monkeypatch):
     _prefer(monkeypatch, lambda choice: choice.variable_update == "replicated")
     _, expected = _expected()
     parallel, _, variables = _fit("auto", where="/device:CPU:3")
-    assert parallel.builder.home == "/device:CPU:0"
+    assert parallel.builder.plan.home == "/device:CPU:0"
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
     # It comes back if the first is chosen after all, traced for where it is.
     _prefer(monkeypatch, lambda choice: choice.variable_update == "parameter_server")
     parallel, _, variables = _fit("auto", where="/device:CPU:3")
-    assert parallel.builder.home == "/device:CPU:3"
+    assert parallel.builder.plan.home == "/device:CPU:3"
     assert all(v.value.device.endswith("CPU:3") for v in parallel.variables)
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
@@ -471,7 +473,7 @@ def test_the_model_is_moved_where_the_choice_needs_it(monkeypatch):
 def test_variables_stay_where_they_were_put(monkeypatch):
     _prefer(monkeypatch, lambda choice: choice == SERVER, tried=9)
     parallel, _, _ = _fit("auto", local_parameter_device="/device:CPU:3")
-    assert parallel.builder.home == "/device:CPU:3"
+    assert parallel.builder.plan.home == "/device:CPU:3"
 
 
 def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
@@ -482,7 +484,7 @@ def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
     capsys.readouterr()
     parallel, _, variables = _fit("auto", choice_file=file)
     assert "replicated (ring), as chosen before" in capsys.readouterr().err
-    assert parallel.builder.all_reduce_alg == "ring"
+    assert _algorithm(parallel.builder) == "ring"
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -497,7 +499,7 @@ def test_nothing_is_measured(monkeypatch, why):
     parallel = multi_gpu_model(model, gpus=2, variable_update="auto")
     parallel.compile("sgd", "mse", run_eagerly=why == "eager")
     parallel.fit(_data()[0], np.ones((44, 3)), batch_size=8, verbose=0)
-    assert type(parallel.builder) is door.BUILDERS["parameter_server"]
+    assert parallel.builder.name == "parameter_server"
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -602,18 +604,24 @@ def gpus():
         yield found
 
 
+def _algorithm(builder):
+    """How gradients are added to copies, if there are copies."""
+    copies = builder.name == "replicated"
+    return builder.training.step.reducer.algorithm if copies else None
+
+
 @pytest.mark.parametrize(
     ("times", "stays"), [(0.5, {"ring"}), (2.0, {"device"})], ids=["last", "first"]
 )
 def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
     monkeypatch.setattr(auto, "_race", lambda one, other, clock: (1.0, times))
     monkeypatch.setattr(auto, "BUDGET_S", 1e9)
-    choose, build, made = auto.choose, door.Replicated.create_variables, []
+    choose, build, made = auto.choose, Builder.create_variables, []
 
     def builds(self, data):
         build(self, data)
         # Of copies, the first tower's are the model's own variables.
-        made.extend((self.all_reduce_alg, weakref.ref(c)) for c in self.copies())
+        made.extend((_algorithm(self), weakref.ref(c)) for c in self.copies())
 
     def alive():
         return {name for name, copy in made if copy() is not None}
@@ -628,7 +636,7 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
 
         return choose(ways, train, steps, start_s, calls, dropping)
 
-    monkeypatch.setattr(door.Replicated, "create_variables", builds)
+    monkeypatch.setattr(Builder, "create_variables", builds)
     monkeypatch.setattr(auto, "choose", chooses)
     _fit("auto", gpus=gpus, where=gpus[0])
     # Two have lost: of the ways to add by copies, and by a home.
@@ -642,14 +650,14 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
 def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys, gpus):
     monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])
     _, expected = _expected()
-    reduce = door.Replicated.sum_gradients
+    reduce = AllReduce.sum_gradients
 
     def sum_gradients(self, *args):
         sums = reduce(self, *args)
         with tf.control_dependencies([tf.debugging.assert_equal(1, 2, "no NCCL")]):
             return tf.nest.map_structure(tf.identity, sums)
 
-    monkeypatch.setattr(door.Replicated, "sum_gradients", sum_gradients)
+    monkeypatch.setattr(AllReduce, "sum_gradients", sum_gradients)
     capsys.readouterr()
     parallel, _, variables = _fit("auto", gpus=gpus, where=gpus[0])
     line, *_ = capsys.readouterr().err.splitlines()
@@ -657,7 +665,7 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
         "towers: The variables are updated by parameter_server, as replicated (device) "
         "fails:"
     )
-    assert type(parallel.builder) is door.BUILDERS["parameter_server"]
+    assert parallel.builder.name == "parameter_server"
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
@@ -679,7 +687,7 @@ def test_what_has_failed_is_not_tried_again(
         function = make(self, builder)
 
         def call(iterator):
-            added = getattr(builder, "all_reduce_alg", None)
+            added = _algorithm(builder)
             if {"update": builder.compiles_update, "copies": added == "device"}[fails]:
                 raise error
             return function(iterator)
@@ -718,18 +726,18 @@ def test_compiling_again_is_obeyed(monkeypatch):
     assert not parallel.builder.xla
     parallel.compile("adam", "sparse_categorical_crossentropy", jit_compile=True)
     parallel.fit(*_data(), batch_size=8, verbose=0)
-    assert parallel.builder.xla and parallel.builder.compiled
+    assert parallel.builder.xla and parallel.builder.context.found.compiled
 
 
 # XLA.
 
 
-@pytest.mark.parametrize("builder", door.BUILDERS)
+@pytest.mark.parametrize("builder", STRATEGIES)
 def test_xla_with_every_builder(builder):
     # XLA's random numbers are others, so nothing is dropped.
     history, expected = _expected(dropped=0.0)
     parallel, ours, variables = _fit(builder, steps=4, dropped=0.0, jit_compile=True)
-    assert parallel.builder.compiled
+    assert parallel.builder.context.found.compiled
     if builder == "asynchronous":
         assert np.all(np.isfinite(ours["loss"]))
         return

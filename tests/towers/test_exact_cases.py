@@ -9,9 +9,10 @@ import zlib
 import pytest
 import tensorflow as tf
 
-import towers.model
+import towers
 from tests.exact import combinations, oracle
 from tests.exact.cases import CASES
+from towers.builders.strategies import STRATEGIES
 
 ROOT = pathlib.Path(__file__).parents[2]
 # For scripts/parity_report.py.
@@ -76,7 +77,7 @@ def builders(case):
         return ((MAIN, "replicated")[number // 8 % 2],) if runs else ()
     if not ALL and str(case) in FOR_THE_REPORT:
         return ()
-    turns = towers.model.multi_gpu_model.BUILDERS if ALL else TURNS[number % len(TURNS)]
+    turns = STRATEGIES if ALL else TURNS[number % len(TURNS)]
     several = case.group in OF_SEVERAL_TOWERS
     return [name for name in turns if not (name == "asynchronous" and several)]
 

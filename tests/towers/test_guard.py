@@ -110,9 +110,8 @@ def test_where_gradients_travel_packed_towers_look(builder):
     layers = [keras.layers.Dense(4, name=f"dense_{i}") for i in range(3)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     parallel = multi_gpu_model(
-        model, TOWERS, variable_update=builder, check_numerics=True
+        model, TOWERS, variable_update=builder, packed=True, check_numerics=True
     )
-    parallel.builder.packed = True
     parallel.compile("sgd", "mse")
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
     fit = functools.partial(parallel.fit, x, x, batch_size=4, verbose=0, shuffle=False)

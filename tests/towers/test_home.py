@@ -9,7 +9,6 @@ from tensorflow.python.framework import kernels
 from tests import as_on_gpu
 from towers import multi_gpu_model
 from towers.layers import variables
-from towers.model import multi_gpu_model as door
 from towers.train.parts import model as model_parts
 from towers.train.parts.devices import configure_devices
 from towers.train.settings import Settings
@@ -103,9 +102,9 @@ def test_the_usual_batch_is_the_first(gpus):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     parallel = multi_gpu_model(model, gpus)
     parallel.compile("sgd", "mse")
-    assert parallel.builder.usual_rows is None
+    assert parallel.builder.context.usual_rows is None
     history = parallel.fit(_batches(), epochs=2, verbose=0)
-    assert parallel.builder.usual_rows == 8
+    assert parallel.builder.context.usual_rows == 8
     assert len(history.history["loss"]) == 2
 
 
@@ -171,11 +170,11 @@ def _unbuilt():
 def _default(parallel):
     """What a builder has been told, and what "auto" may choose instead."""
     used = parallel.builder
-    kinds = {kind: name for name, kind in door.BUILDERS.items()}
-    alg = getattr(used, "all_reduce_alg", "-")
-    merge = "-" if alg != "-" else used.merge[8:]
-    others = [str(way) for way in parallel._self_update.ways()]
-    what = kinds[type(used)], alg, used.home[8:], merge, used.prefetch, used.xla
+    alg, merge = "-", used.plan.merge[8:]
+    if used.name == "replicated":
+        alg, merge = used.training.step.reducer.algorithm, "-"
+    others = [str(w) for w in parallel._ways()] if parallel._self_ways else []
+    what = used.name, alg, used.plan.home[8:], merge, used.context.prefetch, used.xla
     return (*what, others)
 
 

@@ -420,7 +420,7 @@ def test_only_calls_of_one_step_take_ahead(options):
 
 
 def test_on_logical_cpus_nothing_is_taken_ahead_unless_asked_for():
-    assert multi_gpu_model(_model(), gpus=2).builder.prefetch == 0
+    assert multi_gpu_model(_model(), gpus=2).builder.context.prefetch == 0
 
 
 @pytest.mark.parametrize("prefetch", [-1, True, 1.5])

@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 from towers import multi_gpu_model
-from towers.builders.parameter_server import StepOutputs
+from towers.builders.asynchronous.tower_step import scale_as_now
+from towers.builders.pieces.loss import StepOutputs
 from towers.collectives import reduce
 from towers.layers import overwritten
 from towers.tower.passes import TowerResult
@@ -90,7 +91,7 @@ def test_a_loss_scale_that_has_changed_does_not_change_them():
     gradients = [tf.ones(v.shape) for v in model.trainable_variables]
     computed = StepOutputs([TowerResult(gradients=gradients)], [], tf.ones([]), [])
     before = 2 * optimizer.scale_loss(tf.ones([]))
-    (result,) = parallel.builder._scale_as_now(computed, before).results
+    (result,) = scale_as_now(model, computed, before).results
     places = overwritten.places(model)
     for i, gradient in enumerate(result.gradients):
         expected = 1.0 if i in places else 0.5

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from towers import multi_gpu_model
-from towers.builders.base import Builder
+from towers.builders.pieces.batches import LocalBatches
 from towers.collectives import packing
 from towers.loop import timers
 from towers.monitoring.step_time import StepTime
@@ -113,7 +113,7 @@ def test_waiting_for_input(how):
 @pytest.fixture
 def copies(monkeypatch):
     """Cutting and copying takes time; a function waits for so many batches."""
-    done, changed, cut = [], threading.Condition(), Builder.cut
+    done, changed, cut = [], threading.Condition(), LocalBatches.cut
 
     def sleep(value):
         time.sleep(NAP_S)
@@ -122,17 +122,17 @@ def copies(monkeypatch):
             changed.notify_all()
         return value
 
-    def slow(builder, data):
+    def slow(batches, data):
         x, y = data
         # Not stateful: steps of a loop would wait for it.
         late = tf.numpy_function(sleep, [x], x.dtype, stateful=False)
-        return cut(builder, (tf.ensure_shape(late, x.shape), y))
+        return cut(batches, (tf.ensure_shape(late, x.shape), y))
 
     def wait(count):
         with changed:
             assert changed.wait_for(lambda: len(done) >= count, timeout=20)
 
-    monkeypatch.setattr(Builder, "cut", slow)
+    monkeypatch.setattr(LocalBatches, "cut", slow)
     return wait
 
 

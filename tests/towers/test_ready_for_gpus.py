@@ -18,7 +18,7 @@ from models import resnet_cifar
 from tests import as_on_gpu, executed
 from towers import multi_gpu_model
 from towers.analysis import rules
-from towers.builders import base
+from towers.builders.pieces import executor, reader
 from towers.tower import passes
 from towers.tower.traced import Traced
 
@@ -303,13 +303,13 @@ def test_a_recurrent_layer_takes_cudnn_s_kernel(monkeypatch):
     monkeypatch.setattr(rnn, "_is_gpu_available", lambda: True)
     with as_on_gpu.made_up_gpus(*GPUS):
         model = _model("lstm", 2, None)
-        values = base.Values(
+        values = reader.Values(
             [tf.convert_to_tensor(v.value) for v in model.trainable_variables],
             [tf.convert_to_tensor(v.value) for v in model.non_trainable_variables],
         )
         x = tf.TensorSpec([4, 5, 4])
         function = functools.partial(passes.forward, model, True, rules.Rules(1))
-        specs = [*base._specs(values), x, tf.TensorSpec([])]
+        specs = [*executor.specs_of(values), x, tf.TensorSpec([])]
         traced = Traced(function, specs, xla=False, noinline=False, on_gpu=True)
     every = traced._concrete.graph.as_graph_def().node
     # Seeds are computed on the host, and all else where the tower is called.

@@ -58,10 +58,11 @@ def _state(model):
 def _assert_copies_are_equal(parallel):
     """Every tower has, on its device, the bits of the model's own variables."""
     builder = parallel.builder
-    assert len(builder._copies) == len(builder.devices) - 1
-    originals = builder._originals
+    kept = builder.pieces.copies
+    assert len(kept._copies) == len(builder.plan.devices) - 1
+    originals = kept._originals
     assert len(originals) > len(parallel.trainable_variables)
-    for device, copies in zip(builder.devices[1:], builder._copies, strict=True):
+    for device, copies in zip(builder.plan.devices[1:], kept._copies, strict=True):
         for variable, copy in zip(originals, copies, strict=True):
             assert copy.device.endswith(device)
             assert copy.dtype == variable.value.dtype
@@ -632,7 +633,7 @@ def test_home_is_the_first_tower(options):
 
 
 def test_relocation_to_the_first_tower_is_no_contradiction():
-    assert _copied(_model(), TOWERS, cpu_relocation=True).builder.home == TOWERS[0]
+    assert _copied(_model(), TOWERS, cpu_relocation=True).builder.plan.home == TOWERS[0]
 
 
 def test_a_model_built_elsewhere_is_moved():

@@ -27,9 +27,9 @@ from PIL import Image
 from tests import once, warm
 from tests.terminal import read_all
 from towers import devices, input_pipeline
+from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
 from towers.lifecycle.checkpoint import SaveError
-from towers.model.multi_gpu_model import BUILDERS
 from towers.monitoring.profile import callback as profile
 from towers.report.read import read
 from towers.train import __main__ as train
@@ -473,7 +473,7 @@ def test_help_is_short_and_helpfull_complete():
 
 def test_names_that_flags_know_are_those_of_the_tables():
     """They are checked before what they name is imported."""
-    assert sorted(settings.BUILDERS) == sorted(BUILDERS)
+    assert sorted(settings.BUILDERS) == sorted(STRATEGIES)
     assert sorted(settings.ALL_REDUCE_ALGS) == sorted(reduce.ALGORITHMS)
     assert checks.MOST_PROFILED_STEPS == profile.MOST_STEPS
     optimizers = {

@@ -17,7 +17,8 @@ from tests import oracle
 from tests.exact import oracle as exact
 from tests.exact.cases import CASES
 from tests.towers.test_exact_cases import _alone
-from towers.builders.base import Builder
+from towers.builders.builder import Builder
+from towers.builders.context import Context
 from towers.numerics import not_finite
 
 HOME, AWAY = "/device:CPU:0", "/device:CPU:1"
@@ -58,7 +59,7 @@ def test_compiled_away_from_home(case):
     )
     found = exact.outcome(case, wrap, later=("evaluate",))
     assert found["verdict"] == "equal", found
-    assert built[0].compiled
+    assert built[0].context.found.compiled
 
 
 def test_the_quick_ones_are_cases():
@@ -143,7 +144,7 @@ def test_auto_is_not_what_keras_makes_of_it(a_gpu, asked, of_keras, ours):
     assert parallel._wants_xla() is ours
     assert parallel.builder.xla is bool(ours)
     parallel.train_on_batch(*_batch())
-    assert parallel.builder.compiled is bool(ours)
+    assert parallel.builder.context.found.compiled is bool(ours)
 
 
 def test_a_wish_that_keras_has_decided_for_itself(a_gpu, caplog):
@@ -155,7 +156,7 @@ def test_a_wish_that_keras_has_decided_for_itself(a_gpu, caplog):
     # What is said later counts.
     before.jit_compile = True
     before.train_on_batch(*_batch())
-    assert before.builder.compiled
+    assert before.builder.context.found.compiled
 
 
 def test_a_wish_where_keras_has_no_reason_of_its_own():
@@ -219,19 +220,21 @@ def test_whatever_fails_with_xla_goes_on_without(monkeypatch, capsys, error):
         "towers: XLA cannot compile model 'dense', which goes on without: "
         f"{error.message or 'UnimplementedError'}"
     )
-    assert not (parallel.builder.xla or parallel.builder.compiled)
+    assert not (parallel.builder.xla or parallel.builder.context.found.compiled)
 
 
 @pytest.mark.parametrize("asked", [True, "auto"])
 def test_the_update_is_fallen_back_from_by_itself(monkeypatch, capsys, asked):
     monkeypatch.setattr(
-        Builder, "compiles_update", property(lambda self: self._xla is not False)
+        Context,
+        "compiles_update",
+        property(lambda self: self.found.asked_xla is not False),
     )
     _, expected = _trained(monkeypatch, lambda builder: None, jit_compile=False)
     tried = []
     capsys.readouterr()
     fails = lambda builder: FAILURES[0] if builder.compiles_update else None  # noqa: E731
-    says = lambda builder: tried.append(builder._xla)  # noqa: E731
+    says = lambda builder: tried.append(builder.context.found.asked_xla)  # noqa: E731
     _, ours = _trained(monkeypatch, fails, says, jit_compile=asked)
     assert tried == ([True, None, False] if asked is True else [None, False])
     assert oracle.largest_difference(ours, expected) == 0

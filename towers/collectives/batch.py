@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.program import words
 
 
@@ -298,14 +299,18 @@ def share_spec(batch: Any, rows: int | None) -> Any:
     return tf.nest.map_structure(spec, batch)
 
 
-def fractions(sizes: Sequence[int | tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the part of a batch that each tower's share is.
+def fractions(
+    sizes: Sequence[int | tf.Tensor], hosts: OneHost = ONE_HOST
+) -> list[tf.Tensor]:
+    """Returns the part of a global batch that each tower's share is.
 
     Args:
         sizes: Number of rows of each share: ints or scalar tensors.
+        hosts: The hosts that have shares of the global batch.
 
     Returns:
         One float32 scalar for each tower; they sum to 1, or to 0 if there is no row.
     """
     rows = tf.cast(tf.stack(sizes), tf.float32)
-    return tf.unstack(tf.math.divide_no_nan(rows, tf.reduce_sum(rows)))
+    total = hosts.sum(tf.reduce_sum(rows))
+    return tf.unstack(tf.math.divide_no_nan(rows, total))

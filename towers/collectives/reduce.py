@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from towers.analysis.kinds import Dependence
 from towers.collectives import packing
+from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.devices import HOST
 from towers.keras_adapter.runtime import nccl_sums
 from towers.layers import overwritten
@@ -266,6 +267,7 @@ def combine_states(
     fractions: Sequence[tf.Tensor],
     rules: Sequence[Dependence | None],
     sources: Sequence[str] = (),
+    hosts: OneHost = ONE_HOST,
 ) -> list[tf.Tensor | None]:
     """Combines what the towers made of the model's variables.
 
@@ -283,6 +285,7 @@ def combine_states(
             to 1.
         rules: M rules, `None` for what did not change.
         sources: The devices that have them, if they are to travel packed.
+        hosts: The hosts that these and other towers are on.
 
     Returns:
         M combined values, `None` where nothing changed.
@@ -294,27 +297,28 @@ def combine_states(
         if value is not None and sources and value.dtype.is_floating:
             by_rule[rule].append(i)
         elif value is not None:
-            combined[i] = _combine([tower[i] for tower in towers], fractions, rule)
+            values = [tower[i] for tower in towers]
+            combined[i] = _combine(values, fractions, rule, hosts)
     for rule, places in by_rule.items():
         # Of what is alike on all towers, one is enough.
         count = 1 if rule is Dependence.NONE else len(towers)
         parts = _packed(towers[:count], sources[:count], places)
-        sums = [_combine(each, fractions, rule) for each in parts]
+        sums = [_combine(each, fractions, rule, hosts) for each in parts]
         values = packing.unpack(sums, [first[i] for i in places])
         combined.update(zip(places, values, strict=True))
     return [combined.get(i) for i in range(len(first))]
 
 
-def _combine(values, fractions, rule):
+def _combine(values, fractions, rule, hosts):
     first = values[0]
-    if len(values) == 1 or rule is Dependence.NONE:
+    if rule is Dependence.NONE or (len(values) == 1 and hosts.count == 1):
         return first
     if rule is Dependence.SUM:
-        return tf.add_n(values)
+        return hosts.sum(tf.add_n(values))
     if not first.dtype.is_floating:
         return first  # only where the user has waived the rules: integers have no mean
     weighted = [
         value * tf.cast(fraction, value.dtype)
         for value, fraction in zip(values, fractions, strict=True)
     ]
-    return tf.add_n(weighted)
+    return hosts.sum(tf.add_n(weighted))

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builders.base import Builder
+from towers.builders.builder import Builder
 from towers.devices import HOST
 from towers.model.replayable import ReplayableBatches
 from towers.tower.compare import BatchWanted

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builders.base import Builder
+from towers.builders.builder import Builder
 from towers.layers import variables
 from towers.model import auto
 from towers.model.auto import Choice
@@ -119,9 +119,9 @@ class FirstCall:
             "policy": str(model.dtype_policy.name),
             "steps_per_execution": model.steps_per_execution,
             "batch": [str(tensor.shape) for tensor in batch if tensor is not None],
-            "devices": [*builder.devices],
-            "local_parameter_device": builder.home,
-            "split_ratios": [*builder.split_ratios],
+            "devices": [*builder.plan.devices],
+            "local_parameter_device": builder.plan.home,
+            "split_ratios": [*builder.plan.split_ratios],
             "candidates": [str(way) for way in ways],
         }
 
@@ -155,7 +155,7 @@ class FirstCall:
                 say(f"The variables are updated by {simplest}, as {first} fails: {why}")
                 update.install(simplest, self._batches)
         if start is not None:
-            update.builder.compiled = update.builder.xla
+            update.builder.context.found.compiled = update.builder.xla
         if said is not None:
             say(said)
         return logs

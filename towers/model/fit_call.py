@@ -79,7 +79,7 @@ class FitCall:
         """Creates the optimizer's variables, if the model has its own."""
         model = self.model
         if model.built and not model.optimizer.built:
-            with tf.device(model.builder.home):
+            with tf.device(model.builder.plan.home):
                 model.optimizer.build(model.trainable_variables)
 
     def train_calls(self) -> int:

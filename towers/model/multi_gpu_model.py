@@ -9,22 +9,16 @@ import keras
 
 from towers import devices
 from towers._deprecated import accepts_old_names
-from towers.builders.asynchronous import Asynchronous
-from towers.builders.base import Builder
-from towers.builders.parameter_server import ParameterServer
-from towers.builders.replicated import Replicated
+from towers.builders.builder import Builder
+from towers.builders.context import Context
+from towers.builders.strategies import STRATEGIES
 from towers.devices import is_gpu
 from towers.layers import variables
 from towers.model import arguments, auto
 from towers.model.auto import Choice
 from towers.model.tower_model import TowerModel
 from towers.model.variable_update import VariableUpdate
-
-BUILDERS: dict[str, type[Builder]] = {
-    "asynchronous": Asynchronous,
-    "parameter_server": ParameterServer,
-    "replicated": Replicated,
-}
+from towers.plan import Plan
 
 
 @accepts_old_names
@@ -129,7 +123,7 @@ def multi_gpu_model(
             another argument has a wrong value.
     """
     arguments.check_model(model)
-    placements, updates = ["auto", "gathered", "tower"], ["auto", *sorted(BUILDERS)]
+    placements, updates = ["auto", "gathered", "tower"], ["auto", *sorted(STRATEGIES)]
     arguments.check_choice("loss_placement", loss_placement, placements)
     arguments.check_choice("variable_update", variable_update, updates)
     towers = devices.resolve(gpus)
@@ -159,22 +153,16 @@ def multi_gpu_model(
             merge = towers[0]
         elif cpu_merge and is_gpu(where):
             merge = devices.HOST
-        options = {"packed": packed, "preprocess": preprocess, "prefetch": prefetch}
-        options["guard"] = guard
+        options = {}
         if choice.variable_update == "replicated":
             options["all_reduce_alg"] = choice.all_reduce_alg
         if choice.variable_update == "asynchronous":
             options["max_staleness"] = max_staleness
-        return BUILDERS[choice.variable_update](
-            model,
-            towers,
-            where,
-            merge,
-            split_ratios,
-            loss_placement,
-            strict,
-            **options,
+        plan = Plan.of(towers, split_ratios, where, merge, packed)
+        context = Context(
+            model, plan, loss_placement, strict, preprocess, prefetch, guard
         )
+        return STRATEGIES[choice.variable_update](context, **options)
 
     if variable_update != "auto":
         chosen, ways = Choice(variable_update, all_reduce_alg), None

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 import wrapt
 
-from towers.builders.base import Builder
+from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.loop import listeners
 from towers.model.compared import compared
@@ -153,7 +153,7 @@ class TowerModel(wrapt.CallableObjectProxy):
     make_predict_function = functools.partialmethod(_make_compared, "predict")
 
     def _explained(self):
-        if len(self.builder.devices) == 1:
+        if len(self.builder.plan.devices) == 1:
             return contextlib.nullcontext()
         return explained_shapes(self.__wrapped__)
 
@@ -168,7 +168,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         call = FitCall(self, fit, args, kwargs, update.create_variables)
         before, self._self_call = self._self_call, call
         may_write = listeners.may_change_variables(call.callbacks)
-        self.builder.callbacks_may_write = may_write
+        self.builder.context.callbacks_may_write = may_write
         try:
             # No name for the builder: it goes when another one is chosen.
             return call.run(notes_place=self.builder.guard is not None)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.builders.base import Builder
+from towers.builders.builder import Builder
 from towers.collectives import batch
 from towers.devices import HOST
 from towers.keras_adapter.losses import compile_config
@@ -122,7 +122,7 @@ class VariableUpdate:
         self.xla = self.builder.xla = self.xla_wish.wanted(self.builder.say)
         self.chosen = self._ways is None
         # A step count, a learning rate and means were created where the user was.
-        variables.move(self.model, self.builder.home)
+        variables.move(self.model, self.builder.plan.home)
         return True
 
     def expect_change(self) -> None:
@@ -152,7 +152,7 @@ class VariableUpdate:
     def needs_first_call(self) -> bool:
         """Whether the next call of training may fail, or has something to choose."""
         builder = self.builder
-        return builder.on_gpus or builder.compiles_update or not self.chosen
+        return builder.plan.on_gpus or builder.compiles_update or not self.chosen
 
     def ways(self) -> list[Choice]:
         """Lists the ways to choose from; none where nothing may hang on time."""
@@ -168,18 +168,18 @@ class VariableUpdate:
             choice: What to make it for.
             batches: The batches of the first call.
         """
-        watched = self.builder.callbacks_may_write
+        watched = self.builder.context.callbacks_may_write
         self.choice = choice
         self.builder = self._make(choice)
         self.builder.xla = choice.xla or self.xla
-        self.builder.callbacks_may_write = watched
+        self.builder.context.callbacks_may_write = watched
         self.create_first(batches)
 
     def create_first(self, batches: ReplayableBatches) -> None:
         """Creates the variables for the first call; its batches have the usual size."""
         self.create_variables(batches.first)
         first = tf.nest.map_structure(batch.as_tensor, batches.first)
-        self.builder.usual_rows = int(batch.batch_size(first))
+        self.builder.context.usual_rows = int(batch.batch_size(first))
 
     def create_variables(self, data: Any) -> None:
         """Creates the variables that do not exist yet.

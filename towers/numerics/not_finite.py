@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.builders.base import Builder
+from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.collectives import batch
 from towers.numerics import search, stopped_step
@@ -65,7 +65,7 @@ def explain(
     """
     raw = keras.utils.unpack_x_y_sample_weight(stopped.data)
     case = _case(builder, stopped, raw)
-    devices = builder.devices
+    devices = builder.plan.devices
     if stopped.tower is not None:
         devices = [devices[stopped.tower]]
     finding = search.search(builder.model, case, devices)
@@ -95,7 +95,7 @@ def explain(
 
 
 def _case(builder, stopped, raw):
-    model, data, shares = builder.model, raw, builder.split_ratios
+    model, data, shares = builder.model, raw, builder.plan.split_ratios
     values = [variable.value for variable in search.variables_of(model)]
     if stopped.tower is not None:
         # One of towers that do not wait: others may have updated what it has read.
@@ -104,16 +104,16 @@ def _case(builder, stopped, raw):
             now if then is None else then
             for then, now in zip(read, values, strict=True)
         ]
-        if builder.preprocess is not None:
-            data = builder.preprocess(raw, training=True)
-    elif builder.preprocess is not None:
-        _, data = builder.preprocess_batch(raw, training=True)
+        if builder.context.preprocess is not None:
+            data = builder.context.preprocess(raw, training=True)
+    elif builder.context.preprocess is not None:
+        data = builder.preprocess_batch(raw, training=True)
     return Case(
         stopped.step,
         data,
         [tf.convert_to_tensor(value) for value in values],
         shares,
         stopped.tower or 0,
-        len(builder.devices),
+        len(builder.plan.devices),
         builder.loss_placed == "gathered",
     )

@@ -113,7 +113,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
     Args:
         model: A built Keras model.
         training: Whether layers behave as in training.
-        values: The values of the model's variables; see `builders.base.Values`.
+        values: The values of the model's variables; see `reader.Values`.
         x: The batch: a nest of tensors with one row an example.
 
     Returns:

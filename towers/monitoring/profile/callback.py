@@ -124,7 +124,8 @@ class Profile(keras.callbacks.Callback):
         """Tells whether it is time to look: a look waits for the device."""
         builder = getattr(self.model, "builder", None)
         # Asynchronous towers make a step each.
-        most = self.model.steps_per_execution * (len(builder.devices) if builder else 1)
+        towers = len(builder.plan.towers) if builder else 1
+        most = self.model.steps_per_execution * towers
         return self._done + self._calls * most + 1 >= self._first_step
 
     def _start(self):

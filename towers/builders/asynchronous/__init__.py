@@ -1,0 +1,1 @@
+"""Towers that do not wait for one another."""

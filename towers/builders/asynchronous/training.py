@@ -1,0 +1,304 @@
+"""Trains towers that do not wait for one another.
+
+A tower reads the variables, computes the gradient of its own part of a batch, and
+applies it to what the variables have become by then. It never waits for another's
+gradient, as long as the call of `steps_per_execution` batches lasts; at the end of a
+call all towers have finished. The price is *staleness*: the gradient belongs to values
+that others have updated meanwhile. So the numbers are not those of one device, and not
+the same twice, but for one tower.
+
+The recipe is that of tensorpack's `AsyncMultiGPUTrainer` and of tf_cnn_benchmarks with
+`cross_replica_sync=False`; Recht et al. 2011 ("Hogwild!", NIPS) show when it converges.
+Unlike there, a tower reads all variables at one moment, and updates are made one at a
+time, so that staleness is a number that can be measured and bounded. Only the rows of
+embeddings that stay at home (`embeddings.py`) are read later, and so may be newer.
+"""
+
+import collections
+import concurrent.futures
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from towers.builders.asynchronous.staleness import Staleness
+from towers.builders.asynchronous.tower_step import TowerStep, graph
+from towers.builders.common import Pieces
+from towers.builders.pieces.loss import StepOutputs
+from towers.builders.pieces.reader import TowerInputs
+from towers.builders.pieces.sizes import usual_rows_of
+from towers.builders.steps import Scope, TrainStep, train_function
+from towers.collectives import batch
+from towers.loop import loop
+from towers.loop.ahead import Ahead
+from towers.loop.streams import Streams
+from towers.tower import eager
+from towers.tower.errors import ModelError
+from towers.tower.run import is_synchronized, refuse_stateful
+
+
+class _Step(NamedTuple):
+    """The three parts of a tower's step, for local batches of one kind.
+
+    Attributes:
+        read: For each tower, a function that reads what it computes with.
+        compute: Takes a local batch and what was read; computes loss and gradients.
+        apply: Takes these, too, and updates variables and metrics.
+    """
+
+    read: Sequence[Callable[[], TowerInputs]]
+    compute: Callable[[Any, TowerInputs], StepOutputs]
+    apply: Callable[[Any, TowerInputs, StepOutputs], dict[str, tf.Tensor]]
+
+
+class Asynchronous:
+    """Trains towers that update the variables without waiting for one another.
+
+    To a tower, its part of the batch is the batch: of that it computes the loss,
+    wherever that is placed, and its metrics are updated part by part. The optimizer's
+    step count, and with it a schedule of the learning rate, grows by one with each
+    part: K for a batch of K towers. Of variables that layers assign, such as moving
+    averages and counters, what a tower has added to its value is added to the shared
+    one.
+
+    With `run_eagerly`, towers take turns.
+
+    Attributes:
+        staleness: Measures, and bounds, how stale updates are.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        step: TrainStep,
+        staleness: Staleness,
+        threads: concurrent.futures.ThreadPoolExecutor,
+    ):
+        """Prepares towers that have no work yet.
+
+        Args:
+            pieces: Those of all towers.
+            step: The train step of a tower by itself, where it is called.
+            staleness: Measures, and bounds, how stale updates are.
+            threads: One for each tower.
+        """
+        self._pieces, self._context = pieces, pieces.context
+        self._step = TowerStep(pieces.context, step)
+        self.staleness, self._threads = staleness, threads
+        self._fetching_s = 0.0  # in all, of the thread that fetches
+        self._steps: dict[str, _Step] = {}
+        self._graphs: dict[int | None, tuple[Callable, Callable]] = {}
+
+    def train_step(
+        self, data: Any, local_batches: Sequence[Any] | None = None
+    ) -> dict[str, tf.Tensor]:
+        """Trains on one global batch, of known size: towers take turns.
+
+        `fit` uses this with `run_eagerly` only; see `TrainStep`.
+        """
+        context, plan = self._context, self._context.plan
+        kept = self._pieces.batches.cut(data)
+        if local_batches is None:
+            local_batches = [*map(self._pieces.batches.copy, plan.devices, kept)]
+        sizes = [batch.batch_size(local) for local in local_batches]
+        if not all(isinstance(size, int) for size in sizes):
+            raise ValueError(
+                f"Model '{context.model.name}' got a batch of unknown size in its "
+                "train_step; expected a known one with variable_update='asynchronous', "
+                "so call `fit` or `train_on_batch` instead."
+            )
+        self._check()
+        self._pieces.creator.create_variables(data)
+        read = [functools.partial(self._step.read, t.index) for t in plan.towers]
+        step = _Step(read, self._step.compute, self._step.apply)
+        logs, turns = {}, eager.Turns(context.model)
+        for k, local in enumerate(local_batches):
+            if sizes[k]:
+                self._run(k, step, kept[k], local, logs)
+        if context.model.run_eagerly and min(sizes[:2]) > 0:
+            context.say(turns.lines_of_all(len(local_batches)))
+        return logs
+
+    def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
+        """Makes the function that Keras's `fit` calls with an iterator over batches.
+
+        The caller's thread fetches and cuts batches, and traces: Keras keeps what it
+        does by thread, and tracing changes classes for all. A thread for each tower
+        calls the graphs.
+
+        Args:
+            scope: Makes the context that steps are traced and run in.
+
+        Returns:
+            A function that takes as many batches as the model has steps in a call, and
+            returns the logs of the last update; see `loop.train_function`.
+        """
+        context = self._context
+        if context.model.run_eagerly:
+            return train_function(self._pieces, self.train_step, scope)
+        steps, fetched = context.model.steps_per_execution, []
+        self._steps, self._graphs = {}, collections.defaultdict(self._step.graphs)
+
+        def fetch(iterator):
+            asked_s = time.perf_counter()
+            data = next(iterator)
+            came_s = time.perf_counter()
+            self._fetching_s += came_s - asked_s
+            with scope():
+                work = self._deal(loop.without_optionals(data))
+            fetched.append((asked_s, came_s, time.perf_counter()))
+            return work
+
+        ahead = Ahead(context.prefetch if steps == 1 else 0, fetch)
+
+        def function(iterator):
+            context.timers.reads(iterator)
+            return self._call(iterator, steps, ahead, fetched)
+
+        return function
+
+    def _call(self, iterator, steps, ahead, fetched):
+        """Trains on as many batches as a call has steps; returns the last logs."""
+        begun, logs = False, {}
+        count = len(self._context.plan.towers)
+        streams, towers = Streams(count), []
+        try:
+            for k in range(count):
+                towers.append(self._threads.submit(self._work, k, streams, logs))
+            for _ in range(steps):
+                try:
+                    work = ahead.take(iterator)
+                except StopIteration:
+                    break
+                begun = True
+                if not streams.put(work):
+                    break
+            streams.close()
+            fetched.clear()
+            ahead.fill(iterator)
+            self._note_fetches(max(done.result() for done in towers), fetched)
+        finally:
+            streams.stop()
+            concurrent.futures.wait(towers)
+        if not begun:
+            raise StopIteration
+        return logs
+
+    def _work(self, k, streams, logs):
+        """One tower's part of a call, in its own thread; returns when it was over."""
+        try:
+            asked_s, fetching_s = time.perf_counter(), self._fetching_s
+            for piece in streams.of(k):
+                came_s = time.perf_counter()
+                # The rest of what it waited went into cutting the batch, say.
+                waited_s = min(came_s - asked_s, self._fetching_s - fetching_s)
+                if piece is not None:
+                    computed_s = self._run(k, *piece, logs)
+                    self._note(k, waited_s, asked_s, came_s, computed_s)
+                asked_s, fetching_s = time.perf_counter(), self._fetching_s
+        except BaseException:
+            streams.stop()
+            raise
+        return asked_s
+
+    def _run(self, k, step, kept, local, logs):
+        """One step of one tower; returns when it had its gradients.
+
+        What it is applied with is the local batch where the data are, not the tower's
+        copy, which would have to come back.
+        """
+        plan = self._context.plan
+        try:
+            with self.staleness.reading(k), tf.device(plan.home):
+                inputs = step.read[k]()
+            with tf.device(plan.devices[k]):
+                outputs = step.compute(local, inputs)
+            computed_s = time.perf_counter()
+            with self.staleness.updating(k), tf.device(plan.home):
+                try:
+                    logs.update(step.apply(kept, inputs, outputs))
+                except tf.errors.OutOfRangeError:
+                    if self._context.guard is not None:
+                        self._context.guard.on_tower(k, inputs.values[0])
+                    raise
+        finally:
+            self.staleness.drop(k)
+        return computed_s
+
+    def _note(self, k, waited_s, asked_s, came_s, computed_s):
+        """Adds a tower's step to the timers: of all towers, the mean counts."""
+        towers = len(self._context.plan.towers)
+        compute_s, done_s = computed_s - came_s, time.perf_counter()
+        copy_s = came_s - asked_s - waited_s
+        parts = np.array([1, waited_s, copy_s, compute_s, done_s - computed_s])
+        self._context.timers.add([*parts / towers, *compute_s * np.eye(towers)[k]])
+
+    def _note_fetches(self, over_s, fetched):
+        """Adds what all towers have waited for batches that later calls will need."""
+        seconds = np.array(fetched or [[over_s] * 3])
+        waited_s, copy_s = np.diff(np.maximum(seconds, over_s)).sum(axis=0)
+        towers = len(self._context.plan.towers)
+        self._context.timers.add([0, waited_s, copy_s, 0, 0, *[0] * towers])
+
+    def _deal(self, data):
+        """Cuts a batch: for each tower its step, part and copy of it, or `None`."""
+        batches, devices = self._pieces.batches, self._context.plan.devices
+        return [
+            (self._trace(local), local, batches.copy(device, local))
+            if batch.batch_size(local)
+            else None
+            for device, local in zip(devices, batches.cut(data), strict=True)
+        ]
+
+    def _trace(self, local):
+        """Returns the step for local batches like this one, traced if need be."""
+        rows = usual_rows_of(self._context, local)
+        spec = batch.share_spec(local, rows)
+        key = str(spec)
+        if key not in self._steps:
+            self._check()
+            self._pieces.creator.create_variables(spec)
+            self._steps[key] = self._trace_step(spec, rows)
+        return self._steps[key]
+
+    def _trace_step(self, spec, rows):
+        compute, apply = self._graphs[rows]
+        found = self._context.found
+        tables = found.reads_tables
+        read = [
+            graph(
+                functools.partial(self._step.read, tower.index)
+            ).get_concrete_function()
+            for tower in self._context.plan.towers
+        ]
+        inputs = _specs(read[0].structured_outputs)
+        compute = compute.get_concrete_function(spec, inputs)
+        if found.reads_tables != tables:
+            # A table cannot stay at home, as it turns out.
+            return self._trace_step(spec, rows)
+        outputs = _specs(compute.structured_outputs)
+        apply = apply.get_concrete_function(spec, inputs, outputs)
+        # Each tower calls it.
+        found.graph = compute.graph
+        return _Step(read, compute, apply)
+
+    def _check(self):
+        """Refuses layers that need the whole batch, or all towers at once."""
+        model = self._context.model
+        refuse_stateful(model)
+        if self._context.plan.count > 1 and is_synchronized(model):
+            raise ModelError(
+                f"Model '{model.name}' has layers with synchronized=True, which "
+                "need all towers in the same step; expected none with "
+                "variable_update='asynchronous', so use variable_update="
+                "'parameter_server'."
+            )
+
+
+def _specs(nest):
+    return tf.nest.map_structure(
+        lambda t: None if t is None else tf.type_spec_from_value(t), nest
+    )

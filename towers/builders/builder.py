@@ -1,0 +1,151 @@
+"""A builder: the steps of a Keras model on towers, as the Keras door calls them.
+
+The door (`model/`) calls, in this order: `create_variables` once the data are known,
+`train_function` for the function that `fit` calls, or `train_step` from a loop of the
+user's; `test_step` and `predict_step`; `mark_copies_stale` where variables may have
+been changed from outside; `compare_first` where a step has raised `BatchWanted`; and
+`reset_traces` where the model has changed. How often steps are called, and what becomes
+of their results, is Keras's business.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from towers.builders.asynchronous.staleness import Staleness
+from towers.builders.asynchronous.training import Asynchronous
+from towers.builders.common import Pieces
+from towers.builders.context import Context, Found
+from towers.builders.steps import Evaluation, Scope, Synchronous
+from towers.tower.compare import BatchWanted
+
+
+class Builder:
+    """Trains, evaluates and predicts on towers.
+
+    Attributes:
+        name: The name of its way to update variables; see `strategies.py`.
+        context: What its pieces share: the user's wishes, and what was found out.
+        pieces: What it is put together of.
+        training: Trains.
+        evaluation: Evaluates and predicts.
+        model: The user's model.
+        plan: Which towers compute, and where variables live.
+        guard: Stops a step of training that is not finite, if anything does.
+        timers: Measure what the time of the steps of `train_function` goes to.
+        say: Says lines that have not been said before.
+        staleness: Measures how stale updates are; `None` if towers wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        context: Context,
+        compose: Callable[[], tuple[Pieces, Synchronous | Asynchronous]],
+        staleness: Staleness | None = None,
+    ):
+        """Puts a builder together.
+
+        Args:
+            name: The name of its way to update variables.
+            context: What its pieces share.
+            compose: Puts pieces together, and what trains with them; they know nothing
+                of the model yet.
+            staleness: What measures how stale updates are, if they are.
+        """
+        self.name, self.context, self.staleness = name, context, staleness
+        self.model, self.plan = context.model, context.plan
+        self.guard, self.timers, self.say = context.guard, context.timers, context.say
+        self._compose = compose
+        self.reset_traces()
+
+    def reset_traces(self) -> None:
+        """Forgets what was found out about the model, which has changed."""
+        self.context.found = Found()
+        self.pieces, self.training = self._compose()
+        self.evaluation = Evaluation(self.pieces)
+
+    def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
+        """Makes the function that Keras's `fit` calls with an iterator over batches.
+
+        Args:
+            scope: Makes the context that steps are traced and run in.
+
+        Returns:
+            A function that takes as many batches as the model has steps in a call, and
+            returns the logs of the last; see `loop.train_function`.
+        """
+        return self.training.train_function(scope)
+
+    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Trains on one global batch; see `TrainStep`."""
+        return self.training.train_step(data)
+
+    def test_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Evaluates one global batch; see `Evaluation.test_step`."""
+        return self.evaluation.test_step(data)
+
+    def predict_step(self, data: Any) -> Any:
+        """Computes the outputs of one global batch; see `Evaluation.predict_step`."""
+        return self.evaluation.predict_step(data)
+
+    def create_variables(self, data: Any) -> None:
+        """Creates what Keras creates late; see `VariableCreator.create_variables`."""
+        self.pieces.creator.create_variables(data)
+
+    def preprocess_batch(self, data: Any, training: bool) -> Any:
+        """Returns the whole batch as the loss sees it; see `LocalBatches`."""
+        return self.pieces.batches.preprocess_batch(data, training)[1]
+
+    def compare_first(self, data: Any, wanted: BatchWanted) -> None:
+        """Compares rows as a graph has asked for; see `RowComparison`."""
+        self.pieces.comparison.compare_first(data, wanted)
+
+    def compare_again_what_was_too_small(self) -> None:
+        """Forgets verdicts on batches of a single row; see `RowComparison`."""
+        self.pieces.comparison.compare_again_what_was_too_small()
+
+    def mark_copies_stale(self) -> None:
+        """Is told that variables, or the model, may have been changed from outside."""
+        self.context.found.proofs.forget()
+        if self.pieces.copies is not None:
+            self.pieces.copies.stale = True
+
+    def broadcast_variables(self) -> None:
+        """Gives copies of the variables, if there are any, their values."""
+        if self.pieces.copies is not None:
+            self.pieces.copies.broadcast()
+
+    def copies(self) -> list[tf.Variable]:
+        """Returns the copies of the variables, if there are any."""
+        copies = self.pieces.copies
+        return [] if copies is None else copies.variables()
+
+    @property
+    def loss_placed(self) -> str | None:
+        """Where the loss is computed, "tower" or "gathered"; `None` before a step."""
+        return self.context.found.loss_placed
+
+    @property
+    def graph(self) -> tf.Graph | None:
+        """The graph that a step of `train_function` was last made in, if any."""
+        return self.context.found.graph
+
+    @property
+    def compiles_update(self) -> bool:
+        """Whether XLA compiles the update; see `Context.compiles_update`."""
+        return self.context.compiles_update
+
+    @property
+    def xla(self) -> bool:
+        """Whether XLA compiles towers and update.
+
+        `None`, the default, leaves the towers as they are, and has the update compiled
+        where that is known to pay; False leaves both.
+        """
+        return self.context.xla
+
+    @xla.setter
+    def xla(self, value: bool | None) -> None:
+        self.context.found.asked_xla = value

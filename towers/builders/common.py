@@ -1,0 +1,51 @@
+"""The pieces that all ways to update variables have in common."""
+
+from towers.builders.context import Context
+from towers.builders.creator import VariableCreator
+from towers.builders.pieces.batches import LocalBatches
+from towers.builders.pieces.comparison import RowComparison
+from towers.builders.pieces.copies import Copies
+from towers.builders.pieces.executor import TowerExecutor
+from towers.builders.pieces.loss import LossAndGradients
+from towers.builders.pieces.metrics import MetricSink
+from towers.builders.pieces.reader import VariableReader
+from towers.builders.pieces.reducer import StateCombiner
+from towers.builders.pieces.updater import Updater
+
+
+class Pieces:
+    """The pieces that all ways to update variables have in common.
+
+    Attributes:
+        context: What they share.
+        copies: The copies of the variables, if towers have some.
+        batches: Cuts, places and preprocesses batches.
+        reader: Reads variables at home.
+        creator: Creates variables.
+        comparison: Compares rows where a graph does not tell.
+        executor: Runs tower functions.
+        state: Combines and assigns what layers assign.
+        metrics: Computes whole losses and metrics.
+        loss: Computes loss and gradients.
+        updater: Applies the optimizer.
+    """
+
+    def __init__(self, context: Context, copies: Copies | None = None):
+        """Puts them together; none knows anything of the model yet.
+
+        Args:
+            context: What they share.
+            copies: The copies of the variables, if towers have some.
+        """
+        self.context, self.copies = context, copies
+        self.batches = batches = LocalBatches(context)
+        self.reader = reader = VariableReader(context)
+        self.creator = VariableCreator(context, batches, copies)
+        self.comparison = comparison = RowComparison(context, reader, batches)
+        self.executor = TowerExecutor(context, reader, batches, comparison)
+        self.state = StateCombiner(context, copies)
+        self.metrics = MetricSink(context)
+        self.loss = LossAndGradients(
+            context, batches, self.executor, self.metrics, self.state
+        )
+        self.updater = Updater(context, copies)

@@ -1,0 +1,154 @@
+"""What all pieces of a builder share: the model, the plan, the user's wishes."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.analysis.rules import Rules
+from towers.builders.guard import Guard
+from towers.devices import is_gpu
+from towers.loop.timers import StepTimers
+from towers.plan import Plan
+from towers.program import voice
+from towers.tower.eager import Proofs
+from towers.tower.preprocess import Preprocess
+from towers.tower.run import is_synchronized
+
+
+@dataclasses.dataclass
+class Found:
+    """What was found out about a model; a builder forgets it when the model changes.
+
+    Attributes:
+        loss_placed: Where the loss is computed: "tower" or "gathered"; `None` before
+            the first step.
+        reads_tables: Whether a table is used otherwise than to look up rows.
+        kept: Names the attribute in which an eager tower has left a tensor, "" if none
+            has.
+        proofs: The rules of eager towers.
+        asked_xla: Whether XLA is to compile towers and update; `None` for where that is
+            known to pay.
+        compiled: Whether XLA is known to compile the model: by training it once.
+        graph: The graph that a step of training was last made in, if any.
+    """
+
+    loss_placed: str | None = None
+    reads_tables: bool = False
+    kept: str = ""
+    proofs: Proofs = dataclasses.field(default_factory=Proofs)
+    asked_xla: bool | None = None
+    compiled: bool = False
+    graph: tf.Graph | None = None
+
+
+@dataclasses.dataclass
+class Context:
+    """What all pieces of a builder share.
+
+    Attributes:
+        model: The user's model; its variables are the shared variables.
+        plan: Which towers compute, and where variables live.
+        loss_placement: Where the loss is to be computed: "auto", "tower" or "gathered".
+        strict: Whether to refuse a model that towers are seen to compute differently.
+        preprocess: What towers do to their rows before the model sees them, if
+            anything.
+        prefetch: Batches that are fetched and placed ahead of a call of one step.
+        guard: Stops a step of training that is not finite, if anything does.
+        timers: Measure what the time of the steps of training goes to.
+        callbacks_may_write: Whether a callback that may change variables runs between
+            calls of training.
+        usual_rows: How many examples the first batch of training has; `None` if that is
+            not known yet.
+        found: What was found out about the model.
+    """
+
+    model: keras.Model
+    plan: Plan
+    loss_placement: str = "auto"
+    strict: bool = True
+    preprocess: Preprocess | None = None
+    prefetch: int = 0
+    guard: Guard | None = None
+    timers: StepTimers | None = None
+    callbacks_may_write: bool = False
+    usual_rows: int | None = None
+    found: Found = dataclasses.field(default_factory=Found)
+    said: set[Any] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self):
+        if self.timers is None:
+            self.timers = StepTimers(len(self.plan.towers))
+
+    def of_each_tower(self) -> "Context":
+        """Returns the context of a tower by itself; see `Plan.of_each_tower`."""
+        plan = self.plan.of_each_tower()
+        return dataclasses.replace(self, plan=plan, timers=None, usual_rows=None)
+
+    @property
+    def xla(self) -> bool:
+        """Whether XLA compiles towers and update."""
+        return bool(self.found.asked_xla) and not self.model.run_eagerly
+
+    @property
+    def compiles_update(self) -> bool:
+        """Whether XLA compiles the update: where that is wished, or known to pay.
+
+        It makes one kernel of the dozen that each variable needs, which a GPU is slower
+        to start than to run; a CPU is not.
+        """
+        if self.found.asked_xla is None:
+            return is_gpu(self.plan.home) and not self.model.run_eagerly
+        return self.xla
+
+    @property
+    def together(self) -> bool:
+        """Whether towers run together, as layers talk to one another."""
+        return len(self.plan.towers) > 1 and is_synchronized(self.model)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether towers may look up rows of tables that stay at home."""
+        return not (
+            self.found.reads_tables
+            or self.model.run_eagerly
+            or self.xla
+            or self.together
+        )
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The model's variables, trainable ones first."""
+        return self.model.trainable_variables + self.model.non_trainable_variables
+
+    def rules(self, step: str, data: Any) -> Rules:
+        """Returns the rules for the towers of one step, to be read when it is traced.
+
+        In eager execution they may have been read before, of such a batch.
+
+        Args:
+            step: Name of the step.
+            data: What the towers get of the batch: a nest of tensors.
+        """
+        rules = Rules(
+            self.plan.count,
+            mean_loss=self.loss_placement == "tower",
+            mean_state=not self.strict,
+        )
+        if self.model.run_eagerly:
+            return self.found.proofs.of(self.model, step, data, rules)
+        return rules
+
+    def say(self, lines: Sequence[str], about: Any = None) -> None:
+        """Says what has not been said before: each step finds the same.
+
+        Args:
+            lines: What to say.
+            about: What it is about, if that is said once, whatever the words.
+        """
+        for line in lines:
+            if (about or line) not in self.said:
+                voice.say(line)
+                self.said.add(about or line)

@@ -1,0 +1,1 @@
+"""The pieces that builders are put together of."""

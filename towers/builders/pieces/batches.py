@@ -1,0 +1,125 @@
+"""The batches on their way to the towers: cut, placed and preprocessed."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.builders.context import Context
+from towers.builders.pieces.sizes import TraceSizes
+from towers.collectives import batch, packing
+from towers.devices import is_gpu
+from towers.layers import embeddings
+from towers.tower.run import TowerCall, run, without_auto_control_deps
+from towers.tower.traced import Traced
+
+
+@dataclasses.dataclass
+class LocalBatches:
+    """Makes one local batch for each tower of a global batch."""
+
+    context: Context
+
+    def cut(self, data: Any) -> list[Any]:
+        """Cuts a batch, where it is.
+
+        Args:
+            data: A nest of tensors with one row an example.
+
+        Returns:
+            One such nest for each tower.
+        """
+        batch.check_rows(data)
+        data = tf.nest.map_structure(batch.as_tensor, data)
+        ratios = self.context.plan.split_ratios
+        bounds = batch.share_bounds(batch.batch_size(data), ratios)
+        return [batch.take(data, start, end) for start, end in bounds]
+
+    def place(self, data: Any) -> list[Any]:
+        """Cuts a batch, and copies each local batch to its tower.
+
+        Args:
+            data: A nest of tensors with one row an example.
+
+        Returns:
+            One such nest for each tower.
+        """
+        devices = self.context.plan.devices
+        return [*map(self.copy, devices, self.cut(data))]
+
+    def copy(self, device: str, local: Any) -> Any:
+        """Copies a local batch to a tower's device."""
+        kept = self._kept_on_the_host(device)
+        with tf.device(device), tf.name_scope("place"):
+            return packing.copy(local, kept)
+
+    def _kept_on_the_host(self, device):
+        """The types of what does not go to a GPU ahead of its use."""
+        home = self.context.plan.home
+        if not is_gpu(device) or is_gpu(home) or not self.context.looks_up:
+            return ()
+        # Indices of tables at home would only come back.
+        return (tf.int32, tf.int64) if embeddings.tables(self.context.model) else ()
+
+    def preprocess_batch(
+        self, data: Any, training: bool, local_batches: Sequence[Any] | None = None
+    ) -> tuple[Sequence[Any] | None, Any]:
+        """Has each tower preprocess its local batch.
+
+        Args:
+            data: (x, y, sample_weight) of a whole batch.
+            training: Whether this is a part of training.
+            local_batches: What `place` made of it, if that was done ahead.
+
+        Returns:
+            The local batches, `None` if nobody has made them yet; and the whole batch,
+            as the loss is to see it.
+        """
+        plan = self.context.plan
+        if self.context.preprocess is None:
+            return local_batches, data
+        if local_batches is None:
+            local_batches = self.place(data)
+        data = tf.nest.map_structure(batch.as_tensor, data)
+        size = batch.batch_size(data)
+        towers = self._preprocessing(data, size, training)
+        bounds = batch.share_bounds(size, plan.split_ratios)
+        calls = [
+            TowerCall(device, end - start, tf.ones([]), [rows])
+            for device, rows, (start, end) in zip(
+                plan.devices, local_batches, bounds, strict=True
+            )
+        ]
+        with tf.name_scope("preprocess"), without_auto_control_deps():
+            results = run(towers, calls)
+        outputs = {result.tower: result.outputs for result in results}
+        with tf.device(plan.home), tf.name_scope("gather"):
+            sizes = [result.size for result in results]
+            whole = batch.join(list(outputs.values()), sizes)
+        # Towers known to be idle have no result.
+        nothing = batch.take(outputs[0], 0, 0)
+        return [outputs.get(k, nothing) for k in range(len(calls))], whole
+
+    def _preprocessing(self, data, size, training):
+        """The function of each tower: traced, or in eager execution plain Python."""
+        context = self.context
+        towers = [
+            context.preprocess.on_tower(tower.index, training)
+            for tower in context.plan.towers
+        ]
+        if context.model.run_eagerly:
+            return towers
+        xla = context.xla and (training or context.found.compiled)
+        sizes = TraceSizes.of(context, data, size, xla)
+
+        def trace(function, rows=None, xla=False):
+            spec = batch.share_spec(data, rows)
+            return Traced(function, [spec], xla, False, context.plan.on_gpus)
+
+        traced = []
+        for k, function in enumerate(towers):
+            one, mine = functools.partial(trace, function), sizes.of_tower(k)
+            traced += mine.trace_all(one, mine.trace_first(one))
+        return traced

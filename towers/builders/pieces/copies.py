@@ -1,0 +1,125 @@
+"""The copies of the variables that every tower but the first has.
+
+The model's own variables are the first tower's copy, so whoever reads them finds them
+current. Where they may have been changed from outside, the other copies are made anew:
+at the start of `fit` and of each epoch, and before each call of training if a callback
+runs in between that may change them (`listeners.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.builders.context import Context
+from towers.collectives import packing
+from towers.keras_adapter.optimizers import learning_rate_variable
+from towers.keras_adapter.variables import swapped_values, take_identity
+
+
+class Copies:
+    """The copies of the trainable variables, and of the optimizer's.
+
+    Attributes:
+        stale: Whether the model's own variables may have other values.
+    """
+
+    def __init__(self, context: Context):
+        self._context = context
+        self.stale = True
+        # The variables that towers have copies of, trainable ones first, and for each
+        # tower but the first the copies.
+        self._originals: Sequence[keras.Variable] = ()
+        self._copies: Sequence[Sequence[tf.Variable]] = ()
+
+    def create(self) -> None:
+        """Creates the copies, unless they exist."""
+        if self._originals:
+            return
+        model = self._context.model
+        optimizer = model.optimizer
+        self._originals = [
+            *model.trainable_variables,
+            *(optimizer.variables if optimizer is not None else ()),
+        ]
+        with tf.init_scope():
+            self._copies = [self._copy(d) for d in self._context.plan.devices[1:]]
+        self.stale = False
+
+    def variables(self) -> list[tf.Variable]:
+        """Returns the copies of all towers."""
+        return [copy for copies in self._copies for copy in copies]
+
+    def by_device(self) -> Iterator[tuple[str, Sequence[tf.Variable]]]:
+        """Yields each tower's device and copies; nothing before any training."""
+        return zip(self._context.plan.devices[1:], self._copies, strict=False)
+
+    def trainable(self, copy: Sequence[Any]) -> Sequence[Any]:
+        """Returns what a copy, or a list in its order, has of trainable variables."""
+        return copy[: len(self._context.model.trainable_variables)]
+
+    def broadcast(self) -> None:
+        """Gives all copies the values of the model's own variables."""
+        originals = [variable.value for variable in self._originals]
+        if not originals:
+            return
+        with tf.device(self._context.plan.home):
+            values = [tf.convert_to_tensor(original) for original in originals]
+            buffers = packing.pack(values)
+        for device, copies in self.by_device():
+            with tf.device(device):
+                received = packing.unpack(buffers, values)
+                for copy, value in zip(copies, received, strict=True):
+                    copy.assign(value)
+
+    def differ(self) -> bool:
+        """Tells whether the copies may have other values than the model's variables."""
+        written = self.stale or self._context.callbacks_may_write
+        return bool(self._originals) and written
+
+    def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
+        """Assigns what layers assign to trainable variables.
+
+        Args:
+            state: A value for each of the model's variables, trainable ones first, or
+                `None`.
+        """
+        for device, copies in self.by_device():
+            with tf.device(device), tf.name_scope("state"):
+                # The trainable ones come first in both.
+                for copy, value in zip(copies, self.trainable(state), strict=False):
+                    if value is not None:
+                        copy.assign(value)
+
+    def update(self, updates: Sequence[Callable[[], None]]) -> None:
+        """Has the optimizer update each tower's copy.
+
+        Args:
+            updates: Applies the optimizer, with each of these towers' gradients.
+        """
+        optimizer = self._context.model.optimizer
+        for k, (device, copy) in enumerate(self.by_device(), start=1):
+            with tf.device(device), tf.name_scope(f"apply_{k}"):
+                for variable, mine in zip(self._originals, copy, strict=True):
+                    if _is_learning_rate(variable, optimizer):
+                        mine.assign(variable.value)
+                with swapped_values(self._originals, copy):
+                    updates[k - 1]()
+
+    def _copy(self, device):
+        copies = []
+        for variable in self._originals:
+            original = variable.value
+            with tf.device(device):
+                copy = tf.Variable(original, name=variable.name, dtype=original.dtype)
+            take_identity(copy, original)
+            copies.append(copy)
+        return copies
+
+
+def _is_learning_rate(variable: keras.Variable, optimizer: Any) -> bool:
+    # It is changed from outside all the time, and small.
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return variable is learning_rate_variable(optimizer)

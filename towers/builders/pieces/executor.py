@@ -1,0 +1,253 @@
+"""Runs a tower function on all towers: traced, in eager turns, or as replicas."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from towers.analysis.rules import NoRuleError, Rules
+from towers.builders import checks
+from towers.builders.context import Context
+from towers.builders.pieces.batches import LocalBatches
+from towers.builders.pieces.comparison import RowComparison
+from towers.builders.pieces.reader import Values, VariableReader
+from towers.builders.pieces.sizes import TraceSizes
+from towers.collectives import batch
+from towers.keras_adapter.layers import layers_of
+from towers.loop import loop
+from towers.tower import eager
+from towers.tower.errors import ModelError, UntraceableError
+from towers.tower.passes import TowerResult
+from towers.tower.run import (
+    TowerCall,
+    refuse_stateful,
+    run,
+    run_in_replica_context,
+)
+from towers.tower.traced import Traced
+
+# Above it, the start gets too long if towers are copied into the step's graph: with a
+# ResNet-50 and 8 towers by a third, for steps that are 2% faster. See `Traced`.
+_MANY_LAYERS = 100
+
+
+class TowerFunction(NamedTuple):
+    """What all towers compute of a batch.
+
+    Attributes:
+        function: A function of `tower/passes.py`, its model bound. It takes params,
+            state, a local batch, its fraction of the batch, and `extra`.
+        rules: The rules that the function reads or follows.
+        training: Whether this is a part of training.
+        extra: Tensors that all towers get alike.
+        inputs: Takes a local batch; returns the model's inputs.
+        eagerly: What towers call in eager execution, instead of `function`.
+    """
+
+    function: Callable[..., TowerResult]
+    rules: Rules
+    training: bool = False
+    extra: Sequence[Any] = ()
+    inputs: Callable[[Any], Any] = lambda local: local
+    eagerly: Callable[..., TowerResult] | None = None
+
+
+class _Batch(NamedTuple):
+    """A batch that towers are to run with.
+
+    Attributes:
+        whole: The batch, as the data have it: a nest of tensors.
+        local: What each tower has of it.
+        size: Number of its examples.
+        sizes: Of each local batch.
+        fractions: Of the global batch, that each local batch is.
+        like: A batch as towers see it, whole or local.
+    """
+
+    whole: Any
+    local: Sequence[Any]
+    size: int | tf.Tensor
+    sizes: Sequence[int | tf.Tensor]
+    fractions: Sequence[tf.Tensor]
+    like: Any
+
+    def joined(self) -> Any:
+        """Returns the whole batch, as towers see it."""
+        if self.like is self.whole:
+            return self.whole
+        return batch.join(self.local, self.sizes)
+
+
+@dataclasses.dataclass
+class TowerExecutor:
+    """Runs a tower function on all towers, each with its local batch."""
+
+    context: Context
+    reader: VariableReader
+    batches: LocalBatches
+    comparison: RowComparison
+
+    def run_towers(
+        self,
+        towers: TowerFunction,
+        values: Sequence[Values],
+        whole: Any,
+        local_batches: Sequence[Any] | None = None,
+    ) -> list[TowerResult]:
+        """Runs a tower function on all towers, each with its part of a batch.
+
+        Args:
+            towers: The function.
+            values: The variables' values for each tower.
+            whole: The batch to cut: a nest of tensors with one row an example.
+            local_batches: What became of it on its way to the towers, if it is there.
+
+        Returns:
+            The results of the towers that have rows, or may have some.
+        """
+        context = self.context
+        if context.plan.count > 1:
+            refuse_stateful(context.model)
+            if towers.training and context.strict:
+                checks.check_variables(context.model)
+        data = self._split(whole, local_batches)
+        unread = not towers.rules.complete
+        traced, all_traced = None, None
+        if context.model.run_eagerly:
+            if unread:
+                self._prove(towers, values, data)
+        else:
+            traced, all_traced, values = self._trace_for(towers, values, data)
+        calls = [
+            self._call(towers, k, values[k], *mine)
+            for k, mine in enumerate(
+                zip(data.local, data.sizes, data.fractions, strict=True)
+            )
+        ]
+
+        def everything():
+            rows = data.joined()
+            return self._call(towers, 0, values[0], rows, data.size, tf.ones([]))
+
+        if unread and towers.rules.unread:
+            self._check_rows(towers, data)
+        if context.model.run_eagerly:
+            return self._take_turns(towers, calls, everything)
+        if context.together:
+            return run_in_replica_context(towers.function, traced, calls, everything)
+        return run(all_traced(), calls)
+
+    def _split(self, whole, local_batches):
+        plan = self.context.plan
+        # Keras gives arrays to eager steps.
+        whole = tf.nest.map_structure(batch.as_tensor, whole)
+        size = batch.batch_size(whole)
+        bounds = batch.share_bounds(size, plan.split_ratios)
+        sizes = [end - start for start, end in bounds]
+        fractions = batch.fractions(sizes, plan.hosts)
+        if local_batches is None:
+            local_batches = self.batches.place(whole)
+        like = whole if self.context.preprocess is None else local_batches[0]
+        return _Batch(whole, local_batches, size, sizes, fractions, like)
+
+    def _call(self, towers, k, values, rows, size, fraction):
+        arguments = *values, rows, fraction, *towers.extra
+        return TowerCall(self.context.plan.devices[k], size, fraction, arguments)
+
+    def _trace(self, towers, values, data, rows=None, xla=False):
+        specs = [
+            *specs_of(values[0]),
+            batch.share_spec(data.like, rows),
+            tf.TensorSpec([], tf.float32),
+            *specs_of(towers.extra),
+        ]
+        # Passes over a gathered loss's towers are merged only where both are copied.
+        noinline = (
+            len(layers_of(self.context.model)) > _MANY_LAYERS
+            and self.context.found.loss_placed != "gathered"
+        )
+        on_gpus = self.context.plan.on_gpus
+        return Traced(towers.function, specs, xla, noinline, on_gpus)
+
+    def _trace_for(self, towers, values, data):
+        """Traces a tower; returns it, what traces the others, and what they take."""
+        context = self.context
+        xla = context.xla and not context.together
+        xla = xla and (towers.training or context.found.compiled)
+        sizes = TraceSizes.of(context, data.like, data.size, xla)
+        if context.together:
+            sizes = sizes.any_size()
+        trace = functools.partial(self._trace, towers, values, data)
+        traced = sizes.trace_first(trace)
+        if traced.needs_tables:
+            context.found.reads_tables = True
+            values = self.reader.read_variables()
+            trace = functools.partial(self._trace, towers, values, data)
+            traced = sizes.trace_first(trace)
+        self._check_traced(traced, None if sizes.only else towers.rules)
+        return traced, functools.partial(sizes.trace_all, trace, traced), values
+
+    def _check_traced(self, traced, rules):
+        context = self.context
+        lines = checks.check_effects(context.model, traced.effects)
+        if context.plan.count > 1:
+            context.say(lines)
+        if rules is not None:
+            if context.strict:
+                checks.check_coupling(context.model, rules)
+            checks.check_outputs(context.model, traced.returned.outputs)
+
+    def _check_rows(self, towers, data):
+        # Unless a graph is traced, there are numbers to compare.
+        x = None
+        if not any(map(tf.is_symbolic_tensor, loop.flat(data.whole))):
+            x = towers.inputs(data.joined())
+        spec = batch.share_spec(towers.inputs(data.like), None)
+        self.comparison.check_rows(towers.rules, spec, x, towers.training)
+
+    def _prove(self, towers, values, data):
+        """Reads the rules of eager towers from a graph, if one can be traced."""
+        model = self.context.model
+        try:
+            with eager.aside(model):
+                traced = self._trace(towers, values, data)
+        except Exception as error:
+            known = isinstance(error, ModelError | NoRuleError)
+            if known and not isinstance(error, UntraceableError):
+                raise
+            said = eager.words(error.__cause__ or error)
+            towers.rules.give_up(f"a layer that only Python can run ({said})")
+            line = (
+                f"Model '{model.name}' cannot be traced as a graph ({said}), so "
+                "it is not known whether its layers treat each example by itself. "
+                "Towers assume that they do; towers.check_parity shows whether that "
+                "is right."
+            )
+            self.context.say([line])
+        else:
+            self._check_traced(traced, towers.rules)
+
+    def _take_turns(self, towers, calls, everything):
+        """Runs towers in plain Python."""
+        context = self.context
+        turns = eager.Turns(context.model)
+        if context.together:
+            results = run_in_replica_context(towers.function, None, calls, everything)
+            context.say(turns.lines_of_all(len(calls)))
+        else:
+            turn = functools.partial(turns.take, towers.eagerly or towers.function)
+            results = run([turn] * len(calls), calls)
+            context.say(turns.lines())
+        context.found.kept = turns.kept() if len(results) > 1 else ""
+        if context.plan.count > 1:
+            checks.check_results(context.model, results)
+        return results
+
+
+def specs_of(tensors: Sequence[Any]) -> list[Any]:
+    """Returns the shapes and types of tensors in a nest, or of `None`."""
+    return tf.nest.map_structure(
+        lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), list(tensors)
+    )

@@ -1,0 +1,64 @@
+"""Applies the optimizer: once at home, or to each copy of the variables."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from towers.builders.context import Context
+from towers.builders.pieces.copies import Copies
+from towers.collectives import reduce
+from towers.layers import fused
+from towers.tower.errors import ModelError
+
+
+@dataclasses.dataclass
+class Updater:
+    """Applies the optimizer to the model's variables, and to their copies, if any."""
+
+    context: Context
+    copies: Copies | None = None
+
+    def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
+        """Applies the optimizer.
+
+        Args:
+            sums: The summed gradients, once for each copy of the variables.
+        """
+        with tf.device(self.context.plan.home), tf.name_scope("apply"):
+            self._apply_optimizer(sums[0])
+        if self.copies is not None:
+            self.copies.update(
+                [functools.partial(self._apply_optimizer, each) for each in sums[1:]]
+            )
+
+    def _apply_optimizer(self, gradients: Sequence[reduce.Gradient]) -> None:
+        """Applies the model's optimizer where it is called."""
+        context, model = self.context, self.context.model
+
+        def update(gradients):
+            with fused.updates():
+                model.optimizer.apply(gradients, model.trainable_variables)
+
+        if gradients and all(each is None for each in gradients):
+            raise ModelError(
+                f"No variable of model '{model.name}' has a gradient; expected a loss "
+                "that depends on one, so look for integers, argmax or stop_gradient "
+                "between the variables and the outputs."
+            )
+        if context.xla or (context.compiles_update and self._may_compile(gradients)):
+            update = tf.function(update, autograph=False, jit_compile=True)
+        update(gradients)
+
+    def _may_compile(self, gradients):
+        """Whether XLA may compile an update that nobody asked it for."""
+        sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        if sparse:
+            line = (
+                f"XLA does not compile the update of model "
+                f"'{self.context.model.name}', as it would do so anew for each size "
+                "of its sparse gradients."
+            )
+            self.context.say([line])
+        return not sparse

@@ -1,0 +1,264 @@
+"""The steps of a Keras model on towers: train, test and predict, each a page."""
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.builders.common import Pieces
+from towers.builders.pieces.executor import TowerFunction
+from towers.builders.pieces.loss import StepOutputs
+from towers.builders.pieces.reader import CopyReader, TowerInputs, VariableReader
+from towers.builders.pieces.reducer import AllReduce, SumAtHome
+from towers.collectives import batch, reduce
+from towers.layers import overwritten
+from towers.loop import loop
+from towers.tower import passes
+from towers.tower.errors import ModelError
+
+Scope = Callable[[], contextlib.AbstractContextManager]
+
+
+@dataclasses.dataclass
+class TrainStep:
+    """Trains on one global batch: read, compute, reduce, guard, assign, update.
+
+    Attributes:
+        pieces: What all ways to update variables have in common.
+        reader: Reads what the towers train on.
+        reducer: Adds the towers' gradients.
+    """
+
+    pieces: Pieces
+    reader: VariableReader | CopyReader
+    reducer: SumAtHome | AllReduce
+
+    def __call__(
+        self, data: Any, local_batches: Sequence[Any] | None = None
+    ) -> dict[str, tf.Tensor]:
+        """Trains on one global batch, whose variables exist.
+
+        Args:
+            data: What Keras's `train_step` gets: x, (x, y) or (x, y, sample_weight),
+                nests of tensors with one row an example.
+            local_batches: What became of it on its way to the towers, if it is there.
+
+        Returns:
+            The model's metrics, by name.
+        """
+        outputs = self.pieces.loss.compute(data, self.read(), local_batches)
+        return self.apply(data, outputs)
+
+    def read(self) -> TowerInputs:
+        """Reads what the towers compute with."""
+        context = self.pieces.context
+        optimizer = context.model.optimizer
+        with tf.device(context.plan.home):
+            scale = tf.ones([])
+            if optimizer is not None:
+                scale = optimizer.scale_loss(scale)
+        return TowerInputs(self.reader.read_for_training(), scale)
+
+    def apply(self, data: Any, outputs: StepOutputs) -> dict[str, tf.Tensor]:
+        """Updates variables and metrics.
+
+        Args:
+            data: The batch.
+            outputs: What `LossAndGradients` made of it.
+
+        Returns:
+            The model's metrics, by name.
+        """
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        context, metrics = self.pieces.context, self.pieces.metrics
+        gathered = metrics.gather(outputs.results)
+        sums, packed = self._reduce(outputs)
+        with self._unless_stopped(data, outputs.loss, sums, packed):
+            # In this order, as on one device: layers assign before the optimizer does.
+            self.pieces.state.assign_state(outputs.state)
+            if sums:
+                self.pieces.updater.update_weights(sums)
+            if context.found.loss_placed == "tower":
+                y = data[1] if context.preprocess is None else outputs.y
+                metrics.track_each_loss(y, gathered, data[2])
+            return metrics.update_metrics(data, gathered, outputs.loss)
+
+    def _reduce(self, outputs):
+        """Adds gradients; returns the sums for each copy, and what travelled packed."""
+        model, plan = self.pieces.context.model, self.pieces.context.plan
+        gradients = [result.gradients for result in outputs.results]
+        if outputs.direct:
+            with tf.device(plan.home):
+                _refuse_direct(model, outputs.direct[0])
+                gradients[0] = reduce.sum_gradients([gradients[0], *outputs.direct])
+        if not model.trainable_variables:
+            warnings.warn(
+                "The model does not have any trainable weights.", stacklevel=2
+            )
+            return [], []
+        packed = []
+        with tf.name_scope("reduce"):
+            sources = [plan.devices[result.tower] for result in outputs.results]
+            sums = self.reducer.sum_gradients(gradients, sources, packed.append)
+        return sums, packed
+
+    def _unless_stopped(self, data, loss, sums, packed):
+        context, plan = self.pieces.context, self.pieces.context.plan
+        if context.guard is None:
+            return contextlib.nullcontext()
+        gradients = sums[0] if sums else []
+        if not any(map(plan.packs, plan.devices)):
+            # Towers share memory and cores: to look at the sums is the least work.
+            packed = ()
+        return context.guard.before(
+            data, loss, gradients, context.model.optimizer, packed, plan.hosts
+        )
+
+
+def _refuse_direct(model, direct):
+    """Refuses what only Keras's float8 could do, where a loss calls the model."""
+    for i in overwritten.places(model):
+        if direct[i] is not None:
+            raise ModelError(
+                f"The loss of model '{model.name}' uses the variable "
+                f"'{model.trainable_variables[i].path}' past the model's outputs, "
+                "which is to be overwritten with its gradient; expected a loss that "
+                "does not call layers in float8."
+            )
+
+
+@dataclasses.dataclass
+class Synchronous:
+    """Trains all towers on the same step.
+
+    Attributes:
+        pieces: What all ways to update variables have in common.
+        step: The train step.
+    """
+
+    pieces: Pieces
+    step: TrainStep
+
+    def train_step(
+        self, data: Any, local_batches: Sequence[Any] | None = None
+    ) -> dict[str, tf.Tensor]:
+        """Trains on one global batch; see `TrainStep`."""
+        self.pieces.creator.create_variables(data)
+        return self.step(data, local_batches)
+
+    def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
+        """Makes the function that Keras's `fit` calls; see `train_function`."""
+        return train_function(self.pieces, self.train_step, scope)
+
+
+def train_function(
+    pieces: Pieces,
+    train_step: Callable[[Any, Any], dict[str, tf.Tensor]],
+    scope: Scope,
+) -> Callable[[Any], dict[str, tf.Tensor]]:
+    """Makes the function that Keras's `fit` calls with an iterator over batches.
+
+    Args:
+        pieces: Create variables before the first step, place batches while another step
+            runs, and give copies of the variables their values.
+        train_step: Trains on a batch, and on the local batches that were placed.
+        scope: Makes the context that steps are traced and run in.
+
+    Returns:
+        A function that takes as many batches as the model has steps in a call, and
+        returns the logs of the last; see `loop.train_function`.
+    """
+    context, copies = pieces.context, pieces.copies
+
+    def step(data, local_batches, fetched):
+        if not tf.executing_eagerly():
+            context.found.graph = tf.compat.v1.get_default_graph()
+        with scope(), context.timers.step(data, local_batches, fetched):
+            return train_step(data, local_batches)
+
+    def place(data):
+        with scope():
+            return pieces.batches.place(data)
+
+    def create(spec):
+        with scope():
+            pieces.creator.create_variables(spec)
+
+    steps, eagerly = context.model.steps_per_execution, context.model.run_eagerly
+    train = loop.train_function(create, place, step, steps, eagerly, context.prefetch)
+    broadcast = None if copies is None else copies.broadcast
+    if broadcast is not None and not eagerly:
+        broadcast = tf.function(broadcast, autograph=False)
+
+    def function(iterator):
+        if copies is not None and copies.differ():
+            with scope():
+                broadcast()
+            copies.stale = False
+        if context.callbacks_may_write:
+            context.found.proofs.forget()
+        context.timers.reads(iterator)
+        return train(iterator)
+
+    return function
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """The steps that train nothing: forward on the towers, all else at home."""
+
+    pieces: Pieces
+
+    def test_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Evaluates one global batch.
+
+        Args:
+            data: As for `TrainStep`.
+
+        Returns:
+            The model's metrics, by name.
+        """
+        metrics = self.pieces.metrics
+        # Targets are not cut.
+        batch.check_rows(data)
+        self.pieces.creator.create_variables(data)
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        results, outputs, seen = self._forward("test", data)
+        with tf.device(self.pieces.context.plan.home):
+            losses = metrics.sum_layer_losses(results)
+            loss = metrics.whole_loss(seen, outputs, losses, training=False)
+            return metrics.update_metrics(data, outputs, loss)
+
+    def predict_step(self, data: Any) -> Any:
+        """Computes the outputs of one global batch.
+
+        Args:
+            data: As for `TrainStep`; only x is used.
+
+        Returns:
+            The model's outputs: a nest of tensors, one row an example, in order.
+        """
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        batch.check_rows((x,))
+        self.pieces.creator.create_for_prediction(x)
+        _, outputs, _ = self._forward("predict", (x, None, None))
+        return outputs
+
+    def _forward(self, step, data):
+        """Runs the towers forward; returns results, outputs, and the batch they saw."""
+        x, pieces, context = data[0], self.pieces, self.pieces.context
+        rules = context.rules(step, x)
+        forward = functools.partial(passes.forward, context.model, False, rules)
+        local, seen = pieces.batches.preprocess_batch(data, training=False)
+        local_x = [each[0] for each in local or pieces.batches.place((x,))]
+        values = pieces.reader.read_variables()
+        towers = TowerFunction(forward, rules)
+        results = pieces.executor.run_towers(towers, values, x, local_x)
+        outputs = pieces.metrics.gather(results)
+        pieces.state.assign_state(pieces.state.combine_state(results, rules))
+        return results, outputs, seen

@@ -1,0 +1,89 @@
+"""The ways to update variables, each a list of pieces.
+
+A new way is a function here that lists its pieces, and an entry in `STRATEGIES`.
+"""
+
+import concurrent.futures
+from collections.abc import Callable
+
+from towers.builders.asynchronous.staleness import Staleness
+from towers.builders.asynchronous.training import Asynchronous
+from towers.builders.builder import Builder
+from towers.builders.common import Pieces
+from towers.builders.context import Context
+from towers.builders.pieces.copies import Copies
+from towers.builders.pieces.reader import CopyReader
+from towers.builders.pieces.reducer import AllReduce, SumAtHome
+from towers.builders.steps import Synchronous, TrainStep
+
+
+def parameter_server(context: Context) -> Builder:
+    """Variables at home, updated once a step.
+
+    Each step, every tower gets the variables' values from home and computes its part of
+    the gradient; the parts are added on one device, and the optimizer is applied once.
+    The recipe is that of the CIFAR-10 multi-GPU tutorial and of tf_cnn_benchmarks'
+    `variable_update=parameter_server`.
+    """
+
+    def compose():
+        pieces = Pieces(context)
+        step = TrainStep(pieces, pieces.reader, SumAtHome(context))
+        return pieces, Synchronous(pieces, step)
+
+    return Builder("parameter_server", context, compose)
+
+
+def replicated(context: Context, all_reduce_alg: str = "auto") -> Builder:
+    """Every tower has a copy of the variables, and updates it.
+
+    Each step, every tower computes its part of the gradient with its own copy; the
+    parts are added by all-reduce, packed; then every tower applies the same update. So
+    the copies stay equal, and only gradients travel. The recipe is that of Horovod
+    (Sergeev and Del Balso 2018) and of tf_cnn_benchmarks' `variable_update=replicated`.
+
+    Args:
+        context: Its plan has the first tower's device as home.
+        all_reduce_alg: How gradients are added: a key of `reduce.ALGORITHMS`, or
+            "auto".
+    """
+
+    def compose():
+        copies = Copies(context)
+        pieces = Pieces(context, copies)
+        reader = CopyReader(context, pieces.reader, copies)
+        step = TrainStep(pieces, reader, AllReduce(context, all_reduce_alg))
+        return pieces, Synchronous(pieces, step)
+
+    return Builder("replicated", context, compose)
+
+
+def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
+    """Each tower updates the variables at home by itself; see `asynchronous/`.
+
+    Args:
+        context: What the pieces share.
+        max_staleness: How many updates other towers may make between a tower's reading
+            the variables and its update. Any by default.
+    """
+    staleness = Staleness(max_staleness)
+    threads = concurrent.futures.ThreadPoolExecutor(
+        len(context.plan.towers), thread_name_prefix="tower"
+    )
+
+    def compose():
+        # To a tower, its part of the batch is the batch.
+        each = context.of_each_tower()
+        of_tower = Pieces(each)
+        step = TrainStep(of_tower, of_tower.reader, SumAtHome(each))
+        pieces = Pieces(context)
+        return pieces, Asynchronous(pieces, step, staleness, threads)
+
+    return Builder("asynchronous", context, compose, staleness)
+
+
+STRATEGIES: dict[str, Callable[..., Builder]] = {
+    "asynchronous": asynchronous,
+    "parameter_server": parameter_server,
+    "replicated": replicated,
+}
