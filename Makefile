@@ -5,7 +5,7 @@ VENV := .venv
 ROOT :=
 RUN := $(VENV)/bin/python
 # Tests wait a good deal, for processes and for files: one more than there are cores.
-PYTEST := $(RUN) -m pytest --dist=worksteal --numprocesses=$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
+PYTEST = $(RUN) -m pytest --dist=worksteal --numprocesses=$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
 # With CUDA's libraries where there is an NVIDIA driver, the last of these files in WSL;
 # GPU=1 or GPU=0 decides otherwise. The latter also hides GPUs, as pip leaves libraries.
@@ -32,7 +32,7 @@ else
   WHY := there is $(or $(DRIVER),no NVIDIA driver); GPU=0 or GPU=1 decides otherwise
 endif
 
-.PHONY: train test test-slow test-all lint format clean parity-report screenshots docs
+.PHONY: train test test-slow test-all test-oldest lint format clean parity-report screenshots docs
 
 train: $(READY)
 	$(RUN) -m towers.train $(FLAGS)
@@ -52,6 +52,22 @@ test-slow: $(READY)
 	$(call run_tests,slow,TF_ENABLE_ONEDNN_OPTS=1)
 
 test-all: test test-slow
+
+# What docs/versions.md promises of the oldest TensorFlow and Keras, in .venv-oldest:
+# private names, checkpoints, the training script, and an exact case of each group.
+OLDEST := 'tensorflow==2.19.*' 'keras==3.10.*' 'tensorboard==2.19.*' 'tensorflow-metadata<1.18'
+OLDEST_TESTS := $(addprefix tests/towers/test_,keras_adapter.py checkpoint.py train.py exact_cases.py)
+
+test-oldest: RUN := .venv-oldest/bin/python
+test-oldest: .venv-oldest/.ready
+	$(PYTEST) -m 'oldest and not slow' $(OLDEST_TESTS) $(PYTEST_FLAGS)
+
+.venv-oldest/.ready: setup.py Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+	  || { echo "TensorFlow 2.19 needs Python 3.11 or 3.12, but $(PYTHON) is $$($(PYTHON) --version); run: make test-oldest PYTHON=python3.12"; exit 1; }
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --editable '.[array_record,parquet]' 'pytest>=9,<10' 'pytest-xdist>=3.6,<4' $(OLDEST)
+	@touch $@
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
 parity-report: $(READY)
@@ -78,7 +94,7 @@ format: $(READY)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-oldest
 
 # The file exists once everything in setup.py is installed; a change there renews it.
 $(READY): setup.py pyproject.toml

@@ -7,7 +7,7 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 """
 
 from towers import _deprecated
-from towers.program import keras_settings, lazy, startup
+from towers.program import keras_settings, lazy, startup, versions
 
 # TensorFlow takes seconds to import, and programs have things to do before it: what
 # __init__.pyi lists is imported when it is asked for.
@@ -19,6 +19,7 @@ def __getattr__(name):
     # Not for a program's own modules: it chooses the backend.
     if name in __all__:
         keras_settings.check_backend()
+        versions.warn()
         with startup.quiet_import():
             return _find(name)
     return _find(name)

@@ -61,6 +61,9 @@ def plain():
     return tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
 
 
+pytestmark = pytest.mark.oldest
+
+
 class Breaks(keras.callbacks.Callback):
     """Ends the run, or does something else, once so many batches have been trained."""
 

@@ -21,6 +21,7 @@ from towers.doctor import __main__ as doctor
 from towers.doctor import cluster, devices, gpus, host, process, settings, versions
 from towers.doctor.devices import Probe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
+from towers.program import versions as tested_versions
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
@@ -329,18 +330,16 @@ def test_copies():
 # Versions.
 
 
+OURS = "keras-towers"
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """Packages that are said to be installed, by name."""
-    packages = {
-        "keras-towers": "1",
-        "tensorflow": "2.21.0",
-        "keras": "3.15.1",
-        "wrapt": "2",
-    }
+    packages = {OURS: "1", "tensorflow": "2.21.0", "keras": "3.15.1", "wrapt": "2"}
     asks = {
-        "keras-towers": [
-            *("tensorflow<2.22,>=2.21", "keras<3.16,>=3.15", "wrapt<3,>=1.14"),
+        OURS: [
+            *("tensorflow<3,>=2.19", "keras<4,>=3.10", "wrapt<3,>=1.14"),
             'pytest>=8; extra == "dev"',
         ],
         "tensorflow": [
@@ -361,28 +360,26 @@ def installed(monkeypatch):
         metadata=lambda name: find(name) and {"Requires-Python": ">=3.11,<3.14"},
         PackageNotFoundError=metadata.PackageNotFoundError,
     )
-    monkeypatch.setattr(versions, "metadata", fake)
+    for module in (versions, tested_versions):
+        monkeypatch.setattr(module, "metadata", fake)
     return packages
 
 
 @pytest.mark.parametrize(
     ("found", "verdict", "text"),
     [
-        ("2.21.0", "ok", "2.21.0 (keras-towers expects <2.22,>=2.21)"),
-        ("2.21.0rc1", "wrong", "; pip install 'tensorflow<2.22,>=2.21'"),
-        ("2.20.1", "wrong", "2.20.1 (keras-towers expects <2.22,>=2.21); pip install"),
-        (
-            None,
-            "wrong",
-            "not installed (keras-towers expects <2.22,>=2.21); pip install",
-        ),
+        ("2.21.0", "ok", "2.21.0 (keras-towers expects <3,>=2.19)"),
+        ("2.19.0rc1", "wrong", "; pip install 'tensorflow<3,>=2.19'"),
+        ("2.18.1", "wrong", "2.18.1 (keras-towers expects <3,>=2.19); pip install"),
+        (None, "wrong", "not installed (keras-towers expects <3,>=2.19); pip install"),
+        ("2.22.0", "note", "tensorflow 2.22.0 is newer than 2.21, the newest that"),
     ],
 )
 def test_a_packages_version(installed, found, verdict, text):
     installed["tensorflow"] = found
     if found is None:
         del installed["tensorflow"]
-    finding = versions.package("tensorflow", "keras-towers")
+    finding = versions.package("tensorflow", OURS)
     assert finding.verdict == verdict
     assert text in finding.text
     assert finding.figures["found"] == found
@@ -407,13 +404,13 @@ def test_pythons_version(installed, monkeypatch, found, verdict):
 
 
 def test_towers_that_are_not_installed(installed):
-    del installed["keras-towers"]
+    del installed[OURS]
     for finding in (
         *(versions.python(), versions.others()),
-        versions.package("keras", "keras-towers"),
+        versions.package("keras", OURS),
     ):
         assert finding.verdict == "note"
-        assert "the package keras-towers is not installed" in finding.text
+        assert f"the package {OURS} is not installed" in finding.text
 
 
 # GPUs, which are faked.

@@ -82,11 +82,25 @@ def builders(case):
     return [name for name in turns if not (name == "asynchronous" and several)]
 
 
-def marks(case):
-    """Marks every second case of the table as slow, besides those that are slow."""
+def is_slow(case):
+    """Every second case of the table counts as slow, besides those that are slow."""
     of_table = case.group != combinations.GROUP
-    slow = str(case) in SLOW or (of_table and number_of(case) // 64 % 2)
-    return [pytest.mark.slow] if slow else []
+    return str(case) in SLOW or bool(of_table and number_of(case) // 64 % 2)
+
+
+# The names of the cases that `make test-oldest` runs.
+OF_EACH_GROUP = {
+    case.group: str(case)
+    for case in sorted(CASES, key=number_of)
+    if builders(case) and not is_slow(case)
+}
+
+
+def marks(case):
+    """The marks of a case: those that are not slow may run with the oldest versions."""
+    if is_slow(case):
+        return [pytest.mark.slow]
+    return [pytest.mark.oldest] if str(case) in OF_EACH_GROUP.values() else []
 
 
 # Builders of a case follow one another, mostly in one process: what one device makes of
@@ -100,7 +114,7 @@ RUNS = [
 
 @pytest.mark.parametrize("group", dict.fromkeys(case.group for case in CASES))
 def test_some_of_each_group_are_quick(group):
-    assert any(case.group == group and not marks(case) for case in CASES)
+    assert group in OF_EACH_GROUP
 
 
 def later(case, builder):

@@ -32,6 +32,8 @@ from towers.keras_adapter import (
 )
 from towers.keras_adapter.patching import patched
 
+pytestmark = pytest.mark.oldest
+
 ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "towers" / "keras_adapter"
 
@@ -877,14 +879,17 @@ def test_only_the_adapter_knows_private_names():
 def _private_names(path: Path) -> set[str]:
     """The names that a file uses which somebody else has not meant for it.
 
-    These are modules inside Keras and TensorFlow, and any attribute with a leading
-    underscore that is not of `self`, its class or its base class.
+    These are modules inside Keras and TensorFlow, and attributes with a leading
+    underscore that are not of `self`, unless a class of the file has such an attribute
+    itself.
     """
     known = {each.name for each in CONTRACTS if _PRIVATE.match(each.name)}
     known.add("keras.src.")
-    found = set()
+    found, own = set(), set()
     for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.FunctionDef):
+            own.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
             found |= {
                 f"{node.module}.{alias.name}"
                 for alias in node.names
@@ -896,14 +901,16 @@ def _private_names(path: Path) -> set[str]:
             found.add(node.value)
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
-            if _PRIVATE.match(node.attr) and owner not in OWN:
+            if _PRIVATE.match(node.attr) and owner not in SELF:
                 found.add(node.attr)
+            elif owner == "self" and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
             if _MODULE.fullmatch(f"{owner}.{node.attr}"):
                 found.add(f"{owner}.{node.attr}")
-    return found - ALLOWED
+    return found - ALLOWED - (own - known)
 
 
-OWN = "self", "cls", "super()"
+SELF = "self", "cls", "super()"
 
 
 @functools.cache

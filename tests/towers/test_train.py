@@ -264,6 +264,7 @@ def shared(data_dir, tmp_path_factory):
 # A whole run.
 
 
+@pytest.mark.oldest
 def test_what_a_run_writes(trained):
     files = {str(p.relative_to(trained.path)) for p in trained.path.rglob("*")}
     assert {"model.keras", "summary.json", "flags.txt"} <= files
@@ -322,6 +323,7 @@ def test_what_a_run_says(trained):
     assert ours(trained) == []
 
 
+@pytest.mark.oldest
 def test_stderr_has_no_chatter(trained):
     # TFDS speaks at INFO, draws bars; absl's marks of the level begin the line.
     # Lines of TensorFlow's own C++ come before anything of ours runs.
@@ -329,6 +331,7 @@ def test_stderr_has_no_chatter(trained):
     assert "examples/s" not in trained.stderr
 
 
+@pytest.mark.oldest
 def test_summary_is_what_plain_keras_gives(trained, data_dir):
     summary = json.loads((trained.path / "summary.json").read_text())
     source = input_pipeline.open_source("digits", data_dir=data_dir)
@@ -1103,6 +1106,7 @@ def test_terminated_and_started_again(data_dir, tmp_path):
     assert f"Done: {epoch + 1} epochs, {(epoch + 1) * STEPS} steps" in again.stdout
 
 
+@pytest.mark.oldest
 def test_finished_and_started_again(trained, data_dir, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(trained.path, path)

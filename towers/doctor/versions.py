@@ -6,6 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from towers.doctor.finding import Finding, note, ok, wrong
+from towers.program import versions
 
 _OURS = "keras-towers"
 # Each has a line of its own, by the package that asks for it.
@@ -42,9 +43,11 @@ def package(name: str, asked_by: str) -> Finding:
     found = version(name)
     text = f"{found or 'not installed'} ({asked_by} expects {expected or 'any'})"
     figures = {"found": found, "expected": expected}
-    if all(_fits(each) for each in asked):
-        return ok(text, **figures)
-    return wrong(f"{text}; {_install(asked)}", **figures)
+    if not all(_fits(each) for each in asked):
+        return wrong(f"{text}; {_install(asked)}", **figures)
+    if name in versions.NEWEST and (newer := versions.newer_than_tested(name)):
+        return note(newer, **figures)
+    return ok(text, **figures)
 
 
 def others() -> Finding:

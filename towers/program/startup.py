@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import wrapt
 
-from towers.program import keras_settings
+from towers.program import keras_settings, versions
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")
 # That there is no driver or no GPU is told by the table of the devices.
 _NO_GPU = r"cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
+# TensorFlow 2.19 and 2.20 register what they find twice, and say so as an error.
+_REGISTERED = r"Unable to register cu(FFT|DNN|BLAS) factory|placer already registered"
 # Of errors, which Python raises as well, and of checks that XLA leaves out.
 _TWICE = (
     r"(local_rendezvous\.cc:[0-9]+\] |op_kernel\.cc:[0-9]+\] OP_REQUIRES failed"
@@ -90,7 +92,7 @@ def begin(
         signal.signal(signal.SIGINT, leave)
     try:
         found = read(sys.argv)
-        notes = keras_settings.ignored()
+        notes = [*keras_settings.ignored(), *versions.notes()]
     except ValueError as error:
         sys.exit(f"{program}: {' '.join(str(error).split())}")
     for note in notes:
@@ -175,7 +177,8 @@ def quiet() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     below = "IWEF"[: int(level)]
     return _sifted(
-        rf"^[{below}][0-9]{{4}} |^WARNING: All log messages before|{_NO_GPU}"
+        rf"^[{below}][0-9]{{4}} |^WARNING: All log messages before"
+        rf"|{_NO_GPU}|{_REGISTERED}"
     )
 
 

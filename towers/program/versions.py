@@ -1,0 +1,51 @@
+"""The versions of TensorFlow and Keras that Towers is tested with.
+
+`setup.py` says which are the oldest. With newer ones Towers warns, and works if it can.
+docs/versions.md says how a new one is taken in.
+"""
+
+import re
+import warnings
+from importlib import metadata
+
+NEWEST = {"tensorflow": (2, 21), "keras": (3, 15)}
+"""The newest minor versions that the tests run with."""
+
+
+def newer_than_tested(name: str) -> str | None:
+    """Says that an installed package is newer than what Towers is tested with.
+
+    Args:
+        name: A package of `NEWEST`.
+
+    Returns:
+        A sentence, or `None` if it is not newer or not installed.
+    """
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+    major, minor = NEWEST[name]
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None or tuple(map(int, numbers.groups())) <= (major, minor):
+        return None
+    return (
+        f"{name} {found} is newer than {major}.{minor}, the newest that Towers is "
+        f"tested with; if anything goes wrong, install '{name}<{major}.{minor + 1}'."
+    )
+
+
+_said: set[str] = set()
+
+
+def notes() -> list[str]:
+    """Returns what is to be said of packages that are newer than tested, once."""
+    texts = {text for name in NEWEST if (text := newer_than_tested(name))} - _said
+    _said.update(texts)
+    return sorted(texts)
+
+
+def warn() -> None:
+    """Warns of packages that are newer than tested, once."""
+    for text in notes():
+        warnings.warn(text, stacklevel=3)
