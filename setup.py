@@ -66,7 +66,7 @@ setup(
     install_requires=CORE,
     extras_require={
         "dev": [
-            # What is tested, as towers/program/versions.py has it.
+            # What is tested, as towers/keras_adapter/versions.py has it.
             "tensorflow<2.22",
             "keras<3.16",
             "pytest>=9,<10",

@@ -149,7 +149,7 @@ def test_the_extra_asks_for_the_same_tensorflow(monkeypatch):
     asked = {}
     monkeypatch.setattr(setuptools, "setup", asked.update)
     monkeypatch.chdir(FOLDER)
-    exec((FOLDER / "setup.py").read_text(), {})
+    exec((FOLDER / "setup.py").read_text(), {"__file__": str(FOLDER / "setup.py")})
     (core,) = [r for r in asked["install_requires"] if re.match("tensorflow[<>=]", r)]
     (extra,) = asked["extras_require"]["gpu"]
     assert extra == core.replace("tensorflow", "tensorflow[and-cuda]")

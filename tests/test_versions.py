@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from towers.program import versions
+from towers.keras_adapter import versions
 
 ROOT = Path(__file__).parents[1]
 SETUP = (ROOT / "setup.py").read_text()

@@ -7,7 +7,8 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 """
 
 from towers import _deprecated
-from towers.program import keras_settings, lazy, startup, versions
+from towers.keras_adapter import versions
+from towers.program import keras_settings, lazy, startup
 
 # TensorFlow takes seconds to import, and programs have things to do before it: what
 # __init__.pyi lists is imported when it is asked for.

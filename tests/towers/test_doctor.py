@@ -21,7 +21,7 @@ from towers.doctor import __main__ as doctor
 from towers.doctor import cluster, devices, gpus, host, process, settings, versions
 from towers.doctor.devices import Probe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
-from towers.program import versions as tested_versions
+from towers.keras_adapter import versions as tested_versions
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300

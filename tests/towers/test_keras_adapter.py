@@ -20,12 +20,10 @@ from tensorflow.python.framework import config as tf_config
 
 from towers.keras_adapter import (
     datasets,
-    fit,
     graphs,
     layers,
-    losses,
+    models,
     optimizers,
-    profiles,
     randomness,
     runtime,
     variables,
@@ -231,11 +229,11 @@ _X, _Y = np.ones([4, 2], "float32"), np.zeros([4, 1], "float32")
 @contract("_compile_config", "compile_config", "is another object after each `compile`")
 def _():
     model = _compiled()
-    first = losses.compile_config(model)
-    assert first is losses.compile_config(model) is not None
+    first = models.compile_config(model)
+    assert first is models.compile_config(model) is not None
     model.compile(loss="mse")
-    assert losses.compile_config(model) is not first
-    assert losses.compile_config(keras.Sequential()) is None
+    assert models.compile_config(model) is not first
+    assert models.compile_config(keras.Sequential()) is None
 
 
 @contract(
@@ -244,22 +242,22 @@ def _():
     "is the sum of the compiled losses, with `variables`, `metrics` and `built`",
 )
 def _():
-    assert losses.compiled_loss(_compiled(loss=None)) is None
-    loss = losses.compiled_loss(_compiled())
+    assert models.compiled_loss(_compiled(loss=None)) is None
+    loss = models.compiled_loss(_compiled())
     assert not loss.built
     value = loss(tf.ones([4, 1]), tf.zeros([4, 1]), tf.constant([2.0, 0, 0, 0]))
     assert float(value) == 0.5
     assert loss.built and [*loss.variables] == [] and [*loss.metrics] == []
     model = _compiled()
-    with losses.compiled_loss_as_built(model):
-        losses.symbolic_build(model, _symbols())
-    assert not losses.compiled_loss(model).built
+    with models.compiled_loss_as_built(model):
+        models.symbolic_build(model, _symbols())
+    assert not models.compiled_loss(model).built
 
 
 @contract("_loss_tracker", "loss_tracker", "averages the loss that `fit` reports")
 def _():
     model = _compiled()
-    losses.loss_tracker(model).update_state(3.0, sample_weight=4)
+    models.loss_tracker(model).update_state(3.0, sample_weight=4)
     assert float(model.get_metrics_result()["loss"]) == 3
 
 
@@ -276,7 +274,7 @@ class _WithoutTraining(keras.Sequential):
 def _():
     model = _WithoutTraining([keras.Input([2]), keras.layers.Dense(1)])
     model.compile()
-    loss = losses.compute_loss(model, None, None, tf.ones([3, 1]), None)
+    loss = models.compute_loss(model, None, None, tf.ones([3, 1]), None)
     assert float(loss) == 3
 
 
@@ -289,7 +287,7 @@ def _():
     model = _compiled(loss=None)
     model.layers[0].kernel_regularizer = "l2"
     extra = [tf.constant(2.0), tf.constant(3.0)]
-    assert float(losses.compute_loss(model, _X, None, _Y, None, added=extra)) == 5
+    assert float(models.compute_loss(model, _X, None, _Y, None, added=extra)) == 5
     assert [*model.losses] == []
 
 
@@ -305,10 +303,10 @@ def _():
         seen.append(y_pred)
         return keras.ops.sum(y_pred) * 0
 
-    with losses.compute_loss_replaced(model, zero):
-        losses.symbolic_build(model, _symbols())
+    with models.compute_loss_replaced(model, zero):
+        models.symbolic_build(model, _symbols())
         assert len(seen) == 1
-        losses.symbolic_build(other, _symbols())
+        models.symbolic_build(other, _symbols())
     assert len(seen) == 1
 
 
@@ -318,7 +316,7 @@ def _():
     "makes of a loss that a layer has added a floating scalar",
 )
 def _():
-    total = losses.total_of_added_loss(_compiled(), tf.constant([1, 2]))
+    total = models.total_of_added_loss(_compiled(), tf.constant([1, 2]))
     assert total.dtype == tf.float32 and float(total) == 3
 
 
@@ -334,9 +332,9 @@ def _symbols():
 def _():
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile(optimizer="adam", loss="mse", metrics=["mae"])
-    losses.symbolic_build(model, _symbols())
+    models.symbolic_build(model, _symbols())
     assert model.built and model.optimizer.built
-    assert losses.compiled_loss(model).built
+    assert models.compiled_loss(model).built
     assert [v.path for v in model.metrics_variables if "absolute" in v.path]
 
 
@@ -750,10 +748,10 @@ def _():
     "reads and writes the profiler's files",
 )
 def _():
-    space = profiles.XSpace()
+    space = runtime.XSpace()
     line = space.planes.add(name="plane", id=1).lines.add(id=2, name="line")
     line.events.add(metadata_id=3, offset_ps=4, duration_ps=5)
-    copy = profiles.XSpace.FromString(space.SerializeToString())
+    copy = runtime.XSpace.FromString(space.SerializeToString())
     assert copy.planes[0].lines[0].events[0].duration_ps == 5
 
 
@@ -770,7 +768,7 @@ def _():
 
     class Counts(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            done.append(fit.batches_done(self.model, batch))
+            done.append(models.batches_done(self.model, batch))
 
     model = _compiled(steps_per_execution=2)
     data = tf.data.Dataset.from_tensors((_X, _Y)).repeat(4)

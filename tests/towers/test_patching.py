@@ -12,7 +12,7 @@ from tensorflow.python.ops import custom_gradient
 
 from towers.analysis.layer_calls import recorded_layers
 from towers.keras_adapter.graphs import DEPENDENT_VARIABLES
-from towers.keras_adapter.losses import compute_loss_replaced
+from towers.keras_adapter.models import compute_loss_replaced
 from towers.keras_adapter.patching import Target, patched, swapped
 from towers.layers import embeddings, fused, seeds
 from towers.numerics import search

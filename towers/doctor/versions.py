@@ -6,7 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from towers.doctor.finding import Finding, note, ok, wrong
-from towers.program import versions
+from towers.keras_adapter import versions
 
 _OURS = "keras-towers"
 # Each has a line of its own, by the package that asks for it.

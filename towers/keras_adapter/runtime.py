@@ -1,4 +1,4 @@
-"""TensorFlow's runtime: devices, determinism, NCCL."""
+"""TensorFlow's runtime: devices, determinism, NCCL, the profiler's files."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,14 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.framework import config
 from tensorflow.python.ops import nccl_ops
+from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
+
+__all__ = [
+    "XSpace",
+    "device_memory_limits",
+    "is_deterministic",
+    "nccl_sums",
+]
 
 
 def is_deterministic() -> bool:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers.devices import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of, own_seed_generators
-from towers.keras_adapter.losses import compiled_loss
+from towers.keras_adapter.models import compiled_loss
 from towers.keras_adapter.variables import put_behind, take_identity
 
 # Variables of these types exist on no GPU.

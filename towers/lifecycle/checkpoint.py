@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from towers._deprecated import accepts_old_names
-from towers.keras_adapter.fit import batches_done
+from towers.keras_adapter.models import batches_done
 from towers.lifecycle import resume
 from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.best import Best, Monitor

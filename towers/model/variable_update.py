@@ -11,7 +11,7 @@ import tensorflow as tf
 from towers.builders.builder import Builder
 from towers.collectives import batch
 from towers.devices import HOST
-from towers.keras_adapter.losses import compile_config
+from towers.keras_adapter.models import compile_config
 from towers.keras_adapter.runtime import is_deterministic
 from towers.layers import variables
 from towers.model.auto import Choice

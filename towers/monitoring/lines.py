@@ -6,7 +6,7 @@ from typing import TextIO
 
 import keras
 
-from towers.keras_adapter.fit import batches_done
+from towers.keras_adapter.models import batches_done
 from towers.loop import listeners
 from towers.monitoring.steps import Interval
 

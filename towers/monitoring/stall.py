@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
-from towers.keras_adapter.fit import batches_done
+from towers.keras_adapter.models import batches_done
 from towers.lifecycle.resume import Saves
 from towers.lifecycle.skip_batches import Passing
 from towers.loop import listeners

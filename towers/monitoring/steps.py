@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import keras
 
-from towers.keras_adapter.fit import batches_done
+from towers.keras_adapter.models import batches_done
 
 
 class Interval:

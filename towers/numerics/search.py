@@ -24,7 +24,7 @@ from towers.keras_adapter.layers import (
     set_tag,
     tag,
 )
-from towers.keras_adapter.losses import compute_loss
+from towers.keras_adapter.models import compute_loss
 from towers.keras_adapter.patching import patched
 from towers.layers import fused, seeds
 from towers.numerics import stopped_step

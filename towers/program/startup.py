@@ -20,7 +20,8 @@ from typing import TypeVar
 
 import wrapt
 
-from towers.program import keras_settings, versions
+from towers.keras_adapter import versions
+from towers.program import keras_settings
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.keras_adapter.losses import (
+from towers.keras_adapter.models import (
     compiled_loss,
     compiled_loss_as_built,
     compute_loss_replaced,

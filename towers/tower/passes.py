@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towers.analysis.rules import NoRuleError, Rules
 from towers.keras_adapter.layers import TAGS, has_training_argument, logits_of, tag
-from towers.keras_adapter.losses import compiled_loss, total_of_added_loss
+from towers.keras_adapter.models import compiled_loss, total_of_added_loss
 from towers.tower.errors import ModelError
 from towers.tower.scope import stateless
 

@@ -12,7 +12,7 @@ from towers.analysis import effects
 from towers.analysis.rules import NoRuleError, Rules
 from towers.collectives import reduce
 from towers.keras_adapter.layers import layers_of
-from towers.keras_adapter.losses import compiled_loss
+from towers.keras_adapter.models import compiled_loss
 from towers.keras_adapter.variables import value_behind
 from towers.layers import embeddings, fused, overwritten, seeds
 from towers.layers.variables import seed_ids

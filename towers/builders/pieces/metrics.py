@@ -9,7 +9,7 @@ import tensorflow as tf
 from towers.builders.context import Context
 from towers.collectives import batch
 from towers.keras_adapter.layers import TAGS, set_tag
-from towers.keras_adapter.losses import compiled_loss, compute_loss, loss_tracker
+from towers.keras_adapter.models import compiled_loss, compute_loss, loss_tracker
 from towers.tower import build
 from towers.tower.errors import ModelError
 from towers.tower.passes import TowerResult

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 
-from towers.keras_adapter.profiles import XSpace
+from towers.keras_adapter.runtime import XSpace
 
 # Planes of such names are shown besides those of the devices.
 _PLANE = "/device:CUSTOM:towers"

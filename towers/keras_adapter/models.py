@@ -1,4 +1,4 @@
-"""What `compile` leaves in a model: its losses, trackers and steps."""
+"""Keras models: what `compile` leaves in them, and what `fit` tells callbacks."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +11,7 @@ from keras.src.trainers.trainer import Trainer
 from towers.keras_adapter.patching import Target, patched, swapped
 
 _COMPUTE_LOSS = Target(Trainer, "_compute_loss")
+_TELLS_FIRST = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 11)
 
 
 def compile_config(model: keras.Model) -> Any:
@@ -101,3 +102,18 @@ def compiled_loss_as_built(model: keras.Model) -> Iterator[None]:
     losses = [model._compile_loss] if model._compile_loss is not None else []
     with swapped(losses, "built", [True] * len(losses)):
         yield
+
+
+def batches_done(model: keras.Model, batch: int) -> int:
+    """Returns how many batches of an epoch are done when Keras says that some are.
+
+    Keras 3.10 names the first of a call's `steps_per_execution` batches, as it does in
+    `on_train_batch_begin`; later versions name the last one. The last call of an epoch
+    may have fewer batches, which no version says.
+
+    Args:
+        model: The model that is trained or evaluated.
+        batch: The batch that Keras names in `on_train_batch_end` or
+            `on_test_batch_end`.
+    """
+    return batch + (model.steps_per_execution if _TELLS_FIRST else 1)
