@@ -27,15 +27,15 @@ def test_cut(total, shares, sizes):
 
 @pytest.mark.parametrize(("total", "shares"), [(-1, (1, 1)), (3, ()), (3, (1, 0))])
 def test_cut_refuses(total, shares):
-    with pytest.raises(ValueError, match=f"total={total} and shares="):
+    with pytest.raises(ValueError, match=f"total={total} and split_ratios="):
         batch.cut(total, shares)
 
 
 @pytest.mark.parametrize("shares", [(1, 1, 1, 1), (2, 3, 3, 1)])
 @pytest.mark.parametrize("total", range(12))
 def test_bounds_of_tensors_equal_those_of_integers(total, shares):
-    of_int = batch.share_bounds(total, shares)
-    of_tensor = batch.share_bounds(tf.constant(total), shares)
+    of_int = batch.split_bounds(total, shares)
+    of_tensor = batch.split_bounds(tf.constant(total), shares)
     assert of_int == [(int(a), int(b)) for a, b in of_tensor]
     assert [end - start for start, end in of_int] == batch.cut(total, shares)
     assert total == 0 or of_int[0] != (0, 0)
@@ -53,7 +53,7 @@ def _nest():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_shares_join_to_the_batch(compiled):
     def cut_and_join(whole):
-        bounds = batch.share_bounds(batch.batch_size(whole), (1, 1, 1))
+        bounds = batch.split_bounds(batch.batch_size(whole), (1, 1, 1))
         shares = [batch.take(whole, start, end) for start, end in bounds]
         return batch.join(shares, [end - start for start, end in bounds])
 

@@ -1,7 +1,7 @@
-"""The shares of a global batch, as integers and as tensors.
+"""The local batches of a global batch, as integers and as tensors.
 
-Knows how a batch is cut and put together again. Which device gets which share is
-`passes.py`'s business, what a share weighs in the loss the builders'.
+Knows how a batch is cut, and put together again. Which device gets which local batch,
+and what that weighs in the loss, is the builders' business.
 """
 
 import collections
@@ -17,12 +17,13 @@ from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.program import words
 
 
-def cut(total: int, shares: Sequence[int]) -> list[int]:
-    """Cuts `total` examples into one share for each tower.
+def cut(total: int, split_ratios: Sequence[int]) -> list[int]:
+    """Cuts `total` examples into one number for each tower.
 
-    What does not divide goes to the first towers, one example each. Even shares then
-    differ by at most one, and a batch smaller than the number of towers leaves the last
-    of them idle instead of overloading one; the first is idle in an empty batch only.
+    What does not divide goes to the first towers, one example each. With even ratios,
+    sizes differ by at most one, and a batch smaller than the number of towers leaves
+    the last of them idle instead of overloading one; the first is idle in an empty
+    batch only.
 
     >>> cut(11, (1, 1, 1, 1))
     [3, 3, 3, 2]
@@ -33,44 +34,46 @@ def cut(total: int, shares: Sequence[int]) -> list[int]:
 
     Args:
         total: Number of examples, 0 or more.
-        shares: How much each tower gets, relative to the others: positive integers.
+        split_ratios: How much each tower gets, relative to the others: positive
+            integers.
 
     Returns:
         One size for each tower; they sum to `total`.
 
     Raises:
-        ValueError: If `total` is negative, or a share is not positive.
+        ValueError: If `total` is negative, or a ratio is not positive.
     """
-    if total < 0 or not shares or min(shares) < 1:
+    if total < 0 or not split_ratios or min(split_ratios) < 1:
         raise ValueError(
-            f"Received total={total} and shares={tuple(shares)}; expected at least 0 "
-            "examples, and a positive share for each tower."
+            f"Received total={total} and split_ratios={tuple(split_ratios)}; expected "
+            "at least 0 examples, and a positive ratio for each tower."
         )
-    return [end - start for start, end in share_bounds(total, shares)]
+    return [end - start for start, end in split_bounds(total, split_ratios)]
 
 
-def share_bounds(
-    total: tf.Tensor | int, shares: Sequence[int]
+def split_bounds(
+    total: tf.Tensor | int, split_ratios: Sequence[int]
 ) -> list[tuple[Any, Any]]:
-    """Computes where each tower's share starts and ends; see `cut`.
+    """Computes where each tower's local batch starts and ends; see `cut`.
 
     Args:
         total: Number of examples: an int, or a scalar integer tensor.
-        shares: How much each tower gets, relative to the others: positive integers.
+        split_ratios: How much each tower gets, relative to the others: positive
+            integers.
 
     Returns:
         One pair (start, end) for each tower, of the type of `total`.
     """
-    whole = sum(shares)
+    whole = sum(split_ratios)
     if isinstance(total, int):
-        sizes = [total * share // whole for share in (0, *shares)]
+        sizes = [total * ratio // whole for ratio in (0, *split_ratios)]
         left = total - sum(sizes)
         starts = itertools.accumulate(sizes)
         edges = [edge + min(k, left) for k, edge in enumerate(starts)]
     else:
         # The same for all towers at once: each operation takes time to trace.
-        sizes = total * tf.constant((0, *shares), total.dtype) // whole
-        more = tf.constant([*range(len(shares) + 1)], total.dtype)
+        sizes = total * tf.constant((0, *split_ratios), total.dtype) // whole
+        more = tf.constant([*range(len(split_ratios) + 1)], total.dtype)
         left = total - tf.reduce_sum(sizes)
         edges = tf.unstack(tf.cumsum(sizes) + tf.minimum(more, left))
     return list(itertools.pairwise(edges))
@@ -208,16 +211,16 @@ def _is_scalar(tensor):
     return tf.TensorShape(tensor.shape).rank == 0
 
 
-def join(shares: Sequence[Any], sizes: Sequence[Any]) -> Any:
+def join(local_batches: Sequence[Any], sizes: Sequence[Any]) -> Any:
     """Puts the towers' outputs together again, in the order of the examples.
 
     Args:
-        shares: One nest of tensors for each tower, each with one row an example. An
-            idle tower's tensors are empty, of any shape. `None` and scalars stay.
-        sizes: Number of rows of each share: ints or scalar tensors.
+        local_batches: One nest of tensors for each tower, each with one row an example.
+            An idle tower's tensors are empty, of any shape. `None` and scalars stay.
+        sizes: Number of rows of each local batch: ints or scalar tensors.
 
     Returns:
-        One nest, with the rows of all shares.
+        One nest, with the rows of all local batches.
     """
 
     def rows(*parts):
@@ -240,7 +243,7 @@ def join(shares: Sequence[Any], sizes: Sequence[Any]) -> Any:
             ]
         return tf.concat(parts, axis=0)
 
-    return tf.nest.map_structure(rows, *shares)
+    return tf.nest.map_structure(rows, *local_batches)
 
 
 def by_example(rows: tf.Tensor | None, size: int | tf.Tensor) -> tf.Tensor | None:
@@ -269,12 +272,12 @@ def is_dense(batch: Any) -> bool:
     return all(isinstance(tensor, tf.Tensor) for tensor in tensors)
 
 
-def share_spec(batch: Any, rows: int | None) -> Any:
-    """Describes one share of a batch, for tracing.
+def local_spec(batch: Any, rows: int | None) -> Any:
+    """Describes a local batch, for tracing.
 
     Args:
         batch: A nest of tensors with one row an example; `None` and scalars stay.
-        rows: Number of rows of every share, `None` where shares differ.
+        rows: Number of rows, `None` where local batches differ.
 
     Returns:
         The same nest of `tf.TypeSpec`s.
@@ -302,11 +305,11 @@ def share_spec(batch: Any, rows: int | None) -> Any:
 def fractions(
     sizes: Sequence[int | tf.Tensor], hosts: OneHost = ONE_HOST
 ) -> list[tf.Tensor]:
-    """Returns the part of a global batch that each tower's share is.
+    """Returns the part of the global batch that each tower's local batch is.
 
     Args:
-        sizes: Number of rows of each share: ints or scalar tensors.
-        hosts: The hosts that have shares of the global batch.
+        sizes: Number of rows of each local batch: ints or scalar tensors.
+        hosts: The hosts that the global batch is for.
 
     Returns:
         One float32 scalar for each tower; they sum to 1, or to 0 if there is no row.

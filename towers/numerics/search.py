@@ -158,7 +158,7 @@ def search(model: keras.Model, case: Case, devices: Sequence[str] = ()) -> Findi
             name = f"'{variable.path}'"
             return Finding("variable", name, during, towers=case.towers)
     size = batch.batch_size(case.data)
-    for k, (start, end) in enumerate(batch.share_bounds(size, case.shares)):
+    for k, (start, end) in enumerate(batch.split_bounds(size, case.shares)):
         if start == end:
             continue
         share = batch.take(case.data, start, end)
@@ -180,7 +180,7 @@ def search(model: keras.Model, case: Case, devices: Sequence[str] = ()) -> Findi
 
 def _tower_of(rows, size, case):
     """The tower that has the first of some rows."""
-    for k, (start, end) in enumerate(batch.share_bounds(size, case.shares)):
+    for k, (start, end) in enumerate(batch.split_bounds(size, case.shares)):
         if rows and start <= rows[0] < end:
             return case.first + k
     return None

@@ -173,7 +173,7 @@ def _names(layers):
 def _mixing(trials, shares):
     """Names layers whose outputs for a share depend on the other shares."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(trials.batches[0])
-    bounds = batch.share_bounds(int(batch.batch_size(x)), shares)
+    bounds = batch.split_bounds(int(batch.batch_size(x)), shares)
     # These differ anyway, and so does what they are part of.
     known = {id(layer) for layer in [*trials.batch_norms, *trials.random_layers]}
     layers = [

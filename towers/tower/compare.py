@@ -170,7 +170,7 @@ def _each(results):
 def _trace(model, training, values, x):
     specs = [
         *([tf.TensorSpec(t.shape, t.dtype) for t in tensors] for tensors in values),
-        batch.share_spec(x, None),
+        batch.local_spec(x, None),
         tf.TensorSpec([], tf.float32),
     ]
     function = functools.partial(passes.probe, model, training)

@@ -61,7 +61,7 @@ class Proofs:
             self.forget()
             self._plain = plain
         data = tf.nest.map_structure(batch.as_tensor, data)
-        key = step, str(batch.share_spec(data, None))
+        key = step, str(batch.local_spec(data, None))
         return self._rules.setdefault(key, rules)
 
 

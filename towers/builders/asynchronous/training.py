@@ -256,7 +256,7 @@ class Asynchronous:
     def _trace(self, local):
         """Returns the step for local batches like this one, traced if need be."""
         rows = usual_rows_of(self._context, local)
-        spec = batch.share_spec(local, rows)
+        spec = batch.local_spec(local, rows)
         key = str(spec)
         if key not in self._steps:
             self._check()

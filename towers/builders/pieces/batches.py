@@ -34,7 +34,7 @@ class LocalBatches:
         batch.check_rows(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
         ratios = self.context.plan.split_ratios
-        bounds = batch.share_bounds(batch.batch_size(data), ratios)
+        bounds = batch.split_bounds(batch.batch_size(data), ratios)
         return [batch.take(data, start, end) for start, end in bounds]
 
     def place(self, data: Any) -> list[Any]:
@@ -85,7 +85,7 @@ class LocalBatches:
         data = tf.nest.map_structure(batch.as_tensor, data)
         size = batch.batch_size(data)
         towers = self._preprocessing(data, size, training)
-        bounds = batch.share_bounds(size, plan.split_ratios)
+        bounds = batch.split_bounds(size, plan.split_ratios)
         calls = [
             TowerCall(device, end - start, tf.ones([]), [rows])
             for device, rows, (start, end) in zip(
@@ -115,7 +115,7 @@ class LocalBatches:
         sizes = TraceSizes.of(context, data, size, xla)
 
         def trace(function, rows=None, xla=False):
-            spec = batch.share_spec(data, rows)
+            spec = batch.local_spec(data, rows)
             return Traced(function, [spec], xla, False, context.plan.on_gpus)
 
         traced = []

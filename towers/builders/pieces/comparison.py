@@ -101,6 +101,6 @@ class RowComparison:
             self.verdicts[key] = compared(size)
         except tf.errors.ResourceExhaustedError:
             # A tower has room for its share; one device may not have it for all.
-            bounds = batch.share_bounds(size, plan.split_ratios)
+            bounds = batch.split_bounds(size, plan.split_ratios)
             largest = max(end - start for start, end in bounds)
             self.verdicts[key] = compared(min(size, max(2, largest)))

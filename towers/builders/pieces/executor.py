@@ -144,7 +144,7 @@ class TowerExecutor:
         # Keras gives arrays to eager steps.
         whole = tf.nest.map_structure(batch.as_tensor, whole)
         size = batch.batch_size(whole)
-        bounds = batch.share_bounds(size, plan.split_ratios)
+        bounds = batch.split_bounds(size, plan.split_ratios)
         sizes = [end - start for start, end in bounds]
         fractions = batch.fractions(sizes, plan.hosts)
         if local_batches is None:
@@ -159,7 +159,7 @@ class TowerExecutor:
     def _trace(self, towers, values, data, rows=None, xla=False):
         specs = [
             *specs_of(values[0]),
-            batch.share_spec(data.like, rows),
+            batch.local_spec(data.like, rows),
             tf.TensorSpec([], tf.float32),
             *specs_of(towers.extra),
         ]
@@ -204,7 +204,7 @@ class TowerExecutor:
         x = None
         if not any(map(tf.is_symbolic_tensor, loop.flat(data.whole))):
             x = towers.inputs(data.joined())
-        spec = batch.share_spec(towers.inputs(data.like), None)
+        spec = batch.local_spec(towers.inputs(data.like), None)
         self.comparison.check_rows(towers.rules, spec, x, towers.training)
 
     def _prove(self, towers, values, data):
