@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source
-from towers.input_pipeline.sources.files.check import (
+from towers.input_pipeline.sources.files.bad_records import (
     blame,
     check_records,
     read_labels,

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.files import splits
-from towers.input_pipeline.sources.files.check import read_labels
+from towers.input_pipeline.sources.files.bad_records import read_labels
 from towers.input_pipeline.sources.files.splits import HELD_OUT, held_out
 from towers.input_pipeline.sources.record import FILE, BadRecordError
 from towers.input_pipeline.specs import no_files

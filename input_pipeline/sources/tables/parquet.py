@@ -84,14 +84,10 @@ class ParquetSource(FileSource, StreamSource):
         self._columns = parquet_columns.choose(
             first, schema, image_key, label_column, feature_columns
         )
-        self.image_fields, self.label_field = (
-            self._columns.examples,
-            self._columns.label,
-        )
-        self.encoded = self._columns.of_images
-        self.image_shape = (
-            (None, None, 3) if self.encoded else (len(self.image_fields),)
-        )
+        self.image_fields = self._columns.examples
+        self.image_shape = self._columns.image_shape
+        self.label_field = self._columns.label
+        self.encoded = len(self.image_shape) == 3
         self.notes = (self._columns.note,) if self._columns.note else ()
         self.reads = (*self._columns.names, self._fraction)
         for path in others:

@@ -17,14 +17,14 @@ class ParquetColumns:
     Attributes:
         examples: names of the columns of numbers, or of the one of images.
         label: name of the labels' column.
-        of_images: whether examples are encoded images.
+        image_shape: (None, None, 3) of encoded images, (F,) of rows of numbers.
         text_labels: whether labels are names of classes.
         note: what was guessed, a sentence; may be empty.
     """
 
     examples: Sequence[str]
     label: str
-    of_images: bool
+    image_shape: tuple[int | None, ...]
     text_labels: bool
     note: str
 
@@ -74,10 +74,10 @@ def choose(
         image = next((name for name in _IMAGES if name in kinds), None)
     if image is not None:
         _check_images(path, kinds, image)
-        return ParquetColumns([image], label, True, text_labels, note)
+        return ParquetColumns([image], label, (None, None, 3), text_labels, note)
     names = columns.find_features(path, schema.names, label, feature_columns)
     _check_numbers(path, kinds, names, asked=feature_columns is not None)
-    return ParquetColumns(names, label, False, text_labels, note)
+    return ParquetColumns(names, label, (len(names),), text_labels, note)
 
 
 def _listed(kinds: dict[str, Any]) -> str:
