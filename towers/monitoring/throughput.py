@@ -19,14 +19,14 @@ _CALLS = 1000
 @accepts_old_names
 @listeners.changes_no_variable
 class Throughput(keras.callbacks.Callback):
-    """Measures how many examples a second are trained on.
+    """Measures how many examples per second are trained on.
 
-    Only the time inside training calls counts: not validation, not saving, and not
-    the warm-up, in which graphs are built. It adds the epoch's mean so far to Keras's
-    logs, as `examples_per_sec`, so that every callback after it (progress bar,
-    TensorBoard, history) shows it; place it first.
+    Only the time inside training calls counts. Validation, saving and the warm-up, in
+    which graphs are built, do not. The callback adds the mean of the epoch so far to
+    Keras's logs, as `examples_per_sec`. Put it first in the list, so that all later
+    callbacks see the value (progress bar, TensorBoard, history).
 
-    Towers step together, so each has its share of the images of all.
+    Towers step together, so each tower's throughput is its part of the total.
     """
 
     def __init__(
