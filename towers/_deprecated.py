@@ -5,7 +5,6 @@ All of them are here, so that they can end with this file. It imports nothing of
 
 import functools
 import importlib
-import importlib.abc
 import importlib.machinery
 import re
 import sys
@@ -45,8 +44,40 @@ KEYS = {
 }
 # Parts of TensorBoard's tags.
 TAGS = {"images_per_sec": "examples_per_sec", "samples_per_sec": "examples_per_sec"}
-# Modules that hold what was in an old one.
-MODULES: dict[str, tuple[str, ...]] = {}
+# By old module: where its names are now, and first where to import them from.
+MODULES = {
+    "towers.callbacks.checkpoint": (
+        "towers.callbacks",
+        "towers.lifecycle.checkpoint",
+        "towers.numerics.not_finite",
+    ),
+    **{
+        f"towers.callbacks.{name}": ("towers.callbacks",)
+        for name in (
+            *("devices", "profile", "stall", "starvation", "step_time"),
+            *("tensorboard", "throughput"),
+        )
+    },
+    "towers.not_finite": ("towers.numerics",),
+    **{
+        f"towers.input_pipeline.{old}": (f"towers.input_pipeline.{new}",)
+        for old, new in {
+            "augment": "images.augment",
+            "checks": "records.checks",
+            "decode": "images.decode",
+            "mix": "images.mix",
+            "quarantine": "records.quarantine",
+            "randaugment": "images.randaugment",
+            "recipes": "images.recipes",
+            "sources.array_record": "sources.examples.array_record",
+            "sources.csv_source": "sources.tables.csv_source",
+            "sources.image_folder": "sources.folder.image_folder",
+            "sources.parquet": "sources.tables.parquet",
+            "sources.tfds_source": "sources.tfds.tfds_source",
+            "sources.tfrecord": "sources.examples.tfrecord",
+        }.items()
+    },
+}
 
 Named = TypeVar("Named", bound=Callable[..., Any])
 
@@ -112,14 +143,19 @@ def find_old_modules() -> None:
         sys.meta_path.append(_OldModules())
 
 
-class _OldModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _OldModules:
+    """A finder and loader; importlib.abc would take longer to import than all this."""
+
+    def create_module(self, spec):
+        return None  # an empty one
+
     def find_spec(self, fullname, path, target=None):
         known = fullname in MODULES
         return importlib.machinery.ModuleSpec(fullname, self) if known else None
 
     def exec_module(self, module):
         homes = MODULES[module.__name__]
-        _warn(module.__name__, " and ".join(homes), stacklevel=2)
+        _warn(module.__name__, homes[0])
         found = [importlib.import_module(home) for home in homes]
 
         def find(name):
@@ -158,9 +194,9 @@ def _attribute(name, old, new):
     return property(read)
 
 
-def _warn(old, new, stacklevel=3):
+def _warn(old, new):
     # Python shows it to all, and a DeprecationWarning to few.
-    warnings.warn(_sentence(old, new), FutureWarning, stacklevel)
+    warnings.warn(_sentence(old, new), FutureWarning, stacklevel=3)
 
 
 def _sentence(old, new):
