@@ -45,7 +45,6 @@ TOO_LARGE = {
     "function towers/lifecycle/checkpoint.py __init__",
     "function towers/lifecycle/resume.py going_on",
     "function towers/model/multi_gpu_model.py multi_gpu_model",
-    "function towers/parity/check.py check_parity",
     "module towers/lifecycle/checkpoint.py",
     "module towers/monitoring/stall.py",
 }
