@@ -476,6 +476,22 @@ def test_help_is_short_and_helpfull_complete():
     assert not re.search("test_srcdir|xml_output|log_dir|pdb", full)
 
 
+def test_each_setting_is_a_flag():
+    helps = [name for texts in train_flags.HELPS.values() for name in texts]
+    # In this order, flags.txt has them.
+    assert helps == [*settings.NAMES]
+    with flagsaver.flagsaver():
+        train_flags.FLAGS(["test"])
+        assert train_flags.settings() == Settings()
+
+
+def test_nothing_but_the_flags_touches_flags():
+    for folder in ("train", "parity", "find_batch_size"):
+        for path in (ROOT / "towers" / folder).rglob("*.py"):
+            touches = re.search(r"\bFLAGS\b", path.read_text())
+            assert not touches or path.name in ("flags.py", "search_flags.py")
+
+
 def test_names_that_flags_know_are_those_of_the_tables():
     """They are checked before what they name is imported."""
     assert sorted(settings.BUILDERS) == sorted(STRATEGIES)
