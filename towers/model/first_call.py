@@ -104,6 +104,7 @@ class FirstCall:
             return None, False
         made_for = self._describe(ways)
         recalled = auto.recall(update.file, made_for, ways)
+        recalled = update.builder.plan.hosts.broadcast(recalled)
         if recalled is not None:
             update.install(recalled, self._batches)
             say(f"Updating the variables by {recalled}, as chosen before.")
