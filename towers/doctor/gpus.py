@@ -340,7 +340,8 @@ class _SmiError(Exception):
 
 
 def _ask_smi(query: str) -> list[list[str]]:
-    # Not NVML itself: a broken driver would keep this process.
+    # Not `devices.nvml`: a broken driver would keep this process, and its package may
+    # be what is missing.
     command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
     out, err, code = process.run(command, _SMI_S)
     if code is None:

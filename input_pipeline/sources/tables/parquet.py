@@ -12,14 +12,10 @@ from towers.input_pipeline.sources.base import StreamSource
 from towers.input_pipeline.sources.files import in_python
 from towers.input_pipeline.sources.files.file_source import FileSource, shuffle_all
 from towers.input_pipeline.sources.record import FILE, Record
-from towers.input_pipeline.sources.tables import columns, parquet_columns
-from towers.input_pipeline.sources.tables.row_groups import (
-    RowGroups,
-    as_text,
-    described_classes,
-    filled,
-    labels_in,
-    missing,
+from towers.input_pipeline.sources.tables import (
+    columns,
+    parquet_columns,
+    row_groups,
 )
 
 _CYCLE_LENGTH = 4
@@ -76,7 +72,7 @@ class ParquetSource(FileSource, StreamSource):
                 "installed: pip install 'keras-towers[parquet]'"
             ) from error
         super().__init__(pattern, num_classes, **options)
-        self._groups = RowGroups(self._all_files())
+        self._groups = row_groups.RowGroups(self._all_files())
         for split, paths in self._files.items():
             self._set_sizes(split, [self._groups.rows(path) for path in paths])
         first, *others = self._all_files()
@@ -160,7 +156,7 @@ class ParquetSource(FileSource, StreamSource):
                 gap, count = (first, end), end - first
                 yield bad.with_fault(str(error), gap=gap, count=count)
                 continue
-            faults = missing(read)
+            faults = row_groups.missing(read)
             for row, raw in enumerate(zip(*self._values(read), strict=True)):
                 record = Record(path, f"row {first + row}", number + first + row)
                 if not self._has(split, record.number):
@@ -197,7 +193,7 @@ class ParquetSource(FileSource, StreamSource):
             )
             self.num_classes = len(self.class_names)
             return
-        names = described_classes(schema, label)
+        names = row_groups.described_classes(schema, label)
         if names and num_classes in (None, len(names)):
             self.class_names, self.num_classes = names, len(names)
 
@@ -208,7 +204,7 @@ class ParquetSource(FileSource, StreamSource):
             for group in range(self._groups.count(path)):
                 with contextlib.suppress(ValueError):
                     labels = self._groups.read(path, group, [label])[label]
-                    found |= {*as_text(labels).unique().to_pylist()}
+                    found |= {*row_groups.as_text(labels).unique().to_pylist()}
         return found - {None}
 
     def _look_at_rows(self, path: str) -> None:
@@ -232,7 +228,7 @@ class ParquetSource(FileSource, StreamSource):
         if not parts:
             return
         if self._columns.text_labels:
-            texts = [as_text(part[label]).to_pylist() for part in parts]
+            texts = [row_groups.as_text(part[label]).to_pylist() for part in parts]
             labels = [text for some in texts for text in some if text]
             columns.check_classes(path, label, labels)
         for name in features:
@@ -270,7 +266,7 @@ class ParquetSource(FileSource, StreamSource):
             except ValueError as error:
                 raise ValueError(f"{path}: row group {group}: {error}") from error
             first = self._groups.bounds(path)[group]
-            for row, fault in missing(read).items():
+            for row, fault in row_groups.missing(read).items():
                 if int(file) * FILE + first + row not in empty:
                     raise ValueError(f"{path}: row {first + row}: {fault}")
             return self._values(read)
@@ -284,8 +280,8 @@ class ParquetSource(FileSource, StreamSource):
         """Images (or rows of numbers), if there are any, and labels."""
         *images, labels = read.values()
         names = (self.class_names or ()) if self._columns.text_labels else None
-        labels = labels_in(labels, names)
-        images = [filled(column) for column in images]
+        labels = row_groups.labels_in(labels, names)
+        images = [row_groups.filled(column) for column in images]
         if self.encoded:
             return np.array([*images[0].to_pylist()] if images else [], object), labels
         rows = np.zeros([len(labels), *self.image_shape], np.float32)
