@@ -31,7 +31,12 @@ ARGUMENTS = {
     "TensorBoard": {"every_steps": "log_steps"},
 }
 # By class: new names of attributes, by the old ones.
-ATTRIBUTES = {"Throughput": {"images_per_sec": "examples_per_sec"}}
+ATTRIBUTES = {
+    "NotFiniteStep": {"finding": "origin"},
+    "Throughput": {"images_per_sec": "examples_per_sec"},
+}
+# By package: new names of what it holds, by the old ones.
+NAMES = {"towers.numerics": {"Finding": "NonFiniteOrigin"}}
 # Where a program has the new flag, and none of the old name.
 FLAGS = {"tower_shares": "split_ratios", "towers": "num_gpus"}
 # Of summary.json, variable_update.json, and Keras's logs and history.
@@ -48,7 +53,7 @@ TAGS = {"images_per_sec": "examples_per_sec", "samples_per_sec": "examples_per_s
 MODULES = {
     "towers.callbacks.checkpoint": (
         "towers.callbacks",
-        "towers.lifecycle.checkpoint",
+        "towers.lifecycle.checkpoints.manager",
         "towers.numerics.not_finite",
     ),
     **{
@@ -135,6 +140,23 @@ def with_old_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """Adds the old keys to what is written, for programs of others that read it."""
     old = {old: content[new] for old, new in KEYS.items() if new in content}
     return {**content, **old}
+
+
+def finds_old_names(package: str, find: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Makes a `__getattr__` that knows a package's old names.
+
+    Args:
+        package: Its name.
+        find: Its `__getattr__` for the new ones.
+    """
+
+    def find_either(name):
+        if (new := NAMES[package].get(name)) is None:
+            return find(name)
+        _warn(f"{package}.{name}", new)
+        return find(new)
+
+    return find_either
 
 
 def find_old_modules() -> None:

@@ -34,7 +34,8 @@ class Blocks(keras.callbacks.Callback):
                 self.seconds[self._saves].append(now_s - self._begun_s)
             self._begun_s = now_s
             self._saves = not self._saves
-            self._checkpoint.save_steps = STEPS if self._saves else None
+            steps = STEPS if self._saves else None
+            self._checkpoint.run.save_points.steps = steps
         self._step += 1
 
 

@@ -172,7 +172,8 @@ def test_monitor_of_the_command_line(tmp_path, validates):
 
     def monitor(**asked):
         made = continued.make_checkpoint(Settings(**asked), str(tmp_path), validates)
-        return made._monitor.name, made._monitor.mode
+        monitor = made.run.checkpoints.monitor
+        return monitor.name, monitor.mode
 
     assert monitor() == (first, "min")
     if validates:

@@ -19,8 +19,9 @@ from tests.small import build, tiny
 from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.lifecycle import data_position
-from towers.lifecycle.checkpoint import Checkpoint, SaveError
+from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import states, store
+from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.checkpoints.saved_model import check_checkpoint
 from towers.lifecycle.checkpoints.store import Position
 from towers.lifecycle.resume import ResumeError
@@ -685,14 +686,15 @@ def test_values_are_those_of_the_moment(tmp_path):
     at = Breaks(3, lambda: parts.update(values=values(model)))
     model = tiny("adam")
     checkpoint = Checkpoint(tmp_path, save_steps=3)
-    write = checkpoint._write
+    checkpoints = checkpoint.run.checkpoints
+    write = checkpoints._write
     written = threading.Event()
 
     def late(*args):
         assert written.wait(60)
         write(*args)
 
-    checkpoint._write = late
+    checkpoints._write = late
     with pytest.raises(ZeroDivisionError):
         # The save is over when three more steps are.
         fit(model, checkpoint, at, Breaks(6, written.set), Breaks(7))
@@ -843,7 +845,7 @@ class TestDisk:
         folder = tmp_path / "run"
 
         def vanish():
-            checkpoint._wait()
+            checkpoint.run.checkpoints.wait()
             shutil.rmtree(folder)
             folder.write_text("in the way")
 
@@ -868,7 +870,7 @@ class TestDisk:
         checkpoint = Checkpoint(tmp_path / "run", save_steps=1)
 
         def vanish():
-            checkpoint._wait()
+            checkpoint.run.checkpoints.wait()
             shutil.rmtree(tmp_path / "run")
 
         words = "the directory is gone; the last one is .*/run/ckpt-0-2[.]"
@@ -883,7 +885,7 @@ class TestDisk:
         checkpoint = Checkpoint(tmp_path, save_steps=2)
 
         def limit():
-            checkpoint._wait()
+            checkpoint.run.checkpoints.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
 
         try:
@@ -986,7 +988,7 @@ class TestDamage:
         before = values(other)
         with pytest.raises(ValueError) as caught:
             Checkpoint(saved).restore(other)
-        for word in [*words, "--clean", str(saved)]:
+        for word in [*words, "choose another directory", str(saved)]:
             assert word in str(caught.value)
         for a, b in zip(values(other), before, strict=True):
             np.testing.assert_array_equal(a, b)

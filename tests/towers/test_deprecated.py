@@ -67,7 +67,8 @@ def test_all_arguments_are_tried():
 
 def test_attributes():
     assert _deprecated.ATTRIBUTES == {
-        "Throughput": {"images_per_sec": "examples_per_sec"}
+        "NotFiniteStep": {"finding": "origin"},
+        "Throughput": {"images_per_sec": "examples_per_sec"},
     }
     throughput = Throughput(batch_size=4)
     message = ended("Throughput.images_per_sec", "Throughput.examples_per_sec")
@@ -165,3 +166,15 @@ def test_modules(old):
 
 def test_all_modules_are_tried():
     assert {f"towers.{name}" for name in NAMES} == {*_deprecated.MODULES}
+
+
+def test_names_of_numerics():
+    from towers import numerics
+
+    with pytest.warns(FutureWarning) as told:
+        assert numerics.Finding is numerics.NonFiniteOrigin
+    message = ended("towers.numerics.Finding", "NonFiniteOrigin")
+    assert [str(each.message) for each in told] == [message]
+    error = numerics.NotFiniteStep(1, numerics.NonFiniteOrigin("loss"), "", None)
+    with pytest.warns(FutureWarning, match="NotFiniteStep.finding is now "):
+        assert error.finding is error.origin

@@ -133,7 +133,7 @@ def test_where_gradients_travel_packed_towers_look(builder):
     x[-1, 2] = np.nan
     with pytest.raises(NotFiniteStep) as caught:
         parallel.fit(x[4:], x[4:], batch_size=4, verbose=0)
-    assert caught.value.finding.tower == 1
+    assert caught.value.origin.tower == 1
     np.testing.assert_equal(model.get_weights(), weights)
 
 

@@ -8,6 +8,8 @@ import ast
 import functools
 import random
 import re
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -774,6 +776,32 @@ def _():
     data = tf.data.Dataset.from_tensors((_X, _Y)).repeat(4)
     model.fit(data, verbose=0, callbacks=[Counts()])
     assert done == [2, 4]
+
+
+@contract(
+    "CallbackList, func_graph_from_py_func, compute_output_spec",
+    "called_callback, builds_graph",
+    "are in the stack while a callback is called, a graph built",
+)
+def _():
+    called, built = [], []
+
+    def look(*_):
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+        called.append([*filter(None, map(models.called_callback, frames))])
+        built.append(any(map(models.builds_graph, frames)))
+
+    class Looks(keras.layers.Layer):
+        def call(self, x):
+            look()
+            return x
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=look)
+    model = keras.Sequential([Looks(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(_X, _Y, verbose=0, callbacks=[callback])
+    assert called[-1] == [callback] and not built[-1]
+    assert not any(called[:-1]) and len(built) > 2 and all(built[:-1])
 
 
 @contract(

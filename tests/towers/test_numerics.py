@@ -77,8 +77,8 @@ def stopped(parallel, x, y=None, **options):
     return caught.value
 
 
-def told(finding):
-    return finding.source, finding.during, finding.name, finding.tower
+def told(origin):
+    return origin.source, origin.during, origin.name, origin.tower
 
 
 FORWARD = "layer", "forward", "layer 'root'", 1
@@ -106,13 +106,13 @@ def test_names_what_was_not_finite_first(fault, tmp_path):
     file = tmp_path / "made" / "bad.npz"
     model = build()
     error = stopped(on_towers(model, check_numerics=file), *data(**at))
-    finding = error.finding
-    assert told(finding) == expected
-    assert (error.step, finding.towers, finding.examples) == (2, 3, 7)
-    if finding.source != "loss":
-        assert finding.rows == (ROW - BATCH,)
-    assert str(error).startswith(f"Step 2 (epoch 1, batch 2): {finding}")
-    assert ADVICE[finding.source] in str(error)
+    origin = error.origin
+    assert told(origin) == expected
+    assert (error.step, origin.towers, origin.examples) == (2, 3, 7)
+    if origin.source != "loss":
+        assert origin.rows == (ROW - BATCH,)
+    assert str(error).startswith(f"Step 2 (epoch 1, batch 2): {origin}")
+    assert ADVICE[origin.source] in str(error)
     assert "tower 1 of 3" in str(error)
     assert str(error).endswith(f"the batch is in {file}.")
     # By another model of that kind, with other variables.
@@ -120,7 +120,7 @@ def test_names_what_was_not_finite_first(fault, tmp_path):
     again.compile("sgd", root_of_both)
     again.layers[0].kernel.assign([[7.0]])
     before = [v.numpy() for v in again.variables]
-    assert search.locate(again, file) == finding
+    assert search.locate(again, file) == origin
     for now, then in zip(again.variables, before, strict=True):
         np.testing.assert_array_equal(now.numpy(), then)
 
@@ -161,7 +161,7 @@ def test_whichever_way_towers_go(way):
     for step, fault in enumerate(faults, start=2):
         at, expected = FAULTS[fault]
         error = stopped(parallel, *data(**at))
-        assert told(error.finding) == expected
+        assert told(error.origin) == expected
         if not asynchronous:
             assert error.step == step
         if way == "steps in a loop":
@@ -218,13 +218,13 @@ def test_is_off_by_default_as_on_one_device():
 def test_towers_without_examples():
     x, y = data(x_at=-1, row=0)
     error = stopped(on_towers(build()), x[:1], y[:1])
-    assert told(error.finding) == ("layer", "forward", "layer 'root'", 0)
+    assert told(error.origin) == ("layer", "forward", "layer 'root'", 0)
 
 
 def test_synchronized_towers():
     model = build(layers.BatchNormalization(synchronized=True))
     error = stopped(on_towers(model), *data(x_at=0))
-    assert told(error.finding) == BACKWARD
+    assert told(error.origin) == BACKWARD
 
 
 def test_a_table_of_which_rows_are_looked_up():
@@ -242,7 +242,7 @@ def test_a_table_of_which_rows_are_looked_up():
     x = np.full([BATCH, 1], 3)
     x[9] = 7
     error = stopped(parallel, x, np.ones([BATCH, 1], "float32"))
-    assert told(error.finding) == BACKWARD
+    assert told(error.origin) == BACKWARD
     np.testing.assert_array_equal(rows.embeddings.numpy(), table)
 
 
@@ -250,7 +250,7 @@ def test_a_variable_that_was_not_finite_before():
     model = build()
     model.get_layer("out").kernel.assign([[np.inf]])
     error = stopped(on_towers(model), *data())
-    assert error.finding.source == "variable"
+    assert error.origin.source == "variable"
     assert "out/kernel' was not finite before it; look for what has set it;" in str(
         error
     )
@@ -289,7 +289,7 @@ def test_a_step_that_cannot_be_repeated():
 
     model = build(Fickle())
     error = stopped(on_towers(model, 1), *data())
-    assert error.finding.source == "unknown"
+    assert error.origin.source == "unknown"
     assert "computed once more" in str(error)
 
 
@@ -310,7 +310,7 @@ def test_trying_ways_to_update_is_not_stopped(monkeypatch):
     model = build(Countdown(name="countdown"))
     parallel = on_towers(model, variable_update="auto", jit_compile=False)
     error = stopped(parallel, *data(), epochs=2)
-    assert told(error.finding) == ("layer", "forward", "layer 'countdown'", 0)
+    assert told(error.origin) == ("layer", "forward", "layer 'countdown'", 0)
     assert str(error).startswith("Step 4 (epoch 2, batch 1)")
 
 
@@ -325,7 +325,7 @@ def test_accumulated_gradients():
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     parallel = on_towers(build(), optimizer=optimizer, loss="mse")
     error = stopped(parallel, *data(x_at=0))
-    assert told(error.finding) == BACKWARD
+    assert told(error.origin) == BACKWARD
 
 
 def test_in_half_precision():
@@ -333,8 +333,8 @@ def test_in_half_precision():
     keras.config.set_dtype_policy("mixed_float16")
     model = build()
     error = stopped(on_towers(model, loss="mse"), *data(x_at=1e6))
-    assert error.finding.name == "what comes before layer 'weight'"
-    assert (error.finding.tower, error.finding.rows) == (1, (ROW - BATCH,))
+    assert error.origin.name == "what comes before layer 'weight'"
+    assert (error.origin.tower, error.origin.rows) == (1, (ROW - BATCH,))
 
 
 def test_several_inputs_and_outputs(tmp_path):
@@ -353,8 +353,8 @@ def test_several_inputs_and_outputs(tmp_path):
     batch = {"a": x, "b": x * 1}
     batch["b"][ROW] = -9
     error = stopped(parallel, batch, {"root": y, "plain": y})
-    assert told(error.finding) == FORWARD
-    assert search.locate(parallel, file) == error.finding
+    assert told(error.origin) == FORWARD
+    assert search.locate(parallel, file) == error.origin
     batch["b"][ROW] = np.nan
     error = stopped(parallel, batch, {"root": y, "plain": y})
     assert "x['b'][9] of the batch is not finite on tower 1" in str(error)
@@ -374,7 +374,7 @@ def test_a_layer_inside_a_layer():
     parallel = on_towers(keras.Sequential([keras.Input((1,)), dense, Block()]))
     for at, during in ((-1, "forward"), (0, "backward")):
         error = stopped(parallel, *data(x_at=at))
-        assert told(error.finding) == ("layer", during, "layer 'root'", 1)
+        assert told(error.origin) == ("layer", during, "layer 'root'", 1)
 
 
 def test_what_a_model_computes_itself():
@@ -387,7 +387,7 @@ def test_what_a_model_computes_itself():
             return self.dense(tf.sqrt(x))
 
     error = stopped(on_towers(Own(), loss="mse"), *data(x_at=-1))
-    assert error.finding.name == "what comes before layer 'dense'"
+    assert error.origin.name == "what comes before layer 'dense'"
 
 
 class TestInput:
@@ -438,7 +438,7 @@ def test_the_same_random_numbers_are_drawn_again():
     # A comparison of rows would be seen, too.
     parallel = on_towers(model, loss="mse", strict=False)
     error = stopped(parallel, x, np.ones_like(x))
-    assert error.finding.tower == 1
+    assert error.origin.tower == 1
     then, again = seen[:3], seen[3:]
     assert len(again) == 2  # it ends at the second tower
     for share in again:
@@ -461,14 +461,14 @@ class TestLossScale:
 
     def test_a_loss_that_is_not_finite_is_not(self):
         parallel = on_towers(build(), optimizer=self.scaled(2.0**15))
-        assert told(stopped(parallel, *data(x_at=-1)).finding) == FORWARD
+        assert told(stopped(parallel, *data(x_at=-1)).origin) == FORWARD
 
     def test_a_gradient_that_no_scale_makes_finite_is_not(self):
         optimizer = self.scaled(4.0)
         parallel = on_towers(build(), optimizer=optimizer)
         x, y = data(x_at=0)
         error = stopped(parallel, x[BATCH : 2 * BATCH], y[:BATCH], epochs=5)
-        assert told(error.finding) == BACKWARD
+        assert told(error.origin) == BACKWARD
         # With a scale of 4, and of 2, it was passed over.
         assert ", after 2 skipped for the loss scale: layer 'root' makes" in str(error)
         assert float(optimizer.dynamic_scale) == 1
@@ -498,10 +498,10 @@ class TestOrigin:
         model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
         parallel = on_towers(model, loss="mse", preprocess=preprocess)
         error = stopped(parallel, x, y)
-        assert told(error.finding) == (
+        assert told(error.origin) == (
             *("data", "", "what `preprocess` has made of x", 1),
         )
-        assert error.finding.rows == (ROW - BATCH,)
+        assert error.origin.rows == (ROW - BATCH,)
 
 
 def test_the_last_checkpoint_stays(tmp_path):

@@ -22,8 +22,8 @@ from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
-from towers.monitoring import stall as stall_module
-from towers.monitoring.stall import Stall
+from towers.monitoring.stall import questions
+from towers.monitoring.stall.callback import Stall
 from towers.train import checks
 from towers.train.settings import Settings
 
@@ -304,9 +304,9 @@ def test_the_input_of_validation(run):
 
 def test_a_device_that_does_not_answer(run, monkeypatch):
     dead = Block()
-    compute = stall_module._compute
+    compute = questions.compute
     monkeypatch.setattr(
-        *(stall_module, "_compute"),
+        *(questions, "compute"),
         lambda device: dead() if device == TOWERS[1] else compute(device),
     )
     block = Block()
@@ -335,19 +335,20 @@ def test_a_save(run, tmp_path, monkeypatch):
     block, waits, save = Block(), Block(), store.save
     waits.free.set()
     checkpoint = Checkpoint(tmp_path, save_steps=2)
-    wait = checkpoint._wait
+    checkpoints = checkpoint.run.checkpoints
+    wait = checkpoints.wait
 
     def slow_save(*args):
         block()
         return save(*args)
 
-    def watched_wait():
-        if checkpoint._saving is not None:
+    def watched_wait(**options):
+        if checkpoints._saving is not None and not options:
             waits()
-        wait()
+        wait(**options)
 
     monkeypatch.setattr(store, "save", slow_save)
-    monkeypatch.setattr(checkpoint, "_wait", watched_wait)
+    monkeypatch.setattr(checkpoints, "wait", watched_wait)
     run.stall()
     # The second save waits for the first.
     with run.blocked(block, piped(ArraySource(*arrays())), checkpoint):
@@ -426,7 +427,7 @@ def test_it_goes_on_while_it_is_asked(run, monkeypatch):
         block.free.set()
         asked()
 
-    monkeypatch.setattr(stall_module, "_compute", compute)
+    monkeypatch.setattr(questions, "compute", compute)
     with run.blocked(block, plain(block), ends):
         said = run.wait()
     assert reason(said)
@@ -448,7 +449,7 @@ def test_it_raises_while_it_is_asked(run, monkeypatch):
             if thread.name == "fits":
                 thread.join(TIMEOUT_S)
 
-    monkeypatch.setattr(stall_module, "_compute", compute)
+    monkeypatch.setattr(questions, "compute", compute)
     run.stall("stop")
     with run.blocked(block, plain(fails)):
         assert reason(run.wait())
@@ -637,7 +638,7 @@ def test_stop_ends_a_process_that_waits_for_tensorflow():
 # What does not answer costs so much time, as above.
 _TRAINS = """
 import functools, runpy
-from towers.monitoring import stall
+from towers.monitoring.stall import callback as stall
 
 stall.Stall = functools.partial(stall.Stall, patience_s=4)
 runpy.run_module("towers.train", run_name="__main__", alter_sys=True)

@@ -4,7 +4,7 @@ from towers.lifecycle.checkpoint import Checkpoint
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.profile.callback import Profile
-from towers.monitoring.stall import Stall
+from towers.monitoring.stall.callback import Stall
 from towers.monitoring.step_time import StepTime
 from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput

@@ -1,6 +1,7 @@
 """Keras models: what `compile` leaves in them, and what `fit` tells callbacks."""
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -117,3 +118,19 @@ def batches_done(model: keras.Model, batch: int) -> int:
             `on_test_batch_end`.
     """
     return batch + (model.steps_per_execution if _TELLS_FIRST else 1)
+
+
+def called_callback(frame: types.FrameType) -> keras.callbacks.Callback | None:
+    """Returns the callback that a `CallbackList` calls in a frame.
+
+    It is `None` in other frames, and where Keras waits for the values that callbacks
+    are given.
+    """
+    if frame.f_globals.get("__name__") != keras.callbacks.CallbackList.__module__:
+        return None
+    return frame.f_locals.get("callback")
+
+
+def builds_graph(frame: types.FrameType) -> bool:
+    """Tells whether TensorFlow traces a function, or Keras a layer, in a frame."""
+    return frame.f_code.co_name in ("func_graph_from_py_func", "compute_output_spec")

@@ -1,146 +1,88 @@
-"""Begins `fit` in the middle of an epoch, where an earlier run has ended.
+"""Checks that a run can go on with what `fit` is given, and says what has changed."""
 
-Keras counts all batches of an epoch, so `fit` goes through those that are done, but
-computes nothing and tells no callback.
-"""
-
-import contextlib
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
-
-import keras
+from collections.abc import Mapping
+from typing import Any
 
 from towers.lifecycle import data_position
 from towers.lifecycle.checkpoints.store import Position
-from towers.lifecycle.skip_batches import Later, Passing, ResumeError, too_few
+from towers.lifecycle.skip_batches import ResumeError, too_few
 from towers.model.fit_call import FitCall
 from towers.program.voice import say
 
 
-@runtime_checkable
-class Saves(Protocol):
-    """What `fit` needs of the callback that saves; see its methods there."""
-
-    position: Position
-    past: list[int] | None  # see `data_position.find`
-    prepare: Callable
-    changes: Callable
-    name: str
-    used: Callable
-    restore_metrics: Callable
-    running: Callable
-    undisturbed: Callable
-    begin_epoch: Callable
-    epoch_begun: Callable
-    begin_batch: Callable
-
-
-@contextlib.contextmanager
-def going_on(call: FitCall, saves: Saves) -> Iterator[None]:
-    """Has `fit` begin where a checkpoint ends, and the callback listen meanwhile.
+def start(
+    run: str,
+    about: Mapping[str, Any],
+    position: Position,
+    call: FitCall,
+    data: dict[str, Any],
+    used: bool,
+) -> data_position.Start:
+    """Returns how to go on with the data; says what has changed in them.
 
     Args:
+        run: What to call the run.
+        about: What its checkpoint says of itself.
+        position: Where it goes on.
         call: The call of `fit`.
-        saves: The callback that saves the model.
+        data: What is known to decide which records a batch has.
+        used: Whether an earlier `fit` has trained on the same object.
 
     Raises:
         ResumeError: The run cannot go on with such data, or calls of so many steps.
-        ValueError: The checkpoint is not of this model.
     """
-    model, options = call.model, call.options
-    call.build_optimizer()
-    saves.prepare(model)
-    asked = Position(options["initial_epoch"])
-    goes_on = saves.position > asked
-    position = saves.position = max(saves.position, asked)
-    callbacks = keras.tree.flatten(options["callbacks"])
-    data, given = data_position.order(options), options["x"]
-    steps = data["steps_per_epoch"]
-    start = _start(saves, options, data, goes_on)
-    if position.batch:
-        _check_calls(position.batch, model.steps_per_execution, steps)
-    options["x"], options["initial_epoch"] = start.data, start.epoch
-    around = [First(saves), *callbacks]
-    options["callbacks"] = around
-    validates = options["validation_data"] is not None or options["validation_split"]
-    with (
-        saves.running(callbacks, data, given, bool(validates)),
-        warnings.catch_warnings(),
-    ):
-        if position > Position(start.epoch):
-            # Of data begun in the middle, Keras does not know the end.
-            warnings.filterwarnings("ignore", "Your input ran out of data")
-
-            def last():
-                if position.batch:
-                    saves.epoch_begun()
-                    saves.restore_metrics()
-                call.skips = None
-                model.make_train_function(force=True)
-
-            call.skips = Passing(
-                call,
-                position,
-                past=[*(saves.past or ())],
-                whole=start.whole,
-                reading=saves.undisturbed if start.read else None,
-                last=last,
-            )
-            options["callbacks"] = Later(
-                around,
-                position,
-                call.skips,
-                add_history=True,
-                add_progbar=options["verbose"] != 0,
-                verbose=options["verbose"],
-                epochs=options["epochs"],
-                steps=steps,
-                model=model,
-            )
-        yield
-
-
-def _start(saves, options, data, goes_on):
-    """Returns how to begin with the data; prints what has changed in them."""
-    if not goes_on:
-        saves.past = []
-        return data_position.start_anew(options, saves.position)
-    position, changes = saves.position, saves.changes(data)
-    check_classes(saves.name, *changes.pop("classes", (None, None)))
+    changes, steps = _changes(about, data), data["steps_per_epoch"]
+    check_classes(run, *changes.pop("classes", (None, None)))
     if "validation" in changes:
-        then, now = changes.pop("validation")
-        held_out = {
-            k: (then.get(k), now.get(k)) for k in sorted(then.keys() | now.keys())
-        }
-        held_out = {name: both for name, both in held_out.items() if both[0] != both[1]}
-        say(
-            f"Note: The run {saves.name} is validated on other data: "
-            f"{_listed(held_out, '{} before, {} now')}; the best checkpoint so far was "
-            "chosen by the data before."
-        )
+        _say_validation_differs(run, *changes.pop("validation"))
     if changes and position.batch:
         if [*changes] == ["steps_per_epoch"]:
-            _check_calls(position.batch, 1, data["steps_per_epoch"])
+            _check_calls(position.batch, 1, steps)
         raise ResumeError(
-            f"The run {saves.name} goes on in the middle of an epoch, but the data are "
+            f"The run {run} goes on in the middle of an epoch, but the data are "
             f"others: {_listed(changes, '{}, but received {}')}; expected the same."
         )
+    if position.batch:
+        _check_calls(position.batch, call.model.steps_per_execution, steps)
     if changes:
         say(
-            f"Note: The run {saves.name} goes on with other data, from their beginning:"
+            f"Note: The run {run} goes on with other data, from their beginning:"
             f" {_listed(changes, '{} before, {} now')}."
         )
-        saves.past = []
-        return data_position.start_anew(options, position)
-    start = data_position.start(options, position, saves.past, saves.used(options["x"]))
+        return data_position.start_anew(call.options, position)
+    start = data_position.start(call.options, position, about.get("past"), used)
     if start.note:
         say(
             "Note: This run goes on with data that are not from towers.input_pipeline."
             f"make_dataset. {start.note}."
         )
     return start
+
+
+def _changes(about, data):
+    """By name, what data were and what they are, where the two differ."""
+    size = about.get("batch_size")
+    before = about.get("data", {} if size is None else {"batch size": size}) or {}
+    names = before.keys() & data.keys()
+    if "data" in about:
+        # Foreign data have none.
+        names |= {"dataset"} & (before.keys() | data.keys())
+    return _differences({n: before.get(n) for n in names}, data)
+
+
+def _differences(then, now):
+    both = {name: (then.get(name), now.get(name)) for name in sorted(then)}
+    return {name: each for name, each in both.items() if each[0] != each[1]}
+
+
+def _say_validation_differs(run, then, now):
+    changes = _differences(dict.fromkeys(now) | then, now)
+    say(
+        f"Note: The run {run} is validated on other data: "
+        f"{_listed(changes, '{} before, {} now')}; the best checkpoint so far was "
+        "chosen by the data before."
+    )
 
 
 def check_classes(run: str, before: Any, now: Any) -> None:
@@ -170,7 +112,7 @@ def check_classes(run: str, before: Any, now: Any) -> None:
         different = f"a class {before[first]!r}, but received {now[first]!r} for it"
     raise ResumeError(
         f"The run {run} has {different}; expected the same classes, so choose another "
-        "model_dir for these data."
+        "directory for these data."
     )
 
 
@@ -191,27 +133,3 @@ def _check_calls(done: int, call: int, steps: int | None) -> None:
             f"{done} of an epoch, in the middle of such a call; expected a divisor of "
             f"{done}, such as {math.gcd(done, call)}."
         )
-
-
-class First(keras.callbacks.Callback, Saves):
-    """Has the run saved before any callback hears of what begins.
-
-    It is told by its class, wherever a save is looked for.
-    """
-
-    def __init__(self, saves: Saves):
-        """Initializes the callback.
-
-        Args:
-            saves: What saves.
-        """
-        super().__init__()
-        self._saves = saves
-
-    def on_epoch_begin(self, epoch, logs=None):
-        """Passes it on."""
-        self._saves.begin_epoch(epoch)
-
-    def on_train_batch_begin(self, batch, logs=None):
-        """Passes it on."""
-        self._saves.begin_batch(batch)

@@ -4,7 +4,8 @@ import os
 import signal
 import threading
 
-_STOP = (signal.SIGINT, signal.SIGTERM)
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+"""The signals that ask for the end, as users know them."""
 
 
 class Stopped(SystemExit):
@@ -37,7 +38,7 @@ class Signals:
             return self
         receive, send = os.pipe()
         os.set_blocking(send, False)
-        numbers = {signal.SIGUSR1: self._on_save, **dict.fromkeys(_STOP, self._on_stop)}
+        numbers = {signal.SIGUSR1: self._on_save, **dict.fromkeys(NAMES, self._on_stop)}
         self._before = {n: signal.signal(n, what) for n, what in numbers.items()}
         self._pipe = send, signal.set_wakeup_fd(send, warn_on_full_buffer=False)
         threading.Thread(target=_watch, args=(receive,), daemon=True).start()
@@ -65,7 +66,7 @@ def _watch(receive):
     stops = 0
     with os.fdopen(receive, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
-            stops += number[0] in _STOP
+            stops += number[0] in NAMES
             if stops > 1:
                 os.write(2, b"\nLeft at once; the checkpoints are as they were.\n")
                 os._exit(128 + number[0])

@@ -28,14 +28,11 @@ def too_few(batches: int) -> ResumeError:
     )
 
 
-class Passing:
+class SkipDoneBatches:
     """A train function that skips batches, and then gives way to the real one.
 
     It reads again only the batches that were read in the last pass, once it knows that
     the pass is the last.
-
-    Attributes:
-        read: How many batches it has read.
     """
 
     def __init__(
@@ -46,9 +43,9 @@ class Passing:
         past: Sequence[int],
         whole: bool,
         reading: Callable[[], contextlib.AbstractContextManager] | None,
-        last: Callable[[], None],
+        at_end: Callable[[], None],
     ):
-        """Passes over nothing yet.
+        """Skips nothing yet.
 
         Args:
             call: The call of `fit` that skips them.
@@ -58,21 +55,21 @@ class Passing:
             whole: Whether to read also passes that are over.
             reading: Makes what to read in; `None` to read nothing, of data that begin
                 where they should.
-            last: Is called when all is passed over; puts the real function in place.
+            at_end: Is called when all are skipped, before the real function is used.
         """
         self._call, self._position = call, position
         self._model, self._steps = call.model, call.model.steps_per_execution
         self._past, self._whole, self._reading = past, whole, reading
-        self._last = last
-        self._epoch = self._passed = self._unread = self.read = 0
+        self._at_end = at_end
+        self._epoch = self._skipped = self._unread = 0
         self._iterator = None
 
     def begin_epoch(self, epoch: int) -> None:
         """Begins to count the batches of an epoch."""
-        self._epoch, self._passed = epoch, 0
+        self._epoch, self._skipped = epoch, 0
 
     def __call__(self, iterator: Iterator) -> Any:
-        """Passes over the batches of a call; returns logs, which nobody sees.
+        """Skips the batches of a call; returns logs, which nobody sees.
 
         Raises:
             StopIteration: There were no more in this epoch.
@@ -84,11 +81,12 @@ class Passing:
         before = self._epoch < self._position.epoch
         # The last of them is that of the epoch before the position's.
         ago = self._epoch - self._position.epoch
-        if before and self._past and self._passed >= self._past[ago]:
+        if before and self._past and self._skipped >= self._past[ago]:
             raise StopIteration
-        self._passed += self._steps
+        self._skipped += self._steps
+        self._call.skipped += self._steps
         self._unread += self._steps
-        if before or self._passed < self._position.batch:
+        if before or self._skipped < self._position.batch:
             return {}
         self._end()
         return self._model.get_metrics_result()
@@ -105,59 +103,60 @@ class Passing:
     def _end(self):
         self._read()
         self._iterator = None
-        self._last()
+        self._at_end()
+        self._call.skips = None
+        self._model.make_train_function(force=True)
 
     def _read(self):
         if self._reading is None or not self._unread:
             return
         with self._reading():
-            before = self.read
-            for _ in range(self._unread):
-                if next(self._iterator, None) is None:
-                    break
-                self.read += 1
+            read = 0
+            while read < self._unread and next(self._iterator, None) is not None:
+                read += 1
+                self._call.skipped += 1
         # Of a call, there may be fewer, but not none.
-        if self.read - before <= self._unread - self._steps:
+        if read <= self._unread - self._steps:
             raise too_few(self._unread)
 
 
-class Later(keras.callbacks.CallbackList):
+class CallbacksFromBatch(keras.callbacks.CallbackList):
     """Callbacks that hear only of what comes from a position on."""
 
     def __init__(
-        self, callbacks: Any, position: Position, passing: Passing, **options: Any
+        self, callbacks: Any, position: Position, skips: SkipDoneBatches, **options: Any
     ):
         """Wraps callbacks as `fit` does.
 
         Args:
             callbacks: As for `keras.callbacks.CallbackList`.
             position: The first batch to hear of.
-            passing: What passes over the batches before.
+            skips: Skips the batches before.
             **options: As for `keras.callbacks.CallbackList`.
         """
-        self._position, self._passing, self._now = position, passing, 0
+        self._position, self._skips, self._now = position, skips, 0
         # Of data begun in the middle, Keras announces a batch more than there are.
         self._end = options["steps"] or math.inf
         super().__init__(callbacks, **options)
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Notes which epoch it is; passes on what is not passed over."""
+        """Notes which epoch it is; passes on what is not skipped."""
         self._now = epoch
-        self._passing.begin_epoch(epoch)
+        self._skips.begin_epoch(epoch)
         if epoch >= self._position.epoch:
             super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Passes on what is not passed over."""
+        """Passes on what is not skipped."""
         if epoch >= self._position.epoch:
             super().on_epoch_end(epoch, logs)
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Passes on what is not passed over."""
+        """Passes on what is not skipped."""
         if Position(self._now, batch) >= self._position and batch < self._end:
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch, logs=None):
-        """Passes on what is not passed over."""
+        """Passes on what is not skipped."""
         if Position(self._now, batch) >= self._position:
             super().on_train_batch_end(batch, logs)

@@ -54,7 +54,7 @@ class FitCall:
         self._bound = inspect.signature(fit).bind(model, *args, **kwargs)
         self._bound.apply_defaults()
         self.options: dict[str, Any] = self._bound.arguments
-        self._epoch = self._batch = None
+        self._place = _Place()
 
     @property
     def callbacks(self) -> list[Any]:
@@ -94,38 +94,47 @@ class FitCall:
     @property
     def place(self) -> str:
         """Epoch and batch that it is at, as a phrase; "" if that is not known."""
-        if self._batch is None:
+        if self._place.batch is None:
             return ""
-        first, last = self._batch + 1, self._batch + self.model.steps_per_execution
+        first = self._place.batch + 1
+        last = self._place.batch + self.model.steps_per_execution
         batches = f"batch {first}" if last <= first else f"batches {first}-{last}"
-        return f"epoch {self._epoch + 1}, {batches}"
+        return f"epoch {self._place.epoch + 1}, {batches}"
 
     @contextlib.contextmanager
     def _noting_place(self):
         if "callbacks" not in self.options:  # a `fit` of the user's
             yield
             return
-        notes, given = _NotesPlace(self), self.options["callbacks"]
+        given = self.options["callbacks"]
         if not isinstance(given, keras.callbacks.CallbackList):
-            self.options["callbacks"] = [notes, *keras.tree.flatten(given or [])]
+            self.options["callbacks"] = [self._place, *keras.tree.flatten(given or [])]
             yield
             return
-        given.callbacks.insert(0, notes)
+        given.callbacks.insert(0, self._place)
         try:
             yield
         finally:
-            given.callbacks.remove(notes)
+            given.callbacks.remove(self._place)
 
 
-class _NotesPlace(keras.callbacks.Callback):
-    """Hears where `fit` is."""
+class _Place(keras.callbacks.Callback):
+    """Hears where `fit` is.
 
-    def __init__(self, call: FitCall):
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        batch: Number of the batch that has begun, if one has.
+    """
+
+    def __init__(self):
         super().__init__()
-        self._call = call
+        self.epoch: int | None = None
+        self.batch: int | None = None
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._call._epoch = epoch
+        """Notes it."""
+        self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._call._batch = batch
+        """Notes it."""
+        self.batch = batch

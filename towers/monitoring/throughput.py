@@ -16,8 +16,8 @@ from towers.monitoring.steps import Calls
 _CALLS = 1000
 
 
-@accepts_old_names
 @listeners.changes_no_variable
+@accepts_old_names
 class Throughput(keras.callbacks.Callback):
     """Measures how many examples per second are trained on.
 

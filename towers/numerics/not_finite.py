@@ -8,31 +8,33 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers._deprecated import accepts_old_names
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.collectives import batch
-from towers.numerics import search, stopped_step
-from towers.numerics.search import Finding
-from towers.numerics.stopped_step import Case, find_row, named
+from towers.numerics import recorded_step, search
+from towers.numerics.recorded_step import RecordedStep, find_row, named
+from towers.numerics.search import NonFiniteOrigin
 
 
 class NotFinite(Exception):
     """A number of the run is infinite or not a number; what was saved before is not."""
 
 
+@accepts_old_names
 class NotFiniteStep(NotFinite):
     """A step of training is not finite; its batch was left out, and training ended.
 
     Attributes:
         step: Number of the step.
-        finding: What was not finite first.
+        origin: What was not finite first.
         file: What `locate` reads, if it was written.
         checkpoint: The last checkpoint, "" before the first, `None` if none are made.
     """
 
-    def __init__(self, step: int, finding: Finding, text: str, file: str | None):
+    def __init__(self, step: int, origin: NonFiniteOrigin, text: str, file: str | None):
         super().__init__(text)
-        self.step, self.finding, self.file = step, finding, file
+        self.step, self.origin, self.file = step, origin, file
         self.checkpoint: str | None = None
 
     def __str__(self) -> str:
@@ -64,24 +66,18 @@ def explain(
         The error to raise.
     """
     raw = keras.utils.unpack_x_y_sample_weight(stopped.data)
-    case = _case(builder, stopped, raw)
+    recorded = _record(builder, stopped, raw)
     devices = builder.plan.devices
     if stopped.tower is not None:
         devices = [devices[stopped.tower]]
-    finding = search.search(builder.model, case, devices)
-    origin = ""
-    if finding.source == "data":
-        tensor, row = named(raw).get(finding.name), finding.rows[0]
-        if tensor is None or not search.bad_rows(tensor, batch.batch_size(raw)):
-            name = f"what `preprocess` has made of {finding.name}"
-            finding = dataclasses.replace(finding, name=name)
-        elif places := find_row(given, finding.name, np.asarray(tensor[row])):
-            equal = f" or one of {len(places) - 1} like it" if len(places) > 1 else ""
-            origin = f"; it is {finding.name}[{places[0]}]{equal} of what `fit` has got"
+    origin = search.search(builder.model, recorded, devices)
+    row = ""
+    if origin.source == "data":
+        origin, row = _trace_to_row(origin, raw, given)
     written = ""
     if file is not None:
         try:
-            stopped_step.write(file, case)
+            recorded_step.write(file, recorded)
             written = f"; the batch is in {file}"
         except (OSError, ValueError) as error:
             written, file = f"; the batch cannot be written to {file}: {error}", None
@@ -89,12 +85,26 @@ def explain(
     if stopped.skipped:
         skipped = f", after {stopped.skipped} skipped for the loss scale"
     where = f" ({place})" if place else ""
-    text = f"Step {stopped.step}{where}{skipped}: {finding}{origin}"
-    text = f"{text}; {finding.advice}; nothing of the step was applied{written}"
-    return NotFiniteStep(stopped.step, finding, text, file)
+    text = f"Step {stopped.step}{where}{skipped}: {origin}{row}"
+    text = f"{text}; {origin.advice}; nothing of the step was applied{written}"
+    return NotFiniteStep(stopped.step, origin, text, file)
 
 
-def _case(builder, stopped, raw):
+def _trace_to_row(origin, raw, given):
+    """Returns an origin in the data, and a clause that names its row in `fit`'s."""
+    tensor, row = named(raw).get(origin.name), origin.rows[0]
+    if tensor is None or not search.bad_rows(tensor, batch.batch_size(raw)):
+        name = f"what `preprocess` has made of {origin.name}"
+        return dataclasses.replace(origin, name=name), ""
+    places = find_row(given, origin.name, np.asarray(tensor[row]))
+    if not places:
+        return origin, ""
+    equal = f" or one of {len(places) - 1} like it" if len(places) > 1 else ""
+    place = f"{origin.name}[{places[0]}]{equal}"
+    return origin, f"; it is {place} of what `fit` has got"
+
+
+def _record(builder, stopped, raw):
     model, data, shares = builder.model, raw, builder.plan.split_ratios
     values = [variable.value for variable in search.variables_of(model)]
     if stopped.tower is not None:
@@ -108,7 +118,7 @@ def _case(builder, stopped, raw):
             data = builder.context.preprocess(raw, training=True)
     elif builder.context.preprocess is not None:
         data = builder.preprocess_batch(raw, training=True)
-    return Case(
+    return RecordedStep(
         stopped.step,
         data,
         [tf.convert_to_tensor(value) for value in values],

@@ -27,14 +27,14 @@ from towers.keras_adapter.layers import (
 from towers.keras_adapter.models import compute_loss
 from towers.keras_adapter.patching import patched
 from towers.layers import fused, seeds
-from towers.numerics import stopped_step
-from towers.numerics.stopped_step import Case, named
+from towers.numerics import recorded_step
+from towers.numerics.recorded_step import RecordedStep, named
 from towers.program import words
 from towers.tower import build, passes
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class NonFiniteOrigin:
     """What was not finite first.
 
     Attributes:
@@ -102,7 +102,7 @@ class Finding:
         return f" on tower {self.tower} of {self.towers}" if known else ""
 
 
-def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
+def locate(model: keras.Model, file: str | os.PathLike) -> NonFiniteOrigin:
     """Repeats a step that was stopped, and says what was not finite first.
 
     Examples:
@@ -116,7 +116,7 @@ def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
         file: The file that was written when the step was stopped.
 
     Returns:
-        The finding. `str()` gives a sentence.
+        The origin. `str()` gives a sentence.
 
     Raises:
         ValueError: The file is not of such a step or of another model, or the model is
@@ -130,59 +130,63 @@ def locate(model: keras.Model, file: str | os.PathLike) -> Finding:
             "SparseCategoricalCrossentropy, or CategoricalCrossentropy of mixed "
             "examples, and from_logits=True unless the model ends in a softmax)."
         )
-    case = stopped_step.read(file)
-    build.from_symbols(model, case.data)
+    recorded = recorded_step.read(file)
+    build.from_symbols(model, recorded.data)
     shapes = [tuple(variable.shape) for variable in variables_of(model)]
-    found = [tuple(value.shape) for value in case.variables]
+    found = [tuple(value.shape) for value in recorded.variables]
     if shapes != found:
         raise ValueError(
             f"Received {os.fspath(file)} with {len(found)} variables for a model with "
             f"{len(shapes)}, or of other shapes; expected the model that it was "
             "written for."
         )
-    return search(model, case)
+    return search(model, recorded)
 
 
-def search(model: keras.Model, case: Case, devices: Sequence[str] = ()) -> Finding:
+def search(
+    model: keras.Model, recorded: RecordedStep, devices: Sequence[str] = ()
+) -> NonFiniteOrigin:
     """Says what was not finite first in a step.
 
     Args:
         model: A built, compiled model. No variable changes.
-        case: The step.
+        recorded: The step.
         devices: Where to compute it: a device for each of its towers.
     """
-    values = [tf.convert_to_tensor(value) for value in case.variables]
+    values = [tf.convert_to_tensor(value) for value in recorded.variables]
     for variable, value in zip(variables_of(model), values, strict=True):
         if not _is_finite(value):
-            during = "update" if case.step > 1 else ""
+            during = "update" if recorded.step > 1 else ""
             name = f"'{variable.path}'"
-            return Finding("variable", name, during, towers=case.towers)
-    size = batch.batch_size(case.data)
-    for k, (start, end) in enumerate(batch.split_bounds(size, case.shares)):
+            return NonFiniteOrigin("variable", name, during, towers=recorded.towers)
+    size = batch.batch_size(recorded.data)
+    for k, (start, end) in enumerate(batch.split_bounds(size, recorded.split_ratios)):
         if start == end:
             continue
-        share = batch.take(case.data, start, end)
+        share = batch.take(recorded.data, start, end)
         with tf.device(devices[k] if devices else None):
-            found = _search_share(model, share, values, k, loss=not case.gathered)
+            found = _search_share(model, share, values, k, loss=not recorded.gathered)
         if found is not None:
             rows = tuple(start + row for row in found.rows)
-            here = {"tower": case.first + k, "towers": case.towers}
+            here = {"tower": recorded.first + k, "towers": recorded.towers}
             return dataclasses.replace(found, rows=rows, **here)
-    if len(case.shares) > 1 or case.gathered:
+    if len(recorded.split_ratios) > 1 or recorded.gathered:
         # What needs the whole batch: a loss on gathered outputs, synchronized layers.
-        found = _search_share(model, case.data, values, 0, loss=True)
+        found = _search_share(model, recorded.data, values, 0, loss=True)
         if found is not None:
             return dataclasses.replace(
-                found, tower=_tower_of(found.rows, size, case), towers=case.towers
+                found,
+                tower=_tower_of(found.rows, size, recorded),
+                towers=recorded.towers,
             )
-    return Finding("unknown", towers=case.towers)
+    return NonFiniteOrigin("unknown", towers=recorded.towers)
 
 
-def _tower_of(rows, size, case):
+def _tower_of(rows, size, recorded):
     """The tower that has the first of some rows."""
-    for k, (start, end) in enumerate(batch.split_bounds(size, case.shares)):
+    for k, (start, end) in enumerate(batch.split_bounds(size, recorded.split_ratios)):
         if rows and start <= rows[0] < end:
-            return case.first + k
+            return recorded.first + k
     return None
 
 
@@ -197,7 +201,7 @@ def _search_share(model, share, values, k, loss):
     size = batch.batch_size(share)
     for name, tensor in named(share).items():
         if rows := bad_rows(tensor, size):
-            found = Finding("data", name, rows=rows)
+            found = NonFiniteOrigin("data", name, rows=rows)
             break
     return dataclasses.replace(found, examples=size)
 
@@ -223,7 +227,7 @@ def _replay(model, share, values, k, with_loss):
             return None
         loss = compute_loss(model, x, y, outputs, sample_weight)
     if not _is_finite(loss):
-        return Finding("loss", during="forward")
+        return NonFiniteOrigin("loss", during="forward")
     return _backward(model, calls, tape, loss, params, outputs, size)
 
 
@@ -284,7 +288,7 @@ def _forward(model, calls, size):
     if reached is None:
         return None
     name, tensors = reached
-    return Finding("layer", name, "forward", rows=_rows_of(tensors, size))
+    return NonFiniteOrigin("layer", name, "forward", rows=_rows_of(tensors, size))
 
 
 def _backward(model, calls, tape, loss, params, outputs, size):
@@ -295,7 +299,7 @@ def _backward(model, calls, tape, loss, params, outputs, size):
     of_ends, of_params, of_inputs, of_outputs = tape.gradient(loss, sources)
     if not _all_finite(of_ends):
         rows = _rows_of(of_ends, size)
-        return Finding("loss", during="backward", rows=rows)
+        return NonFiniteOrigin("loss", during="backward", rows=rows)
     by_variable = {
         id(variable): gradient
         for variable, gradient in zip(model.trainable_variables, of_params, strict=True)
@@ -305,9 +309,11 @@ def _backward(model, calls, tape, loss, params, outputs, size):
         of_weights = [by_variable.get(id(variable)) for variable in weights]
         if _all_finite(after) and not _all_finite([*before, *of_weights]):
             name = _phrase(model, call.operation)
-            return Finding("layer", name, "backward", rows=_rows_of(before, size))
+            return NonFiniteOrigin(
+                "layer", name, "backward", rows=_rows_of(before, size)
+            )
     if not _all_finite(of_params):
-        return Finding("loss", during="backward")
+        return NonFiniteOrigin("loss", during="backward")
     return None
 
 

@@ -20,6 +20,12 @@ def warn(line: str) -> None:
     _LOGGER.warning(line, stacklevel=2)
 
 
+def end_progress_bar() -> None:
+    """Ends the progress bar's line on a terminal, before something else is said."""
+    if sys.stdout.isatty():
+        print()
+
+
 class _OnStderr(logging.Handler):
     """Prints on what is standard error at the time."""
 

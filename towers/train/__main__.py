@@ -11,7 +11,7 @@ still, with --on_stall=stop; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
-    from towers.program import startup
+    from towers.program import startup, voice
     from towers.train import checks, flags
 
     _settings = startup.begin(
@@ -29,11 +29,12 @@ import warnings
 import tensorflow as tf
 
 from towers import input_pipeline
-from towers.lifecycle.checkpoint import SaveError
+from towers.lifecycle.checkpoints.manager import SaveError
+from towers.lifecycle.checkpoints.saved_model import OtherModelError
 from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
-from towers.program import ending, startup
+from towers.program import ending, startup, voice
 from towers.program.commands import fail, quieten
 from towers.tower.errors import ModelError
 from towers.train.job import Job, assemble
@@ -76,6 +77,9 @@ def main(settings: Settings) -> int:
         )
         hint = "" if skips else "; to train without it, give --bad_records=skip"
         return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
+    except OtherModelError as error:
+        said = f"{str(error).removesuffix('.')}, or start over with --clean."
+        return fail(said, _PROGRAM)
     except (ModelError, ResumeError, SaveError) as error:
         return fail(error, _PROGRAM)
     except (ValueError, OSError, tf.errors.OpError) as error:
@@ -101,8 +105,7 @@ def _say_stopped(job: Job | None, cause: str, code: int) -> int:
         again = f"the last checkpoint is {saved}; run again to continue from it"
     else:
         again = "nothing was saved yet"
-    if sys.stdout.isatty():
-        print()  # ends the progress bar's line
+    voice.end_progress_bar()
     fail(f"Stopped by {cause}: {again}.", _PROGRAM)
     if job is None:
         # A data set may be on its way, which Python would wait for.

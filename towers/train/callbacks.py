@@ -11,7 +11,7 @@ from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.lines import Lines
 from towers.monitoring.profile.callback import Profile
-from towers.monitoring.stall import Stall
+from towers.monitoring.stall.callback import Stall
 from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput
 from towers.monitoring.watch import Watch
@@ -22,10 +22,27 @@ from towers.train.outputs.versions import versions
 
 # What is looked at most comes first.
 _HYPER_PARAMETERS = (
-    *("model", "batch_size", "optimizer", "learning_rate", "dataset", "image_size"),
-    *("recipe", "randaugment", "mixup_alpha", "cutmix_alpha", "split_ratios"),
-    *("train_epochs", "max_train_steps", "lr_schedule", "momentum", "weight_decay"),
-    *("dtype", "variable_update", "max_staleness", "steps_per_loop", "enable_xla"),
+    "model",
+    "batch_size",
+    "optimizer",
+    "learning_rate",
+    "dataset",
+    "image_size",
+    "recipe",
+    "randaugment",
+    "mixup_alpha",
+    "cutmix_alpha",
+    "split_ratios",
+    "train_epochs",
+    "max_train_steps",
+    "lr_schedule",
+    "momentum",
+    "weight_decay",
+    "dtype",
+    "variable_update",
+    "max_staleness",
+    "steps_per_loop",
+    "enable_xla",
     "seed",
 )
 

@@ -12,6 +12,10 @@ from towers.lifecycle.checkpoints import store
 from towers.program.voice import warn
 
 
+class OtherModelError(ValueError):
+    """A checkpoint is of another model; the message says how they differ."""
+
+
 def check_checkpoint(directory: str, model: keras.Model) -> None:
     """Checks that there is a checkpoint of this model, if there is any.
 
@@ -68,15 +72,14 @@ def check_is_of(path: str, about: Mapping[str, Any], model: keras.Model) -> None
         model: The model.
 
     Raises:
-        ValueError: It is not.
+        OtherModelError: It is not.
     """
     for part, variables in parts(model).items():
         found, expected = about["variables"][part], describe(variables)
         if found != expected:
-            raise ValueError(
+            raise OtherModelError(
                 f"The checkpoint {path} holds another {part}: "
-                f"{_difference(found, expected)}; choose another model_dir, or start "
-                "over with --clean."
+                f"{_difference(found, expected)}; choose another directory."
             )
 
 

@@ -1,8 +1,9 @@
 """What a run knows besides its variables, as JSON; arrays are put aside."""
 
+import contextlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -198,3 +199,13 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leaves random numbers as they were, whoever draws some meanwhile."""
+    found = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(found)

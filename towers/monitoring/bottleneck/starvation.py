@@ -16,8 +16,8 @@ from towers.monitoring.steps import Interval
 _LOOK_EVERY_S = 1.0
 
 
-@accepts_old_names
 @listeners.changes_no_variable
+@accepts_old_names
 class Starvation(StepTime):
     """Says what limits the speed of training, at intervals and at the end.
 

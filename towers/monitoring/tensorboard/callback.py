@@ -45,8 +45,8 @@ def _while_it_works(write):
     return method
 
 
-@accepts_old_names
 @listeners.changes_no_variable
+@accepts_old_names
 class TensorBoard(keras.callbacks.Callback):
     """Writes TensorBoard logs of a run, as the runs `train` and `validation`.
 
@@ -198,8 +198,12 @@ class TensorBoard(keras.callbacks.Callback):
         try:
             yield
         except BaseException:
-            _while_it_works(TensorBoard._close)(self)
+            self._break_off()
             raise
+
+    @_while_it_works
+    def _break_off(self):
+        self._close()
 
     def _close(self):
         for writer in self._writers.values():

@@ -12,8 +12,8 @@ from typing import IO, Any
 
 from towers._deprecated import with_old_keys
 from towers.input_pipeline.records import quarantine
-from towers.lifecycle.checkpoint import SaveError
 from towers.lifecycle.checkpoints import store
+from towers.lifecycle.checkpoints.manager import SaveError
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.parts.model import NOT_FINITE
 

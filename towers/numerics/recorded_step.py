@@ -9,17 +9,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers._deprecated import rename_keys
+
 _DATA = "x", "y", "sample_weight"
 
 
-class Case(NamedTuple):
+class RecordedStep(NamedTuple):
     """A step that was stopped, with all that it takes to compute it again.
 
     Attributes:
         step: Its number.
         data: (x, y, sample_weight), as the model sees them, each a nest of tensors.
         variables: Values of the model's variables, trainable ones first.
-        shares: How much of the data each tower had, relative to the others.
+        split_ratios: How much of the data each tower had, relative to the others.
         first: Index of the first of these towers.
         towers: Number of all towers.
         gathered: Whether the loss was computed on gathered outputs.
@@ -28,7 +30,7 @@ class Case(NamedTuple):
     step: int
     data: tuple[Any, Any, Any]
     variables: Sequence[Any]
-    shares: tuple[int, ...] = (1,)
+    split_ratios: tuple[int, ...] = (1,)
     first: int = 0
     towers: int = 1
     gathered: bool = False
@@ -48,19 +50,19 @@ def named(data: tuple[Any, Any, Any]) -> dict[str, Any]:
     }
 
 
-def write(file: str, case: Case) -> None:
+def write(file: str, recorded: RecordedStep) -> None:
     """Writes a step down, for `locate`.
 
     Args:
         file: Where to; folders are made.
-        case: The step.
+        recorded: The step.
 
     Raises:
         OSError: The file cannot be written.
         ValueError: The batch has tensors that are ragged, or sparse.
     """
     arrays, paths = {}, []
-    parts = dict(zip(_DATA, case.data, strict=True))
+    parts = dict(zip(_DATA, recorded.data, strict=True))
     for path, tensor in keras.tree.flatten_with_path(parts):
         if tensor is None:
             continue
@@ -68,9 +70,9 @@ def write(file: str, case: Case) -> None:
             raise ValueError("the batch has ragged or sparse tensors")
         arrays[f"data_{len(paths)}"] = _as_array(tensor)
         paths.append([*path, tensor.dtype.name])
-    for i, value in enumerate(case.variables):
+    for i, value in enumerate(recorded.variables):
         arrays[f"variable_{i}"] = np.asarray(value)
-    about = case._replace(data=paths, variables=len(case.variables))._asdict()
+    about = recorded._replace(data=paths, variables=len(recorded.variables))._asdict()
     arrays["about"] = np.array(json.dumps(about))
     os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
     with open(f"{file}.unfinished", "wb") as written:
@@ -78,7 +80,7 @@ def write(file: str, case: Case) -> None:
     os.replace(f"{file}.unfinished", file)
 
 
-def read(file: str | os.PathLike) -> Case:
+def read(file: str | os.PathLike) -> RecordedStep:
     """Reads what `write` has written.
 
     Raises:
@@ -99,7 +101,9 @@ def read(file: str | os.PathLike) -> Case:
         ) from error
     x, y, sample_weight = (_as_lists(data.get(name)) for name in _DATA)
     about |= {"data": (x, y, sample_weight), "variables": values}
-    return Case(**about | {"shares": tuple(about["shares"])})
+    about = rename_keys(about)
+    ratios = tuple(about.pop("split_ratios"))
+    return RecordedStep(split_ratios=ratios, **about)
 
 
 def _as_array(tensor):

@@ -1,11 +1,11 @@
 """Says what a run waits for, if it stands still.
 
 Nothing is measured while it does not: what is waited for is found by asking. The stack
-of `fit`'s thread tells callbacks and tracing; below that is TensorFlow, so each device
+of `fit`'s thread tells callbacks and tracing. Below that is TensorFlow, so each device
 is given something to compute, and the input is read once more, stage by stage.
 """
 
-import dataclasses
+import contextlib
 import functools
 import os
 import sys
@@ -13,30 +13,26 @@ import threading
 import time
 import traceback
 import types
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
-from towers.keras_adapter.models import batches_done
-from towers.lifecycle.resume import Saves
-from towers.lifecycle.skip_batches import Passing
+from towers.keras_adapter.models import batches_done, builds_graph, called_callback
+from towers.lifecycle.checkpoint import Checkpoint
+from towers.lifecycle.run_state import SaveFirst
 from towers.loop import listeners
+from towers.model.fit_call import FitCall
+from towers.monitoring.stall import questions
 from towers.program.voice import say, warn
 
 STALLED = 4
 """The exit code of a process that a stall has ended."""
 
-# Where Keras calls callbacks; what TensorFlow and Keras build graphs by.
-_LIST = keras.callbacks.CallbackList.__module__
-_TRACING = "func_graph_from_py_func", "compute_output_spec"
 
-
-@accepts_old_names
 @listeners.changes_no_variable
+@accepts_old_names
 class Stall(keras.callbacks.Callback):
     """Says on stderr what the run waits for, if no batch ends for a while.
 
@@ -100,7 +96,19 @@ class Stall(keras.callbacks.Callback):
         self._clock, self._leave = clock, leave
         self._lock = threading.Lock()
         self._fit = self._heard = self._told = self._stalled = None
-        self._epoch, self._batches, self._passed = 0, None, None
+        self._call: FitCall | None = None
+        self._epoch, self._batches, self._skipped = 0, None, 0
+
+    @contextlib.contextmanager
+    def around_fit(self, call: FitCall) -> Iterator[None]:
+        """Hears of the end of a `fit` of a tower model, also of an exception."""
+        self._call, self._skipped = call, 0
+        try:
+            yield
+        finally:
+            self._call = None
+            if self._fit is not None:
+                self._fit.over.set()
 
     # Called by Keras.
 
@@ -108,10 +116,10 @@ class Stall(keras.callbacks.Callback):
         """Begins to watch."""
         if self._fit is not None:
             self._fit.over.set()
-        self._epoch, self._batches, self._passed, self._stalled = 0, None, None, None
+        self._epoch, self._batches, self._stalled = 0, None, None
         self._hear(None)
         self._checked = self._heard.time_s
-        self._fit = _Fit(self)
+        self._fit = _Fit()
         threading.Thread(
             target=self._watch, args=(self._fit.over,), name="towers-stall", daemon=True
         ).start()
@@ -187,19 +195,18 @@ class Stall(keras.callbacks.Callback):
             return
         if now - heard.time_s < self._seconds:
             return
-        found = fit.look()
-        if found is None:
-            # It has raised, so that nobody was told of its end.
+        if (frames := fit.frames()) is None:
             fit.over.set()
             return
-        if heard.batches is None and found.counted != self._passed:
-            # Nobody is told of batches that are passed over, in a run that goes on.
-            self._passed, self._heard = found.counted, heard._replace(time_s=now)
+        skipped = 0 if self._call is None else self._call.skipped
+        if heard.batches is None and skipped != self._skipped:
+            # Nobody is told of batches that are skipped, in a run that goes on.
+            self._skipped, self._heard = skipped, heard._replace(time_s=now)
             return
         self._told = heard
         # Stacks first: they are to show the stall, and not the asking.
         stacks = _stacks(fit.thread)
-        reason = found.reason or self._ask(heard.testing)
+        reason = _reason(frames) or self._ask(heard.testing)
         where = _where(heard, (self.params or {}).get("epochs", "?"))
         warn(
             f"No batch has ended for {now - heard.time_s:.0f} s, {where}; "
@@ -207,15 +214,17 @@ class Stall(keras.callbacks.Callback):
         )
         if self._heard is not heard:
             _say_it_goes_on(self._heard.time_s - heard.time_s)
-        elif self._on_stall == "stop" and fit.look() is not None:
+        elif self._on_stall == "stop" and fit.frames() is not None:
             self._stop()
         else:
             self._stalled = heard
 
     def _ask(self, testing):
         """Asks devices and input; returns what is waited for."""
-        questions = {each: functools.partial(_compute, each) for each in self._devices}
-        faults = _ask(questions, self._patience_s)
+        computes = {
+            each: functools.partial(questions.compute, each) for each in self._devices
+        }
+        faults = questions.ask(computes, self._patience_s)
         if faults:
             return " and ".join(
                 f"the device {name}, which {fault}" for name, fault in faults.items()
@@ -225,25 +234,12 @@ class Stall(keras.callbacks.Callback):
         pipeline = getattr(data, "pipeline", None)
         if pipeline is None:
             reason = "the input or the computation"
-        elif fault := self._ask_input(pipeline):
+        elif fault := questions.ask_input(pipeline, self._patience_s):
             return f"the input, whose {fault}"
         else:
             reason = "a record further on in the input, or the computation itself"
             answers.append("the input, read once more, gives a batch")
         return f"{reason} ({', and '.join(answers)})" if answers else reason
-
-    def _ask_input(self, pipeline):
-        """Reads the first of each stage; returns what is wrong with one of them."""
-        stages = []
-        # In a thread, too: a data service is called already.
-        opens = {"opening": lambda: stages.extend(_stages(pipeline))}
-        for name, fault in _ask(opens, self._patience_s).items():
-            return f"{name} {fault}"
-        for stage, dataset in stages:
-            reads = {f"stage {stage!r}": functools.partial(_read, dataset)}
-            for name, fault in _ask(reads, self._patience_s).items():
-                return f"{name} {fault}"
-        return None
 
     def _stop(self):
         again = ""
@@ -257,7 +253,7 @@ class Stall(keras.callbacks.Callback):
         # progress bar's line is ended.
         end = "\n" if sys.stdout.isatty() else ""
         flush = functools.partial(print, end=end, flush=True)
-        _ask({"stdout": flush}, self._patience_s)
+        questions.ask({"stdout": flush}, self._patience_s)
         self._leave(STALLED)
 
 
@@ -278,19 +274,6 @@ class _Moment(NamedTuple):
     testing: bool
 
 
-class _Seen(NamedTuple):
-    """What the stack of `fit`'s thread tells.
-
-    Attributes:
-        reason: What is waited for; None: something that TensorFlow does.
-        counted: Keras's own count of batches, and of those that are read again in a
-            run that goes on.
-    """
-
-    reason: str | None
-    counted: int | None
-
-
 class _Fit:
     """A call of `fit`, seen from another thread; nothing of it is kept alive.
 
@@ -300,63 +283,45 @@ class _Fit:
         over: Whether it is known to have ended, by returning or raising.
     """
 
-    def __init__(self, callback: Stall):
-        """To be called in `on_train_begin`.
-
-        Args:
-            callback: What it was called of.
-        """
+    def __init__(self):
+        """To be called in `on_train_begin`."""
         self.thread, self.ending = threading.get_ident(), False
-        self.over = over = threading.Event()
-        # `fit` calls a list of callbacks, which ends with it.
-        frame, owner = sys._getframe(1), callback
-        while isinstance(
-            caller := frame.f_locals.get("self"), keras.callbacks.Callback
-        ):
-            frame, owner = frame.f_back, caller
+        self.over = threading.Event()
+        # `fit`, or a loop of the user's, calls a list of callbacks.
+        frame = sys._getframe(1)
+        while _is_of(frame, keras.callbacks.Callback):
+            frame = frame.f_back
         self._code = frame.f_code
-        self._callbacks = weakref.ref(owner, lambda _: over.set())
 
-    def look(self) -> _Seen | None:
-        """Looks at its stack; returns None if it is over."""
+    def frames(self) -> list[types.FrameType] | None:
+        """Returns what runs in it, the innermost first; `None` if it is over."""
+        if self.over.is_set():
+            return None
         top, frames = sys._current_frames().get(self.thread), []
-        callbacks = self._callbacks()
         for frame, _ in traceback.walk_stack(top) if top else ():
+            if frame.f_code is self._code:
+                break
             frames.append(frame)
-            # An exception may have ended it, and the same thread be elsewhere.
-            if self.ending:
-                found = frame.f_locals.get("self") is callbacks
-            else:
-                found = frame.f_code is self._code and _holds(frame, callbacks)
-            if found:
-                return _Seen(_reason(frames), _counted(frame, frames))
-        return None
+        else:
+            return None
+        # After the end of training, only callbacks are left to be called.
+        calls = any(_is_of(frame, keras.callbacks.CallbackList) for frame in frames)
+        return frames if calls or not self.ending else None
 
 
-def _holds(frame: types.FrameType, value: Any) -> bool:
-    return any(local is value for local in frame.f_locals.values())
-
-
-def _counted(fit: types.FrameType, frames: Sequence[types.FrameType]) -> int | None:
-    counted = fit.f_locals.get("begin_step")
-    for frame in frames:
-        if isinstance(over := frame.f_locals.get("self"), Passing):
-            return (counted or 0) + over.read
-    return counted
+def _is_of(frame, kind):
+    return isinstance(frame.f_locals.get("self"), kind)
 
 
 def _reason(frames: Sequence[types.FrameType]) -> str | None:
     """What is waited for, as frames tell, the innermost first."""
     for frame in reversed(frames):
-        callback = None
-        if frame.f_globals.get("__name__") == _LIST:
-            # Not set yet where Keras waits for the values that callbacks are given.
-            callback = frame.f_locals.get("callback")
-        if isinstance(callback, Saves):
+        callback = called_callback(frame)
+        if isinstance(callback, Checkpoint | SaveFirst):
             return "the save of a checkpoint"
         if callback is not None:
             return f"the callback {type(callback).__name__}"
-        if frame.f_code.co_name in _TRACING:
+        if builds_graph(frame):
             return "the graph that is being built"
     return None
 
@@ -383,61 +348,6 @@ def _where(moment: _Moment, epochs: int | str) -> str:
     part = "the validation of epoch" if moment.testing else "epoch"
     batch = f"after batch {moment.batches}" if moment.batches else "before its first"
     return f"in {part} {moment.epoch + 1}/{epochs} {batch}"
-
-
-# Asking.
-
-
-def _ask(questions: Mapping[str, Callable[[], Any]], limit_s: float) -> dict[str, str]:
-    """Asks all at once, each in a thread of its own, which waits on if need be.
-
-    Returns:
-        What is wrong with those that do not answer, a phrase each.
-    """
-    faults = dict.fromkeys(questions, f"gives nothing within {limit_s:g} s")
-
-    def ask(name):
-        try:
-            questions[name]()
-        except Exception as error:
-            first, *_ = str(error).splitlines() or [""]
-            faults[name] = f"fails: {type(error).__name__}: {first}"
-        else:
-            del faults[name]
-
-    threads = [
-        threading.Thread(
-            target=ask, args=(name,), name=f"towers-ask {name}", daemon=True
-        )
-        for name in questions
-    ]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + limit_s
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    return dict(faults)
-
-
-def _compute(device: str) -> None:
-    with tf.device(device):
-        # Whatever the device has to do comes first.
-        (tf.ones([]) + 1).numpy()
-
-
-def _read(dataset: tf.data.Dataset) -> None:
-    next(iter(dataset), None)
-
-
-def _stages(pipeline: Any) -> list[tuple[str, tf.data.Dataset]]:
-    """The stages of an `towers.input_pipeline.Pipeline`, from the beginning."""
-    # To fill a buffer takes time, and is no fault.
-    pipeline = dataclasses.replace(pipeline, start_record=0, repeat=False, shuffle_mb=0)
-    if pipeline.data_service is not None:
-        return [("data service", pipeline.dataset())]
-    # With threads of their own, as others may be busy for ever.
-    options = pipeline.options()
-    return [(name, data.with_options(options)) for name, data in pipeline.stages()]
 
 
 def _say_it_goes_on(seconds: float) -> None:

@@ -1,0 +1,393 @@
+"""Where a run is, and what continues it from there."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from towers.keras_adapter.models import batches_done
+from towers.lifecycle import data_position, resume
+from towers.lifecycle.checkpoints import saved_model, states, store
+from towers.lifecycle.checkpoints.manager import CheckpointManager
+from towers.lifecycle.checkpoints.store import Contents, Position
+from towers.lifecycle.resume import ResumeError
+from towers.lifecycle.save_points import SavePoints
+from towers.lifecycle.signals import NAMES, Signals, Stopped
+from towers.lifecycle.skip_batches import CallbacksFromBatch, SkipDoneBatches
+from towers.model.fit_call import FitCall
+from towers.numerics.not_finite import NotFiniteStep
+from towers.program import voice, words
+
+
+@dataclasses.dataclass
+class _Fit:
+    """The call of `fit` that runs.
+
+    Attributes:
+        call: The call.
+        others: The callbacks whose states are saved.
+        data: What is known to decide which records a batch has, as JSON.
+        validates: Whether there are data to validate on.
+        begun: The position that it has begun at.
+        values_before: Values of the variables before callbacks heard of an epoch that
+            goes on.
+        values_at_end: Values to save at the end, if they are not those of then.
+    """
+
+    call: FitCall
+    others: Sequence[keras.callbacks.Callback]
+    data: Mapping[str, Any]
+    validates: bool
+    begun: Position
+    values_before: Mapping[str, Any] | None = None
+    values_at_end: Mapping[str, Any] | None = None
+
+    @property
+    def step(self) -> int:
+        """The number of the last step."""
+        return int(self.call.model.optimizer.iterations)
+
+    @functools.cached_property
+    def described(self) -> dict[str, list[list[Any]]]:
+        """Describes the variables; while a `fit` runs, they stay as they are."""
+        parts = saved_model.parts(self.call.model)
+        return {part: saved_model.describe(found) for part, found in parts.items()}
+
+
+@dataclasses.dataclass
+class _Epoch:
+    """The epoch that runs, or has run last.
+
+    Attributes:
+        random: States of random numbers at its beginning.
+        read: Batches that were read in it.
+        batch_begun: Whether a batch has begun that has not ended.
+        metrics: Values of the metrics, while a validation takes their place.
+        score: How good it was, once it is over.
+    """
+
+    random: Mapping[str, Any] | None = None
+    read: int = 0
+    batch_begun: bool = False
+    metrics: Sequence[Any] | None = None
+    score: float | None = None
+
+
+class RunState:
+    """Owns a run's position, its restoring, skipping, save points and signals.
+
+    `fit` runs inside of `around`. There, `SaveFirst` tells what begins, before any
+    other callback hears of it, and `Checkpoint` what ends.
+
+    Attributes:
+        checkpoints: Those of the run.
+        save_points: When to save inside of an epoch.
+        position: How far the run has come.
+        past: Batches that were read in each epoch before that, as far back as the data
+            are the same; `None` if that is not known.
+    """
+
+    def __init__(self, checkpoints: CheckpointManager, save_points: SavePoints):
+        self.checkpoints, self.save_points = checkpoints, save_points
+        self.position, self.past = Position(0), None
+        self._signals = Signals()
+        # What the next `fit` is to know besides the variables, and of which model.
+        self._known: Contents | None = None
+        self._known_of: keras.Model | None = None
+        self._saved: Position | None = None
+        # The object that the last `fit` has trained on.
+        self._trained_on = lambda: None
+        self._fit: _Fit | None = None
+        self._epoch = _Epoch()
+
+    @property
+    def runs(self) -> bool:
+        """Whether a `fit` runs inside of `around`."""
+        return self._fit is not None
+
+    def restore(self, model: keras.Model, which: str = "last") -> bool:
+        """Restores a checkpoint; see `Checkpoint.restore`."""
+        directory = self.checkpoints.directory
+        if not model.built and store.find(directory):
+            raise ValueError(
+                f"Received a model without variables for {directory}, where "
+                "checkpoints are; expected a built one, so give it a keras.Input."
+            )
+        path, contents = self.checkpoints.load(model, which)
+        self._known_of, self._known, self._saved = model, contents, None
+        self.position, self.past = Position(0), None
+        if path is None:
+            return False
+        self.position, self.past = store.position(path), contents.about.get("past")
+        saved_model.assign(model, contents.values)
+        return True
+
+    @contextlib.contextmanager
+    def around(self, call: FitCall) -> Iterator[None]:
+        """Has `fit` begin where the run is, and listens to it and to signals.
+
+        Raises:
+            ResumeError: The run cannot go on with such data, or calls of so many steps.
+            ValueError: The checkpoint is not of this model.
+        """
+        options = call.options
+        call.build_optimizer()
+        # Equal, if not the same: a tower model is a proxy.
+        if self._known is None or call.model != self._known_of:
+            self.restore(call.model)
+        asked = Position(options["initial_epoch"])
+        goes_on, self.position = self.position > asked, max(self.position, asked)
+        data, given = data_position.order(options), options["x"]
+        start = self._start(call, data, goes_on)
+        options["x"], options["initial_epoch"] = start.data, start.epoch
+        self._trained_on = lambda: None
+        with contextlib.suppress(TypeError):  # a list, say
+            self._trained_on = weakref.ref(given)
+        validates = options["validation_data"] is not None
+        validates = validates or bool(options["validation_split"])
+        callbacks = keras.tree.flatten(options["callbacks"])
+        options["callbacks"] = [SaveFirst(self), *callbacks]
+        self._fit = _Fit(call, callbacks, data, validates, self.position)
+        self._epoch = _Epoch()
+        with self._signals, warnings.catch_warnings():
+            try:
+                if self.position > Position(start.epoch):
+                    self._skip(call, start)
+                yield
+                # One that came after the last batch, or even after `on_train_end`.
+                self.heed()
+            except NotFiniteStep as error:
+                self.checkpoints.finish()
+                error.checkpoint = self.checkpoints.latest or ""
+                raise
+            finally:
+                self._fit = None
+                # What is begun is finished, whatever ends the run.
+                self.checkpoints.finish()
+
+    def _start(self, call, data, goes_on):
+        """Returns how to begin with the data; says what has changed in them."""
+        if goes_on:
+            name = self.checkpoints.latest or self.checkpoints.directory
+            used = self._trained_on() is call.options["x"]
+            about = self._known.about
+            start = resume.start(name, about, self.position, call, data, used)
+        else:
+            start = data_position.start_anew(call.options, self.position)
+        if start.anew:
+            self.past = []
+        return start
+
+    def _skip(self, call, start):
+        # Of data begun in the middle, Keras does not know the end.
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        call.skips = SkipDoneBatches(
+            call,
+            self.position,
+            past=[*(self.past or ())],
+            whole=start.whole,
+            reading=states.undisturbed if start.read else None,
+            at_end=self._end_skipping,
+        )
+        options = call.options
+        options["callbacks"] = CallbacksFromBatch(
+            options["callbacks"],
+            self.position,
+            call.skips,
+            add_history=True,
+            add_progbar=options["verbose"] != 0,
+            verbose=options["verbose"],
+            epochs=options["epochs"],
+            steps=self._fit.data["steps_per_epoch"],
+            model=call.model,
+        )
+
+    def _end_skipping(self):
+        """Undoes what callbacks have done at the beginning of an epoch that goes on.
+
+        They have done it before: what was saved inside of the epoch has seen it.
+        """
+        if not self.position.batch:
+            return
+        model = self._fit.call.model
+        saved_model.assign(model, self._fit.values_before)
+        self._fit.values_before = None
+        values = self._restore_states().values.get("metrics", ())
+        if len(values) != len(model.metrics_variables):
+            raise ResumeError(
+                f"The checkpoint {self.checkpoints.latest} is of the middle of an "
+                "epoch with other metrics; compile the model with the same, or start "
+                "over."
+            )
+        for variable, value in zip(model.metrics_variables, values, strict=True):
+            variable.assign(value)
+
+    def _restore_states(self):
+        """Gives others what they knew; after `on_train_begin`, where they forget it."""
+        known, self._known = self._known, None
+        model, others = self._fit.call.model, self._fit.others
+        states.give_back(model, others, known.about, known.values["callbacks"])
+        return known
+
+    # What happens, in order.
+
+    def begin_training(self) -> None:
+        """Counts steps and minutes from here."""
+        self.save_points.count_from(self._fit.step)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Saves what the epoch before has come to."""
+        model = self._fit.call.model
+        if self._known is None:
+            self.position = Position(epoch)
+            self.save()
+        elif self.position.batch:
+            self._fit.values_before = saved_model.values(model)
+            # What is read again is drawn as it was: the order of a pass, say.
+            if (found := self._known.about.get("random_at_begin")) is not None:
+                states.set_random_states(found)
+        else:
+            self._restore_states()
+        call = model.steps_per_execution
+        read = math.ceil(self.position.batch / call) * call
+        self._epoch = _Epoch(states.random_states(), read)
+        self.heed()
+
+    def begin_batch(self, batch: int) -> None:
+        """Saves if it is time, when all callbacks have seen the batch before."""
+        self.position = Position(self.position.epoch, batch)
+        self._epoch.batch_begun, self._epoch.metrics = True, None
+        if self.save_points.is_due(self._fit.step):
+            self.save()
+        self.heed()
+
+    def end_batch(self, batch: int, steps: int | None) -> None:
+        """Counts.
+
+        Args:
+            batch: As Keras names it.
+            steps: Batches of an epoch, if that is known.
+        """
+        done = batches_done(self._fit.call.model, batch)
+        self._epoch.batch_begun, self._epoch.read = False, done
+        self.position = Position(self.position.epoch, min(done, steps or done))
+
+    def begin_validation(self) -> None:
+        """Keeps the metrics of training, whose place validation takes."""
+        metrics = self._fit.call.model.metrics_variables
+        self._epoch.metrics = saved_model.copies(metrics)
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any], steps: int | None) -> None:
+        """Notes how good the epoch was, unless later callbacks should not see it."""
+        model = self._fit.call.model
+        self.checkpoints.wait()
+        about = {"variables": self._fit.described, "step": self._fit.step}
+        self.checkpoints.check_finite(saved_model.values(model), about)
+        if saved_model.averages(model.optimizer):
+            # At the end of `fit`, Keras puts averages in the place of weights.
+            self._fit.values_at_end = saved_model.values(model)
+        score = self.checkpoints.score(logs, self._fit.validates, model)
+        self._epoch.score = score
+        # Where Keras does not know how many there are, it begins one batch too many; an
+        # epoch also ends where data do.
+        ended = self._epoch.batch_begun or not model.stop_training
+        if ended or self.position.batch >= (steps or math.inf):
+            self.position = Position(epoch + 1)
+            if self.past is not None:
+                self.past.append(self._epoch.read)
+
+    def end_training(self) -> None:
+        """Saves, waits for it, and keeps what another `fit` is to know."""
+        if self._known is not None:
+            # There was no epoch, and nobody was given what they knew.
+            self._known = self._restore_states()
+            done = words.count(self.position.epoch, "epoch")
+            directory = self.checkpoints.directory
+            voice.say(f"Nothing left to train: {directory} has {done} already.")
+        self.save(self._fit.values_at_end)
+        self.checkpoints.wait()
+        if self._known is None:
+            self._known = self._contents()
+
+    # Saving.
+
+    def heed(self) -> None:
+        """Does what a signal asks for, and hears of a save that has ended.
+
+        Raises:
+            Stopped: A signal asks for the end.
+        """
+        if self._signals.save:
+            self._signals.save = False
+            self.save()
+        if (number := self._signals.stop) is not None:
+            self.save()
+            self.checkpoints.wait()
+            again = "the last checkpoint is {}; run again to continue"
+            again = self.checkpoints.tell_latest(again)
+            voice.end_progress_bar()
+            voice.say(f"Stopped by {NAMES[number]}: {again}.")
+            raise Stopped(number)
+        self.checkpoints.wait(only_if_done=True)
+
+    def save(self, values: Mapping[str, Any] | None = None) -> None:
+        """Begins to save, unless that was done here.
+
+        Args:
+            values: Of the variables, if they are not as they are now.
+        """
+        if self.position in (self._fit.begun, self._saved):
+            return
+        self.checkpoints.wait()
+        self._saved = self.position
+        contents = self._contents()
+        values = values or saved_model.values(self._fit.call.model)
+        contents = Contents(values | contents.values, contents.about)
+        self.save_points.count_from(self._fit.step)
+        self.checkpoints.save(self.position, contents)
+
+    def _contents(self):
+        """All that is saved, but for the variables."""
+        position, fit, arrays = self.position, self._fit, []
+        model, score = fit.call.model, None if position.batch else self._epoch.score
+        about = {
+            "variables": fit.described,
+            "data": fit.data,
+            "past": None if self.past is None else [*self.past],
+            "step": fit.step,
+            **self.checkpoints.monitor.describe(score),
+            **states.collect(model, fit.others, position.epoch, arrays),
+        }
+        values = {"callbacks": arrays}
+        if position.batch:
+            metrics = self._epoch.metrics
+            values["metrics"] = metrics or saved_model.copies(model.metrics_variables)
+            about["random_at_begin"] = self._epoch.random
+        return Contents(values, about)
+
+
+class SaveFirst(keras.callbacks.Callback):
+    """Has the run saved before any other callback hears of what begins."""
+
+    def __init__(self, run: RunState):
+        """Initializes the callback.
+
+        Args:
+            run: Is told.
+        """
+        super().__init__()
+        self._run = run
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Passes it on."""
+        self._run.begin_epoch(epoch)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Passes it on."""
+        self._run.begin_batch(batch)

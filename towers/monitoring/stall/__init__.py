@@ -1,0 +1,1 @@
+"""What a run waits for, if it stands still."""
