@@ -540,8 +540,8 @@ def test_flags_at_work(data_dir, tmp_path, flags, steps):
     assert summary["steps"] == steps
     assert np.isfinite(summary["val_loss"])
     assert ours(done) == []
-    broken_off = f"epoch 1/1 broken off, step {steps}" in done.stdout
-    assert broken_off == any("max_train_steps" in flag for flag in flags)
+    stopped = f"epoch 1/1 stopped, step {steps}" in done.stdout
+    assert stopped == any("max_train_steps" in flag for flag in flags)
     if "--log_steps=10" in flags:  # no rate yet: these steps were the warm-up
         assert re.search(r"^epoch 1/1, step 10:(?!.*examples/sec)", done.stdout, re.M)
 

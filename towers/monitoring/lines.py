@@ -59,7 +59,7 @@ class Lines(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Prints the epoch's line."""
         whole = self._batches >= (self.params.get("steps") or 0)
-        self._print(logs, " done" if whole else " broken off")
+        self._print(logs, " done" if whole else " stopped")
 
     def _print(self, logs, suffix=""):
         values = dict(logs)

@@ -34,7 +34,7 @@ _TOOK = {
 _TRY = {
     "copy": "a larger batch of smaller examples, or more steps in a call, in which the "
     "next batch is copied meanwhile",
-    "reduce": "another builder (--variable_update), XLA, or a larger batch",
+    "reduce": "another --variable_update, XLA, or a larger batch",
     "python": "a larger batch, or more steps in a call (--steps_per_loop, "
     "steps_per_execution)",
 }
