@@ -249,7 +249,7 @@ import os, sys, threading
 import keras
 
 def build(input_shape, num_classes):
-    if sys.argv[-1] != "--batch_size=2":
+    if "--batch_size=2" not in sys.argv:
         with open("{pipe}", "w") as pipe:
             print(os.getppid(), file=pipe, flush=True)
             threading.Event().wait()
