@@ -433,7 +433,7 @@ class TestASecondFit:
         model.compile("sgd", model.loss)
         assert fit(model, checkpoint, epochs=2).epoch == [0, 1]
         about = store.load_about(f"{tmp_path}/ckpt-2-0")
-        assert about["variables"]["optimizer"][0][0].startswith("sgd/")
+        assert about["variables"]["optimizer"][0][0].lower().startswith("sgd/")
 
     def test_of_another_model_restores_it(self, tmp_path):
         model, other, checkpoint = tiny(), tiny(seed=2), Checkpoint(tmp_path)
@@ -532,6 +532,8 @@ def test_random_numbers_go_on(tmp_path, no_generator):
 
     def start(seed):
         tf.random.set_global_generator(tf.random.Generator.from_seed(seed))
+        # A seed alone does not renew Keras's own generator before Keras 3.13.
+        keras.backend.clear_session()
         return tiny(seed=seed)
 
     drawn = []
@@ -988,8 +990,9 @@ class TestDamage:
         before = values(other)
         with pytest.raises(ValueError) as caught:
             Checkpoint(saved).restore(other)
+        # Keras 3.10 writes "SGD", later ones "sgd".
         for word in [*words, "choose another directory", str(saved)]:
-            assert word in str(caught.value)
+            assert word.lower() in str(caught.value).lower()
         for a, b in zip(values(other), before, strict=True):
             np.testing.assert_array_equal(a, b)
 
