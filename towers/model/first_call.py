@@ -31,10 +31,11 @@ TrainFunction = Callable[[Iterator], Any]
 
 
 class FirstCall:
-    """A call of training that finds out how the variables are best updated.
+    """A call of training that chooses how the variables are updated.
 
-    In turn, it starts with the first way, or with one that was chosen before; makes the
-    call, by less if that fails; and tries the other ways, which changes no variable.
+    It installs the first way, or the one that was chosen before. It makes the call, and
+    falls back to a simpler way if that fails. Then it measures the other ways, and
+    restores the variables.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class FirstCall:
         }
 
     def _train_or_fall_back(self):
-        """Makes the call; without XLA, or by the simplest way, where it fails."""
+        """Makes the call; if it fails, without XLA, and then by the simplest way."""
         update, said = self._update, None
         first, simplest = update.choice, Choice()
         simpler = not update.chosen and (

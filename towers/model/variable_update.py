@@ -68,8 +68,8 @@ class XlaWish:
 class VariableUpdate:
     """How the variables are updated.
 
-    Where that is to be chosen, the first call of training does so (`first_call.py`).
-    If the model is compiled again, it is chosen again.
+    With variable_update="auto", the first call of training chooses (`first_call.py`).
+    After the model has been compiled again, the next call chooses again.
 
     Attributes:
         model: The user's model.
