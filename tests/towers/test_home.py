@@ -173,7 +173,7 @@ def _default(parallel):
     alg, merge = "-", used.plan.merge[8:]
     if used.name == "replicated":
         alg, merge = used.training.step.reducer.algorithm, "-"
-    others = [str(w) for w in parallel._ways()] if parallel._self_ways else []
+    others = [str(way) for way in parallel._self_update.ways()]
     what = used.name, alg, used.plan.home[8:], merge, used.context.prefetch, used.xla
     return (*what, others)
 
