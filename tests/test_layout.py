@@ -1,7 +1,9 @@
 """The layout: imports point down the floors, and no room is too large."""
 
 import ast
+import collections
 import functools
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +55,18 @@ def _upwards(pairs, floor, floors):
     for module, target in pairs:
         if floors.index(floor(target)) > floors.index(floor(module)):
             yield module, target
+
+
+def test_modules_make_no_circle():
+    modules = {_name(path).removesuffix(".__init__") for path in _trees()}
+    imported = collections.defaultdict(set)
+    for module, target in _imports():
+        module = module.removesuffix(".__init__")
+        # What is no module is a name in one.
+        found = target if target in modules else target.rpartition(".")[0]
+        if found != module:
+            imported[module].add(found)
+    graphlib.TopologicalSorter(imported).prepare()
 
 
 def test_input_and_models_stand_apart():
