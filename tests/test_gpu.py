@@ -36,7 +36,11 @@ expected = fit(model())
 builder, algorithm, xla = sys.argv[1:]
 home = placed.home if builder == "parameter_server" else None
 parallel = towers.multi_gpu_model(
-    model(), gpus=placed.towers, home=home, builder=builder, all_reduce_alg=algorithm
+    model(),
+    gpus=placed.towers,
+    local_parameter_device=home,
+    variable_update=builder,
+    all_reduce_alg=algorithm,
 )
 ours = fit(parallel, steps=4, xla=xla == "xla")
 for a, b in zip(ours, expected, strict=True):

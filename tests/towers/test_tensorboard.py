@@ -63,7 +63,7 @@ towers = functools.lru_cache(maxsize=1)(multi_gpu_model)
 
 def fit(model, *callbacks, gpus=2, builder="parameter_server", **options):
     """Fits on two towers: three steps an epoch."""
-    parallel = towers(model, gpus=gpus, builder=builder)
+    parallel = towers(model, gpus=gpus, variable_update=builder)
     return parallel.fit(
         data(), callbacks=list(callbacks), verbose=0, shuffle=False, **options
     )
