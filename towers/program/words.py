@@ -39,3 +39,17 @@ def error_line(error: BaseException, telling: Sequence[str] = ()) -> str:
     lines = [line for line in lines if line and not line.startswith(_NOISE)]
     told = [line for line in lines if any(word in line for word in telling)]
     return next(iter([*told, *lines]), type(error).__name__)
+
+
+def error_sentence(error: BaseException) -> str:
+    """Returns the first sentence of an error, and the call that it came from.
+
+    Args:
+        error: As Keras raises it: with a heading, and in bold type.
+    """
+    lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
+    first, *rest = [line.strip() for line in lines if line.strip()] or [repr(error)]
+    call = re.match(r"Exception encountered when calling (.+?)\.?$", first)
+    said = rest[0] if call and rest else first
+    said = said.partition(". ")[0].rstrip(".")
+    return f"{call[1]}: {said}" if call else said

@@ -9,7 +9,6 @@ not stop in a debugger, and leaves Python attributes as they were.
 import contextlib
 import functools
 import pdb
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -282,20 +281,6 @@ def aside(model: keras.Model, builds: bool = False) -> Iterator[None]:
             yield
     finally:
         attributes.restore((int, float) if builds else object)
-
-
-def words(error: BaseException) -> str:
-    """Returns the first sentence of an error, and the call that it came from.
-
-    Args:
-        error: As Keras raises it: with a heading, and in bold type.
-    """
-    lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
-    first, *rest = [line.strip() for line in lines if line.strip()] or [repr(error)]
-    call = re.match(r"Exception encountered when calling (.+?)\.?$", first)
-    said = rest[0] if call and rest else first
-    said = said.partition(". ")[0].rstrip(".")
-    return f"{call[1]}: {said}" if call else said
 
 
 class _Silent:

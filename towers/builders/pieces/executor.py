@@ -17,6 +17,7 @@ from towers.builders.pieces.sizes import TraceSizes
 from towers.collectives import batch
 from towers.keras_adapter.layers import layers_of
 from towers.loop import loop
+from towers.program import words
 from towers.tower import eager
 from towers.tower.errors import ModelError, UntraceableError
 from towers.tower.passes import TowerResult
@@ -217,7 +218,7 @@ class TowerExecutor:
             known = isinstance(error, ModelError | NoRuleError)
             if known and not isinstance(error, UntraceableError):
                 raise
-            said = eager.words(error.__cause__ or error)
+            said = words.error_sentence(error.__cause__ or error)
             towers.rules.give_up(f"a layer that only Python can run ({said})")
             line = (
                 f"Model '{model.name}' cannot be traced as a graph ({said}), so "
