@@ -170,6 +170,22 @@ def test_a_wish_where_keras_has_no_reason_of_its_own():
         assert _wants_xla(before) is asked
 
 
+def test_evaluation_is_not_compiled_around_towers(monkeypatch):
+    parallel = towers.multi_gpu_model(_dense(), ["cpu:0", "cpu:1"])
+    parallel.compile("adam", "mse", jit_compile=True)
+    compiled, function = [], tf.function
+
+    def noted(*args, **kwargs):
+        compiled.append(kwargs.get("jit_compile"))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(tf, "function", noted)
+    parallel.evaluate(*_batch(), verbose=0)
+    parallel.predict(_batch()[0], verbose=0)
+    assert compiled and not any(compiled)
+    assert parallel.__wrapped__.jit_compile
+
+
 def test_the_model_compiled_by_itself_later_forgets_the_wish():
     parallel = towers.multi_gpu_model(_dense(), ["cpu:0"])
     parallel.compile("adam", "mse", jit_compile=True)

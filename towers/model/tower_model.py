@@ -135,8 +135,13 @@ class TowerModel(wrapt.CallableObjectProxy):
             return
 
         def make():
-            kept = getattr(self, name)
-            getattr(type(self.__wrapped__), f"make_{name}")(self, force=True)
+            kept, model = getattr(self, name), self.__wrapped__
+            # Keras asks the model itself, and XLA cannot compile a step around towers.
+            wish, model.jit_compile = model.jit_compile, False
+            try:
+                getattr(type(model), f"make_{name}")(self, force=True)
+            finally:
+                model.jit_compile = wish
             made = getattr(self, name)
             setattr(self, name, kept)
 
