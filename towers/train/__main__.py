@@ -30,7 +30,6 @@ import tensorflow as tf
 
 from towers import input_pipeline
 from towers.lifecycle.checkpoints.manager import SaveError
-from towers.lifecycle.checkpoints.saved_model import OtherModelError
 from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
@@ -77,9 +76,6 @@ def main(settings: Settings) -> int:
         )
         hint = "" if skips else "; to train without it, give --bad_records=skip"
         return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
-    except OtherModelError as error:
-        said = f"{str(error).removesuffix('.')}, or start over with --clean."
-        return fail(said, _PROGRAM)
     except (ModelError, ResumeError, SaveError) as error:
         return fail(error, _PROGRAM)
     except (ValueError, OSError, tf.errors.OpError) as error:

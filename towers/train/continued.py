@@ -10,6 +10,7 @@ from towers._deprecated import rename_flags
 from towers.lifecycle import resume
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
+from towers.lifecycle.checkpoints.saved_model import OtherModelError, check_checkpoint
 from towers.program import words
 from towers.train.settings import DEFAULTS, MONITORS, NAMES, Settings
 
@@ -95,6 +96,23 @@ def restore(
         f"There is no checkpoint in {folder} to {what}; train first, or name the "
         "model_dir of an earlier run."
     )
+
+
+def check_model(folder: str, model: keras.Model) -> None:
+    """Checks that there is a checkpoint of this model, if there is any.
+
+    Args:
+        folder: Where the checkpoints lie.
+        model: Need not be compiled.
+
+    Raises:
+        ValueError: All are of another model, or cannot be read.
+    """
+    try:
+        check_checkpoint(folder, model)
+    except OtherModelError as error:
+        said = str(error).removesuffix(".")
+        raise OtherModelError(f"{said}, or start over with --clean.") from error
 
 
 def check_classes(folder: str, source: input_pipeline.Source) -> None:

@@ -9,7 +9,6 @@ from towers.collectives import batch
 from towers.devices import Devices
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoint import Checkpoint
-from towers.lifecycle.checkpoints.saved_model import check_checkpoint
 from towers.model.arguments import check_all_reduce
 from towers.model.tower_model import TowerModel
 from towers.train import checks, continued
@@ -96,7 +95,7 @@ def assemble(settings: Settings) -> Job:
     if not settings.eval_only:
         model_parts.check_can_be_saved(settings, model)
     if not settings.clean:
-        check_checkpoint(folder, model)
+        continued.check_model(folder, model)
 
     known = os.path.join(model_dir, BAD_RECORDS)
     known = [] if settings.clean else quarantine.read(known)
