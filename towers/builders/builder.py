@@ -102,9 +102,9 @@ class Builder:
         """Compares rows as a graph has asked for; see `RowComparison`."""
         self.pieces.comparison.compare_first(data, wanted)
 
-    def compare_again_what_was_too_small(self) -> None:
+    def forget_small_comparisons(self) -> None:
         """Forgets verdicts on batches of a single row; see `RowComparison`."""
-        self.pieces.comparison.compare_again_what_was_too_small()
+        self.pieces.comparison.forget_small_comparisons()
 
     def mark_copies_stale(self) -> None:
         """Is told that variables, or the model, may have been changed from outside."""

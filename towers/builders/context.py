@@ -141,14 +141,14 @@ class Context:
             return self.found.proofs.of(self.model, step, data, rules)
         return rules
 
-    def say(self, lines: Sequence[str], about: Any = None) -> None:
-        """Says what has not been said before: each step finds the same.
+    def say(self, lines: Sequence[str], key: Any = None) -> None:
+        """Says lines that have not been said before: each step finds the same.
 
         Args:
-            lines: What to say.
-            about: What it is about, if that is said once, whatever the words.
+            lines: The lines.
+            key: Lines of one key are said once, whatever their words.
         """
         for line in lines:
-            if (about or line) not in self.said:
+            if (key or line) not in self.said:
                 voice.say(line)
-                self.said.add(about or line)
+                self.said.add(key or line)

@@ -57,7 +57,7 @@ def compared(
                 function = make()
             else:
                 if wanted:
-                    used.compare_again_what_was_too_small()
+                    used.forget_small_comparisons()
                 return logs
 
     return call

@@ -42,13 +42,13 @@ class RowComparison:
         if len(rules.unread) > 1:
             culprit += f" (and {len(rules.unread) - 1} more)"
         # Operations are named anew in each trace.
-        about = rules.unread[0].layer or rules.unread[0].operation.type
+        unread = rules.unread[0].layer or rules.unread[0].operation.type
         if not self.context.strict:
             line = (
                 f"Model '{name}': {culprit} cannot be read, and nothing is compared "
                 "with strict=False; each tower computes with its share."
             )
-            self.context.say([line], about)
+            self.context.say([line], unread)
             return
         key = training, str(spec)
         if key not in self.verdicts:
@@ -64,11 +64,10 @@ class RowComparison:
                 "strict=False to multi_gpu_model to accept other numbers than one "
                 "device's."
             )
-        self.context.say(
-            [f"Model '{name}': {culprit} cannot be read; {verdict}."], about
-        )
+        line = f"Model '{name}': {culprit} cannot be read; {verdict}."
+        self.context.say([line], unread)
         if x is not None:
-            self.compare_again_what_was_too_small()
+            self.forget_small_comparisons()
 
     def compare_first(self, data: Any, wanted: compare.BatchWanted) -> None:
         """Compares rows as a graph has asked for.
@@ -82,7 +81,7 @@ class RowComparison:
         _, (x, _, _) = self.batches.preprocess_batch((x, None, None), training=False)
         self._compare(x, wanted.training, wanted.key)
 
-    def compare_again_what_was_too_small(self) -> None:
+    def forget_small_comparisons(self) -> None:
         """Forgets verdicts on batches of a single row, for a larger one to come."""
         self.verdicts = {k: v for k, v in self.verdicts.items() if v.rows > 1}
 

@@ -115,12 +115,12 @@ class TowerExecutor:
                 checks.check_variables(context.model)
         data = self._split(whole, local_batches)
         unread = not towers.rules.complete
-        traced, all_traced = None, None
         if context.model.run_eagerly:
             if unread:
                 self._prove(towers, values, data)
+            execute = functools.partial(self._take_turns, towers)
         else:
-            traced, all_traced, values = self._trace_for(towers, values, data)
+            execute, values = self._in_graph(towers, values, data)
         calls = [
             self._call(towers, k, values[k], *mine)
             for k, mine in enumerate(
@@ -134,11 +134,7 @@ class TowerExecutor:
 
         if unread and towers.rules.unread:
             self._check_rows(towers, data)
-        if context.model.run_eagerly:
-            return self._take_turns(towers, calls, everything)
-        if context.together:
-            return run_in_replica_context(towers.function, traced, calls, everything)
-        return run(all_traced(), calls)
+        return execute(calls, everything)
 
     def _split(self, whole, local_batches):
         plan = self.context.plan
@@ -172,8 +168,8 @@ class TowerExecutor:
         on_gpus = self.context.plan.on_gpus
         return Traced(towers.function, specs, xla, noinline, on_gpus)
 
-    def _trace_for(self, towers, values, data):
-        """Traces a tower; returns it, what traces the others, and what they take."""
+    def _in_graph(self, towers, values, data):
+        """Traces a tower; returns what runs all of them, and the values they take."""
         context = self.context
         xla = context.xla and not context.together
         xla = xla and (towers.training or context.found.compiled)
@@ -188,7 +184,15 @@ class TowerExecutor:
             trace = functools.partial(self._trace, towers, values, data)
             traced = sizes.trace_first(trace)
         self._check_traced(traced, None if sizes.only else towers.rules)
-        return traced, functools.partial(sizes.trace_all, trace, traced), values
+
+        def execute(calls, everything):
+            if context.together:
+                return run_in_replica_context(
+                    towers.function, traced, calls, everything
+                )
+            return run(sizes.trace_all(trace, traced), calls)
+
+        return execute, values
 
     def _check_traced(self, traced, rules):
         context = self.context
