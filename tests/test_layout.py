@@ -38,7 +38,6 @@ EXCEPTIONS = {
     "folder scripts",
     "function towers/devices/configuration.py configure",
     "function towers/model/multi_gpu_model.py multi_gpu_model",
-    "function towers/parity/check.py check_parity",
 }
 
 

@@ -31,7 +31,9 @@ from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.monitoring.profile import callback as profile
+from towers.numerics.not_finite import NotFinite
 from towers.report.read import read
+from towers.tower.errors import ModelError
 from towers.train import __main__ as train
 from towers.train import checks, settings
 from towers.train import flags as train_flags
@@ -472,6 +474,22 @@ def test_help_is_short_and_helpfull_complete():
         assert max(map(len, text.splitlines())) <= 88
     # TensorFlow's and absl's own.
     assert not re.search("test_srcdir|xml_output|log_dir|pdb", full)
+
+
+def test_each_setting_is_a_flag():
+    helps = [name for texts in train_flags.HELPS.values() for name in texts]
+    # In this order, flags.txt has them.
+    assert helps == [*settings.NAMES]
+    with flagsaver.flagsaver():
+        train_flags.FLAGS(["test"])
+        assert train_flags.settings() == Settings()
+
+
+def test_nothing_but_the_flags_touches_flags():
+    for folder in ("train", "parity", "find_batch_size"):
+        for path in (ROOT / "towers" / folder).rglob("*.py"):
+            touches = re.search(r"\bFLAGS\b", path.read_text())
+            assert not touches or path.name in ("flags.py", "search_flags.py")
 
 
 def test_names_that_flags_know_are_those_of_the_tables():
@@ -1049,12 +1067,12 @@ def first_done(out):
     return int(re.search(r"^epoch (\d+)/\d+ done", out, re.M)[1])
 
 
-def continued(done, path):
+def continued(out, path):
     """The epoch and the batch after which a run says that it goes on."""
     found = re.search(
         rf"^Continuing from {path}/checkpoints/ckpt-(\d+)-(\d+): after epoch \1"
         r"(?: and \2 batch(?:es)?)?, step (\d+)\.$",
-        done.stdout,
+        out,
         re.M,
     )
     epoch, batch, step = map(int, found.groups())
@@ -1074,7 +1092,7 @@ def test_killed_and_started_again_with_the_flags_that_it_wrote(killed, whole, tm
     assert after == before.replace(f"={killed}\n", f"={path}\n")
     # Nothing in this run is not finite.
     assert not (path / "not_finite.npz").exists()
-    epoch, batch = continued(done, path)
+    epoch, batch = continued(done.stdout, path)
     assert 1 <= epoch < 8 and batch in (0, 5, 10, 15, 20)
     assert first_done(done.stdout) == epoch + 1
     summary = json.loads((path / "summary.json").read_text())
@@ -1085,7 +1103,7 @@ def test_killed_and_started_again_with_the_flags_that_it_wrote(killed, whole, tm
     assert_same_bits(model.get_weights(), weights(whole))
 
 
-def test_terminated_and_started_again(data_dir, tmp_path):
+def test_terminated_and_started_again(data_dir, tmp_path, capsys):
     flags = (f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp")
     process = start(*flags, "--train_epochs=1000")
     wait_for(process, "epoch 1/1000 done")
@@ -1100,10 +1118,11 @@ def test_terminated_and_started_again(data_dir, tmp_path):
     )
     assert "Traceback" not in done.stderr
     epoch, batch = map(int, saved.groups())
-    again = run(*flags, f"--train_epochs={epoch + 1}")
-    assert continued(again, tmp_path) == (epoch, batch)
-    assert first_done(again.stdout) == epoch + 1
-    assert f"Done: {epoch + 1} epochs, {(epoch + 1) * STEPS} steps" in again.stdout
+    run_here(*flags, f"--train_epochs={epoch + 1}")
+    out = capsys.readouterr().out
+    assert continued(out, tmp_path) == (epoch, batch)
+    assert first_done(out) == epoch + 1
+    assert f"Done: {epoch + 1} epochs, {(epoch + 1) * STEPS} steps" in out
 
 
 @pytest.mark.oldest
@@ -1382,25 +1401,21 @@ def test_a_model_that_cannot_be_a_tower(data_dir, tmp_path):
             """
         )
     )
-    done = run(
-        *(f"--data_dir={data_dir}", f"--model_dir={tmp_path / 'run'}"),
-        f"--model={tmp_path / 'mine.py'}:build",
-        code=1,
-    )
-    (said,) = ours(done)
-    assert "Keras's global random seed" in said
-    assert "Traceback" not in done.stderr
+    with pytest.raises(ModelError, match="Keras's global random seed"):
+        run_here(
+            *(f"--data_dir={data_dir}", f"--model_dir={tmp_path / 'run'}"),
+            f"--model={tmp_path / 'mine.py'}:build",
+        )
 
 
 def test_divergence_is_no_success(data_dir, tmp_path):
-    done = run(
-        *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
-        *("--learning_rate=1e30", "--optimizer=sgd", "--train_epochs=1"),
-        "--check_numerics=off",
-        code=3,
-    )
-    (said,) = ours(done)
-    assert "The variable dense/kernel is not finite at step 23" in said
+    said = "The variable dense/kernel is not finite at step 23"
+    with pytest.raises(NotFinite, match=said):
+        run_here(
+            *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--model=mlp"),
+            *("--learning_rate=1e30", "--optimizer=sgd", "--train_epochs=1"),
+            "--check_numerics=off",
+        )
     assert not list(tmp_path.glob("checkpoints/ckpt-*"))
     assert not (tmp_path / "model.keras").exists()
 
@@ -1493,7 +1508,7 @@ def worse(shared, data_dir, tmp_path_factory):
 def test_what_has_changed_is_said(worse):
     assert "Learning rate: 1, after 0.001." in worse.stdout
     # Shares are no part of what is saved.
-    assert continued(worse, worse.path) == (1, 0)
+    assert continued(worse.stdout, worse.path) == (1, 0)
     (line,) = re.findall(r"^Changed since the last run: .*$", worse.stdout, re.M)
     for flag in (
         "no --split_ratios (before 2,3,3)",

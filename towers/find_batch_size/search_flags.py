@@ -68,15 +68,7 @@ flags.DEFINE_integer(
 
 
 def read(argv: Sequence[str], doc: str) -> Search:
-    """Reads the flags, and checks them.
-
-    Args:
-        argv: The program's name and its arguments.
-        doc: What the program is for.
-
-    Raises:
-        ValueError: If a flag is bad, or there is anything but flags.
-    """
+    """Reads the flags, and checks them, as `towers.train.flags.read` does."""
     ours = command_line.below(each["module_name"] for each in (_SEARCH, _PROBE))
     command_line.read(
         argv,

@@ -73,23 +73,20 @@ def check_parity(
     """
     _check_arguments(model, parity_steps, variable_update)
     batches = batch if isinstance(batch, list) else [batch] * parity_steps
+    towers = devices.resolve(gpus)
+    ratios = (1,) * len(towers) if split_ratios is None else split_ratios
+    options = {"variable_update": variable_update, "loss_placement": loss_placement}
+    options |= {"split_ratios": ratios, "strict": strict}
+    return _compare(model, batches, towers, options, tolerance)
+
+
+def _compare(model, batches, towers, options, tolerance):
+    """Compares towers with one device; `options` are those of `multi_gpu_model`."""
     batches = [tf.nest.map_structure(_tensor, each) for each in batches]
     if tolerance is None:
         tolerance = 1e-2 if _computes_in_16_bits(model) else 1e-5
-    towers = devices.resolve(gpus)
-    if split_ratios is None:
-        split_ratios = (1,) * len(towers)
-
-    def make_parallel(strict=strict):
-        return multi_gpu_model(
-            model,
-            towers,
-            variable_update=variable_update,
-            split_ratios=split_ratios,
-            loss_placement=loss_placement,
-            strict=strict,
-        )
-
+    ratios = options["split_ratios"]
+    make_parallel = functools.partial(multi_gpu_model, model, towers, **options)
     with quietly(), in_place(model):
         try:
             # What is wrong now is the model; later, it is the other arguments.
@@ -98,13 +95,12 @@ def check_parity(
             return Parity(False, (str(error),), towers=len(towers))
         make_parallel().builder.create_variables(batches[0])
         with unchanged(model):
-            trials = Trials(model, batches, make_parallel, tolerance)
-            found = _check(trials, split_ratios)
-            if found.rows or not strict:
+            found = _check(Trials(model, batches, make_parallel, tolerance), ratios)
+            if found.rows or not options["strict"]:
                 return found
             make_lenient = functools.partial(make_parallel, strict=False)
-            trials = Trials(model, batches, make_lenient, tolerance)
-            return _check_refused(found, _check(trials, split_ratios))
+            lenient = Trials(model, batches, make_lenient, tolerance)
+            return _check_refused(found, _check(lenient, ratios))
 
 
 def _check(trials, split_ratios):

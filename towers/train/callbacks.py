@@ -22,27 +22,10 @@ from towers.train.outputs.versions import versions
 
 # What is looked at most comes first.
 _HYPER_PARAMETERS = (
-    "model",
-    "batch_size",
-    "optimizer",
-    "learning_rate",
-    "dataset",
-    "image_size",
-    "recipe",
-    "randaugment",
-    "mixup_alpha",
-    "cutmix_alpha",
-    "split_ratios",
-    "train_epochs",
-    "max_train_steps",
-    "lr_schedule",
-    "momentum",
-    "weight_decay",
-    "dtype",
-    "variable_update",
-    "max_staleness",
-    "steps_per_loop",
-    "enable_xla",
+    *("model", "batch_size", "optimizer", "learning_rate", "dataset", "image_size"),
+    *("recipe", "randaugment", "mixup_alpha", "cutmix_alpha", "split_ratios"),
+    *("train_epochs", "max_train_steps", "lr_schedule", "momentum", "weight_decay"),
+    *("dtype", "variable_update", "max_staleness", "steps_per_loop", "enable_xla"),
     "seed",
 )
 

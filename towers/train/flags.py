@@ -46,8 +46,8 @@ HELPS = {
         "train_split": "Split of digits and tfds: to train on, such as train[:90%].",
         "eval_split": "Split of digits and tfds: to validate on, such as train[:90%].",
         "bad_records": (
-            "What to do with records that cannot be read, decoded or trained on. fail:"
-            " stop, and name the first one. skip: check all records before training, "
+            "What to do with records that cannot be read, decoded or trained on. fail: "
+            "stop, and name the first one. skip: check all records before training, "
             "list the bad ones in bad_records.json in --model_dir, and train without "
             "them."
         ),
@@ -81,8 +81,8 @@ HELPS = {
         "cache": (
             "Where to keep examples. auto: in memory if a quarter of the free memory "
             "is enough, else in --cache_dir if it is given; with --deterministic, in "
-            "memory up to 1 GB. Images are kept as pixels if they have one size, or if"
-            " --recipe=none or cifar resizes them to one (in memory for more than one "
+            "memory up to 1 GB. Images are kept as pixels if they have one size, or if "
+            "--recipe=none or cifar resizes them to one (in memory for more than one "
             "epoch only). Other images are kept as encoded files, in memory."
         ),
         "cache_dir": "Folder for the files of --cache=disk.",
@@ -113,8 +113,8 @@ HELPS = {
         "optimizer": "Optimizer of keras.optimizers, such as sgd or adam.",
         "learning_rate": "Highest learning rate of --lr_schedule.",
         "lr_schedule": (
-            "How the learning rate changes. cosine, linear: it falls to 0. step: it is"
-            " divided by 10 after 1/2 and after 3/4 of training."
+            "How the learning rate changes. cosine, linear: it falls to 0. step: it is "
+            "divided by 10 after 1/2 and after 3/4 of training."
         ),
         "momentum": "Momentum of optimizers that have one.",
         "weight_decay": "Weight decay of the optimizer.",
@@ -145,15 +145,15 @@ HELPS = {
     },
     "Towers": {
         "variable_update": (
-            "How to update the variables. parameter_server: on one device. replicated:"
-            " in a copy on each tower. asynchronous: by each tower, without waiting "
-            "for the others. auto: whichever of the first two is measured to be faster"
-            " at the start."
+            "How to update the variables. parameter_server: on one device. replicated: "
+            "in a copy on each tower. asynchronous: by each tower, without waiting for "
+            "the others. auto: whichever of the first two is measured to be faster at "
+            "the start."
         ),
         "all_reduce_alg": (
-            "How --variable_update=replicated adds gradients. cpu: on the CPU. device:"
-            " on one device. ring: in parts, on all devices. nccl: by NCCL, on several"
-            " GPUs."
+            "How --variable_update=replicated adds gradients. cpu: on the CPU. device: "
+            "on one device. ring: in parts, on all devices. nccl: by NCCL, on several "
+            "GPUs."
         ),
         "max_staleness": (
             "With --variable_update=asynchronous, the most updates by other towers "
@@ -185,8 +185,8 @@ HELPS = {
     },
     "Output": {
         "model_dir": (
-            "Folder for checkpoints, logs and the trained model. If it contains a run,"
-            " that run continues. Default: runs/DATASET_MODEL."
+            "Folder for checkpoints, logs and the trained model. If it contains a run, "
+            "that run continues. Default: runs/DATASET_MODEL."
         ),
         "clean": "Remove the earlier run from --model_dir first.",
         "eval_only": "Evaluate --checkpoint, without training.",
@@ -196,8 +196,8 @@ HELPS = {
             "earlier checkpoint removes the later ones."
         ),
         "monitor": (
-            "Metric that determines the best epoch. Default: val_loss, or loss without"
-            " validation data."
+            "Metric that determines the best epoch. Default: val_loss, or loss without "
+            "validation data."
         ),
         "monitor_mode": (
             "Whether the best epoch has the smallest or the largest --monitor. auto: "
