@@ -37,7 +37,7 @@ EXCEPTIONS = {
     "folder input_pipeline",
     "folder scripts",
     "function towers/devices/configuration.py configure",
-    "function towers/model/multi_gpu_model.py multi_gpu_model",
+    "function towers/model/api.py multi_gpu_model",
 }
 
 

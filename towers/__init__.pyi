@@ -1,7 +1,7 @@
 from . import callbacks as callbacks
 from . import numerics as numerics
 from .devices import configure as configure
-from .model.multi_gpu_model import multi_gpu_model as multi_gpu_model
+from .model.api import multi_gpu_model as multi_gpu_model
 from .model.tower_model import TowerModel as TowerModel
 from .parity import Parity as Parity
 from .parity import check_parity as check_parity

@@ -12,7 +12,7 @@ from towers import devices
 from towers._deprecated import accepts_old_names
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
-from towers.model.multi_gpu_model import multi_gpu_model
+from towers.model.api import multi_gpu_model
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
 from towers.parity.trials import Setting, Trials, in_place, quietly

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from towers import input_pipeline, models
 from towers.devices import Devices
-from towers.model.multi_gpu_model import multi_gpu_model
+from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
 from towers.train.parts.devices import split_ratios
 from towers.train.parts.optimizer import build_optimizer
