@@ -150,7 +150,8 @@ class FirstCall:
                 why = _why(error)
             variables.assign(update.model, start)
             if update.builder.compiles_update:
-                said = said or self._without_xla(why)
+                line = self._without_xla(why)
+                said = said or line
             else:
                 # It was not XLA.
                 simpler, said = False, None
