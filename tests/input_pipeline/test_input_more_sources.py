@@ -233,7 +233,7 @@ def test_an_array_record_file_that_is_damaged(array_records):
 def test_without_array_record(array_records, monkeypatch):
     _without(monkeypatch, "array_record")
     with pytest.raises(
-        ValueError, match=r"not installed: pip install 'towers\[array_r"
+        ValueError, match=r"not installed: pip install 'keras-towers\[array_r"
     ):
         open_source(f"array_record:{array_records}/*")
 
@@ -617,7 +617,7 @@ def test_a_parquet_file_that_is_damaged(tables):
 def test_without_pyarrow(tables, monkeypatch):
     _without(monkeypatch, "pyarrow")
     with pytest.raises(
-        ValueError, match=r"not installed: pip install 'towers\[parquet"
+        ValueError, match=r"not installed: pip install 'keras-towers\[parquet"
     ):
         open_source(f"parquet:{tables}/*")
 
