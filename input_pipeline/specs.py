@@ -136,7 +136,9 @@ def _matches(pattern: str) -> bool:
 
 
 def _hint(spec: str) -> str:
-    """What may have been meant by an unknown spec: a form, or a name without tfds:."""
+    """What may have been meant by an unknown spec: a form, or a name without a kind."""
+    if os.path.isdir(os.path.expanduser(spec)):
+        return f"did you mean folder:{spec}? "
     near = difflib.get_close_matches(spec.partition(":")[0], FORMS, n=1)
     if near:
         return f"did you mean {FORMS[near[0]]}? "

@@ -415,6 +415,14 @@ def test_a_spec_that_cannot_be_opened(spec, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_without_its_kind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_pictures").mkdir()
+    for spec in ("my_pictures", str(tmp_path)):
+        with pytest.raises(ValueError, match=f"did you mean folder:{spec}[?]"):
+            open_source(spec)
+
+
 def test_a_folder_without_class_folders(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     with pytest.raises(ValueError, match="has no class folders"):
