@@ -465,7 +465,7 @@ def test_what_a_tower_cannot_do_is_said(layer, words):
         (_OwnStep, {}, "overrides `train_step`"),
         (_OwnLoop, {}, "overrides `make_train_function`"),
         (lambda: multi_gpu_model(_model(), gpus=2), {}, "user's own Keras model"),
-        (lambda: "resnet50", {}, "Received a str; expected a keras.Model"),
+        (lambda: "resnet50", {}, "an object of type str; expected a keras.Model"),
         (_model, {"gpus": 99}, "gpus=99"),
         (_model, {"gpus": 0}, "gpus=0"),
         (_model, {"gpus": ["/gpu:7"]}, "gpu:7"),

@@ -30,8 +30,8 @@ def check_model(model: Any) -> None:
         )
     if not isinstance(model, keras.Model):
         raise ValueError(
-            f"Received a {type(model).__name__}; expected a keras.Model, so build one "
-            "with Keras 3 (not tf_keras)."
+            f"Received an object of type {type(model).__name__}; expected a "
+            "keras.Model, so build one with Keras 3 (not tf_keras)."
         )
     kinds = "train", "test", "predict"
     for step in [f"{kind}_step" for kind in kinds] + [
