@@ -176,6 +176,18 @@ def test_the_table_says_all():
     ]
 
 
+def test_the_table_says_why_a_faster_one_is_not_chosen():
+    heads = [
+        auto.table(choose({SERVER: 0.02, COPIES: seconds})).splitlines()[0]
+        for seconds in (0.019, 0.021, 0.01)
+    ]
+    assert [head.partition("the first line was ")[2] for head in heads] == [
+        "kept, as no other is 10% faster.",
+        "chosen.",
+        "chosen.",
+    ]
+
+
 def test_what_is_left_out_for_one_reason_is_one_line():
     ways = auto.candidates(TOWERS, False, None, synchronized=False)
     slow = [auto.Trial(way, None, "it would take too long") for way in ways]
