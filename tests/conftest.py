@@ -49,8 +49,12 @@ def _fresh_keras():
 
 
 @pytest.fixture(autouse=True)
-def _caplog_hears_towers(monkeypatch):
-    monkeypatch.setattr(logging.getLogger("towers"), "propagate", True)
+def _caplog_hears_towers(caplog):
+    # Not by `propagate`: other handlers of the root would write the lines again.
+    logger = logging.getLogger("towers")
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
 
 
 def pytest_collection_modifyitems(items):
