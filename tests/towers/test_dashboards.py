@@ -68,7 +68,7 @@ def check_time_series(run, board, page):
 
 
 def check_scalars(run, board, page):
-    show(page, board, "scalars", "examples_per_sec")
+    show(page, board, "scalars", "^examples_per_sec")
     curves = found(page).locator("vz-line-chart2")
     curves.nth(2).wait_for()
     assert curves.count() == 3
