@@ -138,7 +138,8 @@ def test_rows_that_are_kept_apart_are_proved(caplog):
         lambda h: layers.Concatenate()([Between(f)(h) for f in APART.values()])
     )
     ours = multi_gpu_model(model, gpus=2).predict_on_batch(X)
-    assert not caplog.records
+    # TensorFlow may warn of what was traced in tests before.
+    assert not [r for r in caplog.records if r.name == "towers"]
     np.testing.assert_allclose(ours, model(X), rtol=1e-5, atol=1e-6)
 
 
@@ -273,4 +274,5 @@ def test_logits_are_as_well_known_as_their_layer(caplog):
     x = X.reshape(8, 2, 3)
     parallel.train_on_batch(x, x > 0)
     assert parallel.loss_placement == "tower"
-    assert not caplog.records
+    # TensorFlow may warn of what was traced in tests before.
+    assert not [r for r in caplog.records if r.name == "towers"]
