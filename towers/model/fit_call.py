@@ -118,6 +118,20 @@ class FitCall:
             given.callbacks.remove(self._place)
 
 
+@contextlib.contextmanager
+def if_broken_off(end: Callable[[], None]) -> Iterator[None]:
+    """For `around_fit`: calls a function if an exception ends `fit`.
+
+    Args:
+        end: The function. Keras leaves out `on_train_end` then.
+    """
+    try:
+        yield
+    except BaseException:
+        end()
+        raise
+
+
 class _Place(keras.callbacks.Callback):
     """Hears where `fit` is.
 

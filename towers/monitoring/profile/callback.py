@@ -3,14 +3,13 @@
 import contextlib
 import glob
 import os
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
 from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
-from towers.model.fit_call import FitCall
+from towers.model.fit_call import FitCall, if_broken_off
 from towers.monitoring.profile.trace import add_towers
 from towers.program.voice import say
 
@@ -98,14 +97,9 @@ class Profile(keras.callbacks.Callback):
                 f"before step {self._first_step}."
             )
 
-    @contextlib.contextmanager
-    def around_fit(self, call: FitCall) -> Iterator[None]:
+    def around_fit(self, call: FitCall) -> contextlib.AbstractContextManager[None]:
         """Also ends the trace where an exception ends `fit`."""
-        try:
-            yield
-        except BaseException:
-            self._break_off()
-            raise
+        return if_broken_off(self._break_off)
 
     def _break_off(self):
         if self._state != "recording":

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import keras
@@ -12,7 +12,7 @@ import tensorflow as tf
 from towers._deprecated import accepts_old_names
 from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
-from towers.model.fit_call import FitCall
+from towers.model.fit_call import FitCall, if_broken_off
 from towers.monitoring.steps import Interval
 from towers.monitoring.tensorboard import pictures
 from towers.monitoring.tensorboard.graph import readable
@@ -192,14 +192,9 @@ class TensorBoard(keras.callbacks.Callback):
                 pictures.write_mistakes(self.model, self._sample, self._classes)
         self._close()
 
-    @contextlib.contextmanager
-    def around_fit(self, call: FitCall) -> Iterator[None]:
+    def around_fit(self, call: FitCall) -> contextlib.AbstractContextManager[None]:
         """Keeps what has been written where an exception ends `fit`."""
-        try:
-            yield
-        except BaseException:
-            self._break_off()
-            raise
+        return if_broken_off(self._break_off)
 
     @_while_it_works
     def _break_off(self):
