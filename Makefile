@@ -40,9 +40,9 @@ train: $(READY)
 # In three parts, with processes of their own: TensorFlow keeps every graph, and slows
 # down. Slow exact cases run with oneDNN's kernels, as for users.
 define run_tests
-	$(PYTEST) -m '$(1)' --ignore=tests/towers $(PYTEST_FLAGS)
-	$(PYTEST) -m '$(1)' --ignore=tests/towers/test_exact_cases.py tests/towers $(PYTEST_FLAGS)
-	$(2) $(PYTEST) -m '$(1)' tests/towers/test_exact_cases.py $(PYTEST_FLAGS)
+	$(PYTEST) -m '$(1)' --ignore=tests/towers --ignore=tests/exact $(PYTEST_FLAGS)
+	$(PYTEST) -m '$(1)' tests/towers $(PYTEST_FLAGS)
+	$(2) $(PYTEST) -m '$(1)' tests/exact $(PYTEST_FLAGS)
 endef
 
 test: $(READY)
@@ -56,7 +56,7 @@ test-all: test test-slow
 # What docs/versions.md promises of the oldest TensorFlow and Keras, in .venv-oldest:
 # private names, checkpoints, the training script, and an exact case of each group.
 OLDEST := 'tensorflow==2.19.*' 'keras==3.10.*' 'tensorboard==2.19.*' 'tensorflow-metadata<1.18'
-OLDEST_TESTS := $(addprefix tests/towers/test_,keras_adapter.py checkpoint.py train.py exact_cases.py)
+OLDEST_TESTS := $(addprefix tests/,towers/keras_adapter towers/lifecycle towers/train exact)
 
 test-oldest: RUN := .venv-oldest/bin/python
 test-oldest: .venv-oldest/.ready
@@ -72,7 +72,7 @@ test-oldest: .venv-oldest/.ready
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
 parity-report: $(READY)
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
-	TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) tests/towers/test_exact_cases.py
+	TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) tests/exact/test_exact_cases.py
 	$(RUN) -m scripts.parity_report --mirrored
 
 # docs/tensorboard_*.png and docs/report.png; needs Debian's chromium.

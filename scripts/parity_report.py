@@ -1,6 +1,6 @@
 """Writes PARITY.md: each exact case on towers, and under MirroredStrategy.
 
-What towers do is read from what tests/towers/test_exact_cases.py has written. With
+What towers do is read from what tests/exact/test_exact_cases.py has written. With
 `--mirrored`, all cases but combinations, which would take half an hour more, first run
 under `tf.distribute.MirroredStrategy`, with as many logical CPUs for replicas. They are
 built and compiled in its scope; then comes plain `fit`.

@@ -1,7 +1,7 @@
 """Tells of which layers it is known that they treat each example by itself.
 
-Of Keras's own it is known by measurement: tests/towers/test_layers.py calls each of
-them with a batch and with its parts, and docs/layers.md is the table of what it found.
+Of Keras's own it is known by measurement: tests/towers/analysis/test_layers.py calls
+each of them with a batch and with its parts; docs/layers.md is the table of results.
 All other layers are read operation by operation; see `dependence.py`.
 """
 

@@ -5,7 +5,12 @@ import numpy as np
 import pytest
 
 from tests.small import tiny
-from tests.towers.test_resume import begin, finite, pipeline, record  # noqa: F401
+from tests.towers.lifecycle.test_resume import (  # noqa: F401
+    begin,
+    finite,
+    pipeline,
+    record,
+)
 from towers.lifecycle import resume
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints.best import Monitor

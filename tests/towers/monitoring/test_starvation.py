@@ -24,7 +24,7 @@ from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.bottleneck.tfdata_stats import Stage
 from towers.monitoring.bottleneck.verdict import bound_by, verdict
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # The verdict: a pure function.
 

@@ -48,7 +48,7 @@ from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.optimizer import build_optimizer, learning_rate
 from towers.train.settings import Settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Of an epoch of digits: 1,437 images at 64 a batch.
 STEPS = 23
 # Of the default job.

@@ -27,7 +27,7 @@ from towers.monitoring.stall.callback import Stall
 from towers.train import checks
 from towers.train.settings import Settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES, BATCH, STEPS = 44, 8, 6
 SECONDS = 300
 TOWERS = "/device:CPU:0", "/device:CPU:1"

@@ -4,7 +4,7 @@ Whether a layer treats each example by itself is measured here, by calls of the 
 alone: the rows of two parts have to equal those of the whole. What towers make of it is
 found out as they do it. Nothing is trained.
 
-    .venv/bin/python -m tests.towers.layers
+    .venv/bin/python -m tests.towers.analysis.layers
 
 finds out all outcomes anew, and writes the table and the page.
 """
@@ -24,7 +24,7 @@ from towers.analysis.layer_calls import recorded_layers
 from towers.analysis.trust import is_trusted
 
 TABLE = pathlib.Path(__file__).with_name("layers.txt")
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "layers.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "layers.md"
 ROWS, PART = 5, 2
 _random = np.random.default_rng(0)
 
@@ -116,9 +116,9 @@ table lists every class of `keras.layers`, with its arguments, its inputs and th
 outcome on towers. In the column of inputs, n is the number of examples, and "2 x"
 stands for two inputs.
 
-`tests/towers/test_layers.py` measures the outcomes. It computes a whole batch and parts
-of it, and compares the rows. It tries each axis that an argument can name. Layers that
-draw random numbers in training are measured in inference only.
+`tests/towers/analysis/test_layers.py` measures the outcomes. It computes a whole batch
+and parts of it, and compares the rows. It tries each axis that an argument can name.
+Layers that draw random numbers in training are measured in inference only.
 
 | outcome | meaning |
 |---|---|

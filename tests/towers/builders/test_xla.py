@@ -16,7 +16,7 @@ import towers
 from tests import oracle
 from tests.exact import oracle as exact
 from tests.exact.cases import CASES
-from tests.towers.test_exact_cases import _alone
+from tests.exact.test_exact_cases import _alone
 from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.numerics import not_finite

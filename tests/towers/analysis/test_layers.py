@@ -5,7 +5,7 @@ import inspect
 import keras
 import pytest
 
-from tests.towers import layers
+from tests.towers.analysis import layers
 from towers.analysis import trust
 
 TABLE = layers.table()

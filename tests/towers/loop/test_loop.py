@@ -739,7 +739,7 @@ def test_a_fetch_ahead_runs_on_the_host_and_knows_no_other_scope():
 _ENDS = """
     import os, signal, sys, threading
     import keras, numpy as np, tensorflow as tf
-    from tests.towers import test_loop
+    from tests.towers.loop import test_loop
 
     how, forever, reached = sys.argv[1], threading.Event(), threading.Event()
 
@@ -767,7 +767,7 @@ _ENDS = """
 def test_a_program_ends_though_its_input_hangs(how, raised):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(_ENDS), how],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

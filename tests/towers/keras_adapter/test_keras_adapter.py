@@ -34,7 +34,7 @@ from towers.keras_adapter.patching import patched
 
 pytestmark = pytest.mark.oldest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ADAPTER = ROOT / "towers" / "keras_adapter"
 
 

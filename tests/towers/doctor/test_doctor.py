@@ -23,7 +23,7 @@ from towers.doctor.devices import Probe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
 from towers.keras_adapter import versions as tested_versions
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 300
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
 BUILT = {

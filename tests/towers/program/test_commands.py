@@ -8,7 +8,7 @@ import pytest
 
 from towers import __main__ as commands
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 300
 
 

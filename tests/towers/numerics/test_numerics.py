@@ -535,7 +535,7 @@ def test_no_checkpoint_has_a_variable_that_an_update_made_infinite(tmp_path):
 def test_tensorflow_does_not_warn_of_it():
     """In a process that shows warnings, as this one does not."""
     script = """
-from tests.towers.test_numerics import *
+from tests.towers.numerics.test_numerics import *
 on_towers(build(), 1).fit(*data(x_at=-1), batch_size=BATCH, verbose=0)
 """
     shown = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": ""}
