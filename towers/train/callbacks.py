@@ -7,6 +7,7 @@ import keras
 
 from towers import devices, input_pipeline
 from towers.lifecycle.stop_at_step import StopAtStep
+from towers.loop import listeners
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.lines import Lines
@@ -17,7 +18,7 @@ from towers.monitoring.throughput import Throughput
 from towers.monitoring.watch import Watch
 from towers.train import checks
 from towers.train.job import Job
-from towers.train.outputs import model_size
+from towers.train.outputs import files, model_size
 from towers.train.outputs.versions import versions
 
 # What is looked at most comes first.
@@ -44,6 +45,7 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         measures.append(job.parallel.builder.staleness.measured)
     # The order matters: what one callback adds to the logs, the later ones see.
     callbacks = [
+        _Describe(job),
         *watch.callbacks,
         make_tensorboard(job, measures, watch),
         job.checkpoint,
@@ -58,6 +60,19 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     if lines:
         callbacks.append(Lines(settings.log_steps, rate=watch.throughput.text))
     return callbacks
+
+
+@listeners.changes_no_variable
+class _Describe(keras.callbacks.Callback):
+    """Writes what describes a run as it begins: what cannot go on changes no file."""
+
+    def __init__(self, job: Job):
+        super().__init__()
+        self._job = job
+
+    def on_train_begin(self, logs=None):
+        """Writes it."""
+        files.describe(self._job)
 
 
 def make_watch(job: Job) -> Watch:

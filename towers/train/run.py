@@ -18,7 +18,8 @@ def run(job: Job) -> None:
         print(summary.values_text(evaluate(job)))
         return
     with files.alone(job):
-        files.begin(job)
+        if job.settings.clean:
+            files.remove_run(job.model_dir)
         renew_learning_rate(job)
         watch = train(job)
         figures = summary.summarise(job, evaluate(job), watch)
@@ -29,7 +30,7 @@ def run(job: Job) -> None:
                 "written; start over with --clean and a smaller --learning_rate."
             )
         files.end(job, figures)
-        print(summary.text(figures))
+        print(summary.text(figures, trained=watch is not None))
 
 
 def renew_learning_rate(job: Job) -> None:
@@ -51,11 +52,14 @@ def train(job: Job) -> Watch | None:
         What has measured it; `None` if nothing is left to train.
     """
     if job.is_finished:
+        has, more = words.count(job.epoch, "epoch"), "--train_epochs"
+        if job.epoch < job.settings.train_epochs:
+            has, more = words.count(job.step, "step"), "--max_train_steps"
         print(
-            f"Nothing left to train: {job.model_dir} has "
-            f"{words.count(job.epoch, 'epoch')} already. "
-            "Give more --train_epochs, or --clean to start over."
+            f"Nothing left to train: {job.model_dir} has {has} already. Give more "
+            f"{more}, or --clean to start over. Nothing new was measured."
         )
+        files.describe(job)
         return None
     watch = callbacks.make_watch(job)
     terminal = sys.stdout.isatty()

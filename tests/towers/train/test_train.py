@@ -708,6 +708,15 @@ class TestInProcess:
         assert model.loss.from_logits is from_logits
         assert model.optimizer.built
 
+    def test_nothing_left_names_the_flag_that_ended_it(self, tmp_path, capsys):
+        asked = Settings(model_dir=str(tmp_path), max_train_steps=7)
+        job = mock.Mock(settings=asked, model_dir=str(tmp_path), epoch=0, step=7)
+        job.data.bad_records = None
+        assert train_run.train(job) is None
+        assert "has 7 steps already. Give more --max_train_steps" in (
+            capsys.readouterr().out
+        )
+
     @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}'])
     def test_what_was_measured_before_may_be_unknown(self, tmp_path, text):
         (tmp_path / "summary.json").write_text(text)
@@ -1135,9 +1144,11 @@ def test_finished_and_started_again(trained, data_dir, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"Nothing left to train: {path} has 8 epochs already" in out
     assert "epoch 9" not in out and "epoch 1/" not in out
+    assert "Give more --train_epochs, or --clean" in out
     assert "Done: 8 epochs, 184 steps" in out
     assert_same_bits(weights(path), weights(trained.path))
-    # What was measured is kept.
+    # What was measured is kept, and not said again as if it were new.
+    assert "examples/sec" not in out and "a step:" not in out
     before, after = (
         json.loads((folder / "summary.json").read_text())
         for folder in (trained.path, path)
@@ -1568,7 +1579,10 @@ def test_another_batch_size_in_the_middle_of_an_epoch(killed, data_dir, tmp_path
     for between_epochs in path.glob("checkpoints/ckpt-*-0"):
         shutil.rmtree(between_epochs)
     flags = (f"--data_dir={data_dir}", f"--model_dir={path}", *REPEATABLE)
+    before = snapshot(path)
     done = run(*flags, "--batch_size=32", code=1)
+    # With the flags of the run that may still go on.
+    assert snapshot(path) == before
     assert "batch size" in ours(done)[0] or "batches of" in ours(done)[0]
     assert "Traceback" not in done.stderr
 

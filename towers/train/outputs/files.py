@@ -54,14 +54,12 @@ def take(lock: IO) -> None:
             time.sleep(0.1)
 
 
-def begin(job: Job) -> None:
-    """Writes what describes the run, and removes what an earlier one has left.
+def describe(job: Job) -> None:
+    """Writes what describes the run, in place of what described an earlier one.
 
     Raises:
         SaveError: If that cannot be written.
     """
-    if job.settings.clean:
-        remove_run(job.model_dir)
     with _written(job):
         # Of an earlier run; this one has found nothing yet.
         with contextlib.suppress(FileNotFoundError):

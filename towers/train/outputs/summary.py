@@ -74,9 +74,13 @@ def measured_before(model_dir: str) -> dict:
     return {name: known.get(name) for name in names}
 
 
-def text(summary: dict) -> str:
-    """Says how the run ended, and where things lie."""
-    measured = summary["measured"] or "examples/sec: not measured"
+def text(summary: dict, trained: bool = True) -> str:
+    """Says how the run ended, and where things lie.
+
+    Args:
+        summary: See `summarise`.
+        trained: Whether the figures were measured now, not by an earlier run.
+    """
     bad, best = summary["bad_records"], summary["best"]
     named = best and "{model}, {monitor} {value:.4f} after epoch {epoch}".format(**best)
     return "\n".join(
@@ -85,7 +89,7 @@ def text(summary: dict) -> str:
             f"{words.count(summary['steps'], 'step')} on "
             f"{words.count(len(summary['towers']), 'tower')}.",
             f"  {values_text(summary)}",
-            textwrap.indent(measured, "  "),
+            *([textwrap.indent(summary["measured"], "  ")] if trained else []),
             f"  model        {summary['model']}",
             *([f"  best model   {named}"] if named else []),
             f"  checkpoint   {summary['checkpoint']}",
