@@ -326,6 +326,9 @@ class RunState:
         if self._signals.save:
             self._signals.save = False
             self.save()
+            self.checkpoints.wait()
+            voice.end_progress_bar()
+            voice.say(f"SIGUSR1 received: {self.checkpoints.tell_latest()}.")
         if (number := self._signals.stop) is not None:
             self.save()
             self.checkpoints.wait()

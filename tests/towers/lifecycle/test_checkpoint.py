@@ -629,10 +629,12 @@ def test_a_signal_after_the_last_batch_is_heeded(tmp_path, event, first, capsys)
     assert f"the last checkpoint is {tmp_path}/ckpt-1-0;" in capsys.readouterr().err
 
 
-def test_sigusr1_saves_and_goes_on(tmp_path):
+def test_sigusr1_saves_and_goes_on(tmp_path, capsys):
     save = Breaks(2, lambda: signal.raise_signal(signal.SIGUSR1))
     fit_traced(Checkpoint(tmp_path), save, epochs=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt-0-2", "ckpt-1-0"]
+    said = f"SIGUSR1 received: the last checkpoint is {tmp_path}/ckpt-0-2.\n"
+    assert said in capsys.readouterr().err
 
 
 def test_in_another_thread_there_are_no_signals(tmp_path):
