@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import towers
 from towers.keras_adapter import versions
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +57,11 @@ def test_what_is_not_installed_is_not_mentioned(monkeypatch):
 
     monkeypatch.setattr(versions.metadata, "version", absent)
     assert versions.newer_than_tested("keras") is None
+    assert not hasattr(towers, "__version__")
+
+
+def test_towers_knows_its_own():
+    assert f'version="{towers.__version__}",' in SETUP
 
 
 def test_python_and_programs_warn_of_a_newer_version(tmp_path):

@@ -6,6 +6,8 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 `towers.report`.
 """
 
+from importlib import metadata
+
 from towers import _deprecated
 from towers.keras_adapter import versions
 from towers.program import keras_settings, lazy, startup
@@ -17,6 +19,11 @@ _deprecated.find_old_modules()
 
 
 def __getattr__(name):
+    if name == "__version__":
+        try:
+            return metadata.version("keras-towers")
+        except metadata.PackageNotFoundError as error:
+            raise AttributeError(f"{error}, so it has no {name}") from error
     # Not for a program's own modules: it chooses the backend.
     if name in __all__:
         keras_settings.check_backend()

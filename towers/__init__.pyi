@@ -1,3 +1,5 @@
+__version__: str
+
 from . import callbacks as callbacks
 from . import numerics as numerics
 from .devices import configure as configure

@@ -4,7 +4,8 @@ import difflib
 import os
 import runpy
 import sys
-from importlib import metadata
+
+import towers
 
 # By the word for each program: its module, and what it does.
 COMMANDS = {
@@ -76,10 +77,9 @@ def _look_here() -> None:
 
 
 def _version() -> str:
-    try:
-        return f"towers {metadata.version('keras-towers')}"
-    except metadata.PackageNotFoundError:
-        return "towers: not known, as the package keras-towers is not installed here"
+    if version := getattr(towers, "__version__", None):
+        return f"towers {version}"
+    return "towers: not known, as the package keras-towers is not installed here"
 
 
 if __name__ == "__main__":

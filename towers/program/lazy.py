@@ -19,15 +19,16 @@ def attach(
 
     Args:
         package: Its name.
-        file: Its `__file__`. In the .pyi beside it is nothing but imports from within
-            the package: `from .module import name as name`.
+        file: Its `__file__`. Imports in the .pyi beside it are from within the package:
+            `from .module import name as name`.
 
     Returns:
         The two functions, and the names.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
     # `from . import name` has no module: the name is one.
-    homes = {name.name: node.module for node in stub.body for name in node.names}
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    homes = {name.name: node.module for node in imports for name in node.names}
 
     def find(name):
         if name not in homes:
