@@ -11,6 +11,7 @@ from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.model.arguments import check_all_reduce
 from towers.model.tower_model import TowerModel
+from towers.program import words
 from towers.train import checks, continued
 from towers.train.parts import data as data_parts
 from towers.train.parts import model as model_parts
@@ -85,7 +86,7 @@ def assemble(settings: Settings) -> Job:
     folder = os.path.join(model_dir, "checkpoints")
     # Before the data, which TensorFlow may be asked to read.
     devices = configure_devices(settings)
-    split_ratios(settings, devices)  # they are checked
+    _check_sizes(settings, split_ratios(settings, devices))
     check_reduction(settings, devices)
     source, held_out = data_parts.open_sources(settings)
     if not settings.clean:
@@ -114,6 +115,18 @@ def assemble(settings: Settings) -> Job:
     # Built now: whatever that finds wrong is the user's input, too.
     _ = job.data.training, job.data.evaluation
     return job
+
+
+def _check_sizes(settings, ratios):
+    """Checks that no tower is idle in each step; that one is in the last may be."""
+    idle = batch.cut(settings.batch_size, ratios).count(0)
+    if idle:
+        raise ValueError(
+            f"Received {settings.as_flag('batch_size')} for "
+            f"{words.count(len(ratios), 'tower')}, of which {idle} would get no "
+            "example; expected one for each, so give a larger batch, or fewer towers "
+            "by --num_gpus."
+        )
 
 
 def check_reduction(settings: Settings, devices: Devices) -> None:

@@ -1306,6 +1306,10 @@ def test_bad_input_ends_the_program(made, data_dir, tmp_path, flags, words):
             "--split_ratios=2,3,3 --num_gpus=2",
             ["--split_ratios=2,3,3", "2 towers", "--num_gpus=3"],
         ),
+        (
+            "--batch_size=3 --num_gpus=4",
+            ["--batch_size=3", "4 towers", "1 would get no", "--num_gpus"],
+        ),
         ("--loss_placement=home", ["--loss_placement=home", "auto, tower, gathered"]),
         (
             "--eval_dataset=synthetic:8x8x1:12",
