@@ -334,6 +334,15 @@ def test_in_python_another_backend_is_an_error(tmp_path):
 # Ctrl-C.
 
 
+def test_ctrl_c_before_the_flags_are_read(tmp_path):
+    """No traceback out of an import, the first of all that are not Python's own."""
+    (tmp_path / "wrapt.py").write_text("import signal; signal.raise_signal(2)")
+    process = start("-m", "towers.train", environ={"PYTHONPATH": str(tmp_path)})
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    # Which is 130 for a shell.
+    assert (process.returncode, err) == (-signal.SIGINT, "")
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
     [

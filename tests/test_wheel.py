@@ -16,6 +16,8 @@ from towers.__main__ import COMMANDS
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 300
 FOLDERS = "models", "input_pipeline", "tests", "scripts"
+# Python, or Towers, imports modules of these names: not these.
+FILES = "absl", "keras", "logging", "random", "typing"
 # The dependencies are hundreds of megabytes, which are downloaded and unpacked.
 INSTALL_TIMEOUT_S = 1200
 MODEL = f"""
@@ -104,6 +106,8 @@ def project(tmp_path_factory):
         (folder / name).mkdir()
         (folder / name / "__init__.py").touch()
         (folder / name / "blocks.py").write_text(BLOCKS)
+    for name in FILES:
+        (folder / f"{name}.py").write_text("raise ImportError('of the project')")
     (folder / "keras.json").write_text(
         json.dumps({"floatx": "float64", "image_data_format": "channels_first"})
     )

@@ -6,6 +6,10 @@ devices; `check_parity` shows that nothing else changes. For the command line th
 `towers.report`.
 """
 
+from towers import _start as _start
+
+# isort: split
+
 from importlib import metadata
 
 from towers import _deprecated

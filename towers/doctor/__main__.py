@@ -11,6 +11,7 @@ import argparse
 import collections
 import functools
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 1
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see towers/_start.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         found = say(checks(options), options.json)
     except KeyboardInterrupt:

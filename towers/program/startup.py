@@ -79,7 +79,6 @@ def begin(
     _paused = gc.isenabled()
     gc.disable()
     _open_what_is_closed()
-    _look_here_last()
     if not _asks_for_more(sys.argv[1:]):
         os.environ.setdefault(_LEVEL, "1")
     if sift:
@@ -88,7 +87,8 @@ def begin(
         sys.stdout = Plain(sys.stdout)
     sys.stdout, sys.stderr = map(_outlive, (sys.stdout, sys.stderr))
     # It is ignored in the jobs that a shell runs in the background.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    ours = signal.default_int_handler, signal.SIG_DFL
+    if signal.getsignal(signal.SIGINT) in ours:
         leave = functools.partial(_leave, f"{program}: {stopped}\n")
         signal.signal(signal.SIGINT, leave)
     try:
@@ -293,16 +293,6 @@ class Plain(wrapt.ObjectProxy):
         """Writes a text, and returns its length."""
         text = _TO_COME.sub(lambda bar: "─" * len(bar[1]), text)
         return self.__wrapped__.write(_COLOR.sub("", text))
-
-
-def _look_here_last() -> None:
-    """Puts the current directory, in which `python -m` looks first, at the end.
-
-    Users' projects have folders of all names.
-    """
-    here = os.getcwd()
-    if sys.path[0] == here and not sys.flags.safe_path:
-        sys.path.append(sys.path.pop(0))
 
 
 def _asks_for_more(argv: Sequence[str]) -> bool:
