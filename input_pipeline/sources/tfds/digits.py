@@ -56,6 +56,13 @@ class TowersDigits(tfds.core.GeneratorBasedBuilder):
             "test": self._generate_examples(digits, np.sort(test)),
         }
 
+    def _log_download_bytes(self) -> None:
+        # TFDS speaks of a download.
+        print(f"Writing the digits to {self.data_dir}.")
+
+    def _log_download_done(self) -> None:
+        pass
+
     def _generate_examples(
         self, digits: Any, indices: np.ndarray
     ) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -89,9 +89,12 @@ def test_opening_writes_nothing(tmp_path):
     assert (source.num_classes, source.splits) == (10, {})
 
 
-def test_preparing_after_another_process(tmp_path):
+def test_preparing_after_another_process(tmp_path, capsys):
     first, second = (open_source("digits", data_dir=tmp_path) for _ in range(2))
     first.prepare()
+    # Nothing is downloaded.
+    written = f"{tmp_path}/towers_digits/1.0.0"
+    assert capsys.readouterr().out == f"Writing the digits to {written}.\n"
     stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]
     second.prepare()
     assert stamps == [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]
