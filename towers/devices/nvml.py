@@ -4,11 +4,22 @@ It may be absent. It is asked only for what TensorFlow cannot tell, or not witho
 initialising.
 """
 
+import concurrent.futures
 import functools
 import importlib
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from towers.program.voice import warn
+
+T = TypeVar("T")
+
+# It answers in milliseconds; where nothing else uses a GPU, it may start it first.
+_LIMIT_S = 20.0
+# Set when it has not answered: then it is not asked again.
+_hangs = threading.Event()
 
 _WAYS = {
     # The second version counts as nvidia-smi does: without what is reserved.
@@ -40,7 +51,7 @@ class Gpu(NamedTuple):
 class Driver:
     """NVIDIA's management library, by nvidia-ml-py.
 
-    It may be missing or refuse to answer: what it would tell is then left out.
+    It may be missing, refuse to answer or hang: what it would tell is then left out.
 
     Attributes:
         faults: Why a value was left out, by name.
@@ -59,6 +70,9 @@ class Driver:
         except ImportError:
             self._refuses = "nvidia-ml-py is not installed"
             return
+        _ask(self._begin, None)
+
+    def _begin(self):
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
@@ -78,6 +92,9 @@ class Driver:
         if reason := self._refuses or (None if uuid else unknown):
             self.faults |= dict.fromkeys(_WAYS, reason)
             return {}
+        return _ask(lambda: self._read(uuid), {})
+
+    def _read(self, uuid):
         values = {}
         for name, ask in _WAYS.items():
             try:
@@ -89,8 +106,9 @@ class Driver:
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Lists the GPUs; none if the driver does not tell, or one is cut up (MIG)."""
-        if self._refuses:
-            return ()
+        return () if self._refuses else _ask(self._gpus, ())
+
+    def _gpus(self):
         nvml = self._nvml
         found = []
         try:
@@ -111,6 +129,35 @@ class Driver:
         except self._nvml.NVMLError:
             return False  # a kind of GPU that cannot be
         return current == self._nvml.NVML_DEVICE_MIG_ENABLE
+
+
+def _ask(question: Callable[[], T], unknown: T) -> T:
+    """Asks in a thread of its own, as a driver that hangs would keep this one for ever.
+
+    Args:
+        question: Asks the driver.
+        unknown: The answer of one that hangs.
+    """
+    if _hangs.is_set():
+        return unknown
+    answer = concurrent.futures.Future()
+
+    def ask():
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="nvml", daemon=True).start()
+    try:
+        return answer.result(_LIMIT_S)
+    except TimeoutError:
+        _hangs.set()
+        warn(
+            f"NVIDIA's driver has not answered within {_LIMIT_S:g} s; what it would "
+            "tell of the GPUs is left out, and it is not asked again."
+        )
+        return unknown
 
 
 @functools.cache

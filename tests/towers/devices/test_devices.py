@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 
 import pytest
@@ -489,6 +490,19 @@ def test_the_driver_lists_gpus():
 @pytest.mark.parametrize("refused", ["init", "handle"])
 def test_a_driver_that_refuses_is_no_error(refused):
     assert nvml.Driver(Nvml(refused=refused)).gpus() == ()
+
+
+def test_a_driver_that_hangs_is_asked_once(monkeypatch, capsys):
+    monkeypatch.setattr(nvml, "_hangs", threading.Event())
+    monkeypatch.setattr(nvml, "_LIMIT_S", 0.01)
+    hangs, goes_on = Nvml(), threading.Event()
+    hangs.nvmlDeviceGetCount = goes_on.wait
+    assert nvml.Driver(hangs).gpus() == ()
+    assert nvml.Driver(Nvml()).gpus() == ()
+    assert nvml.Driver(Nvml()).read("GPU-aaa1") == {}
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "driver has not answered within 0.01 s" in said
+    goes_on.set()
 
 
 def test_without_nvidia_ml_py(monkeypatch):
