@@ -12,14 +12,12 @@ from towers import _start as _start
 
 from importlib import metadata
 
-from towers import _deprecated
 from towers.keras_adapter import versions
 from towers.program import keras_settings, lazy, startup
 
 # TensorFlow takes seconds to import, and programs have things to do before it: what
 # __init__.pyi lists is imported when it is asked for.
 _find, __dir__, __all__ = lazy.attach(__name__, __file__)
-_deprecated.find_old_modules()
 
 
 def __getattr__(name):

@@ -4,10 +4,7 @@ All of them are here, so that they can end with this file. It imports nothing of
 """
 
 import functools
-import importlib
-import importlib.machinery
 import re
-import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, TypeVar
@@ -35,8 +32,6 @@ ATTRIBUTES = {
     "NotFiniteStep": {"finding": "origin"},
     "Throughput": {"images_per_sec": "examples_per_sec"},
 }
-# By package: new names of what it holds, by the old ones.
-NAMES = {"towers.numerics": {"Finding": "NonFiniteOrigin"}}
 # Where a program has the new flag, and none of the old name.
 FLAGS = {"tower_shares": "split_ratios", "towers": "num_gpus"}
 # Of summary.json, variable_update.json, and Keras's logs and history.
@@ -49,40 +44,6 @@ KEYS = {
 }
 # Parts of TensorBoard's tags.
 TAGS = {"images_per_sec": "examples_per_sec", "samples_per_sec": "examples_per_sec"}
-# By old module: where its names are now, and first where to import them from.
-MODULES = {
-    "towers.callbacks.checkpoint": (
-        "towers.callbacks",
-        "towers.lifecycle.checkpoints.manager",
-        "towers.numerics.not_finite",
-    ),
-    **{
-        f"towers.callbacks.{name}": ("towers.callbacks",)
-        for name in (
-            *("devices", "profile", "stall", "starvation", "step_time"),
-            *("tensorboard", "throughput"),
-        )
-    },
-    "towers.not_finite": ("towers.numerics",),
-    **{
-        f"towers.input_pipeline.{old}": (f"towers.input_pipeline.{new}",)
-        for old, new in {
-            "augment": "images.augment",
-            "checks": "records.checks",
-            "decode": "images.decode",
-            "mix": "images.mix",
-            "quarantine": "records.quarantine",
-            "randaugment": "images.randaugment",
-            "recipes": "images.recipes",
-            "sources.array_record": "sources.examples.array_record",
-            "sources.csv_source": "sources.tables.csv_source",
-            "sources.image_folder": "sources.folder.image_folder",
-            "sources.parquet": "sources.tables.parquet",
-            "sources.tfds_source": "sources.tfds.tfds_source",
-            "sources.tfrecord": "sources.examples.tfrecord",
-        }.items()
-    },
-}
 
 Named = TypeVar("Named", bound=Callable[..., Any])
 
@@ -140,55 +101,6 @@ def with_old_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """Adds the old keys to what is written, for programs of others that read it."""
     old = {old: content[new] for old, new in KEYS.items() if new in content}
     return {**content, **old}
-
-
-def finds_old_names(package: str, find: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Makes a `__getattr__` that knows a package's old names.
-
-    Args:
-        package: Its name.
-        find: Its `__getattr__` for the new ones.
-    """
-
-    def find_either(name):
-        if (new := NAMES[package].get(name)) is None:
-            return find(name)
-        _warn(f"{package}.{name}", new)
-        return find(new)
-
-    return find_either
-
-
-def find_old_modules() -> None:
-    """Has the import of an old module give what the new ones hold."""
-    if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
-        sys.meta_path.append(_OldModules())
-
-
-class _OldModules:
-    """A finder and loader; importlib.abc would take longer to import than all this."""
-
-    def create_module(self, spec):
-        return None  # an empty one
-
-    def find_spec(self, fullname, path, target=None):
-        known = fullname in MODULES
-        return importlib.machinery.ModuleSpec(fullname, self) if known else None
-
-    def exec_module(self, module):
-        homes = MODULES[module.__name__]
-        _warn(module.__name__, homes[0])
-        found = [importlib.import_module(home) for home in homes]
-
-        def find(name):
-            for each in found:
-                if hasattr(each, name):
-                    return getattr(each, name)
-            raise AttributeError(
-                f"module {module.__name__!r} has no attribute {name!r}"
-            )
-
-        module.__getattr__ = find
 
 
 def _accepting(function, arguments):

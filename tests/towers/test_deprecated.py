@@ -1,15 +1,13 @@
 """Old public names, one by one: they work, and tell the new ones."""
 
-import importlib
 import inspect
-import sys
 
 import keras
 import pytest
 from absl import flags
 
 import towers
-from towers import _deprecated, input_pipeline
+from towers import _deprecated, input_pipeline, numerics
 from towers.callbacks import Checkpoint, Stall, Starvation, TensorBoard, Throughput
 
 
@@ -109,72 +107,7 @@ def test_keys_and_tags():
         assert _deprecated.rename_tag(old) == _deprecated.rename_tag(new) == new
 
 
-def test_a_module_in_two(monkeypatch):
-    monkeypatch.setitem(_deprecated.MODULES, "towers.old", ("json", "string"))
-    monkeypatch.delitem(sys.modules, "towers.old", raising=False)
-    message = ended("towers.old", "json")
-    with pytest.warns(FutureWarning) as told:
-        from towers.old import ascii_letters, dumps
-    import json
-    import string
-
-    assert [str(each.message) for each in told] == [message]
-    assert told[0].filename == __file__
-    assert (dumps, ascii_letters) == (json.dumps, string.ascii_letters)
-    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
-        from towers.old import nothing  # noqa: F401
-    monkeypatch.delattr(towers, "old")
-    monkeypatch.delitem(sys.modules, "towers.old")
-    assert json.__spec__.name == "json"
-
-
-# What was imported from each.
-NAMES = {
-    "callbacks.checkpoint": "Checkpoint NotFinite SaveError",
-    "callbacks.devices": "DeviceReport",
-    "callbacks.profile": "Profile",
-    "callbacks.stall": "Stall",
-    "callbacks.starvation": "Starvation",
-    "callbacks.step_time": "StepTime",
-    "callbacks.tensorboard": "TensorBoard",
-    "callbacks.throughput": "Throughput",
-    "not_finite": "NotFiniteStep",
-    "input_pipeline.augment": "normalize resize flip crop",
-    "input_pipeline.checks": "blame_records find_bad_record scan_labels",
-    "input_pipeline.decode": "Tricks",
-    "input_pipeline.mix": "Mix cutmix mixup",
-    "input_pipeline.quarantine": "Quarantine inspect",
-    "input_pipeline.randaugment": "randaugment",
-    "input_pipeline.recipes": "Recipe find",
-    "input_pipeline.sources.array_record": "ArrayRecordSource",
-    "input_pipeline.sources.csv_source": "CSVSource",
-    "input_pipeline.sources.image_folder": "ImageFolderSource",
-    "input_pipeline.sources.parquet": "ParquetSource",
-    "input_pipeline.sources.tfds_source": "TFDSSource",
-    "input_pipeline.sources.tfrecord": "TFRecordSource",
-}
-
-
-@pytest.mark.parametrize("old", NAMES)
-def test_modules(old):
-    sys.modules.pop(f"towers.{old}", None)
-    with pytest.warns(FutureWarning, match=f"towers.{old} is now towers"):
-        module = importlib.import_module(f"towers.{old}")
-    for name in NAMES[old].split():
-        assert getattr(module, name).__name__ == name
-
-
-def test_all_modules_are_tried():
-    assert {f"towers.{name}" for name in NAMES} == {*_deprecated.MODULES}
-
-
-def test_names_of_numerics():
-    from towers import numerics
-
-    with pytest.warns(FutureWarning) as told:
-        assert numerics.Finding is numerics.NonFiniteOrigin
-    message = ended("towers.numerics.Finding", "NonFiniteOrigin")
-    assert [str(each.message) for each in told] == [message]
+def test_attribute_of_an_error():
     error = numerics.NotFiniteStep(1, numerics.NonFiniteOrigin("loss"), "", None)
     with pytest.warns(FutureWarning, match="NotFiniteStep.finding is now "):
         assert error.finding is error.origin
