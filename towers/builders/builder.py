@@ -17,7 +17,7 @@ from towers.builders.asynchronous.staleness import Staleness
 from towers.builders.asynchronous.training import Asynchronous
 from towers.builders.common import Pieces
 from towers.builders.context import Context, Found
-from towers.builders.steps import Evaluation, Scope, Synchronous
+from towers.builders.steps import Evaluation, Scope, TrainStep
 from towers.tower.compare import BatchWanted
 
 
@@ -42,7 +42,7 @@ class Builder:
         self,
         name: str,
         context: Context,
-        compose: Callable[[], tuple[Pieces, Synchronous | Asynchronous]],
+        compose: Callable[[], tuple[Pieces, TrainStep | Asynchronous]],
         staleness: Staleness | None = None,
     ):
         """Puts a builder together.
@@ -67,15 +67,7 @@ class Builder:
         self.evaluation = Evaluation(self.pieces)
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
-        """Makes the function that Keras's `fit` calls with an iterator over batches.
-
-        Args:
-            scope: Makes the context that steps are traced and run in.
-
-        Returns:
-            A function that takes as many batches as the model has steps in a call, and
-            returns the logs of the last; see `loop.train_function`.
-        """
+        """Makes the function that Keras's `fit` calls; see `steps.train_function`."""
         return self.training.train_function(scope)
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:

@@ -14,7 +14,7 @@ from towers.builders.common import Pieces
 from towers.builders.pieces.executor import TowerFunction
 from towers.builders.pieces.loss import StepOutputs
 from towers.builders.pieces.reader import CopyReader, TowerInputs, VariableReader
-from towers.builders.pieces.reducer import AllReduce, SumAtHome
+from towers.builders.pieces.reducer import Reducer
 from towers.collectives import batch, reduce
 from towers.layers import overwritten
 from towers.loop import loop
@@ -36,12 +36,12 @@ class TrainStep:
 
     pieces: Pieces
     reader: VariableReader | CopyReader
-    reducer: SumAtHome | AllReduce
+    reducer: Reducer
 
-    def __call__(
+    def train_step(
         self, data: Any, local_batches: Sequence[Any] | None = None
     ) -> dict[str, tf.Tensor]:
-        """Trains on one global batch, whose variables exist.
+        """Trains all towers on one global batch.
 
         Args:
             data: What Keras's `train_step` gets: x, (x, y) or (x, y, sample_weight),
@@ -51,8 +51,13 @@ class TrainStep:
         Returns:
             The model's metrics, by name.
         """
+        self.pieces.creator.create_variables(data)
         outputs = self.pieces.loss.compute(data, self.read(), local_batches)
         return self.apply(data, outputs)
+
+    def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
+        """Makes the function that Keras's `fit` calls; see `train_function`."""
+        return train_function(self.pieces, self.train_step, scope)
 
     def read(self) -> TowerInputs:
         """Reads what the towers compute with."""
@@ -130,30 +135,6 @@ def _refuse_direct(model, direct):
                 "which is to be overwritten with its gradient; expected a loss that "
                 "does not call layers in float8."
             )
-
-
-@dataclasses.dataclass
-class Synchronous:
-    """Trains all towers on the same step.
-
-    Attributes:
-        pieces: What all ways to update variables have in common.
-        step: The train step.
-    """
-
-    pieces: Pieces
-    step: TrainStep
-
-    def train_step(
-        self, data: Any, local_batches: Sequence[Any] | None = None
-    ) -> dict[str, tf.Tensor]:
-        """Trains on one global batch; see `TrainStep`."""
-        self.pieces.creator.create_variables(data)
-        return self.step(data, local_batches)
-
-    def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
-        """Makes the function that Keras's `fit` calls; see `train_function`."""
-        return train_function(self.pieces, self.train_step, scope)
 
 
 def train_function(

@@ -14,7 +14,7 @@ from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.builders.pieces.reader import CopyReader
 from towers.builders.pieces.reducer import AllReduce, SumAtHome
-from towers.builders.steps import Synchronous, TrainStep
+from towers.builders.steps import TrainStep
 
 
 def parameter_server(context: Context) -> Builder:
@@ -28,8 +28,7 @@ def parameter_server(context: Context) -> Builder:
 
     def compose():
         pieces = Pieces(context)
-        step = TrainStep(pieces, pieces.reader, SumAtHome(context))
-        return pieces, Synchronous(pieces, step)
+        return pieces, TrainStep(pieces, pieces.reader, SumAtHome(context))
 
     return Builder("parameter_server", context, compose)
 
@@ -52,8 +51,7 @@ def replicated(context: Context, all_reduce_alg: str = "auto") -> Builder:
         copies = Copies(context)
         pieces = Pieces(context, copies)
         reader = CopyReader(context, pieces.reader, copies)
-        step = TrainStep(pieces, reader, AllReduce(context, all_reduce_alg))
-        return pieces, Synchronous(pieces, step)
+        return pieces, TrainStep(pieces, reader, AllReduce(context, all_reduce_alg))
 
     return Builder("replicated", context, compose)
 

@@ -100,15 +100,9 @@ def forward_backward(
     back through the network are then those of one device with the whole batch, which
     matters where they are 16 bits wide.
 
-    Args:
-        model: A built, compiled Keras model. Its variables are not read.
-        rules: How losses and state of all towers combine.
-        params: Values of `model.trainable_variables`; `None` for tables of which rows
-            are looked up, and nothing else (see `embeddings.py`).
-        state: Values of `model.non_trainable_variables`.
-        share: (x, y, sample_weight), each a nest of tensors with one row an example.
-        fraction: Size of the share over that of the global batch: a float32 scalar.
-        scale: The optimizer's loss scale, 1 without one: a float32 scalar.
+    Here `share` is (x, y, sample_weight), each a nest of tensors with one row an
+    example, and `scale` the optimizer's loss scale, 1 without one: a float32 scalar.
+    The other arguments are as for `forward`; the model is compiled.
 
     Returns:
         Outputs, tags, new state, the part of the loss (not scaled) and the parts of
@@ -152,16 +146,10 @@ def backward(
     The forward pass runs once more; the tower is pure, so it gives the same values.
     That buys simplicity with time, in the rare case of a loss that cannot be cut.
 
-    Args:
-        model: A built Keras model. Its variables are not read.
-        rules: How losses and state of all towers combine.
-        params: Values of `model.trainable_variables`; `None` for tables of which rows
-            are looked up, and nothing else (see `embeddings.py`).
-        state: Values of `model.non_trainable_variables`, the same as for `forward`.
-        share: (x, output_gradients): the share's inputs, and its rows of the loss's
-            gradient for each of the `differentiable` outputs, grouped by example.
-        fraction: Size of the share over that of the global batch: a float32 scalar.
-        loss_gradients: The loss's gradient for each of the layers' losses.
+    Here `share` is (x, output_gradients): the share's inputs, and its rows of the
+    loss's gradient for each of the `differentiable` outputs, grouped by example.
+    `loss_gradients` has the loss's gradient for each of the layers' losses. The other
+    arguments are the same as for `forward`.
 
     Returns:
         The parts of the gradients, and nothing else.
@@ -181,17 +169,9 @@ def taped_forward(
 ) -> tuple[TowerResult, Callable[..., TowerResult]]:
     """Computes the outputs of one share, and keeps what a gradient needs to go back.
 
-    Args:
-        model: As for `forward`, as are all others.
-        rules: How losses and state of all towers combine.
-        params: Values of `model.trainable_variables`.
-        state: Values of `model.non_trainable_variables`.
-        x: The share's inputs.
-        fraction: Size of the share over that of the global batch.
-
     Returns:
-        What `forward` returns in training; and a function that does, once, what
-        `backward` does, of `output_gradients` and `loss_gradients`.
+        What `forward` returns in training, of the same arguments; and a function that
+        does, once, what `backward` does, of `output_gradients` and `loss_gradients`.
     """
     with tf.GradientTape() as tape, stateless(model, params, state, tape) as scope:
         result = _forward(model, True, rules, scope, x, fraction)
@@ -221,13 +201,7 @@ def probe(
 ) -> TowerResult:
     """Computes the outputs of one share, and the gradient of a sum over its rows.
 
-    Args:
-        model: A built Keras model. Its variables are not read.
-        training: Whether layers behave as in training.
-        params: Values of `model.trainable_variables`.
-        state: Values of `model.non_trainable_variables`.
-        x: The share's inputs: a nest of tensors with one row an example.
-        fraction: Size of the share over that of the global batch: a float32 scalar.
+    The arguments are as for `forward`.
 
     Returns:
         Outputs, tags and gradients, and nothing else.

@@ -619,7 +619,7 @@ def gpus():
 def _algorithm(builder):
     """How gradients are added to copies, if there are copies."""
     copies = builder.name == "replicated"
-    return builder.training.step.reducer.algorithm if copies else None
+    return builder.training.reducer.algorithm if copies else None
 
 
 @pytest.mark.parametrize(

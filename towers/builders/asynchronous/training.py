@@ -123,18 +123,11 @@ class Asynchronous:
         return logs
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
-        """Makes the function that Keras's `fit` calls with an iterator over batches.
+        """Makes the function that Keras's `fit` calls; see `steps.train_function`.
 
         The caller's thread fetches and cuts batches, and traces: Keras keeps what it
         does by thread, and tracing changes classes for all. A thread for each tower
         calls the graphs.
-
-        Args:
-            scope: Makes the context that steps are traced and run in.
-
-        Returns:
-            A function that takes as many batches as the model has steps in a call, and
-            returns the logs of the last update; see `loop.train_function`.
         """
         context = self._context
         if context.model.run_eagerly:

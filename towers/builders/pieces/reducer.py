@@ -1,5 +1,6 @@
 """Makes one of what towers return: of their gradients, and of their state."""
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +19,8 @@ Seen = Callable[[reduce.Packed], Any]
 
 
 @dataclasses.dataclass
-class SumAtHome:
-    """Adds the towers' gradients on one device, for the variables at home."""
+class Reducer(abc.ABC):
+    """Adds the towers' gradients."""
 
     context: Context
 
@@ -39,50 +40,44 @@ class SumAtHome:
         Returns:
             The sums, once for each copy of the variables.
         """
-        plan = self.context.plan
-        largest = overwritten.places(self.context.model)
+        plan, largest = self.context.plan, overwritten.places(self.context.model)
+        return plan.hosts.sum(self._sum(plan, gradients, sources, largest, seen))
+
+    @abc.abstractmethod
+    def _sum(self, plan, gradients, sources, largest, seen):
+        """Adds those of this host; `largest` is as in `reduce.sum_gradients`."""
+
+
+class SumAtHome(Reducer):
+    """Adds the towers' gradients on one device, for the variables at home."""
+
+    def _sum(self, plan, gradients, sources, largest, seen):
         if any(map(plan.packs, sources)):
-            sums = reduce.sum_packed(
-                gradients, sources, plan.merge, plan.home, largest, seen
-            )
-        else:
-            with tf.device(plan.merge):
-                sums = reduce.sum_gradients(gradients, largest)
-        return [plan.hosts.sum(sums)]
+            ends = plan.merge, plan.home
+            return [reduce.sum_packed(gradients, sources, *ends, largest, seen)]
+        with tf.device(plan.merge):
+            return [reduce.sum_gradients(gradients, largest)]
 
 
-class AllReduce:
+@dataclasses.dataclass
+class AllReduce(Reducer):
     """Adds the towers' gradients, and gives every tower the sums.
 
     Attributes:
-        algorithm: How they are added: a key of `reduce.ALGORITHMS`.
+        algorithm: A key of `reduce.ALGORITHMS`; "auto" takes the first GPU, or else the
+            CPU.
     """
 
-    def __init__(self, context: Context, algorithm: str = "auto"):
-        """Chooses how to add.
+    algorithm: str = "auto"
 
-        Args:
-            context: The builder's.
-            algorithm: A key of `reduce.ALGORITHMS`; "auto" takes the first GPU, or else
-                the CPU.
-        """
-        if algorithm == "auto":
-            algorithm = "device" if is_gpu(context.plan.home) else "cpu"
-        self.context, self.algorithm = context, algorithm
+    def __post_init__(self):
+        if self.algorithm == "auto":
+            self.algorithm = "device" if is_gpu(self.context.plan.home) else "cpu"
 
-    def sum_gradients(
-        self,
-        gradients: Sequence[Sequence[reduce.Gradient]],
-        sources: Sequence[str],
-        seen: Seen | None = None,
-    ) -> list[list[reduce.Gradient]]:
-        """Adds the towers' gradients; see `SumAtHome.sum_gradients`."""
-        plan = self.context.plan
-        largest = overwritten.places(self.context.model)
-        sums = reduce.all_reduce(
+    def _sum(self, plan, gradients, sources, largest, seen):
+        return reduce.all_reduce(
             gradients, sources, plan.devices, self.algorithm, largest, seen
         )
-        return plan.hosts.sum(sums)
 
 
 @dataclasses.dataclass
