@@ -39,6 +39,8 @@ _ROWWISE = set(
     MaxPool MaxPool3D ResizeBicubic ResizeBilinear ResizeNearestNeighbor
     SpaceToDepth Bitcast""".split()
 )
+# What these make of rows, whatever they are.
+_ALWAYS = {"L2Loss": SUM, "Rank": NONE, "Shape": SHAPE, "Size": SIZE}
 # By type of operation, what takes (tensor, op, inputs, kinds); and what takes (op,
 # inputs), where the first input holds rows and no other depends on the examples.
 _RULES, _RULES_OF_FIRST = {}, {}
@@ -60,6 +62,8 @@ def of_rows(
     """
     if op.type in ELEMENTWISE:
         return _of_elements(inputs, kinds)
+    if op.type in _ALWAYS:
+        return _ALWAYS[op.type]
     if op.type in _RULES:
         return _RULES[op.type](tensor, op, inputs, kinds)
     if kinds[0] is not ROWS or any(kind is not NONE for kind in kinds[1:]):
@@ -84,36 +88,11 @@ def _rule_of_first(*types):
     return _rule(*types, rules=_RULES_OF_FIRST)
 
 
-@_rule("Shape")
-def _of_shape(tensor, op, inputs, kinds):
-    return SHAPE
-
-
-@_rule("Size")
-def _of_size(tensor, op, inputs, kinds):
-    return SIZE
-
-
-@_rule("Rank")
-def _of_rank(tensor, op, inputs, kinds):
-    return NONE
-
-
-@_rule("L2Loss")
-def _of_squares(tensor, op, inputs, kinds):
-    return SUM
-
-
 @_rule("Split")
 def _of_split(tensor, op, inputs, kinds):
     axis, rank = tf.get_static_value(inputs[0]), inputs[1].shape.rank
     known = axis is not None and rank is not None
     return ROWS if known and int(axis) % rank != 0 else UNKNOWN
-
-
-@_rule("Softmax", "LogSoftmax")
-def _of_softmax(tensor, op, inputs, kinds):
-    return _if_more_axes_than(1, inputs)
 
 
 @_rule("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
@@ -137,8 +116,8 @@ def _of_matrices(op, inputs):
     return _if_more_axes_than(2, inputs)
 
 
-@_rule_of_first("TopKV2")
-def _of_largest(op, inputs):
+@_rule_of_first("LogSoftmax", "Softmax", "TopKV2")
+def _of_last_axis(op, inputs):
     return _if_more_axes_than(1, inputs)
 
 

@@ -47,12 +47,8 @@ class Builder:
     ):
         """Puts a builder together.
 
-        Args:
-            name: The name of its way to update variables.
-            context: What its pieces share.
-            compose: Puts pieces together, and what trains with them; they know nothing
-                of the model yet.
-            staleness: What measures how stale updates are, if they are.
+        `compose` makes the pieces, and what trains with them. They know nothing of the
+        model yet.
         """
         self.name, self.context, self.staleness = name, context, staleness
         self.model, self.plan = context.model, context.plan

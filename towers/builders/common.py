@@ -31,12 +31,7 @@ class Pieces:
     """
 
     def __init__(self, context: Context, copies: Copies | None = None):
-        """Puts them together; none knows anything of the model yet.
-
-        Args:
-            context: What they share.
-            copies: The copies of the variables, if towers have some.
-        """
+        """Puts them together; none knows anything of the model yet."""
         self.context, self.copies = context, copies
         self.batches = batches = LocalBatches(context)
         self.reader = reader = VariableReader(context)

@@ -34,7 +34,7 @@ class VariableCreator:
             data: A batch, or its `tf.TypeSpec`s.
         """
         # What is not known when the graph is built, it checks where the batch is cut.
-        batch.check_rows(tf.nest.map_structure(_spec, data))
+        batch.check_rows(batch.specs(data))
         model, home = self.context.model, self.context.plan.home
         if not model.run_eagerly:
             with tf.init_scope(), tf.device(home):
@@ -83,8 +83,3 @@ class VariableCreator:
             optimizer = model.optimizer if model.compiled else None
             if optimizer is not None and not optimizer.built:
                 optimizer.build(model.trainable_variables)
-
-
-def _spec(value):
-    known = value is None or isinstance(value, tf.TypeSpec)
-    return value if known else tf.type_spec_from_value(value)

@@ -272,6 +272,16 @@ def is_dense(batch: Any) -> bool:
     return all(isinstance(tensor, tf.Tensor) for tensor in tensors)
 
 
+def specs(nest: Any) -> Any:
+    """Returns a nest of tensors or arrays as `tf.TypeSpec`s; these and `None` stay."""
+
+    def spec(value):
+        known = value is None or isinstance(value, tf.TypeSpec)
+        return value if known else tf.type_spec_from_value(value)
+
+    return tf.nest.map_structure(spec, nest)
+
+
 def local_spec(batch: Any, rows: int | None) -> Any:
     """Describes a local batch, for tracing.
 

@@ -379,11 +379,6 @@ class SaveFirst(keras.callbacks.Callback):
     """Has the run saved before any other callback hears of what begins."""
 
     def __init__(self, run: RunState):
-        """Initializes the callback.
-
-        Args:
-            run: Is told.
-        """
         super().__init__()
         self._run = run
 

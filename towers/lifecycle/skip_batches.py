@@ -126,13 +126,9 @@ class CallbacksFromBatch(keras.callbacks.CallbackList):
     def __init__(
         self, callbacks: Any, position: Position, skips: SkipDoneBatches, **options: Any
     ):
-        """Wraps callbacks as `fit` does.
+        """Wraps callbacks as `fit` does, with the options of a `CallbackList`.
 
-        Args:
-            callbacks: As for `keras.callbacks.CallbackList`.
-            position: The first batch to hear of.
-            skips: Skips the batches before.
-            **options: As for `keras.callbacks.CallbackList`.
+        The batch at `position` is the first to hear of; `skips` skips those before.
         """
         self._position, self._skips, self._now = position, skips, 0
         # Of data begun in the middle, Keras announces a batch more than there are.

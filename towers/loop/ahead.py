@@ -26,11 +26,9 @@ class Ahead:
     """
 
     def __init__(self, count: int, fetch: Callable[[Iterator], Any]):
-        """Starts with none.
+        """Starts with none of `count`.
 
-        Args:
-            count: How many to have, 0 or more.
-            fetch: Takes the next batch out of an iterator, and prepares it.
+        `fetch` takes the next batch out of an iterator, and prepares it.
         """
         self._count, self._fetch = count, fetch
         self._waiting = weakref.WeakKeyDictionary()

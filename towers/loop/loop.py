@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.collectives import batch
 from towers.collectives.placing import where_its_input_is
 from towers.loop.ahead import Ahead
 from towers.loop.timers import timestamp_after
@@ -164,10 +165,7 @@ def _one_ahead(place, step, count):
     def trace(iterator):
         fetch_one = fetch.get_concrete_function(iterator)
         # For whatever can be fetched: of one batch, all sizes are known.
-        *specs, _ = tf.nest.map_structure(
-            lambda t: None if t is None else tf.type_spec_from_value(t),
-            fetch_one.structured_outputs,
-        )
+        *specs, _ = batch.specs(fetch_one.structured_outputs)
         times = tf.TensorSpec([None, 3], tf.float64)
         return fetch_one, step.get_concrete_function(*specs, times)
 
@@ -199,9 +197,7 @@ def _loop(place, step, steps, iterator):
     placed, fetched = place(first), _not_placed(*fetched)
     traced = tf.function(step, autograph=False)
     traced = traced.get_concrete_function(first, placed, fetched)
-    logs_spec = tf.nest.map_structure(
-        tf.type_spec_from_value, traced.structured_outputs
-    )
+    logs_spec = batch.specs(traced.structured_outputs)
 
     def body(count, _, data, shares, fetched, logs):
         data_now, shares_now = _pack(first, data), _pack(placed, shares)

@@ -17,11 +17,6 @@ class Streams:
     """
 
     def __init__(self, towers: int):
-        """Starts without work.
-
-        Args:
-            towers: Number of towers.
-        """
         self._queues = [collections.deque() for _ in range(towers)]
         self._changed = threading.Condition()
         self._open = True

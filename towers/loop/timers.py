@@ -56,11 +56,6 @@ class StepTimers:
     """Adds up the phases of a builder's steps."""
 
     def __init__(self, towers: int):
-        """Starts at zero.
-
-        Args:
-            towers: Number of towers.
-        """
         with tf.init_scope(), tf.device(HOST):
             zeros = tf.zeros([5 + towers], tf.float64)
             self._totals = tf.Variable(zeros, trainable=False)

@@ -1,4 +1,4 @@
-"""Checks the arguments of `multi_gpu_model`."""
+"""Checks the arguments of `multi_gpu_model`: a `ValueError` says what is wrong."""
 
 import operator
 import os
@@ -18,11 +18,7 @@ from towers.tower.preprocess import Preprocess
 
 
 def check_model(model: Any) -> None:
-    """Checks that towers can compute the steps of a model.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Checks that towers can compute the steps of a model."""
     if isinstance(model, TowerModel):
         raise ValueError(
             "Received a model that multi_gpu_model() has made; expected the user's own "
@@ -51,11 +47,7 @@ def check_model(model: Any) -> None:
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Checks that an argument is one of the names that it may be.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Checks that an argument is one of the names that it may be."""
     if value not in known:
         raise ValueError(f"Received {name}={value!r}; expected one of {[*known]}.")
 
@@ -71,9 +63,6 @@ def find_home(
         model: The model.
         variable_update: How the variables are updated.
         towers: The towers' devices.
-
-    Raises:
-        ValueError: If there is no such device, or it cannot be the home.
     """
     named = {"cpu": devices.HOST, "gpu": towers[0]}
     asked = device is not None
@@ -93,11 +82,7 @@ def find_home(
 def check_all_reduce(
     algorithm: str, variable_update: str, towers: Sequence[str]
 ) -> None:
-    """Checks that a builder can add gradients that way; see `multi_gpu_model`.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Checks that a builder can add gradients that way; see `multi_gpu_model`."""
     if algorithm not in reduce.ALGORITHMS:
         raise ValueError(
             f"Received all_reduce_alg='{algorithm}'; expected one of "
@@ -124,11 +109,7 @@ def nccl_fits(towers: Sequence[str]) -> bool:
 
 
 def check_split_ratios(ratios: Any, towers: int) -> tuple[int, ...]:
-    """Returns the ratios, even by default.
-
-    Raises:
-        ValueError: If there is not a positive integer for each tower.
-    """
+    """Returns the ratios, even by default."""
     if ratios is None:
         return (1,) * towers
     try:
@@ -144,11 +125,7 @@ def check_split_ratios(ratios: Any, towers: int) -> tuple[int, ...]:
 
 
 def check_max_staleness(bound: Any, variable_update: str) -> None:
-    """Checks the bound.
-
-    Raises:
-        ValueError: If it is no number of updates, or towers wait for one another.
-    """
+    """Checks the bound."""
     if variable_update != "asynchronous":
         raise ValueError(
             f"Received max_staleness={bound!r} and variable_update="
@@ -163,11 +140,7 @@ def check_max_staleness(bound: Any, variable_update: str) -> None:
 
 
 def check_prefetch(prefetch: Any, towers: Sequence[str]) -> int:
-    """Returns the number of batches to fetch ahead.
-
-    Raises:
-        ValueError: If it is not a number of batches.
-    """
+    """Returns the number of batches to fetch ahead."""
     if prefetch is None:
         # Between logical CPUs nothing is copied.
         return 2 if any(map(is_gpu, towers)) else 0
@@ -180,11 +153,7 @@ def check_prefetch(prefetch: Any, towers: Sequence[str]) -> int:
 
 
 def check_numerics(asked: Any) -> tuple[Guard | None, str | None]:
-    """Returns what guards steps, and the file for one that is not finite, if any.
-
-    Raises:
-        ValueError: If the wish is not understood.
-    """
+    """Returns what guards steps, and the file for one that is not finite, if any."""
     if isinstance(asked, bool):
         return (Guard() if asked else None), None
     if not isinstance(asked, str | os.PathLike):
@@ -196,11 +165,7 @@ def check_numerics(asked: Any) -> tuple[Guard | None, str | None]:
 
 
 def check_preprocess(preprocess: Any) -> Preprocess:
-    """Returns the function, as towers call it.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Returns the function, as towers call it."""
     if not callable(preprocess):
         raise ValueError(
             f"Received preprocess={preprocess!r}; expected None, or a function "

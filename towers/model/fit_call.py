@@ -38,14 +38,9 @@ class FitCall:
         kwargs: Mapping[str, Any],
         create_variables: Callable[[Any], None],
     ):
-        """Binds the arguments of `fit`; nothing is run.
+        """Binds the arguments of `fit`, the first of which is the model; runs nothing.
 
-        Args:
-            model: See the attributes.
-            fit: The function that fits, whose first argument is the model.
-            args: What else it is called with.
-            kwargs: The same, by name.
-            create_variables: See the attributes.
+        The others are in `args` and `kwargs`.
         """
         self.model, self.create_variables = model, create_variables
         self.skips: Callable[[Iterator], Any] | None = None
@@ -122,8 +117,7 @@ class FitCall:
 def if_broken_off(end: Callable[[], None]) -> Iterator[None]:
     """For `around_fit`: calls a function if an exception ends `fit`.
 
-    Args:
-        end: The function. Keras leaves out `on_train_end` then.
+    Keras leaves out `on_train_end` then.
     """
     try:
         yield

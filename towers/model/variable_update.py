@@ -24,11 +24,6 @@ class XlaWish:
     """What `compile` was told of XLA, by the argument `jit_compile`."""
 
     def __init__(self, model: keras.Model):
-        """Starts with nothing told.
-
-        Args:
-            model: A Keras model.
-        """
         self._model = model
         # What was told, and what shows whether that was the last time.
         self._told = self._config = None
@@ -90,15 +85,10 @@ class VariableUpdate:
         ways: Callable[..., list[Choice]] | None = None,
         file: str | None = None,
     ):
-        """Makes the first builder.
+        """Makes the first builder, by `make`, of a choice to begin with.
 
-        Args:
-            model: See the attributes.
-            make: Makes the builder of a choice.
-            choice: What to begin with.
-            ways: Takes whether XLA is wanted, and whether the model is synchronized;
-                lists what can be chosen. `None` if there is no choice.
-            file: See the attributes.
+        `ways` lists what can be chosen; it takes whether XLA is wanted, and whether the
+        model is synchronized. It is `None` if there is no choice.
         """
         self.model, self.choice, self.file = model, choice, file
         self.builder = make(choice)

@@ -9,21 +9,13 @@ from towers.keras_adapter.models import batches_done
 
 
 class Interval:
-    """Steps of the optimizer between two reports.
+    """So many steps of the optimizer between two reports.
 
     Attributes:
         step: The optimizer's, when it was last asked.
     """
 
     def __init__(self, log_steps: int):
-        """Initializes the interval.
-
-        Args:
-            log_steps: Its steps.
-
-        Raises:
-            ValueError: If the number of steps is not positive.
-        """
         if log_steps < 1:
             raise ValueError(f"Received log_steps={log_steps}; expected at least 1.")
         self._log_steps, self.step = log_steps, 0
@@ -56,15 +48,9 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Takes the time of the calls of training; the first are the warm-up."""
+    """Takes the time of the calls of training; the first steps are the warm-up."""
 
     def __init__(self, warmup_steps: int, clock: Callable[[], float]):
-        """Begins to count.
-
-        Args:
-            warmup_steps: Steps at the beginning that are the warm-up.
-            clock: Returns seconds.
-        """
         self._warmup_steps, self._clock = warmup_steps, clock
         self._steps = self._first = 0
         self._begun_s = 0.0

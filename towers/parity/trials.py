@@ -78,7 +78,7 @@ class Trials:
     What runs leave is yielded piece by piece, as a large model's is large.
 
     Attributes:
-        model: The model, on one device.
+        model: The model on one device, compiled, with all its variables.
         batches: One batch for each step.
         tolerance: The relative difference up to which numbers are equal.
         loss_placement: Where towers computed the loss.
@@ -91,14 +91,7 @@ class Trials:
         make_parallel: Callable[[], TowerModel],
         tolerance: float,
     ):
-        """Prepares; runs nothing.
-
-        Args:
-            model: A compiled model with all its variables.
-            batches: One batch for each step.
-            make_parallel: Returns the model on towers.
-            tolerance: The relative difference up to which numbers are equal.
-        """
+        """Prepares, and runs nothing; `make_parallel` returns the model on towers."""
         self.model = model
         self.batches = batches
         self.loss_placement = None

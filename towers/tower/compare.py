@@ -169,7 +169,7 @@ def _each(results):
 
 def _trace(model, training, values, x):
     specs = [
-        *([tf.TensorSpec(t.shape, t.dtype) for t in tensors] for tensors in values),
+        *batch.specs(values),
         batch.local_spec(x, None),
         tf.TensorSpec([], tf.float32),
     ]

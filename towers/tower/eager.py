@@ -38,7 +38,6 @@ class Proofs:
     """
 
     def __init__(self) -> None:
-        """Starts without any."""
         self._rules: dict[tuple[str, str], Rules] = {}
         self._plain: list[Any] = []
 
@@ -68,11 +67,7 @@ class Attributes:
     """The Python attributes of a user's layers, at one moment."""
 
     def __init__(self, model: keras.Model):
-        """Looks at them.
-
-        Args:
-            model: The model that the layers are of; it is one of them.
-        """
+        # The model is one of its layers.
         self._before = [
             (layer, _own(layer))
             for layer in layers_of(model)
@@ -182,11 +177,6 @@ class Turns:
     """
 
     def __init__(self, model: keras.Model):
-        """Prepares the first turn.
-
-        Args:
-            model: The model.
-        """
         self._before = Attributes(model)
         self._found: list[dict[tuple[str, str], Any]] = []
 
@@ -230,11 +220,7 @@ class Turns:
         return "'{1}' of layer '{0}'".format(*names[0]) if names else ""
 
     def lines_of_all(self, towers: int) -> list[str]:
-        """Returns the sentences for towers that have not taken turns.
-
-        Args:
-            towers: Number of towers.
-        """
+        """Returns the sentences for so many towers, which have not taken turns."""
         if towers < 2:
             return []
         return [_apart(*name, towers) for name in self._before.changed()]

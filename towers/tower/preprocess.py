@@ -23,16 +23,13 @@ _SEED_STEP = 0x9E3779B1
 
 
 class Preprocess:
-    """A function `preprocess(x, y, training)` of the user's, checked."""
+    """A function `preprocess(x, y, training)` of the user's, checked.
+
+    It takes x and y of some examples, nests of tensors with one row an example (y is
+    `None` in prediction), and whether they are to be trained on. It returns x and y.
+    """
 
     def __init__(self, function: Function):
-        """Keeps the function.
-
-        Args:
-            function: Takes x and y of some examples, nests of tensors with one row an
-                example (y is `None` in prediction), and whether they are to be trained
-                on. Returns x and y.
-        """
         self._function = function
         self._traced = tf.function(
             lambda x, y, training: self((x, y, None), training)[:2], autograph=False
@@ -99,7 +96,7 @@ class Preprocess:
         """
         x, y, sample_weight = data
         with tf.device(None):
-            traced = self._traced.get_concrete_function(*_specs((x, y)), training)
+            traced = self._traced.get_concrete_function(*batch.specs((x, y)), training)
         return *traced.structured_outputs, sample_weight
 
 
@@ -137,11 +134,3 @@ def _check_rows(before, returned):
             tf.debugging.assert_equal(
                 after, before, "Expected `preprocess` to return as many rows as it got."
             )
-
-
-def _specs(nest):
-    def spec(tensor):
-        known = tensor is None or isinstance(tensor, tf.TypeSpec)
-        return tensor if known else tf.type_spec_from_value(tensor)
-
-    return tf.nest.map_structure(spec, nest)

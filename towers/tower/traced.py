@@ -126,16 +126,9 @@ class Traced:
 
 
 class Sized:
-    """A tower traced for the usual size of its share, and for all others."""
+    """A tower traced twice: for `rows` examples, as usual, and for any number."""
 
     def __init__(self, usual: Traced, other: Traced, rows: int):
-        """Joins two traces of one tower.
-
-        Args:
-            usual: That for `rows` examples.
-            other: That for any number of them.
-            rows: The usual number.
-        """
         self._usual, self._other, self._rows = usual, other, rows
 
     def of_size(self, size: tf.Tensor, idle: bool, *arguments: Any) -> TowerResult:

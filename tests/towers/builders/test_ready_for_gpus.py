@@ -18,7 +18,8 @@ from models import resnet_cifar
 from tests import as_on_gpu, executed
 from towers import multi_gpu_model
 from towers.analysis import rules
-from towers.builders.pieces import executor, reader
+from towers.builders.pieces import reader
+from towers.collectives import batch
 from towers.tower import passes
 from towers.tower.traced import Traced
 
@@ -309,7 +310,7 @@ def test_a_recurrent_layer_takes_cudnn_s_kernel(monkeypatch):
         )
         x = tf.TensorSpec([4, 5, 4])
         function = functools.partial(passes.forward, model, True, rules.Rules(1))
-        specs = [*executor.specs_of(values), x, tf.TensorSpec([])]
+        specs = [*batch.specs(values), x, tf.TensorSpec([])]
         traced = Traced(function, specs, xla=False, noinline=False, on_gpu=True)
     every = traced._concrete.graph.as_graph_def().node
     # Seeds are computed on the host, and all else where the tower is called.

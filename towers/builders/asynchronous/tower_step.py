@@ -1,5 +1,6 @@
 """A tower's step by itself: what it reads, computes, and applies at home."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +16,17 @@ from towers.devices import HOST, is_gpu
 from towers.layers import overwritten, seeds
 
 
+@dataclasses.dataclass
 class TowerStep:
-    """A tower's step by itself."""
+    """A tower's step by itself.
 
-    def __init__(self, context: Context, step: TrainStep):
-        """Takes the train step of one tower.
+    Attributes:
+        context: That of all towers.
+        step: The train step of a tower by itself, where it is called.
+    """
 
-        Args:
-            context: That of all towers.
-            step: The train step of a tower by itself, where it is called.
-        """
-        self._context, self._step = context, step
+    context: Context
+    step: TrainStep
 
     def graphs(self) -> tuple[Callable, Callable]:
         """Returns `compute` and `apply`, to be traced."""
@@ -39,21 +40,21 @@ class TowerStep:
 
     def read(self, index: int) -> TowerInputs:
         """Reads what the tower of an index computes with, whose seeds are its own."""
-        (values,), scale = self._step.read()
+        (values,), scale = self.step.read()
         with tf.device(HOST):
-            seeded = seeds.of_tower(self._context.model, values.state, index)
+            seeded = seeds.of_tower(self.context.model, values.state, index)
         return TowerInputs([values._replace(state=seeded)], scale)
 
     def compute(self, local: Any, inputs: TowerInputs) -> StepOutputs:
         """Computes loss and gradients where it is called, and sends them home."""
-        plan = self._context.plan
+        plan = self.context.plan
         packed = any(map(plan.packs, plan.devices))
         if packed:
             ((params, state),) = inputs.values
             sent = packing.send([*params, *state], plan.home, "")
             values = Values(sent[: len(params)], sent[len(params) :])
             inputs = inputs._replace(values=[values])
-        outputs = self._step.pieces.loss.compute(local, inputs, [local])
+        outputs = self.step.pieces.loss.compute(local, inputs, [local])
         if packed:
             gradients, state = outputs.results[0].gradients, outputs.state
             sent = packing.send([*gradients, *state], "", plan.home)
@@ -78,11 +79,11 @@ class TowerStep:
         self, local: Any, inputs: TowerInputs, outputs: StepOutputs
     ) -> dict[str, tf.Tensor]:
         """Updates variables and metrics with what a tower has computed."""
-        with tf.device(self._context.plan.home):
+        with tf.device(self.context.plan.home):
             state = [
                 None if new is None else _add_change(variable, old, new)
                 for variable, old, new in zip(
-                    self._context.variables,
+                    self.context.variables,
                     [*inputs.values[0].params, *inputs.values[0].state],
                     outputs.state,
                     strict=True,
@@ -91,8 +92,8 @@ class TowerStep:
             # It is the only tower of its plan, the first.
             results = [result._replace(tower=0) for result in outputs.results]
             outputs = outputs._replace(results=results, state=state)
-            outputs = scale_as_now(self._context.model, outputs, inputs.scale)
-        return self._step.apply(local, outputs)
+            outputs = scale_as_now(self.context.model, outputs, inputs.scale)
+        return self.step.apply(local, outputs)
 
 
 def scale_as_now(

@@ -77,14 +77,7 @@ class Asynchronous:
         staleness: Staleness,
         threads: concurrent.futures.ThreadPoolExecutor,
     ):
-        """Prepares towers that have no work yet.
-
-        Args:
-            pieces: Those of all towers.
-            step: The train step of a tower by itself, where it is called.
-            staleness: Measures, and bounds, how stale updates are.
-            threads: One for each tower.
-        """
+        """Takes the pieces of all towers, and the step and a thread of each one."""
         self._pieces, self._context = pieces, pieces.context
         self._step = TowerStep(pieces.context, step)
         self.staleness, self._threads = staleness, threads
@@ -267,12 +260,12 @@ class Asynchronous:
             ).get_concrete_function()
             for tower in self._context.plan.towers
         ]
-        inputs = _specs(read[0].structured_outputs)
+        inputs = batch.specs(read[0].structured_outputs)
         compute = compute.get_concrete_function(spec, inputs)
         if found.reads_tables != tables:
             # A table cannot stay at home, as it turns out.
             return self._trace_step(spec, rows)
-        outputs = _specs(compute.structured_outputs)
+        outputs = batch.specs(compute.structured_outputs)
         apply = apply.get_concrete_function(spec, inputs, outputs)
         # Each tower calls it.
         found.graph = compute.graph
@@ -289,9 +282,3 @@ class Asynchronous:
                 "variable_update='asynchronous', so use variable_update="
                 "'parameter_server'."
             )
-
-
-def _specs(nest):
-    return tf.nest.map_structure(
-        lambda t: None if t is None else tf.type_spec_from_value(t), nest
-    )

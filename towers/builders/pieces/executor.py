@@ -155,10 +155,10 @@ class TowerExecutor:
 
     def _trace(self, towers, values, data, rows=None, xla=False):
         specs = [
-            *specs_of(values[0]),
+            *batch.specs(values[0]),
             batch.local_spec(data.like, rows),
             tf.TensorSpec([], tf.float32),
-            *specs_of(towers.extra),
+            *batch.specs(towers.extra),
         ]
         # Passes over a gathered loss's towers are merged only where both are copied.
         noinline = (
@@ -249,10 +249,3 @@ class TowerExecutor:
         if context.plan.count > 1:
             checks.check_results(context.model, results)
         return results
-
-
-def specs_of(tensors: Sequence[Any]) -> list[Any]:
-    """Returns the shapes and types of tensors in a nest, or of `None`."""
-    return tf.nest.map_structure(
-        lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), list(tensors)
-    )
