@@ -20,8 +20,7 @@ from towers.analysis.kinds import (
     UNKNOWN,
     Dependence,
 )
-from towers.analysis.rows import ELEMENTWISE, of_rows
-from towers.analysis.static_values import integers
+from towers.analysis.rows import ELEMENTWISE, integers, of_rows
 
 # Each element is drawn by itself.
 _DRAWS = set(

@@ -11,15 +11,14 @@ from towers.loop import listeners
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.lines import Lines
-from towers.monitoring.profile.callback import Profile
+from towers.monitoring.profile import Profile
 from towers.monitoring.stall.callback import Stall
 from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput
 from towers.monitoring.watch import Watch
 from towers.train import checks
 from towers.train.job import Job
-from towers.train.outputs import files, model_size
-from towers.train.outputs.versions import versions
+from towers.train.outputs import facts, files
 
 # What is looked at most comes first.
 _HYPER_PARAMETERS = (
@@ -99,10 +98,10 @@ def make_tensorboard(
         measures: What has been measured; see `TensorBoard`.
         watch: Says at the end what was measured.
     """
-    found = "\n".join(f"{name}: {value}" for name, value in versions().items())
+    found = "\n".join(f"{name}: {value}" for name, value in facts.versions().items())
     texts = {
         "flags": job.settings.as_text(),
-        "model": model_size.summary_text(job.model),
+        "model": facts.summary_text(job.model),
         "devices": devices.table(job.devices, job.sizes),
         "versions": found,
     }

@@ -30,7 +30,7 @@ from towers import devices, input_pipeline
 from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
 from towers.lifecycle.checkpoints.manager import SaveError
-from towers.monitoring.profile import callback as profile
+from towers.monitoring import profile
 from towers.numerics.not_finite import NotFinite
 from towers.report.read import read
 from towers.tower.errors import ModelError
@@ -45,7 +45,7 @@ from towers.train.outputs import summary as last_lines
 from towers.train.parts import data as data_parts
 from towers.train.parts import model as model_parts
 from towers.train.parts.devices import configure_devices, split_ratios
-from towers.train.parts.optimizer import build_optimizer, learning_rate
+from towers.train.parts.model import build_optimizer, learning_rate
 from towers.train.settings import Settings
 
 ROOT = Path(__file__).parents[3]

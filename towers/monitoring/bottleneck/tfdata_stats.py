@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.keras_adapter.datasets import (
+from towers.keras_adapter.graphs import function_definition
+from towers.keras_adapter.runtime import (
     Metadata,
     ModelProto,
     NodeClass,
@@ -22,7 +23,6 @@ from towers.keras_adapter.datasets import (
     inputs_of,
     metadata_of,
 )
-from towers.keras_adapter.graphs import function_definition
 
 _ASYNCHRONOUS = {
     NodeClass.ASYNC_INTERLEAVE_MANY,

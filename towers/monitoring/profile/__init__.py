@@ -1,1 +1,0 @@
-"""Traces of TensorFlow's profiler."""
