@@ -103,9 +103,8 @@ class Plan:
     def home_of(self, variable: keras.Variable) -> str:
         """Returns the device on which a variable lives, if it can be there.
 
-        Args:
-            variable: A variable of the model, its optimizer or its metrics. GPUs have
-                some types only in the host's memory; see `layers.variables.move`.
+        It is one of the model, its optimizer or its metrics. GPUs have some types only
+        in the host's memory; see `layers.variables.move`.
         """
         return self.home
 
@@ -114,9 +113,6 @@ class Plan:
 
         That pays where they travel, from one memory to another. Between logical CPUs
         nothing is copied, unless it is packed.
-
-        Args:
-            device: A device string.
         """
         if self.packed is not None:
             return self.packed

@@ -56,12 +56,9 @@ class Reader:
     """Reads from a graph how its tensors depend on the examples."""
 
     def __init__(self, share: Any, calls: dict[Any, LayerCall]):
-        """Prepares to read.
+        """Takes a share, and what `recorded_layers` remembered.
 
-        Args:
-            share: The nest of tensors that holds the examples, one row each; their
-                number must not be known to the graph.
-            calls: What `recorded_layers` remembered.
+        The share's tensors have one row an example; the graph must not know how many.
         """
         self._calls = calls
         self._culprits = {}

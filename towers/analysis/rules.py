@@ -54,9 +54,8 @@ class Rules:
     def reading(self, share: Any) -> Iterator[None]:
         """Inside, a tower is traced; rules are read from its graph.
 
-        Args:
-            share: The nest of tensors that holds the tower's examples, one row each, in
-                a number that the graph does not know.
+        The share's tensors have one row an example, in a number that the graph does not
+        know.
         """
         if self.complete:
             yield
@@ -70,11 +69,7 @@ class Rules:
         self.complete = True
 
     def give_up(self, reason: str) -> None:
-        """Is told that nothing can be read, as there is no graph.
-
-        Args:
-            reason: What hinders it.
-        """
+        """Is told that nothing can be read, as there is no graph, and why."""
         self.complete, self._unread = True, reason
 
     def part(
@@ -95,12 +90,7 @@ class Rules:
         return loss if rule is Dependence.SUM else loss * tf.cast(fraction, loss.dtype)
 
     def state(self, name: str, value: tf.Tensor, alike: bool = False) -> None:
-        """Finds the rule that a variable's new values follow.
-
-        Args:
-            name: A name to know the variable by.
-            value: What the tower made of it.
-            alike: Whether it is the same on all towers, if it cannot be read.
+        """Finds the rule that a variable's new values follow; see `part`.
 
         Raises:
             NoRuleError: If there is none.
@@ -112,11 +102,7 @@ class Rules:
         self._found[name] = Dependence.MEAN
 
     def look_at(self, outputs: Any) -> None:
-        """Looks whether outputs depend on several examples; see `coupling`, `unread`.
-
-        Args:
-            outputs: A nest of tensors, one row an example.
-        """
+        """Looks whether outputs depend on several examples: `coupling`, `unread`."""
         if self._reader is None:
             return
         unread = []

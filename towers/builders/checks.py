@@ -1,4 +1,4 @@
-"""What towers cannot compute of a model: an error, in a sentence."""
+"""What towers cannot compute of a model: each raises a `ModelError`, in a sentence."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,11 +15,7 @@ from towers.tower.passes import TowerResult
 
 
 def check_variables(model: keras.Model) -> None:
-    """Checks that gradients of several towers can be combined for each variable.
-
-    Raises:
-        ModelError: One is overwritten with its gradient, and not known.
-    """
+    """Refuses variables whose gradients on several towers cannot be combined."""
     others = overwritten.others(model)
     if others:
         raise ModelError(
@@ -31,17 +27,9 @@ def check_variables(model: keras.Model) -> None:
 
 
 def check_effects(model: keras.Model, found: Iterable[Effect]) -> list[str]:
-    """Checks what a tower does besides computing.
+    """Refuses what a tower may not do besides computing.
 
-    Args:
-        model: The tower's model.
-        found: The effects of its operations.
-
-    Returns:
-        A sentence for each effect that each tower may have.
-
-    Raises:
-        ModelError: A tower may not have one of them.
+    Returns a sentence for each effect that each tower may have.
     """
     lines = []
     for effect in found:
@@ -55,15 +43,7 @@ def check_effects(model: keras.Model, found: Iterable[Effect]) -> list[str]:
 
 
 def check_coupling(model: keras.Model, rules: Rules) -> None:
-    """Checks that no output was seen to depend on other examples.
-
-    Args:
-        model: The towers' model.
-        rules: Those read from its graph.
-
-    Raises:
-        ModelError: One was.
-    """
+    """Refuses a model of which an output was seen to depend on other examples."""
     if rules.coupling is not None:
         raise ModelError(
             f"Model '{model.name}' makes an example's output depend on other "
@@ -75,15 +55,7 @@ def check_coupling(model: keras.Model, rules: Rules) -> None:
 
 
 def check_outputs(model: keras.Model, outputs: Any) -> None:
-    """Checks that traced outputs have a row for each example.
-
-    Args:
-        model: The tower's model.
-        outputs: A nest of symbolic tensors, from a trace for any number of rows.
-
-    Raises:
-        ModelError: They do not.
-    """
+    """Refuses outputs, traced for any number of rows, that have another number."""
     for output in tf.nest.flatten(outputs):
         if output is not None and (
             output.shape.rank == 0 or output.shape[0] is not None

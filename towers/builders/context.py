@@ -126,11 +126,8 @@ class Context:
     def rules(self, step: str, data: Any) -> Rules:
         """Returns the rules for the towers of one step, to be read when it is traced.
 
-        In eager execution they may have been read before, of such a batch.
-
-        Args:
-            step: Name of the step.
-            data: What the towers get of the batch: a nest of tensors.
+        In eager execution they may have been read before, of such a batch: `data` is
+        what the towers get of it.
         """
         rules = Rules(
             self.plan.count,
@@ -144,9 +141,7 @@ class Context:
     def say(self, lines: Sequence[str], key: Any = None) -> None:
         """Says lines that have not been said before: each step finds the same.
 
-        Args:
-            lines: The lines.
-            key: Lines of one key are said once, whatever their words.
+        Lines of one key are said once, whatever their words.
         """
         for line in lines:
             if (key or line) not in self.said:

@@ -162,13 +162,8 @@ def _joined(gradients):
 def sum_is_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Tells whether the sum of all numbers is finite: one pass over each tensor.
 
-    If it is, each of them is; if not, it may be that only the sum overflows.
-
-    Args:
-        tensors: At least one, of floating types, all on one device.
-
-    Returns:
-        A bool scalar.
+    If it is, each of them is; if not, it may be that only the sum overflows. The
+    tensors are of floating types, all on one device.
     """
     wide = tf.float64 if any(t.dtype == tf.float64 for t in tensors) else tf.float32
     with tf.device(tensors[0].device):
@@ -177,16 +172,10 @@ def sum_is_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def sums_are_finite(towers: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Tells whether the sum over the towers is finite for each number.
+    """Tells whether the sum over the towers is finite for each number of a buffer.
 
     If it is said to be, it is: no sum is larger than the square root of their number
     times all squares. If not, it may be that only these overflow.
-
-    Args:
-        towers: A buffer of each, of one floating type and shape.
-
-    Returns:
-        A bool scalar.
     """
     dtype = towers[0].dtype
     halves = []
@@ -202,14 +191,7 @@ def sums_are_finite(towers: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Tells whether each number is finite: two passes over each tensor, where it is.
-
-    Args:
-        tensors: At least one, of floating types.
-
-    Returns:
-        A bool scalar.
-    """
+    """Tells whether each number is finite: two passes over each tensor, where it is."""
     found = []
     for tensor in tensors:
         with tf.device(tensor.device):

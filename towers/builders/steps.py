@@ -70,15 +70,7 @@ class TrainStep:
         return TowerInputs(self.reader.read_for_training(), scale)
 
     def apply(self, data: Any, outputs: StepOutputs) -> dict[str, tf.Tensor]:
-        """Updates variables and metrics.
-
-        Args:
-            data: The batch.
-            outputs: What `LossAndGradients` made of it.
-
-        Returns:
-            The model's metrics, by name.
-        """
+        """Updates variables and metrics with what `LossAndGradients` made of it."""
         data = keras.utils.unpack_x_y_sample_weight(data)
         context, metrics = self.pieces.context, self.pieces.metrics
         gathered = metrics.gather(outputs.results)
@@ -196,14 +188,7 @@ class Evaluation:
     pieces: Pieces
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
-        """Evaluates one global batch.
-
-        Args:
-            data: As for `TrainStep`.
-
-        Returns:
-            The model's metrics, by name.
-        """
+        """Evaluates one global batch, as for `TrainStep`; returns metrics by name."""
         metrics = self.pieces.metrics
         # Targets are not cut.
         batch.check_rows(data)
@@ -216,13 +201,9 @@ class Evaluation:
             return metrics.update_metrics(data, outputs, loss)
 
     def predict_step(self, data: Any) -> Any:
-        """Computes the outputs of one global batch.
+        """Computes the outputs of one global batch, of which only x is used.
 
-        Args:
-            data: As for `TrainStep`; only x is used.
-
-        Returns:
-            The model's outputs: a nest of tensors, one row an example, in order.
+        Returns a nest of tensors, one row an example, in order.
         """
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         batch.check_rows((x,))

@@ -56,13 +56,8 @@ def split_bounds(
 ) -> list[tuple[Any, Any]]:
     """Computes where each tower's local batch starts and ends; see `cut`.
 
-    Args:
-        total: Number of examples: an int, or a scalar integer tensor.
-        split_ratios: How much each tower gets, relative to the others: positive
-            integers.
-
-    Returns:
-        One pair (start, end) for each tower, of the type of `total`.
+    Returns one pair (start, end) for each tower, of the type of `total`: ints, or
+    scalar integer tensors.
     """
     whole = sum(split_ratios)
     if isinstance(total, int):
@@ -315,11 +310,7 @@ def local_spec(batch: Any, rows: int | None) -> Any:
 def fractions(
     sizes: Sequence[int | tf.Tensor], hosts: OneHost = ONE_HOST
 ) -> list[tf.Tensor]:
-    """Returns the part of the global batch that each tower's local batch is.
-
-    Args:
-        sizes: Number of rows of each local batch: ints or scalar tensors.
-        hosts: The hosts that the global batch is for.
+    """Returns the part of the global batch, of all hosts, that each local batch is.
 
     Returns:
         One float32 scalar for each tower; they sum to 1, or to 0 if there is no row.

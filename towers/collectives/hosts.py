@@ -20,19 +20,11 @@ class OneHost:
     count, index = 1, 0
 
     def sum(self, tensors: T) -> T:
-        """Adds what each host has.
-
-        Args:
-            tensors: A nest of tensors of the same shapes on all hosts, or of `None`.
-        """
+        """Adds a nest of tensors, or of `None`, of the same shapes on all hosts."""
         return tensors
 
     def agree(self, flag: Any) -> Any:
-        """Tells whether something holds on all hosts.
-
-        Args:
-            flag: Whether it does here: a bool, or a bool scalar.
-        """
+        """Tells whether a flag, a bool or a bool scalar, is set on all hosts."""
         return flag
 
     def broadcast(self, value: T) -> T:

@@ -79,10 +79,7 @@ def unpack(buffers: Sequence[tf.Tensor], like: Sequence[Any]) -> list[Any]:
 def send(tensors: Sequence[Any], source: str, target: str) -> list[Any]:
     """Moves tensors from one device to another, those that `pack` takes in one piece.
 
-    Args:
-        tensors: See `pack`.
-        source: The device that has them; "" for that of the scope.
-        target: The device that is to have them; "" for that of the scope.
+    A device "" is that of the scope.
     """
     with tf.device(source):
         buffers = pack(tensors)

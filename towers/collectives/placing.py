@@ -8,14 +8,11 @@ from towers.devices import is_gpu
 
 
 def where_its_input_is(operation: tf.Operation) -> str:
-    """Returns the device of an operation: for `tf.compat.v1.device`, in a graph.
+    """Returns the device of an operation being made: for `tf.compat.v1.device`.
 
     What a function or the body of a loop returns goes through an identity that
     TensorFlow places on the device that calls, or nowhere, which is the first device.
     There, what is on another device would make a detour.
-
-    Args:
-        operation: An operation that is being made.
     """
     if operation.type == "Identity" and not operation.device:
         return operation.inputs[0].device
@@ -23,15 +20,7 @@ def where_its_input_is(operation: tf.Operation) -> str:
 
 
 def read(variables: Sequence[tf.Variable], device: str) -> list[tf.Tensor]:
-    """Reads variables.
-
-    Args:
-        variables: Variables that are on the device, or on the host.
-        device: A device string.
-
-    Returns:
-        Their values.
-    """
+    """Reads the values of variables that are on a device, or on the host."""
     values = [tf.convert_to_tensor(variable) for variable in variables]
     if not is_gpu(device):
         return values

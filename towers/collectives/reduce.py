@@ -71,13 +71,8 @@ def sum_packed(
 ) -> list[Gradient]:
     """Adds the gradients of all towers, which travel packed, as do the sums.
 
-    Args:
-        towers: See `sum_gradients`.
-        sources: The devices that have them.
-        merge: The device that adds them.
-        home: The device that is to have the sums.
-        largest: See `sum_gradients`.
-        seen: See `all_reduce`.
+    `merge` is the device that adds, and `home` that which is to have the sums; all else
+    is as for `all_reduce`.
     """
     return all_reduce(towers, sources, [merge, home], "device", largest, seen)[1]
 

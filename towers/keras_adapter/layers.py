@@ -31,10 +31,7 @@ def layers_of(
 ) -> list[keras.layers.Layer]:
     """Returns a layer or model and all layers inside it, each once.
 
-    Args:
-        layer: A layer or a model.
-        include_self: Whether the layer itself comes first.
-        recursive: Whether to include parts of parts.
+    `include_self` has the layer itself come first; `recursive` includes parts of parts.
     """
     return layer._flatten_layers(include_self=include_self, recursive=recursive)
 

@@ -46,14 +46,8 @@ def compute_loss(
 ) -> tf.Tensor:
     """Calls `compute_loss` of a model, which need not have a `training` argument.
 
-    Args:
-        model: A compiled model.
-        x: As for `keras.Model.compute_loss`.
-        y: As for `keras.Model.compute_loss`.
-        y_pred: As for `keras.Model.compute_loss`.
-        sample_weight: As for `keras.Model.compute_loss`.
-        training: As for `keras.Model.compute_loss`.
-        added: Losses that stand in for `model.losses`, if not `None`.
+    The arguments are those of `keras.Model.compute_loss`; `added` are losses that stand
+    in for `model.losses`, if not `None`.
     """
     override = model._losses_override
     override.extend(added or ())
@@ -72,9 +66,7 @@ def total_of_added_loss(model: keras.Model, loss: tf.Tensor) -> tf.Tensor:
 def symbolic_build(model: keras.Model, data: Any) -> None:
     """Creates the variables of layers, losses, metrics and optimizer.
 
-    Args:
-        model: A compiled model.
-        data: A batch as `train_step` gets it, of `keras.KerasTensor`s.
+    The data are a batch as `train_step` gets it, of `keras.KerasTensor`s.
     """
     model._symbolic_build(data_batch=data)
 
@@ -83,9 +75,8 @@ def symbolic_build(model: keras.Model, data: Any) -> None:
 def compute_loss_replaced(model: keras.Model, by: Callable[..., Any]) -> Iterator[None]:
     """Inside, Keras's own steps and `symbolic_build` call another `compute_loss`.
 
-    Args:
-        model: The model; others keep their own.
-        by: It is called with `(x, y, y_pred, sample_weight, training)`.
+    It is called with `(x, y, y_pred, sample_weight, training)`. Other models keep
+    theirs.
     """
 
     def dispatch(original, called, *args, **kwargs):
@@ -111,11 +102,6 @@ def batches_done(model: keras.Model, batch: int) -> int:
     Keras 3.10 names the first of a call's `steps_per_execution` batches, as it does in
     `on_train_batch_begin`; later versions name the last one. The last call of an epoch
     may have fewer batches, which no version says.
-
-    Args:
-        model: The model that is trained or evaluated.
-        batch: The batch that Keras names in `on_train_batch_end` or
-            `on_test_batch_end`.
     """
     return batch + (model.steps_per_execution if _TELLS_FIRST else 1)
 

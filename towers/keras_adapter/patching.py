@@ -22,13 +22,10 @@ class Target:
     """
 
     def __init__(self, owner: Any, name: str, *, unless_replaced: bool = False):
-        """Keeps what to patch.
+        """Keeps what to patch: a function that the class or module itself defines.
 
-        Args:
-            owner: A class or a module.
-            name: The name of a function that `owner` itself defines.
-            unless_replaced: Whether a function that somebody else has put there stays
-                in charge. Otherwise it is the one that a patch is handed.
+        With `unless_replaced`, a function that somebody else has put there stays in
+        charge. Otherwise it is the one that a patch is handed.
         """
         self._owner, self._name = owner, name
         self._own = vars(owner)[name] if unless_replaced else None
@@ -85,13 +82,9 @@ def patched(
 ) -> Iterator[None]:
     """Inside, calls of a function go to another one.
 
-    Patches nest: the innermost of a thread is called.
-
-    Args:
-        target: The function.
-        by: The other one. It is called with the function that it stands in for, then
-            the arguments of the call.
-        all_threads: Whether calls in other threads go there, too.
+    Patches nest: the innermost of a thread is called, with the function that it
+    stands in for, then the arguments of the call. With `all_threads`, calls in other
+    threads go there, too.
     """
     target.enter(by, all_threads)
     try:
@@ -106,15 +99,10 @@ _swapping = threading.RLock()
 
 @contextlib.contextmanager
 def swapped(objects: Sequence[Any], name: str, values: Sequence[Any]) -> Iterator[None]:
-    """Inside, an attribute of some objects has other values.
+    """Inside, an attribute of some objects has other values, one for each.
 
     All threads see them. A second thread that swaps values waits until the first one
     has put them back.
-
-    Args:
-        objects: The objects, which have the attribute already.
-        name: The attribute's name.
-        values: A value for each object.
     """
     with _swapping:
         before = [getattr(each, name) for each in objects]

@@ -26,12 +26,7 @@ def put_behind(variable: keras.Variable, value: tf.Variable) -> None:
 def swapped_values(
     variables: Sequence[keras.Variable], values: Sequence[tf.Variable]
 ) -> Iterator[None]:
-    """Inside, Keras variables use other `tf.Variable`s.
-
-    Args:
-        variables: The Keras variables.
-        values: A `tf.Variable` for each.
-    """
+    """Inside, Keras variables use other `tf.Variable`s, one for each."""
     with swapped(variables, "_value", values):
         yield
 

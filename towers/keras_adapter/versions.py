@@ -13,14 +13,7 @@ NEWEST = {"tensorflow": (2, 21), "keras": (3, 15)}
 
 
 def newer_than_tested(name: str) -> str | None:
-    """Says that an installed package is newer than what Towers is tested with.
-
-    Args:
-        name: A package of `NEWEST`.
-
-    Returns:
-        A sentence, or `None` if it is not newer or not installed.
-    """
+    """Says that a package of `NEWEST` is newer than what Towers is tested with."""
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:

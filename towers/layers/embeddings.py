@@ -25,13 +25,9 @@ from towers.keras_adapter.patching import patched
 
 
 def tables(model: keras.Model) -> set[int]:
-    """Finds the variables of which a model's layers, as far as is seen, look up rows.
+    """Finds the tables of a built model's plain Embedding layers.
 
-    Args:
-        model: A built model.
-
-    Returns:
-        The ids of the variables: the tables of plain Embedding layers.
+    Returns the ids of the variables of which these, as far as is seen, look up rows.
     """
     return {
         id(embedding_table(layer))
@@ -42,11 +38,7 @@ def tables(model: keras.Model) -> set[int]:
 
 @contextlib.contextmanager
 def at_home(on_gpu: bool) -> Iterator[None]:
-    """Inside, Embedding layers that are called in a tower look up rows at home.
-
-    Args:
-        on_gpu: Whether the tower is to run on a GPU.
-    """
+    """Inside, Embedding layers that are called in a tower look up rows at home."""
     with patched(EMBEDDING_CALL, functools.partial(_call, on_gpu)):
         yield
 
@@ -54,12 +46,7 @@ def at_home(on_gpu: bool) -> Iterator[None]:
 def not_negative(ids: tf.Tensor, table: tf.Variable) -> tf.Tensor:
     """Returns indices of a table's rows as Keras reads them: from the end if negative.
 
-    Args:
-        ids: Numbers of any type.
-        table: The variable that holds the rows.
-
-    Returns:
-        Indices in int32, or int64, from 0.
+    They are in int32, or int64, from 0.
     """
     # GPUs leave it to the host to compute in int32.
     if ids.dtype != tf.int64:

@@ -43,10 +43,6 @@ def move(model: keras.Model, home: str) -> None:
 
     If that is a GPU, random seeds go to the host, where TensorFlow reads them, and so
     do types that GPUs do not have.
-
-    Args:
-        model: The model.
-        home: A device string.
     """
     seeded = seed_ids(model) if is_gpu(home) else ()
     for variable in of(model):
@@ -79,9 +75,7 @@ def assign(model: keras.Model, start: Sequence[np.ndarray]) -> None:
 def beside(model: keras.Model, graph: tf.Graph | None) -> list[tf.Variable]:
     """Returns what a step uses beside those `of` a model, such as a loss's own counter.
 
-    Args:
-        model: The model.
-        graph: In which the step was traced, if it was.
+    The graph is that in which the step was traced, if it was.
     """
     own = {id(variable.value) for variable in of(model)}
     used = getattr(graph, "variables", ())
@@ -90,11 +84,9 @@ def beside(model: keras.Model, graph: tf.Graph | None) -> list[tf.Variable]:
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model, others: Sequence[tf.Variable] = ()) -> Iterator[None]:
-    """Leaves the values of all that training changes as they are.
+    """Leaves the values of all that training changes, and of others, as they are.
 
-    Args:
-        model: The model.
-        others: What else to leave so; see `beside`.
+    See `beside` for the others.
     """
     start, theirs = values(model), [variable.numpy() for variable in others]
     try:

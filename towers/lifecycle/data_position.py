@@ -147,11 +147,8 @@ def _start_pipeline(pipeline, options, position, place):
 def find(options: dict[str, Any], position: Position, past: Sequence[int]) -> Place:
     """Finds a position's place in the data.
 
-    Args:
-        options: The arguments of `fit`, by name.
-        position: The position.
-        past: Batches that were read in each epoch from the one on that these data have
-            begun with, up to the position.
+    `past` has the batches that were read in each epoch from the one on that these data
+    have begun with, up to the position; `options` are the arguments of `fit`.
     """
     steps, batches = options["steps_per_epoch"], count(options)
     opened = first = position.epoch - len(past)
@@ -167,10 +164,8 @@ def find(options: dict[str, Any], position: Position, past: Sequence[int]) -> Pl
 def order(options: dict[str, Any]) -> dict[str, Any]:
     """Returns, as JSON, what is known to decide which records a batch has.
 
-    "validation" has what is known of the validation data, if anything.
-
-    Args:
-        options: The arguments of `fit`, by name.
+    "validation" has what is known of the validation data, if anything; `options` are
+    the arguments of `fit`.
     """
     pipeline = getattr(options["x"], "pipeline", None)
     found = getattr(pipeline, "order", None)

@@ -268,12 +268,7 @@ class RunState:
         self.heed()
 
     def end_batch(self, batch: int, steps: int | None) -> None:
-        """Counts.
-
-        Args:
-            batch: As Keras names it.
-            steps: Batches of an epoch, if that is known.
-        """
+        """Counts; `steps` are the batches of an epoch, if that is known."""
         done = batches_done(self._fit.call.model, batch)
         self._epoch.batch_begun, self._epoch.read = False, done
         self.position = Position(self.position.epoch, min(done, steps or done))
@@ -342,8 +337,7 @@ class RunState:
     def save(self, values: Mapping[str, Any] | None = None) -> None:
         """Begins to save, unless that was done here.
 
-        Args:
-            values: Of the variables, if they are not as they are now.
+        `values` are those of the variables, if they are not as they are now.
         """
         if self.position in (self._fit.begun, self._saved):
             return

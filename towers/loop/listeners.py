@@ -19,20 +19,13 @@ def changes_no_variable(kind: type) -> type:
     """Declares, as a decorator, that a callback changes no variable between batches.
 
     It may do so as an epoch begins or ends. That does not hold for its subclasses.
-
-    Args:
-        kind: The class.
     """
     _KNOWN[kind] = _functions(kind)
     return kind
 
 
 def may_change_variables(callbacks: Any) -> bool:
-    """Tells whether one of the callbacks may change variables between batches.
-
-    Args:
-        callbacks: What `fit` takes: a callback, a nest of them, or `None`.
-    """
+    """Tells whether a callback of `fit`'s may change variables between batches."""
     return not all(_is_known(each) for each in flat(callbacks))
 
 

@@ -22,10 +22,7 @@ class Streams:
         self._open = True
 
     def put(self, work: Sequence[Any]) -> bool:
-        """Adds work, when a tower is about to run out of it.
-
-        Args:
-            work: One piece for each tower.
+        """Adds a piece of work for each tower, when one is about to run out of it.
 
         Returns:
             Whether more is wanted: not if a tower has failed.

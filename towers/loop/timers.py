@@ -119,11 +119,7 @@ class StepTimers:
             self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 
     def add(self, parts: Sequence[float]) -> None:
-        """Adds what was measured elsewhere, by whichever thread.
-
-        Args:
-            parts: As the attributes of `Totals`, in one list.
-        """
+        """Adds what a thread has measured itself, in the order of `Totals`."""
         with self._lock:
             self._added += parts
 
@@ -158,13 +154,9 @@ class StepTimers:
 
 
 def timestamp_after(after: Any = ()) -> tf.Tensor:
-    """Returns the time at which some tensors, or operations, are there.
+    """Returns the time at which a nest of tensors, operations and `None` is there.
 
-    Args:
-        after: A nest of them, or of `None`.
-
-    Returns:
-        Seconds, a float64 scalar on the host.
+    It is in seconds, a float64 scalar on the host.
     """
     parts = tf.nest.flatten(after, expand_composites=True)
     with tf.name_scope(_SCOPE):

@@ -262,12 +262,7 @@ def table(trials: Sequence[Trial]) -> str:
 
 
 def remember(file: str | None, key: Any, trials: Sequence[Trial]) -> None:
-    """Writes a choice down.
-
-    Args:
-        file: Where to, if anywhere.
-        key: What it was made for: JSON.
-        trials: What `choose` returned.
+    """Writes a choice down, with what it was made for, and what `choose` returned.
 
     Raises:
         OSError: If the file cannot be written.
@@ -286,15 +281,10 @@ def remember(file: str | None, key: Any, trials: Sequence[Trial]) -> None:
 
 
 def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
-    """Reads a choice that was made before.
-
-    Args:
-        file: What `remember` wrote, if anything.
-        key: What a choice is wanted for.
-        ways: What may be chosen.
+    """Reads a choice that `remember` wrote.
 
     Returns:
-        The choice, `None` if there is none for this.
+        The choice, `None` if there is none for this, or it cannot be made any more.
     """
     if file is None:
         return None

@@ -52,9 +52,6 @@ class FirstCall:
             iterator: What the train function was called with.
             train_function: Makes the function of a builder.
             calls_left: Returns how many calls there will be; 0 if that is not known.
-
-        Raises:
-            StopIteration: If there is no batch left.
         """
         self._update = update
         self._batches = ReplayableBatches(iterator, update.model.steps_per_execution)

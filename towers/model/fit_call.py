@@ -57,11 +57,7 @@ class FitCall:
         return [*listeners.flat(self.options.get("callbacks"))]
 
     def run(self, notes_place: bool) -> Any:
-        """Calls `fit`, with what callbacks do around it.
-
-        Args:
-            notes_place: Whether `place` is to be known.
-        """
+        """Calls `fit`, with what callbacks do around it; notes its `place` if asked."""
         with contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 if hasattr(callback, "around_fit"):

@@ -9,11 +9,7 @@ import tensorflow as tf
 
 
 def batch_size(options: Mapping[str, Any]) -> int | None:
-    """Returns the batch size of the data of `fit`, if it is known.
-
-    Args:
-        options: The arguments of `fit`, by name.
-    """
+    """Returns the batch size of the data of `fit`, if it is known."""
     data = options["x"]
     if (pipeline := getattr(data, "pipeline", None)) is not None:
         return pipeline.batch_size
@@ -26,11 +22,7 @@ def batch_size(options: Mapping[str, Any]) -> int | None:
 
 
 def count(options: Mapping[str, Any]) -> int | None:
-    """Returns the number of batches of the data of `fit`, if it is known.
-
-    Args:
-        options: The arguments of `fit`, by name.
-    """
+    """Returns the number of batches of the data of `fit`, if it is known."""
     data = options["x"]
     if isinstance(data, keras.utils.PyDataset):
         return data.num_batches

@@ -18,11 +18,7 @@ class ReplayableBatches:
     """
 
     def __init__(self, iterator: Iterator, steps: int):
-        """Takes batches from an iterator.
-
-        Args:
-            iterator: What Keras calls a train function with.
-            steps: How many to take; at the end of the data there may be fewer.
+        """Takes so many batches from an iterator, or fewer at the end of the data.
 
         Raises:
             StopIteration: If there is none left.
@@ -39,8 +35,7 @@ class ReplayableBatches:
     def read(self, repeat: bool = False) -> Iterator:
         """Returns an iterator over them, of the kind that they came from.
 
-        Args:
-            repeat: Whether to begin again after the last, for ever.
+        With `repeat`, it begins again after the last, for ever.
         """
         if self._spec is not None:
             data = tf.data.Dataset.range(len(self)).map(self._batch)

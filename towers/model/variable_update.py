@@ -152,12 +152,7 @@ class VariableUpdate:
         return self._ways(wanted, is_synchronized(self.model))
 
     def install(self, choice: Choice, batches: ReplayableBatches) -> None:
-        """Puts another builder in use.
-
-        Args:
-            choice: What to make it for.
-            batches: The batches of the first call.
-        """
+        """Puts another builder in use, in the first call, which has these batches."""
         watched = self.builder.context.callbacks_may_write
         self.choice = choice
         self.builder = self._make(choice)
@@ -172,10 +167,6 @@ class VariableUpdate:
         self.builder.context.usual_rows = int(batch.batch_size(first))
 
     def create_variables(self, data: Any) -> None:
-        """Creates the variables that do not exist yet.
-
-        Args:
-            data: A batch, or its `tf.TypeSpec`s.
-        """
+        """Creates the variables that do not exist, of a batch or its types."""
         with self.step_scope():
             self.builder.create_variables(data)

@@ -37,11 +37,7 @@ class RecordedStep(NamedTuple):
 
 
 def named(data: tuple[Any, Any, Any]) -> dict[str, Any]:
-    """Returns the tensors of a batch, each by the name that its reader would use.
-
-    Args:
-        data: x, y and sample_weight, each a nest of tensors or `None`.
-    """
+    """Returns the tensors of (x, y, sample_weight) by the names that a reader uses."""
     parts = dict(zip(_DATA, data, strict=True))
     return {
         path[0] + "".join(f"[{key!r}]" for key in path[1:]): tensor
@@ -138,7 +134,7 @@ def find_row(given: Mapping[str, Any], name: str, row: np.ndarray) -> list[int]:
         row: The row.
 
     Returns:
-        The places of all rows that are equal to it; none in data that are no arrays.
+        The places of all equal rows; none in data that are no arrays.
     """
     array = named([given.get(part) for part in _DATA]).get(name)
     if not hasattr(array, "__array__"):

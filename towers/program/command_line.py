@@ -79,12 +79,7 @@ def read(
 
 
 def settings(kind: type[T], values: flags.FlagValues = flags.FLAGS) -> T:
-    """Returns flags as a frozen value: a dataclass with fields of their names.
-
-    Args:
-        kind: The dataclass. Lists become tuples.
-        values: Where the flags are kept.
-    """
+    """Returns flags as a frozen value: a dataclass with fields of their names."""
     found = {field.name: values[field.name].value for field in dataclasses.fields(kind)}
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
 

@@ -42,11 +42,7 @@ def error_line(error: BaseException, telling: Sequence[str] = ()) -> str:
 
 
 def error_sentence(error: BaseException) -> str:
-    """Returns the first sentence of an error, and the call that it came from.
-
-    Args:
-        error: As Keras raises it: with a heading, and in bold type.
-    """
+    """Returns the first sentence of an error of Keras's, and the call it came from."""
     lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
     first, *rest = [line.strip() for line in lines if line.strip()] or [repr(error)]
     call = re.match(r"Exception encountered when calling (.+?)\.?$", first)

@@ -64,12 +64,7 @@ def symbols(data: Any) -> Any:
 
 
 def overrides(model: keras.Model, method: str) -> bool:
-    """Tells whether a model, or its class, has a method of its own in place of Keras's.
-
-    Args:
-        model: A Keras model.
-        method: The name of a method of `keras.Model`.
-    """
+    """Tells whether a model, or its class, replaces a method of `keras.Model`'s."""
     found = getattr(model, method)
     return getattr(found, "__func__", found) is not getattr(keras.Model, method)
 

@@ -220,11 +220,7 @@ def probe(
 
 
 def differentiable(outputs: Any) -> list[tf.Tensor]:
-    """Returns all that a loss of these outputs may depend on: them, and their logits.
-
-    Args:
-        outputs: The nest of tensors that a model returned.
-    """
+    """Returns all that a loss of outputs may depend on: them, and their logits."""
     flat = tf.nest.flatten(outputs)
     return [*flat, *(logits for logits in map(logits_of, flat) if logits is not None)]
 
@@ -243,16 +239,7 @@ def _forward(model, training, rules, scope, x, fraction):
 
 
 def call(model: keras.Model, x: Any, training: bool) -> Any:
-    """Calls a model as Keras's own steps do: it need not have the argument.
-
-    Args:
-        model: A Keras model.
-        x: Its inputs.
-        training: Whether layers behave as in training.
-
-    Returns:
-        The model's outputs.
-    """
+    """Calls a model as Keras's own steps do: it need not know `training`."""
     if has_training_argument(model):
         return model(x, training=training)
     return model(x)

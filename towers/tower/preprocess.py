@@ -72,12 +72,7 @@ class Preprocess:
         return *returned, sample_weight
 
     def on_tower(self, k: int, training: bool) -> Callable[[Any], TowerResult]:
-        """Returns the function for one tower, which draws random numbers of its own.
-
-        Args:
-            k: Index of the tower.
-            training: As for a call.
-        """
+        """Returns the function for tower `k`, which draws random numbers of its own."""
 
         def function(share):
             graph = tf.compat.v1.get_default_graph()
@@ -90,9 +85,7 @@ class Preprocess:
     def spec(self, data: Any, training: bool) -> tuple[Any, Any, Any]:
         """Tells what a batch is after preprocessing, in shapes and types.
 
-        Args:
-            data: (x, y, sample_weight), of tensors, arrays or `tf.TypeSpec`s.
-            training: As for a call.
+        Of (x, y, sample_weight), it may have tensors, arrays or `tf.TypeSpec`s.
         """
         x, y, sample_weight = data
         with tf.device(None):

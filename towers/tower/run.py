@@ -83,14 +83,7 @@ def run(
 
 
 def refuse_stateful(model: keras.Model) -> None:
-    """Refuses layers that keep a state for each row of the batch.
-
-    Args:
-        model: A model that is to run on several towers.
-
-    Raises:
-        ModelError: If there is such a layer.
-    """
+    """Refuses layers that keep a state for each row of the batch: a `ModelError`."""
     for layer in layers_of(model):
         if getattr(layer, "stateful", False):
             raise ModelError(

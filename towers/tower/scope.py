@@ -115,9 +115,7 @@ class TowerScope(keras.StatelessScope):
     ) -> list[tf.Tensor | tf.IndexedSlices | None]:
         """Returns each trainable variable's gradient: of all values that it has had.
 
-        Args:
-            targets: What the tape has recorded: a nest of tensors.
-            seeds: The gradients of the targets, 1 where there are none.
+        `seeds` are the gradients of the targets, 1 where there are none.
         """
         variables, params = self._model.trainable_variables, self._params
         values = [
@@ -155,12 +153,10 @@ class TowerScope(keras.StatelessScope):
     def new_state(self, rules: Rules) -> list[tf.Tensor | None]:
         """Returns what the call made of the model's variables; `None` where nothing.
 
-        Args:
-            rules: Learn how the values of all towers combine.
+        The rules learn how the values of all towers combine.
 
         Raises:
-            ModelError: If a value cannot be combined, or the variable is not the
-                model's.
+            ModelError: A value cannot be combined, or the variable is not the model's.
         """
         self._refuse_others()
         model = self._model

@@ -70,10 +70,7 @@ class Traced:
     def of_size(self, size: tf.Tensor, idle: bool, *arguments: Any) -> TowerResult:
         """Adds one call of the tower, for a share of a size that the graph finds out.
 
-        Args:
-            size: Number of examples in the share: an int32 scalar.
-            idle: Whether there may be none, for which nothing is computed.
-            *arguments: As for a call.
+        `idle` tells whether there may be none, for which nothing is computed.
         """
         return self._guarded(size, *arguments) if idle else self(*arguments)
 
@@ -109,9 +106,8 @@ class Traced:
     def idle(self, none: tf.Tensor) -> TowerResult:
         """Returns what a tower without examples contributes: zeros, and no rows.
 
-        Args:
-            none: A scalar that is 0 when the tower is idle. A constant would make the
-                graph believe that this tower never has examples.
+        The scalar `none` is 0 when the tower is idle. A constant would make the graph
+        believe that this tower never has examples.
         """
 
         def nothing(tensor):

@@ -118,10 +118,6 @@ def check_model(folder: str, model: keras.Model) -> None:
 def check_classes(folder: str, source: input_pipeline.Source) -> None:
     """Checks that the classes are those that a run has been trained on.
 
-    Args:
-        folder: Where its checkpoints lie.
-        source: What it is to go on with.
-
     Raises:
         ResumeError: They are others.
     """

@@ -61,8 +61,7 @@ class Staleness:
     def reading(self, tower: int) -> Iterator[None]:
         """A context in which a tower reads the variables; it waits until it may.
 
-        Args:
-            tower: Index of the tower, which is in flight from now on.
+        From then on, the tower is in flight.
         """
         with self._changed:
             self._changed.wait_for(self._may_read)
@@ -71,11 +70,7 @@ class Staleness:
 
     @contextlib.contextmanager
     def updating(self, tower: int) -> Iterator[None]:
-        """A context in which a tower updates the variables; it waits until it may.
-
-        Args:
-            tower: Index of the tower, which has read before.
-        """
+        """A context in which a tower that has read updates; it waits until it may."""
         with self._changed:
             self._changed.wait_for(lambda: self._may_update(tower))
             yield

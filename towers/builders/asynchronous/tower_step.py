@@ -99,13 +99,7 @@ class TowerStep:
 def scale_as_now(
     model: keras.Model, outputs: StepOutputs, scale: tf.Tensor
 ) -> StepOutputs:
-    """Gives gradients the loss scale that the optimizer will take off again.
-
-    Args:
-        model: The model.
-        outputs: What one tower has computed.
-        scale: The loss scale by then.
-    """
+    """Gives a tower's gradients the loss scale that the optimizer will take off now."""
     optimizer = model.optimizer
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return outputs

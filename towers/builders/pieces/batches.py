@@ -23,14 +23,7 @@ class LocalBatches:
     context: Context
 
     def cut(self, data: Any) -> list[Any]:
-        """Cuts a batch, where it is.
-
-        Args:
-            data: A nest of tensors with one row an example.
-
-        Returns:
-            One such nest for each tower.
-        """
+        """Cuts a batch, where it is: returns as many nests of tensors as towers."""
         batch.check_rows(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
         ratios = self.context.plan.split_ratios
@@ -38,14 +31,7 @@ class LocalBatches:
         return [batch.take(data, start, end) for start, end in bounds]
 
     def place(self, data: Any) -> list[Any]:
-        """Cuts a batch, and copies each local batch to its tower.
-
-        Args:
-            data: A nest of tensors with one row an example.
-
-        Returns:
-            One such nest for each tower.
-        """
+        """Cuts a batch as `cut` does, and copies each part to its tower."""
         devices = self.context.plan.devices
         return [*map(self.copy, devices, self.cut(data))]
 

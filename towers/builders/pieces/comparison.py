@@ -70,12 +70,7 @@ class RowComparison:
             self.forget_small_comparisons()
 
     def compare_first(self, data: Any, wanted: compare.BatchWanted) -> None:
-        """Compares rows as a graph has asked for.
-
-        Args:
-            data: A batch, as the data have it.
-            wanted: What the graph has asked for.
-        """
+        """Compares rows of a batch, as the data have it, for what a graph has asked."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(loop.without_optionals(data))
         # As in inference: nothing random is drawn.
         _, (x, _, _) = self.batches.preprocess_batch((x, None, None), training=False)

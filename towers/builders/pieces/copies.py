@@ -79,12 +79,7 @@ class Copies:
         return bool(self._originals) and written
 
     def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
-        """Assigns what layers assign to trainable variables.
-
-        Args:
-            state: A value for each of the model's variables, trainable ones first, or
-                `None`.
-        """
+        """Assigns what layers assign to trainable variables; see `StateCombiner`."""
         for device, copies in self.by_device():
             with tf.device(device), tf.name_scope("state"):
                 # The trainable ones come first in both.
@@ -95,8 +90,7 @@ class Copies:
     def update(self, updates: Sequence[Callable[[], None]]) -> None:
         """Has the optimizer update each tower's copy.
 
-        Args:
-            updates: Applies the optimizer, with each of these towers' gradients.
+        Each of `updates` applies it, with the gradients of one of these towers.
         """
         optimizer = self._context.model.optimizer
         for k, (device, copy) in enumerate(self.by_device(), start=1):

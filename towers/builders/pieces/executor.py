@@ -103,7 +103,7 @@ class TowerExecutor:
             towers: The function.
             values: The variables' values for each tower.
             whole: The batch to cut: a nest of tensors with one row an example.
-            local_batches: What became of it on its way to the towers, if it is there.
+            local_batches: What `LocalBatches.place` made of it, if it is there.
 
         Returns:
             The results of the towers that have rows, or may have some.

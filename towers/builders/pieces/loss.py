@@ -53,16 +53,7 @@ class LossAndGradients:
     def compute(
         self, data: Any, inputs: TowerInputs, local_batches: Sequence[Any] | None = None
     ) -> StepOutputs:
-        """Computes loss and gradients, changing nothing.
-
-        Args:
-            data: A global batch, as Keras's `train_step` gets it.
-            inputs: What the towers compute with.
-            local_batches: What `place` made of the batch, if that was done ahead.
-
-        Returns:
-            What the towers returned, and the loss.
-        """
+        """Computes loss and gradients of a global batch; see `TrainStep.train_step`."""
         context, plan = self.context, self.context.plan
         unpack = keras.utils.unpack_x_y_sample_weight
         data, local_batches = (

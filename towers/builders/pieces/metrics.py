@@ -22,14 +22,7 @@ class MetricSink:
     context: Context
 
     def gather(self, results: Sequence[TowerResult]) -> Any:
-        """Joins the towers' outputs at home, with their tags.
-
-        Args:
-            results: The towers' results.
-
-        Returns:
-            The outputs for the whole batch: a nest of tensors, one row an example.
-        """
+        """Joins the towers' outputs, and their tags, at home: one row an example."""
         sizes = [result.size for result in results]
         with tf.device(self.context.plan.home), tf.name_scope("gather"):
             outputs = batch.join([r.outputs for r in results], sizes)
@@ -57,14 +50,7 @@ class MetricSink:
     ) -> tf.Tensor:
         """Computes the loss of a whole batch from gathered outputs, as Keras does.
 
-        Args:
-            data: (x, y, sample_weight) of the whole batch.
-            outputs: The gathered outputs.
-            losses: The losses that layers added, of the whole batch.
-            training: Whether this is training.
-
-        Returns:
-            The loss, a scalar.
+        `data` is (x, y, sample_weight); `losses` are those that layers added.
         """
         model, kept = self.context.model, self.context.found.kept
         if kept and build.overrides(model, "compute_loss"):
@@ -84,9 +70,9 @@ class MetricSink:
         """Updates the model's metrics with a whole batch, as Keras does.
 
         Args:
-            data: (x, y, sample_weight) of the whole batch.
+            data: (x, y, sample_weight).
             outputs: The gathered outputs.
-            loss: The loss of the whole batch.
+            loss: Their loss.
 
         Returns:
             The metrics' results, by name.
@@ -102,12 +88,8 @@ class MetricSink:
         """Tracks the loss of each output, where the towers computed the loss.
 
         With several outputs, Keras tracks each one's loss when it computes them. A
-        tower cannot, so this is done once more for the whole batch.
-
-        Args:
-            y: The whole batch's y, as the loss has seen it.
-            outputs: The gathered outputs.
-            sample_weight: The whole batch's.
+        tower cannot, so this is done once more for the whole batch, with the y that the
+        loss has seen.
         """
         losses = compiled_loss(self.context.model)
         if losses is not None and losses.metrics:

@@ -90,11 +90,7 @@ class StateCombiner:
     def combine_state(
         self, results: Sequence[TowerResult], rules: Rules
     ) -> list[tf.Tensor | None]:
-        """Combines, at home, what the towers made of the model's variables.
-
-        Args:
-            results: The towers' results.
-            rules: The rules that combine them.
+        """Combines, at home, what the towers made of the model's variables, by rules.
 
         Returns:
             A value for each trainable and then each non-trainable variable, `None` for

@@ -38,11 +38,7 @@ class TraceSizes(NamedTuple):
     ) -> "TraceSizes":
         """Finds the sizes for towers of a plan.
 
-        Args:
-            context: The builder's.
-            data: The batch, or a local one.
-            size: The size of the batch: an int, or a scalar tensor.
-            xla: Whether XLA compiles the towers.
+        `data` is a batch, or a local one; `size` is that of the whole batch.
         """
         plan = context.plan
         fixed = isinstance(size, int)

@@ -21,11 +21,7 @@ class Updater:
     copies: Copies | None = None
 
     def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
-        """Applies the optimizer.
-
-        Args:
-            sums: The summed gradients, once for each copy of the variables.
-        """
+        """Applies the optimizer, with the summed gradients for each copy."""
         with tf.device(self.context.plan.home), tf.name_scope("apply"):
             self._apply_optimizer(sums[0])
         if self.copies is not None:

@@ -63,11 +63,7 @@ class CheckpointManager:
         self._scores: dict[str, float | None] = {}
 
     def tell_latest(self, clause: str = "the last checkpoint is {}") -> str:
-        """Says which checkpoint is the latest, as a clause.
-
-        Args:
-            clause: What to say if there is one.
-        """
+        """Says which checkpoint is the latest, if there is one, as a clause."""
         return clause.format(self.latest) if self.latest else "nothing was saved yet"
 
     # Reading.
@@ -125,15 +121,7 @@ class CheckpointManager:
         return path, contents
 
     def find_best(self, model: keras.Model, position: Position) -> Best | None:
-        """Returns the best checkpoint of those up to a position, if there is one.
-
-        Args:
-            model: Whose metrics tell whether more is better.
-            position: Later ones do not count.
-
-        Raises:
-            ValueError: They do not tell.
-        """
+        """Returns the best checkpoint of those up to a position; see `Checkpoint`."""
         self.wait()
         scores = self._read_scores(self._up_to(position))
         if self.monitor.name is None or not any(

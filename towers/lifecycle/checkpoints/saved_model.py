@@ -19,9 +19,7 @@ class OtherModelError(ValueError):
 def check_checkpoint(directory: str, model: keras.Model) -> None:
     """Checks that there is a checkpoint of this model, if there is any.
 
-    Args:
-        directory: Where the checkpoints lie.
-        model: Need not be compiled.
+    The model need not be compiled.
 
     Raises:
         ValueError: All are of another model, or cannot be read.
@@ -32,7 +30,7 @@ def check_checkpoint(directory: str, model: keras.Model) -> None:
 def newest_good(
     directory: str, load: Callable[[str], Any], model: keras.Model, quiet: bool = False
 ) -> tuple[str | None, Any]:
-    """Finds the newest checkpoint that is of a model.
+    """Finds the newest checkpoint in a directory that is of a model.
 
     Args:
         directory: Where the checkpoints lie.
@@ -64,16 +62,7 @@ def newest_good(
 
 
 def check_is_of(path: str, about: Mapping[str, Any], model: keras.Model) -> None:
-    """Checks that a checkpoint is of a model.
-
-    Args:
-        path: The checkpoint.
-        about: What it says of itself.
-        model: The model.
-
-    Raises:
-        OtherModelError: It is not.
-    """
+    """Raises an `OtherModelError` if a checkpoint is not of a model."""
     for part, variables in parts(model).items():
         found, expected = about["variables"][part], describe(variables)
         if found != expected:

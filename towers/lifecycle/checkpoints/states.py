@@ -61,11 +61,7 @@ def give_back(
 ) -> None:
     """Gives back what `collect` has returned.
 
-    Args:
-        model: As for `collect`.
-        callbacks: May be others: they are told by class what is known.
-        states: What was returned.
-        arrays: What was put aside.
+    The callbacks may be others: they are told by class what is known.
     """
     if (history := getattr(model, "history", None)) is not None:
         history.epoch = states["history"]["epoch"]

@@ -55,16 +55,13 @@ _ARRAYS = "give fit a tf.data.Dataset of batches, or a larger batch_size"
 def advise(
     stage: Stage, stages: Sequence[Stage], own: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """Names a stage, and says what to do about it.
+    """Names a stage of the input, and says what to do about it.
 
     Args:
         stage: One of `stages`.
         stages: Of the input, the last one first.
         own: What to do about a stage, by its label, if the pipeline has words of its
             own; those that it has no word for bring the records: "read".
-
-    Returns:
-        The name, and what to do, a phrase.
     """
     if own:
         return _on_own(stage, own)

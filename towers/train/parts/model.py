@@ -162,14 +162,9 @@ def compile_model(
     examples: int | None,
     steps_per_batch: int = 1,
 ) -> None:
-    """Compiles the model, and builds its optimizer.
+    """Compiles the model, and builds its optimizer; see `build_optimizer`.
 
-    Args:
-        settings: How to train it.
-        model: The model.
-        image_shape: Shape of an image, or of a row.
-        examples: Examples in an epoch, if known.
-        steps_per_batch: Steps of the optimizer for a global batch.
+    The shape is that of an image, or of a row.
     """
     loss = keras.losses.SparseCategoricalCrossentropy
     if settings.mixes:
@@ -215,13 +210,7 @@ def build_optimizer(
 def learning_rate(
     settings: Settings, examples: int | None, steps_per_batch: int
 ) -> float | keras.optimizers.schedules.LearningRateSchedule:
-    """Builds the learning rate's schedule, over all the steps of the run.
-
-    Args:
-        settings: The schedule, and how long to train.
-        examples: Examples in an epoch, if known.
-        steps_per_batch: Steps of the optimizer for a global batch.
-    """
+    """Builds the learning rate's schedule, over all the steps of the run."""
     high = settings.learning_rate
     if settings.lr_schedule == "constant":
         return high
