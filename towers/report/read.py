@@ -26,6 +26,7 @@ _TYPES = {
     "waiting": float | int | None,
     "step_ms": dict | None,
     "parameters": int | None,
+    "class_names": list | None,
     "verdict": str | None,
     "measured": str | None,
     "bad_records": int | None,

@@ -358,6 +358,7 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
         "steps": EPOCHS * STEPS,
         "towers": ["/device:CPU:0", "/device:CPU:1"],
         "batch_size": 64,
+        "class_names": [*"0123456789"],
         "model": f"{trained.path}/model.keras",
         "checkpoint": f"{trained.path}/checkpoints/ckpt-8-0",
         "model_dir": str(trained.path),
