@@ -49,6 +49,21 @@ def _fresh_keras():
 
 
 @pytest.fixture(autouse=True)
+def _grappler(request):
+    """Optimises graphs in slow tests only, as for users.
+
+    To optimise a graph that runs a few times takes a tenth of the time.
+    """
+    import tensorflow as tf
+
+    slow = request.node.get_closest_marker("slow") is not None
+    as_for_users = slow or "TOWERS_EXACT_ALL" in os.environ
+    tf.config.optimizer.set_experimental_options(
+        {"disable_meta_optimizer": not as_for_users}
+    )
+
+
+@pytest.fixture(autouse=True)
 def _caplog_hears_towers(caplog):
     # Not by `propagate`: other handlers of the root would write the lines again.
     logger = logging.getLogger("towers")

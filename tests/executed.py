@@ -18,10 +18,15 @@ def run(function: Callable[[], Any], name: str) -> Nodes:
     earlier tests ran; ours is the one in which `name` occurs.
     """
     context.context().enable_graph_collection()
+    optimizer = tf.config.optimizer
+    before = optimizer.get_experimental_options()
+    # Quick tests do without Grappler; users do not.
+    optimizer.set_experimental_options({"disable_meta_optimizer": False})
     try:
         function()
         metadata = context.context().export_run_metadata()
     finally:
+        optimizer.set_experimental_options(before)
         context.context().disable_graph_collection()
     nodes = collections.defaultdict(list)
     partitions = [

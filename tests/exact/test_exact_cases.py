@@ -7,7 +7,6 @@ import pathlib
 import zlib
 
 import pytest
-import tensorflow as tf
 
 import towers
 from tests.exact import combinations, oracle
@@ -127,20 +126,6 @@ def later(case, builder):
         return ()
     predicts = case.group in OF_OUTPUTS or number_of(case) // len(TURNS) % 4 == 0
     return ("evaluate", "predict") if predicts else ("evaluate",)
-
-
-@pytest.fixture(autouse=True)
-def _grappler(request):
-    """Optimises graphs in slow cases and for the report, as for users.
-
-    To optimise a graph that runs a few times takes a fifth of the time.
-    """
-    as_for_users = ALL or request.node.get_closest_marker("slow") is not None
-    tf.config.optimizer.set_experimental_options(
-        {"disable_meta_optimizer": not as_for_users}
-    )
-    yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 @pytest.mark.parametrize(("case", "builder"), RUNS)
