@@ -37,7 +37,7 @@ def check_effects(model: keras.Model, found: Iterable[Effect]) -> list[str]:
             raise ModelError(effects.sentence(model, effect))
         lines.append(
             f"Model '{model.name}' does more than compute: each tower runs {effect} "
-            "for its share."
+            "for its local batch."
         )
     return lines
 
@@ -47,8 +47,8 @@ def check_coupling(model: keras.Model, rules: Rules) -> None:
     if rules.coupling is not None:
         raise ModelError(
             f"Model '{model.name}' makes an example's output depend on other "
-            f"examples, by {rules.coupling}, but a tower sees only its share; "
-            "expected a model that treats each example by itself, so pass "
+            f"examples, by {rules.coupling}, but a tower sees only its local "
+            "batch; expected a model that treats each example by itself, so pass "
             "strict=False to multi_gpu_model to accept other numbers than one "
             "device's."
         )

@@ -114,7 +114,7 @@ def as_tensor(value: Any) -> Any:
 _PARTS = "x", "y", "sample_weight"
 _AS_MANY = (
     "expected inputs, targets and weights with as many rows, one for each example, as "
-    "each tower gets a share of the rows; if an input has no row for each example, "
+    "each tower gets a part of the rows; if an input has no row for each example, "
     "such as a matrix of all nodes, make it a variable of the model "
     "(`self.add_weight(trainable=False)`), or repeat it for each example."
 )

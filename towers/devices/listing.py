@@ -13,7 +13,7 @@ from towers.devices.configuration import Devices
 from towers.program import words
 
 _WIDTH = 100
-_RIGHT_ALIGNED = "tower", "smi", "memory", "share"
+_RIGHT_ALIGNED = "tower", "smi", "memory", "local batch"
 
 
 def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str:
@@ -21,30 +21,28 @@ def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str
 
     Args:
         devices: What `configure` returned.
-        per_tower_batch: Each tower's share of the global batch, in examples.
+        per_tower_batch: Each tower's local batch, in examples.
 
     Returns:
         Lines without a final newline: a row for each tower, then the home of the
         variables, the numbering of the GPUs and the note.
 
     Raises:
-        ValueError: If there is not one share for each tower.
+        ValueError: If there is not one local batch for each tower.
     """
     if per_tower_batch is not None and len(per_tower_batch) != len(devices.towers):
         raise ValueError(
-            f"per_tower_batch has {words.count(len(per_tower_batch), 'share')} for "
+            f"per_tower_batch has {words.count(len(per_tower_batch), 'size')} for "
             f"{words.count(len(devices.towers), 'tower')}; give one for each tower."
         )
     rows = _gpu_rows(devices) if devices.physical else _cpu_rows(devices)
     if per_tower_batch is not None:
-        for row, share in zip(rows, per_tower_batch, strict=True):
-            row["share"] = str(share)
+        for row, size in zip(rows, per_tower_batch, strict=True):
+            row["local batch"] = str(size)
     lines = _aligned(rows)
     if per_tower_batch is not None:
-        lines += _wrapped(
-            f"Each step takes {words.count(sum(per_tower_batch), 'example')}, divided "
-            "as above."
-        )
+        size = words.count(sum(per_tower_batch), "example")
+        lines += _wrapped(f"Each step takes {size}: the sum of the local batches.")
     lines += _wrapped(f"Variables live on {devices.home}, {_home_in_words(devices)}.")
     if devices.physical:
         lines += _wrapped(_numbering(os.environ))

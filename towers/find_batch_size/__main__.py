@@ -48,8 +48,8 @@ def find(settings: Search) -> int:
     unit = search.unit(told["split_ratios"])
     if most is not None and most < unit:
         raise ValueError(
-            f"Received --max_batch_size={most}; expected at least {unit}, so that each "
-            f"of {words.count(len(told['towers']), 'tower')} gets its share."
+            f"Received --max_batch_size={most}; expected at least {unit}, the "
+            f"fewest that {words.count(len(told['towers']), 'tower')} divide exactly."
         )
     tried, code = [], 0
     report = Report(

@@ -72,7 +72,7 @@ def _call(keras_call, layer, inputs, training=None, mask=None):
         # Keras would leave the other towers out.
         raise ValueError(
             f"The layer '{layer.name}' has synchronized=True and gets a mask, with "
-            "which Keras normalises each tower's share by itself; use "
+            "which Keras normalises each local batch by itself; use "
             "synchronized=False, or remove the mask."
         )
     if not (training and layer.trainable and mask is None and _fits(layer, inputs)):

@@ -106,7 +106,7 @@ def _by_design(trials, every, rows):
             break
     if needed.synchronized:
         yield (
-            "Differs by design: BatchNormalization normalises each tower's share by "
+            "Differs by design: BatchNormalization normalises each local batch by "
             f"itself ({_names(trials.batch_norms)})."
         )
     if needed.silent:
@@ -188,7 +188,7 @@ def _mixing(trials, shares):
         if id(layer) in mixing and mixing.isdisjoint(parts):
             yield (
                 f"Layer '{layer.name}' mixes the examples of a batch: called with each "
-                "tower's share by itself, its outputs differ by "
+                "local batch by itself, its outputs differ by "
                 f"{found[id(layer)]:.1e}."
             )
 

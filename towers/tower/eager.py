@@ -242,7 +242,7 @@ def _alike(layer, name):
 def _apart(layer, name, towers):
     return (
         f"Layer '{layer}' changes its Python attribute '{name}' while it is called. "
-        f"Each of {towers} towers changes it with its share of the batch, so its "
+        f"Each of {towers} towers changes it with its local batch, so its "
         "value is not that of one device with the whole batch; use a variable, by "
         "`self.add_weight(trainable=False)`, or return an output."
     )

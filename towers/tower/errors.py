@@ -52,8 +52,8 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
             raise
         said = re.split(r" for '|\[\[| \[Op:", found[0].strip())[0].strip().rstrip(".")
         raise ModelError(
-            f"Model '{model.name}' cannot compute a tower's share of the rows of a "
-            f"batch ({said}); expected layers that treat each example by itself, so do "
+            f"Model '{model.name}' cannot compute a local batch, a part of the rows "
+            f"({said}); expected layers that treat each example by itself, so do "
             "not group rows, as `reshape(h, (-1, 4, d))` does, and make a matrix of "
             "all rows a variable of the model. If one device raises the same error, "
             "the shapes do not fit there either."

@@ -253,7 +253,7 @@ def _layer_loss(model, rules, name, loss, fraction, alike):
     except NoRuleError as error:
         raise ModelError(
             f"A layer of model '{model.name}' calls add_loss with a value that towers "
-            f"cannot put together from their shares of the batch, because of {error}; "
+            f"cannot put together from their local batches, because of {error}; "
             "expected a mean or a sum over examples, so move the loss to "
             "`compile(loss=...)`, or pass loss_placement='tower' to multi_gpu_model if "
             "it is a mean all the same."

@@ -184,7 +184,7 @@ class TowerScope(keras.StatelessScope):
             except NoRuleError as error:
                 raise ModelError(
                     f"Model '{model.name}' assigns '{variable.path}' a value that "
-                    f"towers cannot put together from their shares of the batch, "
+                    f"towers cannot put together from their local batches, "
                     f"because of {error}; expected a mean or a sum over examples, or a "
                     "mean added to what does not depend on them, so pass strict=False "
                     "to multi_gpu_model to accept the mean of the towers' values."

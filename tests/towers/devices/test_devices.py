@@ -554,7 +554,7 @@ def test_table_of_gpus(machine, environ):
     assert "40960 MB" in second
     assert first.endswith(" 33")
     assert second.endswith(" 32")
-    assert rest[0] == "Each step takes 65 examples, divided as above."
+    assert rest[0] == "Each step takes 65 examples: the sum of the local batches."
     assert rest[1] == (
         "Variables live on /device:GPU:0, the first tower's GPU, as towers are on GPUs."
     )
@@ -580,9 +580,9 @@ def test_table_fits_whatever_the_model(environ):
     assert text.count("100000") == 12
 
 
-def test_table_wants_a_share_for_each_tower():
+def test_table_wants_a_local_batch_for_each_tower():
     made = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
-    with pytest.raises(ValueError, match="has 1 share for 2 towers"):
+    with pytest.raises(ValueError, match="has 1 size for 2 towers"):
         devices.table(made, per_tower_batch=[3])
 
 

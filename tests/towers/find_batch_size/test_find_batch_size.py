@@ -344,7 +344,10 @@ def test_a_probe_reads_what_the_search_was_given(tmp_path):
         (["--batch_size=0"], "Received --batch_size=0; expected at least 1."),
         # A probe's own.
         (["--dataset=folder:/nowhere"], "/nowhere"),
-        (["--max_batch_size=1", "--model=mlp"], "expected at least 2, so that each of"),
+        (
+            ["--max_batch_size=1", "--model=mlp"],
+            "expected at least 2, the fewest that 2 towers divide",
+        ),
     ],
 )
 def test_wrong_usage_is_said_in_a_sentence(flags, expected):

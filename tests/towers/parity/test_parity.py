@@ -182,7 +182,7 @@ def test_batch_normalization():
     assert not parity.equal
     design, tried = parity.reasons
     assert design == (
-        "Differs by design: BatchNormalization normalises each tower's share by itself "
+        "Differs by design: BatchNormalization normalises each local batch by itself "
         "(norm_0)."
     )
     assert tried.startswith("Tried with synchronized=True on BatchNormalization, all")

@@ -114,7 +114,7 @@ def test_layers_and_losses_are_python(builder, caplog, capsys):
     assert said.count("attribute 'calls' while") == 1
     assert "change it alike, so it changes once a batch" in said
     assert said.count("attribute 'largest' while") == 1
-    assert "Each of 2 towers changes it with its share" in said
+    assert "Each of 2 towers changes it with its local batch" in said
 
 
 def test_asynchronous_towers_are_python(caplog):

@@ -281,7 +281,7 @@ def test_what_a_run_writes(trained):
 def test_what_a_run_says(trained):
     out = trained.stdout
     # Where it runs, and on what.
-    assert re.search(r"^tower +device .* share$", out, re.M)
+    assert re.search(r"^tower +device .* local batch$", out, re.M)
     for tower in (0, 1):
         assert re.search(rf"^ +{tower} +/device:CPU:{tower} .* 32$", out, re.M)
     assert "Variables live on /device:CPU:0" in out
@@ -565,7 +565,7 @@ def test_flags_at_work(data_dir, tmp_path, flags, steps):
         assert re.search(r"^epoch 1/1, step 10:(?!.*examples/sec)", done.stdout, re.M)
 
 
-def test_shares_and_loss_placement(one_epoch, shared):
+def test_split_ratios_and_loss_placement(one_epoch, shared):
     even, uneven = (
         json.loads((path / "summary.json").read_text()) for path in (one_epoch, shared)
     )

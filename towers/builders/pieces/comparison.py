@@ -46,7 +46,7 @@ class RowComparison:
         if not self.context.strict:
             line = (
                 f"Model '{name}': {culprit} cannot be read, and nothing is compared "
-                "with strict=False; each tower computes with its share."
+                "with strict=False; each tower computes its local batch."
             )
             self.context.say([line], unread)
             return

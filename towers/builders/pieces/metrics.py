@@ -56,8 +56,8 @@ class MetricSink:
         if kept and build.overrides(model, "compute_loss"):
             raise ModelError(
                 f"Model '{model.name}' keeps a tensor of one call for later, in "
-                f"{kept}, and its own compute_loss would find only the last tower's "
-                "share there; return the tensor as an output instead."
+                f"{kept}, and its own compute_loss would find only that of the last "
+                "tower's local batch; return the tensor as an output instead."
             )
         x, y, sample_weight = data
         return compute_loss(

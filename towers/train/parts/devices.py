@@ -42,7 +42,7 @@ def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
     if len(ratios) != towers:
         raise ValueError(
             f"Received {settings.as_flag('split_ratios')} for "
-            f"{words.count(towers, 'tower')}; expected one share for each, so give "
+            f"{words.count(towers, 'tower')}; expected one ratio for each, so give "
             f"{towers} of them, or --num_gpus={len(ratios)}."
         )
     return tuple(map(int, ratios))
