@@ -37,9 +37,7 @@ NAMES = tuple(HELPS)
 def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the flags, which are named as the arguments of ``open_source``.
 
-    Args:
-        group: ``module_name``, under which they are shown.
-        values: where they go.
+    They are shown below the heading that `group` has as ``module_name``.
     """
     definitions = {
         "num_classes": flags.DEFINE_integer,

@@ -128,15 +128,7 @@ flags.DEFINE_string(
 
 
 def read(argv: Sequence[str], doc: str) -> None:
-    """Reads the flags, and checks them.
-
-    Args:
-        argv: The program's name and its arguments.
-        doc: What the program is for.
-
-    Raises:
-        ValueError: If a flag is bad, or there is anything but flags.
-    """
+    """Reads the flags, as `command_line.read`, and checks them."""
     groups = command_line.below(g["module_name"] for g in (_DATA, _INPUT, _MEASURE))
     command_line.read(argv, doc, groups, example="--dataset=digits")
     check_flags()

@@ -151,8 +151,7 @@ def measure(
 def added_seconds(stages: dict[str, float]) -> dict[str, float]:
     """What each stage adds to the time of an example.
 
-    Args:
-        stages: Examples per second of all that ends behind each, in order.
+    The stages have the examples per second of all that ends behind each, in order.
     """
     # No part takes longer than the whole; where it was seen to, that was noise.
     times = itertools.accumulate((1 / rate for rate in reversed(stages.values())), min)

@@ -71,12 +71,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def bottleneck(added: dict[str, float], kept: bool = False) -> str:
-    """Says which stage takes longest, and what can be done.
-
-    Args:
-        added: What each stage adds to the time of an example.
-        kept: Whether the examples are kept in memory, or on the disk.
-    """
+    """Says which stage adds most to the time of an example, and what can be done."""
     name = max(added, key=added.get)
     share = added[name] / sum(added.values())
     return (

@@ -38,14 +38,7 @@ from towers.program.commands import fail, quieten, read_image_size
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts what the command line says.
-
-    Args:
-        argv: The program's name and its arguments.
-
-    Returns:
-        The exit code.
-    """
+    """Converts what the command line says; returns the exit code."""
     values = None
     try:
         startup.end()

@@ -11,11 +11,7 @@ from towers.program.commands import check_folder, read_image_size
 
 
 def read(argv: Sequence[str], doc: str) -> tuple[str, str, flags.FlagValues]:
-    """Reads the command line.
-
-    Args:
-        argv: The program's name and its arguments.
-        doc: What the program is for.
+    """Reads the command line, as `command_line.read`.
 
     Returns:
         The source's spec, the folder to write to, and the flags.

@@ -134,17 +134,11 @@ def assert_good(images: tf.Tensor, labels: tf.Tensor, num_classes: float) -> Non
 
 
 def find_bad_records(source: Source, split: str) -> Iterator[Record]:
-    """Finds the records that cannot be read, decoded or learnt from.
+    """Yields the records of a split that cannot be read, decoded or learnt from.
 
     Slow, since it goes over the files one record at a time: to be called after an
-    error in the pipeline, which cannot say where the record came from.
-
-    Args:
-        source: prepared.
-        split: one of ``source.splits``.
-
-    Yields:
-        Bad records, without those that are passed over already.
+    error in the pipeline, which cannot say where the record came from. Those that are
+    passed over already are left out.
     """
     source = source.origin
     known = {record.number for record in source.passed_over.get(split, ())}
@@ -155,11 +149,7 @@ def find_bad_records(source: Source, split: str) -> Iterator[Record]:
 
 
 def find_bad_record(source: Source, split: str) -> str | None:
-    """Says of the first bad record where it is, and why it is one.
-
-    Args:
-        source: prepared.
-        split: one of ``source.splits``.
+    """Says of the first bad record of a split where it is, and why it is one.
 
     Returns:
         One sentence, or None where every record is good or the source has no files.

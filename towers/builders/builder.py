@@ -97,18 +97,15 @@ class Builder:
     def mark_copies_stale(self) -> None:
         """Is told that variables, or the model, may have been changed from outside."""
         self.context.found.proofs.forget()
-        if self.pieces.copies is not None:
-            self.pieces.copies.stale = True
+        self.pieces.copies.stale = True
 
     def broadcast_variables(self) -> None:
         """Gives copies of the variables, if there are any, their values."""
-        if self.pieces.copies is not None:
-            self.pieces.copies.broadcast()
+        self.pieces.copies.broadcast()
 
     def copies(self) -> list[tf.Variable]:
         """Returns the copies of the variables, if there are any."""
-        copies = self.pieces.copies
-        return [] if copies is None else copies.variables()
+        return self.pieces.copies.variables()
 
     @property
     def loss_placed(self) -> str | None:

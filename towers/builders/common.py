@@ -18,7 +18,7 @@ class Pieces:
 
     Attributes:
         context: What they share.
-        copies: The copies of the variables, if towers have some.
+        copies: The copies of the variables; none by default.
         batches: Cuts, places and preprocesses batches.
         reader: Reads variables at home.
         creator: Creates variables.
@@ -32,15 +32,15 @@ class Pieces:
 
     def __init__(self, context: Context, copies: Copies | None = None):
         """Puts them together; none knows anything of the model yet."""
-        self.context, self.copies = context, copies
+        self.context, self.copies = context, copies or Copies(context)
         self.batches = batches = LocalBatches(context)
         self.reader = reader = VariableReader(context)
-        self.creator = VariableCreator(context, batches, copies)
+        self.creator = VariableCreator(context, batches, self.copies)
         self.comparison = comparison = RowComparison(context, reader, batches)
         self.executor = TowerExecutor(context, reader, batches, comparison)
-        self.state = StateCombiner(context, copies)
+        self.state = StateCombiner(context, self.copies)
         self.metrics = MetricSink(context)
         self.loss = LossAndGradients(
             context, batches, self.executor, self.metrics, self.state
         )
-        self.updater = Updater(context, copies)
+        self.updater = Updater(context, self.copies)

@@ -24,7 +24,7 @@ class VariableCreator:
 
     context: Context
     batches: LocalBatches
-    copies: Copies | None = None
+    copies: Copies
     _built_eagerly: bool = False
 
     def create_variables(self, data: Any) -> None:
@@ -45,8 +45,7 @@ class VariableCreator:
             # Not all that was created there belongs there.
             with tf.init_scope():
                 variables.move(model, home)
-        if self.copies is not None:
-            self.copies.create()
+        self.copies.create()
 
     def create_for_prediction(self, x: Any) -> None:
         """Creates what the outputs need, of the inputs of a batch."""

@@ -67,7 +67,7 @@ class TrainStep:
             scale = tf.ones([])
             if optimizer is not None:
                 scale = optimizer.scale_loss(scale)
-        return TowerInputs(self.reader.read_for_training(), scale)
+        return TowerInputs(self.reader.read_variables(), scale)
 
     def apply(self, data: Any, outputs: StepOutputs) -> dict[str, tf.Tensor]:
         """Updates variables and metrics with what `LossAndGradients` made of it."""
@@ -164,12 +164,12 @@ def train_function(
 
     steps, eagerly = context.model.steps_per_execution, context.model.run_eagerly
     train = loop.train_function(create, place, step, steps, eagerly, context.prefetch)
-    broadcast = None if copies is None else copies.broadcast
-    if broadcast is not None and not eagerly:
+    broadcast = copies.broadcast
+    if not eagerly:
         broadcast = tf.function(broadcast, autograph=False)
 
     def function(iterator):
-        if copies is not None and copies.differ():
+        if copies.differ():
             with scope():
                 broadcast()
             copies.stale = False

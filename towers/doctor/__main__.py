@@ -24,14 +24,7 @@ _WIDTH = 18
 
 
 def main(argv: Sequence[str]) -> int:
-    """Makes all checks, and says what they find.
-
-    Args:
-        argv: The flags.
-
-    Returns:
-        The exit code.
-    """
+    """Makes all checks, and says what they find; returns the exit code."""
     try:
         options = parse(argv)
     except ValueError as error:
@@ -113,15 +106,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
 
 
 def say(named: Iterator[tuple[str, Check]], as_json: bool) -> list[tuple[str, Finding]]:
-    """Makes the checks, and prints each finding as soon as it is there.
-
-    Args:
-        named: Checks and their names.
-        as_json: Whether to print one JSON in the end instead.
-
-    Returns:
-        Names and findings.
-    """
+    """Makes the checks, and prints each finding at once, or one JSON at the end."""
     found = []
     for name, check in named:
         finding = examine(check)

@@ -23,12 +23,7 @@ _OUTSIDE = "evaluator"
 
 
 def check(environ: Mapping[str, str] = os.environ, resolve_s: float = 5.0) -> Finding:
-    """Checks the variable, and whether its hosts are known here.
-
-    Args:
-        environ: The environment.
-        resolve_s: How long the names of hosts may take.
-    """
+    """Checks the variable, and whether its hosts are known here."""
     text = environ.get(_NAME, "")
     if not text.strip():
         return ok("not set: one host")

@@ -47,14 +47,9 @@ class Probe:
 
 
 def probe(num_gpus: int | None, limit_s: float = 120.0) -> Probe:
-    """Has TensorFlow tried out in a process of its own.
+    """Has TensorFlow tried out in a process of its own, for so long at most.
 
-    Args:
-        num_gpus: Towers to try; None for all GPUs, or else two logical CPUs.
-        limit_s: How long it may take in all.
-
-    Returns:
-        What was found until then.
+    `num_gpus` are the towers to try; None for all GPUs, or else two logical CPUs.
     """
     options = json.dumps({"num_gpus": num_gpus})
     command = [sys.executable, "-m", "towers.doctor.probe", options]
@@ -113,12 +108,7 @@ def start(found: Probe) -> Finding:
 
 
 def computation(found: Probe, device: str) -> Finding:
-    """Checks what a device has computed.
-
-    Args:
-        found: What the probe has found.
-        device: One of its towers.
-    """
+    """Checks what one of the probe's towers has computed."""
     if device in found.failed:
         return wrong(
             f"{found.failed[device]}; expected a convolution and a matrix product: "

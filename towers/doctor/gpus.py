@@ -83,12 +83,7 @@ class Machine(NamedTuple):
 
 
 def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
-    """Looks for GPUs; nothing that it finds or misses is an error.
-
-    Args:
-        root: Where /dev and /sys are.
-        environ: The environment.
-    """
+    """Looks for GPUs; nothing that it finds or misses is an error."""
     on_bus = sum(
         _read(folder / "vendor") == _VENDOR
         and _read(folder / "class").startswith(_DISPLAY)
@@ -128,13 +123,7 @@ def _listed(machine: Machine) -> Machine:
 def check_gpus(
     machine: Machine, found: Probe, environ: Mapping[str, str] = os.environ
 ) -> Finding:
-    """Checks that TensorFlow finds the machine's GPUs; says why, if it does not.
-
-    Args:
-        machine: What is there.
-        found: What TensorFlow says.
-        environ: The environment.
-    """
+    """Checks that TensorFlow finds the machine's GPUs; says why, if it does not."""
     figures = {"machine": machine.gpus, "tensorflow": found.gpus}
     if not machine.gpus and not found.gpus:
         return note("none in this machine: logical CPUs stand in for them", **figures)

@@ -56,12 +56,7 @@ def data_dir(path: str) -> Finding:
 
 
 def shared_memory(gpus: int, folder: str = "/dev/shm") -> Finding:
-    """Checks the room for what processes and NCCL exchange.
-
-    Args:
-        gpus: GPUs of this machine, among which NCCL works.
-        folder: Where shared memory is.
-    """
+    """Checks the room for what processes and NCCL, among the GPUs, exchange."""
     if not os.path.isdir(folder):
         return note(f"{folder} is not there, which NCCL needs between several GPUs")
     usage = shutil.disk_usage(folder)
@@ -93,11 +88,7 @@ def open_files() -> Finding:
 
 
 def memory(root: Path = Path("/")) -> Finding:
-    """Checks the memory that is free, in the machine and its container.
-
-    Args:
-        root: Where /proc and /sys are.
-    """
+    """Checks the memory that is free, in the machine and its container."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -116,11 +107,7 @@ def memory(root: Path = Path("/")) -> Finding:
 
 
 def cores(root: Path = Path("/")) -> Finding:
-    """Checks how many of the CPU's cores this process may use.
-
-    Args:
-        root: Where /proc and /sys are.
-    """
+    """Checks how many of the CPU's cores this process may use."""
     there = os.cpu_count() or 1
     affine = hasattr(os, "sched_getaffinity")
     allowed = len(os.sched_getaffinity(0)) if affine else there

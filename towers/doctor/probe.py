@@ -80,11 +80,7 @@ def _try_out(say: Say, num_gpus: int | None) -> None:
 def compute(device: str) -> float:
     """Computes a convolution and a matrix product, by cuDNN and cuBLAS on a GPU.
 
-    Args:
-        device: Where.
-
-    Returns:
-        The largest difference from NumPy's, by the largest value.
+    Returns the largest difference from NumPy's, by the largest value.
     """
     import tensorflow as tf
 

@@ -30,12 +30,7 @@ def python() -> Finding:
 
 
 def package(name: str, asked_by: str) -> Finding:
-    """Checks one package's version.
-
-    Args:
-        name: The package.
-        asked_by: The package whose requirement of it counts.
-    """
+    """Checks a package's version: the requirement of `asked_by` counts."""
     try:
         asked = [each for each in requirements(asked_by) if each.name == name]
     except metadata.PackageNotFoundError:

@@ -66,14 +66,7 @@ _NO_MEMORY = re.compile(
 
 
 def main(settings: Search) -> int:
-    """Tries a batch size.
-
-    Args:
-        settings: It, and what to train.
-
-    Returns:
-        The exit code, 0: what went wrong is said in JSON, too.
-    """
+    """Tries a batch size; returns 0: what went wrong is said in JSON, too."""
     startup.end()
     quieten()
     stdout = sys.stdout

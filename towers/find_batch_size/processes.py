@@ -15,11 +15,7 @@ _PROBE_S = 900
 
 
 def run(settings: Search, batch_size: int) -> dict[str, Any]:
-    """Has a process try a batch size.
-
-    Args:
-        settings: What to train.
-        batch_size: Examples; the process takes fewer if they are not of whole shares.
+    """Has a process try a batch size, or less if that is not of whole shares.
 
     Returns:
         What the process told: see `probe.probe`.
@@ -60,15 +56,12 @@ def run(settings: Search, batch_size: int) -> dict[str, Any]:
 
 
 def how_it_died(code: int, stderr: str, limited: bool) -> dict[str, Any]:
-    """Says why a probe ended that could not say so itself.
+    """Says why a probe ended that could not say so itself, as it would have told.
 
     Args:
         code: Its exit code, a signal if negative.
         stderr: What it wrote.
         limited: Whether its process had a limit of memory.
-
-    Returns:
-        What it would have told.
     """
     if code == -signal.SIGKILL:
         return {"fits": False, "why": "killed, as the kernel does for want of memory"}

@@ -64,11 +64,7 @@ class Report:
         }
 
     def plot(self, path: str) -> None:
-        """Draws examples/sec and peak memory by the batch size.
-
-        Args:
-            path: Where to, PNG or SVG.
-        """
+        """Draws examples/sec and peak memory by the batch size, as PNG or SVG."""
         from matplotlib.figure import Figure
 
         fitting = [probe for probe in self._ordered() if probe.fits]
@@ -141,12 +137,7 @@ class Report:
 
 
 def table(probes: Sequence[Probe], split_ratios: Sequence[int]) -> list[str]:
-    """Sets batch sizes out in a table in Markdown, numbers to the right.
-
-    Args:
-        probes: What was tried.
-        split_ratios: How much of a batch each tower gets, relative to the others.
-    """
+    """Sets batch sizes out in a table in Markdown, numbers to the right."""
     rows = [_HEAD, *(_row(probe, split_ratios) for probe in probes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * (width - 1) + ":" for width in widths])

@@ -37,9 +37,6 @@ class XlaWish:
 
         Keras's own "auto" turns it on as soon as there is a GPU. Towers would be
         compiled for each device and each size of a share, so here it is tried.
-
-        Args:
-            say: Takes sentences for the user.
         """
         model, told = self._model, self._told
         wanted = model.compiled and model.jit_compile

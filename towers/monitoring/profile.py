@@ -172,11 +172,7 @@ class Profile(keras.callbacks.Callback):
 
 
 def add_towers(path: str) -> None:
-    """Adds rows for the towers: for each a row for each thread that worked for it.
-
-    Args:
-        path: An `xplane.pb` file.
-    """
+    """Adds rows to an `xplane.pb`: for each tower one for each of its threads."""
     with open(path, "rb") as file:
         space = XSpace.FromString(file.read())
     found = {}

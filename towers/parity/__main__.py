@@ -74,14 +74,9 @@ def check(settings: Settings) -> int:
 
 
 def read_batches(data: Data, towers: int) -> list[Any]:
-    """Reads the first batches of training data, and makes the last one short.
+    """Reads as many batches of training data as --parity_steps says.
 
-    Args:
-        data: The data.
-        towers: Number of towers, among which the last batch is not to divide evenly.
-
-    Returns:
-        As many batches as --parity_steps says.
+    The last one is short, and does not divide evenly among the towers.
 
     Raises:
         ValueError: If a record is bad.

@@ -33,15 +33,7 @@ _NAMED = 3
 
 
 def judge(trials: Trials, setting: Setting) -> tuple[Row, ...]:
-    """Compares towers with one device.
-
-    Args:
-        trials: The trials of the model.
-        setting: What to change in the model, on both sides.
-
-    Returns:
-        One row for each thing compared.
-    """
+    """Compares towers with one device: a row for each thing compared."""
     theirs = list(trials.on_one_device(setting))
     rounding = _rounding(trials, setting)
     found = differences(trials.on_towers(setting), theirs)
@@ -71,15 +63,9 @@ def _rounding(trials, setting):
 def explain(
     trials: Trials, rows: Sequence[Row], shares: Sequence[int]
 ) -> Iterator[str]:
-    """Says why towers differ from one device.
+    """Says in sentences why towers differ from one device.
 
-    Args:
-        trials: The trials of the model.
-        rows: What the comparison found.
-        shares: How much each tower gets, relative to the others.
-
-    Yields:
-        Sentences.
+    `rows` are what the comparison found; `shares` how much each tower gets.
     """
     silent = any(map(can_be_silenced, trials.random_layers))
     every = Setting(bool(trials.batch_norms), silent)

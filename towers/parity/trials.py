@@ -121,11 +121,7 @@ class Trials:
     def on_one_device(
         self, setting: Setting, disturbance: int | None = None
     ) -> Iterator[Entry]:
-        """Trains as plain Keras does, and yields what that leaves.
-
-        Args:
-            setting: What to change in the model.
-            disturbance: Seed of a disturbance of the start, if there is to be one.
+        """Trains as plain Keras does, and yields what that leaves; see `on_towers`.
 
         Raises:
             ValueError: If a loss is not finite.

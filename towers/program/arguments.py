@@ -86,12 +86,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_flag(name: str, known: Sequence[str]) -> str:
-    """Says that there is no such flag, and which one may be meant.
-
-    Args:
-        name: The flag that was received, without dashes.
-        known: The flags that there are.
-    """
+    """Says that there is no such flag, without dashes, and which may be meant."""
     plain = name.replace("-", "_").lower()
     meant = [plain] if plain in known else _by_alias(plain, known)
     meant = meant or difflib.get_close_matches(plain, known, n=1, cutoff=0.7)

@@ -15,9 +15,7 @@ class Terminated(KeyboardInterrupt):
 def run(program: str, body: Callable[[], int | None]) -> int:
     """Runs a program, once `startup.begin` has read its flags.
 
-    Args:
-        program: Its name, such as "towers.parity".
-        body: What it does; returns an exit code, or nothing for 0.
+    The body returns an exit code, or nothing for 0.
 
     Returns:
         The exit code.

@@ -26,14 +26,7 @@ _PROGRAM = "towers.report"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the report of a run.
-
-    Args:
-        argv: The arguments.
-
-    Returns:
-        The exit code.
-    """
+    """Writes the report of a run; returns the exit code."""
 
     def body():
         options = arguments.read(argv, __doc__)
@@ -44,11 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(model_dir: str, output: str | None = None) -> str:
-    """Writes the report of a run.
-
-    Args:
-        model_dir: The run's.
-        output: Where the page goes; by default report.html in the model_dir.
+    """Writes the report of a run; by default to report.html in the model_dir.
 
     Returns:
         Where it is.

@@ -11,11 +11,7 @@ _LIBRARIES = ("jinja2", "matplotlib")
 
 
 def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
-    """Reads the arguments.
-
-    Args:
-        argv: The arguments, without the program's name.
-        doc: What the program is for.
+    """Reads the arguments, without the program's name.
 
     Raises:
         ValueError: If one is missing or unknown, or a library is not installed.

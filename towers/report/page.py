@@ -43,14 +43,7 @@ class Picture:
 
 
 def render(run: Run) -> str:
-    """Writes the page.
-
-    Args:
-        run: What to tell of.
-
-    Returns:
-        HTML that refers to nothing outside of itself.
-    """
+    """Writes the page of a run: HTML that refers to nothing outside of itself."""
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,

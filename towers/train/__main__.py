@@ -44,14 +44,7 @@ _PROGRAM = "towers.train"
 
 
 def main(settings: Settings) -> int:
-    """Runs a job to its end.
-
-    Args:
-        settings: What it is, checked.
-
-    Returns:
-        The exit code.
-    """
+    """Runs a job, of checked settings, to its end; returns the exit code."""
     ending.stop_at_sigterm()
     quieten()
     # Where their number is unknown, batches are taken until there are no more.

@@ -31,13 +31,7 @@ _HYPER_PARAMETERS = (
 
 
 def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
-    """Makes the callbacks of a run, in order.
-
-    Args:
-        job: The run.
-        watch: Measures it.
-        lines: Whether to print lines, where no progress bar is shown.
-    """
+    """Makes the callbacks of a run, in order; `lines` where no bar is shown."""
     settings = job.settings
     measures = watch.measures
     if settings.asynchronous:
@@ -91,13 +85,7 @@ def make_watch(job: Job) -> Watch:
 def make_tensorboard(
     job: Job, measures: Sequence[Callable[[], dict[str, float]]], watch: Watch
 ) -> TensorBoard:
-    """Makes the callback that writes what the run does, and is.
-
-    Args:
-        job: The run.
-        measures: What has been measured; see `TensorBoard`.
-        watch: Says at the end what was measured.
-    """
+    """Makes the callback that writes what the run does, and is; see `TensorBoard`."""
     found = "\n".join(f"{name}: {value}" for name, value in facts.versions().items())
     texts = {
         "flags": job.settings.as_text(),

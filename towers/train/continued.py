@@ -18,11 +18,6 @@ from towers.train.settings import DEFAULTS, MONITORS, NAMES, Settings
 def make_checkpoint(settings: Settings, folder: str, validates: bool) -> Checkpoint:
     """Makes the callback that saves the run.
 
-    Args:
-        settings: When to save, and what to keep.
-        folder: Where the checkpoints lie.
-        validates: Whether there is validation data.
-
     Raises:
         ValueError: --monitor names a metric of validation data that are missing.
     """
@@ -99,15 +94,7 @@ def restore(
 
 
 def check_model(folder: str, model: keras.Model) -> None:
-    """Checks that there is a checkpoint of this model, if there is any.
-
-    Args:
-        folder: Where the checkpoints lie.
-        model: Need not be compiled.
-
-    Raises:
-        ValueError: All are of another model, or cannot be read.
-    """
+    """Checks that a checkpoint, if there is any, is of this model."""
     try:
         check_checkpoint(folder, model)
     except OtherModelError as error:

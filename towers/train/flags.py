@@ -264,15 +264,7 @@ for _heading, _texts in HELPS.items():
 
 
 def read(argv: Sequence[str], doc: str) -> Settings:
-    """Reads the flags of towers.train, and checks them.
-
-    Args:
-        argv: The program's name and its arguments.
-        doc: What the program is for.
-
-    Raises:
-        ValueError: If a flag is bad, or there is anything but flags.
-    """
+    """Reads the flags of towers.train, as `command_line.read`, and checks them."""
     command_line.read(argv, doc, groups(MAIN), groups(), example="--model=cnn")
     return checks.check(settings())
 
@@ -283,11 +275,7 @@ def settings() -> Settings:
 
 
 def groups(names: Sequence[str] | None = None) -> dict[str, list[flags.Flag]]:
-    """Returns the flags below their headings.
-
-    Args:
-        names: Those that are wanted; `None` for all.
-    """
+    """Returns the flags below their headings, or those that are wanted."""
     found = {}
     for heading, texts in HELPS.items():
         if members := [FLAGS[n] for n in texts if names is None or n in names]:

@@ -73,10 +73,9 @@ class Job:
 
 
 def assemble(settings: Settings) -> Job:
-    """Builds what a run needs, and checks it; of its model_dir it only reads.
+    """Builds what a run needs, of settings that `checks.check` has checked.
 
-    Args:
-        settings: Checked by themselves; see `checks.check`.
+    Of its model_dir it only reads.
 
     Raises:
         ValueError: If any input is bad.

@@ -22,13 +22,7 @@ _FEW = 0.25
 def check_records(
     source: Source, path: str, split: str | None = None
 ) -> Iterator[Record]:
-    """Goes over all records of one file, decodes them, and notes what is bad.
-
-    Args:
-        source: prepared.
-        path: of the file.
-        split: see ``Source.walk``.
-    """
+    """Goes over one file's records, decodes them, and notes what is bad."""
     for record in source.walk(path, split):
         yield _checked(source, record)
 
@@ -68,12 +62,7 @@ def read_labels(
 
 
 def blame(bad: Record, records: Iterable[Record]) -> BadRecordError:
-    """Makes an error of a bad record.
-
-    Args:
-        bad: the first of its file.
-        records: all of the file, in order.
-    """
+    """Makes an error of a file's first bad record; `records` are all, in order."""
     following = (record for record in records if record.number > bad.number)
     some = [*itertools.islice(following, _LOOK_ON)]
     faults = sum(bool(record.fault) for record in some)

@@ -11,14 +11,10 @@ def call(
     arguments: Sequence[tf.Tensor],
     types: Sequence[tf.DType],
 ) -> list[tf.Tensor]:
-    """Calls a function of arrays.
+    """Calls a function of arrays, which returns some of these types.
 
-    TensorFlow logs the stack of what Python raises, also where it is awaited.
-
-    Args:
-        function: may raise ``ValueError``, which is then an InvalidArgumentError.
-        arguments: its own.
-        types: of what it returns.
+    TensorFlow logs the stack of what Python raises, also where it is awaited. So a
+    ``ValueError`` becomes an InvalidArgumentError here.
     """
 
     def run(*arguments):

@@ -21,10 +21,7 @@ def held_out(names: Collection[str]) -> str | None:
 
 
 def check_fraction(fraction: float | None) -> float:
-    """Returns the fraction to hold out.
-
-    Args:
-        fraction: what was asked for; None for the default.
+    """Returns the fraction to hold out, by default if it is None.
 
     Raises:
         ValueError: it is not from 0 to 1.
@@ -62,13 +59,7 @@ def is_held_out(number: Any, fraction: float) -> Any:
 
 
 def count_held_out(first: int, count: int, fraction: float) -> int:
-    """How many records of a file are held out.
-
-    Args:
-        first: number of the file's first record.
-        count: its records.
-        fraction: see ``is_held_out``.
-    """
+    """How many records of a file are held out; `first` is its first one's number."""
     parts = round(fraction * _PARTS)
     if not count or not parts:
         return 0
@@ -94,13 +85,7 @@ def _drawn(group, parts):
 
 
 def note(fraction: float, what: str, count: int | None) -> str:
-    """Says that records are held out.
-
-    Args:
-        fraction: of them.
-        what: they are, such as "rows".
-        count: how many are held out, if that is known.
-    """
+    """Says that records, such as "rows", are held out; and how many, if known."""
     counted = "" if count is None else f", {count:,} in all,"
     return (
         f"{100 * fraction:.4g}% of the {what}{counted} are held out for validation; "

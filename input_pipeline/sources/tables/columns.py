@@ -151,13 +151,7 @@ def counts_rows(values: Sequence[float]) -> bool:
 
 
 def counting_note(name: str, first: float, others: Sequence[str]) -> str:
-    """Says that a column counts the rows.
-
-    Args:
-        name: of the column.
-        first: its first value.
-        others: the other columns of features.
-    """
+    """Says that a column counts the rows, from `first` on."""
     return (
         f"The column {name!r} counts the rows, from {first:g}, and the model learns "
         f"from it; --feature_columns={_listed(others)} (in Python, feature_columns) "

@@ -125,11 +125,9 @@ def filled(column: Column) -> Column:
 
 
 def labels_in(column: Column, class_names: Sequence[str] | None) -> np.ndarray:
-    """int64 labels [B] of a column.
+    """int64 labels [B] of a column of whole numbers, or of names of classes.
 
-    Args:
-        column: of whole numbers, or of names of classes.
-        class_names: all of them, by their labels; None for numbers.
+    `class_names` are all of them, by their labels; None for numbers.
     """
     if class_names is not None:
         import pyarrow

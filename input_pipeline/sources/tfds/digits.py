@@ -77,10 +77,7 @@ def open_digits(
 ) -> TFDSSource:
     """Opens the digits; ``prepare()`` writes them to ``data_dir``.
 
-    Args:
-        rest: what follows ``digits:``, nothing.
-        data_dir: TFDS's folder, or None for its default one.
-        **options: the other arguments of ``TFDSSource``.
+    Behind ``digits:``, nothing follows; the options are those of ``TFDSSource``.
     """
     del rest
     builder = TowersDigits(data_dir=data_dir)

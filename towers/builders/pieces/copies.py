@@ -1,4 +1,4 @@
-"""The copies of the variables that every tower but the first has.
+"""The copies of the variables that every tower but the first has, if towers have some.
 
 The model's own variables are the first tower's copy, so whoever reads them finds them
 current. Where they may have been changed from outside, the other copies are made anew:
@@ -25,8 +25,9 @@ class Copies:
         stale: Whether the model's own variables may have other values.
     """
 
-    def __init__(self, context: Context):
-        self._context = context
+    def __init__(self, context: Context, devices: Sequence[str] = ()):
+        """Creates none yet; there will be one on each of the devices."""
+        self._context, self._devices = context, devices
         self.stale = True
         # The variables that towers have copies of, trainable ones first, and for each
         # tower but the first the copies.
@@ -35,7 +36,7 @@ class Copies:
 
     def create(self) -> None:
         """Creates the copies, unless they exist."""
-        if self._originals:
+        if self._originals or not self._devices:
             return
         model = self._context.model
         optimizer = model.optimizer
@@ -44,7 +45,7 @@ class Copies:
             *(optimizer.variables if optimizer is not None else ()),
         ]
         with tf.init_scope():
-            self._copies = [self._copy(d) for d in self._context.plan.devices[1:]]
+            self._copies = [*map(self._copy, self._devices)]
         self.stale = False
 
     def variables(self) -> list[tf.Variable]:
@@ -53,7 +54,7 @@ class Copies:
 
     def by_device(self) -> Iterator[tuple[str, Sequence[tf.Variable]]]:
         """Yields each tower's device and copies; nothing before any training."""
-        return zip(self._context.plan.devices[1:], self._copies, strict=False)
+        return zip(self._devices, self._copies, strict=False)
 
     def trainable(self, copy: Sequence[Any]) -> Sequence[Any]:
         """Returns what a copy, or a list in its order, has of trainable variables."""

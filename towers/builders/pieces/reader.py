@@ -44,10 +44,6 @@ class VariableReader:
 
     context: Context
 
-    def read_for_training(self) -> list[Values]:
-        """Returns the values that towers train on."""
-        return self.read_variables()
-
     def read_variables(
         self, look_up: bool = True, send_params: bool = True
     ) -> list[Values]:
@@ -95,7 +91,7 @@ class CopyReader:
     home: VariableReader
     copies: Copies
 
-    def read_for_training(self) -> list[Values]:
+    def read_variables(self) -> list[Values]:
         """Returns the values that towers train on."""
         # Tables, too, are copied: those at home could be updated by home only.
         values = self.home.read_variables(look_up=False, send_params=False)

@@ -85,7 +85,7 @@ class StateCombiner:
     """Combines what the towers made of the model's variables, by rules."""
 
     context: Context
-    copies: Copies | None = None
+    copies: Copies
 
     def combine_state(
         self, results: Sequence[TowerResult], rules: Rules
@@ -115,5 +115,4 @@ class StateCombiner:
                 if value is not None:
                     with tf.device(self.context.plan.home_of(variable)):
                         variable.assign(value)
-        if self.copies is not None:
-            self.copies.assign_state(state)
+        self.copies.assign_state(state)

@@ -18,16 +18,15 @@ class Updater:
     """Applies the optimizer to the model's variables, and to their copies, if any."""
 
     context: Context
-    copies: Copies | None = None
+    copies: Copies
 
     def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
         """Applies the optimizer, with the summed gradients for each copy."""
         with tf.device(self.context.plan.home), tf.name_scope("apply"):
             self._apply_optimizer(sums[0])
-        if self.copies is not None:
-            self.copies.update(
-                [functools.partial(self._apply_optimizer, each) for each in sums[1:]]
-            )
+        self.copies.update(
+            [functools.partial(self._apply_optimizer, each) for each in sums[1:]]
+        )
 
     def _apply_optimizer(self, gradients: Sequence[reduce.Gradient]) -> None:
         """Applies the model's optimizer where it is called."""

@@ -115,11 +115,7 @@ class Monitor:
             self.mode = about.get("mode", "auto")
 
     def read(self, about: Mapping[str, Any]) -> float | None:
-        """Returns the score of a checkpoint by this metric, if it is of an epoch's end.
-
-        Args:
-            about: What the checkpoint says of itself.
-        """
+        """Returns the score of a checkpoint, if it is of an epoch's end."""
         epoch, batch = about.get("position", (0, 0))
         if batch:
             return None

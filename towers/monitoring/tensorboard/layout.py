@@ -60,12 +60,8 @@ def layout_summary() -> bytes:
 def hparams_summaries(log_dir: str, hparams: Mapping[str, Value]) -> list[bytes]:
     """Returns a run's hyper-parameters, and the metrics to show beside them.
 
-    Args:
-        log_dir: The run's directory, which tells it from others.
-        hparams: Values by name, those to be seen first before the others.
-
-    Returns:
-        Summaries, to be written as they are.
+    The values to be seen first come before the others. The run's directory tells it
+    from others. The summaries are to be written as they are.
     """
     infos = [
         api_pb2.HParamInfo(name=each, differs=place < _SHOWN)

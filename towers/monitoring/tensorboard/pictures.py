@@ -33,11 +33,7 @@ def write_examples(batches: Iterable, classes: Classes, most: int = 9) -> None:
     """Writes the first examples, each with its class.
 
     Tags are `input` (one picture of all) and `input_labels` (the same classes as text).
-
-    Args:
-        batches: Pairs of (uint8 images [B, H, W, C], labels [B]).
-        classes: The names of the classes.
-        most: How many to write.
+    Batches are pairs of (uint8 images [B, H, W, C], labels [B]).
     """
     images, labels = next(iter(batches))
     drawn = [classes.drawn(label) for label in labels[:most]]
