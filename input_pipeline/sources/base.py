@@ -66,7 +66,6 @@ class Source(abc.ABC):
             ValueError: the files cannot be downloaded or written.
         """
 
-    @abc.abstractmethod
     def batches(
         self,
         split: str,
@@ -90,6 +89,11 @@ class Source(abc.ABC):
             A dataset of (int64 numbers [B], raw records with B rows). A record's number
             is its own, in whatever order it comes.
         """
+        return self._batches(split, batch_size, seeds, buffer_mb, start)
+
+    @abc.abstractmethod
+    def _batches(self, split, batch_size, seeds, buffer_mb, start):
+        """Does what ``batches`` says."""
 
     @abc.abstractmethod
     def parse(self, records: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -224,16 +228,7 @@ class StreamSource(Source):
     def record_bytes(self, split: str) -> float:
         """What a raw record takes, more or less."""
 
-    def batches(
-        self,
-        split: str,
-        batch_size: int,
-        *,
-        seeds: tf.Tensor | None = None,
-        buffer_mb: int = 0,
-        start: int | tf.Tensor = 0,
-    ) -> tf.data.Dataset:
-        """See ``Source.batches``."""
+    def _batches(self, split, batch_size, seeds, buffer_mb, start):
         if seeds is None:
             records = self.records(split)
         else:
@@ -254,16 +249,7 @@ class IndexedSource(Source):
     computed without those before it.
     """
 
-    def batches(
-        self,
-        split: str,
-        batch_size: int,
-        *,
-        seeds: tf.Tensor | None = None,
-        buffer_mb: int = 0,
-        start: int | tf.Tensor = 0,
-    ) -> tf.data.Dataset:
-        """See ``Source.batches``."""
+    def _batches(self, split, batch_size, seeds, buffer_mb, start):
         del buffer_mb
         first = 0 if split == "train" else self.size_of_all("train") or 0
         count = self.size_of_all(split)
