@@ -11,6 +11,10 @@ import tensorflow as tf
 from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.sources.record import Record
 
+# What the shortest record takes in a buffer of shuffling: its place there, which
+# TensorFlow makes before it has a record, two tensors, and their memory.
+_LEAST_BYTES = 256
+
 
 class Source(abc.ABC):
     """A set of labelled images, in named splits.
@@ -234,7 +238,8 @@ class StreamSource(Source):
         else:
             records = self.records(split, seeds[0])
             # Still encoded: that takes far less memory than pixels.
-            buffer = int(buffer_mb * 2**20 / max(self.record_bytes(split), 1))
+            record_bytes = max(self.record_bytes(split), _LEAST_BYTES)
+            buffer = int(buffer_mb * 2**20 / record_bytes)
             buffer = min(buffer, self.size_of_all(split) or buffer)
             records = records.shuffle(
                 max(buffer, 1), seed=seeds[1], reshuffle_each_iteration=False
