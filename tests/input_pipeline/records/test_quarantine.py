@@ -122,10 +122,19 @@ def test_a_bad_example_is_named(write, encode, grey, kind):
     where = f"{path}: record {AT} (byte offset {offset}): "
     named = find_bad_record(source, "train")
     assert named.startswith(where) and reason in named and "\n" not in named
-    with pytest.raises(BadRecordError), blame_records(source):
-        _values(source)
     found = quarantines.inspect(source, ["train"], 1)
     assert len(found) == 1 and str(found.bad["train"][0]) == named
+
+
+# Found by its decoder, the parser and our own assertion.
+@pytest.mark.parametrize("kind", ["no image", "no label", "label below 0"])
+def test_a_bad_example_is_named_after_the_error(write, encode, grey, kind):
+    make, reason = KINDS[kind]
+    source, path, _ = write(make(encode(grey(1))))
+    with pytest.raises(BadRecordError) as caught, blame_records(source):
+        _values(source)
+    assert str(caught.value).startswith(f"{path}: record {AT} ")
+    assert reason in str(caught.value)
 
 
 def test_bad_examples_are_passed_over(write, encode, grey):
