@@ -1,9 +1,6 @@
 """The versions that Towers says it works with are those that it is tested with."""
 
-import os
 import re
-import subprocess
-import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import towers
+from tests import warm
 from towers.keras_adapter import versions
 
 ROOT = Path(__file__).parents[1]
@@ -70,17 +68,12 @@ def test_python_and_programs_warn_of_a_newer_version(tmp_path):
     folder.mkdir()
     lines = "Metadata-Version: 2.1", "Name: keras", "Version: 9.9.9"
     (folder / "METADATA").write_text("\n".join(lines))
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
 
     def said(code):
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "-1"},
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=300,
-        ).stderr
+        done = warm.run("tests.program", f"{path}; {code}", timeout_s=300)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
 
     newer = "keras 9.9.9 is newer than 3.15"
     shown = said("import towers; print(towers.configure)")

@@ -23,6 +23,7 @@ def _in_order(source: Source) -> list[str]:
     return sorted(source.splits, key=["train", "test"].index)
 
 
+@tf.autograph.experimental.do_not_convert
 def read_encoded(source: Source) -> tuple[tf.Tensor, np.ndarray, dict[str, int]]:
     """Encoded images, labels, and how many there are in each split."""
     images, labels, splits = [], [], {}

@@ -108,6 +108,7 @@ def choose_form(source: Source, size: tuple[int, int] | None, raw: str) -> Form:
     return Form(shape, resized, raw == "true" or (raw == "auto" and pixels))
 
 
+@tf.autograph.experimental.do_not_convert
 def _common_shape(source: Source, limit: float) -> tuple[int | None, int | None, int]:
     """The shape of all images, if they have one and take no more than ``limit``."""
     first = None
@@ -137,6 +138,7 @@ def _images(source: Source, split: str, start: int = 0) -> tf.data.Dataset:
     return batches.map(parse, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
 
 
+@tf.autograph.experimental.do_not_convert
 def serialized(
     source: Source, split: str, form: Form, start: int, count: int
 ) -> tf.data.Dataset:

@@ -112,6 +112,7 @@ def _from_json(found: dict[str, Any]) -> Quarantine:
     return Quarantine(bad=bad, **found)
 
 
+@tf.autograph.experimental.do_not_convert
 def _count_if_good(source: Source, split: str) -> int | None:
     """How many records a split has, or None where one is bad."""
     try:
@@ -120,13 +121,11 @@ def _count_if_good(source: Source, split: str) -> int | None:
     except (OSError, tf.errors.OpError):  # of a file that is not there
         return None
 
-    @tf.autograph.experimental.do_not_convert
     def parse(_, records):
         images, labels = source.parse(records)
         assert_good(images, labels, source.num_classes)
         return images
 
-    @tf.autograph.experimental.do_not_convert
     def decode(image):
         return decode_image(source.load(image), source.image_shape)
 

@@ -136,7 +136,8 @@ def test_a_mix_is_the_same_compiled_and_not(dtype, mixup, cutmix):
     compiled = tf.function(mixed, jit_compile=True, input_signature=signature)
     signature[0] = tf.TensorSpec([None] * 3 + [3], dtype)
     traced = tf.function(mixed, input_signature=signature)
-    for size in (0, 1, 7):
+    # XLA compiles for each size.
+    for size in (0, 1, 7) if dtype == "float32" else (7,):
         images, labels = _batch(size)
         images = tf.cast(images, dtype)
         wanted = mixed(images, labels)

@@ -582,9 +582,9 @@ for spec in sys.argv[1:]:
 """
 
 
-def test_a_bad_record_prints_no_stack(
-    tmp_path, grey, image_example, write_array_record
-):
+@pytest.fixture
+def bad_records(tmp_path, grey, image_example, write_array_record):
+    """Specs of a source with a bad record each, which Python reads."""
     table = pa.table({"image": [b"", None], "label": [0, 1]})
     parquet.write_table(table, tmp_path / "a")
     path = tmp_path / "b"
@@ -592,10 +592,33 @@ def test_a_bad_record_prints_no_stack(
     content = bytearray(path.read_bytes())
     content[content.rindex(b"\x89PNG") + 20] ^= 0xFF
     path.write_bytes(content)
-    specs = [f"parquet:{tmp_path}/a", f"array_record:{path}"]
+    return [f"parquet:{tmp_path}/a", f"array_record:{path}"]
+
+
+def test_python_raises_nothing_of_a_bad_record(bad_records, monkeypatch, capsys):
+    """Of what it raises, TensorFlow would print the stack."""
+    called, numpy_function = [], tf.numpy_function
+
+    def watched(function, *args, **options):
+        def call(*values):
+            called.append(None)
+            called[-1] = found = function(*values)
+            return found
+
+        return numpy_function(call, *args, **options)
+
+    monkeypatch.setattr(tf, "numpy_function", watched)
+    monkeypatch.setattr(sys, "argv", ["", *bad_records])
+    exec(_FAIL, {})
+    assert capsys.readouterr().out == "refused\nrefused\n"
+    assert called and None not in called
+
+
+@pytest.mark.slow
+def test_a_bad_record_prints_no_stack(bad_records):
     done = subprocess.run(
         # TensorFlow reads what it may print as it is imported.
-        [sys.executable, "-c", _FAIL, *specs],
+        [sys.executable, "-c", _FAIL, *bad_records],
         env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"},
         capture_output=True,
         text=True,
