@@ -167,8 +167,7 @@ def _examples(
 
     def message(name, **fields):
         """Each field [B, N]."""
-        sizes = [tf.repeat([[value.shape[1]]], count, 0) for value in fields.values()]
-        sizes = tf.concat(sizes, axis=1)
+        sizes = tf.tile([[value.shape[1] for value in fields.values()]], [count, 1])
         return tf.io.encode_proto(
             sizes, [*fields.values()], [*fields], f"tensorflow.{name}"
         )[:, None]
@@ -179,7 +178,7 @@ def _examples(
         value = value if kind == "float_list" else value[:, None]
         value = message(lists.get(kind, "FloatList"), value=value)
         feature = message("Feature", **{kind: value})
-        keys = tf.repeat([[key]], count, 0)
+        keys = tf.fill([count, 1], key)
         return message("Features.FeatureEntry", key=keys, value=feature)
 
     count = tf.size(labels)

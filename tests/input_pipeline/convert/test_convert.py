@@ -38,20 +38,23 @@ def photos(tmp_path):
 
 def _in_order(source, split):
     """All examples in the source's fixed order."""
-    records = source.batches(split, 7).unbatch()
-    for image, label in records.map(lambda _, record: source.decode(record)):
-        yield _comparable(image, label)
+    yield from _decoded(source, source.batches(split, 7).unbatch())
 
 
 def _in_files(source, split):
     """All examples in the order of files and of the records in them."""
-    for path in source.files(split):
-        for record in source.walk(path):
-            yield _comparable(*source.decode(record.raw))
+    paths = tf.data.Dataset.from_tensor_slices(source.files(split))
+    raw = paths.flat_map(tf.data.TFRecordDataset)
+    yield from _decoded(source, raw.map(lambda record: (0, record)))
 
 
-def _comparable(image, label):
-    return image.numpy().tobytes(), image.shape, int(label)
+def _decoded(source, records):
+    @tf.autograph.experimental.do_not_convert
+    def decode(_, record):
+        return source.decode(record)
+
+    for image, label in records.map(decode).as_numpy_iterator():
+        yield image.tobytes(), image.shape, int(label)
 
 
 @pytest.fixture(scope="module")
