@@ -1,0 +1,191 @@
+"""Flags of towers.train: their help, checks, and how they repeat a run."""
+
+import inspect
+import os
+import re
+
+import keras
+import pytest
+from absl.testing import flagsaver
+
+from tests.towers.train.runs import (
+    ROOT,
+    run,
+)
+from towers.builders.strategies import STRATEGIES
+from towers.collectives import reduce
+from towers.monitoring import profile
+from towers.train import checks, settings
+from towers.train import flags as train_flags
+from towers.train.settings import Settings
+
+
+def test_help_is_short_and_helpfull_complete():
+    short, full = run("--help").stdout, run("--helpfull").stdout
+    needed = "model dataset num_gpus batch_size image_size num_classes recipe "
+    needed += "lr_schedule eval_dataset"
+    for flag in needed.split():
+        assert re.search(rf"^  --{flag} ", short, re.M)
+    for line in ("Default: cnn.", "Exit codes", "\nData:\n", "\nDevices:\n"):
+        assert line in short
+    assert len(short.splitlines()) <= 100
+    assert "--steps_per_loop" not in short
+    for flag in ("model", "steps_per_loop", "gpu_memory_limit_mb", "[no]allow_growth"):
+        assert f"  --{flag}" in full
+    assert full.count("\n  --") == sum(map(len, train_flags.groups().values()))
+    for text in (short, full):
+        assert max(map(len, text.splitlines())) <= 88
+    # TensorFlow's and absl's own.
+    assert not re.search("test_srcdir|xml_output|log_dir|pdb", full)
+
+
+def test_each_setting_is_a_flag():
+    helps = [name for texts in train_flags.HELPS.values() for name in texts]
+    # In this order, flags.txt has them.
+    assert helps == [*settings.NAMES]
+    with flagsaver.flagsaver():
+        train_flags.FLAGS(["test"])
+        assert train_flags.settings() == Settings()
+
+
+def test_nothing_but_the_flags_touches_flags():
+    for folder in ("train", "parity", "find_batch_size"):
+        for path in (ROOT / "towers" / folder).rglob("*.py"):
+            touches = re.search(r"\bFLAGS\b", path.read_text())
+            assert not touches or path.name in ("flags.py", "search_flags.py")
+
+
+def test_names_that_flags_know_are_those_of_the_tables():
+    """They are checked before what they name is imported."""
+    assert sorted(settings.BUILDERS) == sorted(STRATEGIES)
+    assert sorted(settings.ALL_REDUCE_ALGS) == sorted(reduce.ALGORITHMS)
+    assert checks.MOST_PROFILED_STEPS == profile.MOST_STEPS
+    optimizers = {
+        name
+        for name, value in vars(keras.optimizers).items()
+        if inspect.isclass(value)
+        and issubclass(value, keras.optimizers.Optimizer)
+        # Not those that wrap other optimizers.
+        and "learning_rate" in inspect.signature(value).parameters
+        and name != "Optimizer"
+    }
+    assert set(settings.OPTIMIZERS) == optimizers
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"learning_rate": float("nan")}, "--learning_rate=nan; expected at least"),
+        ({"parity_steps": 0}, "--parity_steps=0; expected at least 1"),
+        ({"profile_steps": ("5",)}, "--profile_steps=5; expected the first and"),
+        ({"profile_steps": ("5", "5")}, "--profile_steps=5,5; expected the first"),
+        ({"profile_steps": ("0", "5")}, "--profile_steps=0,5; expected the first"),
+        ({"profile_steps": ("a", "5")}, "--profile_steps=a,5; expected the first"),
+        ({"randaugment": ("2",)}, "--randaugment=2; expected layers"),
+        ({"randaugment": ("2", "11")}, "--randaugment=2,11; expected layers"),
+        ({"randaugment": ("999", "9")}, "--randaugment=999,9; expected layers"),
+        ({"data_service": ""}, "--data_service=; expected the address"),
+        ({"data_service": "grpc://localhost:1"}, "where no dispatcher answers"),
+        ({"mixup_alpha": -1.0}, "--mixup_alpha=-1.0; expected at least 0"),
+        ({"shuffle_mb": -1}, "--shuffle_mb=-1; expected at least 0"),
+        ({"prefetch": -1}, "--prefetch=-1; expected at least 0"),
+        ({"cache": "disk"}, "--cache=disk without --cache_dir"),
+        ({"data_service": "localhost"}, "--data_service=localhost; expected the"),
+        (
+            {"data_service": "grpc://a:1", "cache": "memory"},
+            "--cache=memory with --data_service",
+        ),
+        (
+            {"cutmix_alpha": 1.0, "loss_placement": "gathered"},
+            "--loss_placement=gathered with --mixup_alpha",
+        ),
+        (
+            {"cache": "memory", "cache_dir": "a"},
+            "--cache_dir=a with --cache=memory, which keeps no files",
+        ),
+        ({"image_key": "a"}, "--image_key=a for digits; expected it only for tf"),
+        (
+            {"dataset": "csv:a", "train_split": "b"},
+            "--train_split=b for csv:a; expected it only for digits, tfds:, so",
+        ),
+        (
+            {"eval_dataset": "folder:a", "eval_split": "b"},
+            "--eval_split=b for folder:a; expected it only for digits, tfds:, so",
+        ),
+        (
+            {"feature_columns": ("b", "c")},
+            "--feature_columns=b,c for digits; expected it only for parquet:, csv:",
+        ),
+        (
+            {"dataset": "csv:a", "eval_fraction": 0.2, "eval_dataset": "digits"},
+            "--eval_fraction=0.2 and --eval_dataset=digits, which is evaluated",
+        ),
+        ({"steps_per_loop": 0}, "--steps_per_loop=0; expected at least 1"),
+        ({"image_size": "8x"}, "--image_size=8x; expected pixels"),
+        ({"seed": 2**32}, "--seed=4294967296; expected 0 to 4294967295"),
+        ({"momentum": 2.0}, "--momentum=2.0; expected 0 to 1"),
+        ({"optimizer": "multioptimizer"}, "expected an optimizer of"),
+        ({"gpu_indices": ("a",)}, "--gpu_indices=a; expected numbers"),
+        ({"eval_only": True, "clean": True}, "--clean and --eval_only; expected"),
+        ({"split_ratios": ("2", "x")}, "--split_ratios=2,x; expected a positive"),
+        ({"split_ratios": ("2", "0")}, "--split_ratios=2,0; expected a positive"),
+        ({"split_ratios": ("-1",)}, "--split_ratios=-1; expected a positive"),
+        ({"split_ratios": ("1.5",)}, "--split_ratios=1.5; expected a positive"),
+    ],
+)
+def test_bad_flags(flags, message):
+    with pytest.raises(ValueError, match=message):
+        checks.check(Settings(**flags))
+
+
+def test_flags_repeat_a_run_from_any_folder(tmp_path, monkeypatch):
+    here = tmp_path / "a project"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", "/home/me")
+    (here / "my model.py").write_text("def build(s, n): ...")
+    given = {
+        "model": "my model.py:build",
+        "dataset": "folder:my pictures",
+        "eval_dataset": "digits",
+        "data_dir": "~/data",
+        "cache_dir": "gs://bucket/cache",
+        "split_ratios": ("2", "3"),
+        "feature_columns": ("a,b", "c"),
+        "strict": False,
+    }
+    before = Settings(model_dir="/runs/mine", **given)
+    text = before.as_text()
+    lines = text.splitlines()
+    for line in (
+        f"--model={here}/my model.py:build",
+        f"--dataset=folder:{here}/my pictures",
+        "--eval_dataset=digits",
+        "--data_dir=/home/me/data",
+        "--cache_dir=gs://bucket/cache",
+        "--split_ratios=2,3",
+        "--model_dir=/runs/mine",
+        '--feature_columns="a,b",c',
+        "--nostrict",
+    ):
+        assert line in lines
+    (tmp_path / "flags.txt").write_text(text)
+    monkeypatch.chdir("/")
+    with flagsaver.flagsaver():
+        train_flags.FLAGS(["test", f"--flagfile={tmp_path}/flags.txt"])
+        after = train_flags.settings()
+    assert after.as_text() == text
+    assert after.but(model=before.model, dataset=before.dataset) == before.but(
+        data_dir="/home/me/data"
+    )
+
+
+@pytest.mark.parametrize("model_dir", ["{made}/file/run", "/proc/run"])
+def test_unwritable_model_dir(made, model_dir):
+    # Tests may run as root, whom no permission stops.
+    model_dir = model_dir.format(made=made)
+    with pytest.raises(ValueError, match="--model_dir") as caught:
+        checks.check_model_dir(Settings(model_dir=model_dir))
+    assert model_dir in str(caught.value)
+    assert os.path.dirname(model_dir) in str(caught.value)
+    assert not os.path.exists(model_dir)

@@ -1,0 +1,344 @@
+"""Parts of towers.train that need no run."""
+
+import fcntl
+import signal
+import types
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+
+from tests.towers.train.runs import (
+    snapshot,
+    write_folder,
+)
+from towers import devices, input_pipeline
+from towers.train import __main__ as train
+from towers.train import checks
+from towers.train import run as train_run
+from towers.train.outputs import files
+from towers.train.outputs import start as first_lines
+from towers.train.outputs import summary as last_lines
+from towers.train.parts import data as data_parts
+from towers.train.parts import model as model_parts
+from towers.train.parts.devices import configure_devices, split_ratios
+from towers.train.parts.model import build_optimizer, learning_rate
+from towers.train.settings import Settings
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_end_is_no_failure(monkeypatch, number):
+    data = types.SimpleNamespace(source=None, evaluated=[None])
+    job = types.SimpleNamespace(data=data)
+    monkeypatch.setattr(train, "assemble", lambda settings: job)
+    monkeypatch.setattr(train, "run", lambda job: None)
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = {each: signal.getsignal(each) for each in numbers}
+    try:
+        assert train.main(Settings()) == 0
+        signal.raise_signal(number)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def test_another_seed_gives_other_weights(monkeypatch):
+    monkeypatch.setattr(devices, "configure", lambda *_, **__: None)
+    drawn = []
+    for seed in (3, 4, 3):
+        configure_devices(Settings(seed=seed))
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        drawn.append(model.get_weights()[0])
+    np.testing.assert_array_equal(drawn[0], drawn[2])
+    assert not np.array_equal(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("cosine", [1.0, 0.5 + 0.5 / 2**0.5, 0.5, 0.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.0]),
+        ("step", [1.0, 1.0, 1.0, 0.01]),
+    ],
+)
+def test_learning_rate(schedule, expected):
+    asked = Settings(lr_schedule=schedule, learning_rate=1.0, train_epochs=4)
+    # 95 images are 10 steps an epoch.
+    rate = learning_rate(asked.but(batch_size=10), 95, 1)
+    found = [float(rate(step)) for step in (0, 10, 20, 40)]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_learning_rate_of_unknown_length():
+    asked = Settings(lr_schedule="cosine")
+    with pytest.raises(ValueError, match="--max_train_steps"):
+        learning_rate(asked, None, 1)
+    assert float(learning_rate(asked.but(max_train_steps=8), None, 1)(8)) == 0.0
+
+
+def test_optimizer():
+    asked = Settings(optimizer="sgd", momentum=0.75, weight_decay=0.5)
+    sgd = build_optimizer(asked, 95, 1)
+    assert type(sgd) is keras.optimizers.SGD
+    assert (sgd.momentum, sgd.weight_decay) == (0.75, 0.5)
+    adamw = build_optimizer(Settings(optimizer="AdamW"), 95, 1)
+    assert type(adamw) is keras.optimizers.AdamW
+
+
+@pytest.mark.parametrize(
+    ("end", "from_logits"),
+    [
+        ([keras.layers.Dense(3)], True),
+        ([keras.layers.Dense(3, activation="softmax")], False),
+        ([keras.layers.Dense(3), keras.layers.Softmax()], False),
+        ([keras.layers.Dense(3), keras.layers.Activation("softmax")], False),
+    ],
+)
+def test_loss_fits_the_models_end(end, from_logits):
+    model = keras.Sequential([keras.Input((4,)), *end])
+    model_parts.compile_model(Settings(), model, (4,), 95)
+    assert model.loss.from_logits is from_logits
+    assert model.optimizer.built
+
+
+def test_nothing_left_names_the_flag_that_ended_it(tmp_path, capsys):
+    asked = Settings(model_dir=str(tmp_path), max_train_steps=7)
+    job = mock.Mock(settings=asked, model_dir=str(tmp_path), epoch=0, step=7)
+    job.data.bad_records = None
+    assert train_run.train(job) is None
+    assert "has 7 steps already. Give more --max_train_steps" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}'])
+def test_what_was_measured_before_may_be_unknown(tmp_path, text):
+    (tmp_path / "summary.json").write_text(text)
+    assert set(last_lines.measured_before(str(tmp_path)).values()) == {None}
+
+
+def test_a_report_that_looks_at_the_lock_keeps_no_run_away(tmp_path, monkeypatch):
+    with open(tmp_path / "lock", "w") as ours, open(tmp_path / "lock") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_SH)
+        waits = []
+        monkeypatch.setattr(
+            *(files.time, "sleep"),
+            lambda s: (waits.append(s), fcntl.flock(theirs, fcntl.LOCK_UN)),
+        )
+        files.take(ours)
+    assert len(waits) == 1
+
+
+def test_clean_removes_only_what_a_run_wrote(tmp_path):
+    mine = ["notes.txt", "other.keras", "train/cat/1.png", "checkpoints/mine.h5"]
+    written = ["model.keras", "summary.json", "flags.txt", "unfinished.keras"]
+    written += ["checkpoints/ckpt-1-0/variables.index"]
+    written += ["checkpoints/.unfinished/variables.index"]
+    written += [f"{r}/events.out.tfevents.1.v2" for r in ("train", "validation")]
+    written += ["train/plugins/profile/2026_11_21_09_04_01/host.xplane.pb"]
+    for name in mine + written:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    files.remove_run(str(tmp_path))
+    left = {str(p.relative_to(tmp_path)) for p in snapshot(tmp_path)}
+    assert left == set(mine)
+    assert not (tmp_path / "validation").exists()
+    assert not (tmp_path / "train" / "plugins").exists()
+
+
+def test_split_ratios():
+    placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
+    assert split_ratios(Settings(), placed) == (1, 1)
+    assert split_ratios(Settings(split_ratios=("3", "10")), placed) == (3, 10)
+    with pytest.raises(ValueError, match=r"=3 for 2 towers; .* or --num_gpus=1\."):
+        split_ratios(Settings(split_ratios=("3",)), placed)
+
+
+def test_flags_of_the_data_reach_it(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n" * 20)
+    spec = f"csv:{tmp_path}/a.csv"
+    columns = {"feature_columns": ("y",), "label_column": "z"}
+    asked = Settings(dataset=spec, eval_fraction=0.2, **columns)
+    checks.check_data(asked)
+    source, _ = data_parts.open_sources(asked)
+    assert (source.image_fields, source.splits["test"]) == (["y"], 4)
+    # The tenth is not lost where another data set is evaluated on.
+    asked = Settings(dataset=spec, eval_dataset=f"{spec}*")
+    sources = data_parts.open_sources(asked)
+    assert [each.splits for each in sources] == [{"train": 20}, {"train": None}]
+    (tmp_path / "b.csv").write_text("x,y,z\n1,2,owl\n")
+    like = types.SimpleNamespace(class_names=("cat", "owl"))
+    spec = f"csv:{tmp_path}/b.csv"
+    held_out = data_parts.open_source(Settings(), spec, 2, like)
+    assert (held_out.num_classes, held_out.class_names) == (2, ("cat", "owl"))
+    assert held_out.splits == {"train": None}
+
+
+def test_what_was_decided_is_said(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n1,2,1\n" * 10)
+    source = input_pipeline.open_source(f"csv:{tmp_path}/a.csv")
+    data = types.SimpleNamespace(source=source, held_out=(source, "test"))
+    job = types.SimpleNamespace(data=data, settings=Settings())
+    said = first_lines.data_notes(job)
+    assert said[0].startswith("The labels are the column 'z', the last one; --label")
+    assert said[1].startswith("10% of the rows, 2 in all, are held out for validat")
+    assert said[2:] == [f"Validation {source.name}: 2 examples."]
+    data.held_out = None
+    job.settings = Settings(
+        dataset="csv:a", data_dir="b", cache_dir="c", max_bad_records=3
+    )
+    *_, nothing, data_dir, bad, cache_dir = first_lines.data_notes(job)
+    assert "--data_dir" not in job.settings.as_text()
+    assert nothing.startswith("There is no validation data, so the training data is")
+    assert data_dir.startswith("Note: --data_dir=b changes nothing, as only digits")
+    assert bad.startswith("Note: --max_bad_records=3 changes nothing, as no bad")
+    assert cache_dir == "Note: --cache_dir=c changes nothing here."
+
+
+def test_data_sets_with_other_classes(tmp_path):
+    write_folder(tmp_path / "train", ant=1, bee=1)
+    write_folder(tmp_path / "test", ant=1, cat=1)
+    ours, theirs = (
+        input_pipeline.open_source(f"folder:{tmp_path / name}")
+        for name in ("train", "test")
+    )
+    data_parts.check_same_kind(Settings(), ours, ours)
+    with pytest.raises(ValueError, match=r"label 1 is 'cat' .* but 'bee'"):
+        data_parts.check_same_kind(Settings(), ours, theirs)
+
+
+def test_data_sets_with_other_sizes():
+    ours, theirs = (
+        input_pipeline.open_source(f"synthetic:{size}x{size}x1:10") for size in (8, 9)
+    )
+    with pytest.raises(ValueError, match=r"\(9, 9, 1\), but .* \(8, 8, 1\)"):
+        data_parts.check_same_kind(Settings(), ours, theirs)
+    data_parts.check_same_kind(Settings(image_size="8"), ours, theirs)
+
+
+@pytest.mark.parametrize("head", [None, "softmax", "nested"])
+def test_logits_are_told_from_probabilities(head):
+    dense = keras.layers.Dense(4, activation=None if head is None else "softmax")
+    last = keras.Sequential([dense]) if head == "nested" else dense
+    flatten = keras.layers.Flatten()
+    model = keras.Sequential([keras.Input((3, 3, 1)), flatten, last])
+    assert model_parts.returns_logits(model, (3, 3, 1)) == (head is None)
+
+
+def test_a_model_of_the_users_own_class():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(4, activation="softmax")
+
+        def call(self, x):
+            return self.dense(x)
+
+    source, asked = mock.Mock(num_classes=3), Settings(mixup_alpha=1.0)
+    with mock.patch.object(model_parts.models, "build", return_value=Model()):
+        model = model_parts.build_model(asked, source, (2,), "/CPU:0")
+    placed = devices.Devices(("/CPU:0",), "/CPU:0")
+    parallel = model_parts.build_towers(asked, model, placed, (2,), 95)
+    assert not parallel.loss.from_logits
+
+
+def test_a_model_that_cannot_be_saved_is_told_at_once():
+    class Model(keras.Model):
+        def __init__(self, units):
+            super().__init__()
+
+    saves = keras.Sequential([keras.layers.Dense(2)])
+    model_parts.check_can_be_saved(Settings(), saves)
+    with pytest.raises(ValueError, match=r"arguments Model was made; .*get_config"):
+        model_parts.check_can_be_saved(Settings(), Model(object()))
+
+
+def test_a_model_whose_call_is_wrong():
+    class Layer(keras.layers.Layer):
+        def call(self, x):
+            return x.absent
+
+    source = mock.Mock(num_classes=3)
+    with (
+        mock.patch.object(model_parts.models, "build") as build,
+        pytest.raises(ValueError, match=r"(?s)raised AttributeError .*absent"),
+    ):
+        build.return_value = keras.Sequential([Layer()])
+        model_parts.build_model(Settings(), source, (2,), "/CPU:0")
+
+
+def test_commands_that_are_printed_quote_paths():
+    summary = dict.fromkeys(("measured", "bad_records", "best", "model"))
+    summary |= {"epochs": 1, "steps": 1, "towers": [], "model_dir": "/my runs/a"}
+    said = last_lines.text({**summary, "checkpoint": None})
+    assert "  tensorboard --logdir '/my runs/a'" in said
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "said"),
+    [
+        (
+            [(3,)],
+            1,
+            r"takes \(None, 3\), but the rows of x are \(2,\); give another m",
+        ),
+        (
+            [(2,)] * 2,
+            1,
+            r"takes \[\(None, 2\), \(None, 2\)\], but the rows of x are",
+        ),
+        (
+            [(2,)],
+            2,
+            r"returns 2 tensors in a structure, but x has labels from 0 to 2",
+        ),
+    ],
+)
+def test_a_model_of_other_inputs_and_outputs(inputs, outputs, said):
+    tensors = [keras.Input(shape) for shape in inputs]
+    first = tensors[0] if len(tensors) == 1 else tensors
+    made = [keras.layers.Dense(3)(tensors[-1]) for _ in range(outputs)]
+    model = keras.Model(first, made[0] if outputs == 1 else made)
+    source = mock.Mock(num_classes=3)
+    source.name = "x"
+    with (
+        mock.patch.object(model_parts.models, "build", return_value=model),
+        pytest.raises(ValueError, match=said),
+    ):
+        model_parts.build_model(Settings(), source, (2,), "/CPU:0")
+
+
+def test_a_table_is_evaluated_by_the_columns_it_was_trained_on(tmp_path):
+    (tmp_path / "a.csv").write_text("kind,x,y,n\nbee,1,2,3\nant,4,5,6\n")
+    (tmp_path / "b.csv").write_text("y,x,more,kind\n2,1,text,bee\n")
+    (tmp_path / "c.csv").write_text("y,z,kind\n2,1,bee\n")
+    ours, theirs, others = (f"csv:{tmp_path}/{name}.csv" for name in "abc")
+    columns = {"label_column": "kind", "feature_columns": ("x", "y")}
+    asked = Settings(dataset=ours, eval_dataset=theirs, **columns)
+    source, _ = data_parts.open_sources(asked)
+    # What was found counts, given or not.
+    asked = asked.but(label_column=None, feature_columns=None)
+    held_out = data_parts.open_source(asked, theirs, 2, like=source)
+    row, label = held_out.decode(next(held_out.walk(f"{tmp_path}/b.csv")).raw)
+    assert (row.numpy().tolist(), int(label)) == ([1, 2], 1)
+    with pytest.raises(ValueError, match=r"'x', but .*c\.csv has the columns"):
+        data_parts.open_source(asked, others, 2, like=source)
+
+
+def test_rows_are_not_augmented():
+    source = mock.Mock(image_shape=(2,))
+    for name, value in (("recipe", "cifar"), ("randaugment", ("2", "9"))):
+        said = f"--{name}=.*, but .* has rows of numbers; expected images"
+        with pytest.raises(ValueError, match=said):
+            data_parts.choose_image_shape(Settings(**{name: value}), source)
+
+
+def test_no_signal_disturbs_the_end(monkeypatch, capsys):
+    done = []
+    monkeypatch.setattr(signal, "signal", lambda *args: done.append(args))
+    monkeypatch.setattr(train.gc, "collect", lambda: done.append("collected"))
+    monkeypatch.setattr(train, "assemble", mock.Mock(side_effect=ValueError("no")))
+    assert train.main(Settings()) == 1
+    ignored = [(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]
+    assert done[-3:] == [*ignored, "collected"]
