@@ -14,6 +14,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from tests import executed, oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.asynchronous.staleness import Staleness
 from towers.loop.streams import Streams
@@ -242,7 +243,8 @@ def _of_one_device():
     return _fit(model, *_data(21), epochs=2).history, model.get_weights()
 
 
-@pytest.mark.parametrize("packed", [None, True])
+# Not packed, it is in the table of exact cases.
+@pytest.mark.parametrize("packed", [slow(None), True])
 def test_one_tower_is_one_device(packed):
     x, y = _data(21)
     history, expected = _of_one_device()
@@ -284,7 +286,7 @@ def test_serialised_updates_are_those_of_one_device_one_after_another():
     assert parallel.builder.staleness.maximum == 0
 
 
-@pytest.mark.parametrize("bound", [1, 2])
+@pytest.mark.parametrize("bound", [1, slow(2)])
 def test_the_bound_holds_while_training(bound):
     parallel = _towers(_mlp(), 4, max_staleness=bound, steps_per_execution=10)
     _fit(parallel, *_data(160), epochs=2)
@@ -300,7 +302,7 @@ def test_without_a_bound_staleness_is_within_a_call():
     assert 0 <= staleness.mean <= staleness.maximum < 8
 
 
-@pytest.mark.parametrize("steps", [1, 10])
+@pytest.mark.parametrize("steps", [slow(1), 10])
 def test_each_share_is_an_update(steps):
     model = _mlp()
     parallel = _towers(model, steps_per_execution=steps, metrics=["mae"])
@@ -431,12 +433,12 @@ def _own_loss():
 @pytest.mark.parametrize(
     ("make", "eager"),
     [
-        (_words, False),
+        slow(_words, False),
         (_tied, False),
         (_two_outputs, False),
-        (_normalised, False),
-        (_own_loss, False),
-        (_normalised, True),
+        slow(_normalised, False),
+        slow(_own_loss, False),
+        slow(_normalised, True),
         (_own_loss, True),
     ],
 )
@@ -459,6 +461,7 @@ def test_models_of_all_kinds_learn(make, eager):
     parallel.predict(_batches(x), verbose=0)
 
 
+@pytest.mark.slow  # test_auto.py compiles all builders
 def test_xla_compiles_the_towers():
     model = _mlp()
     parallel = _towers(model, jit_compile=True)
@@ -567,7 +570,7 @@ class _Checked(layers.Layer):
             return tf.identity(x)
 
 
-@pytest.mark.parametrize("bound", [None, 0, 1])
+@pytest.mark.parametrize("bound", [slow(None), 0, slow(1)])
 def test_what_fails_on_one_tower_reaches_the_caller(bound):
     x, y = _data(24)
     model = _mlp(_Checked())
@@ -585,7 +588,7 @@ def test_what_fails_on_one_tower_reaches_the_caller(bound):
         assert parallel.builder.staleness.updates == 9
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, slow(ZeroDivisionError)])
 def test_what_fails_in_the_callers_thread_stops_the_towers(error):
     x, y = _data(24)
     model = _mlp()
@@ -689,6 +692,7 @@ def _executed(model_name, name, **options):
     return executed.run(lambda: parallel.train_on_batch(*_data(8)), name)
 
 
+@pytest.mark.slow
 def test_digits_are_learned():
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype("float32")

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.loop import listeners
 
@@ -112,6 +113,39 @@ def _twice(*args, towers=2, **options):
     return oracle.largest_difference(_trained(towers, *args, **options), expected)
 
 
+@functools.cache
+def _pair(optimizer=_sgd, steps=1):
+    """One device and two towers, which are traced once for all stories."""
+    made = []
+    for wrap in (lambda model: model, _copied):
+        model = _model()
+        trained = wrap(model)
+        trained.compile(
+            optimizer(), "mse", steps_per_execution=steps, jit_compile=False
+        )
+        model.optimizer.build(model.trainable_variables)
+        made.append((model, trained, _state(model)))
+    return made
+
+
+def _told(story, *args):
+    """Tells one device and towers the same; returns the largest difference.
+
+    The story gets the user's model, and what trains it. What has changed since its last
+    step has to reach the copies before the next.
+    """
+    found = []
+    for model, trained, start in _pair(*args):
+        variables = [*model.variables, *model.optimizer.variables]
+        for variable, value in zip(variables, start, strict=True):
+            variable.assign(value)
+        story(model, trained)
+        looks = [_Looks(trained)] if trained is not model else []
+        losses = _fit(trained, looks, epochs=1, rows=11).history["loss"]
+        found.append([*losses, *_state(model)])
+    return oracle.largest_difference(found[1], found[0])
+
+
 # Whatever the optimizer keeps.
 
 
@@ -147,6 +181,20 @@ def _schedule():
     return keras.optimizers.schedules.CosineDecay(0.1, 12, warmup_steps=3)
 
 
+def _of_all_kinds():
+    optimizer = keras.optimizers.AdamW(
+        0.01,
+        weight_decay=0.1,
+        global_clipnorm=0.1,
+        use_ema=True,
+        ema_momentum=0.8,
+        ema_overwrite_frequency=2,
+        gradient_accumulation_steps=2,
+    )
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=3)
+
+
 # Others are in the table of exact cases.
 OPTIMIZERS = {
     "momentum": _sgd,
@@ -165,17 +213,21 @@ OPTIMIZERS = {
     ),
     "own": lambda: SignedMean(0.1),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "of all kinds": _of_all_kinds,
 }
+QUICK = "own", "of all kinds"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(slow(name) for name in OPTIMIZERS if name not in QUICK)]
+)
 def test_optimizers_equal_one_device(name):
     # Adam and its kin divide by the root of what is next to nothing.
     assert _twice(OPTIMIZERS[name]) < 1e-4
 
 
 # Two are in the table above, three below.
-@pytest.mark.parametrize("towers", [1, 4])
+@pytest.mark.parametrize("towers", [1, slow(4)])
 def test_any_number_of_towers(towers):
     assert _twice(_sgd, towers=towers) < 1e-5
 
@@ -190,7 +242,8 @@ def _expected(sizes=(8,), epochs=2):
     return _state(model)
 
 
-@pytest.mark.parametrize("algorithm", ["cpu", "device", "ring"])
+# On CPUs, all other tests add on the CPU.
+@pytest.mark.parametrize("algorithm", [slow("cpu"), "device", "ring"])
 def test_all_algorithms_train_alike(algorithm):
     """Also where some towers are idle."""
     model = _model()
@@ -205,7 +258,11 @@ def test_all_algorithms_train_alike(algorithm):
 
 @pytest.mark.parametrize(
     "options",
-    [{"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": True}],
+    [
+        {"run_eagerly": True},
+        slow({"steps_per_execution": 2}),
+        slow({"jit_compile": True}),
+    ],
     ids=str,
 )
 def test_however_it_is_compiled(options):
@@ -223,6 +280,7 @@ def _scaled(scale):
     )
 
 
+@pytest.mark.slow
 def test_mixed_float16():
     keras.config.set_dtype_policy("mixed_float16")
     assert _twice(lambda: _scaled(2.0**12)) < 1e-2
@@ -278,6 +336,7 @@ def _adversaries():
     return keras.Sequential([keras.Input((FEATURES,)), frozen, keras.layers.Dense(3)])
 
 
+@pytest.mark.slow
 def test_frozen_layers():
     assert _twice(_sgd, _adversaries) < 1e-5
 
@@ -332,75 +391,83 @@ CHANGES = [_halve, _assign_one, _add, _scatter, _forget_momenta, _slower]
 MOMENTS = ["epoch_begin", "epoch_end", "train_batch_begin", "train_batch_end"]
 WHEN = [(moment, CHANGES, 1) for moment in MOMENTS]
 WHEN += [(moment, [_halve], 2) for moment in MOMENTS[2:]]
-WHEN += [("train_batch_end", [_count], 1)]
+
+
+def _scheduled():
+    """An optimizer that hangs on the count of its steps."""
+    return keras.optimizers.SGD(_schedule(), momentum=0.9)
 
 
 @pytest.mark.parametrize(("moment", "changes", "steps"), WHEN)
 def test_changes_in_callbacks_reach_all_towers(moment, changes, steps):
     """Each at a moment of its own: a copy that missed one spoils the steps after it."""
 
-    def fit():
+    def story(model, trained):
         callbacks = [_Now(moment, changes)]
         if "epoch" in moment:
-            return {"callbacks": callbacks, "epochs": len(changes) + 1, "rows": 11}
-        return {"callbacks": callbacks, "epochs": 3}
+            _fit(trained, callbacks, epochs=len(changes) + 1, rows=11)
+        else:
+            _fit(trained, callbacks, epochs=3)
 
-    # Its result hangs on the count.
-    def optimizer():
-        return keras.optimizers.SGD(_schedule() if _count in changes else 0.1, 0.9)
-
-    assert _twice(optimizer, fit=fit, steps_per_execution=steps) < 1e-5
+    assert _told(story, _sgd, steps) < 1e-5
 
 
 @pytest.mark.parametrize("kind", [keras.callbacks.Callback, keras.callbacks.History])
 def test_a_function_of_a_callback_s_own_reaches_all_towers(kind):
-    def fit():
+    def story(model, trained):
         callback = kind()
         callback.on_train_batch_end = lambda batch, logs: _halve(callback.model)
-        return {"callbacks": [callback], "epochs": 1}
+        _fit(trained, [callback], epochs=1)
 
-    assert _twice(_sgd, fit=fit) < 1e-5
+    assert _told(story) < 1e-5
 
 
 def test_a_callback_in_a_list_of_keras_s_reaches_all_towers():
-    def fit():
+    def story(model, trained):
         callbacks = [_Now("train_batch_end", [_halve])]
-        return {"callbacks": [keras.callbacks.CallbackList(callbacks)], "epochs": 1}
+        _fit(trained, [keras.callbacks.CallbackList(callbacks)], epochs=1)
 
-    assert _twice(_sgd, fit=fit) < 1e-5
+    assert _told(story) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [CHANGES, [_count]], ids=["most", "count"])
-def test_changes_between_fits_reach_all_towers(changes):
-    def between(model, trained):
-        for change in changes[:-1]:
-            change(model)
+def test_changes_between_fits_reach_all_towers():
+    def story(model, trained):
+        for change in CHANGES:
             _fit(trained, epochs=1, rows=11)
-        changes[-1](model)
+            change(model)
 
-    optimizer = OPTIMIZERS["schedule"] if _count in changes else _sgd
-    assert _twice(optimizer, between=between) < 1e-5
+    assert _told(story) < 1e-5
+
+
+def test_the_count_of_steps_reaches_all_towers():
+    def in_a_callback(model, trained):
+        _fit(trained, [_Now("train_batch_end", [_count])], epochs=1)
+
+    def between_fits(model, trained):
+        _fit(trained, epochs=1)
+        _count(model)
+
+    assert _told(in_a_callback, _scheduled) < 1e-5
+    assert _told(between_fits, _scheduled) < 1e-5
 
 
 def test_changes_between_batches_reach_all_towers():
     x, y = _data(11)
-    found = []
-    for wrap in (lambda model: model, _copied):
-        model = _model()
-        trained = wrap(model)
-        trained.compile(_sgd(), "mse", run_eagerly=trained is model)
+
+    def story(model, trained):
         # At the end of training, and then between steps.
         at_the_end = keras.callbacks.LambdaCallback(
-            on_train_end=lambda logs, model=model: _halve(model)
+            on_train_end=lambda logs: _halve(model)
         )
         _fit(trained, [at_the_end], epochs=1)
         for change in (_halve, _assign_one, _forget_momenta):
             trained.train_on_batch(x, y)
             change(model)
         trained.train_on_batch(x, y)
-        found.append(_state(model))
-    _assert_copies_are_equal(trained)
-    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+        if trained is not model:
+            _assert_copies_are_equal(trained)
+
+    assert _told(story) < 1e-5
 
 
 def test_weights_of_a_file_reach_all_towers(tmp_path):
@@ -408,28 +475,32 @@ def test_weights_of_a_file_reach_all_towers(tmp_path):
     other = _model()
     _halve(other)
     other.save_weights(path)
-    between = lambda model, trained: trained.load_weights(path)  # noqa: E731
-    assert _twice(_sgd, between=between) < 1e-5
+
+    def story(model, trained):
+        _fit(trained, epochs=1)
+        trained.load_weights(path)
+
+    assert _told(story) < 1e-5
 
 
 def test_restored_weights_reach_all_towers():
-    def fit():
+    def story(model, trained):
         # It never gets better than at first, and so goes back.
         stop = keras.callbacks.EarlyStopping(
             "loss", patience=1, mode="max", restore_best_weights=True
         )
-        return {"callbacks": [stop], "epochs": 5}
+        assert len(_fit(trained, [stop], epochs=5).epoch) < 5
 
-    assert _twice(_sgd, fit=fit, between=lambda *_: None) < 1e-5
+    assert _told(story) < 1e-5
 
 
 def test_learning_rate_callbacks():
-    def fit():
+    def story(model, trained):
         rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
         plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=10)
-        return {"callbacks": [rate, plateau], "epochs": 3}
+        _fit(trained, [rate, plateau], epochs=3)
 
-    assert _twice(_sgd, fit=fit) < 1e-5
+    assert _told(story) < 1e-5
 
 
 def test_swapped_weights():
@@ -444,25 +515,26 @@ def test_swapped_weights():
 
 def test_callbacks_read_current_values():
     seen = []
-    for wrap in (lambda model: model, _copied):
-        values, model = [], _model()
-        trained = wrap(model)
 
-        def note(batch, logs, values=values, model=model):
-            values.append([v.value.numpy() for v in model.trainable_variables])
+    def story(model, trained):
+        def note(batch, logs):
+            seen.extend(v.value.numpy() for v in model.trainable_variables)
 
         read = keras.callbacks.LambdaCallback(on_train_batch_end=note)
-        trained.compile(_sgd(), "mse", run_eagerly=trained is model)
         _fit(trained, [read], epochs=1)
-        seen.append([v for step in values for v in step])
-    assert oracle.largest_difference(seen[1], seen[0]) < 1e-5
+
+    assert _told(story) < 1e-5
+    half = len(seen) // 2
+    assert half == 3 * 4  # of three batches
+    assert oracle.largest_difference(seen[half:], seen[:half]) < 1e-5
 
 
 def test_evaluate_and_predict_in_the_middle():
     x, y = _data(11)
     rows = tf.data.Dataset.from_tensor_slices(x).batch(8)
 
-    def between(model, trained):
+    def story(model, trained):
+        _fit(trained, validation_data=_batches(11))
         before = _state(model)[: len(model.variables)]
         loss = trained.evaluate(_batches(11), verbose=0)
         outputs = trained.predict(rows, verbose=0)
@@ -470,10 +542,7 @@ def test_evaluate_and_predict_in_the_middle():
         for ours, own in zip(model.variables, before, strict=True):
             np.testing.assert_array_equal(ours.value, own)
 
-    def fit():
-        return {"validation_data": _batches(11)}
-
-    assert _twice(_sgd, between=between, fit=fit) < 1e-5
+    assert _told(story) < 1e-5
 
 
 def test_saved_and_loaded(tmp_path):
@@ -493,6 +562,7 @@ def test_saved_and_loaded(tmp_path):
     assert oracle.largest_difference(_state(loaded), _state(model)) < 1e-6
 
 
+@pytest.mark.slow
 def test_compiled_again():
     def between(model, trained):
         eager = {"jit_compile": False, "run_eagerly": trained is model}
@@ -501,21 +571,23 @@ def test_compiled_again():
     assert _twice(_sgd, between=between) < 1e-5
 
 
-def test_thawed_in_between():
+def test_thawed_and_compiled_again_in_between():
     def between(model, trained):
         model.layers[0].trainable = True
         eager = {"jit_compile": False, "run_eagerly": trained is model}
-        trained.compile(_sgd(), "mse", **eager)
+        # One without momenta.
+        trained.compile(keras.optimizers.SGD(0.1), "mae", **eager)
 
     assert _twice(_sgd, _adversaries, between=between) < 1e-5
 
 
 def test_the_model_itself_trains_in_between():
-    def between(model, trained):
+    def story(model, trained):
+        _fit(trained, epochs=1)
         # On towers, `model` is the plain model that they share.
         _fit(model, epochs=1)
 
-    assert _twice(_sgd, between=between) < 1e-5
+    assert _told(story) < 1e-5
 
 
 def test_gathered_losses():
@@ -617,14 +689,12 @@ def test_a_home_elsewhere_is_refused(options):
         _copied(_model(), TOWERS[1:], **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"local_parameter_device": TOWERS[1]}, {"local_parameter_device": "CPU:1"}],
-    ids=str,
-)
-def test_home_is_the_first_tower(options):
+def test_home_is_the_first_tower():
+    for options in ({}, {"local_parameter_device": TOWERS[1]}):
+        parallel = _copied(_model(), TOWERS[1:], **options)
+        assert parallel.builder.plan.home == TOWERS[1]
     model = _model()
-    parallel = _copied(model, TOWERS[1:], **options)
+    parallel = _copied(model, TOWERS[1:], local_parameter_device="CPU:1")
     parallel.compile(_sgd(), "mse")
     parallel.train_on_batch(*_data(8))
     for variable in [*model.variables, *model.optimizer.variables]:
@@ -662,14 +732,14 @@ def test_other_algorithms_are_refused(options, message):
         multi_gpu_model(_model(), TOWERS, **{"variable_update": "replicated"} | options)
 
 
-@pytest.mark.parametrize("name", ["predict", "evaluate"])
+@pytest.mark.parametrize("name", [slow("predict"), "evaluate"])
 def test_before_any_training_there_are_no_copies(name):
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dropout(0.5), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((6,)), *layers])
     parallel = multi_gpu_model(model, TOWERS, variable_update="replicated")
-    for each in model, parallel:
-        each.compile("sgd", "mse")
+    parallel.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     x, y = np.ones((8, 6), "float32"), np.ones((8, 3), "float32")
     arguments = (x,) if name == "predict" else (x, y)
     found = getattr(parallel, name)(*arguments, verbose=0)

@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.loop.ahead import Ahead
 from towers.model import auto
@@ -25,7 +26,6 @@ FEATURES = 6
 # Seven batches, the last one short.
 ROWS, BATCH = 53, 8
 BATCHES = 7
-STEPS = [1, 4, 10]
 BUILDERS = ["parameter_server", "replicated"]
 _numbers = itertools.count(1000)
 
@@ -42,8 +42,7 @@ def _dataset(rows=ROWS):
 
 def _model(kind=keras.Sequential, name=None):
     keras.utils.set_random_seed(7)
-    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]
-    return kind([keras.Input((FEATURES,)), *layers], name=name)
+    return kind([keras.Input((FEATURES,)), keras.layers.Dense(3, "tanh")], name=name)
 
 
 def _compiled(
@@ -83,14 +82,14 @@ def expected():
 @pytest.mark.parametrize(
     ("steps", "builder", "eager"),
     [
-        (1, "parameter_server", False),
-        (4, "parameter_server", False),
+        slow(1, "parameter_server", False),
+        slow(4, "parameter_server", False),
         (10, "parameter_server", False),
-        (1, "replicated", False),
+        slow(1, "replicated", False),
         (4, "replicated", False),
-        (1, "replicated", True),
+        slow(1, "replicated", True),
         (4, "parameter_server", True),
-        (10, "parameter_server", True),
+        slow(10, "parameter_server", True),
     ],
 )
 def test_any_number_of_steps_is_the_same_training(steps, builder, eager, expected):
@@ -107,7 +106,7 @@ def test_any_number_of_steps_is_the_same_training(steps, builder, eager, expecte
     assert len(calls.batches) == 2 * len(ends)
 
 
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("steps", [slow(1), 4, slow(10)])
 def test_data_of_unknown_length_ends_where_it_ends(steps):
     """The end is found in the middle of a call, or before the first step of one."""
     trained = _compiled(_model(), steps)
@@ -146,7 +145,7 @@ class _Counted:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [slow(1), 3])
 def test_a_call_takes_its_batches_and_no_more(steps, eager):
     counted, seen = _Counted(), []
     trained = _compiled(_model(), steps, run_eagerly=eager)
@@ -267,15 +266,24 @@ def _of_kind(kind, steps=1, towers=0, prefetch=None):
     return model.get_weights()
 
 
-@pytest.mark.parametrize(("steps", "prefetch"), [(1, 0), (4, 0), (1, 2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "steps", "prefetch"),
+    [
+        # In a loop, what a batch consists of is known by its types alone.
+        *((kind, 4, 0) for kind in KINDS),
+        ("no weights", 1, 2),
+        ("ragged", 1, 2),
+        *(slow(kind, 1, 0) for kind in KINDS),
+        *(slow(kind, 1, 2) for kind in KINDS if kind not in ("no weights", "ragged")),
+    ],
+)
 def test_batches_of_all_kinds(kind, steps, prefetch):
     found = _of_kind(kind, steps, towers=2, prefetch=prefetch)
     assert oracle.largest_difference(found, _of_kind(kind)) < 1e-5
 
 
 # In a graph, with one step a call: below, by turns with `fit`.
-@pytest.mark.parametrize(("steps", "eager"), [(4, False), (1, True), (4, True)])
+@pytest.mark.parametrize(("steps", "eager"), [(4, False), slow(1, True), (4, True)])
 def test_train_on_batch_is_one_step(steps, eager):
     x, y = _data(11)
     found = []
@@ -289,7 +297,7 @@ def test_train_on_batch_is_one_step(steps, eager):
     assert oracle.largest_difference(found[1], found[0]) < 1e-5
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [slow(1), 4])
 def test_fit_and_train_on_batch_by_turns(steps):
     x, y = _data(11)
     weights = []
@@ -298,8 +306,8 @@ def test_fit_and_train_on_batch_by_turns(steps):
         trained = _compiled(model, each, towers)
         trained.fit(_dataset(), verbose=0)
         trained.train_on_batch(x, y)
-        trained.fit(_dataset(), verbose=0, validation_data=(x, y))
-        trained.evaluate(x, y, verbose=0)
+        trained.fit(_dataset(), verbose=0, validation_data=_dataset(11))
+        trained.evaluate(_dataset(11), verbose=0)
         trained.train_on_batch(x, y)
         weights.append(model.get_weights())
         assert int(model.optimizer.iterations) == 2 * BATCHES + 2
@@ -319,14 +327,13 @@ class CountsCalls(keras.Sequential):
 
 @pytest.mark.parametrize(
     ("steps", "builder"),
-    [(1, "parameter_server"), (4, "parameter_server"), (4, "replicated")],
+    [(1, "parameter_server"), slow(4, "parameter_server"), (4, "replicated")],
 )
 def test_a_model_is_traced_once(steps, builder, monkeypatch):
     monkeypatch.setattr(CountsCalls, "calls", 0)
     model = _model(CountsCalls)
     trained = _compiled(model, steps, builder=builder)
-    x, y = _data(20)
-    trained.fit(_dataset(), epochs=3, verbose=0, validation_data=(x, y))
+    trained.fit(_dataset(), epochs=3, verbose=0, validation_data=_dataset(20))
     trained.fit(_dataset(), epochs=1, verbose=0)
     assert CountsCalls.calls == 1
 
@@ -376,7 +383,25 @@ def test_the_next_batch_is_placed_while_a_step_computes(builder, home):
 
 # Batches placed ahead of a call of one step.
 
-AHEAD = [1, 10]
+AHEAD = [slow(1), 10]
+
+
+@functools.cache
+def _traced(prefetch):
+    model = _model()
+    trained = _compiled(model, 1, prefetch=prefetch)
+    model.optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *model.optimizer.variables]
+    return trained, [(each, each.numpy()) for each in variables]
+
+
+def _at_its_start(prefetch=10):
+    """A model on towers that is traced once for all tests that ask for it."""
+    trained, start = _traced(prefetch)
+    for variable, value in start:
+        variable.assign(value)
+    trained.make_train_function()
+    return trained
 
 
 def _taken_by_call(parallel, counted, steps, epochs=1, **options):
@@ -393,10 +418,10 @@ def _taken_by_call(parallel, counted, steps, epochs=1, **options):
     ("builder", "prefetch"),
     [
         ("parameter_server", 0),
-        ("parameter_server", 1),
+        slow("parameter_server", 1),
         ("parameter_server", 10),
         ("replicated", 2),
-        ("asynchronous", 0),
+        slow("asynchronous", 0),
         ("asynchronous", 2),
     ],
 )
@@ -432,9 +457,9 @@ def test_how_much_is_taken_ahead_is_checked(prefetch):
 @pytest.mark.parametrize(
     ("builder", "prefetch"),
     [
-        ("parameter_server", 1),
+        slow("parameter_server", 1),
         ("parameter_server", 10),
-        ("replicated", 2),
+        slow("replicated", 2),
         ("auto", 2),
     ],
 )
@@ -443,38 +468,41 @@ def test_taking_ahead_is_the_same_training(builder, prefetch, expected, monkeypa
     model = _model()
     # XLA is tried in test_auto.
     trained = _compiled(model, 1, builder=builder, prefetch=prefetch, jit_compile=False)
-    fit = trained.fit(_dataset(), epochs=2, verbose=0, validation_data=_data())
+    fit = trained.fit(_dataset(), epochs=2, verbose=0, validation_data=_dataset())
     weights, history = expected
     assert oracle.largest_difference(model.get_weights(), weights) < 1e-5
     for name, values in history.items():
         np.testing.assert_allclose(fit.history[name], values, rtol=1e-5)
-    loss = trained.evaluate(*_data(), verbose=0, return_dict=True)["loss"]
+    loss = trained.evaluate(_dataset(), verbose=0, return_dict=True)["loss"]
     np.testing.assert_allclose(fit.history["val_loss"][-1], loss, rtol=1e-5)
     assert int(model.optimizer.iterations) == 2 * BATCHES
 
 
+@functools.cache
+def _of_epochs_that_go_on():
+    return _epochs_that_go_on(_compiled(_model(), 1, towers=0))
+
+
+def _epochs_that_go_on(trained):
+    data = _dataset().repeat()
+    trained.fit(data, steps_per_epoch=3, epochs=3, verbose=0)
+    trained.fit(_dataset(20), verbose=0)
+    assert int(trained.optimizer.iterations) == 3 * 3 + 3
+    return trained.get_weights()
+
+
 @pytest.mark.parametrize("prefetch", AHEAD)
 def test_epochs_go_on_in_the_data_where_the_last_one_ended(prefetch):
-    found = []
-    for towers in (0, 2):
-        model = _model()
-        options = {"prefetch": prefetch} if towers else {}
-        trained = _compiled(model, 1, towers, **options)
-        data = _dataset().repeat()
-        trained.fit(data, steps_per_epoch=3, epochs=3, verbose=0)
-        trained.fit(_dataset(20), verbose=0)
-        found.append(model.get_weights())
-        assert int(model.optimizer.iterations) == 3 * 3 + 3
-    assert oracle.largest_difference(found[1], found[0]) < 1e-5
+    found = _epochs_that_go_on(_at_its_start(prefetch))
+    assert oracle.largest_difference(found, _of_epochs_that_go_on()) < 1e-5
 
 
 @pytest.mark.parametrize("prefetch", AHEAD)
 def test_data_that_end_early_are_all_used(prefetch):
-    model = _model()
-    trained = _compiled(model, 1, prefetch=prefetch)
+    trained = _at_its_start(prefetch)
     data = _dataset().apply(tf.data.experimental.assert_cardinality(BATCHES))
     trained.fit(data.repeat(2).filter(lambda *_: True), epochs=2, verbose=0)
-    assert int(model.optimizer.iterations) == 4 * BATCHES
+    assert int(trained.optimizer.iterations) == 4 * BATCHES
 
 
 def test_an_error_waits_for_its_batch():
@@ -483,9 +511,7 @@ def test_an_error_waits_for_its_batch():
         with tf.control_dependencies([tf.debugging.assert_none_equal(number, third)]):
             return tf.nest.map_structure(tf.identity, batch)
 
-    model = _model()
-    trained = _compiled(model, 1, prefetch=5)
-    trained.make_train_function()
+    trained = _at_its_start()
     iterator = iter(_dataset().enumerate().map(fails_third))
     for _ in range(2):
         trained.train_function(iterator)
@@ -494,29 +520,29 @@ def test_an_error_waits_for_its_batch():
     # Of tf.data, which can be read on.
     for _ in range(BATCHES - 3):
         trained.train_function(iterator)
-    assert int(model.optimizer.iterations) == BATCHES - 1
+    assert int(trained.optimizer.iterations) == BATCHES - 1
     for _ in range(2):
         with pytest.raises(tf.errors.OutOfRangeError):
             trained.train_function(iterator)
 
 
 def test_iterators_by_turns_each_keep_their_own():
-    found = []
-    for prefetch in (0, 2):
-        model = _model()
-        trained = _compiled(model, 1, prefetch=prefetch)
-        trained.make_train_function()
+    one_device, towers = _compiled(_model(), 1, towers=0), _at_its_start(2)
+    calls = (
+        lambda iterator: one_device.train_on_batch(*next(iterator)),
+        towers.train_function,
+    )
+    for call in calls:
         iterators = [iter(_dataset()), iter(_dataset(20))]
         for which in (0, 1, 0, 0, 1, 1, 0):
-            trained.train_function(iterators[which])
-        found.append(model.get_weights())
-    assert oracle.largest_difference(found[1], found[0]) < 1e-6
+            call(iterators[which])
+    found, expected = towers.get_weights(), one_device.get_weights()
+    assert oracle.largest_difference(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("steps", [1, BATCHES], ids=["unread", "at the end"])
 def test_what_was_taken_goes_with_its_iterator(steps):
-    trained = _compiled(_model(), 1, prefetch=2)
-    trained.make_train_function()
+    trained = _at_its_start(2)
     iterator = iter(_dataset())
     for _ in range(steps):
         trained.train_function(iterator)
@@ -525,7 +551,7 @@ def test_what_was_taken_goes_with_its_iterator(steps):
     assert gone() is None
 
 
-@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("builder", ["parameter_server", slow("replicated")])
 def test_a_model_is_traced_once_ahead(builder, monkeypatch):
     monkeypatch.setattr(CountsCalls, "calls", 0)
     trained = _compiled(_model(CountsCalls), 1, builder=builder, prefetch=2)
@@ -599,8 +625,17 @@ def _stepping(function, prefetch, **options):
     return trained
 
 
-@pytest.mark.parametrize("builder", [*BUILDERS, "asynchronous"])
-@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize(
+    ("builder", "prefetch"),
+    [
+        ("parameter_server", 1),
+        ("replicated", 2),
+        ("asynchronous", 1),
+        slow("parameter_server", 2),
+        slow("replicated", 1),
+        slow("asynchronous", 2),
+    ],
+)
 def test_batches_are_fetched_before_a_step_returns(builder, prefetch):
     """A step waits for the fetch of the last batch that is to be ahead of it."""
     fetched, came = collections.defaultdict(threading.Event), []
