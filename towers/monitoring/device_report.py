@@ -118,7 +118,7 @@ class DeviceReport(keras.callbacks.Callback):
             smi = nvml.gpu(index)
             for name, value in {
                 **_allocated(tower),
-                "limit_mb": self._limits_mb[tower],
+                "limit_mb": _limits_mb()[tower],
                 **self._driver.read(smi and smi.uuid),
             }.items():
                 values[f"{_tag(tower)}/{name}"] = value
@@ -126,10 +126,6 @@ class DeviceReport(keras.callbacks.Callback):
             values[f"{_CPU}/{name}"] = value
         self._say_faults()
         return values
-
-    @functools.cached_property
-    def _limits_mb(self):
-        return _limits_mb()
 
     def _read_process(self):
         rss_mb = psutil.Process().memory_info().rss / _MB
@@ -221,8 +217,9 @@ def _allocated(tower: str) -> dict[str, float]:
     }
 
 
+@functools.cache
 def _limits_mb() -> dict[str, float]:
-    """The most that TensorFlow may allocate, by device."""
+    """The most that TensorFlow may allocate, by device; asked once in a process."""
     return {name: size / _MB for name, size in device_memory_limits().items()}
 
 

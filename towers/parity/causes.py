@@ -24,7 +24,6 @@ from towers.parity.trials import (
     Setting,
     Trials,
     attribute,
-    can_be_silenced,
 )
 from towers.tower.errors import ModelError
 
@@ -55,7 +54,7 @@ def _rounding(trials, setting):
     found = trials.rounding(setting._replace(silent=bool(random)))
     # Before the first update nothing has amplified it yet. What is large there is the
     # model's own: it draws noise that cannot be silenced.
-    if found[0] > 10 * trials.tolerance or not all(map(can_be_silenced, random)):
+    if found[0] > 10 * trials.tolerance or not all(map(has_training_argument, random)):
         return [0.0] * len(found)
     return found
 
@@ -67,7 +66,7 @@ def explain(
 
     `rows` are what the comparison found; `shares` how much each tower gets.
     """
-    silent = any(map(can_be_silenced, trials.random_layers))
+    silent = any(map(has_training_argument, trials.random_layers))
     every = Setting(bool(trials.batch_norms), silent)
     if any(every):
         try:
@@ -139,7 +138,7 @@ def _unknown(trials, rows):
         names = [f"{row.kind} {row.name}" for row in rows if row.verdict == DIFFERS]
         what = f"the variables are equal, but {', '.join(names[:_NAMED])} differ"
     yield f"Differs, cause unknown: {what}."
-    stubborn = [x for x in trials.random_layers if not can_be_silenced(x)]
+    stubborn = [x for x in trials.random_layers if not has_training_argument(x)]
     if stubborn:
         yield (
             f"Random layers without a training argument ({_names(stubborn)}) cannot be "

@@ -223,14 +223,9 @@ class Trials:
                 for layer in self.batch_norms:
                     stack.enter_context(attribute(layer, "synchronized", True))
             if setting.silent:
-                for layer in filter(can_be_silenced, self.random_layers):
+                for layer in filter(has_training_argument, self.random_layers):
                     stack.enter_context(attribute(layer, "call", _silenced(layer)))
             yield
-
-
-def can_be_silenced(layer: keras.layers.Layer) -> bool:
-    """Tells whether a random layer can be told that this is not training."""
-    return has_training_argument(layer)
 
 
 def _silenced(layer):

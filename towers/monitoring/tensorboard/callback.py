@@ -198,12 +198,9 @@ class TensorBoard(keras.callbacks.Callback):
 
     def around_fit(self, call: FitCall) -> contextlib.AbstractContextManager[None]:
         """Keeps what has been written where an exception ends `fit`."""
-        return if_broken_off(self._break_off)
+        return if_broken_off(self._close)
 
     @_while_it_works
-    def _break_off(self):
-        self._close()
-
     def _close(self):
         for writer in self._writers.values():
             writer.close()
