@@ -245,10 +245,14 @@ def add(gradients: Sequence[Gradient]) -> Gradient:
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
     elif all(sparse):
         # Adding sparse gradients is joining them: rows that several towers touched
-        # appear several times, as within one batch.
+        # appear several times, as within one batch. Indices of two types, from ids of
+        # two types, become int64.
+        indices = [g.indices for g in gradients]
+        if len({each.dtype for each in indices}) > 1:
+            indices = [tf.cast(each, tf.int64) for each in indices]
         return tf.IndexedSlices(
             values=tf.concat([g.values for g in gradients], axis=0),
-            indices=tf.concat([g.indices for g in gradients], axis=0),
+            indices=tf.concat(indices, axis=0),
             dense_shape=first.dense_shape,
         )
     if first.dtype in (tf.float16, tf.bfloat16):
