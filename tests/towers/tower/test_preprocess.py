@@ -16,6 +16,7 @@ CLASSES = 4
 # Three batches; the last one leaves towers idle.
 ROWS, BATCH = 25, 12
 BUILDERS = ["parameter_server", "replicated"]
+SLOW = pytest.mark.slow
 _numbers = itertools.count(2000)
 
 
@@ -23,6 +24,11 @@ def _data(rows=ROWS):
     random = np.random.default_rng(0)
     x = random.integers(0, 256, (rows, 3, 3, 1)).astype("uint8")
     return x, random.integers(0, CLASSES, rows)
+
+
+def _batches(*arrays):
+    # Keras would trace anew how to cut arrays.
+    return tf.data.Dataset.from_tensor_slices(arrays or _data()).batch(BATCH)
 
 
 def _scale(x, y, training):
@@ -64,32 +70,25 @@ def _plain(synchronized=False):
     """What Keras makes of data that is preprocessed before."""
     model = _model(synchronized=synchronized)
     _compiled(model, "categorical_accuracy", run_eagerly=True)
-    x, y = _data()
-    options = {"batch_size": BATCH, "verbose": 0}
-    seen = _numpy(x, y, False)
+    seen, test = (_batches(*_numpy(*_data(), training)) for training in (True, False))
     history = model.fit(
-        *_numpy(x, y, True), epochs=2, shuffle=False, validation_data=seen, **options
+        seen, epochs=2, shuffle=False, validation_data=test, verbose=0
     ).history
-    outputs = model.predict(seen[0], **options)
+    outputs = model.predict(test, verbose=0)
     return [*model.get_weights(), *_values(history), outputs]
 
 
-def _ours(model, towers, epochs=2, options=None, evaluated=True, **compiled):
+def _ours(model, towers, epochs=2, options=None, evaluated=False, **compiled):
     """What towers make of it: weights and what is trained, then what is evaluated."""
     parallel = multi_gpu_model(model, towers, preprocess=_scale, **(options or {}))
     _compiled(parallel, "sparse_categorical_accuracy", **compiled)
-    x, y = _data()
-    keras_options = {"batch_size": BATCH, "verbose": 0}
+    test = _batches() if evaluated else None
     history = parallel.fit(
-        *(x, y),
-        epochs=epochs,
-        shuffle=False,
-        validation_data=(x, y) if evaluated else None,
-        **keras_options,
+        _batches(), epochs=epochs, shuffle=False, validation_data=test, verbose=0
     ).history
     found = [*model.get_weights(), *_values(history)]
     if evaluated:
-        found.append(parallel.predict(x, **keras_options))
+        found.append(parallel.predict(test, verbose=0))
     return parallel, found
 
 
@@ -101,14 +100,16 @@ def _difference(found, synchronized=False):
     return oracle.largest_difference(found, plain[: len(found)])
 
 
-# All builders evaluate by the same code, so that one of them does is enough.
+# All builders evaluate by the same code; of it, test_by_batch tells, too.
 @pytest.mark.parametrize(
     ("towers", "builder", "evaluated"),
     [
-        (1, "parameter_server", True),
-        (3, "parameter_server", True),
-        (1, "replicated", False),
+        (1, "parameter_server", False),
+        (3, "parameter_server", False),
         (4, "replicated", False),
+        pytest.param(1, "parameter_server", True, marks=SLOW),
+        pytest.param(3, "parameter_server", True, marks=SLOW),
+        pytest.param(1, "replicated", False, marks=SLOW),
     ],
 )
 def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
@@ -120,11 +121,12 @@ def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ({"variable_update": "auto"}, 2),
         ({"loss_placement": "gathered"}, 2),
-        ({"split_ratios": (3, 1)}, 1),
-        ({"packed": True}, 1),
-        ({"prefetch": 2}, 1),
+        ({"split_ratios": (3, 1), "packed": True, "prefetch": 2}, 1),
+        pytest.param({"variable_update": "auto"}, 2, marks=SLOW),
+        pytest.param({"split_ratios": (3, 1)}, 1, marks=SLOW),
+        pytest.param({"packed": True}, 1, marks=SLOW),
+        pytest.param({"prefetch": 2}, 1, marks=SLOW),
     ],
     ids=str,
 )
@@ -133,12 +135,17 @@ def test_whatever_the_way(options, steps, monkeypatch):
     # XLA is tried in test_auto.
     compiled = {"steps_per_execution": steps, "jit_compile": False}
     # Shares are cut in evaluation, too.
-    _, found = _ours(_model(), 2, 2, options, "split_ratios" in options, **compiled)
+    evaluated = [*options] == ["split_ratios"]
+    _, found = _ours(_model(), 2, 2, options, evaluated, **compiled)
     assert _difference(found) < 1e-5
 
 
 @pytest.mark.parametrize("loss_placement", ["auto", "gathered"])
-@pytest.mark.parametrize("how", [{"run_eagerly": True}, {"jit_compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"run_eagerly": True}, pytest.param({"jit_compile": True}, marks=SLOW)],
+    ids=str,
+)
 def test_eager_and_compiled(how, loss_placement):
     # Where the loss is placed is nothing to evaluation.
     evaluated = loss_placement == "auto"
@@ -147,15 +154,17 @@ def test_eager_and_compiled(how, loss_placement):
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize("loss_placement", ["auto", "tower"])
+@pytest.mark.parametrize("loss_placement", ["auto", pytest.param("tower", marks=SLOW)])
 def test_a_tower_between_others_may_be_idle(loss_placement):
     # Of 12 rows, the second tower gets none. Eager towers know that beforehand.
     options = {"split_ratios": (1, 1, 24), "loss_placement": loss_placement}
-    _, found = _ours(_model(), 3, 2, options, run_eagerly=True)
+    _, found = _ours(_model(), 3, 2, options, evaluated=True, run_eagerly=True)
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize(("towers", "eager"), [(2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("towers", "eager"), [(3, True), pytest.param(2, False, marks=SLOW)]
+)
 def test_layers_that_talk_to_one_another(towers, eager):
     _, found = _ours(_model(synchronized=True), towers, run_eagerly=eager)
     assert _difference(found, synchronized=True) < 1e-4
@@ -166,10 +175,10 @@ def test_one_asynchronous_tower_is_one_device():
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [2, pytest.param(0, marks=SLOW)])
 def test_asynchronous_towers_learn(prefetch):
     options = {"variable_update": "asynchronous", "prefetch": prefetch}
-    parallel, found = _ours(_model(), 3, 20, options, evaluated=False)
+    parallel, found = _ours(_model(), 3, 20, options)
     # The third batch has one example.
     assert int(parallel.optimizer.iterations) == 20 * 7
     assert np.isfinite(np.concatenate([np.ravel(part) for part in found])).all()
@@ -201,15 +210,19 @@ def test_by_batch(eager):
     assert oracle.largest_difference(found[1], found[0]) < 1e-5
 
 
-@pytest.mark.parametrize("first", ["fit", "predict", "evaluate"])
+@pytest.mark.parametrize(
+    "first", ["fit", "predict", pytest.param("evaluate", marks=SLOW)]
+)
 def test_a_model_is_built_for_what_it_will_see(first):
     x, y = _data()
     model = _model(built=False)
     parallel = multi_gpu_model(model, gpus=2, preprocess=_scale)
     _compiled(parallel, "accuracy")
-    getattr(parallel, first)(x, *(() if first == "predict" else (y,)), verbose=0)
+    data = _batches(x) if first == "predict" else _batches()
+    options = {"shuffle": False} if first == "fit" else {}
+    getattr(parallel, first)(data, verbose=0, **options)
     assert model.input_shape == (None, 3, 3, 1) or model.inputs[0].dtype == "float32"
-    logs = parallel.evaluate(x, y, verbose=0, return_dict=True)
+    logs = parallel.test_on_batch(x, y, return_dict=True)
     labels = model(_numpy(x, y, False)[0]).numpy().argmax(-1)
     # Of classes, and not of what the loss sees.
     np.testing.assert_allclose(logs["accuracy"], np.mean(labels == y), rtol=1e-6)
@@ -236,8 +249,8 @@ def test_a_models_outputs_each_have_a_loss():
         losses = ["categorical_crossentropy", "mse"]
         # Not eager: there Keras takes the mean of each one's loss otherwise.
         trained.compile("sgd", losses, jit_compile=False)
-        data = (x, y) if towers else both(x, y, True)
-        fit = trained.fit(*data, shuffle=False, batch_size=BATCH, verbose=0)
+        seen = (x, y) if towers else both(x, y, True)
+        fit = trained.fit(_batches(*seen), shuffle=False, verbose=0)
         found.append([*model.get_weights(), *_values(fit.history)])
     assert len(fit.history) == 3
     assert oracle.largest_difference(found[1], found[0]) < 1e-5
@@ -296,19 +309,19 @@ def _linear(towers=0, eager=True, **options):
     if towers:
         trained = multi_gpu_model(model, gpus=towers, **options)
     trained.compile("sgd", "mse", run_eagerly=eager)
-    fit = trained.fit(x, y, shuffle=False, batch_size=BATCH, epochs=2, verbose=0)
+    fit = trained.fit(_batches(x, y), epochs=2, shuffle=False, verbose=0)
     return [*model.get_weights(), fit.history["loss"]]
 
 
 @pytest.mark.parametrize(
     ("towers", "loss_placement", "eager"),
     [
-        (1, "tower", False),
         (3, "tower", False),
         (3, "gathered", False),
-        (1, "gathered", True),
         (3, "tower", True),
         (3, "gathered", True),
+        pytest.param(1, "tower", False, marks=SLOW),
+        pytest.param(1, "gathered", True, marks=SLOW),
     ],
 )
 def test_what_is_drawn_is_drawn_once(towers, loss_placement, eager):
@@ -350,9 +363,7 @@ def _executed(builder, home):
         preprocess=_scale,
     )
     _compiled(parallel, "sparse_categorical_accuracy")
-    x, y = _data()
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    nodes = executed.run(lambda: parallel.fit(data, verbose=0), name)
+    nodes = executed.run(lambda: parallel.train_on_batch(*_data(BATCH)), name)
     return nodes, towers
 
 
@@ -393,7 +404,7 @@ def test_towers_do_not_wait_for_one_another():
     towers = ["/device:CPU:1", "/device:CPU:2"]
     parallel = multi_gpu_model(_model(name), gpus=towers, preprocess=noisy)
     _compiled(parallel, "sparse_categorical_accuracy")
-    nodes = executed.run(lambda: parallel.fit(*_data(), verbose=0), name)
+    nodes = executed.run(lambda: parallel.train_on_batch(*_data(BATCH)), name)
     for tower, other in (towers, reversed(towers)):
         draws = [n for n in nodes[tower] if n.op == "RandomUniform"]
         assert draws
@@ -404,13 +415,15 @@ def test_towers_do_not_wait_for_one_another():
 
 def test_what_is_saved_is_the_model(tmp_path):
     model = _model()
-    parallel, _ = _ours(model, 2, evaluated=False)
-    parallel.save(tmp_path / "model.keras")
+    parallel = multi_gpu_model(model, gpus=2, preprocess=_scale)
+    _compiled(parallel, "sparse_categorical_accuracy")
     x, y = _data()
+    parallel.train_on_batch(x, y)
+    parallel.save(tmp_path / "model.keras")
     seen = _numpy(x, y, False)[0]
     opened = keras.models.load_model(tmp_path / "model.keras")
-    expected = parallel.predict(x, verbose=0)
-    for outputs in (opened(seen), model.predict(seen, verbose=0), parallel(seen)):
+    expected = parallel.predict_on_batch(x)
+    for outputs in (opened(seen), model.predict_on_batch(seen), parallel(seen)):
         np.testing.assert_allclose(outputs, expected, rtol=1e-5)
 
 
@@ -438,21 +451,30 @@ class _Drawing:
         return x + keras.random.uniform(tf.shape(x), seed=self.seeds), y
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["fit", "train_on_batch"])
+_WRONG = {
+    "x": (
+        lambda: lambda x, y, training: _scale(x, y, training)[0],
+        "returned a .*pair",
+    ),
+    "none": (lambda: lambda x, y, training: None, "returned a NoneType; expected the"),
+    "three": (lambda: lambda x, y, training: (x, y, y), "a tuple of 3; expected the"),
+    "x rows": (lambda: lambda x, y, training: _scale(x[1:], y, training), "as many"),
+    "y rows": (lambda: lambda x, y, training: _scale(x, y[::2], training), "as many"),
+    "static": (lambda: _static, "number of examples, as towers do; .*write tf.shape"),
+    "assigns": (_Drawing, "`preprocess` changes .*AssignVariableOp.*tf.random"),
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("batched", "wrong"),
     [
-        (lambda: lambda x, y, training: _scale(x, y, training)[0], "returned a .*pair"),
-        (lambda: lambda x, y, training: None, "returned a NoneType; expected the pair"),
-        (lambda: lambda x, y, training: (x, y, y), "a tuple of 3; expected the pair"),
-        (lambda: lambda x, y, training: _scale(x[1:], y, training), "as many"),
-        (lambda: lambda x, y, training: _scale(x, y[::2], training), "as many"),
-        (lambda: _static, "number of examples, as towers do; .*write tf.shape"),
-        (_Drawing, "`preprocess` changes .*AssignVariableOp.*tf.random"),
+        *((True, wrong) for wrong in _WRONG),
+        (False, "x"),
+        *(pytest.param(False, wrong, marks=SLOW) for wrong in [*_WRONG][1:]),
     ],
-    ids=["x", "none", "three", "x rows", "y rows", "static", "assigns"],
 )
-def test_what_is_wrong_is_said(make, message, batched):
+def test_what_is_wrong_is_said(batched, wrong):
+    make, message = _WRONG[wrong]
     parallel = multi_gpu_model(_model(), gpus=2, preprocess=make())
     _compiled(parallel, "sparse_categorical_accuracy")
     x, y = _data(8)
