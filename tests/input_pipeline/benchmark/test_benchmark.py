@@ -29,10 +29,12 @@ def run(*flags, code=0, **options):
     return done
 
 
+# To begin takes far longer than to read so little.
+ONCE = {"towers.input_pipeline.benchmark.measure._ROUNDS": 1}
+
+
 def results(*flags):
-    # Of one round: to begin takes far longer than to read so little.
-    once = {"towers.input_pipeline.benchmark.measure._ROUNDS": 1}
-    (line,) = run("--json", *flags, changed=once).stdout.splitlines()
+    (line,) = run("--json", *flags, changed=ONCE).stdout.splitlines()
     return json.loads(line)
 
 
@@ -75,8 +77,7 @@ def test_json(tmp_path):
 
 
 def test_tables():
-    twice = {"towers.input_pipeline.benchmark.measure._ROUNDS": 2}
-    done = run(SYNTHETIC, "--step_ms=0,1.5", "--ablate", changed=twice)
+    done = run(SYNTHETIC, "--step_ms=0,1.5", "--ablate", changed=ONCE)
     lines = done.stdout.splitlines()
     assert lines[0].startswith(
         "synthetic:8x8x3:4:100: batches of 16 images of 8x8x3; TensorFlow "
@@ -115,6 +116,20 @@ def test_the_headline_is_the_sum_of_the_table():
     added = [float(row[3].replace(",", "")) for row in cells[2:6]]
     assert sum(added) == pytest.approx(5000, abs=0.3)
     assert cells[6][1:4] == ["all", "200", "5,000.0"]
+
+
+def test_rounds_take_turns(monkeypatch):
+    asked = []
+
+    def read(dataset, examples, *, share, use):
+        asked.append((dataset, use))
+        return measure.Reading(len(asked), 1.0, 0.0, 1.0)
+
+    monkeypatch.setattr(measure, "read", read)
+    monkeypatch.setattr(measure, "_ROUNDS", 2)
+    found = measure._in_rounds({"a": "data", "b": "others"}, 64, {"b": print})
+    assert asked == [("data", measure._nothing), ("others", print)] * 2
+    assert found == {"a": [1, 3], "b": [2, 4]}
 
 
 def test_a_run_reads_for_less_than_half_a_minute(monkeypatch):

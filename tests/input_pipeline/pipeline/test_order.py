@@ -52,12 +52,13 @@ def arrays():
     return ArraySource(np.broadcast_to(x[:, None, None, None], [60, 8, 8, 1]), x // 4)
 
 
-KINDS = ("photos", "raw", "arrays")
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["photos", "raw", "arrays"])
 def source(request):
     return request.getfixturevalue(request.param)
+
+
+# A stream that is decoded, and what is read from any place.
+UNLIKE = pytest.mark.parametrize("source", ["photos", "arrays"], indirect=True)
 
 
 @functools.cache
@@ -107,6 +108,7 @@ def test_a_start_in_an_epoch_passes_over_what_was_before(source, training):
         np.testing.assert_array_equal(rest, images[start:])
 
 
+@UNLIKE
 def test_only_the_first_epoch_starts_late(source):
     dataset = make_dataset(
         source,
@@ -143,6 +145,7 @@ def _check_no_gap(source, **served):
             np.testing.assert_array_equal(part, other)
 
 
+@UNLIKE
 def test_epochs_may_follow_without_a_gap(source):
     _check_no_gap(source)
 
@@ -160,6 +163,7 @@ def test_what_is_skipped_is_not_decoded(tmp_path, photos, example, write_tfrecor
         _epoch(source, **options)
 
 
+@UNLIKE
 def test_augmentation_depends_on_seed_epoch_and_record(source):
     images, labels, _ = _epoch(source)
     by_record = dict(zip(labels, images, strict=True))
@@ -211,10 +215,8 @@ def service():
     del workers, dispatcher
 
 
-# Of a stream that is decoded, and of what is read from any place.
-@pytest.mark.parametrize("kind", ["photos", "arrays"])
-def test_workers_of_a_service_make_the_same(kind, service, request):
-    source = request.getfixturevalue(kind)
+@UNLIKE
+def test_workers_of_a_service_make_the_same(source, service):
     options = {"start_epoch": 1, "start_record": 5}
     images, labels, sizes = _epoch(source, **options)
     served = _epoch(source, data_service=service, **options)
