@@ -80,9 +80,18 @@ def test_resize_takes_batches():
 
 def _windows(shape, count):
     draws = np.random.default_rng(1).random([count, augment.WINDOW_DRAWS], np.float32)
-    choose = tf.function(augment.random_window)
-    shape = tf.constant(shape)
-    return draws, np.array([choose(shape, tf.constant(u)) for u in draws])
+    return draws, _each(
+        lambda u: augment.random_window(tf.constant(shape), u), draws, tf.int32
+    )
+
+
+def _each(function, values, dtype):
+    """What a function makes of each value, traced once."""
+    mapped = tf.function(
+        lambda: tf.map_fn(function, values, fn_output_signature=dtype),
+        autograph=False,
+    )
+    return mapped().numpy()
 
 
 def _window(shape, u):
@@ -113,7 +122,6 @@ def test_random_windows_are_distributed_as_tensorflows():
     shape = 375, 500, 3
     _, windows = _windows(shape, 2000)
 
-    @tf.function
     def theirs(seed):
         begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
             shape,
@@ -126,7 +134,7 @@ def test_random_windows_are_distributed_as_tensorflows():
         )
         return tf.concat([begin[:2], size[:2]], axis=0)
 
-    others = np.array([theirs(tf.constant(seed)) for seed in range(2000)])
+    others = _each(theirs, np.arange(2000, dtype=np.int32), tf.int32)
     for mine, other in (
         *zip(windows.T, others.T, strict=True),
         (windows[:, 3] / windows[:, 2], others[:, 3] / others[:, 2]),

@@ -26,11 +26,14 @@ from towers.input_pipeline.sources.tfds.tfds_source import TFDSSource
 
 def _read(source, split, seeds=None):
     """All examples of a split, decoded outside the pipeline."""
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(_, record):
+        return source.decode(record)
+
     records = source.batches(split, 4, seeds=seeds, buffer_mb=1).unbatch()
-    return [
-        (image.numpy(), int(label))
-        for image, label in records.map(lambda _, record: source.decode(record))
-    ]
+    decoded = records.map(decode).as_numpy_iterator()
+    return [(image, int(label)) for image, label in decoded]
 
 
 def _labels(source, split, seeds=None):
