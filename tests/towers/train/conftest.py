@@ -1,6 +1,5 @@
 """Runs that tests of towers.train share."""
 
-import re
 import shutil
 import signal
 
@@ -11,8 +10,12 @@ from tests.towers.train.runs import (
     EPOCHS,
     ONE_EPOCH,
     REPEATABLE,
+    finish,
+    heard,
+    main_here,
     png,
     run,
+    run_here,
     start,
     wait_for,
     write_folder,
@@ -51,54 +54,74 @@ def data_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """A finished run of the default job, but for its length; not to be changed.
+def trained(data_dir, tmp_path_factory):
+    """A finished run of the default job, but for its length; not to be changed."""
 
-    Later epochs change little.
-    """
-
-    def make(folder):
-        # A data_dir of its own, so that this run has to write the digits, too.
-        done = run(
-            *(f"--data_dir={folder / 'data'}", f"--model_dir={folder / 'run'}"),
-            *(f"--train_epochs={EPOCHS}", "--log_steps=50"),
-        )
-        done.path = folder / "run"
+    def make(path):
+        flags = f"--data_dir={data_dir}", f"--model_dir={path}", "--log_steps=50"
+        done = main_here(*flags, f"--train_epochs={EPOCHS}")
+        assert done.returncode == 0, done.stderr
+        done.path = path
         return done
 
     return once.make(tmp_path_factory, "trained", make)
 
 
 @pytest.fixture(scope="session")
-def whole(data_dir, tmp_path_factory):
-    """The model_dir of a deterministic run that nothing interrupted."""
+def killed(tmp_path_factory):
+    """A deterministic run, in a process that was killed; not to be changed."""
 
-    def make(path):
-        run(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
-        return path
-
-    return once.make(tmp_path_factory, "whole", make)
-
-
-@pytest.fixture(scope="session")
-def killed(data_dir, tmp_path_factory):
-    """The model_dir of the same run, killed; not to be changed."""
-
-    def make(path):
-        process = start(*REPEATABLE, f"--data_dir={data_dir}", f"--model_dir={path}")
+    def make(folder):
+        path = folder / "run"
+        # A data_dir of its own, so that this run has to write the digits, too.
+        flags = f"--data_dir={folder / 'data'}", f"--model_dir={path}"
+        process = start(*REPEATABLE, *flags)
         wait_for(process, "epoch 2/8, step 30")
         process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        done = finish(process)
+        assert done.returncode == -signal.SIGKILL
         assert not (path / "model.keras").exists()
-        return path
+        done.path = path
+        return done
 
     return once.make(tmp_path_factory, "killed", make)
 
 
 @pytest.fixture(scope="session")
+def resumed(killed, tmp_path_factory):
+    """That run to its end, with the flags that it wrote; not to be changed."""
+
+    def make(path):
+        shutil.copytree(killed.path, path, dirs_exist_ok=True)
+        (path / "not_finite.npz").touch()
+        flags = f"--flagfile={killed.path / 'flags.txt'}", f"--model_dir={path}"
+        done = heard(run_here, *flags)
+        done.path = path
+        return done
+
+    return once.make(tmp_path_factory, "resumed", make)
+
+
+@pytest.fixture(scope="session")
+def worse(resumed, data_dir, tmp_path_factory):
+    """A run that went on after that, and got worse; not to be changed."""
+
+    def make(path):
+        shutil.copytree(resumed.path, path, dirs_exist_ok=True)
+        done = heard(
+            *(run_here, f"--data_dir={data_dir}", f"--model_dir={path}"),
+            *("--model=mlp", "--seed=3", "--train_epochs=9", "--learning_rate=1"),
+            *("--batch_size=32", "--split_ratios=2,3,3", "--loss_placement=gathered"),
+        )
+        done.path = path
+        return done
+
+    return once.make(tmp_path_factory, "worse", make)
+
+
+@pytest.fixture(scope="session")
 def one_epoch(data_dir, tmp_path_factory):
-    """A deterministic run of one epoch; not to be changed."""
+    """The model_dir of a deterministic run of one epoch; not to be changed."""
 
     def make(path):
         done = run(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}")
@@ -106,23 +129,6 @@ def one_epoch(data_dir, tmp_path_factory):
         return path
 
     return once.make(tmp_path_factory, "one_epoch", make)
-
-
-@pytest.fixture(scope="session")
-def shared(data_dir, tmp_path_factory):
-    """The same with shares, one for each of three towers."""
-
-    def make(path):
-        done = run(
-            *(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={path}"),
-            *("--split_ratios=2,3,3", "--loss_placement=gathered"),
-        )
-        for tower, size in enumerate((16, 24, 24)):
-            line = rf"^ +{tower} +/device:CPU:{tower} .* {size}$"
-            assert re.search(line, done.stdout, re.M)
-        return path
-
-    return once.make(tmp_path_factory, "shared", make)
 
 
 @pytest.fixture(scope="session")
@@ -148,17 +154,3 @@ def made(tmp_path_factory):
     write_tfrecord(path / "image.tfrecord", images, [0, 1] * 4)
     (path / "rows.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
     return path
-
-
-@pytest.fixture(scope="session")
-def worse(shared, data_dir, tmp_path_factory):
-    """A run that went on, and got worse; what it says."""
-
-    def make(path):
-        shutil.copytree(shared, path, dirs_exist_ok=True)
-        flags = (f"--data_dir={data_dir}", f"--model_dir={path}", "--model=mlp")
-        done = run(*flags, "--train_epochs=2", "--learning_rate=1", "--batch_size=32")
-        done.path = path
-        return done
-
-    return once.make(tmp_path_factory, "worse", make)

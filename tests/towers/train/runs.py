@@ -1,12 +1,15 @@
 """Runs of towers.train, for its tests."""
 
+import contextlib
 import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -15,6 +18,7 @@ from absl.testing import flagsaver
 from PIL import Image
 
 from tests import warm
+from towers.train import __main__ as train
 from towers.train import checks
 from towers.train import flags as train_flags
 from towers.train import run as train_run
@@ -24,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 # Of an epoch of digits: 1,437 images at 64 a batch.
 STEPS = 23
 # Of the default job.
-EPOCHS = 8
+EPOCHS = 4
 TIMEOUT_S = 300
 # Trying others takes seconds, in each run.
 QUICKLY = ("--variable_update=parameter_server",)
@@ -33,6 +37,8 @@ REPEATABLE = (
     *("--model=mlp", "--deterministic", "--train_epochs=8", "--seed=3"),
     *("--save_steps=5", "--log_steps=10"),
 )
+# Of two batches, for where the data are not the point.
+TWO_STEPS = ("--dataset=synthetic:4x4x1:3:32", "--batch_size=16", "--model=mlp")
 # With --cache=memory, which is what --cache=auto comes to.
 ONE_EPOCH = ("--model=mlp", "--deterministic", "--train_epochs=1", "--cache=memory")
 # What programs make a sentence of while they set up.
@@ -72,14 +78,34 @@ def read_settings(*flags):
 
 def assembled(*flags):
     """The job of a command line, in this process."""
-    return assemble(read_settings(*flags))
+    # Operations would be deterministic for good; here, only the data are.
+    with mock.patch.object(tf.config.experimental, "enable_op_determinism"):
+        return assemble(read_settings(*flags))
 
 
 def run_here(*flags):
     """Runs to the end in this process: what needs no signal and no exit code."""
-    job = assembled(*flags)
-    train_run.run(job)
-    return job
+    train_run.run(assembled(*flags))
+
+
+def heard(function, *args, stdout=None):
+    """Calls a function; what it returned, as an exit code, and what it said."""
+    out, err = stdout or io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = function(*args)
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+
+def main_here(*flags, **options):
+    """Runs as the program does, in this process, whose signals stay as they were."""
+    signals = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(each) for each in signals]
+    try:
+        with mock.patch.object(tf.config.experimental, "enable_op_determinism"):
+            return heard(train.main, read_settings(*flags), **options)
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
 
 
 def wait_for(process, beginning):
@@ -143,8 +169,8 @@ def write_folder(root, **classes):
             (root / name / f"{i:02}.png").write_bytes(png(i))
 
 
-def loss(folder):
-    return json.loads((folder / "summary.json").read_text())["val_loss"]
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
 
 
 def first_done(out):
@@ -152,7 +178,7 @@ def first_done(out):
     return int(re.search(r"^epoch (\d+)/\d+ done", out, re.M)[1])
 
 
-def continued(out, path):
+def continued(out, path, steps=STEPS):
     """The epoch and the batch after which a run says that it goes on."""
     found = re.search(
         rf"^Continuing from {path}/checkpoints/ckpt-(\d+)-(\d+): after epoch \1"
@@ -161,7 +187,7 @@ def continued(out, path):
         re.M,
     )
     epoch, batch, step = map(int, found.groups())
-    assert step == epoch * STEPS + batch
+    assert step == epoch * steps + batch
     return epoch, batch
 
 

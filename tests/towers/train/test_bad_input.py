@@ -12,12 +12,16 @@ import tensorflow as tf
 
 from tests.towers.train.runs import (
     BAD,
+    TWO_STEPS,
     assembled,
     assert_same_bits,
+    finish,
+    main_here,
     ours,
     png,
     run,
     run_here,
+    start,
     weights,
     write_tfrecord,
 )
@@ -26,6 +30,12 @@ from towers.numerics.not_finite import NotFinite
 from towers.tower.errors import ModelError
 from towers.train import __main__ as train
 from towers.train.settings import Settings
+
+SLOW = pytest.mark.slow
+
+
+def fork(*flags):
+    return run(*flags, code=1)
 
 
 def check_bad(done, words, model_dir):
@@ -37,11 +47,19 @@ def check_bad(done, words, model_dir):
     assert not os.path.exists(model_dir)
 
 
+def test_bad_input_ends_the_program(tmp_path):
+    """Before TensorFlow is imported, which takes long."""
+    model_dir = tmp_path / "run"
+    done = finish(start(f"--model_dir={model_dir}", "--model=resnet21"))
+    assert done.returncode == 1
+    check_bad(done, ["resnet21", "resnet20"], model_dir)
+
+
+@pytest.mark.parametrize("starts", [main_here, pytest.param(fork, marks=SLOW)])
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        # Found before TensorFlow is imported; as devices are set up; and in the data.
-        ("--model=resnet21", ["resnet21", "resnet20"]),
+        # Found as devices are set up; and in the data.
         (
             "--allow_growth --gpu_memory_limit_mb=100",
             ["allow_growth", "gpu_memory_limit_mb"],
@@ -53,13 +71,10 @@ def check_bad(done, words, model_dir):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_input_ends_the_program(made, data_dir, tmp_path, flags, words):
+def test_what_is_found_later_ends_the_program(made, tmp_path, starts, flags, words):
     model_dir = tmp_path / "run"
-    done = run(
-        *(f"--data_dir={data_dir}", f"--model_dir={model_dir}"),
-        *flags.format(made=made).split(),
-        code=1,
-    )
+    done = starts(f"--model_dir={model_dir}", *flags.format(made=made).split())
+    assert done.returncode == 1
     check_bad(done, [word.format(made=made) for word in words], model_dir)
 
 
@@ -153,7 +168,7 @@ def test_gpus_that_do_not_exist(monkeypatch, capsys, tmp_path):
     assert not model_dir.exists()
 
 
-def test_a_model_that_cannot_be_a_tower(data_dir, tmp_path):
+def test_a_model_that_cannot_be_a_tower(tmp_path):
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(
             """
@@ -172,11 +187,12 @@ def test_a_model_that_cannot_be_a_tower(data_dir, tmp_path):
     )
     with pytest.raises(ModelError, match="Keras's global random seed"):
         run_here(
-            *(f"--data_dir={data_dir}", f"--model_dir={tmp_path / 'run'}"),
+            *(*TWO_STEPS, f"--model_dir={tmp_path / 'run'}"),
             f"--model={tmp_path / 'mine.py'}:build",
         )
 
 
+@pytest.mark.slow
 def test_divergence_is_no_success(data_dir, tmp_path):
     said = "The variable dense/kernel is not finite at step 23"
     with pytest.raises(NotFinite, match=said):

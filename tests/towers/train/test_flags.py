@@ -10,7 +10,8 @@ from absl.testing import flagsaver
 
 from tests.towers.train.runs import (
     ROOT,
-    run,
+    finish,
+    start,
 )
 from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
@@ -21,7 +22,7 @@ from towers.train.settings import Settings
 
 
 def test_help_is_short_and_helpfull_complete():
-    short, full = run("--help").stdout, run("--helpfull").stdout
+    short, full = (finish(start(flag)).stdout for flag in ("--help", "--helpfull"))
     needed = "model dataset num_gpus batch_size image_size num_classes recipe "
     needed += "lr_schedule eval_dataset"
     for flag in needed.split():

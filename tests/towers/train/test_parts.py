@@ -271,7 +271,7 @@ def test_a_model_whose_call_is_wrong():
 def test_commands_that_are_printed_quote_paths():
     summary = dict.fromkeys(("measured", "bad_records", "best", "model"))
     summary |= {"epochs": 1, "steps": 1, "towers": [], "model_dir": "/my runs/a"}
-    said = last_lines.text({**summary, "checkpoint": None})
+    said = last_lines.text({**summary, "checkpoint": None}, trained=False)
     assert "  tensorboard --logdir '/my runs/a'" in said
 
 

@@ -1,7 +1,8 @@
 """towers.train, from its flags to what it writes and says."""
 
 import glob
-import json
+import io
+import itertools
 import os
 import pty
 import re
@@ -18,16 +19,22 @@ from tests.towers.train.runs import (
     EPOCHS,
     ONE_EPOCH,
     STEPS,
+    TWO_STEPS,
+    assembled,
+    continued,
     finish,
-    loss,
+    main_here,
     ours,
     run,
     run_here,
     start,
+    summary_of,
     write_folder,
 )
 from towers import input_pipeline
 from towers.report.read import read
+from towers.train import callbacks
+from towers.train.outputs import start as start_lines
 
 
 @pytest.mark.oldest
@@ -35,7 +42,7 @@ def test_what_a_run_writes(trained):
     files = {str(p.relative_to(trained.path)) for p in trained.path.rglob("*")}
     assert {"model.keras", "summary.json", "flags.txt"} <= files
     assert {
-        f"checkpoints/ckpt-{epoch}-0/variables.index" for epoch in (6, 7, 8)
+        f"checkpoints/ckpt-{epoch}-0/variables.index" for epoch in (2, 3, 4)
     } <= files
     for name in ("train", "validation"):
         assert glob.glob(f"{trained.path}/{name}/events.out.tfevents.*")
@@ -55,26 +62,20 @@ def test_what_a_run_says(trained):
     # One line an interval, and one an epoch.
     lines = re.findall(r"^epoch .*$", out, re.M)
     assert [line.partition(":")[0] for line in lines] == [
-        "epoch 1/8 done, step 23",
-        "epoch 2/8 done, step 46",
-        "epoch 3/8, step 50",
-        "epoch 3/8 done, step 69",
-        "epoch 4/8 done, step 92",
-        "epoch 5/8, step 100",
-        "epoch 5/8 done, step 115",
-        "epoch 6/8 done, step 138",
-        "epoch 7/8, step 150",
-        "epoch 7/8 done, step 161",
-        "epoch 8/8 done, step 184",
+        "epoch 1/4 done, step 23",
+        "epoch 2/4 done, step 46",
+        "epoch 3/4, step 50",
+        "epoch 3/4 done, step 69",
+        "epoch 4/4 done, step 92",
     ]
     rate = r"examples/sec: [\d,.]+ \+/- [\d,.]+ \(jitter = [\d,.]+\)"
     assert re.search(rf": {rate}, accuracy ", lines[-1])
     # How it ended.
     verdicts = re.findall(r"^(step \d+|whole run): [\w -]+-bound: towers", out, re.M)
-    assert verdicts == ["step 50", "step 100", "step 150", "whole run"]
+    assert verdicts == ["step 50", "whole run"]
     path = trained.path
     end = out[out.index("Done: ") :]
-    assert end.startswith("Done: 8 epochs, 184 steps on 2 towers.\n")
+    assert end.startswith("Done: 4 epochs, 92 steps on 2 towers.\n")
     assert re.search(rf"^  {rate}$", end, re.M)
     for tower in (0, 1):
         line = rf"^    tower {tower}: {rate}, computing \d+% of the time$"
@@ -83,23 +84,24 @@ def test_what_a_run_says(trained):
     assert re.search(rf"^  a step: [\d.]+ ms: {step}, .* in Python$", end, re.M)
     assert re.search(r"^  this process, \d+ cores +[\d,]+ MB", end, re.M)
     assert f"model        {path}/model.keras\n" in end
-    assert f"checkpoint   {path}/checkpoints/ckpt-8-0\n" in end
+    assert f"checkpoint   {path}/checkpoints/ckpt-4-0\n" in end
     assert f"tensorboard --logdir {path}\n" in end
     assert "Traceback" not in trained.stderr
     assert ours(trained) == []
 
 
 @pytest.mark.oldest
-def test_stderr_has_no_chatter(trained):
+def test_stderr_has_no_chatter(killed):
+    """Of a process: TensorFlow's own C++ speaks before anything of ours runs."""
     # TFDS speaks at INFO, draws bars; absl's marks of the level begin the line.
-    # Lines of TensorFlow's own C++ come before anything of ours runs.
-    assert not re.search(r"^[IW]\d{4} [\d:.]+ \d+ \w+\.py:", trained.stderr, re.M)
-    assert "examples/s" not in trained.stderr
+    assert not re.search(r"^[IW]\d{4} [\d:.]+ \d+ \w+\.py:", killed.stderr, re.M)
+    assert "examples/s" not in killed.stderr
+    assert "Traceback" not in killed.stderr
 
 
 @pytest.mark.oldest
 def test_summary_is_what_plain_keras_gives(trained, data_dir):
-    summary = json.loads((trained.path / "summary.json").read_text())
+    summary = summary_of(trained.path)
     source = input_pipeline.open_source("digits", data_dir=data_dir)
     source.prepare()
     test = input_pipeline.make_dataset(
@@ -124,7 +126,7 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
         "batch_size": 64,
         "class_names": [*"0123456789"],
         "model": f"{trained.path}/model.keras",
-        "checkpoint": f"{trained.path}/checkpoints/ckpt-8-0",
+        "checkpoint": f"{trained.path}/checkpoints/ckpt-4-0",
         "model_dir": str(trained.path),
         "logs": str(trained.path),  # until 0.3
     }.items():
@@ -156,7 +158,7 @@ def test_tensorboard_has_the_flags_and_both_runs(trained):
 
 def test_a_step_takes_as_long_in_all_places(trained):
     """In the last lines, in summary.json, and, step by step, in TensorBoard."""
-    summary = json.loads((trained.path / "summary.json").read_text())
+    summary = summary_of(trained.path)
     split = summary["step_ms"]
     said = float(re.search(r"a step: ([\d.,]+) ms", summary["measured"])[1])
     assert said == pytest.approx(sum(split.values()), abs=0.051)
@@ -180,7 +182,7 @@ def test_epochs_and_the_models_size_are_the_same_in_all_places(trained):
     epochs = list(range(1, EPOCHS + 1))
     for events in (run_.train, run_.validation):
         assert events.scalars["epoch_loss"].steps.tolist() == epochs
-    lines = re.findall(r"^epoch (\d+)/8 done", trained.stdout, re.M)
+    lines = re.findall(r"^epoch (\d+)/4 done", trained.stdout, re.M)
     assert [int(each) for each in lines] == epochs
     assert run_.summary["epochs"] == EPOCHS
     count = keras.models.load_model(trained.path / "model.keras").count_params()
@@ -189,12 +191,45 @@ def test_epochs_and_the_models_size_are_the_same_in_all_places(trained):
     assert f"{count:,} parameters" in run_.train.texts["model"]
 
 
-def test_the_default_job_learns_the_digits(trained):
-    summary = json.loads((trained.path / "summary.json").read_text())
+@pytest.mark.slow
+def test_the_default_job_learns_the_digits(data_dir, tmp_path):
+    done = run(
+        *(f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--train_epochs=8")
+    )
+    assert ours(done) == []
+    summary = summary_of(tmp_path)
     assert summary["val_accuracy"] >= 0.98
     assert len(summary["towers"]) == 2
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_bar_and_ctrl_c(tmp_path, monkeypatch):
+    """As on a terminal, and by a signal, of which the program makes its exit code."""
+    flags = *TWO_STEPS, "--batch_size=2", f"--model_dir={tmp_path}", "--train_epochs=3"
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: epoch and signal.raise_signal(signal.SIGINT)
+    )
+    make = callbacks.make
+    monkeypatch.setattr(
+        *(callbacks, "make"), lambda *args, **lines: [*make(*args, **lines), stop]
+    )
+    done = main_here(*flags, stdout=Terminal())
+    assert done.returncode == 130
+    saved = rf"is {tmp_path}/checkpoints/ckpt-(\d+)-(\d+); run again to continue\."
+    (said,) = ours(done)
+    epoch, batch = re.fullmatch(rf"Stopped by Ctrl-C: .* {saved}", said).groups()
+    assert "Epoch 2/3" in done.stdout and "16/16" in done.stdout
+    assert "examples_per_sec" in done.stdout
+    assert "epoch 1/3 done" not in done.stdout
+    out = start_lines.text(assembled(*flags))
+    assert continued(f"{out}\n", tmp_path, steps=16) == (int(epoch), int(batch))
+
+
+@pytest.mark.slow
 def test_progress_bar_on_a_terminal_and_ctrl_c(data_dir, tmp_path):
     terminal, child = pty.openpty()
     process = start(
@@ -264,7 +299,7 @@ def test_flags_at_work(data_dir, tmp_path, flags, steps):
     done = run(
         f"--data_dir={data_dir}", f"--model_dir={tmp_path}", "--train_epochs=1", *flags
     )
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = summary_of(tmp_path)
     assert summary["steps"] == steps
     assert np.isfinite(summary["val_loss"])
     assert ours(done) == []
@@ -274,26 +309,57 @@ def test_flags_at_work(data_dir, tmp_path, flags, steps):
         assert re.search(r"^epoch 1/1, step 10:(?!.*examples/sec)", done.stdout, re.M)
 
 
-def test_split_ratios_and_loss_placement(one_epoch, shared):
-    even, uneven = (
-        json.loads((path / "summary.json").read_text()) for path in (one_epoch, shared)
+def test_split_ratios_and_loss_placement(tmp_path):
+    ratios = "--split_ratios=2,3,3", "--loss_placement=gathered"
+    job = assembled(*TWO_STEPS, f"--model_dir={tmp_path}", *ratios)
+    said = start_lines.text(job)
+    for tower, size in enumerate((4, 6, 6)):
+        assert re.search(rf"^ +{tower} +/device:CPU:{tower} .* {size}$", said, re.M)
+    assert job.parallel.builder.plan.split_ratios == (2, 3, 3)
+    assert job.parallel.builder.context.loss_placement == "gathered"
+
+
+@pytest.mark.slow
+def test_split_ratios_and_loss_placement_change_no_result(
+    one_epoch, data_dir, tmp_path
+):
+    done = run(
+        *(*ONE_EPOCH, f"--data_dir={data_dir}", f"--model_dir={tmp_path}"),
+        *("--split_ratios=2,3,3", "--loss_placement=gathered"),
     )
+    for tower, size in enumerate((16, 24, 24)):
+        line = rf"^ +{tower} +/device:CPU:{tower} .* {size}$"
+        assert re.search(line, done.stdout, re.M)
+    even, uneven = summary_of(one_epoch), summary_of(tmp_path)
     for name in ("val_loss", "val_accuracy"):
         assert uneven[name] == pytest.approx(even[name], rel=1e-4)
 
 
-def test_images_in_folders(tmp_path):
+def folder_flags(tmp_path):
     write_folder(tmp_path / "images", ant=12, bee=11)
-    run_here(
+    return (
         *(f"--dataset=folder:{tmp_path / 'images'}", "--image_size=8", "--model=mlp"),
         *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=1", "--batch_size=8"),
     )
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["steps"] == 3  # of 21 images, as two are held out
+
+
+def test_images_in_folders(tmp_path):
+    data = assembled(*folder_flags(tmp_path)).data
+    assert data.examples == 21  # two are held out
+    for batches, sizes in ((data.training, [8, 8, 5]), (data.evaluation, [2])):
+        read = [images.shape[0] for images, _ in itertools.islice(batches, len(sizes))]
+        assert read == sizes
+
+
+@pytest.mark.slow
+def test_a_run_of_images_in_folders(tmp_path):
+    run_here(*folder_flags(tmp_path))
+    summary = summary_of(tmp_path / "run")
+    assert summary["steps"] == 3
     assert "val_accuracy" in summary
 
 
-def test_rows_of_numbers(tmp_path, capsys):
+def table_flags(tmp_path):
     rng = np.random.default_rng(0)
     for split, count in (("train", 90), ("test", 30)):
         rows = rng.normal(size=[count, 3])
@@ -302,17 +368,27 @@ def test_rows_of_numbers(tmp_path, capsys):
             f"{a},{b},{c},{y}\n" for (a, b, c), y in zip(rows, labels, strict=True)
         ]
         (tmp_path / f"{split}.csv").write_text("a,b,c,label\n" + "".join(lines))
-    run_here(
+    return (
         *(f"--dataset=csv:{tmp_path}/*.csv", "--model=mlp", "--batch_size=16"),
         *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=4"),
         "--learning_rate=0.02",
     )
-    out = capsys.readouterr().out
-    assert "90 rows of 3 numbers to train on, 2 classes" in out
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["val_accuracy"] > 0.9
 
 
+def test_rows_of_numbers(tmp_path):
+    job = assembled(*table_flags(tmp_path))
+    said = "90 rows of 3 numbers to train on, 2 classes"
+    assert said in start_lines.text(job)
+    assert job.model.input_shape == (None, 3)
+
+
+@pytest.mark.slow
+def test_a_run_on_rows_of_numbers(tmp_path):
+    run_here(*table_flags(tmp_path))
+    assert summary_of(tmp_path / "run")["val_accuracy"] > 0.9
+
+
+@pytest.mark.slow
 def test_where_examples_are_kept_changes_no_result(one_epoch, data_dir, tmp_path):
     # By --deterministic, in the order of those in memory; so does a disk's.
     done = run(
@@ -320,7 +396,8 @@ def test_where_examples_are_kept_changes_no_result(one_epoch, data_dir, tmp_path
         *("--cache=disk", f"--cache_dir={tmp_path}/cache"),
     )
     assert f"112.3 KB of pixels kept in {tmp_path}/cache." in done.stdout
-    assert loss(tmp_path / "run") == loss(one_epoch)
+    ours, theirs = summary_of(tmp_path / "run"), summary_of(one_epoch)
+    assert ours["val_loss"] == theirs["val_loss"]
 
 
 @pytest.mark.slow
@@ -341,6 +418,6 @@ def test_workers_of_a_service_change_no_result(data_dir, tmp_path):
     ):
         path = tmp_path / name
         run(*flags, f"--model_dir={path}", "--deterministic", "--recipe=cifar", more)
-        losses.append(loss(path))
+        losses.append(summary_of(path)["val_loss"])
     assert losses[0] == losses[1]
     del worker, dispatcher
