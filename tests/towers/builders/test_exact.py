@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 
 CLASSES = 5
@@ -55,7 +56,7 @@ def _twenty_steps():
     return batches, losses, model.get_weights()
 
 
-@pytest.mark.parametrize("towers", [1, 2, 3, 4])
+@pytest.mark.parametrize("towers", [slow(1), slow(2), 3, slow(4)])
 def test_twenty_steps_of_momentum_equal_the_oracle(towers):
     batches, losses, expected = _twenty_steps()
     model = _mlp()
@@ -128,13 +129,21 @@ def test_dropout_differs_by_tower_and_step_and_repeats_with_the_seed():
 @pytest.mark.parametrize(
     "body",
     [
-        lambda x: keras.layers.MultiHeadAttention(2, 4)(x, x),
-        lambda x: keras.layers.GRU(4)(x),
-        lambda x: keras.layers.Bidirectional(keras.layers.LSTM(3))(
-            keras.layers.Masking()(x)
+        pytest.param(
+            lambda x: keras.layers.MultiHeadAttention(2, 4)(x, x), id="attention"
+        ),
+        pytest.param(
+            lambda x: keras.layers.SimpleRNN(4)(keras.layers.Masking()(x)),
+            id="masked_rnn",
+        ),
+        slow(lambda x: keras.layers.GRU(4)(x), id="gru"),
+        slow(
+            lambda x: keras.layers.Bidirectional(keras.layers.LSTM(3))(
+                keras.layers.Masking()(x)
+            ),
+            id="masked_lstm",
         ),
     ],
-    ids=["attention", "gru", "masked_lstm"],
 )
 def test_idle_towers_of_sequence_models(body):
     random = np.random.default_rng(0)

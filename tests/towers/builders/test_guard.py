@@ -17,7 +17,7 @@ TOWERS = "/device:CPU:1", "/device:CPU:2"
 
 
 def _small(values):
-    return tf.split(values, 384)
+    return tf.split(values, 24)
 
 
 def _sparse(values):

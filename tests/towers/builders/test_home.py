@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from tests import as_on_gpu
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.layers import variables
 from towers.train.parts import model as model_parts
@@ -56,8 +57,15 @@ def _batches(rows=14, size=8):
     return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(size)
 
 
-@pytest.mark.parametrize("builder", ["parameter_server", "replicated"])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    ("builder", "steps"),
+    [
+        ("parameter_server", 1),
+        slow("parameter_server", 2),
+        slow("replicated", 1),
+        ("replicated", 2),
+    ],
+)
 def test_what_gpus_cannot_hold_stays_on_the_host(gpus, builder, steps):
     model = Subclassed()
     parallel = multi_gpu_model(

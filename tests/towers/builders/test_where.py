@@ -1,5 +1,6 @@
 """Where operations run: looked up in the graphs that TensorFlow executed."""
 
+import functools
 import itertools
 
 import keras
@@ -8,13 +9,15 @@ import pytest
 import tensorflow as tf
 
 from tests import executed
+from tests.variants import slow
 from towers import multi_gpu_model
 
-TOWERS = ["/device:CPU:0", "/device:CPU:1"]
+TOWERS = "/device:CPU:0", "/device:CPU:1"
 HOME = "/device:CPU:2"
 _numbers = itertools.count(1000)
 
 
+@functools.cache
 def _step(towers, home, cpu_merge=True, rows=8):
     name = f"model_{next(_numbers)}"
     model = keras.Sequential(
@@ -95,13 +98,13 @@ def test_gradients_are_added_where_asked(cpu_merge, merge):
 @pytest.mark.parametrize(
     ("kind", "steps", "prefetch", "builder"),
     [
-        ("fit", 1, 0, "parameter_server"),
+        slow("fit", 1, 0, "parameter_server"),
         ("fit", 1, 2, "parameter_server"),
-        ("fit", 10, 0, "parameter_server"),
+        slow("fit", 10, 0, "parameter_server"),
         ("fit", 10, 0, "replicated"),
-        ("evaluate", 1, 0, "parameter_server"),
+        slow("evaluate", 1, 0, "parameter_server"),
         ("evaluate", 10, 0, "parameter_server"),
-        ("predict", 1, 0, "parameter_server"),
+        slow("predict", 1, 0, "parameter_server"),
         ("predict", 10, 0, "parameter_server"),
     ],
 )
@@ -136,7 +139,7 @@ def test_nothing_crosses_a_device_that_happens_to_be_the_default(
 
 
 def test_an_idle_tower_computes_nothing():
-    _, nodes = _step(["/device:CPU:1", "/device:CPU:2"], "/device:CPU:0", rows=1)
+    _, nodes = _step(("/device:CPU:1", "/device:CPU:2"), "/device:CPU:0", rows=1)
     assert set(_on(nodes, "MatMul")) == {"/device:CPU:1"}
 
 
@@ -148,7 +151,8 @@ def test_nothing_is_left_to_chance():
     parallel = multi_gpu_model(model, gpus=TOWERS, local_parameter_device=HOME)
     parallel.compile("adam", "mse", metrics=["accuracy"])
     spec = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 3])
-    graph = tf.function(parallel.train_step).get_concrete_function(spec).graph
+    step = tf.function(parallel.train_step, autograph=False)
+    graph = step.get_concrete_function(spec).graph
     # A variable is read where it is; constants go where they are used.
     free = {"ReadVariableOp", "Placeholder", "Const", "NoOp", "Identity"}
     # The size of a batch is found where the batch is.
@@ -174,6 +178,7 @@ def _mixed_types(name):
     return keras.Sequential([keras.Input((6,)), *body], name=name)
 
 
+@functools.cache
 def _travels(packed, home=HOME):
     name = f"model_{next(_numbers)}"
     parallel = multi_gpu_model(
@@ -211,7 +216,7 @@ def test_unpacked_values_and_gradients_travel_one_by_one():
     assert not any(name.startswith("reduce/concat") for *_, name in sent)
 
 
-@pytest.mark.parametrize("packed", [None, False])
+@pytest.mark.parametrize("packed", [None, slow(False)])
 def test_nothing_is_packed_between_logical_cpus(packed):
     assert not any("concat" in name for *_, name in _travels(packed) if "read" in name)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.pieces.batches import LocalBatches
 from towers.collectives import packing
@@ -23,15 +24,21 @@ NAP_S = 0.02
 BATCHES = 8
 # A tower may begin before the host has looked at the clock.
 LEAST_S = 0.9 * BATCHES * NAP_S
-HOW = [
-    ("parameter_server", 1, 0, False),
-    ("parameter_server", 4, 0, False),
-    ("parameter_server", 1, 2, False),
-    ("parameter_server", 1, 0, True),
-    ("replicated", 4, 0, False),
-    ("asynchronous", 4, 0, False),
-    ("asynchronous", 1, 2, False),
-]
+HOW = {
+    "server": ("parameter_server", 1, 0, False),
+    "server, a loop": ("parameter_server", 4, 0, False),
+    "server, ahead": ("parameter_server", 1, 2, False),
+    "server, eager": ("parameter_server", 1, 0, True),
+    "replicated, a loop": ("replicated", 4, 0, False),
+    "asynchronous, a loop": ("asynchronous", 4, 0, False),
+    "asynchronous, ahead": ("asynchronous", 1, 2, False),
+}
+
+
+def ways(*quick, more=()):
+    """Ways to train, and more that are slow."""
+    quick = [pytest.param(HOW[name], id=name) for name in quick]
+    return [*quick, *(slow(HOW[name], id=name) for name in more)]
 
 
 def nap(tensor, when=True):
@@ -50,7 +57,7 @@ class SlowSGD(keras.optimizers.SGD):
         super().apply([nap(grads[0]), *grads[1:]], trainable_variables)
 
 
-def slow(data):
+def slow_input(data):
     """Batches that are made when they are asked for, not before."""
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
@@ -101,9 +108,17 @@ def check(how, totals, seconds):
 
 
 # Batches are taken for replicated towers as for others.
-@pytest.mark.parametrize("how", [h for h in HOW if h[0] != "replicated"], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    ways(
+        "server, a loop",
+        "server, eager",
+        "asynchronous, ahead",
+        more=("server", "server, ahead", "asynchronous, a loop"),
+    ),
+)
 def test_waiting_for_input(how):
-    found = train(how, slow)
+    found = train(how, slow_input)
     check(how, *found)
     totals, _ = found
     # In a call of several, a batch is made while the towers compute, for a part of it.
@@ -122,7 +137,7 @@ def copies(monkeypatch):
             changed.notify_all()
         return value
 
-    def slow(batches, data):
+    def slowly(batches, data):
         x, y = data
         # Not stateful: steps of a loop would wait for it.
         late = tf.numpy_function(sleep, [x], x.dtype, stateful=False)
@@ -132,12 +147,20 @@ def copies(monkeypatch):
         with changed:
             assert changed.wait_for(lambda: len(done) >= count, timeout=20)
 
-    monkeypatch.setattr(LocalBatches, "cut", slow)
+    monkeypatch.setattr(LocalBatches, "cut", slowly)
     return wait
 
 
 # In Python, it is a part of Python's time.
-@pytest.mark.parametrize("how", [how for how in HOW if not how[3]], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    ways(
+        "server, ahead",
+        "replicated, a loop",
+        "asynchronous, a loop",
+        more=("server", "server, a loop", "asynchronous, ahead"),
+    ),
+)
 def test_copying_shares(how, copies):
     totals, seconds = train(how)
     check(how, totals, seconds)
@@ -148,7 +171,8 @@ def test_copying_shares(how, copies):
 
 def test_copying_beside_a_step_takes_no_time(copies):
     """Each step waits until the batches are copied that are to be ahead of it."""
-    ahead, steps = 2, itertools.count()
+    how, steps = HOW["server, ahead"], itertools.count()
+    ahead = how[2]
 
     def wait(value):
         epoch, step = divmod(next(steps), BATCHES)
@@ -162,7 +186,6 @@ def test_copying_beside_a_step_takes_no_time(copies):
     def late(x):
         return tf.ensure_shape(tf.py_function(wait, [x], x.dtype), x.shape)
 
-    how = "parameter_server", 1, ahead, False
     totals, seconds = train(how, preprocess=preprocess)
     check(how, totals, seconds)
     # The first batch alone is copied while nothing else is done.
@@ -170,18 +193,18 @@ def test_copying_beside_a_step_takes_no_time(copies):
     assert totals.compute_s > totals.copy_s
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [slow(1), 4])
 def test_sending_parameters_is_copying(steps, monkeypatch):
     """Where they travel, as between a host and its GPUs: in one buffer."""
     pack = packing.pack
 
-    def slow(tensors):
+    def slowly(tensors):
         buffers = pack(tensors)
         if tf.get_current_name_scope().split("/")[-1] == "read":
             buffers[0] = nap(buffers[0])
         return buffers
 
-    monkeypatch.setattr(packing, "pack", slow)
+    monkeypatch.setattr(packing, "pack", slowly)
     how = "parameter_server", steps, 0, False
     totals, seconds = train(how, packed=True)
     check(how, totals, seconds)
@@ -189,7 +212,20 @@ def test_sending_parameters_is_copying(steps, monkeypatch):
     assert totals.compute_s < totals.copy_s
 
 
-@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize(
+    "how",
+    ways(
+        "server, eager",
+        "replicated, a loop",
+        "asynchronous, ahead",
+        more=(
+            "server",
+            "server, a loop",
+            "server, ahead",
+            "asynchronous, a loop",
+        ),
+    ),
+)
 def test_computing_by_tower(how):
     """The second tower's rows are positive, and make it slow."""
 
@@ -207,7 +243,16 @@ def test_computing_by_tower(how):
 
 
 # Batches taken ahead are nothing to it.
-@pytest.mark.parametrize("how", [how for how in HOW if not how[2]], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    ways(
+        "server",
+        "server, eager",
+        "replicated, a loop",
+        "asynchronous, a loop",
+        more=("server, a loop",),
+    ),
+)
 def test_applying(how):
     totals, seconds = train(how, optimizer=SlowSGD())
     check(how, totals, seconds)
@@ -225,7 +270,7 @@ def test_what_is_measured_adds_up():
             iterator = self.model.builder.timers.iterator
             seen.append(iterator.element_spec[0].shape[1:])
 
-    train(HOW[0], slow, callbacks=[step_time, Look()])
+    train(HOW["server"], slow_input, callbacks=[step_time, Look()])
     assert seen == [(4,)] * BATCHES
     assert timers.StepTimers(2).iterator is None
     # The second call's end is the start.
