@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests import as_on_gpu
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.builder import Builder
 from towers.builders.pieces.reducer import AllReduce
@@ -376,40 +377,46 @@ class Text(keras.layers.Layer):
         return x + 0 * tf.strings.to_number(tf.strings.as_string(x))
 
 
-def _fit(builder, steps=1, layers=(), dropped=0.5, where="/device:CPU:0", **options):
+def _batches():
+    return tf.data.Dataset.from_tensor_slices(_data()).batch(8)
+
+
+def _sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def _stateful():
+    """Layers with all kinds of variables."""
+    return (
+        keras.layers.Dense(8, use_bias=False),  # normalised away
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5),
+    )
+
+
+def _fit(builder, steps=1, layers=_stateful, where="/device:CPU:0", **options):
     keras.utils.set_random_seed(3)
     with tf.device(where):
-        model = keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(8, use_bias=False),  # normalised away
-                *layers,
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(dropped),
-                keras.layers.Dense(3),
-            ]
-        )
+        model = keras.Sequential([keras.Input((6,)), *layers(), keras.layers.Dense(3)])
     compiled = {key: options.pop(key) for key in ("jit_compile",) if key in options}
     options = {"gpus": 2} | options
     parallel = multi_gpu_model(model, variable_update=builder, **options)
     parallel.compile(
-        keras.optimizers.Adam(0.01),
+        _sgd(),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         steps_per_execution=steps,
         **({"jit_compile": False} | compiled),
     )
-    history = parallel.fit(
-        *_data(), batch_size=8, epochs=2, shuffle=False, verbose=0
-    ).history
+    history = parallel.fit(_batches(), epochs=2, verbose=0).history
     variables = [*model.variables, *model.optimizer.variables]
     return parallel, history, [v.numpy() for v in variables]
 
 
 @functools.cache
-def _expected(steps=1, dropped=0.5):
+def _expected(steps=1, layers=_stateful):
     """What is made without trying: a history, and variables."""
-    return _fit("parameter_server", steps, dropped=dropped)[1:]
+    return _fit("parameter_server", steps, layers)[1:]
 
 
 def _prefer(monkeypatch, preferred, tried=2):
@@ -510,11 +517,11 @@ def test_nothing_is_measured(monkeypatch, why):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     parallel = multi_gpu_model(model, gpus=2, variable_update="auto")
     parallel.compile("sgd", "mse", run_eagerly=why == "eager")
-    parallel.fit(_data()[0], np.ones((44, 3)), batch_size=8, verbose=0)
+    parallel.fit(_batches().map(lambda x, y: (x, x[:, :3])), verbose=0)
     assert parallel.builder.name == "parameter_server"
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [slow(1), 3])
 def test_every_batch_is_trained_on_once(monkeypatch, steps):
     if steps > 1:
         monkeypatch.setattr(auto, "_ROUND_S", 0.0)
@@ -623,7 +630,11 @@ def _algorithm(builder):
 
 
 @pytest.mark.parametrize(
-    ("times", "stays"), [(0.5, {"ring"}), (2.0, {"device"})], ids=["last", "first"]
+    ("times", "stays"),
+    [
+        pytest.param(0.5, {"ring"}, id="last"),
+        slow(2.0, {"device"}, id="first"),
+    ],
 )
 def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
     monkeypatch.setattr(auto, "_race", lambda one, other, clock: (1.0, times))
@@ -722,8 +733,8 @@ def test_what_has_failed_is_not_tried_again(
     with tf.device(gpus[0]):
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     parallel = multi_gpu_model(model, gpus, variable_update="auto")
-    parallel.compile("adam", "sparse_categorical_crossentropy")
-    parallel.fit(*_data(), batch_size=8, verbose=0)
+    parallel.compile(_sgd(), "sparse_categorical_crossentropy")
+    parallel.fit(_batches(), verbose=0)
     assert list(map(str, tried))[:2] == expected
     assert compiled == [compiles] * 2
     assert any(way.xla for way in tried) is compiles
@@ -734,21 +745,29 @@ def test_what_has_failed_is_not_tried_again(
 def test_compiling_again_is_obeyed(monkeypatch):
     # The first is without XLA.
     monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])
-    parallel, _, _ = _fit("auto", jit_compile="auto", dropped=0.0)
+    parallel, _, _ = _fit("auto", layers=tuple, jit_compile="auto")
     assert not parallel.builder.xla
-    parallel.compile("adam", "sparse_categorical_crossentropy", jit_compile=True)
-    parallel.fit(*_data(), batch_size=8, verbose=0)
+    parallel.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
+    parallel.fit(_batches(), verbose=0)
     assert parallel.builder.xla and parallel.builder.context.found.compiled
 
 
 # XLA.
 
 
-@pytest.mark.parametrize("builder", STRATEGIES)
-def test_xla_with_every_builder(builder):
+def _normalised():
     # XLA's random numbers are others, so nothing is dropped.
-    history, expected = _expected(dropped=0.0)
-    parallel, ours, variables = _fit(builder, steps=4, dropped=0.0, jit_compile=True)
+    return _stateful()[:2]
+
+
+# Asynchronous towers are compiled in test_asynchronous.py, too.
+@pytest.mark.parametrize(
+    "builder",
+    [name if name == "replicated" else slow(name) for name in STRATEGIES],
+)
+def test_xla_with_every_builder(builder):
+    history, expected = _expected(layers=_normalised)
+    parallel, ours, variables = _fit(builder, 4, _normalised, jit_compile=True)
     assert parallel.builder.context.found.compiled
     if builder == "asynchronous":
         assert np.all(np.isfinite(ours["loss"]))
@@ -758,13 +777,18 @@ def test_xla_with_every_builder(builder):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+def _with_text():
+    """One of them adds nothing."""
+    dense, *others = _stateful()
+    return dense, Text(), *others
+
+
+@pytest.mark.parametrize("steps", [slow(1), 4])
 def test_what_xla_cannot_compile_goes_on_without(capsys, steps):
-    # The layer adds nothing.
     history, expected = _expected(steps)
     capsys.readouterr()
     parallel, ours, variables = _fit(
-        "parameter_server", steps, [Text()], jit_compile=True
+        "parameter_server", steps, _with_text, jit_compile=True
     )
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "XLA" in x]
     assert line.startswith("towers: XLA cannot compile model") and "AsString" in line
@@ -781,4 +805,4 @@ def test_other_errors_are_not_taken_for_those_of_xla():
                 return tf.identity(x)
 
     with pytest.raises(tf.errors.InvalidArgumentError):
-        _fit("parameter_server", 1, [Fails()])
+        _fit("parameter_server", 1, lambda: [Fails()])

@@ -59,8 +59,8 @@ def test_the_first_example_fits_a_quadratic():
         ]
     )
     parallel = multi_gpu_model(model, gpus=2)
-    parallel.compile(keras.optimizers.Adam(0.01), loss="mse")
-    parallel.fit(x, y, batch_size=32, epochs=40, verbose=0)
+    parallel.compile(keras.optimizers.Adam(0.03), loss="mse")
+    parallel.fit(x, y, batch_size=32, epochs=30, verbose=0)
 
     assert parallel.evaluate(x, y, verbose=0) < 0.01
     np.testing.assert_allclose(
@@ -350,9 +350,9 @@ class Custom(keras.Model):
 def test_a_subclassed_model_is_built_and_trains():
     x, _ = _data()
     keras.utils.set_random_seed(0)
-    parallel = _compiled(Custom())
+    parallel = _compiled(Custom(), optimizer=keras.optimizers.Adam(0.01))
     untrained = parallel.predict(x, verbose=0)
-    history = parallel.fit(_batches(), epochs=3, verbose=0).history
+    history = parallel.fit(_batches(), epochs=20, verbose=0).history
     assert history["loss"][-1] < history["loss"][0]
     assert not np.allclose(parallel.predict(x, verbose=0), untrained)
 
