@@ -348,13 +348,12 @@ class Custom(keras.Model):
 
 
 def test_a_subclassed_model_is_built_and_trains():
-    x, _ = _data()
+    data = _batches().map(lambda x, y: (x, tf.argmax(x[:, :3], axis=1)))
     keras.utils.set_random_seed(0)
-    parallel = _compiled(Custom(), optimizer=keras.optimizers.Adam(0.01))
-    untrained = parallel.predict(x, verbose=0)
-    history = parallel.fit(_batches(), epochs=20, verbose=0).history
-    assert history["loss"][-1] < history["loss"][0]
-    assert not np.allclose(parallel.predict(x, verbose=0), untrained)
+    parallel = _compiled(Custom(), metrics=None)
+    untrained = parallel.evaluate(data, verbose=0)
+    parallel.fit(data, epochs=20, verbose=0)
+    assert parallel.evaluate(data, verbose=0) < 0.9 * untrained
 
 
 def test_dropout_inside_a_subclassed_model_is_active_in_training():
