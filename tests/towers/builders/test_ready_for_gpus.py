@@ -195,8 +195,16 @@ def test_batches_of_unknown_size():
     _assert_ready([_ran("cnn", depth, known=False)[0] for depth in (1, 2)])
 
 
-@pytest.mark.parametrize("home", [HOST, GPUS[0]])
-@pytest.mark.parametrize("kind", ["mlp, dropout", "cnn"])
+@pytest.mark.parametrize(
+    ("kind", "home"),
+    [
+        ("mlp, dropout", HOST),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [("mlp, dropout", GPUS[0]), ("cnn", HOST), ("cnn", GPUS[0])]
+        ),
+    ],
+)
 def test_asynchronous_towers(kind, home):
     options = {"variable_update": "asynchronous", "local_parameter_device": home}
     _assert_ready([_ran(kind, depth, **options)[0] for depth in (1, 2)])
@@ -230,7 +238,16 @@ def _expected(kind):
     return _trained(kind, 0)
 
 
-@pytest.mark.parametrize("way", [*WAYS])
+_QUICK_WAYS = "parameter_server, home on the host", "replicated, ring"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=() if way in _QUICK_WAYS else pytest.mark.slow)
+        for way in WAYS
+    ],
+)
 @_first_is_fast("embedding", "transformer, no dropout", "lstm")
 def test_numbers_are_those_of_one_device(kind, way):
     with as_on_gpu.made_up_gpus(*GPUS):
@@ -238,7 +255,7 @@ def test_numbers_are_those_of_one_device(kind, way):
     _assert_equal(found, _expected(kind))
 
 
-@pytest.mark.parametrize("home", [HOST, GPUS[0]])
+@pytest.mark.parametrize("home", [GPUS[0], pytest.param(HOST, marks=pytest.mark.slow)])
 @_first_is_fast("mlp, dropout", "cnn", "transformer")
 def test_one_gpu_draws_what_keras_draws(kind, home):
     with as_on_gpu.made_up_gpus(*GPUS):
@@ -272,7 +289,7 @@ def test_a_seed_is_the_value_that_it_has_when_it_is_drawn_from(draw):
         if towers:
             model = multi_gpu_model(model, GPUS[:1])
         x = np.zeros((6, 4), "float32")
-        return [model.predict(x, verbose=0) for _ in range(2)]
+        return [model.predict_on_batch(x) for _ in range(2)]
 
     with as_on_gpu.made_up_gpus(*GPUS):
         found = drawn(1)
@@ -294,7 +311,8 @@ def test_state_whose_shape_the_graph_does_not_know():
         trained = multi_gpu_model(model, GPUS, strict=False)
         trained.compile("sgd", "mse", jit_compile=False)
         # The last batch leaves a tower without a row.
-        trained.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
+        data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+        trained.fit(data, shuffle=False, verbose=0)
     np.testing.assert_allclose(keeps.mean.numpy(), x[12], rtol=1e-6)
 
 

@@ -5,6 +5,7 @@ table one tower is away from home, where variables, losses and metrics are.
 """
 
 import dataclasses
+import functools
 import os
 
 import keras
@@ -23,18 +24,18 @@ from towers.numerics import not_finite
 
 HOME, AWAY = "/device:CPU:0", "/device:CPU:1"
 GROUPS = "losses", "metrics", "state"
-# To compile them all takes ten minutes. These are: the tracked losses of several
-# outputs, a gathered loss, weights that a layer assigns, and integers.
-QUICK = (
+# To compile them all takes ten minutes. These are: a gathered loss, and integers;
+QUICK = "losses/Dice", "state/counter, int64"
+# the tracked losses of several outputs, and weights that a layer assigns.
+SLOW = (
     "batches/dict of outputs, each with loss, loss weight, metrics, sample weights",
-    "losses/Dice",
     "state/SpectralNormalization, 1 iterations",
-    "state/counter, int64",
 )
 TABLE = [
-    case
+    pytest.param(case, marks=() if str(case) in QUICK else pytest.mark.slow)
     for case in CASES
-    if str(case) in QUICK or (case.group in GROUPS and "TOWERS_EXACT_ALL" in os.environ)
+    if str(case) in QUICK + SLOW
+    or (case.group in GROUPS and "TOWERS_EXACT_ALL" in os.environ)
     if case.expect != "stateful"  # refused before anything is compiled
 ]
 
@@ -62,8 +63,8 @@ def test_compiled_away_from_home(case):
     assert built[0].context.found.compiled
 
 
-def test_the_quick_ones_are_cases():
-    assert {*QUICK} <= {str(case) for case in CASES}
+def test_the_named_ones_are_cases():
+    assert {*QUICK, *SLOW} <= {str(case) for case in CASES}
 
 
 @keras.saving.register_keras_serializable("test_xla")
@@ -204,6 +205,15 @@ FAILURES = [
 ]
 
 
+@functools.cache
+def _expected():
+    """Weights after the same step without XLA."""
+    parallel = towers.multi_gpu_model(model := _dense(), 2)
+    parallel.compile("sgd", "mse", jit_compile=False)
+    parallel.train_on_batch(*_batch())
+    return model.get_weights()
+
+
 def _trained(monkeypatch, fails, says=lambda builder: None, **options):
     """Trains a model by a builder that fails, behind its first step."""
     make = Builder.train_function
@@ -224,14 +234,21 @@ def _trained(monkeypatch, fails, says=lambda builder: None, **options):
     with monkeypatch.context() as patched:
         patched.setattr(Builder, "train_function", train_function)
         parallel = towers.multi_gpu_model(model, 2)
-        parallel.compile("adam", "mse", **options)
+        parallel.compile("sgd", "mse", **options)
         parallel.train_on_batch(*_batch())
     return parallel, model.get_weights()
 
 
-@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(error, marks=pytest.mark.slow if 0 < i < 4 else ())
+        for i, error in enumerate(FAILURES)
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_whatever_fails_with_xla_goes_on_without(monkeypatch, capsys, error):
-    _, expected = _trained(monkeypatch, lambda builder: None, jit_compile=False)
+    expected = _expected()
     capsys.readouterr()
     fails = lambda builder: error if builder.xla else None  # noqa: E731
     parallel, ours = _trained(monkeypatch, fails, jit_compile=True)
@@ -251,8 +268,7 @@ def test_the_update_is_fallen_back_from_by_itself(monkeypatch, capsys, asked):
         "compiles_update",
         property(lambda self: self.found.asked_xla is not False),
     )
-    _, expected = _trained(monkeypatch, lambda builder: None, jit_compile=False)
-    tried = []
+    tried, expected = [], _expected()
     capsys.readouterr()
     fails = lambda builder: FAILURES[0] if builder.compiles_update else None  # noqa: E731
     says = lambda builder: tried.append(builder.context.found.asked_xla)  # noqa: E731

@@ -1,6 +1,7 @@
 """Fused kernels against Keras's own operations."""
 
 import collections
+import itertools
 
 import keras
 import numpy as np
@@ -84,7 +85,9 @@ def test_the_kernel_gives_keras_numbers(options):
 # The last place of 16 bits, and half of it that may round otherwise.
 @pytest.mark.parametrize(("dtype", "eps"), [("float16", 1e-3), ("bfloat16", 8e-3)])
 @pytest.mark.parametrize("scale", [1, 3e3])
-@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+@pytest.mark.parametrize(
+    "how", ["eager", "graph", pytest.param("xla", marks=pytest.mark.slow)]
+)
 def test_images_of_16_bits(dtype, eps, scale, how):
     """They are normalised in float32: squares of large ones overflow in float16."""
     layer, x = _layer(dtype=f"mixed_{dtype}")
@@ -206,21 +209,35 @@ class _OfOne(keras.optimizers.schedules.LearningRateSchedule):
         return tf.fill([1], 0.1)
 
 
+MOMENTUM = {
+    "plain": {},
+    "nesterov": {"nesterov": True},
+    "with all": {"weight_decay": 0.1, "clipnorm": 0.5, "use_ema": True},
+    "schedule": {
+        "learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    },
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+HOW, SCALED = ("graph", "eager", "xla"), ("", "loss scale")
+# Each of them in two ways, each way with and without a loss scale.
+QUICK = {
+    *(("plain", "xla", ""), ("plain", "eager", "loss scale")),
+    *(("nesterov", "graph", "loss scale"), ("nesterov", "eager", "")),
+    *(("with all", "graph", ""), ("with all", "xla", "loss scale")),
+    *(("schedule", "graph", "loss scale"), ("schedule", "xla", "")),
+    *(("accumulation", "graph", ""), ("accumulation", "eager", "loss scale")),
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "how", "scaled"),
     [
-        {},
-        {"nesterov": True},
-        {"weight_decay": 0.1, "clipnorm": 0.5, "use_ema": True},
-        {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)},
-        {"gradient_accumulation_steps": 2},
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(MOMENTUM, HOW, SCALED)
     ],
-    ids=["plain", "nesterov", "with all", "schedule", "accumulation"],
 )
-@pytest.mark.parametrize("how", ["graph", "eager", "xla"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "loss scale"])
 def test_momentum_in_one_kernel_gives_keras_numbers(options, how, scaled):
-    options = {"learning_rate": 0.1, "momentum": 0.9} | options
+    options = {"learning_rate": 0.1, "momentum": 0.9} | MOMENTUM[options]
 
     def train():
         optimizer = keras.optimizers.SGD(**options)

@@ -16,7 +16,7 @@ from keras import layers, losses, ops
 from tests import oracle
 from towers import multi_gpu_model
 
-SYNCHRONOUS = "parameter_server", "replicated"
+SLOW = pytest.mark.slow
 random = np.random.default_rng(0)
 X, Y = random.normal(size=(2, 7, 3)).astype("float32")
 WEIGHTS = random.uniform(0.5, 2, 7).astype("float32")
@@ -92,7 +92,9 @@ def _looking_loss(y, outputs):
     return ops.mean(y * outputs**2, axis=-1) * float(ops.max(y) > -100)
 
 
-@pytest.mark.parametrize("builder", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    "builder", ["parameter_server", pytest.param("replicated", marks=SLOW)]
+)
 def test_layers_and_losses_are_python(builder, caplog, capsys):
     found = []
     for trained, model in _pair(_built, _looking_loss, builder, metrics=["mae"]):
@@ -355,10 +357,19 @@ def _one_device(name):
     return [*found, *model.get_weights()]
 
 
-@pytest.mark.parametrize("builder", SYNCHRONOUS)
+_OTHERS = [change for change in CHANGES | PYTHON if change != "weights"]
+
+
 @pytest.mark.parametrize(
-    ("change", "eager"),
-    [("weights", False), *((change, True) for change in CHANGES | PYTHON)],
+    ("change", "eager", "builder"),
+    [
+        ("weights", False, "parameter_server"),
+        ("weights", True, "replicated"),
+        *((change, True, "parameter_server") for change in _OTHERS),
+        pytest.param("weights", True, "parameter_server", marks=SLOW),
+        pytest.param("weights", False, "replicated", marks=SLOW),
+        *(pytest.param(change, True, "replicated", marks=SLOW) for change in _OTHERS),
+    ],
 )
 def test_rules_belong_to_what_was_traced(change, eager, builder):
     make, loss, train = (CHANGES | PYTHON)[change]
