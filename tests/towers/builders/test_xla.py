@@ -112,7 +112,7 @@ def _dense(**options):
     keras.utils.set_random_seed(7)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)], name="dense")
     if options:
-        model.compile("adam", "mse", **options)
+        model.compile("sgd", "mse", **options)
     return model
 
 
@@ -144,7 +144,7 @@ def _wants_xla(parallel):
 def test_auto_is_not_what_keras_makes_of_it(a_gpu, asked, of_keras, ours):
     model = _dense()
     parallel = towers.multi_gpu_model(model, ["cpu:0", "cpu:1"])
-    parallel.compile("adam", "mse", jit_compile=asked)
+    parallel.compile("sgd", "mse", jit_compile=asked)
     assert model.jit_compile is of_keras
     assert _wants_xla(parallel) is ours
     assert parallel.builder.xla is bool(ours)
@@ -173,7 +173,7 @@ def test_a_wish_where_keras_has_no_reason_of_its_own():
 
 def test_evaluation_is_not_compiled_around_towers(monkeypatch):
     parallel = towers.multi_gpu_model(_dense(), ["cpu:0", "cpu:1"])
-    parallel.compile("adam", "mse", jit_compile=True)
+    parallel.compile("sgd", "mse", jit_compile=True)
     compiled, function = [], tf.function
 
     def noted(*args, **kwargs):
@@ -189,8 +189,8 @@ def test_evaluation_is_not_compiled_around_towers(monkeypatch):
 
 def test_the_model_compiled_by_itself_later_forgets_the_wish():
     parallel = towers.multi_gpu_model(_dense(), ["cpu:0"])
-    parallel.compile("adam", "mse", jit_compile=True)
-    parallel.__wrapped__.compile("adam", "mse", jit_compile=False)
+    parallel.compile("sgd", "mse", jit_compile=True)
+    parallel.__wrapped__.compile("sgd", "mse", jit_compile=False)
     parallel.train_on_batch(*_batch())
     assert not parallel.builder.xla
 
@@ -299,7 +299,7 @@ def test_the_end_of_the_data_is_none_of_xla(monkeypatch):
 def test_a_step_that_is_not_finite_is_none_of_xla(tmp_path):
     model = _dense()
     parallel = towers.multi_gpu_model(model, 2, check_numerics=True)
-    parallel.compile("adam", "mse", jit_compile=True)
+    parallel.compile("sgd", "mse", jit_compile=True)
     x, y = _batch()
     with pytest.raises(not_finite.NotFiniteStep):
         parallel.train_on_batch(x, y * np.nan)

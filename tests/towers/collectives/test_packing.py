@@ -88,7 +88,7 @@ def test_little_or_nothing(tensors):
 
 
 def test_in_a_graph_shapes_are_known():
-    @tf.function
+    @tf.function(autograph=False)
     def there_and_back(*tensors):
         back = packing.unpack(packing.pack(tensors), tensors)
         assert [t.shape for t in back] == [t.shape for t in tensors]

@@ -320,7 +320,8 @@ def test_whatever_the_builder_does(case, options):
     ids=str,
 )
 def test_however_it_is_compiled(options):
-    assert _equal(_run("several", _towers(), **options), _expected("several"))
+    found = _run("several", _towers(), evaluated=False, **options)
+    assert _equal(found, _expected("several"))
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,10 @@ def test_a_table_in_an_inner_graph_learns(how):
         keras.utils.set_random_seed(1)
         model = InnerGraph(how)
         model(ids)
-        trained = multi_gpu_model(model, gpus=towers) if towers else model
+        # Not strict: inner graphs would be compared, which traces them again.
+        trained = model
+        if towers:
+            trained = multi_gpu_model(model, gpus=towers, strict=False)
         # Nothing is traced for one device.
         trained.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=not towers)
         start = model.embedding.embeddings.numpy()
