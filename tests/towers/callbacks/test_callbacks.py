@@ -1,5 +1,6 @@
 """towers.callbacks, each in a real `fit` on two towers where that is possible."""
 
+import functools
 import io
 import re
 import types
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.small import build
+from tests import small
 from towers import multi_gpu_model
 from towers.lifecycle.stop_at_step import StopAtStep
 from towers.monitoring.lines import Lines
@@ -24,10 +25,25 @@ def data(examples=20, batch=8):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
 
 
+# A model that is fitted again is not traced again.
+towers = functools.cache(multi_gpu_model)
+
+
+@functools.cache
+def _made(steps_per_execution):
+    return small.tiny(metrics=["accuracy"], steps_per_execution=steps_per_execution)
+
+
+def build(steps_per_execution=1):
+    """The model of other tests, with no step done."""
+    model = _made(steps_per_execution)
+    model.optimizer.iterations.assign(0)
+    return model
+
+
 def fit(model, *callbacks, **options):
     """Fits on two towers: three steps an epoch."""
-    parallel = multi_gpu_model(model, gpus=2)
-    return parallel.fit(
+    return towers(model, gpus=2).fit(
         data(), callbacks=list(callbacks), verbose=0, shuffle=False, **options
     )
 

@@ -302,6 +302,7 @@ def test_finds_the_batch_of_the_memory_limit(tmp_path):
     assert chart.exists()
 
 
+@pytest.mark.slow
 def test_nothing_fits(tmp_path):
     model = write(tmp_path, MODEL)
     done = run(model, "--batch_size=2", f"--memory_limit_mb={MB + 500}")

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests import warm
+from tests.towers.train.runs import main_here
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import variables
@@ -100,12 +101,31 @@ ADVICE = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_names_what_was_not_finite_first(fault, tmp_path):
-    at, expected = FAULTS[fault]
-    file = tmp_path / "made" / "bad.npz"
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    file = tmp_path_factory.mktemp("numerics") / "made" / "bad.npz"
     model = build()
-    error = stopped(on_towers(model, check_numerics=file), *data(**at))
+    parallel = on_towers(model, check_numerics=file)
+    parallel.optimizer.build(model.trainable_variables)
+    return model, parallel, file, variables.values(model)
+
+
+@pytest.fixture
+def watched(traced):
+    """A model on towers that other tests have traced, as it was at first."""
+    model, parallel, _, start = traced
+    variables.assign(model, start)
+    return parallel
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_names_what_was_not_finite_first(fault, watched, traced):
+    at, expected = FAULTS[fault]
+    file = traced[2]
+    error = stopped(watched, *data(**at))
     origin = error.origin
     assert told(origin) == expected
     assert (error.step, origin.towers, origin.examples) == (2, 3, 7)
@@ -151,7 +171,13 @@ WAYS = {
 BOTH = "replicated", "gathered", "XLA", "eager", "asynchronous"
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Each path through our code is met by another.
+FURTHER = "replicated, gathered", "uneven", "asynchronous, in a loop", "XLA"
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=SLOW if way in FURTHER else ()) for way in WAYS]
+)
 def test_whichever_way_towers_go(way):
     asynchronous = "asynchronous" in way
     # What is dropped depends on which tower was faster.
@@ -168,7 +194,13 @@ def test_whichever_way_towers_go(way):
             assert "(epoch 1, batches 1-3)" in str(error)
 
 
-@pytest.mark.parametrize("way", ["parameter_server", "replicated", "loop", "eager"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("replicated", "loop"),
+        *(pytest.param(way, marks=SLOW) for way in ("parameter_server", "eager")),
+    ],
+)
 def test_nothing_of_the_step_is_applied(way):
     """Variables, metrics and what layers assign are those of the step before."""
     options = {
@@ -215,9 +247,9 @@ def test_is_off_by_default_as_on_one_device():
     assert np.isnan(model.layers[0].kernel.numpy()).all()
 
 
-def test_towers_without_examples():
+def test_towers_without_examples(watched):
     x, y = data(x_at=-1, row=0)
-    error = stopped(on_towers(build()), x[:1], y[:1])
+    error = stopped(watched, x[:1], y[:1])
     assert told(error.origin) == ("layer", "forward", "layer 'root'", 0)
 
 
@@ -246,10 +278,9 @@ def test_a_table_of_which_rows_are_looked_up():
     np.testing.assert_array_equal(rows.embeddings.numpy(), table)
 
 
-def test_a_variable_that_was_not_finite_before():
-    model = build()
-    model.get_layer("out").kernel.assign([[np.inf]])
-    error = stopped(on_towers(model), *data())
+def test_a_variable_that_was_not_finite_before(watched):
+    watched.get_layer("out").kernel.assign([[np.inf]])
+    error = stopped(watched, *data())
     assert error.origin.source == "variable"
     assert "out/kernel' was not finite before it; look for what has set it;" in str(
         error
@@ -314,11 +345,10 @@ def test_trying_ways_to_update_is_not_stopped(monkeypatch):
     assert str(error).startswith("Step 4 (epoch 2, batch 1)")
 
 
-def test_a_batch_without_fit():
-    parallel = on_towers(build())
+def test_a_batch_without_fit(watched):
     x, y = data(x_at=-1, row=9)
     with pytest.raises(NotFiniteStep, match=r"^Step 1: the output of layer"):
-        parallel.train_on_batch(x[:BATCH], y[:BATCH])
+        watched.train_on_batch(x[:BATCH], y[:BATCH])
 
 
 def test_accumulated_gradients():
@@ -407,9 +437,9 @@ class TestInput:
             with pytest.raises(ValueError, match=rf"{name}, which cannot be read"):
                 search.locate(model, tmp_path / name)
 
-    def test_a_file_of_another_model(self, tmp_path):
-        file = tmp_path / "bad.npz"
-        stopped(on_towers(build(), check_numerics=file), *data(x_at=-1))
+    def test_a_file_of_another_model(self, watched, traced):
+        file = traced[2]
+        stopped(watched, *data(x_at=-1))
         other = build(layers.Dense(3))
         other.compile("sgd", root_of_both)
         with pytest.raises(ValueError, match=r"expected the model that it was written"):
@@ -483,9 +513,9 @@ class TestOrigin:
         place = {ROW, ROWS - 1 - ROW}
         assert any(f"it is x[{i}] of what `fit` has got" in str(error) for i in place)
 
-    def test_is_epoch_batch_and_row_of_other_data(self):
+    def test_is_epoch_batch_and_row_of_other_data(self, watched):
         dataset = tf.data.Dataset.from_tensor_slices(data(x_at=np.nan)).batch(BATCH)
-        error = stopped(on_towers(build()), dataset, batch_size=None)
+        error = stopped(watched, dataset, batch_size=None)
         assert str(error).startswith("Step 2 (epoch 1, batch 2): x[9] of the batch is")
 
     def test_of_what_preprocess_has_made(self):
@@ -504,12 +534,11 @@ class TestOrigin:
         assert error.origin.rows == (ROW - BATCH,)
 
 
-def test_the_last_checkpoint_stays(tmp_path):
-    parallel = on_towers(build(), check_numerics=tmp_path / "bad.npz")
+def test_the_last_checkpoint_stays(watched, tmp_path):
     checkpoint = Checkpoint(tmp_path / "run", save_steps=1)
     x, y = data(x_at=-1)
     with pytest.raises(NotFinite) as caught:
-        parallel.fit(
+        watched.fit(
             *(x, y), batch_size=BATCH, shuffle=False, verbose=0, callbacks=[checkpoint]
         )
     error = caught.value
@@ -548,7 +577,7 @@ on_towers(build(), 1).fit(*data(x_at=-1), batch_size=BATCH, verbose=0)
 
 
 def run(*flags, code):
-    done = warm.run("towers.train", "--num_gpus=3", *flags, timeout_s=180)
+    done = main_here("--num_gpus=3", *flags)
     assert done.returncode == code, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("towers.")]
     assert "Traceback" not in done.stderr

@@ -153,7 +153,11 @@ def test_only_rounding():
 
 
 @pytest.mark.parametrize(
-    ("policy", "optimizer"), [("mixed_bfloat16", "adam"), ("mixed_float16", "sgd")]
+    ("policy", "optimizer"),
+    [
+        pytest.param("mixed_bfloat16", "adam", marks=pytest.mark.slow),
+        ("mixed_float16", "sgd"),
+    ],
 )
 def test_16_bits(policy, optimizer):
     keras.config.set_dtype_policy(policy)
@@ -204,6 +208,7 @@ def test_random_layers():
     assert tried.startswith("Tried with random layers silenced, all is equal")
 
 
+@pytest.mark.slow
 def test_dropout_in_a_recurrent_cell():
     model = keras.Sequential(
         [keras.Input((3, 2)), layers.SimpleRNN(4, dropout=0.4), layers.Dense(2)]
@@ -217,6 +222,7 @@ def test_dropout_in_a_recurrent_cell():
     assert tried.startswith("Tried with random layers silenced, all is equal")
 
 
+@pytest.mark.slow
 def test_only_what_is_needed_is_named():
     # The noise is drawn and comes to nothing.
     middle = [layers.BatchNormalization(name="norm"), NoiseInTraining(0.0)]
@@ -239,6 +245,7 @@ def test_a_layer_that_mixes_examples():
     assert verdicts(parity)["loss", "step 1"] == DIFFERS
 
 
+@pytest.mark.slow
 def test_a_layer_that_mixes_examples_beside_known_causes():
     middle = [
         layers.BatchNormalization(),
@@ -263,7 +270,10 @@ def test_refused_without_need():
     assert check_parity(model, data(), gpus=2, strict=False).equal
 
 
-@pytest.mark.parametrize("initializer", ["glorot_uniform", "zeros"])
+@pytest.mark.parametrize(
+    "initializer",
+    [pytest.param("glorot_uniform", marks=pytest.mark.slow), "zeros"],
+)
 def test_a_model_that_looks_at_the_order_is_not_rounding(initializer):
     # With a head of zeros, the first loss does not show it.
     model = compiled(FromFirst())
@@ -491,6 +501,7 @@ def data_dir(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_command_equal(data_dir, tmp_path):
     done = run(
         *("--model=lstm", f"--data_dir={data_dir}", f"--model_dir={tmp_path / 'run'}"),
@@ -533,7 +544,9 @@ def test_command_not_equal(tmp_path):
             "--split_ratios=1,2,3 --num_gpus=2",
             ["--split_ratios=1,2,3", "2 towers"],
         ),
-        ("--no_such_flag=1", ["no_such_flag", "--help"]),
+        pytest.param(
+            "--no_such_flag=1", ["no_such_flag", "--help"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_command_with_bad_input(flags, words):
