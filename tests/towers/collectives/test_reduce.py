@@ -34,6 +34,17 @@ def test_sparse_gradients_stay_sparse():
     )
 
 
+def test_rows_by_indices_of_two_types_are_added():
+    # A model may look up rows of one table by int32 and by int64 ids.
+    narrow, wide = _rows([[1.0]], [2]), _rows([[4.0]], [2])
+    narrow = tf.IndexedSlices(
+        narrow.values, tf.cast(narrow.indices, tf.int32), narrow.dense_shape
+    )
+    total = reduce.add([narrow, wide])
+    assert total.indices.dtype == tf.int64
+    np.testing.assert_array_equal(tf.convert_to_tensor(total), [[0], [0], [5], [0]])
+
+
 def test_16_bits_are_added_in_32():
     towers = [[tf.constant([value], tf.float16)] for value in (2048.0, 1.0, 1.0)]
     (total,) = reduce.sum_gradients(towers)
