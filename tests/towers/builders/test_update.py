@@ -259,7 +259,7 @@ def _plain(make, optimizer, x=X):
 
 # The last two have variables of other types, and of no shape.
 @pytest.mark.parametrize(
-    "name", [slow("Adam"), "LossScaleOptimizer, Adam", "Adafactor", slow("Nadam")]
+    "name", [slow("Adam"), "LossScaleOptimizer, Adam", slow("Adafactor"), slow("Nadam")]
 )
 def test_compiled_it_is_one_operation(on_gpus, name):
     make = OPTIMIZERS[name]
@@ -308,7 +308,7 @@ class Foreign(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
-@pytest.mark.parametrize("make", [Whole, Foreign])
+@pytest.mark.parametrize("make", [Whole, slow(Foreign)])
 def test_what_cannot_be_compiled_goes_on_without(on_gpus, capsys, make):
     expected = _plain(_dense, make())
     wrapped = []

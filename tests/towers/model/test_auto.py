@@ -443,7 +443,7 @@ def _prefer(monkeypatch, preferred, tried=2):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "tried"), [("parameter_server", 1, 3), ("replicated", 4, 2)]
+    ("name", "steps", "tried"), [slow("parameter_server", 1, 3), ("replicated", 4, 2)]
 )
 def test_trying_changes_nothing(monkeypatch, name, steps, tried):
     _prefer(monkeypatch, lambda choice: choice.variable_update == name, tried)
