@@ -47,27 +47,6 @@ def _compiled(model=None, gpus=2, optimizer=None, **options):
     return parallel
 
 
-def test_the_first_example_fits_a_quadratic():
-    x = np.linspace(-1, 1, 256, dtype="float32")[:, None]
-    y = 3 * x**2 - 2 * x + 1
-
-    model = keras.Sequential(
-        [
-            keras.Input((1,)),
-            keras.layers.Dense(32, activation="relu"),
-            keras.layers.Dense(1),
-        ]
-    )
-    parallel = multi_gpu_model(model, gpus=2)
-    parallel.compile(keras.optimizers.Adam(0.03), loss="mse")
-    parallel.fit(x, y, batch_size=32, epochs=30, verbose=0)
-
-    assert parallel.evaluate(x, y, verbose=0) < 0.01
-    np.testing.assert_allclose(
-        model.predict(np.array([[0.5]]), verbose=0), [[0.75]], atol=0.2
-    )
-
-
 def test_it_is_the_users_model():
     model = _model()
     parallel = multi_gpu_model(model, gpus=2)
