@@ -54,10 +54,20 @@ def pixels():
     return data().map(lambda x, y: (tf.cast((x + 1) * 127.5, tf.uint8), y))
 
 
-build = functools.partial(small.tiny, metrics=["accuracy"])
-
 # A model that is fitted again is not traced again.
-towers = functools.lru_cache(maxsize=1)(multi_gpu_model)
+towers = functools.cache(multi_gpu_model)
+
+
+@functools.cache
+def _made(**options):
+    return small.tiny(metrics=["accuracy"], **options)
+
+
+def build(**options):
+    """The model of other tests, with no step done."""
+    model = _made(**options)
+    model.optimizer.iterations.assign(0)
+    return model
 
 
 def fit(model, *callbacks, gpus=2, builder="parameter_server", **options):
@@ -359,8 +369,14 @@ class TestGraph:
             assert {_node(name) for name in node.input} <= by_name.keys()
         return by_name
 
-    @pytest.mark.parametrize("steps", [1, 3])
-    @pytest.mark.parametrize("builder", ["parameter_server", "replicated"])
+    @pytest.mark.parametrize(
+        ("builder", "steps"),
+        [
+            *(("parameter_server", 1), ("replicated", 3)),
+            pytest.param("parameter_server", 3, marks=pytest.mark.slow),
+            pytest.param("replicated", 1, marks=pytest.mark.slow),
+        ],
+    )
     def test_shows_what_each_tower_does(self, tmp_path, builder, steps):
         nodes = self.written(tmp_path, builder, steps_per_execution=steps)
         scopes = collections.defaultdict(collections.Counter)
