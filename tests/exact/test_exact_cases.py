@@ -46,12 +46,71 @@ FOR_THE_REPORT = (
 )
 
 
-# From ten seconds on.
-SLOW = (
-    "batches/ragged inputs",
-    "metrics/of one-hot classes",
-    "metrics/of one-hot classes, weighted",
-    "metrics/of options",
+# From ten seconds on, or variants of what quick cases are about: a loss among losses of
+# one form, a layer that test_layers.py measures, an optimizer that test_update.py has.
+SLOW = {
+    "batches": (
+        "ragged inputs",
+        "sizes (8, 8, 5), 2 towers",
+        "sizes (8, 8, 5), 4 towers",
+        "sizes (6, 6, 6)",
+        "tuple of inputs",
+        "list of outputs, each with loss, loss weight, metrics",
+        "temporal sample weights and a mask",
+        "masked sequences, last state",
+        "outputs of shape (n,), mse",
+        "outputs of shape (n,), cosine_similarity",
+    ),
+    "losses": (
+        "BinaryFocalCrossentropy",
+        "CategoricalFocalCrossentropy",
+        "Circle",
+        "CosineSimilarity",
+        "Dice",
+        "Hinge",
+        "Huber",
+        "SquaredHinge",
+        "Tversky",
+        "reduction sum_over_batch_size, mask",
+        "reduction None, mask",
+        "reduction mean, sample weights",
+    ),
+    "metrics": (
+        "of labels",
+        "of numbers",
+        "of one-hot classes",
+        "of one-hot classes, weighted",
+        "of options",
+    ),
+    "models": (
+        "Bidirectional",
+        "Conv2DTranspose",
+        "EinsumDense",
+        "GroupNormalization",
+        "LayerNormalization",
+        "RMSNormalization",
+        "TimeDistributed",
+        "causal GroupQueryAttention",
+    ),
+    "optimizers": ("Adagrad", "Adam, amsgrad", "Ftrl", "RMSprop", "constraint NonNeg"),
+    "state": (
+        "BatchNormalization(synchronized=True), sizes (6, 6, 6), conv",
+        "BatchNormalization(synchronized=True), sizes (6, 6, 6), dense",
+        "BatchNormalization(synchronized=True), sizes (8, 2, 8), dense",
+        "BatchNormalization(synchronized=True), sizes (8, 8, 5), dense",
+        "BatchNormalization(synchronized=True), no scale, no center",
+    ),
+}
+# Kinds of combinations that differ by what other quick tests are about.
+SLOW_KINDS = (
+    "XLA",
+    "callback",
+    "class weights",
+    "eager",
+    "layer",
+    "mixed precision",
+    "steps in a call",
+    "weights in the second fit",
 )
 
 
@@ -83,8 +142,15 @@ def builders(case):
 
 def is_slow(case):
     """Every second case of the table counts as slow, besides those that are slow."""
-    of_table = case.group != combinations.GROUP
-    return str(case) in SLOW or bool(of_table and number_of(case) // 64 % 2)
+    if case.group == combinations.GROUP:
+        return any(case is OF_A_KIND[kind] for kind in SLOW_KINDS)
+    return case.name in SLOW.get(case.group, ()) or bool(number_of(case) // 64 % 2)
+
+
+def test_slow_cases_exist():
+    assert {*SLOW_KINDS} <= OF_A_KIND.keys()
+    for group, names in SLOW.items():
+        assert {*names} <= {case.name for case in CASES if case.group == group}
 
 
 # The names of the cases that `make test-oldest` runs.
