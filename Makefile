@@ -37,19 +37,15 @@ endif
 train: $(READY)
 	$(RUN) -m towers.train $(FLAGS)
 
-# In three parts, with processes of their own: TensorFlow keeps every graph, and slows
-# down. Slow exact cases run with oneDNN's kernels, as for users.
-define run_tests
-	$(PYTEST) -m '$(1)' --ignore=tests/towers --ignore=tests/exact $(PYTEST_FLAGS)
-	$(PYTEST) -m '$(1)' tests/towers $(PYTEST_FLAGS)
-	$(2) $(PYTEST) -m '$(1)' tests/exact $(PYTEST_FLAGS)
-endef
-
+# In parts, with processes of their own: TensorFlow keeps every graph in memory. Slow exact
+# cases run with oneDNN's kernels, as for users.
 test: $(READY)
-	$(call run_tests,not slow)
+	$(PYTEST) -m 'not slow' --ignore=tests/towers --ignore=tests/exact $(PYTEST_FLAGS)
+	$(PYTEST) -m 'not slow' tests/towers tests/exact $(PYTEST_FLAGS)
 
 test-slow: $(READY)
-	$(call run_tests,slow,TF_ENABLE_ONEDNN_OPTS=1)
+	$(PYTEST) -m slow --ignore=tests/exact $(PYTEST_FLAGS)
+	TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) -m slow tests/exact $(PYTEST_FLAGS)
 
 test-all: test test-slow
 

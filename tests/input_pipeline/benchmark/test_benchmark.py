@@ -76,6 +76,8 @@ def test_json(tmp_path):
     assert "ablation" not in found
 
 
+# Of `report.text`, the tests below are quick.
+@pytest.mark.slow
 def test_tables():
     done = run(SYNTHETIC, "--step_ms=0,1.5", "--ablate", changed=ONCE)
     lines = done.stdout.splitlines()

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests import warm
+from tests.variants import slow
 from towers.input_pipeline import (
     ArraySource,
     cached,
@@ -181,7 +182,7 @@ def test_rows_of_numbers_pass_as_they_are():
         )
 
 
-@pytest.mark.parametrize("spec", ["tfrecord:{}/records/*", "folder:{}/folder"])
+@pytest.mark.parametrize("spec", [slow("tfrecord:{}/records/*"), "folder:{}/folder"])
 def test_images_of_many_sizes_are_kept_encoded(
     tmp_path, encode, image_example, write_tfrecord, spec
 ):

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import warm
+from tests.variants import slow
 from towers.input_pipeline import ArraySource, make_dataset, open_source
 
 
@@ -248,7 +249,8 @@ def test_epochs_of_a_service_follow_without_a_gap(raw, service):
 
 # By the image, behind a window of it, and behind cifar by the batch.
 @pytest.mark.parametrize(
-    ("kind", "recipe"), [("raw", "none"), ("photos", "imagenet"), ("arrays", "cifar")]
+    ("kind", "recipe"),
+    [slow("raw", "none"), ("photos", "imagenet"), ("arrays", "cifar")],
 )
 def test_randaugment_comes_on_top(kind, recipe, request):
     source = request.getfixturevalue(kind)
