@@ -20,7 +20,8 @@ from towers.analysis.kinds import (
     UNKNOWN,
     Dependence,
 )
-from towers.analysis.rows import ELEMENTWISE, integers, of_rows
+from towers.analysis.rows import ELEMENTWISE, of_rows
+from towers.analysis.static_values import integers
 
 # Each element is drawn by itself.
 _DRAWS = set(

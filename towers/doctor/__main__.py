@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 
-from towers.doctor import cluster, devices, gpus, host, versions
+from towers.doctor import cluster, devices, gpus, host, settings, versions
 from towers.doctor.finding import NOTE, OK, WRONG, Check, Finding, examine
 from towers.program.arguments import Parser
 
@@ -86,7 +86,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
     machine = gpus.look()
     found = devices.probe(options.num_gpus)
     yield "TensorFlow", bind(devices.start, found)
-    yield "Keras settings", versions.settings_of_keras
+    yield "Keras settings", settings.keras
     yield "GPUs", bind(gpus.check_gpus, machine, found)
     yield "driver", bind(gpus.check_driver, machine, found)
     yield "CUDA", bind(gpus.check_libraries, machine, found)

@@ -1,4 +1,4 @@
-"""Versions of Python and packages, and the user's own settings of Keras."""
+"""Versions of Python and packages, against the ranges that setup.py asks for."""
 
 import platform
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ from typing import Any
 
 from towers.doctor.finding import Finding, note, ok, wrong
 from towers.keras_adapter import versions
-from towers.program import keras_settings
 
 _OURS = "keras-towers"
 # Each has a line of its own, by the package that asks for it.
@@ -56,19 +55,6 @@ def others() -> Finding:
     if bad := [each for each in asked if not _fits(each)]:
         return wrong(f"{', '.join(unfit(bad))}; {_install(bad)}", found=found)
     return ok(", ".join(f"{name} {text}" for name, text in found.items()), found=found)
-
-
-def settings_of_keras() -> Finding:
-    """Checks Keras's settings in the environment and in keras.json."""
-    try:
-        found = keras_settings.ignored()
-    except ValueError as error:
-        return wrong(str(error))
-    if not found:
-        return ok("as Towers needs them")
-    in_python = "; in Python, set KERAS_BACKEND=tensorflow before Keras is imported"
-    hint = in_python if any("on TensorFlow" in each for each in found) else ""
-    return note(f"{' '.join(found).rstrip('.')}{hint}", ignored=found)
 
 
 def requirements(name: str, extra: str = "") -> Iterator[Any]:

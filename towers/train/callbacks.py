@@ -11,14 +11,15 @@ from towers.loop import listeners
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.lines import Lines
-from towers.monitoring.profile import Profile
+from towers.monitoring.profile.callback import Profile
 from towers.monitoring.stall.callback import Stall
 from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput
 from towers.monitoring.watch import Watch
 from towers.train import checks
 from towers.train.job import Job
-from towers.train.outputs import facts, files
+from towers.train.outputs import files, model_size
+from towers.train.outputs.versions import versions
 
 # What is looked at most comes first.
 _HYPER_PARAMETERS = (
@@ -85,11 +86,17 @@ def make_watch(job: Job) -> Watch:
 def make_tensorboard(
     job: Job, measures: Sequence[Callable[[], dict[str, float]]], watch: Watch
 ) -> TensorBoard:
-    """Makes the callback that writes what the run does, and is; see `TensorBoard`."""
-    found = "\n".join(f"{name}: {value}" for name, value in facts.versions().items())
+    """Makes the callback that writes what the run does, and is.
+
+    Args:
+        job: The run.
+        measures: What has been measured; see `TensorBoard`.
+        watch: Says at the end what was measured.
+    """
+    found = "\n".join(f"{name}: {value}" for name, value in versions().items())
     texts = {
         "flags": job.settings.as_text(),
-        "model": facts.summary_text(job.model),
+        "model": model_size.summary_text(job.model),
         "devices": devices.table(job.devices, job.sizes),
         "versions": found,
     }

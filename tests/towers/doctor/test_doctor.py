@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 from towers.doctor import __main__ as doctor
-from towers.doctor import cluster, devices, gpus, host, process, versions
+from towers.doctor import cluster, devices, gpus, host, process, settings, versions
 from towers.doctor.devices import Probe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
 from towers.keras_adapter import versions as tested_versions
@@ -271,15 +271,15 @@ def test_a_tensorflow_that_does_not_return(tmp_path, monkeypatch, text, fault):
 def test_the_users_settings_of_keras(monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.delenv("KERAS_BACKEND", raising=False)
-    assert versions.settings_of_keras().verdict == "ok"
+    assert settings.keras().verdict == "ok"
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    finding = versions.settings_of_keras()
+    finding = settings.keras()
     assert finding.verdict == "note"
     assert re.search(
         "^KERAS_BACKEND=jax .* in Python, set KERAS_BACKEND=t", finding.text
     )
     (tmp_path / "keras.json").write_text('{"floatx": "float8"}')
-    assert versions.settings_of_keras().verdict == "wrong"
+    assert settings.keras().verdict == "wrong"
 
 
 def test_towers_that_cannot_be_set_up():

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tensorflow.python.framework import config as tf_config
 
 from towers.keras_adapter import (
+    datasets,
     graphs,
     layers,
     models,
@@ -640,21 +641,21 @@ def _dataset():
 @contract("_dataset", "dataset_of", "is the data set that an iterator goes through")
 def _():
     dataset = _dataset()
-    assert runtime.dataset_of(iter(dataset)) is dataset
+    assert datasets.dataset_of(iter(dataset)) is dataset
 
 
 @contract(
     "_functions", "functions_of", "lists a transformation's functions, with names"
 )
 def _():
-    (function,) = runtime.functions_of(_dataset())
+    (function,) = datasets.functions_of(_dataset())
     assert b"doubled" in function.function.name
     assert graphs.function_definition(function.function.name.decode())
 
 
 @contract("_inputs", "inputs_of", "lists the data sets that a transformation reads")
 def _():
-    (before,) = runtime.inputs_of(_dataset())
+    (before,) = datasets.inputs_of(_dataset())
     assert [*before.as_numpy_iterator()] == [0, 1, 2]
 
 
@@ -665,9 +666,9 @@ def _():
     "is of this type",
 )
 def _():
-    metadata = runtime.metadata_of(_dataset())
+    metadata = datasets.metadata_of(_dataset())
     assert metadata.name == b"twice"
-    assert isinstance(metadata, runtime.Metadata)
+    assert isinstance(metadata, datasets.Metadata)
 
 
 @contract(
@@ -684,10 +685,10 @@ def _():
     iterator = iter(_dataset().prefetch(1))
     next(iterator)
     model = tf.data.experimental.get_model_proto(iterator)
-    assert isinstance(model, runtime.ModelProto)
+    assert isinstance(model, datasets.ModelProto)
     assert model.output in model.nodes
     kinds = {node.node_class for node in model.nodes.values()}
-    assert runtime.NodeClass.ASYNC_KNOWN_RATIO in kinds
+    assert datasets.NodeClass.ASYNC_KNOWN_RATIO in kinds
 
 
 # TensorFlow's runtime.

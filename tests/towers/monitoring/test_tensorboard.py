@@ -33,8 +33,9 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tests import small
 from towers import multi_gpu_model
-from towers.monitoring import profile
-from towers.monitoring.profile import Profile, add_towers
+from towers.monitoring.profile import callback as profile
+from towers.monitoring.profile.callback import Profile
+from towers.monitoring.profile.trace import add_towers
 from towers.monitoring.tensorboard import drawing, graph, pictures
 from towers.monitoring.tensorboard.callback import TensorBoard
 

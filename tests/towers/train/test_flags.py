@@ -15,7 +15,7 @@ from tests.towers.train.runs import (
 )
 from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
-from towers.monitoring import profile
+from towers.monitoring.profile import callback as profile
 from towers.train import checks, settings
 from towers.train import flags as train_flags
 from towers.train.settings import Settings

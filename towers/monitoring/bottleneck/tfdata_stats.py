@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.keras_adapter.graphs import function_definition
-from towers.keras_adapter.runtime import (
+from towers.keras_adapter.datasets import (
     Metadata,
     ModelProto,
     NodeClass,
@@ -23,6 +22,7 @@ from towers.keras_adapter.runtime import (
     inputs_of,
     metadata_of,
 )
+from towers.keras_adapter.graphs import function_definition
 
 _ASYNCHRONOUS = {
     NodeClass.ASYNC_INTERLEAVE_MANY,

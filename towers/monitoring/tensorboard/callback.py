@@ -16,12 +16,8 @@ from towers.model.fit_call import FitCall, if_broken_off
 from towers.monitoring.steps import Interval
 from towers.monitoring.tensorboard import pictures
 from towers.monitoring.tensorboard.graph import readable
-from towers.monitoring.tensorboard.layout import (
-    VALIDATION,
-    Value,
-    hparams_summaries,
-    layout_summary,
-)
+from towers.monitoring.tensorboard.hparams import VALIDATION, Value, hparams_summaries
+from towers.monitoring.tensorboard.layout import layout_summary
 from towers.program.voice import say
 
 _NOTHING = MappingProxyType({})

@@ -7,7 +7,7 @@ from towers.input_pipeline.sources.base import StreamSource
 from towers.program import words
 from towers.train import continued
 from towers.train.job import BAD_RECORDS, Job
-from towers.train.outputs import facts, files
+from towers.train.outputs import files, model_size
 from towers.train.settings import DEFAULTS
 
 
@@ -16,7 +16,7 @@ def text(job: Job) -> str:
     data, settings = job.data, job.settings
     lines = [
         devices.table(job.devices, job.sizes),
-        f"Model {settings.model}: {facts.size_text(job.model)}.",
+        f"Model {settings.model}: {model_size.size_text(job.model)}.",
         _data_line(job),
         *data_notes(job),
     ]
