@@ -338,17 +338,23 @@ def test_train_on_batch_and_generators():
     assert int(model.optimizer.iterations) == 12
 
 
+class Watched(layers.Layer):
+    """Tells the shapes that it is traced with in training."""
+
+    def __init__(self, tell):
+        super().__init__()
+        self.tell = tell
+
+    def call(self, x, training=False):
+        if training:
+            self.tell(tuple(x.shape))
+        return x
+
+
 def test_a_model_is_built_and_traced_once_for_all_towers_and_sizes():
     traced = []
-
-    class Watched(layers.Layer):
-        def call(self, x, training=False):
-            if training:
-                traced.append(tuple(x.shape))
-            return x
-
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([Watched(), layers.Dense(OUTPUTS)])
+    model = keras.Sequential([Watched(traced.append), layers.Dense(OUTPUTS)])
     parallel = _towers(model, 3)
     x, y = _data(30)
     _fit(parallel, x, y, epochs=2)
@@ -358,17 +364,10 @@ def test_a_model_is_built_and_traced_once_for_all_towers_and_sizes():
 
 def test_sequences_of_many_lengths_are_traced_twice():
     traced = []
-
-    class Watched(layers.Layer):
-        def call(self, x, training=False):
-            if training:
-                traced.append(tuple(x.shape))
-            return x
-
     model = keras.Sequential(
         [
             keras.Input((None, 2)),
-            Watched(),
+            Watched(traced.append),
             layers.GlobalAveragePooling1D(),
             layers.Dense(1),
         ]
