@@ -28,7 +28,7 @@ class VariableCreator:
     _built_eagerly: bool = False
 
     def create_variables(self, data: Any) -> None:
-        """Creates all that training needs, of a batch or its `tf.TypeSpec`s."""
+        """Creates what training needs; `data` is a batch or its `tf.TypeSpec`s."""
         # What is not known when the graph is built, it checks where the batch is cut.
         batch.check_rows(batch.specs(data))
         model, home = self.context.model, self.context.plan.home
@@ -48,7 +48,7 @@ class VariableCreator:
         self.copies.create()
 
     def create_for_prediction(self, x: Any) -> None:
-        """Creates what the outputs need, of the inputs of a batch."""
+        """Creates what prediction needs; `x` are the inputs of a batch."""
         model, preprocess = self.context.model, self.context.preprocess
         if model.run_eagerly:
             self._create_eagerly((x, None, None))

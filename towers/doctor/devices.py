@@ -47,7 +47,7 @@ class Probe:
 
 
 def probe(num_gpus: int | None, limit_s: float = 120.0) -> Probe:
-    """Has TensorFlow tried out in a process of its own, for so long at most.
+    """Tries TensorFlow out in a process of its own, for at most `limit_s` seconds.
 
     `num_gpus` are the towers to try; None for all GPUs, or else two logical CPUs.
     """

@@ -15,7 +15,7 @@ _PROBE_S = 900
 
 
 def run(settings: Search, batch_size: int) -> dict[str, Any]:
-    """Has a process try a batch size, or less if that is not of whole shares.
+    """Has a process try a batch size, rounded down to what towers divide exactly.
 
     Returns:
         What the process told: see `probe.probe`.

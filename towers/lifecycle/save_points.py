@@ -36,7 +36,7 @@ class SavePoints:
         self.steps, self._minutes, self._clock = steps, minutes, clock
 
     def count_from(self, step: int) -> None:
-        """Counts steps and time from now on, when a step is done."""
+        """Counts from now on; `step` is the number of the step that is done."""
         self._step, self._time_s = step, self._clock()
 
     def is_due(self, step: int) -> bool:

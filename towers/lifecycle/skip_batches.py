@@ -128,7 +128,8 @@ class CallbacksFromBatch(keras.callbacks.CallbackList):
     ):
         """Wraps callbacks as `fit` does, with the options of a `CallbackList`.
 
-        The batch at `position` is the first to hear of; `skips` skips those before.
+        The callbacks hear of the batch at `position` first; `skips` skips the batches
+        before it.
         """
         self._position, self._skips, self._now = position, skips, 0
         # Of data begun in the middle, Keras announces a batch more than there are.

@@ -119,7 +119,7 @@ class StepTimers:
             self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 
     def add(self, parts: Sequence[float]) -> None:
-        """Adds what a thread has measured itself, in the order of `Totals`."""
+        """Adds what any thread has measured, in the order of `Totals`."""
         with self._lock:
             self._added += parts
 

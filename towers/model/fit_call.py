@@ -38,9 +38,9 @@ class FitCall:
         kwargs: Mapping[str, Any],
         create_variables: Callable[[Any], None],
     ):
-        """Binds the arguments of `fit`, the first of which is the model; runs nothing.
+        """Binds the arguments of `fit`; runs nothing.
 
-        The others are in `args` and `kwargs`.
+        `fit` is called with the model first, then with `args` and `kwargs`.
         """
         self.model, self.create_variables = model, create_variables
         self.skips: Callable[[Iterator], Any] | None = None

@@ -18,7 +18,7 @@ class ReplayableBatches:
     """
 
     def __init__(self, iterator: Iterator, steps: int):
-        """Takes so many batches from an iterator, or fewer at the end of the data.
+        """Takes `steps` batches from an iterator, or fewer at the end of the data.
 
         Raises:
             StopIteration: If there is none left.

@@ -38,9 +38,9 @@ class TowerModel(wrapt.CallableObjectProxy):
     predict_function = None
 
     def __init__(self, update: VariableUpdate, numerics_file: str | None = None):
-        """Makes a proxy of a model, whose variables are updated so.
+        """Makes a proxy of the model that `update` trains.
 
-        `numerics_file` is where to write a step that is not finite, if anywhere.
+        `numerics_file` is where a step that is not finite is written, if anywhere.
         """
         super().__init__(update.model)
         self._self_update = update

@@ -82,10 +82,15 @@ class VariableUpdate:
         ways: Callable[..., list[Choice]] | None = None,
         file: str | None = None,
     ):
-        """Makes the first builder, by `make`, of a choice to begin with.
+        """Makes the first builder.
 
-        `ways` lists what can be chosen; it takes whether XLA is wanted, and whether the
-        model is synchronized. It is `None` if there is no choice.
+        Args:
+            model: See the attributes.
+            make: Makes the builder of a choice.
+            choice: The first choice.
+            ways: Lists the choices. It takes whether XLA is wanted, and whether the
+                model is synchronized. `None` if there is only one choice.
+            file: See the attributes.
         """
         self.model, self.choice, self.file = model, choice, file
         self.builder = make(choice)
@@ -149,7 +154,7 @@ class VariableUpdate:
         return self._ways(wanted, is_synchronized(self.model))
 
     def install(self, choice: Choice, batches: ReplayableBatches) -> None:
-        """Puts another builder in use, in the first call, which has these batches."""
+        """Puts another builder in use, during the first call, which holds `batches`."""
         watched = self.builder.context.callbacks_may_write
         self.choice = choice
         self.builder = self._make(choice)
@@ -164,6 +169,6 @@ class VariableUpdate:
         self.builder.context.usual_rows = int(batch.batch_size(first))
 
     def create_variables(self, data: Any) -> None:
-        """Creates the variables that do not exist, of a batch or its types."""
+        """Creates missing variables; `data` is a batch or its `tf.TypeSpec`s."""
         with self.step_scope():
             self.builder.create_variables(data)

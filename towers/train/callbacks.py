@@ -32,7 +32,7 @@ _HYPER_PARAMETERS = (
 
 
 def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
-    """Makes the callbacks of a run, in order; `lines` where no bar is shown."""
+    """Makes the callbacks of a run, in order; `lines` replace a progress bar."""
     settings = job.settings
     measures = watch.measures
     if settings.asynchronous:

@@ -70,7 +70,7 @@ class RowComparison:
             self.forget_small_comparisons()
 
     def compare_first(self, data: Any, wanted: compare.BatchWanted) -> None:
-        """Compares rows of a batch, as the data have it, for what a graph has asked."""
+        """Compares rows of a batch, before preprocessing, as a graph has asked for."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(loop.without_optionals(data))
         # As in inference: nothing random is drawn.
         _, (x, _, _) = self.batches.preprocess_batch((x, None, None), training=False)

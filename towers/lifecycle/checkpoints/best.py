@@ -130,7 +130,7 @@ class Monitor:
     def best(self, scores: Iterable[tuple[str, float | None]]) -> str | None:
         """Returns the first of the best checkpoints.
 
-        Path and score of each come the earliest first.
+        `scores` has the path and the score of each, the earliest first.
         """
         scored = [(path, score) for path, score in scores if score is not None]
         choose = max if self.mode == "max" else min

@@ -121,7 +121,11 @@ class CheckpointManager:
         return path, contents
 
     def find_best(self, model: keras.Model, position: Position) -> Best | None:
-        """Returns the best checkpoint of those up to a position; see `Checkpoint`."""
+        """Returns the best checkpoint up to a position, if there is one.
+
+        The model's metrics tell whether more is better. Raises a `ValueError` if they
+        do not.
+        """
         self.wait()
         scores = self._read_scores(self._up_to(position))
         if self.monitor.name is None or not any(
