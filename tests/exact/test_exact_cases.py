@@ -46,71 +46,83 @@ FOR_THE_REPORT = (
 )
 
 
-# From ten seconds on, or variants of what quick cases are about: a loss among losses of
-# one form, a layer that test_layers.py measures, an optimizer that test_update.py has.
-SLOW = {
+# What `make test` runs: of each group, what its other cases are variants of. The others
+# are slow, as is whatever comes.
+QUICK = {
     "batches": (
-        "ragged inputs",
-        "sizes (8, 8, 5), 2 towers",
-        "sizes (8, 8, 5), 4 towers",
-        "sizes (6, 6, 6)",
-        "tuple of inputs",
-        "list of outputs, each with loss, loss weight, metrics",
-        "temporal sample weights and a mask",
-        "masked sequences, last state",
-        "outputs of shape (n,), mse",
-        "outputs of shape (n,), cosine_similarity",
+        "class weights, labels",
+        "nested of inputs",
+        "outputs of two reductions",
+        "sizes (1, 8)",
+        "sizes (8, 8, 5), 3 towers",
+        "with validation",
+    ),
+    "float8": ("idle towers, clipping and a loss scale",),
+    "gradients": (
+        "Embedding used twice",
+        "Embedding, gathered",
+        "Embedding, global_clipnorm",
+        "frozen between two fits",
     ),
     "losses": (
-        "BinaryFocalCrossentropy",
-        "CategoricalFocalCrossentropy",
-        "Circle",
-        "CosineSimilarity",
-        "Dice",
-        "Hinge",
-        "Huber",
-        "SquaredHinge",
-        "Tversky",
-        "reduction sum_over_batch_size, mask",
-        "reduction None, mask",
-        "reduction mean, sample weights",
+        "KLDivergence",
+        "function, pairwise ranking",
+        "gradient penalty, state",
+        "ignore_class",
+        "py_function",
+        "reduction mean_with_sample_weight",
+        "reduction sum, sample weights",
     ),
-    "metrics": (
-        "of labels",
-        "of numbers",
-        "of one-hot classes",
-        "of one-hot classes, weighted",
-        "of options",
+    "losses that layers add": (
+        "activity regularizer",
+        "mean and sum",
+        "sum, smaller than the towers",
+        "variance over the batch",
+        "vector, gathered",
+    ),
+    "metrics": ("function, and names", "of numbers in (0, 1), weighted"),
+    "mixed precision": (
+        "mixed_bfloat16, loss of the whole batch",
+        "mixed_float16, Adam",
+        "mixed_float16, overflow on the second tower",
     ),
     "models": (
-        "Bidirectional",
-        "Conv2DTranspose",
-        "EinsumDense",
-        "GroupNormalization",
-        "LayerNormalization",
-        "RMSNormalization",
-        "TimeDistributed",
-        "causal GroupQueryAttention",
+        "Conv2D",
+        "functional, nested models",
+        "functional, shared layer",
+        "not built",
+        "run_eagerly, add_loss",
+        "steps_per_execution=3",
     ),
-    "optimizers": ("Adagrad", "Adam, amsgrad", "Ftrl", "RMSprop", "constraint NonNeg"),
+    "optimizers": (
+        "SGD",
+        "constraint MaxNorm",
+        "global_clipnorm, Adam",
+        "gradient accumulation and clipping",
+        "learning rate set by a callback",
+        "loss_scale_factor",
+    ),
+    "shares": ("(2, 3, 3), batches of (16, 16)", "(2, 3, 3), loss of the whole batch"),
     "state": (
-        "BatchNormalization(synchronized=True), sizes (6, 6, 6), conv",
-        "BatchNormalization(synchronized=True), sizes (6, 6, 6), dense",
-        "BatchNormalization(synchronized=True), sizes (8, 2, 8), dense",
-        "BatchNormalization(synchronized=True), sizes (8, 8, 5), dense",
-        "BatchNormalization(synchronized=True), no scale, no center",
+        "BatchNormalization(synchronized=True), gathered",
+        "BatchNormalization(synchronized=True), mask",
+        "BatchNormalization, each share by itself",
+        "counter, int64",
+        "moving mean",
+        "moving mean, with this batch",
+        "moving norm",
+        "moving sum",
+        "stateful RNN",
+        "vector quantizer",
     ),
 }
-# Kinds of combinations that differ by what other quick tests are about.
-SLOW_KINDS = (
-    "XLA",
-    "callback",
-    "class weights",
-    "eager",
-    "layer",
-    "mixed precision",
-    "steps in a call",
-    "weights in the second fit",
+# Of combinations, those that are refused, which takes no time, and those of state.
+QUICK_KINDS = (
+    "added loss that couples",
+    "examples that meet",
+    "raw state",
+    "state",
+    "state that couples",
 )
 
 
@@ -141,15 +153,15 @@ def builders(case):
 
 
 def is_slow(case):
-    """Every second case of the table counts as slow, besides those that are slow."""
+    """Whether only `make test-slow` runs a case."""
     if case.group == combinations.GROUP:
-        return any(case is OF_A_KIND[kind] for kind in SLOW_KINDS)
-    return case.name in SLOW.get(case.group, ()) or bool(number_of(case) // 64 % 2)
+        return not any(case is OF_A_KIND[kind] for kind in QUICK_KINDS)
+    return case.name not in QUICK[case.group]
 
 
-def test_slow_cases_exist():
-    assert {*SLOW_KINDS} <= OF_A_KIND.keys()
-    for group, names in SLOW.items():
+def test_quick_cases_exist():
+    assert {*QUICK_KINDS} <= OF_A_KIND.keys()
+    for group, names in QUICK.items():
         assert {*names} <= {case.name for case in CASES if case.group == group}
 
 
