@@ -10,6 +10,8 @@ import tensorflow as tf
 from tests import warm
 from tests.variants import slow
 from towers.input_pipeline import ArraySource, make_dataset, open_source
+from towers.input_pipeline.choices import RECIPES
+from towers.input_pipeline.images import recipes
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +55,13 @@ def arrays():
     return ArraySource(np.broadcast_to(x[:, None, None, None], [60, 8, 8, 1]), x // 4)
 
 
-@pytest.fixture(params=["photos", "raw", "arrays"])
+@pytest.fixture
 def source(request):
     return request.getfixturevalue(request.param)
 
 
-# A stream that is decoded, and what is read from any place.
-UNLIKE = pytest.mark.parametrize("source", ["photos", "arrays"], indirect=True)
+# What is read from any place, and a stream that is decoded.
+UNLIKE = pytest.mark.parametrize("source", ["arrays", slow("photos")], indirect=True)
 
 
 @functools.cache
@@ -88,8 +90,22 @@ def test_pixels_in_records_are_found_to_be_that(raw):
 
 # Each of the stages that a recipe adds, and each source without determinism.
 @pytest.mark.parametrize(
-    ("recipe", "deterministic"),
-    [("none", True), ("imagenet", True), ("cifar", True), ("cifar", False)],
+    ("source", "recipe", "deterministic"),
+    [
+        ("photos", "imagenet", True),
+        ("raw", "cifar", False),
+        ("arrays", "none", True),
+        ("arrays", "cifar", True),
+        slow("photos", "none", True),
+        slow("photos", "cifar", True),
+        slow("photos", "cifar", False),
+        slow("raw", "none", True),
+        slow("raw", "imagenet", True),
+        slow("raw", "cifar", True),
+        slow("arrays", "imagenet", True),
+        slow("arrays", "cifar", False),
+    ],
+    indirect=["source"],
 )
 def test_every_record_comes_once(source, recipe, deterministic):
     _, labels, sizes = _epoch(source, recipe=recipe, deterministic=deterministic)
@@ -98,7 +114,18 @@ def test_every_record_comes_once(source, recipe, deterministic):
     assert (sizes if deterministic else sorted(sizes)[::-1]) == [16, 16, 16, 12]
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("source", "training"),
+    [
+        ("photos", True),
+        ("arrays", True),
+        ("arrays", False),
+        slow("photos", False),
+        slow("raw", True),
+        slow("raw", False),
+    ],
+    indirect=["source"],
+)
 def test_a_start_in_an_epoch_passes_over_what_was_before(source, training):
     images, labels, _ = _epoch(source, training=training)
     # Streams skip, decoded or not; of arrays, each place is computed.
@@ -164,22 +191,27 @@ def test_what_is_skipped_is_not_decoded(tmp_path, photos, example, write_tfrecor
         _epoch(source, **options)
 
 
-@UNLIKE
-def test_augmentation_depends_on_seed_epoch_and_record(source):
+def _alike(source, **options):
+    """The share of records that are augmented as in another epoch."""
     images, labels, _ = _epoch(source)
     by_record = dict(zip(labels, images, strict=True))
+    images, labels, _ = _epoch(source, **options)
+    pairs = zip(images, labels, strict=True)
+    return np.mean([np.array_equal(image, by_record[i]) for image, i in pairs])
+
+
+@UNLIKE
+def test_augmentation_is_that_of_the_record(source):
+    images, _, _ = _epoch(source)
     assert len({image.tobytes() for image in images}) > 30
+    assert _alike(source, batch_size=7) == 1
+    assert _alike(source, deterministic=False) == 1
 
-    def same(**options):
-        images, labels, _ = _epoch(source, **options)
-        pairs = zip(images, labels, strict=True)
-        return np.mean([np.array_equal(image, by_record[i]) for image, i in pairs])
 
-    assert same(batch_size=7) == 1
-    assert same(deterministic=False) == 1
-    if source.encoded:  # the seeds do not know whose they are
-        assert same(seed=8) < 0.5
-        assert same(start_epoch=1) < 0.5
+# The seeds do not know whose they are.
+@pytest.mark.parametrize("options", [{"seed": 8}, {"start_epoch": 1}])
+def test_augmentation_depends_on_seed_and_epoch(arrays, options):
+    assert _alike(arrays, **options) < 0.5
 
 
 @pytest.mark.slow
@@ -226,7 +258,7 @@ def test_workers_of_a_service_make_the_same(source, service):
 
 
 # Workers divide the files of the one, and the numbers of the other.
-@pytest.mark.parametrize("kind", ["raw", "arrays"])
+@pytest.mark.parametrize("kind", ["raw", slow("arrays")])
 def test_workers_of_a_service_share_the_records(kind, service, request):
     source = request.getfixturevalue(kind)
     # Who gets which records is left to chance.
@@ -243,17 +275,18 @@ def test_workers_of_a_service_share_the_records(kind, service, request):
             np.testing.assert_array_equal(image, by_record[label])
 
 
+@pytest.mark.slow
 def test_epochs_of_a_service_follow_without_a_gap(raw, service):
     _check_no_gap(raw, data_service=service)
 
 
 # By the image, behind a window of it, and behind cifar by the batch.
 @pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [slow("raw", "none"), ("photos", "imagenet"), ("arrays", "cifar")],
+    ("source", "recipe"),
+    [("arrays", "none"), slow("photos", "imagenet"), slow("arrays", "cifar")],
+    indirect=["source"],
 )
-def test_randaugment_comes_on_top(kind, recipe, request):
-    source = request.getfixturevalue(kind)
+def test_randaugment_comes_on_top(source, recipe):
     before, labels, _ = _epoch(source, recipe=recipe)
     after, again, _ = _epoch(source, recipe=recipe, randaugment=(2, 9))
     assert again == labels
@@ -262,8 +295,9 @@ def test_randaugment_comes_on_top(kind, recipe, request):
     assert np.mean(changed) > 0.5
 
 
-def test_in_evaluation_nothing_is_random(photos):
-    options = {"recipe": "imagenet", "training": False}
-    plain, _, _ = _epoch(photos, **options)
-    still, _, _ = _epoch(photos, randaugment=(2, 9), **options)
-    np.testing.assert_array_equal(plain, still)
+def test_in_evaluation_nothing_is_random(arrays):
+    images, labels, _ = _epoch(arrays, randaugment=(2, 9), training=False)
+    assert labels == list(range(60))
+    assert all((image == 4 * i).all() for i, image in enumerate(images))
+    for recipe in RECIPES:
+        assert recipes.find(recipe, False, (8, 8), (2, 9)).draws == 0
