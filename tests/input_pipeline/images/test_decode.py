@@ -1,3 +1,4 @@
+import functools
 import io
 
 import numpy as np
@@ -6,6 +7,7 @@ import tensorflow as tf
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
+from tests.variants import slow
 from towers.input_pipeline import make_dataset, open_source
 from towers.input_pipeline.images import augment, decode
 from towers.input_pipeline.images.decode import Tricks, decode_window
@@ -29,14 +31,20 @@ def encode():
     return encode_photo
 
 
-def _decode(encoded, window, size, **options):
-    @tf.function
-    def decode(encoded):
-        return decode_window(
-            encoded, lambda shape: tf.constant(window), size, **options
-        )
+@functools.cache
+def _graph(size, **options):
+    """Traced once for all images and windows."""
+    return tf.function(
+        lambda encoded, window: decode_window(
+            encoded, lambda _: window, size, **options
+        ),
+        autograph=False,
+    )
 
-    return decode(tf.constant(encoded)).numpy()
+
+def _decode(encoded, window, size, **options):
+    decoded = _graph(size, **options)(tf.constant(encoded), tf.constant(window))
+    return decoded.numpy()
 
 
 def _oracle(encoded, window, size):
@@ -90,8 +98,7 @@ def test_large_windows_are_decoded_small(photo, encode, factor):
     encoded = encode(large, quality=95)
     window = (16, 32, 800, 1200)
     size = (800 // factor, 1200 // factor, 3)
-    graph = tf.function(lambda e: decode_window(e, lambda _: tf.constant(window), size))
-    found = graph(tf.constant(encoded)).numpy()
+    found = _decode(encoded, window, size)
     off = np.abs(found - _oracle(encoded, window, size))
     assert off.mean() < 3.5
     # Without, every eighth pixel is taken: what lies between is lost.
@@ -131,13 +138,13 @@ def test_what_is_no_image_is_an_error(content):
 
 @pytest.mark.parametrize("ratio", [2, 4, 8])
 def test_a_scaled_window_stays_where_it_was(ratio):
-    rng = np.random.default_rng(0)
+    rng, scaled = np.random.default_rng(0), tf.function(decode._scaled)
     for _ in range(200):
         shape = rng.integers(20, 600, 2)
         size = np.minimum(rng.integers(ratio, 600, 2), shape)
         corner = rng.integers(0, shape - size + 1)
         window = tf.constant([*corner, *size], tf.int32)
-        found = decode._scaled(window, tf.constant(shape, tf.int32), ratio).numpy()
+        found = scaled(window, tf.constant(shape, tf.int32), ratio).numpy()
         begin, end = found[:2], found[:2] + found[2:]
         # Each border to the nearest pixel, inside of the image.
         assert np.abs(begin - corner / ratio).max() <= 0.5
@@ -198,7 +205,12 @@ def test_stripes_do_not_become_others():
 
 @pytest.mark.parametrize(
     ("recipe", "training"),
-    [("none", True), ("none", False), ("cifar", False), ("imagenet", False)],
+    [
+        ("none", True),
+        ("imagenet", False),
+        slow("none", False),
+        slow("cifar", False),
+    ],
 )
 def test_no_pipeline_takes_the_slow_kernel(
     tmp_path, encode, monkeypatch, recipe, training

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.variants import slow
 from towers.input_pipeline.images import mix
 
 
@@ -85,8 +86,12 @@ def test_the_ends_of_the_draws_give_weights(alpha):
     assert ((weights >= 0) & (weights <= 1)).all()
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 7])
-@pytest.mark.parametrize("jit", [False, True])
+# XLA compiles for each size.
+@pytest.mark.parametrize(
+    ("size", "jit"),
+    [(0, False), (1, False), (2, False), (7, False)]
+    + [slow(0, True), slow(1, True), slow(2, True), (7, True)],
+)
 def test_mixup_averages_with_the_one_before(size, jit):
     images, labels = _batch(size)
     u, labels = tf.constant(_uniform(2, size)), tf.constant(_one_hot(labels))
@@ -96,8 +101,11 @@ def test_mixup_averages_with_the_one_before(size, jit):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 50])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("size", "jit"),
+    [(0, False), (1, False), (2, False), (50, False)]
+    + [slow(0, True), slow(1, True), slow(2, True), (50, True)],
+)
 def test_cutmix_pastes_the_authors_box(size, jit):
     images, labels = _batch(size)
     u, labels = tf.constant(_uniform(4, size)), tf.constant(_one_hot(labels))
@@ -123,11 +131,11 @@ def test_a_cutmix_label_is_the_share_of_its_pixels():
     ("dtype", "mixup", "cutmix"),
     [
         ("uint8", 0.2, 1.0),
-        ("float16", 0.2, 1.0),
-        ("bfloat16", 0.2, 1.0),
-        ("float32", 0.2, 1.0),
-        ("uint8", 0.2, 0),
         ("float16", 0, 1.0),
+        slow("float16", 0.2, 1.0),
+        slow("bfloat16", 0.2, 1.0),
+        slow("float32", 0.2, 1.0),
+        slow("uint8", 0.2, 0),
     ],
 )
 def test_a_mix_is_the_same_compiled_and_not(dtype, mixup, cutmix):
@@ -172,10 +180,10 @@ def test_a_batch_of_one_is_mixed_with_itself():
 def test_half_of_the_batches_are_cut():
     """CutMix alone leaves each pixel one of two whole numbers."""
     mixed, cut = tf.function(mix.Mix(5, 1.0, 1.0)), 0
-    for seed in range(200):
+    for seed in range(100):
         found, _ = mixed(*_batch(4, seed=seed))
         cut += np.array_equal(found, np.round(found))
-    assert 65 <= cut <= 135  # 5 standard deviations.
+    assert 25 <= cut <= 75  # 5 standard deviations.
 
 
 def test_what_is_drawn_depends_on_seed_and_batch_alone():
