@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from tests import oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.analysis import effects
 
@@ -232,7 +233,7 @@ class Annealed(keras.losses.Loss):
         return keras.ops.square(y - predicted) / self.count
 
 
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("raw", [slow(False), True])
 def test_a_loss_with_a_state_of_its_own_is_computed_once(raw):
     found = []
     for towers in (0, 2):

@@ -6,10 +6,9 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.collectives import packing
-
-SLOW = pytest.mark.slow
 
 
 def _mixed():
@@ -196,11 +195,10 @@ BUILDERS = ["parameter_server", "replicated"]
     ("name", "towers", "builder"),
     [
         ("mixed", 3, "parameter_server"),
-        ("mixed", 3, "replicated"),
-        ("dense", 1, "parameter_server"),
-        pytest.param("dense", 1, "replicated", marks=SLOW),
+        slow("mixed", 3, "replicated"),
+        *(slow("dense", 1, builder) for builder in BUILDERS),
         *(
-            pytest.param(name, 3, builder, marks=SLOW)
+            slow(name, 3, builder)
             for name in ("dense", "embedding", "float64", "counters")
             for builder in BUILDERS
         ),
@@ -212,7 +210,8 @@ def test_packed_towers_equal_one_device(name, towers, builder):
     assert oracle.largest_difference(found, expected) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["embedding", pytest.param("dense", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["embedding", "dense"])
 def test_packed_towers_in_float16(name):
     keras.config.set_dtype_policy("mixed_float16")
     expected = _trained(name, 0, scale=2.0**10)
@@ -220,6 +219,7 @@ def test_packed_towers_in_float16(name):
     assert oracle.largest_difference(found, expected) < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"local_parameter_device": "/device:CPU:3"}, {"cpu_merge": False}]
 )

@@ -9,13 +9,13 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.layers import embeddings
 
 TOWERS, HOME = ["/device:CPU:0", "/device:CPU:1"], "/device:CPU:2"
 TABLE = (37, 4)
 STEPS = 5
-SLOW = pytest.mark.slow
 _numbers = itertools.count(1000)
 
 
@@ -72,13 +72,14 @@ def _uses(nodes):
     )
 
 
-QUICK = ("train", TOWERS[0], True), ("test", HOME, True), ("predict", HOME, False)
+# Of training at home, test_rows_travel_and_no_table tells.
+QUICK = ("test", HOME, True), ("predict", HOME, False)
 
 
 @pytest.mark.parametrize(
     ("step", "home", "packed"),
     [
-        pytest.param(*each, marks=() if each in QUICK else SLOW)
+        each if each in QUICK else slow(*each)
         for each in itertools.product(
             ["train", "test", "predict"], [HOME, TOWERS[0]], [False, True]
         )
@@ -110,6 +111,7 @@ def test_rows_travel_and_no_table():
         assert 1 <= back.count(tf.int32) <= 2
 
 
+@pytest.mark.slow
 def test_a_table_that_is_used_as_a_whole_is_read():
     uses = dict.fromkeys(kind for kind, _ in _uses(_graph(regularizer="l2")))
     assert "ReadVariableOp" in uses
@@ -239,20 +241,19 @@ CASES = {
     "frozen": (_frozen, _ids()),
     "in a loop": (_looping, _ids(dtype="float32")[..., None]),
 }
-# Others are further variants of these: several tables, a mask, and one as a whole.
-QUICK_CASES = "several", "mask", "tied"
+# Others are further variants of these: several tables, and one as a whole.
+QUICK_CASES = "several", "tied"
 
 
-def _run(case, wrap, optimizer=None, batch_size=8, epochs=2, evaluated=True, **options):
+def _run(case, wrap, optimizer=None, batch_size=8, evaluated=True, **options):
     keras.utils.set_random_seed(7)
     make, x = CASES[case]
     model = make()
     trained = wrap(model)
     optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1)
     trained.compile(optimizer, "mse", **{"jit_compile": False} | options)
-    # Batches of 8 and 5: on three towers, shares of 3, 3 and 2, or of 2, 2 and 1.
     data = tf.data.Dataset.from_tensor_slices((x, _targets())).batch(batch_size)
-    fit = trained.fit(data, epochs=epochs, shuffle=False, verbose=0)
+    fit = trained.fit(data, epochs=2, shuffle=False, verbose=0)
     variables = [*model.variables, *model.optimizer.variables]
     found = [*fit.history["loss"], *(v.numpy() for v in variables)]
     if evaluated:
@@ -281,26 +282,25 @@ def _towers(towers=2, **options):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in QUICK_CASES else SLOW) for case in CASES],
+    [case if case in QUICK_CASES else slow(case) for case in CASES],
 )
 def test_towers_equal_one_device(case):
-    # Of models without a table as a whole, "several" evaluates like all.
-    evaluated = case != "mask"
-    assert _equal(_run(case, _towers(), evaluated=evaluated), _expected(case))
+    assert _equal(_run(case, _towers()), _expected(case))
 
 
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        ("several", {"variable_update": "replicated"}),
-        ("several", {"packed": True, "local_parameter_device": "/device:CPU:3"}),
-        ("several", {"cpu_merge": False, "loss_placement": "gathered"}),
-        pytest.param("tied", {"variable_update": "replicated"}, marks=SLOW),
-        pytest.param("tied", {"packed": True}, marks=SLOW),
-        pytest.param("tied", {"local_parameter_device": "/device:CPU:3"}, marks=SLOW),
-        pytest.param("several", {"packed": True}, marks=SLOW),
-        pytest.param("several", {"cpu_merge": False}, marks=SLOW),
-        pytest.param("several", {"loss_placement": "gathered"}, marks=SLOW),
+        ("plain", {"variable_update": "replicated"}),
+        slow("several", {"variable_update": "replicated"}),
+        slow("several", {"packed": True, "local_parameter_device": "/device:CPU:3"}),
+        slow("several", {"cpu_merge": False, "loss_placement": "gathered"}),
+        slow("tied", {"variable_update": "replicated"}),
+        slow("tied", {"packed": True}),
+        slow("tied", {"local_parameter_device": "/device:CPU:3"}),
+        slow("several", {"packed": True}),
+        slow("several", {"cpu_merge": False}),
+        slow("several", {"loss_placement": "gathered"}),
     ],
     ids=str,
 )
@@ -310,13 +310,10 @@ def test_whatever_the_builder_does(case, options):
     assert _equal(found, _expected(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"run_eagerly": True},
-        pytest.param({"jit_compile": True}, marks=SLOW),
-        pytest.param({"steps_per_execution": 2}, marks=SLOW),
-    ],
+    [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
     ids=str,
 )
 def test_however_it_is_compiled(options):
@@ -328,38 +325,31 @@ def test_however_it_is_compiled(options):
     "optimizer",
     [
         lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1),
-        pytest.param(lambda: keras.optimizers.Adam(0.01), marks=SLOW),
-        pytest.param(
-            lambda: keras.optimizers.Adagrad(0.1, gradient_accumulation_steps=2),
-            marks=SLOW,
-        ),
-        pytest.param(
+        slow(lambda: keras.optimizers.Adam(0.01)),
+        slow(lambda: keras.optimizers.Adagrad(0.1, gradient_accumulation_steps=2)),
+        slow(
             lambda: keras.optimizers.RMSprop(
                 0.01, use_ema=True, ema_overwrite_frequency=2
-            ),
-            marks=SLOW,
+            )
         ),
     ],
     ids=["clipped", "adam", "accumulated", "averaged"],
 )
 def test_sparse_updates(optimizer):
-    case, options = "repeated ids", {"optimizer": optimizer, "evaluated": False}
+    # Of batches of 4, and of 1, which leaves two towers idle.
+    case = "repeated ids"
+    options = {"optimizer": optimizer, "batch_size": 4, "evaluated": False}
     expected = _run(case, lambda model: model, run_eagerly=True, **options)
     assert _equal(_run(case, _towers(3), **options), expected)
 
 
+@pytest.mark.slow
 def test_mixed_float16():
     keras.config.set_dtype_policy("mixed_float16")
     options = {"evaluated": False}
     expected = _run("plain", lambda model: model, run_eagerly=True, **options)
     found = _run("plain", _towers(), **options)
     assert oracle.largest_difference(found, expected) < 1e-2
-
-
-def test_idle_towers():
-    options = {"batch_size": 2, "epochs": 1, "evaluated": False}
-    expected = _run("plain", lambda model: model, run_eagerly=True, **options)
-    assert _equal(_run("plain", _towers(3), **options), expected)
 
 
 class InnerGraph(keras.Model):
@@ -390,9 +380,9 @@ class InnerGraph(keras.Model):
     "how",
     [
         "function",
-        "vectorized_map",  # looks up rows at home, and loses their gradient
-        pytest.param("cond", marks=SLOW),
-        pytest.param("map", marks=SLOW),
+        slow("vectorized_map"),  # looks up rows at home, and loses their gradient
+        slow("cond"),
+        slow("map"),
     ],
 )
 def test_a_table_in_an_inner_graph_learns(how):
