@@ -62,6 +62,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(file), f"{page.name} links to {target}"
 
 
+@of(ALL)
+def test_files_of_the_source_exist(page):
+    folders = "towers|input_pipeline|models|tests|scripts|docs"
+    for path in re.findall(rf"(?<![\w/.])(?:{folders})/[\w/]*\.\w+", page.read_text()):
+        # NAME stands for what somebody adds.
+        assert "NAME" in path or (ROOT / path).is_file(), f"{page.name} names {path}"
+
+
 def test_every_page_is_in_the_table_of_pages_and_in_the_site():
     readme = (ROOT / "README.md").read_text()
     site = (ROOT / "mkdocs.yml").read_text()
