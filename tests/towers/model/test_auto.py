@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import weakref
 from pathlib import Path
@@ -414,7 +415,7 @@ def _fit(builder, steps=1, layers=_stateful, where="/device:CPU:0", **options):
 
 
 @functools.cache
-def _expected(steps=1, layers=_stateful):
+def _expected(steps, layers=_stateful):
     """What is made without trying: a history, and variables."""
     return _fit("parameter_server", steps, layers)[1:]
 
@@ -443,19 +444,31 @@ def _prefer(monkeypatch, preferred, tried=2):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "tried"), [slow("parameter_server", 1, 3), ("replicated", 4, 2)]
+    ("name", "steps", "tried", "where"),
+    [
+        # The model is moved where copies need it.
+        ("replicated", 1, 2, "/device:CPU:3"),
+        slow("replicated", 4, 2, "/device:CPU:0"),
+        slow("parameter_server", 1, 3, "/device:CPU:0"),
+        # It comes back if the first is chosen after all, traced for where it is.
+        slow("parameter_server", 1, 2, "/device:CPU:3"),
+    ],
 )
-def test_trying_changes_nothing(monkeypatch, name, steps, tried):
+def test_trying_changes_nothing(monkeypatch, name, steps, tried, where):
     _prefer(monkeypatch, lambda choice: choice.variable_update == name, tried)
     history, expected = _expected(steps)
-    parallel, ours, variables = _fit("auto", steps)
+    parallel, ours, variables = _fit("auto", steps, where=where)
     assert parallel.builder.name == name
+    home = "/device:CPU:0" if name == "replicated" else where
+    assert parallel.builder.plan.home == home
+    assert all(v.value.device.endswith(home) for v in parallel.variables)
     for metric, values in history.items():
         assert ours[metric] == pytest.approx(values, rel=1e-6)
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_variable_of_the_losss_own_is_given_back(monkeypatch):
     _prefer(monkeypatch, lambda choice: choice == SERVER)
     seen, raw = keras.Variable(0.0), tf.Variable(0, trainable=False)
@@ -473,42 +486,28 @@ def test_a_variable_of_the_losss_own_is_given_back(monkeypatch):
     assert (float(seen.value), int(raw)) == (3.0, 3)
 
 
-def test_the_model_is_moved_where_the_choice_needs_it(monkeypatch):
-    _prefer(monkeypatch, lambda choice: choice.variable_update == "replicated")
-    _, expected = _expected()
-    parallel, _, variables = _fit("auto", where="/device:CPU:3")
-    assert parallel.builder.plan.home == "/device:CPU:0"
-    for one, other in zip(variables, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-    # It comes back if the first is chosen after all, traced for where it is.
-    _prefer(monkeypatch, lambda choice: choice.variable_update == "parameter_server")
-    parallel, _, variables = _fit("auto", where="/device:CPU:3")
-    assert parallel.builder.plan.home == "/device:CPU:3"
-    assert all(v.value.device.endswith("CPU:3") for v in parallel.variables)
-    for one, other in zip(variables, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-
-
 def test_variables_stay_where_they_were_put(monkeypatch):
     _prefer(monkeypatch, lambda choice: choice == SERVER, tried=9)
-    parallel, _, _ = _fit("auto", local_parameter_device="/device:CPU:3")
+    parallel, _, _ = _fit(
+        "auto", layers=tuple, local_parameter_device="/device:CPU:3"
+    )
     assert parallel.builder.plan.home == "/device:CPU:3"
 
 
 def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
     _prefer(monkeypatch, lambda choice: choice.all_reduce_alg == "ring")
     file = str(tmp_path / "choice.json")
-    _, _, expected = _fit("auto", choice_file=file)
+    _, _, expected = _fit("auto", layers=tuple, choice_file=file)
     monkeypatch.setattr(auto, "choose", None)
     capsys.readouterr()
-    parallel, _, variables = _fit("auto", choice_file=file)
+    parallel, _, variables = _fit("auto", layers=tuple, choice_file=file)
     assert "replicated (ring), as chosen before" in capsys.readouterr().err
     assert _algorithm(parallel.builder) == "ring"
     for one, other in zip(variables, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("why", ["deterministic", "eager"])
+@pytest.mark.parametrize("why", ["deterministic", slow("eager")])
 def test_nothing_is_measured(monkeypatch, why):
     monkeypatch.setattr(auto, "choose", None)
     if why == "deterministic":
@@ -558,22 +557,30 @@ _ROWS = np.arange(12, dtype="float32").reshape(6, 2)
 _NOTHING = tf.experimental.Optional.empty(tf.TensorSpec([], tf.float32))
 
 
+_KINDS = {
+    "array": _ROWS,
+    "dictionary": {"b": _ROWS, "a": _ROWS.astype(str)},
+    "sparse": tf.sparse.from_dense(_ROWS),
+    "ragged": tf.ragged.constant([[1, 2], [3], [], [4, 5, 6], [7], [8]]),
+}
+_BESIDE = {
+    "alone": (),
+    "none": (None, 1.0),
+    "optional": (_NOTHING, 1.0),
+    "none at the end": (1.0, None),
+}
+_DIAGONAL = [*zip(_KINDS, _BESIDE, strict=True)]
+
+
 @pytest.mark.parametrize(
-    "rows",
+    ("kind", "beside"),
     [
-        _ROWS,
-        {"b": _ROWS, "a": _ROWS.astype(str)},
-        tf.sparse.from_dense(_ROWS),
-        tf.ragged.constant([[1, 2], [3], [], [4, 5, 6], [7], [8]]),
+        pair if pair in _DIAGONAL else slow(*pair)
+        for pair in itertools.product(_KINDS, _BESIDE)
     ],
-    ids=["array", "dictionary", "sparse", "ragged"],
 )
-@pytest.mark.parametrize(
-    "beside",
-    [(), (None, 1.0), (_NOTHING, 1.0), (1.0, None)],
-    ids=["alone", "none", "optional", "none at the end"],
-)
-def test_batches_are_read_again_as_they_came(monkeypatch, rows, beside):
+def test_batches_are_read_again_as_they_came(monkeypatch, kind, beside):
+    rows, beside = _KINDS[kind], _BESIDE[beside]
     # It fixes malloc's threshold for the whole process, which slows down small models.
     monkeypatch.setattr(tf.data.Dataset, "from_generator", None)
     data = tf.data.Dataset.from_tensor_slices(rows).batch(4)
@@ -629,11 +636,12 @@ def _algorithm(builder):
     return builder.training.reducer.algorithm if copies else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("times", "stays"),
     [
         pytest.param(0.5, {"ring"}, id="last"),
-        slow(2.0, {"device"}, id="first"),
+        pytest.param(2.0, {"device"}, id="first"),
     ],
 )
 def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
@@ -661,7 +669,7 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
 
     monkeypatch.setattr(Builder, "create_variables", builds)
     monkeypatch.setattr(auto, "choose", chooses)
-    _fit("auto", gpus=gpus, where=gpus[0])
+    _fit("auto", layers=tuple, gpus=gpus, where=gpus[0])
     # Two have lost: of the ways to add by copies, and by a home.
     assert len(counts) == 2 and {name for name, _ in made} == {"device", "ring"}
     for before, after, still in counts:
@@ -672,7 +680,7 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
 
 def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys, gpus):
     monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])
-    _, expected = _expected()
+    _, expected = _expected(1, tuple)
     reduce = AllReduce.sum_gradients
 
     def sum_gradients(self, *args):
@@ -682,7 +690,7 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
 
     monkeypatch.setattr(AllReduce, "sum_gradients", sum_gradients)
     capsys.readouterr()
-    parallel, _, variables = _fit("auto", gpus=gpus, where=gpus[0])
+    parallel, _, variables = _fit("auto", layers=tuple, gpus=gpus, where=gpus[0])
     line, *_ = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "towers: The variables are updated by parameter_server, as replicated (device) "
@@ -697,7 +705,7 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
     ("fails", "expected", "compiles"),
     [
         ("update", ["replicated (device)", "parameter_server"], False),
-        ("copies", ["parameter_server", "replicated (ring)"], True),
+        slow("copies", ["parameter_server", "replicated (ring)"], True),
     ],
 )
 def test_what_has_failed_is_not_tried_again(
@@ -742,6 +750,7 @@ def test_what_has_failed_is_not_tried_again(
     assert ("XLA" in capsys.readouterr().err) is (fails == "update")
 
 
+@pytest.mark.slow
 def test_compiling_again_is_obeyed(monkeypatch):
     # The first is without XLA.
     monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])
@@ -762,12 +771,12 @@ def _normalised():
 
 # Asynchronous towers are compiled in test_asynchronous.py, too.
 @pytest.mark.parametrize(
-    "builder",
-    [name if name == "replicated" else slow(name) for name in STRATEGIES],
+    ("builder", "layers"),
+    [("replicated", tuple), *(slow(name, _normalised) for name in STRATEGIES)],
 )
-def test_xla_with_every_builder(builder):
-    history, expected = _expected(layers=_normalised)
-    parallel, ours, variables = _fit(builder, 4, _normalised, jit_compile=True)
+def test_xla_with_every_builder(builder, layers):
+    history, expected = _expected(1, layers)
+    parallel, ours, variables = _fit(builder, 4, layers, jit_compile=True)
     assert parallel.builder.context.found.compiled
     if builder == "asynchronous":
         assert np.all(np.isfinite(ours["loss"]))
@@ -777,18 +786,18 @@ def test_xla_with_every_builder(builder):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def _with_text():
-    """One of them adds nothing."""
-    dense, *others = _stateful()
-    return dense, Text(), *others
+@pytest.mark.parametrize(
+    ("steps", "layers"), [(1, tuple), slow(1, _stateful), slow(4, _stateful)]
+)
+def test_what_xla_cannot_compile_goes_on_without(capsys, steps, layers):
+    history, expected = _expected(steps, layers)
 
+    def with_text():
+        return *layers(), Text()  # which adds nothing
 
-@pytest.mark.parametrize("steps", [slow(1), 4])
-def test_what_xla_cannot_compile_goes_on_without(capsys, steps):
-    history, expected = _expected(steps)
     capsys.readouterr()
     parallel, ours, variables = _fit(
-        "parameter_server", steps, _with_text, jit_compile=True
+        "parameter_server", steps, with_text, jit_compile=True
     )
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "XLA" in x]
     assert line.startswith("towers: XLA cannot compile model") and "AsString" in line

@@ -73,8 +73,15 @@ def test_the_template_shares_weights_and_stays_on_one_device():
     np.testing.assert_allclose(
         model.predict(data, verbose=0), parallel.predict(data, verbose=0), rtol=1e-5
     )
+    # Compiling the template again is noticed.
+    model.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
+    before = model.get_weights()
+    parallel.fit(data, epochs=1, shuffle=False, verbose=0)
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_model_compiled_before_keeps_its_optimizer():
     data, options = _batches(), {"epochs": 2, "shuffle": False, "verbose": 0}
     expected, model = _model(), _model()
@@ -88,18 +95,6 @@ def test_a_model_compiled_before_keeps_its_optimizer():
     assert int(model.optimizer.iterations) == int(expected.optimizer.iterations)
     difference = oracle.largest_difference(model.get_weights(), expected.get_weights())
     assert difference <= 1e-4
-
-
-def test_compiling_the_template_again_is_noticed():
-    data = _batches()
-    model = _model()
-    parallel = _compiled(model)
-    parallel.fit(data, epochs=1, shuffle=False, verbose=0)
-    model.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
-    before = model.get_weights()
-    parallel.fit(data, epochs=1, shuffle=False, verbose=0)
-    for a, b in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("relocated", [slow(False), True])
@@ -515,6 +510,7 @@ class _Unreadable(keras.layers.Layer):
         return tf.map_fn(lambda row: 2 * row, x)
 
 
+@pytest.mark.slow
 def test_doubts_and_placement_are_said_once(caplog):
     data = _batches()
     model = Custom()
@@ -535,6 +531,7 @@ class _Centres(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [_Centres, _SumsUp])
 def test_strictness_can_be_waived(layer):
     data = _batches()
@@ -575,6 +572,7 @@ def test_targets_have_as_many_rows_as_inputs():
                 use(data, verbose=0)
 
 
+@pytest.mark.slow
 def test_targets_have_as_many_rows_in_a_loop_of_the_users_own():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     parallel = multi_gpu_model(model, gpus=2, loss_placement="gathered")
@@ -587,6 +585,7 @@ def test_targets_have_as_many_rows_in_a_loop_of_the_users_own():
         step(tf.ones([8, 6]), tf.zeros([1, 3]))
 
 
+@pytest.mark.slow
 def test_moving_the_model_again_is_noticed():
     data = _batches()
     model = _model()
@@ -604,6 +603,12 @@ def test_xla_is_the_models_setting():
     parallel.jit_compile = True
     assert parallel.__wrapped__.jit_compile
     assert not parallel.jit_compile
+
+
+@pytest.mark.slow
+def test_the_loop_around_what_xla_compiles_is_not_compiled():
+    parallel = _compiled(optimizer="sgd", metrics=None)
+    parallel.jit_compile = True
     assert parallel.fit(_batches(), verbose=0).history["loss"][0] > 0
 
 
@@ -633,6 +638,7 @@ class RaggedMean(keras.Model):
         return self.dense(tf.reduce_mean(x, axis=1)[:, None])
 
 
+@pytest.mark.slow
 def test_an_unbuilt_model_of_ragged_inputs_predicts():
     rows = tf.ragged.constant([[1.0], [2.0, 4.0], [3.0, 3.0, 3.0], [5.0], [7.0]])
     model = RaggedMean()
