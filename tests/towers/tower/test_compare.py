@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests import oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.tower import compare
 
@@ -72,16 +73,13 @@ MEET = {
 # Each is read like one of the others, and takes longer.
 LIKE_OTHERS = {
     *("argsort", "median", "quantile", "LSTM", "Conv1D", "attention", "pooling"),
-    *("Softmax", "Concatenate"),
+    *("Softmax", "Concatenate", "top_k", "scan"),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ())
-        for name in MEET
-    ],
+    [slow(name) if name in LIKE_OTHERS else name for name in MEET],
 )
 def test_examples_that_meet_are_refused(name):
     parallel = multi_gpu_model(_model(MEET[name]), gpus=2)
@@ -99,6 +97,7 @@ def test_rows_of_other_towers_are_compared():
         parallel.predict_on_batch(X * (np.arange(8) > 3)[:, None])
 
 
+@pytest.mark.slow
 def test_a_batch_that_one_device_has_no_room_for(caplog, monkeypatch):
     trace, rows = compare._trace, []
 
@@ -241,7 +240,7 @@ def test_one_row_cannot_be_compared_but_the_next_batch_can(caplog):
 
 
 @pytest.mark.parametrize(
-    "options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
+    "options", [slow({"run_eagerly": True}), {"steps_per_execution": 2}], ids=str
 )
 def test_nothing_is_trained_before(options):
     model = _model(MEET["sort"])
@@ -268,7 +267,7 @@ def test_not_strict(caplog):
     assert "nothing is compared with strict=False" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("dtype", [slow("float32"), "mixed_float16"])
 def test_tolerance(dtype):
     keras.config.set_dtype_policy(dtype)
     model = _model(lambda h: Mapped(dtype="float32")(h))

@@ -14,9 +14,9 @@ import tensorflow as tf
 from keras import layers, losses, ops
 
 from tests import oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 
-SLOW = pytest.mark.slow
 random = np.random.default_rng(0)
 X, Y = random.normal(size=(2, 7, 3)).astype("float32")
 WEIGHTS = random.uniform(0.5, 2, 7).astype("float32")
@@ -92,9 +92,7 @@ def _looking_loss(y, outputs):
     return ops.mean(y * outputs**2, axis=-1) * float(ops.max(y) > -100)
 
 
-@pytest.mark.parametrize(
-    "builder", ["parameter_server", pytest.param("replicated", marks=SLOW)]
-)
+@pytest.mark.parametrize("builder", ["parameter_server", slow("replicated")])
 def test_layers_and_losses_are_python(builder, caplog, capsys):
     found = []
     for trained, model in _pair(_built, _looking_loss, builder, metrics=["mae"]):
@@ -119,6 +117,7 @@ def test_layers_and_losses_are_python(builder, caplog, capsys):
     assert "Each of 2 towers changes it with its local batch" in said
 
 
+@pytest.mark.slow
 def test_asynchronous_towers_are_python(caplog):
     for towers in (1, 2):
         keras.utils.set_random_seed(7)
@@ -358,6 +357,7 @@ def _one_device(name):
 
 
 _OTHERS = [change for change in CHANGES | PYTHON if change != "weights"]
+_FURTHER = [change for change in _OTHERS if change != "state"]
 
 
 @pytest.mark.parametrize(
@@ -365,10 +365,11 @@ _OTHERS = [change for change in CHANGES | PYTHON if change != "weights"]
     [
         ("weights", False, "parameter_server"),
         ("weights", True, "replicated"),
-        *((change, True, "parameter_server") for change in _OTHERS),
-        pytest.param("weights", True, "parameter_server", marks=SLOW),
-        pytest.param("weights", False, "replicated", marks=SLOW),
-        *(pytest.param(change, True, "replicated", marks=SLOW) for change in _OTHERS),
+        ("state", True, "parameter_server"),
+        *(slow(change, True, "parameter_server") for change in _FURTHER),
+        slow("weights", True, "parameter_server"),
+        slow("weights", False, "replicated"),
+        *(slow(change, True, "replicated") for change in _OTHERS),
     ],
 )
 def test_rules_belong_to_what_was_traced(change, eager, builder):
@@ -408,21 +409,36 @@ class Groups(Graph):
 MATRIX = np.eye(7, dtype="float32")
 
 
-@pytest.mark.parametrize("eager", [False, True])
+NOT_EXAMPLES = {
+    "all rows": (
+        Graph,
+        {"x": X, "matrix": MATRIX},
+        "depend on other examples, by .*MatMul|a matrix of all rows a variable",
+    ),
+    "fewer": (
+        Graph,
+        {"x": X, "matrix": MATRIX[:5]},
+        "7 examples in which x\\['matrix'\\]",
+    ),
+    "one": (
+        Scaled,
+        {"x": X, "matrix": X[0, :1]},
+        "x\\['matrix'\\] has 1 row; expected",
+    ),
+    "groups": (Groups, np.concatenate([X, X[:2]]), "do not group rows"),
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "x", "words"),
+    ("case", "eager"),
     [
-        (
-            Graph,
-            {"x": X, "matrix": MATRIX},
-            "depend on other examples, by .*MatMul|a matrix of all rows a variable",
-        ),
-        (Graph, {"x": X, "matrix": MATRIX[:5]}, "7 examples in which x\\['matrix'\\]"),
-        (Scaled, {"x": X, "matrix": X[0, :1]}, "x\\['matrix'\\] has 1 row; expected"),
-        (Groups, np.concatenate([X, X[:2]]), "do not group rows"),
+        *(("all rows", False), ("fewer", True), ("one", False), ("groups", True)),
+        *(slow("all rows", True), slow("fewer", False)),
+        *(slow("one", True), slow("groups", False)),
     ],
 )
-def test_inputs_that_are_not_examples(make, x, words, eager):
+def test_inputs_that_are_not_examples(case, eager):
+    make, x, words = NOT_EXAMPLES[case]
     y = np.concatenate([Y, Y[:2]]) if make is Groups else Y
     trained = multi_gpu_model(make(), gpus=2)
     trained.compile("sgd", "mse", run_eagerly=eager)

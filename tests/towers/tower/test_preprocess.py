@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.model import auto
 
@@ -16,7 +17,6 @@ CLASSES = 4
 # Three batches; the last one leaves towers idle.
 ROWS, BATCH = 25, 12
 BUILDERS = ["parameter_server", "replicated"]
-SLOW = pytest.mark.slow
 _numbers = itertools.count(2000)
 
 
@@ -104,13 +104,13 @@ def _difference(found, synchronized=False):
 @pytest.mark.parametrize(
     ("towers", "builder", "evaluated"),
     [
-        (1, "parameter_server", False),
-        (3, "parameter_server", False),
         (3, "replicated", False),
-        pytest.param(1, "parameter_server", True, marks=SLOW),
-        pytest.param(3, "parameter_server", True, marks=SLOW),
-        pytest.param(1, "replicated", False, marks=SLOW),
-        pytest.param(4, "replicated", False, marks=SLOW),
+        slow(1, "parameter_server", False),
+        slow(3, "parameter_server", False),
+        slow(1, "parameter_server", True),
+        slow(3, "parameter_server", True),
+        slow(1, "replicated", False),
+        slow(4, "replicated", False),
     ],
 )
 def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
@@ -122,12 +122,12 @@ def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ({"loss_placement": "gathered"}, 2),
         ({"split_ratios": (3, 1), "packed": True, "prefetch": 2}, 1),
-        pytest.param({"variable_update": "auto"}, 2, marks=SLOW),
-        pytest.param({"split_ratios": (3, 1)}, 1, marks=SLOW),
-        pytest.param({"packed": True}, 1, marks=SLOW),
-        pytest.param({"prefetch": 2}, 1, marks=SLOW),
+        slow({"loss_placement": "gathered"}, 2),
+        slow({"variable_update": "auto"}, 2),
+        slow({"split_ratios": (3, 1)}, 1),
+        slow({"packed": True}, 1),
+        slow({"prefetch": 2}, 1),
     ],
     ids=str,
 )
@@ -141,10 +141,14 @@ def test_whatever_the_way(options, steps, monkeypatch):
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize("loss_placement", ["auto", "gathered"])
 @pytest.mark.parametrize(
-    "how",
-    [{"run_eagerly": True}, pytest.param({"jit_compile": True}, marks=SLOW)],
+    ("how", "loss_placement"),
+    [
+        ({"run_eagerly": True}, "gathered"),
+        slow({"run_eagerly": True}, "auto"),
+        slow({"jit_compile": True}, "auto"),
+        slow({"jit_compile": True}, "gathered"),
+    ],
     ids=str,
 )
 def test_eager_and_compiled(how, loss_placement):
@@ -155,7 +159,7 @@ def test_eager_and_compiled(how, loss_placement):
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize("loss_placement", ["auto", pytest.param("tower", marks=SLOW)])
+@pytest.mark.parametrize("loss_placement", ["auto", slow("tower")])
 def test_a_tower_between_others_may_be_idle(loss_placement):
     # Of 12 rows, the second tower gets none. Eager towers know that beforehand.
     options = {"split_ratios": (1, 1, 24), "loss_placement": loss_placement}
@@ -163,20 +167,19 @@ def test_a_tower_between_others_may_be_idle(loss_placement):
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("towers", "eager"), [(2, True), pytest.param(3, False, marks=SLOW)]
-)
+@pytest.mark.parametrize(("towers", "eager"), [slow(2, True), slow(3, False)])
 def test_layers_that_talk_to_one_another(towers, eager):
     _, found = _ours(_model(synchronized=True), towers, run_eagerly=eager)
     assert _difference(found, synchronized=True) < 1e-4
 
 
+@pytest.mark.slow
 def test_one_asynchronous_tower_is_one_device():
     _, found = _ours(_model(), 1, options={"variable_update": "asynchronous"})
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize("prefetch", [2, pytest.param(0, marks=SLOW)])
+@pytest.mark.parametrize("prefetch", [2, slow(0)])
 def test_asynchronous_towers_learn(prefetch):
     options = {"variable_update": "asynchronous", "prefetch": prefetch}
     parallel, found = _ours(_model(), 3, 20, options)
@@ -187,7 +190,7 @@ def test_asynchronous_towers_learn(prefetch):
     assert losses[-1] < losses[0] / 2
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", [slow(False), True])
 def test_by_batch(eager):
     x, y = _data(7)
     found = []
@@ -211,9 +214,7 @@ def test_by_batch(eager):
     assert oracle.largest_difference(found[1], found[0]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "first", ["fit", "predict", pytest.param("evaluate", marks=SLOW)]
-)
+@pytest.mark.parametrize("first", ["fit", slow("predict"), slow("evaluate")])
 def test_a_model_is_built_for_what_it_will_see(first):
     x, y = _data()
     model = _model(built=False)
@@ -229,6 +230,7 @@ def test_a_model_is_built_for_what_it_will_see(first):
     np.testing.assert_allclose(logs["accuracy"], np.mean(labels == y), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_models_outputs_each_have_a_loss():
     x, y = _data()
     found = []
@@ -270,7 +272,7 @@ def _mixed(x, y, training):
 
 @pytest.mark.parametrize(
     ("builder", "loss_placement"),
-    [("parameter_server", "auto"), ("replicated", "gathered")],
+    [("parameter_server", "auto"), slow("replicated", "gathered")],
 )
 def test_examples_may_be_mixed(builder, loss_placement):
     x, y = _data(20)
@@ -317,14 +319,14 @@ def _linear(towers=0, eager=True, **options):
 @pytest.mark.parametrize(
     ("towers", "loss_placement", "eager"),
     [
-        (2, "tower", False),
         (2, "gathered", False),
         (3, "tower", True),
-        (3, "gathered", True),
-        pytest.param(3, "tower", False, marks=SLOW),
-        pytest.param(3, "gathered", False, marks=SLOW),
-        pytest.param(1, "tower", False, marks=SLOW),
-        pytest.param(1, "gathered", True, marks=SLOW),
+        slow(2, "tower", False),
+        slow(3, "gathered", True),
+        slow(3, "tower", False),
+        slow(3, "gathered", False),
+        slow(1, "tower", False),
+        slow(1, "gathered", True),
     ],
 )
 def test_what_is_drawn_is_drawn_once(towers, loss_placement, eager):
@@ -372,7 +374,7 @@ def _executed(builder, home):
 
 @pytest.mark.parametrize(
     ("builder", "home"),
-    [("parameter_server", "/device:CPU:3"), ("replicated", None)],
+    [("parameter_server", "/device:CPU:3"), slow("replicated", None)],
     ids=BUILDERS,
 )
 def test_images_travel_in_8_bits(builder, home):
@@ -473,7 +475,7 @@ _WRONG = {
     [
         *((True, wrong) for wrong in _WRONG),
         (False, "x"),
-        *(pytest.param(False, wrong, marks=SLOW) for wrong in [*_WRONG][1:]),
+        *(slow(False, wrong) for wrong in [*_WRONG][1:]),
     ],
 )
 def test_what_is_wrong_is_said(batched, wrong):
