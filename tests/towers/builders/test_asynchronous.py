@@ -244,7 +244,8 @@ def _of_one_device():
 
 
 # Not packed, it is in the table of exact cases.
-@pytest.mark.parametrize("packed", [slow(None), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [None, True])
 def test_one_tower_is_one_device(packed):
     x, y = _data(21)
     history, expected = _of_one_device()
@@ -286,7 +287,8 @@ def test_serialised_updates_are_those_of_one_device_one_after_another():
     assert parallel.builder.staleness.maximum == 0
 
 
-@pytest.mark.parametrize("bound", [1, slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [1, 2])
 def test_the_bound_holds_while_training(bound):
     parallel = _towers(_mlp(), 4, max_staleness=bound, steps_per_execution=10)
     _fit(parallel, *_data(160), epochs=2)
@@ -362,6 +364,7 @@ def test_a_model_is_built_and_traced_once_for_all_towers_and_sizes():
     assert model.built
 
 
+@pytest.mark.slow
 def test_sequences_of_many_lengths_are_traced_twice():
     traced = []
     model = keras.Sequential(
@@ -433,12 +436,12 @@ def _own_loss():
     ("make", "eager"),
     [
         slow(_words, False),
-        (_tied, False),
+        slow(_tied, False),
         (_two_outputs, False),
         slow(_normalised, False),
         slow(_own_loss, False),
         slow(_normalised, True),
-        (_own_loss, True),
+        slow(_own_loss, True),
     ],
 )
 def test_models_of_all_kinds_learn(make, eager):
@@ -460,6 +463,7 @@ def test_models_of_all_kinds_learn(make, eager):
     parallel.predict(_batches(x), verbose=0)
 
 
+@pytest.mark.slow
 def test_xla_compiles_the_towers():
     model = _mlp()
     parallel = _towers(model, jit_compile=True)
@@ -650,7 +654,7 @@ def test_a_bound_for_towers_that_wait():
 
 # Forth go four parameters and a loss scale; back four gradients, the loss, outputs and
 # the size and fraction of the share.
-@pytest.mark.parametrize(("packed", "forth", "back"), [(False, 5, 8), (True, 2, 5)])
+@pytest.mark.parametrize(("packed", "forth", "back"), [(False, 5, 8), slow(True, 2, 5)])
 def test_towers_compute_on_their_devices(packed, forth, back):
     name = f"asynchronous_{packed}"
     nodes = _executed(name, name, packed=packed)

@@ -132,7 +132,7 @@ def test_dropout_differs_by_tower_and_step_and_repeats_with_the_seed():
         pytest.param(
             lambda x: keras.layers.MultiHeadAttention(2, 4)(x, x), id="attention"
         ),
-        pytest.param(
+        slow(
             lambda x: keras.layers.SimpleRNN(4)(keras.layers.Masking()(x)),
             id="masked_rnn",
         ),
@@ -199,7 +199,7 @@ class CallsAgain(keras.Sequential):
         return keras.ops.mean((self(x) - keras.ops.one_hot(y, CLASSES)) ** 2)
 
 
-@pytest.mark.parametrize("make", [OwnLoss, CallsAgain])
+@pytest.mark.parametrize("make", [OwnLoss, slow(CallsAgain)])
 def test_gathered_losses_of_variables(make):
     x, y, _ = _data(70)
     found = []
@@ -215,7 +215,7 @@ def test_gathered_losses_of_variables(make):
     assert oracle.largest_difference(*found) <= 1e-5
 
 
-@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("coupled", [False, slow(True)])
 def test_outputs_with_several_rows_an_example(coupled):
     random = np.random.default_rng(0)
     x, y = random.normal(size=(70, 5, 4)), random.normal(size=(70, 10))

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.guard import Guard, StoppedStep, sums_are_finite
 from towers.collectives import reduce
@@ -104,7 +105,7 @@ def test_ordinary_numbers_need_no_closer_look(dtype, large):
         assert not sums_are_finite([small, tf.constant([wrong, 0], dtype)])
 
 
-@pytest.mark.parametrize("builder", ["parameter_server", "replicated"])
+@pytest.mark.parametrize("builder", ["parameter_server", slow("replicated")])
 def test_where_gradients_travel_packed_towers_look(builder):
     """Each reads its buffer once; what is beside it are scalars."""
     layers = [keras.layers.Dense(4, name=f"dense_{i}") for i in range(3)]

@@ -63,7 +63,7 @@ def _batches(rows=14, size=8):
         ("parameter_server", 1),
         slow("parameter_server", 2),
         slow("replicated", 1),
-        ("replicated", 2),
+        slow("replicated", 2),
     ],
 )
 def test_what_gpus_cannot_hold_stays_on_the_host(gpus, builder, steps):

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from models import resnet_cifar
 from tests import as_on_gpu, executed
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.analysis import rules
 from towers.builders.pieces import reader
@@ -122,12 +123,6 @@ def _ran(kind, depth=1, steps=1, known=True, **options):
     return nodes, parallel.builder.graph
 
 
-def _first_is_fast(fast, *slow):
-    """Runs a test for several kinds, of which all but the first are slow."""
-    slow = [pytest.param(kind, marks=pytest.mark.slow) for kind in slow]
-    return pytest.mark.parametrize("kind", [fast, *slow])
-
-
 def _in_towers(names):
     """What belongs to a tower, traced for the size that its share usually has."""
     return [name for name in names if "tower_" in name and "/cond/else/" not in name]
@@ -167,7 +162,9 @@ def _assert_ready(of_depths, waits=()):
     assert one == two
 
 
-@_first_is_fast("cnn", *(kind for kind in MODELS if kind != "cnn"))
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "cnn" else slow(kind) for kind in MODELS]
+)
 def test_towers_of_each_kind(kind):
     ran = [
         _ran(kind, depth, **WAYS["parameter_server, home on a GPU"]) for depth in (1, 2)
@@ -195,16 +192,9 @@ def test_batches_of_unknown_size():
     _assert_ready([_ran("cnn", depth, known=False)[0] for depth in (1, 2)])
 
 
-@pytest.mark.parametrize(
-    ("kind", "home"),
-    [
-        ("mlp, dropout", HOST),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [("mlp, dropout", GPUS[0]), ("cnn", HOST), ("cnn", GPUS[0])]
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("home", [HOST, GPUS[0]])
+@pytest.mark.parametrize("kind", ["mlp, dropout", "cnn"])
 def test_asynchronous_towers(kind, home):
     options = {"variable_update": "asynchronous", "local_parameter_device": home}
     _assert_ready([_ran(kind, depth, **options)[0] for depth in (1, 2)])
@@ -238,25 +228,17 @@ def _expected(kind):
     return _trained(kind, 0)
 
 
-_QUICK_WAYS = "parameter_server, home on the host", "replicated, ring"
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(way, marks=() if way in _QUICK_WAYS else pytest.mark.slow)
-        for way in WAYS
-    ],
-)
-@_first_is_fast("embedding", "transformer, no dropout", "lstm")
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("kind", ["embedding", "transformer, no dropout", "lstm"])
 def test_numbers_are_those_of_one_device(kind, way):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 2, **WAYS[way])
     _assert_equal(found, _expected(kind))
 
 
-@pytest.mark.parametrize("home", [GPUS[0], pytest.param(HOST, marks=pytest.mark.slow)])
-@_first_is_fast("mlp, dropout", "cnn", "transformer")
+@pytest.mark.parametrize("home", [GPUS[0], slow(HOST)])
+@pytest.mark.parametrize("kind", ["mlp, dropout", slow("cnn"), slow("transformer")])
 def test_one_gpu_draws_what_keras_draws(kind, home):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 1, local_parameter_device=home)
@@ -296,6 +278,7 @@ def test_a_seed_is_the_value_that_it_has_when_it_is_drawn_from(draw):
     np.testing.assert_array_equal(found, drawn(0))
 
 
+@pytest.mark.slow
 def test_state_whose_shape_the_graph_does_not_know():
     class Keeps(keras.layers.Layer):
         def build(self, shape):

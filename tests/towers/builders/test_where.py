@@ -101,11 +101,11 @@ def test_gradients_are_added_where_asked(cpu_merge, merge):
         slow("fit", 1, 0, "parameter_server"),
         ("fit", 1, 2, "parameter_server"),
         slow("fit", 10, 0, "parameter_server"),
-        ("fit", 10, 0, "replicated"),
+        slow("fit", 10, 0, "replicated"),
         slow("evaluate", 1, 0, "parameter_server"),
         ("evaluate", 10, 0, "parameter_server"),
         slow("predict", 1, 0, "parameter_server"),
-        ("predict", 10, 0, "parameter_server"),
+        slow("predict", 10, 0, "parameter_server"),
     ],
 )
 def test_nothing_crosses_a_device_that_happens_to_be_the_default(
@@ -208,19 +208,18 @@ def test_packed_values_and_gradients_travel_in_one_piece(tower):
     assert back == ["float32"]
 
 
-def test_unpacked_values_and_gradients_travel_one_by_one():
-    sent = _travels(packed=False)
+# Between logical CPUs, nothing is packed unless it is asked for.
+@pytest.mark.parametrize("packed", [None, slow(False)])
+def test_unpacked_values_and_gradients_travel_one_by_one(packed):
+    sent = _travels(packed=packed)
     there = [name for a, b, _, name in sent if (a, b) == (HOME, TOWERS[1])]
     # Eight weights, two averages, and what the tower adds to the seed.
     assert sum("read/ReadVariableOp" in name for name in there) >= 10
     assert not any(name.startswith("reduce/concat") for *_, name in sent)
+    assert not any("concat" in name for *_, name in sent if "read" in name)
 
 
-@pytest.mark.parametrize("packed", [None, slow(False)])
-def test_nothing_is_packed_between_logical_cpus(packed):
-    assert not any("concat" in name for *_, name in _travels(packed) if "read" in name)
-
-
+@pytest.mark.slow
 def test_home_does_not_send_to_itself():
     sent = _travels(packed=True, home=TOWERS[0])
     assert not any(a == b for a, b, *_ in sent)
