@@ -296,24 +296,19 @@ def test_the_bound_holds_while_training(bound):
     assert parallel.builder.staleness.maximum <= bound
 
 
-def test_without_a_bound_staleness_is_within_a_call():
-    parallel = _towers(_mlp(), 4, steps_per_execution=2)
-    _fit(parallel, *_data(48))
-    staleness = parallel.builder.staleness
-    assert staleness.updates == 24
-    assert 0 <= staleness.mean <= staleness.maximum < 8
-
-
 @pytest.mark.parametrize("steps", [slow(1), 10])
 def test_each_share_is_an_update(steps):
     model = _mlp()
     parallel = _towers(model, steps_per_execution=steps, metrics=["mae"])
+    staleness = parallel.builder.staleness
     for rows, updates in [(40, 10), (37, 10), (33, 9), (1, 1)]:
         before = int(model.optimizer.iterations)
-        parallel.builder.staleness.reset()
+        staleness.reset()
         history = _fit(parallel, *_data(rows), epochs=2).history
         assert int(model.optimizer.iterations) - before == 2 * updates
-        assert parallel.builder.staleness.updates == 2 * updates
+        assert staleness.updates == 2 * updates
+        # Without a bound, it is within a call: at most two updates of five batches.
+        assert 0 <= staleness.mean <= staleness.maximum < 2 * min(steps, 5)
         assert np.all(np.isfinite(history["loss"] + history["mae"]))
 
 
