@@ -82,6 +82,7 @@ def test_a_host_that_does_not_answer_is_waited_for_once(monkeypatch):
     assert asked == [("far.example", 443)]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_download_at_once(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         address = f"http://127.0.0.1:{proxy.getsockname()[1]}"

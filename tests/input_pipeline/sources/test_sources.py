@@ -51,12 +51,15 @@ def test_importing_is_light():
 def test_digits_are_those_of_scikit_learn(digits):
     wanted = load_digits()
     pixels = np.rint(wanted.images * 255 / 16).astype(np.uint8)[..., None]
-    examples = _read(digits, "train") + _read(digits, "test")
+    train, test = (_read(digits, split) for split in ("train", "test"))
     # Equal as multisets: so the splits are disjoint and complete.
-    assert _comparable(examples) == _comparable(
+    assert _comparable(train + test) == _comparable(
         zip(pixels, wanted.target.tolist(), strict=True)
     )
     assert digits.splits == {"train": 1437, "test": 360}
+    # As many of each digit.
+    counts = np.bincount([label for _, label in test])
+    assert 34 <= counts.min() <= counts.max() <= 38
 
 
 def test_digits_describe_themselves(digits):
@@ -66,12 +69,6 @@ def test_digits_describe_themselves(digits):
     assert digits.image_shape == (8, 8, 1)
     image, label = digits.decode(next(iter(digits.records("test")))[1])
     assert (image.shape, image.dtype, label.dtype) == ((8, 8, 1), tf.uint8, tf.int64)
-
-
-def test_digits_are_stratified(digits):
-    labels = [label for _, label in _read(digits, "test")]
-    assert np.bincount(labels).min() >= 34
-    assert np.bincount(labels).max() <= 38
 
 
 def test_digits_lie_in_shards_of_encoded_images(digits):
@@ -100,6 +97,7 @@ def test_preparing_after_another_process(tmp_path, capsys):
     assert second.splits == first.splits
 
 
+@pytest.mark.slow
 def test_preparing_while_another_process_does(tmp_path, monkeypatch):
     first, second = (open_source("digits", data_dir=tmp_path) for _ in range(2))
     generate = second._builder._generate_examples

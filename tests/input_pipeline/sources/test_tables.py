@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from pyarrow import parquet
 
+from tests.variants import slow
 from towers.input_pipeline import open_source, scan_labels
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.record import FILE, BadRecordError
@@ -122,7 +123,7 @@ def test_a_column_of_text(tmp_path, kind):
         open_source(spec, feature_columns=["age", "Sex"])
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["csv", slow("parquet")])
 def test_names_of_classes(tmp_path, kind):
     names = ["owl", "cat", "dog", "cat"]
     spec = _write(tmp_path, kind, {"a": [1, 2, 3, 4], "animal": names})
@@ -169,7 +170,7 @@ def test_what_is_said_of_columns_and_labels(tmp_path, kind):
     assert source.notes[2].startswith("10% of the rows, 1 in all, are held out for val")
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [slow("csv"), "parquet"])
 def test_a_tenth_is_held_out(tmp_path, kind):
     for file in range(2):
         values = [*range(100 * file, 100 * file + 25)]
