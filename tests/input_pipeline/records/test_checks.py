@@ -3,6 +3,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from tests.variants import slow
 from towers.input_pipeline import find_bad_record, open_source, scan_labels
 from towers.input_pipeline.records import checks
 
@@ -38,7 +39,7 @@ def test_good_records_pass(open_records):
     scan_labels(source, "train")
 
 
-@pytest.mark.parametrize("place", [0, 9, 20, -2])
+@pytest.mark.parametrize("place", [0, 20, slow(9), slow(-2)])
 def test_a_flipped_byte_is_found(open_records, image_example, grey, place):
     record = image_example(grey(0), 0)
     source, path, offset = open_records(record)
@@ -81,7 +82,7 @@ def test_a_missing_field_is_found(open_records, encode, example, grey, missing):
     assert "\n" not in found
 
 
-@pytest.mark.parametrize("label", [-1, 3, 2**40])
+@pytest.mark.parametrize("label", [3, slow(-1), slow(2**40)])
 def test_a_label_out_of_range_is_found(open_records, image_example, grey, label):
     source, path, offset = open_records(image_example(grey(0), label))
     where = f"{path}: record 3 (byte offset {offset})"
@@ -120,6 +121,8 @@ def test_a_bad_image_in_a_folder_is_named(tmp_path):
     assert find_bad_record(source, "train").startswith(f"{tmp_path}/a/0.png: ")
 
 
+# Of a set with fewer records, test_quarantine.py is quick.
+@pytest.mark.slow
 def test_a_corrupt_shard_of_a_tfds_set_is_named(tmp_path):
     source = open_source("digits", data_dir=tmp_path)
     source.prepare()
