@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests import warm
+from tests.variants import slow
 from towers import models
 from towers.models import applications, registry, resnet_cifar, spec
 
@@ -49,7 +50,9 @@ def count(weights) -> int:
 # What is built
 
 
-@pytest.mark.parametrize("shape", [(8, 8, 1), (28, 28, 1), (32, 32, 3), (7, 5, 2)])
+@pytest.mark.parametrize(
+    "shape", [(7, 5, 2), *map(slow, [(8, 8, 1), (28, 28, 1), (32, 32, 3)])]
+)
 @pytest.mark.parametrize("name", ["cnn", "lstm", "mlp", "resnet20"])
 def test_own_families_on_any_size(name, shape):
     model = models.build(name, input_shape=shape, num_classes=7)
@@ -84,7 +87,7 @@ def test_cnn_does_not_pool_a_small_map_away(side, last):
 @pytest.mark.parametrize(
     # The paper's table 6, in millions.
     ("depth", "millions"),
-    [(20, 0.27), (32, 0.46), (56, 0.85)],
+    [(20, 0.27), slow(32, 0.46), slow(56, 0.85)],
 )
 def test_resnet_has_the_papers_parameters(depth, millions):
     name = f"resnet{depth}"
@@ -124,7 +127,7 @@ def test_resnet_shortcut_is_option_a():
     assert not end[..., 40:].any()
 
 
-@pytest.mark.parametrize("name", ["cnn", "lstm", "resnet20"])
+@pytest.mark.parametrize("name", ["cnn", slow("lstm"), slow("resnet20")])
 def test_saved_and_loaded(name, tmp_path):
     model = models.build(name, input_shape=(8, 8, 1), num_classes=10)
     model.save(tmp_path / "model.keras")
@@ -135,7 +138,9 @@ def test_saved_and_loaded(name, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["cnn", "lstm", "mlp", "resnet20", "MobileNetV2"])
+@pytest.mark.parametrize(
+    "name", ["cnn", "lstm", "mlp", slow("resnet20"), "MobileNetV2"]
+)
 @pytest.mark.usefixtures("mixed_precision")
 def test_logits_are_float32_under_mixed_precision(name):
     model = models.build(name, input_shape=(32, 32, 3), num_classes=4)
@@ -145,7 +150,7 @@ def test_logits_are_float32_under_mixed_precision(name):
     assert logits.dtype == np.float32
 
 
-@pytest.mark.parametrize("name", ["resnet50", "MOBILENETV2"])
+@pytest.mark.parametrize("name", [slow("resnet50"), "MOBILENETV2"])
 def test_applications_in_any_case(name):
     model = models.build(name, input_shape=(32, 32, 3), num_classes=5)
     assert model.output_shape == (None, 5)
@@ -153,7 +158,7 @@ def test_applications_in_any_case(name):
     assert np.abs(logits.sum(axis=-1) - 1).max() > 1e-3, "these are probabilities"
 
 
-@pytest.mark.parametrize("name", ["MobileNetV3Small", "EfficientNetB0"])
+@pytest.mark.parametrize("name", ["MobileNetV3Small", slow("EfficientNetB0")])
 def test_applications_see_the_pixels_range(name):
     # The networks that scale [0, 255] themselves must still tell images in
     # [-1, 1] apart: the first convolution sees values of the size of one.

@@ -14,7 +14,7 @@ from towers.input_pipeline import (
     make_dataset,
     open_source,
 )
-from towers.input_pipeline.cache import read, space
+from towers.input_pipeline.cache import keep, read, space
 from towers.input_pipeline.choices import RECIPES
 from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.sources.arrays import RowSource
@@ -54,7 +54,7 @@ def examples(stamps):
     return {split: _examples(stamps, split) for split in stamps.splits}
 
 
-@pytest.mark.parametrize("where", ["memory", "disk", "auto"])
+@pytest.mark.parametrize("where", ["memory", "disk", slow("auto")])
 def test_kept_examples_are_the_same(stamps, examples, tmp_path, where):
     kept = cached(stamps, where, str(tmp_path))
     assert isinstance(kept, RowSource)
@@ -105,6 +105,11 @@ def test_the_log_says_what_was_decided(digits, caplog):
     assert "digits: 112.3 KB of pixels kept in memory" in caplog.text
     # What is kept is that of any source.
     assert (kept.splits, kept.class_names) == (digits.splits, digits.class_names)
+
+
+@pytest.mark.slow
+def test_kept_digits_are_the_same(digits):
+    kept = cached(digits, "memory")
     assert _examples(kept, "test") == _examples(digits, "test")
 
 
@@ -182,10 +187,9 @@ def test_rows_of_numbers_pass_as_they_are():
         )
 
 
-@pytest.mark.parametrize("spec", [slow("tfrecord:{}/records/*"), "folder:{}/folder"])
-def test_images_of_many_sizes_are_kept_encoded(
-    tmp_path, encode, image_example, write_tfrecord, spec
-):
+@pytest.fixture
+def many_sizes(tmp_path, encode, image_example, write_tfrecord, request):
+    """A source of images of many sizes, the same in records and in a folder."""
     rng = np.random.default_rng(0)
     (tmp_path / "records").mkdir()
     for split in ("train", "test"):
@@ -197,26 +201,41 @@ def test_images_of_many_sizes_are_kept_encoded(
             folder = tmp_path / "folder" / split / str(i)
             folder.mkdir(parents=True)
             (folder / "a.png").write_bytes(encode(image))
-    source = open_source(
-        spec.format(tmp_path), **({"num_classes": 5} if spec.startswith("tfr") else {})
-    )
-    kept = cached(source)
+    if request.param == "records":
+        return open_source(f"tfrecord:{tmp_path}/records/*", num_classes=5)
+    return open_source(f"folder:{tmp_path}/folder")
+
+
+KINDS = pytest.mark.parametrize(
+    "many_sizes", [slow("records"), "folder"], indirect=True
+)
+
+
+@KINDS
+def test_images_of_many_sizes_are_kept_encoded(many_sizes):
+    source, kept = many_sizes, cached(many_sizes)
     assert kept.encoded and kept.splits == {"train": 5, "test": 5}
     assert "KB of encoded images kept in memory" in kept.note
-    resized = cached(source, image_shape=(7, 7, 3))
-    assert not resized.encoded and resized.splits == kept.splits
-    assert resized.note == "1.4 KB of pixels kept in memory"
-
-    for split in ("train", "test"):
+    for split in kept.splits:
         wanted = _examples(source, split, image_shape=(7, 7, 3))
         assert _examples(kept, split, image_shape=(7, 7, 3)) == wanted
-        assert _examples(resized, split) == wanted
     # What is wrong with a record is said of where it was read.
     assert kept.origin is source
     path = source.files("train")[0]
     with open(path, "r+b") as file:
         file.truncate(30)
     assert find_bad_record(kept, "train").startswith(path)
+
+
+@pytest.mark.slow
+@KINDS
+def test_images_of_many_sizes_are_kept_resized(many_sizes):
+    kept = cached(many_sizes, image_shape=(7, 7, 3))
+    assert not kept.encoded and kept.splits == {"train": 5, "test": 5}
+    assert kept.note == "1.4 KB of pixels kept in memory"
+    for split in kept.splits:
+        wanted = _examples(many_sizes, split, image_shape=(7, 7, 3))
+        assert _examples(kept, split) == wanted
 
 
 @pytest.fixture
@@ -237,7 +256,7 @@ _OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("where", ["memory", slow("disk")])
 def test_photographs_are_kept_at_the_size_wanted(photographs, tmp_path, where):
     """In the same order, and changed at random by the same numbers."""
     encoded = cached(photographs, "memory")
@@ -259,7 +278,7 @@ def test_what_is_moved_at_random_is_kept_encoded(photographs):
     assert moved.encoded
 
 
-@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("counted", [True, slow(False)])
 def test_what_is_kept_of_photographs_depends_on_the_room(
     photographs, monkeypatch, counted
 ):
@@ -286,8 +305,8 @@ def test_what_is_kept_of_photographs_depends_on_the_room(
 
 
 def test_the_smaller_of_two_sizes_is_kept(stamps):
-    assert cached(stamps, image_shape=(16, 16, 1)).image_shape == (8, 8, 1)
-    assert cached(stamps, image_shape=(8, 8, 3)).image_shape == (8, 8, 1)
+    for larger in ((16, 16, 1), (8, 8, 3)):
+        assert keep._pixels_shape(stamps, larger) == (8, 8, 1)
     small = cached(stamps, image_shape=(4, 4, 1))
     assert small.image_shape == (4, 4, 1)
     wanted = _examples(stamps, "test", image_shape=(4, 4, 1))
@@ -326,7 +345,7 @@ def test_a_file_is_no_folder(digits, tmp_path):
         cached(digits, "disk", str(tmp_path / "a"))
 
 
-@pytest.mark.parametrize("damage", ["shorter", "empty", "another"])
+@pytest.mark.parametrize("damage", ["shorter", slow("empty"), slow("another")])
 def test_a_damaged_cache_is_written_anew(stamps, examples, tmp_path, damage):
     cached(stamps, "disk", str(tmp_path))
     labels = next(tmp_path.glob("*-labels.npy"))
@@ -423,7 +442,8 @@ def test_pixels_in_records_are_counted(tmp_path, example, write_tfrecord):
     kept = cached(source)
     assert not kept.encoded and kept.splits == {"train": 7, "test": 3}
     for split in kept.splits:
-        assert _examples(kept, split) == _examples(source, split)
+        wanted = [(bytes([i] * 12), i) for i in range(kept.splits[split])]
+        assert _examples(kept, split) == wanted
 
 
 def test_workers_of_a_service_cannot_read_what_python_reads(stamps, tmp_path):
@@ -439,6 +459,7 @@ def test_workers_of_a_service_cannot_read_what_python_reads(stamps, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_other_fields_are_another_cache(tmp_path, example, write_tfrecord):
     fields = {"image__height": 2, "image__width": 2, "image__channels": 3}
     fields |= {"x": bytes(12), "y": bytes([9] * 12), "coarse": 1, "fine": 7}
@@ -453,6 +474,7 @@ def test_other_fields_are_another_cache(tmp_path, example, write_tfrecord):
     assert found == {(0, 1), (0, 7), (9, 7)}
 
 
+@pytest.mark.slow
 def test_half_a_cache_is_written_anew(stamps, examples, tmp_path):
     cached(stamps, "disk", str(tmp_path))
     next(tmp_path.glob("*-labels.npy")).unlink()
