@@ -17,6 +17,7 @@ import setuptools
 
 import towers
 from tests.terminal import read_all
+from tests.variants import slow
 from towers import input_pipeline, parity
 from towers.program import keras_settings, startup
 
@@ -148,14 +149,14 @@ def test_a_tensorflow_that_cannot_be_imported(tmp_path, script, reason):
     ("command", "meant"),
     [
         ("towers.train --bath_size=3", "batch_size"),
-        ("towers.train --epochs=3", "train_epochs"),
-        ("towers.train --image-size=8", "image_size"),
+        slow("towers.train --epochs=3", "train_epochs"),
+        slow("towers.train --image-size=8", "image_size"),
         ("towers.parity --lr 0.1", "learning_rate"),
-        ("towers.find_batch_size --gpus=2", "num_gpus"),
+        slow("towers.find_batch_size --gpus=2", "num_gpus"),
         ("towers.report runs/mine --out=page.html", "output"),
-        ("towers.doctor --logdir=runs", "model_dir"),
+        slow("towers.doctor --logdir=runs", "model_dir"),
         ("towers.input_pipeline.convert a b --size=8", "image_size"),
-        ("towers.input_pipeline.benchmark --data=digits", "dataset"),
+        slow("towers.input_pipeline.benchmark --data=digits", "dataset"),
         ("towers.input_pipeline.service dispatcher --prt=5", "port"),
     ],
 )
@@ -175,32 +176,34 @@ def test_a_wrong_flag_is_told_before_tensorflow_is_imported(tmp_path, command, m
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--batch_size=x", "--batch_size=x; expected a whole number; see"),
+        slow("--batch_size=x", "--batch_size=x; expected a whole number; see"),
         ("--batch_size=0", "--batch_size=0; expected at least 1"),
-        ("--dtype=fp23", "--dtype=fp23; expected one of fp32, .* mean fp32"),
-        ("--strict=maybe", "--strict=maybe; expected true or false"),
+        slow("--dtype=fp23", "--dtype=fp23; expected one of fp32, .* mean fp32"),
+        slow("--strict=maybe", "--strict=maybe; expected true or false"),
         ("--model=resnet2", "There is no model .resnet2. .did you mean resnet32"),
-        ("--optimizer=adan", "--optimizer=adan; expected an optimizer .* adam"),
-        ("--gpu_split=0", "--gpu_split=0; expected at least 1"),
-        (
+        slow("--optimizer=adan", "--optimizer=adan; expected an optimizer .* adam"),
+        slow("--gpu_split=0", "--gpu_split=0; expected at least 1"),
+        slow(
             "--learning_rate=inf",
             "--learning_rate=inf; expected a number that is finite",
         ),
-        (
+        slow(
             "--eval_fraction=1",
             "--eval_fraction=1.0; expected at least 0 and less than 1",
         ),
         ("--dataset=mnist", "unknown data set 'mnist': did you mean tfds:mnist"),
-        ("--dataset=synthetic:8x8:3", "'synthetic:8x8:3' cannot be read: expected"),
-        ("--dataset=csv:none/*.csv", "no file matches 'none/\\*.csv': expected files"),
-        ("--eval_dataset=folder:none", "'none' is not a folder: expected one"),
+        slow("--dataset=synthetic:8x8:3", "'synthetic:8x8:3' cannot be read: expected"),
+        slow(
+            "--dataset=csv:none/*.csv", "no file matches 'none/\\*.csv': expected files"
+        ),
+        slow("--eval_dataset=folder:none", "'none' is not a folder: expected one"),
         ("--clean --eval_only", "--clean and --eval_only; expected one of them"),
         ("--model_dir=/proc/run", "Cannot write to the model_dir /proc/run"),
-        (
+        slow(
             "--data_dir=setup.py",
             "Cannot write to the data_dir .*/setup.py: no file can",
         ),
-        (
+        slow(
             "--cache_dir=setup.py/x",
             "Cannot write to the cache_dir .*/setup.py/x: no fi",
         ),
@@ -348,8 +351,8 @@ def test_ctrl_c_before_the_flags_are_read(tmp_path):
     [
         ("towers.train", "Stopped by Ctrl-C: nothing was saved yet."),
         ("towers.parity", "Stopped by Ctrl-C."),
-        ("towers.input_pipeline.convert digits tfrecord:x", "Stopped by Ctrl-C."),
-        ("towers.input_pipeline.benchmark", "Stopped by Ctrl-C."),
+        slow("towers.input_pipeline.convert digits tfrecord:x", "Stopped by Ctrl-C."),
+        slow("towers.input_pipeline.benchmark", "Stopped by Ctrl-C."),
         ("towers.input_pipeline.service dispatcher", "Stopped by Ctrl-C."),
     ],
 )
@@ -444,9 +447,9 @@ def test_only_what_is_asked_for_is_said(tmp_path):
     ("level", "shown"),
     [
         ("", {"header", "I", "no driver", "W", "E", "ours"}),
-        ("0", {"header", "I", "no driver", "W", "E", "ours"}),
+        slow("0", {"header", "I", "no driver", "W", "E", "ours"}),
         ("1", {"W", "E", "ours"}),
-        ("2", {"E", "ours"}),
+        slow("2", {"E", "ours"}),
         ("3", {"ours"}),
     ],
 )
@@ -495,7 +498,7 @@ def test_what_errors_say_twice_is_left_out(tmp_path):
     [
         ({}, "PCI_BUS_ID", "gpu_private"),
         ({"TF_GPU_THREAD_MODE": "global"}, "PCI_BUS_ID", "global"),
-        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST", "gpu_private"),
+        slow({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST", "gpu_private"),
     ],
 )
 def test_gpus_are_prepared_before_tensorflow_is_there(
@@ -573,7 +576,7 @@ def test_a_level_of_the_users_stays(environ):
 
 
 @pytest.mark.parametrize(
-    ("no_color", "colored"), [(None, True), ("", True), ("1", False)]
+    ("no_color", "colored"), [(None, True), slow("", True), ("1", False)]
 )
 def test_no_color_on_a_terminal(tmp_path, no_color, colored):
     environ = stand_in(

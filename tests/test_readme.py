@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
 _CHECK = """
@@ -15,6 +17,7 @@ assert loss < 0.01, loss
 """
 
 
+@pytest.mark.slow
 def test_the_first_python_example(tmp_path):
     code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
     # Keras draws the seeds of weights from `random`.

@@ -1,5 +1,6 @@
 """check_parity: what it finds equal, what it finds different, and why it says so."""
 
+import contextlib
 import textwrap
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import warm
+from tests.variants import slow
 from towers import input_pipeline, multi_gpu_model
 from towers.collectives import reduce
 from towers.parity import check_parity
@@ -47,6 +49,32 @@ def compiled(*middle, optimizer="sgd", **options):
 
 def verdicts(parity):
     return {(row.kind, row.name): row.verdict for row in parity.rows}
+
+
+def everything(model):
+    found = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return [variable.numpy() for variable in found]
+
+
+@contextlib.contextmanager
+def unchanged(model):
+    """Checks that a built model, its layers and its functions stay as they were."""
+    before = everything(model)
+    own = [dict(vars(layer)) for layer in model._flatten_layers()]
+    functions = model.train_function, model.test_function, model.predict_function
+    yield
+    # Those that measure the loss may be new: Keras makes them with the first batch.
+    for ours, theirs in zip(everything(model)[: len(before)], before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for layer, attributes in zip(model._flatten_layers(), own, strict=True):
+        assert "call" not in vars(layer)
+        assert vars(layer).keys() == attributes.keys()
+        assert getattr(layer, "synchronized", None) == attributes.get("synchronized")
+    assert functions == (
+        model.train_function,
+        model.test_function,
+        model.predict_function,
+    )
 
 
 # Layers that are not exact on towers, or not to be silenced.
@@ -124,6 +152,7 @@ def test_batches_of_several_sizes_and_uneven_shares():
     assert "The loss was computed on gathered outputs." in str(parity)
 
 
+@pytest.mark.slow
 def test_several_inputs_and_outputs():
     a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
     joined = layers.Concatenate()([a, b])
@@ -154,16 +183,19 @@ def test_only_rounding():
 
 @pytest.mark.parametrize(
     ("policy", "optimizer"),
-    [
-        pytest.param("mixed_bfloat16", "adam", marks=pytest.mark.slow),
-        ("mixed_float16", "sgd"),
-    ],
+    [slow("mixed_bfloat16", "adam"), ("mixed_float16", "sgd")],
 )
 def test_16_bits(policy, optimizer):
     keras.config.set_dtype_policy(policy)
     model = compiled(optimizer=optimizer)
     assert check_parity(model, data(), gpus=2).equal
-    # The tolerance is wider, and still finds what is wrong.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_16_bits_still_find_what_is_wrong(policy):
+    """With their wider tolerance."""
+    keras.config.set_dtype_policy(policy)
     assert not check_parity(compiled(Centre()), data(), gpus=2).equal
 
 
@@ -182,7 +214,9 @@ def test_batch_normalization():
     norms = [layers.BatchNormalization(name=f"norm_{i}") for i in range(2)]
     # One that is frozen normalises nothing by the batch.
     norms[1].trainable = False
-    parity = check_parity(compiled(*norms), data(), gpus=2)
+    model = compiled(*norms)
+    with unchanged(model):
+        parity = check_parity(model, data(), gpus=2)
     assert not parity.equal
     design, tried = parity.reasons
     assert design == (
@@ -198,7 +232,9 @@ def test_random_layers():
     middle = [kind(0.4, name=f"draws_{i}") for i, kind in enumerate(kinds)]
     # A layer that would be random if it were asked to is not named.
     idle = layers.Dropout(0.0, name="idle")
-    parity = check_parity(compiled(idle, *middle), data(), gpus=2)
+    model = compiled(idle, *middle)
+    with unchanged(model):
+        parity = check_parity(model, data(), gpus=2)
     assert not parity.equal
     design, tried = parity.reasons
     assert design == (
@@ -259,6 +295,7 @@ def test_a_layer_that_mixes_examples_beside_known_causes():
     assert mixing.startswith("Layer 'centre' mixes")
 
 
+@pytest.mark.slow
 def test_refused_without_need():
     # Centred in shares, and then what depends on it is thrown away.
     model = compiled(Centre(), layers.Rescaling(0.0))
@@ -270,10 +307,8 @@ def test_refused_without_need():
     assert check_parity(model, data(), gpus=2, strict=False).equal
 
 
-@pytest.mark.parametrize(
-    "initializer",
-    [pytest.param("glorot_uniform", marks=pytest.mark.slow), "zeros"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("initializer", ["glorot_uniform", "zeros"])
 def test_a_model_that_looks_at_the_order_is_not_rounding(initializer):
     # With a head of zeros, the first loss does not show it.
     model = compiled(FromFirst())
@@ -284,6 +319,7 @@ def test_a_model_that_looks_at_the_order_is_not_rounding(initializer):
     assert parity.rows
 
 
+@pytest.mark.slow
 def test_noise_that_cannot_be_silenced():
     parity = check_parity(compiled(Noise(0.5, name="noise")), data(), gpus=2)
     assert not parity.equal
@@ -331,7 +367,10 @@ def test_a_model_that_cannot_be_a_tower():
     ):
         with pytest.raises(ValueError) as error:
             multi_gpu_model(model, gpus=2).train_on_batch(*data())
+        before = everything(model)
         parity = check_parity(model, data(), gpus=2)
+        for ours, theirs in zip(everything(model)[: len(before)], before, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
         assert not parity.equal
         assert parity.rows == ()
         assert parity.reasons == (str(error.value),)
@@ -382,11 +421,7 @@ class Subclassed(keras.Model):
         return self.out(self.dropout(x, training=training))
 
 
-def everything(model):
-    found = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-    return [variable.numpy() for variable in found]
-
-
+@pytest.mark.slow
 def test_both_and_the_model_is_unchanged():
     def averaged():
         return keras.optimizers.SGD(0.01, momentum=0.9, use_ema=True)
@@ -394,26 +429,15 @@ def test_both_and_the_model_is_unchanged():
     model = Subclassed()
     model.compile(averaged(), "mse", metrics=["mae"])
     model.train_on_batch(*data())
-    before = everything(model)
-    own = [dict(vars(layer)) for layer in model._flatten_layers()]
-    functions = model.train_function, model.test_function, model.predict_function
-    parity = check_parity(model, data(seed=1), gpus=2)
+    count = len(everything(model))
+    with unchanged(model):
+        parity = check_parity(model, data(seed=1), gpus=2)
+    assert len(everything(model)) == count
     # Both kinds of layers were to be changed.
     norm, drop, tried = parity.reasons
     assert "(norm)" in norm and "(drop)" in drop
     assert tried.startswith(
         "Tried with synchronized=True on BatchNormalization and random layers silenced,"
-    )
-    for ours, theirs in zip(everything(model), before, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    for layer, attributes in zip(model._flatten_layers(), own, strict=True):
-        assert "call" not in vars(layer)
-        assert vars(layer).keys() == attributes.keys()
-    assert not model.norm.synchronized
-    assert functions == (
-        model.train_function,
-        model.test_function,
-        model.predict_function,
     )
     # It goes on as a model that was never checked.
     keras.utils.set_random_seed(1)
@@ -431,14 +455,6 @@ def test_a_model_that_is_not_built():
     assert model.built
     assert int(model.optimizer.iterations) == 0
     np.testing.assert_array_equal(model.norm.moving_mean, np.zeros(4))
-
-
-def test_the_model_is_unchanged_after_an_error():
-    model = compiled(Unseeded())
-    before = everything(model)
-    check_parity(model, data(), gpus=2)
-    for ours, theirs in zip(everything(model)[: len(before)], before, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 # How differences are measured.
@@ -544,9 +560,7 @@ def test_command_not_equal(tmp_path):
             "--split_ratios=1,2,3 --num_gpus=2",
             ["--split_ratios=1,2,3", "2 towers"],
         ),
-        pytest.param(
-            "--no_such_flag=1", ["no_such_flag", "--help"], marks=pytest.mark.slow
-        ),
+        slow("--no_such_flag=1", ["no_such_flag", "--help"]),
     ],
 )
 def test_command_with_bad_input(flags, words):
