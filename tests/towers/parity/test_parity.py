@@ -2,15 +2,18 @@
 
 import contextlib
 import textwrap
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 
 from tests import warm
+from tests.towers.train.runs import read_settings
 from tests.variants import slow
 from towers import input_pipeline, multi_gpu_model
 from towers.collectives import reduce
+from towers.parity import __main__ as parity_program
 from towers.parity import check_parity
 from towers.parity.report import (
     DIFFERS,
@@ -531,6 +534,29 @@ def test_command_equal(data_dir, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("equal", "code"), [(True, 0), (False, 2)])
+def test_what_the_command_compares(monkeypatch, capsys, equal, code):
+    found = mock.Mock(equal=equal, __str__=lambda _: "What was found.")
+    compares = mock.Mock(return_value=found)
+    monkeypatch.setattr(parity_program, "check_parity", compares)
+    flags = "--dataset=synthetic:4x4x1:3:64", "--model=mlp", "--batch_size=16"
+    settings = read_settings(*flags, "--num_gpus=3", "--split_ratios=2,3,3")
+    assert parity_program.check(settings) == code
+    out = capsys.readouterr().out
+    assert "tower" in out and " 6\n" in out, "the table of devices"
+    assert out.endswith(
+        "synthetic:4x4x1:3:64: towers and one device.\nWhat was found.\n"
+    )
+    (model, batches, towers), options = compares.call_args
+    assert model.input_shape == (None, 4, 4, 1)
+    sizes = [len(labels) for _, labels in batches]
+    # The last one is short, and does not divide evenly.
+    assert sizes[:-1] == [16, 16] and sizes[-1] < 16 and sizes[-1] % 3
+    assert [*towers] == [f"/device:CPU:{i}" for i in range(3)]
+    assert options["split_ratios"] == (2, 3, 3)
+
+
+@pytest.mark.slow
 def test_command_not_equal(tmp_path):
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(
