@@ -84,7 +84,7 @@ def expected():
     [
         slow(1, "parameter_server", False),
         slow(4, "parameter_server", False),
-        (10, "parameter_server", False),
+        slow(10, "parameter_server", False),
         slow(1, "replicated", False),
         (4, "replicated", False),
         slow(1, "replicated", True),
@@ -144,8 +144,9 @@ class _Counted:
         return made.with_options(options)
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("steps", [slow(1), 3])
+@pytest.mark.parametrize(
+    ("steps", "eager"), [(3, False), slow(3, True), slow(1, False), slow(1, True)]
+)
 def test_a_call_takes_its_batches_and_no_more(steps, eager):
     counted, seen = _Counted(), []
     trained = _compiled(_model(), steps, run_eagerly=eager)
@@ -162,7 +163,7 @@ def test_a_call_takes_its_batches_and_no_more(steps, eager):
     assert seen == [steps, 2 * steps, 3 * steps, 4 * steps]
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [slow(1), 4])
 def test_the_end_of_the_data_is_told(steps):
     trained = _compiled(_model(), steps)
     trained.make_train_function()
@@ -246,8 +247,9 @@ def _kinds():
 
 
 KINDS = list(_kinds())
-# Nested ones have weights; Keras makes batches of arrays.
-MORE = "weights", "arrays"
+# Nested ones have weights.
+QUICK = ("nested", 4, 0), ("no weights", 1, 2), ("ragged", 1, 2)
+MORE = {*itertools.product(KINDS, [4, 1], [0]), *itertools.product(KINDS, [1], [2])}
 
 
 @functools.cache
@@ -270,22 +272,14 @@ def _of_kind(kind, steps=1, towers=0, prefetch=None):
 
 @pytest.mark.parametrize(
     ("kind", "steps", "prefetch"),
-    [
-        *((kind, 4, 0) for kind in KINDS if kind not in MORE),
-        ("no weights", 1, 2),
-        ("ragged", 1, 2),
-        *(slow(kind, 4, 0) for kind in MORE),
-        *(slow(kind, 1, 0) for kind in KINDS),
-        *(slow(kind, 1, 2) for kind in KINDS if kind not in ("no weights", "ragged")),
-    ],
+    [*QUICK, *(slow(*each) for each in sorted(MORE.difference(QUICK)))],
 )
 def test_batches_of_all_kinds(kind, steps, prefetch):
     found = _of_kind(kind, steps, towers=2, prefetch=prefetch)
     assert oracle.largest_difference(found, _of_kind(kind)) < 1e-5
 
 
-# In a graph, it is below, by turns with `fit`.
-@pytest.mark.parametrize(("steps", "eager"), [slow(4, False), slow(1, True), (4, True)])
+@pytest.mark.parametrize(("steps", "eager"), [(4, False), slow(1, True), slow(4, True)])
 def test_train_on_batch_is_one_step(steps, eager):
     x, y = _data(11)
     found = []
@@ -299,7 +293,8 @@ def test_train_on_batch_is_one_step(steps, eager):
     assert oracle.largest_difference(found[1], found[0]) < 1e-5
 
 
-@pytest.mark.parametrize("steps", [slow(1), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 4])
 def test_fit_and_train_on_batch_by_turns(steps):
     x, y = _data(11)
     weights = []
@@ -359,7 +354,7 @@ def _executed(builder, home, steps=4):
 
 @pytest.mark.parametrize(
     ("builder", "home"),
-    [("parameter_server", "/device:CPU:3"), ("replicated", None)],
+    [("parameter_server", "/device:CPU:3"), slow("replicated", None)],
     ids=BUILDERS,
 )
 def test_the_next_batch_is_placed_while_a_step_computes(builder, home):
@@ -420,12 +415,12 @@ def _taken_by_call(parallel, counted, steps, epochs=1, **options):
 @pytest.mark.parametrize(
     ("builder", "prefetch"),
     [
-        ("parameter_server", 0),
-        slow("parameter_server", 1),
         ("parameter_server", 10),
-        ("replicated", 2),
+        slow("parameter_server", 0),
+        slow("parameter_server", 1),
+        slow("replicated", 2),
         slow("asynchronous", 0),
-        ("asynchronous", 2),
+        slow("asynchronous", 2),
     ],
 )
 def test_batches_are_taken_ahead(builder, prefetch):
@@ -439,7 +434,9 @@ def test_batches_are_taken_ahead(builder, prefetch):
     assert _taken_by_call(trained, counted, 1) == [prefetch + 1]
 
 
-@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [slow({"run_eagerly": True}), {"steps": 2}], ids=str
+)
 def test_only_calls_of_one_step_take_ahead(options):
     counted, options = _Counted(), {"steps": 1} | options
     trained = _compiled(_model(), prefetch=2, **options)
@@ -463,7 +460,7 @@ def test_how_much_is_taken_ahead_is_checked(prefetch):
         slow("parameter_server", 1),
         ("parameter_server", 10),
         slow("replicated", 2),
-        ("auto", 2),
+        slow("auto", 2),
     ],
 )
 def test_taking_ahead_is_the_same_training(builder, prefetch, expected, monkeypatch):
@@ -554,7 +551,8 @@ def test_what_was_taken_goes_with_its_iterator(steps):
     assert gone() is None
 
 
-@pytest.mark.parametrize("builder", ["parameter_server", slow("replicated")])
+@pytest.mark.slow
+@pytest.mark.parametrize("builder", ["parameter_server", "replicated"])
 def test_a_model_is_traced_once_ahead(builder, monkeypatch):
     monkeypatch.setattr(CountsCalls, "calls", 0)
     trained = _compiled(_model(CountsCalls), 1, builder=builder, prefetch=2)
@@ -633,7 +631,7 @@ def _stepping(function, prefetch, **options):
     [
         ("parameter_server", 1),
         ("replicated", 2),
-        ("asynchronous", 1),
+        slow("asynchronous", 1),
         slow("parameter_server", 2),
         slow("replicated", 1),
         slow("asynchronous", 2),

@@ -111,10 +111,14 @@ def check(how, totals, seconds):
 @pytest.mark.parametrize(
     "how",
     ways(
-        "server, a loop",
         "server, eager",
-        "asynchronous, ahead",
-        more=("server", "server, ahead", "asynchronous, a loop"),
+        more=(
+            "server",
+            "server, a loop",
+            "server, ahead",
+            "asynchronous, a loop",
+            "asynchronous, ahead",
+        ),
     ),
 )
 def test_waiting_for_input(how):
@@ -155,10 +159,14 @@ def copies(monkeypatch):
 @pytest.mark.parametrize(
     "how",
     ways(
-        "server, ahead",
         "replicated, a loop",
-        "asynchronous, a loop",
-        more=("server", "server, a loop", "asynchronous, ahead"),
+        more=(
+            "server",
+            "server, a loop",
+            "server, ahead",
+            "asynchronous, a loop",
+            "asynchronous, ahead",
+        ),
     ),
 )
 def test_copying_shares(how, copies):
@@ -215,13 +223,13 @@ def test_sending_parameters_is_copying(steps, monkeypatch):
 @pytest.mark.parametrize(
     "how",
     ways(
-        "server, eager",
         "replicated, a loop",
         "asynchronous, ahead",
         more=(
             "server",
             "server, a loop",
             "server, ahead",
+            "server, eager",
             "asynchronous, a loop",
         ),
     ),
@@ -247,10 +255,12 @@ def test_computing_by_tower(how):
     "how",
     ways(
         "server",
-        "server, eager",
-        "replicated, a loop",
-        "asynchronous, a loop",
-        more=("server, a loop",),
+        more=(
+            "server, a loop",
+            "server, eager",
+            "replicated, a loop",
+            "asynchronous, a loop",
+        ),
     ),
 )
 def test_applying(how):

@@ -14,6 +14,7 @@ from keras import layers
 
 from tests import warm
 from tests.towers.train.runs import main_here
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import variables
@@ -101,9 +102,6 @@ ADVICE = {
 }
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
     file = tmp_path_factory.mktemp("numerics") / "made" / "bad.npz"
@@ -171,13 +169,11 @@ WAYS = {
 BOTH = "replicated", "gathered", "XLA", "eager", "asynchronous"
 
 
-# Each path through our code is met by another.
-FURTHER = "replicated, gathered", "uneven", "asynchronous, in a loop", "XLA"
+# Each path through our code is met by one of them.
+QUICK = "replicated", "steps in a loop", "gathered", "asynchronous, eager"
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=SLOW if way in FURTHER else ()) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [way if way in QUICK else slow(way) for way in WAYS])
 def test_whichever_way_towers_go(way):
     asynchronous = "asynchronous" in way
     # What is dropped depends on which tower was faster.
@@ -197,8 +193,8 @@ def test_whichever_way_towers_go(way):
 @pytest.mark.parametrize(
     "way",
     [
-        *("replicated", "loop"),
-        *(pytest.param(way, marks=SLOW) for way in ("parameter_server", "eager")),
+        "loop",
+        *(slow(way) for way in ("replicated", "parameter_server", "eager")),
     ],
 )
 def test_nothing_of_the_step_is_applied(way):
@@ -247,12 +243,14 @@ def test_is_off_by_default_as_on_one_device():
     assert np.isnan(model.layers[0].kernel.numpy()).all()
 
 
+@pytest.mark.slow
 def test_towers_without_examples(watched):
     x, y = data(x_at=-1, row=0)
     error = stopped(watched, x[:1], y[:1])
     assert told(error.origin) == ("layer", "forward", "layer 'root'", 0)
 
 
+@pytest.mark.slow
 def test_synchronized_towers():
     model = build(layers.BatchNormalization(synchronized=True))
     error = stopped(on_towers(model), *data(x_at=0))
@@ -296,16 +294,20 @@ def overflowing():
     return on_towers(model, loss=loss, optimizer=optimizer), x, y
 
 
-def test_a_variable_that_an_update_made_infinite():
-    """With a loss and gradients that are finite."""
-    error = stopped(*overflowing())
+def test_a_variable_that_an_update_made_infinite(tmp_path):
+    """With a loss and gradients that are finite. No checkpoint has it."""
+    checkpoint = Checkpoint(tmp_path, save_steps=1)
+    error = stopped(*overflowing(), callbacks=[checkpoint])
     assert error.step == 3
     assert "kernel' was not finite before it: the update of the step before made" in (
         str(error)
     )
     assert "; try a smaller learning rate, or clip the gradients;" in str(error)
+    assert checkpoint.latest == str(tmp_path / "ckpt-0-1")
+    assert store.find(tmp_path) == [checkpoint.latest]
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_repeated():
     """A layer that is right when it is asked a second time."""
     calls = []
@@ -335,6 +337,7 @@ class Countdown(layers.Layer):
         return x * tf.sqrt(self.left)
 
 
+@pytest.mark.slow
 def test_trying_ways_to_update_is_not_stopped(monkeypatch):
     """It makes more steps, and undoes them."""
     monkeypatch.setattr(auto, "_ROUND_S", 0.0)
@@ -351,6 +354,7 @@ def test_a_batch_without_fit(watched):
         watched.train_on_batch(x[:BATCH], y[:BATCH])
 
 
+@pytest.mark.slow
 def test_accumulated_gradients():
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     parallel = on_towers(build(), optimizer=optimizer, loss="mse")
@@ -358,6 +362,7 @@ def test_accumulated_gradients():
     assert told(error.origin) == BACKWARD
 
 
+@pytest.mark.slow
 def test_in_half_precision():
     """A number that is finite in the data need not be so in the layer's type."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -367,6 +372,7 @@ def test_in_half_precision():
     assert (error.origin.tower, error.origin.rows) == (1, (ROW - BATCH,))
 
 
+@pytest.mark.slow
 def test_several_inputs_and_outputs(tmp_path):
     inputs = {name: keras.Input((1,), name=name) for name in "ab"}
     total = layers.Add(name="add")([*inputs.values()])
@@ -407,6 +413,7 @@ def test_a_layer_inside_a_layer():
         assert told(error.origin) == ("layer", during, "layer 'root'", 1)
 
 
+@pytest.mark.slow
 def test_what_a_model_computes_itself():
     class Own(keras.Model):
         def __init__(self):
@@ -445,6 +452,7 @@ class TestInput:
         with pytest.raises(ValueError, match=r"expected the model that it was written"):
             search.locate(other, file)
 
+    @pytest.mark.slow
     def test_a_place_that_cannot_be_written_to(self, tmp_path):
         (tmp_path / "file").touch()
         file = tmp_path / "file" / "bad.npz"
@@ -489,6 +497,7 @@ class TestLossScale:
         parallel.fit(*data(), batch_size=BATCH, verbose=0, epochs=2)
         assert float(optimizer.dynamic_scale) < 2.0**127
 
+    @pytest.mark.slow
     def test_a_loss_that_is_not_finite_is_not(self):
         parallel = on_towers(build(), optimizer=self.scaled(2.0**15))
         assert told(stopped(parallel, *data(x_at=-1)).origin) == FORWARD
@@ -518,6 +527,7 @@ class TestOrigin:
         error = stopped(watched, dataset, batch_size=None)
         assert str(error).startswith("Step 2 (epoch 1, batch 2): x[9] of the batch is")
 
+    @pytest.mark.slow
     def test_of_what_preprocess_has_made(self):
         def preprocess(x, y, training):
             return tf.math.log(tf.cast(x, tf.float32)), y
@@ -547,17 +557,6 @@ def test_the_last_checkpoint_stays(watched, tmp_path):
     assert str(error).endswith(
         f"; the last checkpoint, from before, is {error.checkpoint}."
     )
-
-
-def test_no_checkpoint_has_a_variable_that_an_update_made_infinite(tmp_path):
-    parallel, x, y = overflowing()
-    checkpoint = Checkpoint(tmp_path, save_steps=1)
-    with pytest.raises(NotFinite):
-        parallel.fit(
-            *(x, y), batch_size=BATCH, shuffle=False, verbose=0, callbacks=[checkpoint]
-        )
-    assert checkpoint.latest == str(tmp_path / "ckpt-0-1")
-    assert store.find(tmp_path) == [checkpoint.latest]
 
 
 @pytest.mark.slow

@@ -158,13 +158,20 @@ def points(page, name):
     return np.array(re.findall(r"[ML] (\S+) (\S+)", path), float)
 
 
-@needs_browser
-def test_a_whole_run(tmp_path, page):
-    write_run(tmp_path)
-    done = warm.run("towers.report", tmp_path, timeout_s=TIMEOUT_S)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The report of a whole run, by the program; and what it said."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_run(folder)
+    done = warm.run("towers.report", folder, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    path = tmp_path / "report.html"
-    assert re.fullmatch(rf"{path}: \d+ KB\n", done.stdout)
+    return folder / "report.html", done.stdout
+
+
+@needs_browser
+def test_a_whole_run(whole, page):
+    path, said = whole
+    assert re.fullmatch(rf"{path}: \d+ KB\n", said)
     assert path.stat().st_size < 300_000
     page.requests.clear()
     page.goto(f"file://{path}")
@@ -216,9 +223,8 @@ def test_a_whole_run(tmp_path, page):
 
 
 @needs_browser
-def test_curves_are_the_values(tmp_path, page):
-    write_run(tmp_path)
-    show(page, tmp_path)
+def test_curves_are_the_values(whole, page):
+    page.goto(f"file://{whole[0]}")
     train, validation = points(page, "Loss-train"), points(page, "Loss-validation")
     values = 1 / np.arange(1, EPOCHS + 1)
     # The page's y points downwards.
@@ -237,9 +243,8 @@ def test_curves_are_the_values(tmp_path, page):
 
 
 @needs_browser
-def test_pictures_and_texts(tmp_path, page):
-    write_run(tmp_path)
-    show(page, tmp_path)
+def test_pictures_and_texts(whole, page):
+    page.goto(f"file://{whole[0]}")
     assert page.locator("#pictures h3").all_inner_texts() == [
         *("Input", "Misclassified", "Confusion")
     ]
@@ -261,7 +266,6 @@ def test_pictures_and_texts(tmp_path, page):
 
 @needs_browser
 def test_no_text_has_anything_fetched(tmp_path, page):
-    write_run(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         text = f"![x](http://127.0.0.1:{server.getsockname()[1]}/x.png)"
         write_texts(tmp_path / "train", {"versions": text})
@@ -387,6 +391,7 @@ def test_one_picture_of_all(tmp_path, page):
     assert alt == "Input: three; four; five"
 
 
+@pytest.mark.slow
 @needs_browser
 def test_one_epoch_of_one_logged_step(tmp_path, page):
     """A point in the middle of an axis that has its number, and no other."""
