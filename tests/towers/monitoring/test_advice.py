@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.variants import slow
 from towers.input_pipeline import (
     ADVICE,
     Pipeline,
@@ -102,27 +103,26 @@ def test_arrays_are_keras_s_to_cut():
     assert "batch_size" in parameters
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    """Data sets of ours, of each way to read."""
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "a.csv").write_text("a,label\n" + "1,0\n" * 100)
-    (folder / "images" / "a").mkdir(parents=True)
+@pytest.fixture
+def ours(tmp_path):
+    """Makes data sets of ours, of each way to read."""
+    (tmp_path / "a.csv").write_text("a,label\n" + "1,0\n" * 100)
+    (tmp_path / "images" / "a").mkdir(parents=True)
     for i in range(20):
         image = tf.io.encode_png(np.zeros([4, 4, 3], np.uint8)).numpy()
-        (folder / "images" / "a" / f"{i}.png").write_bytes(image)
-    specs = f"csv:{folder}/a.csv", f"folder:{folder}/images", "synthetic:4x4x3:2"
+        (tmp_path / "images" / "a" / f"{i}.png").write_bytes(image)
+    specs = f"csv:{tmp_path}/a.csv", f"folder:{tmp_path}/images", "synthetic:4x4x3:2"
     shapes = (1,), (4, 4, 3), (4, 4, 3)
-    return [
+    return lambda repeat: [
         make_dataset(open_source(spec), "train", 4, image_shape=shape, repeat=repeat)
         for spec, shape in zip(specs, shapes, strict=True)
-        for repeat in (True, False)
     ]
 
 
-def test_stages_of_ours_have_words_of_ours(ours):
+@pytest.mark.parametrize("repeat", [True, slow(False)])
+def test_stages_of_ours_have_words_of_ours(ours, repeat):
     words = set()
-    for data in ours:
+    for data in ours(repeat):
         found = found_in(data).stages()
         for stage in found:
             name, what = advice.advise(stage, found, ADVICE)
@@ -135,10 +135,12 @@ def test_stages_of_ours_have_words_of_ours(ours):
     }
 
 
-def test_data_of_ours_bring_their_words_along(ours):
+def test_data_of_ours_bring_their_words_along():
     callback = Starvation()
     assert callback._words() is None
-    callback._reading = found_in(ours[0])
+    callback._reading = found_in(
+        make_dataset(open_source("synthetic:4x4x3:2"), "train", 4)
+    )
     assert callback._words() == stage_advice()
     callback._reading = found_in(tf.data.Dataset.range(9))
     assert callback._words() is None

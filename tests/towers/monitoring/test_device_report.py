@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.small import build
+from tests.small import tiny
 from towers import devices, multi_gpu_model
 from towers.devices.nvml import Driver, Gpu
 from towers.monitoring import device_report as report
@@ -283,9 +283,10 @@ class TestProcess:
 
     def test_in_fit(self):
         x, y = np.zeros((16, 4, 4, 1), "float32"), np.zeros(16, "int32")
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
         device_report = DeviceReport(ON_CPU)
-        parallel = multi_gpu_model(build(), gpus=2)
-        parallel.fit(x, y, batch_size=8, verbose=0, callbacks=[device_report])
+        parallel = multi_gpu_model(tiny(), gpus=2)
+        parallel.fit(data, verbose=0, callbacks=[device_report])
         values = of(device_report.measured(), "device/cpu:0")
         assert 0 < values["utilization"] <= 1
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.data.experimental import service
 
 from tests import warm
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.lifecycle.checkpoint import Checkpoint
@@ -243,7 +244,7 @@ def test_the_stacks_have_names(run):
     assert "Run.wait" not in stacks
 
 
-@pytest.mark.parametrize("stage", ["read", "parse"])
+@pytest.mark.parametrize("stage", ["read", slow("parse")])
 def test_a_stage_of_the_input(run, stage):
     block = Block()
     data = piped(Blocking(block, stage))
@@ -292,6 +293,7 @@ def test_all_answer(run):
     )
 
 
+@pytest.mark.slow
 def test_the_input_of_validation(run):
     block, data = Block(), piped(ArraySource(*arrays()))
     validation_data = piped(Blocking(block), training=False)
@@ -482,6 +484,7 @@ def test_a_process_that_was_stopped_itself(run):
         assert reason(run.wait())
 
 
+@pytest.mark.slow
 def test_batches_that_are_passed_over(run, tmp_path):
     class Breaks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

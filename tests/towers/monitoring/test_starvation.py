@@ -267,6 +267,7 @@ def test_storage_that_is_slow(tmp_path):
     assert "the slowest stage is `TFRecord` (read); try this: keep the data on" in said
 
 
+@pytest.mark.slow
 def test_files_that_are_slow_in_parallel(tmp_path):
     paths = [zipped(tmp_path / name, 2) for name in "ab"]
     files = tf.data.Dataset.from_tensor_slices(paths).repeat()
