@@ -32,7 +32,7 @@ def run(function: Callable[[], Any], name: str) -> Nodes:
     partitions = [
         partition
         for graph in metadata.function_graphs
-        if name in str(graph.partition_graphs)
+        if any(name.encode() in p.SerializeToString() for p in graph.partition_graphs)
         for partition in graph.partition_graphs
     ]
     for partition in partitions:
