@@ -25,13 +25,12 @@ from tests.towers.train.runs import (
     weights,
     write_tfrecord,
 )
+from tests.variants import slow
 from towers import input_pipeline
 from towers.numerics.not_finite import NotFinite
 from towers.tower.errors import ModelError
 from towers.train import __main__ as train
 from towers.train.settings import Settings
-
-SLOW = pytest.mark.slow
 
 
 def fork(*flags):
@@ -55,7 +54,7 @@ def test_bad_input_ends_the_program(tmp_path):
     check_bad(done, ["resnet21", "resnet20"], model_dir)
 
 
-@pytest.mark.parametrize("starts", [main_here, pytest.param(fork, marks=SLOW)])
+@pytest.mark.parametrize("starts", [main_here, slow(fork)])
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -168,6 +167,7 @@ def test_gpus_that_do_not_exist(monkeypatch, capsys, tmp_path):
     assert not model_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_a_tower(tmp_path):
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(
@@ -205,6 +205,7 @@ def test_divergence_is_no_success(data_dir, tmp_path):
     assert not (tmp_path / "model.keras").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
@@ -222,6 +223,7 @@ def test_corrupt_image(made, tmp_path, dataset, words):
         assert word.format(made=made) in str(caught.value)
 
 
+@pytest.mark.slow
 def test_corrupt_record(data_dir, tmp_path):
     shutil.copytree(data_dir, tmp_path / "data")
     shard = sorted((tmp_path / "data").rglob("*train.tfrecord*"))[1]

@@ -11,7 +11,6 @@ import pytest
 
 from tests.towers.train.runs import (
     BAD,
-    EPOCHS,
     REPEATABLE,
     STEPS,
     TWO_STEPS,
@@ -31,6 +30,7 @@ from tests.towers.train.runs import (
     wait_for,
     weights,
 )
+from tests.variants import slow
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.train import run as train_run
 from towers.train.outputs import start as start_lines
@@ -47,7 +47,8 @@ def test_killed_and_started_again_with_the_flags_that_it_wrote(killed, resumed):
     assert not (path / "not_finite.npz").exists()
     epoch, batch = continued(resumed.stdout, path)
     assert 1 <= epoch < 8 and batch in (0, 5, 10, 15, 20)
-    assert first_done(resumed.stdout) == epoch + 1
+    # With a progress bar, which says so as an epoch begins.
+    assert re.search(r"^Epoch (\d+)/8", resumed.stdout, re.M)[1] == f"{epoch + 1}"
     summary = summary_of(path)
     assert (summary["epochs"], summary["steps"]) == (8, 8 * STEPS)
     model = keras.models.load_model(path / "model.keras")
@@ -87,37 +88,35 @@ def test_terminated_and_started_again(data_dir, tmp_path, capsys):
 
 
 @pytest.mark.oldest
-def test_finished_and_started_again(trained, data_dir, tmp_path, capsys):
+def test_finished_and_started_again(resumed, tmp_path, capsys):
     path = tmp_path / "run"
-    shutil.copytree(trained.path, path)
-    run_here(
-        f"--data_dir={data_dir}", f"--model_dir={path}", f"--train_epochs={EPOCHS}"
-    )
+    shutil.copytree(resumed.path, path)
+    run_here(f"--flagfile={path / 'flags.txt'}", f"--model_dir={path}")
     out = capsys.readouterr().out
-    assert f"Nothing left to train: {path} has 4 epochs already" in out
-    assert "epoch 5" not in out and "epoch 1/" not in out
+    assert f"Nothing left to train: {path} has 8 epochs already" in out
+    assert "epoch 9" not in out and "epoch 1/" not in out
     assert "Give more --train_epochs, or --clean" in out
-    assert "Done: 4 epochs, 92 steps" in out
-    assert_same_bits(weights(path), weights(trained.path))
+    assert "Done: 8 epochs, 184 steps" in out
+    assert_same_bits(weights(path), weights(resumed.path))
     # What was measured is kept, and not said again as if it were new.
     assert "examples/sec" not in out and "a step:" not in out
-    before, after = (summary_of(folder) for folder in (trained.path, path))
+    before, after = (summary_of(folder) for folder in (resumed.path, path))
     for name in ("examples_per_sec", "step_ms", "waiting", "verdict", "measured"):
         assert after[name] == before[name] is not None
 
 
-def test_eval_only(trained, data_dir, capsys):
-    before = snapshot(trained.path)
-    run_here(f"--data_dir={data_dir}", f"--model_dir={trained.path}", "--eval_only")
+def test_eval_only(trained, capsys):
+    path, before = trained.path, snapshot(trained.path)
+    run_here(f"--flagfile={path / 'flags.txt'}", "--eval_only")
     out = capsys.readouterr().out
-    summary = summary_of(trained.path)
+    summary = summary_of(path)
     last = out.splitlines()[-1]
     found = re.fullmatch(
         r"validation accuracy ([\d.]+), validation loss ([\d.]+)", last
     )
     assert float(found[1]) == pytest.approx(summary["val_accuracy"], abs=1e-4)
     assert float(found[2]) == pytest.approx(summary["val_loss"], abs=1e-4)
-    assert snapshot(trained.path) == before
+    assert snapshot(path) == before
     # Nothing is read twice, so nothing is kept.
     assert "kept" not in out and "kept" in trained.stdout
 
@@ -153,7 +152,7 @@ def test_a_clean_run(trained, tmp_path, capsys):
 
 def test_checkpoint_of_another(trained, data_dir):
     before = snapshot(trained.path)
-    flags = f"--data_dir={data_dir}", f"--model_dir={trained.path}", "--model=mlp"
+    flags = f"--data_dir={data_dir}", f"--model_dir={trained.path}", "--model=cnn"
     with pytest.raises(ValueError, match="another model") as caught:
         assembled(*flags)
     for word in ("conv2d", "dense", str(trained.path), "--clean"):
@@ -165,7 +164,8 @@ def test_truncated_checkpoint(trained, data_dir, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(trained.path, path)
     shutil.rmtree(path / "checkpoints/ckpt-1-0", ignore_errors=True)  # the best, maybe
-    flags = f"--data_dir={data_dir}", f"--model_dir={path}", "--eval_only"
+    flags = f"--data_dir={data_dir}", f"--model_dir={path}", "--model=mlp"
+    flags = *flags, "--eval_only"
     first = f"Cannot read the checkpoint {path}/checkpoints/ckpt-4-0: "
     # With the newest that is whole, if there is one.
     break_checkpoints(path, 4, 3)
@@ -224,9 +224,9 @@ def test_a_worse_run_leaves_the_best_model(worse, resumed):
     assert not np.array_equal(ours[0], last[0])
 
 
-def test_the_best_is_evaluated(resumed, data_dir):
-    flags = f"--data_dir={data_dir}", f"--model_dir={resumed.path}", "--model=mlp"
-    job = assembled(*flags, "--eval_only", "--checkpoint=best")
+def test_the_best_is_evaluated(resumed):
+    flags = f"--flagfile={resumed.path / 'flags.txt'}", "--eval_only"
+    job = assembled(*flags, "--checkpoint=best")
     name = "ckpt-{epoch}-0: after epoch {epoch}".format(
         **summary_of(resumed.path)["best"]
     )
@@ -235,10 +235,10 @@ def test_the_best_is_evaluated(resumed, data_dir):
 
 
 @pytest.mark.slow
-def test_the_best_is_evaluated_and_gone_on_from(worse, data_dir, tmp_path, capsys):
+def test_the_best_is_evaluated_and_gone_on_from(worse, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(worse.path, path)
-    flags = (f"--data_dir={data_dir}", f"--model_dir={path}", "--model=mlp")
+    flags = f"--model_dir={path}", *REPEATABLE[:2]
     best = summary_of(path)["best"]
     name, after = f"ckpt-{best['epoch']}-0", f"after epoch {best['epoch']}"
     before = snapshot(path)
@@ -258,14 +258,13 @@ def test_the_best_is_evaluated_and_gone_on_from(worse, data_dir, tmp_path, capsy
     assert summary["val_loss"] < 2 * best["value"]
 
 
-def test_another_batch_size_in_the_middle_of_an_epoch(killed, data_dir, tmp_path):
+def test_another_batch_size_in_the_middle_of_an_epoch(killed, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(killed.path, path)
     for between_epochs in path.glob("checkpoints/ckpt-*-0"):
         shutil.rmtree(between_epochs)
-    flags = (f"--data_dir={data_dir}", f"--model_dir={path}", *REPEATABLE)
     before = snapshot(path)
-    done = main_here(*flags, "--batch_size=32")
+    done = main_here(f"--model_dir={path}", *REPEATABLE, "--batch_size=32")
     assert done.returncode == 1
     # With the flags of the run that may still go on.
     assert snapshot(path) == before
@@ -282,7 +281,7 @@ def test_one_run_at_a_time(tmp_path):
         assert not (tmp_path / "flags.txt").exists()
 
 
-@pytest.mark.parametrize("name", ["flags.txt", "lock", "checkpoints"])
+@pytest.mark.parametrize("name", [slow("flags.txt"), slow("lock"), "checkpoints"])
 def test_something_in_the_way(tmp_path, name):
     path = tmp_path / name
     path.write_text("") if name == "checkpoints" else path.mkdir()

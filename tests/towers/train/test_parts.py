@@ -14,6 +14,8 @@ from tests.towers.train.runs import (
     write_folder,
 )
 from towers import devices, input_pipeline
+from towers.lifecycle.signals import Stopped
+from towers.numerics.not_finite import NotFinite
 from towers.train import __main__ as train
 from towers.train import checks
 from towers.train import run as train_run
@@ -334,11 +336,15 @@ def test_rows_are_not_augmented():
             data_parts.choose_image_shape(Settings(**{name: value}), source)
 
 
-def test_no_signal_disturbs_the_end(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ValueError("no"), 1), (NotFinite("no"), 3), (Stopped(signal.SIGINT), 130)],
+)
+def test_no_signal_disturbs_the_end(monkeypatch, capsys, error, code):
     done = []
     monkeypatch.setattr(signal, "signal", lambda *args: done.append(args))
     monkeypatch.setattr(train.gc, "collect", lambda: done.append("collected"))
-    monkeypatch.setattr(train, "assemble", mock.Mock(side_effect=ValueError("no")))
-    assert train.main(Settings()) == 1
+    monkeypatch.setattr(train, "assemble", mock.Mock(side_effect=error))
+    assert train.main(Settings()) == code
     ignored = [(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]
     assert done[-3:] == [*ignored, "collected"]

@@ -1,7 +1,6 @@
 """towers.train, from its flags to what it writes and says."""
 
 import glob
-import io
 import itertools
 import os
 import pty
@@ -20,6 +19,7 @@ from tests.towers.train.runs import (
     ONE_EPOCH,
     STEPS,
     TWO_STEPS,
+    Terminal,
     assembled,
     continued,
     finish,
@@ -35,6 +35,13 @@ from towers import input_pipeline
 from towers.report.read import read
 from towers.train import callbacks
 from towers.train.outputs import start as start_lines
+
+
+def assert_no_chatter(stderr):
+    # TFDS speaks at INFO, draws bars; absl's marks of the level begin the line.
+    assert not re.search(r"^[IW]\d{4} [\d:.]+ \d+ \w+\.py:", stderr, re.M)
+    assert "examples/s" not in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.oldest
@@ -56,7 +63,7 @@ def test_what_a_run_says(trained):
     for tower in (0, 1):
         assert re.search(rf"^ +{tower} +/device:CPU:{tower} .* 32$", out, re.M)
     assert "Variables live on /device:CPU:0" in out
-    assert re.search(r"^Model cnn: [\d,]+ parameters \([\d.,]+ KB\)\.$", out, re.M)
+    assert re.search(r"^Model mlp: [\d,]+ parameters \([\d.,]+ MB\)\.$", out, re.M)
     data = "Data digits: 1,437 training images of 8x8x1, 10 classes"
     assert f"{data}, 112.3 KB of pixels kept in memory.\n" in out
     # One line an interval, and one an epoch.
@@ -86,17 +93,22 @@ def test_what_a_run_says(trained):
     assert f"model        {path}/model.keras\n" in end
     assert f"checkpoint   {path}/checkpoints/ckpt-4-0\n" in end
     assert f"tensorboard --logdir {path}\n" in end
-    assert "Traceback" not in trained.stderr
+    assert_no_chatter(trained.stderr)
     assert ours(trained) == []
 
 
 @pytest.mark.oldest
 def test_stderr_has_no_chatter(killed):
     """Of a process: TensorFlow's own C++ speaks before anything of ours runs."""
-    # TFDS speaks at INFO, draws bars; absl's marks of the level begin the line.
-    assert not re.search(r"^[IW]\d{4} [\d:.]+ \d+ \w+\.py:", killed.stderr, re.M)
-    assert "examples/s" not in killed.stderr
-    assert "Traceback" not in killed.stderr
+    assert_no_chatter(killed.stderr)
+
+
+@pytest.mark.slow
+def test_writing_the_digits_is_no_chatter(tmp_path):
+    flags = f"--data_dir={tmp_path / 'data'}", f"--model_dir={tmp_path / 'run'}"
+    done = finish(start(*flags, "--model=mlp", "--train_epochs=1"))
+    assert "Done: 1 epoch" in done.stdout
+    assert_no_chatter(done.stderr)
 
 
 @pytest.mark.oldest
@@ -147,7 +159,7 @@ def test_tensorboard_has_the_flags_and_both_runs(trained):
     assert {*learning, "input", "confusion", "confusion_counts"} <= tags["train"].keys()
     assert {"model", "devices", "versions", "verdict"} <= tags["train"].keys()
     text = tf.make_ndarray(tags["train"]["model"].tensor).item().decode()
-    assert "Total params" in text and "conv2d" in text
+    assert "Total params" in text and "dense" in text
     text = tf.make_ndarray(tags["train"]["versions"].tensor).item().decode()
     assert f"    TensorFlow: {tf.__version__}\n" in text
     text = tf.make_ndarray(tags["train"]["flags"].tensor).item().decode()
@@ -202,11 +214,13 @@ def test_the_default_job_learns_the_digits(data_dir, tmp_path):
     assert len(summary["towers"]) == 2
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def test_progress_bar(resumed):
+    assert "Epoch 8/8" in resumed.stdout and "23/23" in resumed.stdout
+    assert "examples_per_sec" in resumed.stdout
+    assert "epoch 8/8 done" not in resumed.stdout
 
 
+@pytest.mark.slow
 def test_progress_bar_and_ctrl_c(tmp_path, monkeypatch):
     """As on a terminal, and by a signal, of which the program makes its exit code."""
     flags = *TWO_STEPS, "--batch_size=2", f"--model_dir={tmp_path}", "--train_epochs=3"
@@ -343,6 +357,7 @@ def folder_flags(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_images_in_folders(tmp_path):
     data = assembled(*folder_flags(tmp_path)).data
     assert data.examples == 21  # two are held out
@@ -375,6 +390,7 @@ def table_flags(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_rows_of_numbers(tmp_path):
     job = assembled(*table_flags(tmp_path))
     said = "90 rows of 3 numbers to train on, 2 classes"
