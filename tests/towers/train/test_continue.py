@@ -13,6 +13,7 @@ from tests.towers.train.runs import (
     BAD,
     REPEATABLE,
     STEPS,
+    SYNTHETIC,
     TWO_STEPS,
     assembled,
     assert_same_bits,
@@ -238,7 +239,7 @@ def test_the_best_is_evaluated(resumed):
 def test_the_best_is_evaluated_and_gone_on_from(worse, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(worse.path, path)
-    flags = f"--model_dir={path}", *REPEATABLE[:2]
+    flags = f"--model_dir={path}", *SYNTHETIC
     best = summary_of(path)["best"]
     name, after = f"ckpt-{best['epoch']}-0", f"after epoch {best['epoch']}"
     before = snapshot(path)
