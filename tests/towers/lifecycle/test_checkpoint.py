@@ -294,6 +294,7 @@ class TestDisk:
             fit_traced(checkpoint, Breaks(3, vanish))
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.slow
     def test_a_limit_on_files_leaves_the_one_before(self, tmp_path):
         import resource
 

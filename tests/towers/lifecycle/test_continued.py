@@ -29,6 +29,7 @@ from tests.towers.lifecycle.runs import (
     towers,
     values,
 )
+from tests.variants import slow
 from towers.lifecycle import data_position
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import states, store
@@ -64,10 +65,10 @@ def broken_off(directory, breaks, make, **options):
     [
         # In the middle of an epoch, at once, and in that of the next epoch.
         (lambda: as_new(make=build), False, (3, 1, 8)),
-        pytest.param(build, False, (3, 1, 8), marks=pytest.mark.slow),
+        slow(build, False, (3, 1, 8)),
         # And between two epochs, which are no passes over the data.
-        (lambda: as_new(make=build), True, (5, 4)),
-        (lambda: as_new("adam", steps_per_execution=2), False, (5,)),
+        slow(lambda: as_new(make=build), True, (5, 4)),
+        slow(lambda: as_new("adam", steps_per_execution=2), False, (5,)),
     ],
     ids=["epochs", "new models", "repeat and validation", "steps_per_execution"],
 )
@@ -93,16 +94,17 @@ def test_with_other_numbers_of_towers_the_rest_is_the_same(tmp_path):
     def make():
         return tiny(keras.optimizers.SGD(1e-3, 0.9))
 
-    whole, model = make(), None
-    fit(whole, gpus=1)
+    model = as_new(make=make)
+    fit(model, gpus=1)
+    whole = values(model)
     for gpus, after in ((1, 4), (3, 5), (2, None)):
-        model = make()
+        model = as_new(make=make)
         breaks = [] if after is None else [Breaks(after)]
         try:
             fit(model, Checkpoint(tmp_path, save_steps=1), *breaks, gpus=gpus)
         except ZeroDivisionError:
             continue
-    for a, b in zip(values(model), values(whole), strict=True):
+    for a, b in zip(values(model), whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -119,6 +121,7 @@ def test_callbacks_hear_only_of_what_is_done_now(tmp_path):
     assert heard == [4, -4, 5, -5, 0, 0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5]
 
 
+@pytest.mark.slow
 def test_other_data_are_read_again_and_passed_over(never_stopped, tmp_path, capsys):
     with pytest.raises(ZeroDivisionError):
         fit(as_new("adam"), Checkpoint(tmp_path, save_steps=2), Breaks(9))
@@ -163,6 +166,7 @@ class TestOtherData:
         x = simple(seed=7, batch_size=4)
         assert fit(as_new(), Checkpoint(tmp_path), x=x, epochs=2).epoch == [0, 1]
 
+    @pytest.mark.slow
     def test_only_batch_sizes_were_known_once(self, stopped, tmp_path):
         contents = store.load(f"{stopped}/ckpt-0-4")
         about = dict(contents.about, batch_size=BATCH)
@@ -223,6 +227,7 @@ def test_in_the_middle_of_a_call_it_does_not_go_on(tmp_path):
     assert int(model.optimizer.iterations) == 2 * STEPS
 
 
+@pytest.mark.slow
 def test_at_an_epochs_end_calls_may_have_any_size(tmp_path):
     stop = keras.callbacks.LambdaCallback()
     stop.on_test_begin = lambda logs: signal.raise_signal(signal.SIGTERM)
@@ -234,27 +239,26 @@ def test_at_an_epochs_end_calls_may_have_any_size(tmp_path):
     assert int(model.optimizer.iterations) == 3 * STEPS
 
 
-def test_what_callbacks_do_as_an_epoch_begins_is_done_once(tmp_path):
+@pytest.mark.parametrize("first", [True, slow(False)])
+def test_what_callbacks_do_as_an_epoch_begins_is_done_once(tmp_path, first):
     def halves():
         return keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
 
     model = as_new()
     wanted, whole = fit(model, halves()), values(model)
-    for first in (True, False):
-        folder = tmp_path / str(first)
 
-        def callbacks(folder=folder, first=first, save_steps=1):
-            both = [halves(), Checkpoint(folder, save_steps=save_steps)]
-            return both if first else both[::-1]
+    def callbacks(save_steps=1):
+        both = [halves(), Checkpoint(tmp_path, save_steps=save_steps)]
+        return both if first else both[::-1]
 
-        # After the last batch of an epoch, and in the middle of the next.
-        for after in (STEPS, 1 + 2):
-            with pytest.raises(ZeroDivisionError):
-                fit(as_new(), *callbacks(), Breaks(after))
-        model = as_new()
-        found = fit(model, *callbacks(save_steps=None))
-        assert_same(model, whole)
-        assert found.history == wanted.history
+    # After the last batch of an epoch, and in the middle of the next.
+    for after in (STEPS, 1 + 2):
+        with pytest.raises(ZeroDivisionError):
+            fit(as_new(), *callbacks(), Breaks(after))
+    model = as_new()
+    found = fit(model, *callbacks(save_steps=None))
+    assert_same(model, whole)
+    assert found.history == wanted.history
 
 
 def test_nothing_left_to_train_is_said(tmp_path, capsys):
@@ -307,12 +311,12 @@ class TestASecondFit:
     @pytest.fixture(scope="class")
     def whole(self):
         """The values of a model that was never stopped, and its history."""
-        model = as_new(make=build)
+        model = as_new(make=measured)
         history = fit(model, x=simple(), validation_data=plain()).history
         return values(model), history
 
     def test_goes_on_where_the_first_was_stopped(self, whole, tmp_path):
-        model, checkpoint = as_new(make=build), Checkpoint(tmp_path / "same")
+        model, checkpoint = as_new(make=measured), Checkpoint(tmp_path / "same")
         options = {"x": simple(), "validation_data": plain()}
         # Validation takes the metrics' place, before they are saved.
         fit(model, checkpoint, StopAtStep(4), **options)
@@ -324,11 +328,12 @@ class TestASecondFit:
             history = fit(model, saved, **options)
             assert_same(model, whole[0])
             assert history.history == whole[1] and history.epoch == [0, 1, 2]
-            model = as_new(make=build)
+            model = as_new(make=measured)
 
+    @pytest.mark.slow
     def test_goes_on_with_the_last_checkpoint_after_an_error(self, whole, tmp_path):
         checkpoint = Checkpoint(tmp_path, save_steps=2)
-        model = as_new(make=build)
+        model = as_new(make=measured)
         parallel = towers(model, gpus=2)
         options = {"x": simple(), "validation_data": plain(), "verbose": 0, "epochs": 3}
         with pytest.raises(ZeroDivisionError):
@@ -369,6 +374,7 @@ class TestASecondFit:
         fit(as_new(), checkpoint, hears, initial_epoch=1, epochs=2)
         assert heard == [0, 1, 2, 3, 4, 5]
 
+    @pytest.mark.slow
     def test_that_was_refused_leaves_nothing_behind(self, tmp_path):
         model = as_new()
         fit(model, Checkpoint(tmp_path), StopAtStep(4), x=simple())
@@ -412,6 +418,7 @@ class TestDataOfUnknownSize:
         assert checkpoint.position == Position(2)
         assert_same(model, whole)
 
+    @pytest.mark.slow
     def test_saved_where_there_is_no_batch_left(self, tmp_path):
         # Keras begins the ninth step before it knows that there are six.
         options = {"x": self.data(), "epochs": 2}
@@ -455,7 +462,9 @@ def test_random_numbers_go_on(tmp_path, no_generator):
         tf.random.set_global_generator(tf.random.Generator.from_seed(seed))
         # A seed alone does not renew Keras's own generator before Keras 3.13.
         keras.backend.clear_session()
-        return tiny(seed=seed)
+        model = as_new()
+        keras.utils.set_random_seed(seed)
+        return model
 
     drawn = []
     draws = [Breaks(2, draw), Breaks(4, draw), Breaks(5, draw)]
@@ -495,7 +504,7 @@ def never_stopped():
     return values(model)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_signal_saves_and_ends_the_run(never_stopped, tmp_path, number, capsys):
     before = signal.getsignal(number)
     stop = Breaks(4, lambda: signal.raise_signal(number))
