@@ -64,6 +64,7 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert names == ["ckpt-2-0", "ckpt-5-0", "ckpt-6-0"]
 
 
+@pytest.mark.slow
 def test_what_lies_further_on_does_not_count(tmp_path):
     fit_traced(Checkpoint(tmp_path), epochs=1)
     # Damaged, or of another program: they are passed over.
@@ -366,6 +367,7 @@ class TestDamage:
         )
         assert said.endswith(f"is lost: going back to {tmp_path}/run/ckpt-1-0.\n")
 
+    @pytest.mark.slow
     def test_it_is_written_anew(self, saved, tmp_path):
         run = tmp_path / "run"
         shutil.copytree(saved, run)
@@ -377,6 +379,7 @@ class TestDamage:
             "variables.index",
         ]
 
+    @pytest.mark.slow
     def test_links_and_lists_lead_nowhere(self, saved, tmp_path):
         run, other = tmp_path / "run", tmp_path / "other"
         shutil.copytree(saved, run)
@@ -457,6 +460,7 @@ def test_a_fit_that_restores_nothing_is_refused(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_says_is_json(tmp_path):
     stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
     fit(as_new("adam"), stopping, Checkpoint(tmp_path), epochs=1)
@@ -512,6 +516,7 @@ def test_what_a_callback_knows_and_cannot_be_saved_is_named(tmp_path, value):
         fit_traced(Knows({"a": [value]}), Checkpoint(tmp_path), epochs=1)
 
 
+@pytest.mark.slow
 def test_logs_that_are_no_numbers_end_nothing(tmp_path):
     logs = {"text": "a", "nothing": None, "array": np.arange(2), "val_loss": "low"}
     says = keras.callbacks.LambdaCallback(

@@ -129,8 +129,10 @@ def options(make):
     [
         *[(make, None, 1) for make in (finite, Batches)],
         *[slow(make, None, 1) for make in (arrays, unknown)],
-        *[(make, 4, 1) for make in (arrays, unknown, repeated, generator, pipeline)],
-        *[slow(finite, 4, 1), slow(repeated_pipeline, 3, 2), slow(finite, 3, 1)],
+        *[(make, 4, 1) for make in (arrays, unknown, repeated, generator)],
+        # Data of input_pipeline are those of quick tests in test_continued.py.
+        *[slow(pipeline, 4, 1), slow(repeated_pipeline, 3, 2)],
+        *[slow(finite, 4, 1), slow(finite, 3, 1)],
         (finite, 8, 2),
     ],
 )
