@@ -17,6 +17,8 @@ from tests.exact.cases import Case
 EPOCHS = 2
 # Arrays smaller than this are sums that cancel: zero, but for rounding.
 NOTHING = 1e-4
+# In 16 bits, where more than a tenth of an array is rounding, nothing is compared.
+MOST_ROUNDING = 0.1
 LATER = "evaluate", "predict"
 # Eagerly, Keras counts the losses of several outputs, and some metrics, otherwise; and
 # it cannot train in float8.
@@ -161,10 +163,25 @@ def outcome(
         if case.only in name
     }
     where = max(each, key=each.get)
-    equal = each[where] <= case.tolerance
+    equal = each[where] <= case.tolerance or _only_rounding(case, later, each)
     record["verdict"] = ("rule" if case.only else "equal") if equal else "differs"
     record |= {"difference": each[where], "where": where}
     return record | ({"metrics": _by_metric(each)} if case.group == "metrics" else {})
+
+
+def _only_rounding(case, later, each):
+    """Whether, in 16 bits, one device differs from itself in 32 bits by more.
+
+    How much that is hangs on the processor's kernels.
+    """
+    if "16" not in case.policy:
+        return False
+    exact = run(dataclasses.replace(case, policy="float32"), later=later)
+    rounding = differences(exact, _one_device(case, tuple(later)))
+    return all(
+        value <= case.tolerance or value <= rounding.get(name, 0.0) < MOST_ROUNDING
+        for name, value in each.items()
+    )
 
 
 def _one_device(case, later):
