@@ -1,8 +1,8 @@
 """Tells how a traced value depends on the examples of the batch.
 
-A mean over examples is the weighted mean of the shares' means, a sum the sum of the
-shares' sums, and a value that no example touches is the same on every tower. Anything
-else (a maximum, a variance, a ratio of sums) cannot be put together from shares. To
+A mean over examples is the weighted mean of the local batches' means. A sum is the sum
+of their sums. A value that no example touches is the same on every tower. Anything else
+(a maximum, a variance, a ratio of sums) cannot be put together from local batches. To
 tell which it is, the graph is read from the value back to the batch. Only what is
 proved counts: an operation that is not listed here makes a value unknown, never wrong.
 
@@ -55,17 +55,17 @@ class Culprit(NamedTuple):
 class Reader:
     """Reads from a graph how its tensors depend on the examples."""
 
-    def __init__(self, share: Any, calls: dict[Any, LayerCall]):
-        """Takes a share, and what `recorded_layers` remembered.
+    def __init__(self, local_batch: Any, calls: dict[Any, LayerCall]):
+        """Takes a local batch, and what `recorded_layers` remembered.
 
-        The share's tensors have one row an example; the graph must not know how many.
+        Its tensors have one row an example; the graph must not know how many.
         """
         self._calls = calls
         self._culprits = {}
         self._unread = []
         self._known = {
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
-            for packed, part in parts(share)
+            for packed, part in parts(local_batch)
         }
 
     def of(self, tensor: tf.Tensor) -> Dependence:

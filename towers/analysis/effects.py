@@ -1,10 +1,10 @@
 """Finds what a traced function does besides computing: operations with a side effect.
 
-A tower runs once on each device, for its share. What it changes behind Keras's back is
-then changed once by each tower, and what it draws is drawn by each. TensorFlow marks
-operations that are more than a function of their inputs as stateful. All of them count
-but those listed here, which only read, check, or keep something for as long as the
-function runs. Branches, loops and calls are looked into.
+A tower runs once on each device, for its local batch. What it changes behind Keras's
+back is then changed once by each tower, and what it draws is drawn by each. TensorFlow
+marks operations that are more than a function of their inputs as stateful. All of them
+count but those listed here, which only read, check, or keep something for as long as
+the function runs. Branches, loops and calls are looked into.
 """
 
 import functools

@@ -18,7 +18,7 @@ _RULES = Dependence.NONE, Dependence.MEAN, Dependence.SUM
 
 
 class NoRuleError(ValueError):
-    """The shares' values do not make the batch's; the text says what hinders it."""
+    """Local batches' values do not make the batch's; the text says what hinders it."""
 
 
 class Rules:
@@ -51,17 +51,17 @@ class Rules:
         self._found: dict[str, Dependence] = {}
 
     @contextlib.contextmanager
-    def reading(self, share: Any) -> Iterator[None]:
+    def reading(self, local_batch: Any) -> Iterator[None]:
         """Inside, a tower is traced; rules are read from its graph.
 
-        The share's tensors have one row an example, in a number that the graph does not
-        know.
+        Tensors of the local batch have one row an example, in a number that the graph
+        does not know.
         """
         if self.complete:
             yield
             return
         with recorded_layers() as calls:
-            self._reader = Reader(share, calls)
+            self._reader = Reader(local_batch, calls)
             try:
                 yield
             finally:
@@ -79,8 +79,8 @@ class Rules:
 
         Args:
             name: A name to know the loss by.
-            loss: The loss of the tower's share: a scalar.
-            fraction: Size of the share over that of the global batch.
+            loss: The loss of the tower's local batch: a scalar.
+            fraction: Size of the local batch over that of the global batch.
             alike: Whether it is the same on all towers, if it cannot be read.
 
         Raises:

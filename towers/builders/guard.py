@@ -28,7 +28,7 @@ class StoppedStep(Exception):
 
     Attributes:
         step: Its number, counted from 1 by the optimizer.
-        data: Its batch; to towers that do not wait for one another, a tower's share.
+        data: Its batch; of towers that do not wait for one another, a local batch.
         tower: Index of that tower, `None` if the batch is that of all.
         values: What that tower computed with, `None` if that are the variables' values.
         skipped: How many were skipped just before it, their gradients being infinite at

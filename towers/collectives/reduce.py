@@ -272,11 +272,11 @@ def combine_states(
 
     What no example touches is the same on all towers, and the first one's is taken (of
     a random seed, too, of which each tower has its own). A sum over examples is the sum
-    of the towers'. A mean is theirs, weighted by their shares. For a moving mean
-    m <- a m + (1 - a) mean(share) that is what one device does, to the last digit of
-    the sum; for BatchNormalization's moving variance it is, by design, the mean of the
-    shares' variances, without the variance between shares, which is what the towers
-    normalised by.
+    of the towers'. A mean is theirs, weighted by their local batches. For a moving mean
+    m <- a m + (1 - a) mean(local batch) that is what one device does, to the last digit
+    of the sum. For BatchNormalization's moving variance it is, by design, the mean of
+    the local batches' variances, by which the towers normalised, without the variance
+    between local batches.
 
     Args:
         towers: K x M new values; `None` for a variable that no tower changed.

@@ -1,8 +1,8 @@
 """Many training steps in one call of the graph.
 
 Keras's `fit` calls a train function with an iterator, as often as there are calls in an
-epoch; this is that function. What a step is, and where shares go, is the builder's
-business; epochs, callbacks and the end of the data are Keras's.
+epoch; this is that function. What a step is, and where local batches go, is the
+builder's business; epochs, callbacks and the end of the data are Keras's.
 """
 
 import contextlib
@@ -37,9 +37,10 @@ def train_function(
     Args:
         prepare: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
             that do not exist yet: a graph that has to create some is traced twice.
-        place: Cuts a batch and copies the shares to where they are needed.
-        step: Takes a batch, its placed shares and when batches were fetched since the
-            last step (see `StepTimers.step`), trains on it and returns its logs.
+        place: Cuts a batch and copies the local batches to where they are needed.
+        step: Takes a batch, its placed local batches and when batches were fetched
+            since the last step (see `StepTimers.step`), trains on it and returns its
+            logs.
         steps: Steps in a call; at the end of the data there may be fewer.
         eager: Whether steps run op by op, outside of any graph.
         prefetch: With one step in a call, how many batches are placed ahead of it.
@@ -155,8 +156,9 @@ def _one_ahead(place, step, count):
 
     def fetch(iterator):
         data, asked, came = _get_next(iterator)
-        shares = place(data)
-        return data, shares, tf.stack([asked, came, timestamp_after(shares)])
+        local_batches = place(data)
+        fetched = tf.stack([asked, came, timestamp_after(local_batches)])
+        return data, local_batches, fetched
 
     fetch = tf.function(fetch, autograph=False)
     step = tf.function(step, autograph=False)
@@ -199,8 +201,8 @@ def _loop(place, step, steps, iterator):
     traced = traced.get_concrete_function(first, placed, fetched)
     logs_spec = batch.specs(traced.structured_outputs)
 
-    def body(count, _, data, shares, fetched, logs):
-        data_now, shares_now = _pack(first, data), _pack(placed, shares)
+    def body(count, _, data, local_batches, fetched, logs):
+        data_now, local_batches_now = _pack(first, data), _pack(placed, local_batches)
         asked = timestamp_after()
         with tf.control_dependencies([asked]):
             following = tf.cond(
@@ -214,10 +216,10 @@ def _loop(place, step, steps, iterator):
         data_next = tf.cond(
             more, lambda: flat(without_optionals(following.get_value())), lambda: data
         )
-        shares_next = flat(place(_pack(first, data_next)))
-        logs = traced(data_now, shares_now, fetched)
+        local_batches_next = flat(place(_pack(first, data_next)))
+        logs = traced(data_now, local_batches_now, fetched)
         logs = tf.experimental.Optional.from_value(logs)
-        return count + 1, more, data_next, shares_next, fetched_next, logs
+        return count + 1, more, data_next, local_batches_next, fetched_next, logs
 
     variables = (
         tf.zeros([], tf.int32),

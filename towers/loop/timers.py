@@ -1,8 +1,8 @@
 """Measures what the time of training steps goes to.
 
-The graph looks at the clock whenever something is there for all towers: the batch, its
-shares on their devices, the towers' gradients, the updated variables. From one step's
-end to the next, its time is cut at these moments, so that the parts add up to it.
+The graph looks at the clock whenever something is there for all towers: the batch, the
+local batches on their devices, the towers' gradients, the updated variables. These
+moments cut the time from one step's end to the next, so that the parts add up to it.
 What runs beside something else, such as a batch that is fetched while the towers
 compute, takes no time. That costs some microseconds a step, so all steps are measured;
 on a GPU, a copy of nothing tells the host that what came before is done.
@@ -81,12 +81,12 @@ class StepTimers:
             self._iterator = weakref.ref(iterator)
 
     @contextlib.contextmanager
-    def step(self, data: Any, shares: Any, fetched: tf.Tensor) -> Iterator[None]:
+    def step(self, data: Any, local_batches: Any, fetched: tf.Tensor) -> Iterator[None]:
         """Measures the step whose operations are made inside.
 
         Args:
             data: The batch.
-            shares: What the towers have of it.
+            local_batches: What the towers have of it.
             fetched: For each batch fetched since the last step, whether for this one
                 or a later one, when it was asked for, came, and was placed, or came if
                 it has yet to be: float64 [n, 3], in seconds.
@@ -97,7 +97,7 @@ class StepTimers:
             before = len(graph.get_operations())
         self._times = {
             "begun": timestamp_after(data),
-            "placed": timestamp_after(shares),
+            "placed": timestamp_after(local_batches),
         }
         try:
             yield
@@ -114,7 +114,7 @@ class StepTimers:
             self._times["received"] = timestamp_after(towers)
 
     def computed(self, towers: Sequence[Any]) -> None:
-        """Is told of what each tower that has a share makes of it, in a step."""
+        """Is told of what each tower that has a local batch makes of it, in a step."""
         if self._times is not None:
             self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 

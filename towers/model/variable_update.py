@@ -36,7 +36,7 @@ class XlaWish:
         """Tells whether XLA is to compile towers and update; `None`: what is faster.
 
         Keras's own "auto" turns it on as soon as there is a GPU. Towers would be
-        compiled for each device and each size of a share, so here it is tried.
+        compiled for each device and each size of a local batch, so here it is tried.
         """
         model, told = self._model, self._told
         wanted = model.compiled and model.jit_compile

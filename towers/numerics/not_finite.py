@@ -105,11 +105,11 @@ def _trace_to_row(origin, raw, given):
 
 
 def _record(builder, stopped, raw):
-    model, data, shares = builder.model, raw, builder.plan.split_ratios
+    model, data, ratios = builder.model, raw, builder.plan.split_ratios
     values = [variable.value for variable in search.variables_of(model)]
     if stopped.tower is not None:
         # One of towers that do not wait: others may have updated what it has read.
-        shares, read = (1,), [*stopped.values.params, *stopped.values.state]
+        ratios, read = (1,), [*stopped.values.params, *stopped.values.state]
         values = [
             now if then is None else then
             for then, now in zip(read, values, strict=True)
@@ -122,7 +122,7 @@ def _record(builder, stopped, raw):
         stopped.step,
         data,
         [tf.convert_to_tensor(value) for value in values],
-        shares,
+        ratios,
         stopped.tower or 0,
         len(builder.plan.devices),
         builder.loss_placed == "gathered",

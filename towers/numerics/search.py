@@ -163,16 +163,18 @@ def search(
     for k, (start, end) in enumerate(batch.split_bounds(size, recorded.split_ratios)):
         if start == end:
             continue
-        share = batch.take(recorded.data, start, end)
+        local = batch.take(recorded.data, start, end)
         with tf.device(devices[k] if devices else None):
-            found = _search_share(model, share, values, k, loss=not recorded.gathered)
+            found = _search_local_batch(
+                model, local, values, k, loss=not recorded.gathered
+            )
         if found is not None:
             rows = tuple(start + row for row in found.rows)
             here = {"tower": recorded.first + k, "towers": recorded.towers}
             return dataclasses.replace(found, rows=rows, **here)
     if len(recorded.split_ratios) > 1 or recorded.gathered:
         # What needs the whole batch: a loss on gathered outputs, synchronized layers.
-        found = _search_share(model, recorded.data, values, 0, loss=True)
+        found = _search_local_batch(model, recorded.data, values, 0, loss=True)
         if found is not None:
             return dataclasses.replace(
                 found,
@@ -190,24 +192,24 @@ def _tower_of(rows, size, recorded):
     return None
 
 
-# One share.
+# One local batch.
 
 
-def _search_share(model, share, values, k, loss):
-    """What is not finite first in one share, `None` if all is."""
-    found = _replay(model, share, values, k, loss)
+def _search_local_batch(model, local_batch, values, k, loss):
+    """What is not finite first in one local batch, `None` if all is."""
+    found = _replay(model, local_batch, values, k, loss)
     if found is None:
         return None
-    size = batch.batch_size(share)
-    for name, tensor in named(share).items():
+    size = batch.batch_size(local_batch)
+    for name, tensor in named(local_batch).items():
         if rows := bad_rows(tensor, size):
             found = NonFiniteOrigin("data", name, rows=rows)
             break
     return dataclasses.replace(found, examples=size)
 
 
-def _replay(model, share, values, k, with_loss):
-    x, y, sample_weight = share
+def _replay(model, local_batch, values, k, with_loss):
+    x, y, sample_weight = local_batch
     params = values[: len(model.trainable_variables)]
     state = seeds.of_tower(model, values[len(params) :], k)
     mapping = [*zip(variables_of(model), [*params, *state], strict=True)]

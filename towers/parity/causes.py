@@ -60,11 +60,11 @@ def _rounding(trials, setting):
 
 
 def explain(
-    trials: Trials, rows: Sequence[Row], shares: Sequence[int]
+    trials: Trials, rows: Sequence[Row], ratios: Sequence[int]
 ) -> Iterator[str]:
     """Says in sentences why towers differ from one device.
 
-    `rows` are what the comparison found; `shares` how much each tower gets.
+    `rows` are what the comparison found; `ratios` how much each tower gets.
     """
     silent = any(map(has_training_argument, trials.random_layers))
     every = Setting(bool(trials.batch_norms), silent)
@@ -78,7 +78,7 @@ def explain(
                 yield from _by_design(trials, every, rows)
                 return
             yield f"Some of it remains {_in_words(every)}."
-    yield from list(_mixing(trials, shares)) or _unknown(trials, rows)
+    yield from list(_mixing(trials, ratios)) or _unknown(trials, rows)
 
 
 def _by_design(trials, every, rows):
@@ -155,10 +155,10 @@ def _names(layers):
 # Layers that look at several examples at once.
 
 
-def _mixing(trials, shares):
-    """Names layers whose outputs for a share depend on the other shares."""
+def _mixing(trials, ratios):
+    """Names layers whose outputs for a local batch depend on the other ones."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(trials.batches[0])
-    bounds = batch.split_bounds(int(batch.batch_size(x)), shares)
+    bounds = batch.split_bounds(int(batch.batch_size(x)), ratios)
     # These differ anyway, and so does what they are part of.
     known = {id(layer) for layer in [*trials.batch_norms, *trials.random_layers]}
     layers = [
@@ -166,7 +166,7 @@ def _mixing(trials, shares):
         for layer in layers_of(trials.model)
         if known.isdisjoint(map(id, layers_of(layer)))
     ]
-    found = _call_with_shares(trials.model, x, layers, bounds)
+    found = _call_in_parts(trials.model, x, layers, bounds)
     mixing = {key for key, gap in found.items() if gap > 10 * trials.tolerance}
     for layer in layers:
         parts = map(id, layers_of(layer, include_self=False))
@@ -178,8 +178,8 @@ def _mixing(trials, shares):
             )
 
 
-def _call_with_shares(model, x, layers, bounds):
-    """Calls the model, and each layer also with the shares of its own inputs.
+def _call_in_parts(model, x, layers, bounds):
+    """Calls the model, and each layer also with the local batches of its own inputs.
 
     Returns:
         For the id of each layer that was called, the difference between its outputs.
@@ -193,10 +193,10 @@ def _call_with_shares(model, x, layers, bounds):
         @functools.wraps(call)
         def wrapper(*args, **kwargs):
             outputs = call(*args, **kwargs)
-            # Not the parts of a layer that is being called with shares.
+            # Not the parts of a layer that is being called with local batches.
             if id(layer) not in found and not busy:
                 busy.append(layer)
-                found[id(layer)] = _share_difference(
+                found[id(layer)] = _difference_of_parts(
                     call, (args, kwargs), outputs, bounds
                 )
                 busy.pop()
@@ -212,8 +212,8 @@ def _call_with_shares(model, x, layers, bounds):
     return found
 
 
-def _share_difference(call, arguments, outputs, bounds):
-    """Calls with the rows of each share, and compares the outputs put together."""
+def _difference_of_parts(call, arguments, outputs, bounds):
+    """Calls with the rows of each local batch, and compares the joined outputs."""
     total = bounds[-1][1]
 
     def rows(tensor, start, end):

@@ -150,7 +150,7 @@ class Trials:
 
     @functools.cached_property
     def batch_norms(self) -> list[keras.layers.Layer]:
-        """The BatchNormalization layers that normalise each share by itself."""
+        """The BatchNormalization layers that normalise each local batch by itself."""
         return [
             layer
             for layer in layers_of(self.model)

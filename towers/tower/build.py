@@ -47,7 +47,7 @@ def by_a_call(
 
     Args:
         model: A Keras model.
-        data: (x, y, sample_weight): a tower's share of a batch.
+        data: (x, y, sample_weight): a tower's local batch.
         preprocess: As for `from_symbols`.
     """
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)

@@ -1,9 +1,9 @@
-"""Eager execution: towers take turns, in plain Python, each with its share.
+"""Eager execution: towers take turns, in plain Python, each with its local batch.
 
 Layers and losses may then print, look at values and stop in a debugger. What has to be
-known of a model, because towers add up what they make of shares, is still read from a
-graph, where one can be traced. Such a trace is nobody's step: it prints nothing, does
-not stop in a debugger, and leaves Python attributes as they were.
+known of a model, because towers add up what they make of local batches, is still read
+from a graph, where one can be traced. Such a trace is nobody's step: it prints nothing,
+does not stop in a debugger, and leaves Python attributes as they were.
 """
 
 import contextlib

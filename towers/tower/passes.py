@@ -1,9 +1,9 @@
-"""The passes of a tower: what a model computes on one device, for its share of a batch.
+"""The passes of a tower: what a model computes on one device, for its local batch.
 
-A tower is a pure function of parameters, state and share: it assigns no variable, so it
-can be traced once, compiled, called on any device, K times side by side. It returns
-*parts*: of the global batch's loss, and of its gradient, already divided by the global
-weight; adding the towers' parts gives what one device computes. Cutting the
+A tower is a pure function of parameters, state and local batch: it assigns no variable,
+so it can be traced once, compiled, called on any device, K times side by side. It
+returns *parts*: of the global batch's loss, and of its gradient, already divided by the
+global weight; adding the towers' parts gives what one device computes. Cutting the
 batch is `batch.py`'s business, adding parts `reduce.py`'s, and applying them a
 builder's.
 """
@@ -25,7 +25,7 @@ class TowerResult(NamedTuple):
     """What one tower returns.
 
     Attributes:
-        outputs: The model's outputs for the share: a nest of tensors, one row an
+        outputs: The model's outputs for the local batch: a nest of tensors, one row an
             example.
         tags: What Keras keeps beside an output, for losses and metrics: for each of
             `TAGS`, the same nest, `None` where an output has no such tag.
@@ -39,10 +39,10 @@ class TowerResult(NamedTuple):
             ones sparse, `None` where the loss does not depend on the variable. Of a
             variable that is overwritten with its gradient, each use's, stacked; see
             `overwritten.py`. Empty from `forward`.
-        size: Number of examples in the share: an int or a scalar tensor. `run` fills it
-            in.
-        fraction: Size of the share over that of the global batch: a float32 scalar.
-            `run` fills it in.
+        size: Number of examples in the local batch: an int or a scalar tensor. `run`
+            fills it in.
+        fraction: Size of the local batch over that of the global batch: a float32
+            scalar. `run` fills it in.
         tower: Index of the tower. `run` fills it in.
     """
 
@@ -66,7 +66,7 @@ def forward(
     x: Any,
     fraction: tf.Tensor,
 ) -> TowerResult:
-    """Computes the outputs of one share.
+    """Computes the outputs of one local batch.
 
     Args:
         model: A built Keras model. Its variables are not read.
@@ -75,8 +75,9 @@ def forward(
         params: Values of `model.trainable_variables`; `None` for tables of which rows
             are looked up, and nothing else (see `embeddings.py`).
         state: Values of `model.non_trainable_variables`.
-        x: The share's inputs: a nest of tensors with one row an example.
-        fraction: Size of the share over that of the global batch: a float32 scalar.
+        x: The local batch's inputs: a nest of tensors with one row an example.
+        fraction: Size of the local batch over that of the global batch: a float32
+            scalar.
 
     Returns:
         Outputs, tags, new state and the parts of the layers' losses.
@@ -90,17 +91,17 @@ def forward_backward(
     rules: Rules,
     params: Sequence[tf.Tensor | None],
     state: Sequence[tf.Tensor],
-    share: Any,
+    local_batch: Any,
     fraction: tf.Tensor,
     scale: tf.Tensor,
 ) -> TowerResult:
-    """Computes one share's part of the loss and of its gradient.
+    """Computes one local batch's part of the loss and of its gradient.
 
     Dividing by the global weight happens here, once, at the loss: the values that flow
     back through the network are then those of one device with the whole batch, which
     matters where they are 16 bits wide.
 
-    Here `share` is (x, y, sample_weight), each a nest of tensors with one row an
+    Here `local_batch` is (x, y, sample_weight), each a nest of tensors with one row an
     example, and `scale` the optimizer's loss scale, 1 without one: a float32 scalar.
     The other arguments are as for `forward`; the model is compiled.
 
@@ -112,9 +113,9 @@ def forward_backward(
         NoRuleError: While tracing, if the loss cannot be put together from parts, or
             does more than compute.
     """
-    x, y, sample_weight = share
+    x, y, sample_weight = local_batch
     with (
-        rules.reading(share),
+        rules.reading(local_batch),
         tf.GradientTape() as tape,
         stateless(model, params, state, tape) as scope,
     ):
@@ -137,16 +138,16 @@ def backward(
     rules: Rules,
     params: Sequence[tf.Tensor | None],
     state: Sequence[tf.Tensor],
-    share: Any,
+    local_batch: Any,
     fraction: tf.Tensor,
     loss_gradients: Sequence[tf.Tensor | None],
 ) -> TowerResult:
-    """Carries the gradient of gathered outputs back through one share.
+    """Carries the gradient of gathered outputs back through one local batch.
 
     The forward pass runs once more; the tower is pure, so it gives the same values.
     That buys simplicity with time, in the rare case of a loss that cannot be cut.
 
-    Here `share` is (x, output_gradients): the share's inputs, and its rows of the
+    Here `local_batch` is (x, output_gradients): the inputs, and their rows of the
     loss's gradient for each of the `differentiable` outputs, grouped by example.
     `loss_gradients` has the loss's gradient for each of the layers' losses. The other
     arguments are the same as for `forward`.
@@ -154,7 +155,7 @@ def backward(
     Returns:
         The parts of the gradients, and nothing else.
     """
-    x, output_gradients = share
+    x, output_gradients = local_batch
     _, back = taped_forward(model, rules, params, state, x, fraction)
     return back(output_gradients, loss_gradients)
 
@@ -167,7 +168,7 @@ def taped_forward(
     x: Any,
     fraction: tf.Tensor,
 ) -> tuple[TowerResult, Callable[..., TowerResult]]:
-    """Computes the outputs of one share, and keeps what a gradient needs to go back.
+    """Computes the outputs of a local batch, and keeps what its gradient needs.
 
     Returns:
         What `forward` returns in training, of the same arguments; and a function that
@@ -199,7 +200,7 @@ def probe(
     x: Any,
     fraction: tf.Tensor,
 ) -> TowerResult:
-    """Computes the outputs of one share, and the gradient of a sum over its rows.
+    """Computes the outputs of one local batch, and the gradient of a sum over its rows.
 
     The arguments are as for `forward`.
 

@@ -1,8 +1,8 @@
 """What a user has done to the examples on the towers, before the model sees them.
 
-Batches then travel as they are stored, such as in 8 bits, and each tower makes its own
-share what the model computes with. The model itself, and what is saved of it, know
-nothing of this.
+Batches then travel as they are stored, such as in 8 bits, and each tower makes of its
+local batch what the model computes with. The model itself, and what is saved of it,
+know nothing of this.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ class Preprocess:
             lambda x, y, training: self((x, y, None), training)[:2], autograph=False
         )
 
-    def __call__(self, share: Any, training: bool) -> tuple[Any, Any, Any]:
-        """Preprocesses one share, where it is called.
+    def __call__(self, local_batch: Any, training: bool) -> tuple[Any, Any, Any]:
+        """Preprocesses one local batch, where it is called.
 
         Args:
-            share: (x, y, sample_weight).
+            local_batch: (x, y, sample_weight).
             training: Whether they are to be trained on.
 
         Returns:
@@ -49,7 +49,7 @@ class Preprocess:
             ModelError: If the function is not as expected. Where the number of rows is
                 known only when the graph runs, `tf.errors.InvalidArgumentError` then.
         """
-        x, y, sample_weight = share
+        x, y, sample_weight = local_batch
         rows = batch.batch_size(x)
         try:
             returned = self._function(x, y, training)
@@ -74,11 +74,11 @@ class Preprocess:
     def on_tower(self, k: int, training: bool) -> Callable[[Any], TowerResult]:
         """Returns the function for tower `k`, which draws random numbers of its own."""
 
-        def function(share):
+        def function(local_batch):
             graph = tf.compat.v1.get_default_graph()
             if k and not tf.executing_eagerly() and graph.seed is not None:
                 tf.random.set_seed(graph.seed + k * _SEED_STEP)  # the graph's only
-            return TowerResult(self(share, training))
+            return TowerResult(self(local_batch, training))
 
         return function
 

@@ -1,4 +1,4 @@
-"""Traced towers: graphs to be called on any device, for any share or for one size."""
+"""Traced towers: graphs for any device, and for local batches of any size or of one."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from towers.tower.scope import TABLE
 
 
 class Traced:
-    """A traced tower, to be called on any device: for any share, or for one size."""
+    """A traced tower: for any device, and for local batches of any size or of one."""
 
     def __init__(
         self,
@@ -33,7 +33,8 @@ class Traced:
             tower: A tower function with its model bound, that takes tensors.
             specs: A `tf.TensorSpec` (or a nest of them) for each argument, which tell
                 whether the number of examples is known.
-            xla: Whether XLA compiles the tower: once for each device and size of share.
+            xla: Whether XLA compiles the tower: once for each device and size of local
+                batch.
             noinline: Whether the tower stays a function of its own. If not, TensorFlow
                 copies it into the step's graph, once for each device, and optimises
                 them all together: a longer start for a slightly faster step.
@@ -68,7 +69,7 @@ class Traced:
         return self._concrete(*arguments)
 
     def of_size(self, size: tf.Tensor, idle: bool, *arguments: Any) -> TowerResult:
-        """Adds one call of the tower, for a share of a size that the graph finds out.
+        """Adds one call of the tower, for a local batch whose size the graph finds out.
 
         `idle` tells whether there may be none, for which nothing is computed.
         """

@@ -145,8 +145,8 @@ def _check_towers(settings: Settings) -> None:
             f"Received {settings.as_flag('gpu_indices')}; expected numbers of GPUs, "
             "such as --gpu_indices=0,2."
         )
-    for share in settings.split_ratios or []:
-        if not (share.isdecimal() and int(share)):
+    for ratio in settings.split_ratios or []:
+        if not (ratio.isdecimal() and int(ratio)):
             raise ValueError(
                 f"Received {settings.as_flag('split_ratios')}; expected a positive "
                 "integer for each tower, such as --split_ratios=2,3,3."

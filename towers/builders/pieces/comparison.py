@@ -94,7 +94,7 @@ class RowComparison:
         try:
             self.verdicts[key] = compared(size)
         except tf.errors.ResourceExhaustedError:
-            # A tower has room for its share; one device may not have it for all.
+            # A tower has room for its local batch; one device may not have it for all.
             bounds = batch.split_bounds(size, plan.split_ratios)
             largest = max(end - start for start, end in bounds)
             self.verdicts[key] = compared(min(size, max(2, largest)))

@@ -28,8 +28,8 @@ def readable(graph: GraphDef) -> GraphDef:
     They are in the call's name scope, such as `tower_0`. Of a choice between two, such
     as whether a tower has any examples, the first is opened. Calls are left as they are
     once there are too many nodes to look at. What is in no part's name scope, such as
-    the arithmetic of shares, is in `rest`. The graph is for looking at: it does not
-    always say which of a node's outputs is used.
+    the arithmetic of batch sizes, is in `rest`. The graph is for looking at: it does
+    not always say which of a node's outputs is used.
     """
     functions = {each.signature.name: each for each in graph.library.function}
     nodes, sources = _opened(graph.node, functions, _MOST_NODES, inner=False)

@@ -85,7 +85,7 @@ def _returned(model, image_shape):
 def make_preprocess(
     settings: Settings, outputs: int | None = None
 ) -> Callable[[Any, Any, bool], tuple[Any, Any]]:
-    """Makes what towers do to their shares: bytes to floats in [-1, 1], and mixing.
+    """Makes what towers do to local batches: bytes to floats in [-1, 1], and mixing.
 
     Args:
         settings: Whether to mix.
