@@ -48,9 +48,8 @@ def check_coupling(model: keras.Model, rules: Rules) -> None:
         raise ModelError(
             f"Model '{model.name}' makes an example's output depend on other "
             f"examples, by {rules.coupling}, but a tower sees only its local "
-            "batch; expected a model that treats each example by itself, so pass "
-            "strict=False to multi_gpu_model to accept other numbers than one "
-            "device's."
+            "batch; expected a model that treats each example by itself; to accept "
+            "other numbers than one device's, pass strict=False to multi_gpu_model."
         )
 
 

@@ -97,8 +97,6 @@ def test_the_seed_alone_decides_the_order(numbered):
     assert not any(labels in others for labels in first)
 
 
-# In test_order.py, quickly, what is read from any place.
-@pytest.mark.slow
 def test_a_resumed_run_continues_the_orders(files):
     whole = _epochs(_dataset(files, seed=3), 3)
     assert _epochs(_dataset(files, seed=3, start_epoch=1), 2) == whole[1:]

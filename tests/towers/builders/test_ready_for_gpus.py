@@ -228,9 +228,12 @@ def _expected(kind):
     return _trained(kind, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [*WAYS])
-@pytest.mark.parametrize("kind", ["embedding", "transformer, no dropout", "lstm"])
+QUICK = "embedding", "replicated, ring"
+KINDS = "embedding", "transformer, no dropout", "lstm"
+PAIRS = [QUICK] + [slow(*p) for p in itertools.product(KINDS, WAYS) if p != QUICK]
+
+
+@pytest.mark.parametrize(("kind", "way"), PAIRS)
 def test_numbers_are_those_of_one_device(kind, way):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 2, **WAYS[way])

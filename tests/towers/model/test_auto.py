@@ -754,7 +754,6 @@ def test_what_has_failed_is_not_tried_again(
     assert ("XLA" in capsys.readouterr().err) is (fails == "update")
 
 
-@pytest.mark.slow
 def test_compiling_again_is_obeyed(monkeypatch):
     # The first is without XLA.
     monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])

@@ -81,7 +81,6 @@ def test_the_template_shares_weights_and_stays_on_one_device():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
 def test_a_model_compiled_before_keeps_its_optimizer():
     data, options = _batches(), {"epochs": 2, "shuffle": False, "verbose": 0}
     expected, model = _model(), _model()

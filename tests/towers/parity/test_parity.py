@@ -194,8 +194,7 @@ def test_16_bits(policy, optimizer):
     assert check_parity(model, data(), gpus=2).equal
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", [slow("mixed_bfloat16"), "mixed_float16"])
 def test_16_bits_still_find_what_is_wrong(policy):
     """With their wider tolerance."""
     keras.config.set_dtype_policy(policy)
