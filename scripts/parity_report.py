@@ -49,12 +49,12 @@ Each case trains, evaluates and predicts, and is compared with plain Keras on on
 each variable of the model and of its optimizer. A number is the largest difference in
 any of these arrays, relative to the largest value in that array. Up to 1e-5 it is
 rounding. Where 16 bits compute, it is rounding up to 1e-2, or up to the difference
-between one device in 16 bits and in 32, which depends on the processor. All builders
-run each case, and the worst counts: `asynchronous` on one tower, where it has to equal
-one device, and without the groups shares and batches, which are about several. A
-combination runs with one builder. Evaluation is the same code for all and runs once.
-"Clear error" is an error in one sentence. The cases are
-[tests/exact/cases.py](tests/exact/cases.py), and
+between one device in bfloat16 and in float32, which depends on the processor; such a
+number is marked "rounding". All builders run each case, and the worst counts:
+`asynchronous` on one tower, where it has to equal one device, and without the groups
+shares and batches, which are about several. A combination runs with one builder.
+Evaluation is the same code for all and runs once. "Clear error" is an error in one
+sentence. The cases are [tests/exact/cases.py](tests/exact/cases.py), and
 [tests/exact/combinations.txt](tests/exact/combinations.txt), which were drawn at
 random, and did not run under MirroredStrategy. Most have batches that do not divide;
 where MirroredStrategy fails, "even" tells what it does with batches cut to a multiple
@@ -199,6 +199,8 @@ def _said(record) -> str:
     verdict = record["verdict"]
     number = f"{record.get('difference', math.nan):.1e}"
     message = record.get("message", "").split(": ")
+    if record.get("rounding"):
+        number = f"{number} (rounding)"
     return {
         "equal": number if record.get("difference") else "0",
         "rule": f"{number} (where the rule says equal)",

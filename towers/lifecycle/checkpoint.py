@@ -176,7 +176,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_test_batch_begin(self, batch, logs=None):
         """Does not wait for the end of a validation to be stopped."""
-        self.run.heed()
+        self.run.heed_in_validation()
 
     def on_epoch_end(self, epoch, logs=None):
         """Notes how good the epoch was, unless later callbacks should not see it."""

@@ -244,6 +244,8 @@ class RunState:
     def begin_epoch(self, epoch: int) -> None:
         """Saves what the epoch before has come to."""
         model = self._fit.call.model
+        for callback in states.averaging(self._fit.others):
+            callback.on_epoch_begin(epoch)  # puts weights back; twice does no harm
         if self._known is None:
             self.position = Position(epoch)
             self.save()
@@ -278,15 +280,23 @@ class RunState:
         metrics = self._fit.call.model.metrics_variables
         self._epoch.metrics = saved_model.copies(metrics)
 
+    def heed_in_validation(self) -> None:
+        """Heeds, unless averages are in the place of weights until validation ends."""
+        if not states.averaging(self._fit.others):
+            self.heed()
+
+    def keep_weights(self) -> None:
+        """Keeps weights before Keras, as `fit` ends, puts averages in their place."""
+        model = self._fit.call.model
+        if saved_model.averages(model.optimizer):
+            self._fit.values_at_end = saved_model.values(model)
+
     def end_epoch(self, epoch: int, logs: Mapping[str, Any], steps: int | None) -> None:
         """Notes how good the epoch was, unless later callbacks should not see it."""
         model = self._fit.call.model
         self.checkpoints.wait()
         about = {"variables": self._fit.described, "step": self._fit.step}
         self.checkpoints.check_finite(saved_model.values(model), about)
-        if saved_model.averages(model.optimizer):
-            # At the end of `fit`, Keras puts averages in the place of weights.
-            self._fit.values_at_end = saved_model.values(model)
         score = self.checkpoints.score(logs, self._fit.validates, model)
         self._epoch.score = score
         # Where Keras does not know how many there are, it begins one batch too many; an
@@ -383,3 +393,7 @@ class SaveFirst(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         """Passes it on."""
         self._run.begin_batch(batch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Passes it on."""
+        self._run.keep_weights()

@@ -82,7 +82,13 @@ class FirstCall:
             failed = not used.adds_like(ways[0])
             others = [way for way in ways if way != used]
             others = [w for w in others if not (failed and w.adds_like(ways[0]))]
-            trials = self._try([used, *others], start_s)
+            try:
+                trials = self._try([used, *others], start_s)
+            except BaseException:
+                # Ctrl-C, say. Nothing is chosen, so the next `fit` measures anew.
+                update.install(ways[0], self._batches)
+                update.chosen = False
+                raise
             auto.remember(update.file, made_for, trials)
         function, self._function = self._function, None
         return function, logs

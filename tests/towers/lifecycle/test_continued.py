@@ -404,6 +404,52 @@ def test_averages_come_in_the_place_of_weights_only_at_the_end(tmp_path):
     assert_same(model, whole)
 
 
+def averaging():
+    return tiny(optimizer=keras.optimizers.Adam(use_ema=True, ema_momentum=0.5))
+
+
+@pytest.mark.parametrize("first", [True, slow(False)])
+def test_averages_that_callbacks_show_are_not_trained_on(tmp_path, first):
+    """They are in the place of weights from an epoch's end to the next one's begin."""
+
+    def train(*more, **options):
+        model = as_new(make=averaging)
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        fit(model, *([*more, swap] if first else [swap, *more]), **options)
+        return model
+
+    whole = values(train(epochs=3))
+    # The first to begin the third epoch saves; then the process ends.
+    breaks = Breaks(2 * STEPS + 1)
+    with pytest.raises(ZeroDivisionError):
+        train(Checkpoint(tmp_path / "a"), breaks, epochs=3)
+    assert_same(train(Checkpoint(tmp_path / "a"), epochs=3), whole)
+    train(Checkpoint(tmp_path / "b"), epochs=2)
+    longer = values(train(Checkpoint(tmp_path / "b"), epochs=3))
+    for ours, theirs in zip(longer, whole, strict=True):
+        # Keras swaps by additions, which round; the last epoch's weights were not.
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_averages_are_not_saved_for_weights_in_a_validation(tmp_path):
+    stop = keras.callbacks.LambdaCallback()
+    stop.on_test_batch_end = lambda batch, logs: signal.raise_signal(signal.SIGTERM)
+
+    def train(*more):
+        model = as_new(make=averaging)
+        swap = keras.callbacks.SwapEMAWeights()
+        history = fit(model, *more, swap, validation_data=plain(), epochs=2)
+        return model, history.history
+
+    model, history = train()
+    whole = values(model)
+    with pytest.raises(Stopped):
+        train(Checkpoint(tmp_path), stop)
+    model, found = train(Checkpoint(tmp_path))
+    assert_same(model, whole)
+    assert found == history
+
+
 class TestDataOfUnknownSize:
     def data(self):
         arrays = np.ones([EXAMPLES, 4, 4, 1], "float32"), np.zeros(EXAMPLES)

@@ -754,6 +754,25 @@ def test_what_has_failed_is_not_tried_again(
     assert ("XLA" in capsys.readouterr().err) is (fails == "update")
 
 
+def test_ctrl_c_while_ways_are_tried_chooses_none(monkeypatch):
+    tried = []
+
+    def stop(ways, train, *_):
+        tried.append(len(ways))
+        train(ways[1])()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(auto, "choose", stop)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    parallel = multi_gpu_model(model, gpus=2, variable_update="auto")
+    parallel.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            parallel.fit(_batches(), verbose=0)
+        assert not [*parallel.builder.copies()]
+    assert len(tried) == 2
+
+
 def test_compiling_again_is_obeyed(monkeypatch):
     # The first is without XLA.
     monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])

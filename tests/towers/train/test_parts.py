@@ -348,3 +348,10 @@ def test_no_signal_disturbs_the_end(monkeypatch, capsys, error, code):
     assert train.main(Settings()) == code
     ignored = [(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]
     assert done[-3:] == [*ignored, "collected"]
+
+
+def test_a_path_need_not_be_utf_8(tmp_path):
+    job, text = types.SimpleNamespace(model_dir=tmp_path), "--model_dir=r\udcfcn\n"
+    files._write(job, "flags.txt", text)
+    assert files.read(job, "flags.txt") == text
+    assert b"r\xfcn" in (tmp_path / "flags.txt").read_bytes()

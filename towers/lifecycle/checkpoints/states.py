@@ -53,6 +53,13 @@ def collect(
     }
 
 
+def averaging(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> list[keras.callbacks.SwapEMAWeights]:
+    """Returns the callbacks that put averages in the place of weights."""
+    return [c for c in callbacks if isinstance(c, keras.callbacks.SwapEMAWeights)]
+
+
 def give_back(
     model: keras.Model,
     callbacks: Sequence[keras.callbacks.Callback],

@@ -86,8 +86,9 @@ def end(job: Job, summary: dict[str, Any]) -> None:
 
 def read(job: Job, name: str) -> str | None:
     """Reads a file in model_dir; `None` if there is none."""
+    path = os.path.join(job.model_dir, name)
     try:
-        with open(os.path.join(job.model_dir, name)) as file:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
     except (OSError, ValueError):
         return None
@@ -127,7 +128,9 @@ def _save_model(job: Job, path: str) -> None:
 
 
 def _write(job: Job, name: str, text: str) -> None:
-    with open(os.path.join(job.model_dir, name), "w") as file:
+    # A path need not be UTF-8.
+    path = os.path.join(job.model_dir, name)
+    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
 
 
