@@ -47,10 +47,8 @@ HEAD = """# Parity: towers, and MirroredStrategy, against one device
 Each case trains, evaluates and predicts, and is compared with plain Keras on one device
 (run eagerly, but for batches, metrics and two outputs): losses, metrics, predictions,
 each variable of the model and of its optimizer. A number is the largest difference in
-any of these arrays, relative to the largest value in that array. Up to 1e-5 it is
-rounding. Where 16 bits compute, it is rounding up to 1e-2, or up to the difference
-between one device in bfloat16 and in float32, which depends on the processor; such a
-number is marked "rounding". All builders run each case, and the worst counts:
+any of these arrays, relative to the largest value in that array; up to 1e-5 (1e-2 where
+16 bits compute) it is rounding. All builders run each case, and the worst counts:
 `asynchronous` on one tower, where it has to equal one device, and without the groups
 shares and batches, which are about several. A combination runs with one builder.
 Evaluation is the same code for all and runs once. "Clear error" is an error in one
@@ -199,8 +197,6 @@ def _said(record) -> str:
     verdict = record["verdict"]
     number = f"{record.get('difference', math.nan):.1e}"
     message = record.get("message", "").split(": ")
-    if record.get("rounding"):
-        number = f"{number} (rounding)"
     return {
         "equal": number if record.get("difference") else "0",
         "rule": f"{number} (where the rule says equal)",

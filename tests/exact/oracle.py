@@ -17,8 +17,6 @@ from tests.exact.cases import Case
 EPOCHS = 2
 # Arrays smaller than this are sums that cancel: zero, but for rounding.
 NOTHING = 1e-4
-# In 16 bits, where more than a tenth of an array is rounding, nothing is compared.
-MOST_ROUNDING = 0.1
 LATER = "evaluate", "predict"
 # Eagerly, Keras counts the losses of several outputs, and some metrics, otherwise; and
 # it cannot train in float8.
@@ -164,27 +162,9 @@ def outcome(
     }
     where = max(each, key=each.get)
     equal = each[where] <= case.tolerance
-    if not equal and case.policy == "mixed_bfloat16":
-        exact = run(dataclasses.replace(case, policy="float32"), later=later)
-        equal = only_rounding(each, differences(exact, theirs), case.tolerance)
-        record["rounding"] = equal
     record["verdict"] = ("rule" if case.only else "equal") if equal else "differs"
     record |= {"difference": each[where], "where": where}
     return record | ({"metrics": _by_metric(each)} if case.group == "metrics" else {})
-
-
-def only_rounding(
-    each: Mapping[str, float], rounding: Mapping[str, float], tolerance: float
-) -> bool:
-    """Whether arrays differ by no more than one device in 16 bits and in 32.
-
-    How much that is hangs on the processor's kernels. In float16 the two cannot be
-    compared: one has a loss scale, and arrays of other names.
-    """
-    return all(
-        value <= tolerance or value <= rounding.get(name, 0.0) < MOST_ROUNDING
-        for name, value in each.items()
-    )
 
 
 def _one_device(case, later):

@@ -206,21 +206,6 @@ def later(case, builder):
     return ("evaluate", "predict") if predicts else ("evaluate",)
 
 
-@pytest.mark.parametrize(
-    ("difference", "rounding", "equal"),
-    [
-        (0.009, 0.0, True),
-        (0.02, 0.03, True),
-        (0.03, 0.02, False),
-        (0.2, 0.3, False),
-        (0.02, float("inf"), False),
-    ],
-)
-def test_rounding_in_16_bits_is_that_of_one_device(difference, rounding, equal):
-    each, alone = {"a": 0.0, "b": difference}, {"a": 0.0, "b": rounding}
-    assert oracle.only_rounding(each, alone, tolerance=0.01) is equal
-
-
 @pytest.mark.parametrize(("case", "builder"), RUNS)
 def test_towers_equal_one_device(case, builder):
     if builder == "asynchronous":
