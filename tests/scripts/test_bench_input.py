@@ -26,22 +26,19 @@ from tests.variants import slow
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "bench_input.py"
 PHOTOS = 80
 SMALL = 520
-TENSORFLOW = [
-    # Each of the works once, and Keras.
+# Each of the works once, and Keras.
+QUICK = [
     ("photos", "tuned"),
     ("whole", "naive"),
     ("small", "ours"),
     ("arrays", "tuned_float"),
     ("photos", "keras"),
 ]
-TENSORFLOW += [
-    slow(*pair)
-    for pair in (
-        ("photos", "ours_deterministic"),
-        *itertools.product(WORKS, ("ours", "naive", "tuned", "tuned_float")),
-    )
-    if pair not in TENSORFLOW
+MORE = [
+    ("photos", "ours_deterministic"),
+    *itertools.product(WORKS, ("ours", "naive", "tuned", "tuned_float")),
 ]
+TENSORFLOW = [*QUICK, *(slow(*pair) for pair in MORE if pair not in QUICK)]
 
 
 def _run(*flags, **environment):

@@ -175,7 +175,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.run.begin_validation()
 
     def on_test_batch_begin(self, batch, logs=None):
-        """Does not wait for the end of a validation to be stopped."""
+        """Does not wait for a validation's end to be stopped, unless it averages."""
         self.run.heed_in_validation()
 
     def on_epoch_end(self, epoch, logs=None):

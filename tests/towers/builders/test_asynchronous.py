@@ -296,6 +296,15 @@ def test_the_bound_holds_while_training(bound):
     assert parallel.builder.staleness.maximum <= bound
 
 
+@pytest.mark.slow
+def test_without_a_bound_staleness_is_within_a_call():
+    parallel = _towers(_mlp(), 4, steps_per_execution=2)
+    _fit(parallel, *_data(48))
+    staleness = parallel.builder.staleness
+    assert staleness.updates == 24
+    assert 0 <= staleness.mean <= staleness.maximum < 8
+
+
 @pytest.mark.parametrize("steps", [slow(1), 10])
 def test_each_share_is_an_update(steps):
     model = _mlp()

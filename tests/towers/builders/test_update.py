@@ -349,5 +349,14 @@ def test_who_wants_no_xla_gets_none(on_gpus):
     assert not _compiles(jit_compile=False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("jit_compile", [False, "auto"])
+def test_without_xla_the_update_is_no_call(jit_compile, request):
+    if not jit_compile:
+        request.getfixturevalue("on_gpus")
+    _, operations = _fit(_dense, "adam", wrap=_towers, jit_compile=jit_compile)
+    assert "StatefulPartitionedCall" not in itertools.chain(*operations.values())
+
+
 def test_on_cpus_it_is_not_compiled():
     assert not _compiles()

@@ -35,6 +35,13 @@ HOW = {
 }
 
 
+# What batches that are waited for, or copied, have in common.
+ALIKE = (
+    *("server", "server, a loop", "server, ahead"),
+    *("asynchronous, a loop", "asynchronous, ahead"),
+)
+
+
 def ways(*quick, more=()):
     """Ways to train, and more that are slow."""
     quick = [pytest.param(HOW[name], id=name) for name in quick]
@@ -110,16 +117,7 @@ def check(how, totals, seconds):
 # Batches are taken for replicated towers as for others.
 @pytest.mark.parametrize(
     "how",
-    ways(
-        "server, eager",
-        more=(
-            "server",
-            "server, a loop",
-            "server, ahead",
-            "asynchronous, a loop",
-            "asynchronous, ahead",
-        ),
-    ),
+    ways("server, eager", more=ALIKE),
 )
 def test_waiting_for_input(how):
     found = train(how, slow_input)
@@ -158,18 +156,9 @@ def copies(monkeypatch):
 # In Python, it is a part of Python's time.
 @pytest.mark.parametrize(
     "how",
-    ways(
-        "replicated, a loop",
-        more=(
-            "server",
-            "server, a loop",
-            "server, ahead",
-            "asynchronous, a loop",
-            "asynchronous, ahead",
-        ),
-    ),
+    ways("replicated, a loop", more=ALIKE),
 )
-def test_copying_shares(how, copies):
+def test_copying_local_batches(how, copies):
     totals, seconds = train(how)
     check(how, totals, seconds)
     # A part of it lies beside a step; in a loop, also two copies beside each other.

@@ -395,6 +395,11 @@ def _stateful():
     )
 
 
+def _no_more():
+    """No layers but the one that each model has."""
+    return ()
+
+
 def _fit(builder, steps=1, layers=_stateful, where="/device:CPU:0", **options):
     keras.utils.set_random_seed(3)
     with tf.device(where):
@@ -494,17 +499,19 @@ def test_a_variable_of_the_losss_own_is_given_back(monkeypatch):
 
 def test_variables_stay_where_they_were_put(monkeypatch):
     _prefer(monkeypatch, lambda choice: choice == SERVER, tried=9)
-    parallel, _, _ = _fit("auto", layers=tuple, local_parameter_device="/device:CPU:3")
+    parallel, _, _ = _fit(
+        "auto", layers=_no_more, local_parameter_device="/device:CPU:3"
+    )
     assert parallel.builder.plan.home == "/device:CPU:3"
 
 
 def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
     _prefer(monkeypatch, lambda choice: choice.all_reduce_alg == "ring")
     file = str(tmp_path / "choice.json")
-    _, _, expected = _fit("auto", layers=tuple, choice_file=file)
+    _, _, expected = _fit("auto", layers=_no_more, choice_file=file)
     monkeypatch.setattr(auto, "choose", None)
     capsys.readouterr()
-    parallel, _, variables = _fit("auto", layers=tuple, choice_file=file)
+    parallel, _, variables = _fit("auto", layers=_no_more, choice_file=file)
     assert "replicated (ring), as chosen before" in capsys.readouterr().err
     assert _algorithm(parallel.builder) == "ring"
     for one, other in zip(variables, expected, strict=True):
@@ -673,7 +680,7 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
 
     monkeypatch.setattr(Builder, "create_variables", builds)
     monkeypatch.setattr(auto, "choose", chooses)
-    _fit("auto", layers=tuple, gpus=gpus, where=gpus[0])
+    _fit("auto", layers=_no_more, gpus=gpus, where=gpus[0])
     # Two have lost: of the ways to add by copies, and by a home.
     assert len(counts) == 2 and {name for name, _ in made} == {"device", "ring"}
     for before, after, still in counts:
@@ -684,7 +691,7 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
 
 def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys, gpus):
     monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])
-    _, expected = _expected(1, tuple)
+    _, expected = _expected(1, _no_more)
     reduce = AllReduce.sum_gradients
 
     def sum_gradients(self, *args):
@@ -694,7 +701,7 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
 
     monkeypatch.setattr(AllReduce, "sum_gradients", sum_gradients)
     capsys.readouterr()
-    parallel, _, variables = _fit("auto", layers=tuple, gpus=gpus, where=gpus[0])
+    parallel, _, variables = _fit("auto", layers=_no_more, gpus=gpus, where=gpus[0])
     line, *_ = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "towers: The variables are updated by parameter_server, as replicated (device) "
@@ -776,7 +783,7 @@ def test_ctrl_c_while_ways_are_tried_chooses_none(monkeypatch):
 def test_compiling_again_is_obeyed(monkeypatch):
     # The first is without XLA.
     monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])
-    parallel, _, _ = _fit("auto", layers=tuple, jit_compile="auto")
+    parallel, _, _ = _fit("auto", layers=_no_more, jit_compile="auto")
     assert not parallel.builder.xla
     parallel.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
     parallel.fit(_batches(), verbose=0)
@@ -794,7 +801,7 @@ def _normalised():
 # Asynchronous towers are compiled in test_asynchronous.py, too.
 @pytest.mark.parametrize(
     ("builder", "layers"),
-    [("replicated", tuple), *(slow(name, _normalised) for name in STRATEGIES)],
+    [("replicated", _no_more), *(slow(name, _normalised) for name in STRATEGIES)],
 )
 def test_xla_with_every_builder(builder, layers):
     history, expected = _expected(1, layers)
@@ -809,7 +816,7 @@ def test_xla_with_every_builder(builder, layers):
 
 
 @pytest.mark.parametrize(
-    ("steps", "layers"), [(1, tuple), slow(1, _stateful), slow(4, _stateful)]
+    ("steps", "layers"), [(1, _no_more), slow(1, _stateful), slow(4, _stateful)]
 )
 def test_what_xla_cannot_compile_goes_on_without(capsys, steps, layers):
     history, expected = _expected(steps, layers)

@@ -167,7 +167,8 @@ def test_a_tower_between_others_may_be_idle(loss_placement):
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize(("towers", "eager"), [slow(2, True), slow(3, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("towers", "eager"), [(2, True), (3, False)])
 def test_layers_that_talk_to_one_another(towers, eager):
     _, found = _ours(_model(synchronized=True), towers, run_eagerly=eager)
     assert _difference(found, synchronized=True) < 1e-4
