@@ -4,16 +4,20 @@ import abc
 import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
 from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.sources.record import Record
+from towers.input_pipeline.sources.targets import Target
 
 # What the shortest record takes in a buffer of shuffling: its place there, which
 # TensorFlow makes before it has a record, two tensors, and their memory.
 _LEAST_BYTES = 256
+
+# `columns` is a dict of tensors, by name.
+InputKind = Literal["image", "row", "tokens", "columns"]
 
 
 class Source(abc.ABC):
@@ -62,6 +66,20 @@ class Source(abc.ABC):
     passed_over: Mapping[str, Sequence[Record]] = {}
     note: str = ""
     notes: Sequence[str] = ()
+
+    @property
+    def target(self) -> Target:
+        """What a model is to give for an example; a class, unless a source says else.
+
+        Where it is no class, `num_classes` and `class_names` are those of the target if
+        it has classes, and else 0 and None.
+        """
+        return Target("class", self.num_classes, self.class_names)
+
+    @property
+    def input_kind(self) -> InputKind:
+        """What an example is: an image, a row of numbers, tokens, or named columns."""
+        return "row" if len(self.image_shape) == 1 else "image"
 
     def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)
         """Downloads or writes what is missing; does nothing the second time.
