@@ -30,6 +30,8 @@ CORE = [
 # TensorFlow Datasets asks for both, of any version, the first on Linux only.
 ARRAY_RECORD = ["array-record>=0.8,<1"]
 PARQUET = ["pyarrow>=20"]
+# Each version is for one of TensorFlow, which it asks for.
+TEXT = ["tensorflow-text>=2.19,<3; sys_platform == 'linux'"]
 # Draws what --plot and towers.report show.
 PLOTS = ["matplotlib>=3.10,<4"]
 REPORT = ["jinja2>=3.1,<4", *PLOTS]
@@ -74,6 +76,7 @@ setup(
             "ruff>=0.14,<0.18",
             *ARRAY_RECORD,
             *PARQUET,
+            *TEXT,
             *REPORT,
             *PROFILE,
             # Drives Debian's Chromium, in tests and screenshots of pages.
@@ -83,6 +86,7 @@ setup(
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
         "array_record": ARRAY_RECORD,
         "parquet": PARQUET,
+        "text": TEXT,
         "plots": PLOTS,
         "report": REPORT,
         "profile": PROFILE,

@@ -24,7 +24,7 @@ SHARED = ("_deprecated", "program", "keras_adapter")
 PROGRAMS = FLOORS[FLOORS.index("train") :]
 
 INPUT_FLOORS = (
-    *("choices", "specs", "data_flags", "service", "text"),
+    *("choices", "specs", "tokenizer_specs", "data_flags", "service", "text"),
     *("images", "sources", "records", "pipeline", "cache"),
     *("benchmark", "convert", "input_pipeline"),
 )

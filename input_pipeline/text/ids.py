@@ -1,4 +1,4 @@
-"""Text as whole numbers: ids of bytes, a fixed length, batches of similar lengths.
+"""Ids of bytes, a fixed length, batches of similar lengths.
 
 Id 0 is padding everywhere. All of it runs inside of ``Dataset.map``.
 """

@@ -1,0 +1,75 @@
+"""Opens tokenizers: by a spec, or from the folder of a run."""
+
+import json
+import os
+import posixpath
+
+import tensorflow as tf
+
+from towers.input_pipeline import tokenizer_specs
+from towers.input_pipeline.text.tokenizer import (
+    FILE,
+    ByteTokenizer,
+    Tokenizer,
+    WordTokenizer,
+)
+
+
+def open_tokenizer(spec: str) -> Tokenizer:
+    """Opens the tokenizer that a spec names.
+
+    Args:
+        spec: ``bytes``, ``sentencepiece:FILE``, ``wordpiece:FILE`` or ``words:FILE``.
+
+    Raises:
+        ValueError: there is no such tokenizer, file or package.
+    """
+    kind, path = tokenizer_specs.check(spec)
+    if kind == "bytes":
+        return ByteTokenizer()
+    try:
+        with tf.io.gfile.GFile(os.path.expanduser(path), "rb") as file:
+            content = file.read()
+    except tf.errors.OpError as error:
+        raise ValueError(
+            f"the vocabulary of the tokenizer {spec!r} cannot be read: "
+            f"{error.message.splitlines()[0]}"
+        ) from error
+    if kind == "words":
+        return WordTokenizer(_lines(spec, content), spec)
+    # Imports tensorflow-text.
+    from towers.input_pipeline.text import pieces
+
+    if kind == "wordpiece":
+        return pieces.WordPieceTokenizer(_lines(spec, content), spec)
+    return pieces.SentencePieceTokenizer(content, spec)
+
+
+def load(folder: str) -> Tokenizer:
+    """Reads the tokenizer that ``save`` has written into a folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = posixpath.join(folder, FILE)
+    try:
+        with tf.io.gfile.GFile(path, "r") as file:
+            found = json.load(file)
+        kind, name = found["tokenizer"], found["file"]
+    except (tf.errors.OpError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read: expected the tokenizer that a run has saved"
+        ) from error
+    return open_tokenizer(f"{kind}:{posixpath.join(folder, name)}" if name else kind)
+
+
+def _lines(spec: str, content: bytes) -> list[str]:
+    """The words of a vocabulary file, one in each line."""
+    try:
+        lines = content.decode("utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"the vocabulary of the tokenizer {spec!r} is not UTF-8: expected a word "
+            "in each line"
+        ) from error
+    return [line.removesuffix("\r") for line in lines]

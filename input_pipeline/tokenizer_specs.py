@@ -1,0 +1,44 @@
+"""How tokenizers are named; needs no TensorFlow."""
+
+import difflib
+import importlib.util
+import os
+
+FORMS = {
+    "bytes": "bytes",
+    "sentencepiece": "sentencepiece:FILE",
+    "wordpiece": "wordpiece:FILE",
+    "words": "words:FILE",
+}
+
+
+def check(spec: str) -> tuple[str, str]:
+    """Checks a tokenizer's name, that its file is there, and its package.
+
+    Returns:
+        Its kind, and the path of its file, or "".
+
+    Raises:
+        ValueError: there is no such tokenizer, file or package.
+    """
+    kind, _, path = spec.partition(":")
+    # All but "bytes" need a file.
+    if kind not in FORMS or bool(path) == (kind == "bytes"):
+        near = difflib.get_close_matches(kind, FORMS, n=1)
+        hint = f"did you mean {FORMS[near[0]]}? " if near else ""
+        raise ValueError(
+            f"unknown tokenizer {spec!r}: {hint}expected one of "
+            f"{', '.join(FORMS.values())}"
+        )
+    if path and "://" not in path and not os.path.isfile(os.path.expanduser(path)):
+        raise ValueError(
+            f"the tokenizer {spec!r} has no file {path!r}: expected a vocabulary, so "
+            "check the path"
+        )
+    needs = kind in ("sentencepiece", "wordpiece")
+    if needs and importlib.util.find_spec("tensorflow_text") is None:
+        raise ValueError(
+            f"the tokenizer {spec!r} needs tensorflow-text, which is not installed: "
+            "pip install 'keras-towers[text]'"
+        )
+    return kind, path
