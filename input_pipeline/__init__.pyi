@@ -16,4 +16,4 @@ from .sources import Source as Source
 from .sources import SourceOptions as SourceOptions
 from .sources import open_source as open_source
 from .sources.arrays import ArraySource as ArraySource
-from .sources.record import BadRecordError as BadRecordError
+from .sources.files.record import BadRecordError as BadRecordError

@@ -32,7 +32,7 @@ from towers.input_pipeline.convert import flags as convert_flags
 from towers.input_pipeline.convert.conversion import convert
 from towers.input_pipeline.convert.folder import PROGRAM
 from towers.input_pipeline.sources import open_source
-from towers.input_pipeline.sources.record import BadRecordError
+from towers.input_pipeline.sources.files.record import BadRecordError
 from towers.program import startup, words
 from towers.program.commands import fail, quieten, read_image_size
 

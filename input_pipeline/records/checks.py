@@ -12,7 +12,7 @@ from towers.input_pipeline.sources.files.bad_records import (
     check_records,
     read_labels,
 )
-from towers.input_pipeline.sources.record import BadRecordError, Record, fault_of
+from towers.input_pipeline.sources.files.record import BadRecordError, Record, fault_of
 from towers.program import voice
 
 # What TensorFlow raises where a record is bad.

@@ -14,7 +14,7 @@ from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.records.checks import assert_good
 from towers.input_pipeline.sources.base import Source, fingerprint
 from towers.input_pipeline.sources.files.bad_records import check_records
-from towers.input_pipeline.sources.record import FAULTS, BadRecordError, Record
+from towers.input_pipeline.sources.files.record import FAULTS, BadRecordError, Record
 from towers.program import voice
 
 _AT_ONCE = 256

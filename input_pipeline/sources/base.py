@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from towers.input_pipeline.images.decode import decode_image
-from towers.input_pipeline.sources.record import Record
+from towers.input_pipeline.sources.files.record import Record
 from towers.input_pipeline.sources.targets import Target
 
 # What the shortest record takes in a buffer of shuffling: its place there, which

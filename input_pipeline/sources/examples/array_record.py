@@ -10,7 +10,7 @@ from towers.input_pipeline.sources.base import IndexedSource
 from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_kind
 from towers.input_pipeline.sources.files import in_python
 from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE
-from towers.input_pipeline.sources.record import Record
+from towers.input_pipeline.sources.files.record import Record
 
 
 class ArrayRecordSource(ExampleFiles, IndexedSource):

@@ -5,7 +5,7 @@ import math
 import tensorflow as tf
 
 from towers.input_pipeline.sources.files.file_source import FileSource
-from towers.input_pipeline.sources.record import Record
+from towers.input_pipeline.sources.files.record import Record
 
 # Where `convert` puts rows of numbers.
 ROW = "features"

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources.record import Record, fault_of
+from towers.input_pipeline.sources.files.record import Record, fault_of
 
 _AROUND = 16
 _HEADER = 12

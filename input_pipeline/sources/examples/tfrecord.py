@@ -12,7 +12,7 @@ import tensorflow as tf
 from towers.input_pipeline.sources.examples import framing
 from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_kind
 from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE, StreamFiles
-from towers.input_pipeline.sources.record import FILE, Record
+from towers.input_pipeline.sources.files.record import FILE, Record
 
 # What `convert` writes beside the files. The mark stays as it first was, so that files
 # of before are known.

@@ -7,7 +7,7 @@ import numpy as np
 
 from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.sources.base import Source
-from towers.input_pipeline.sources.record import (
+from towers.input_pipeline.sources.files.record import (
     FAULTS,
     BadRecordError,
     Record,

@@ -14,8 +14,8 @@ import tensorflow as tf
 from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.bad_records import read_labels
+from towers.input_pipeline.sources.files.record import FILE, BadRecordError
 from towers.input_pipeline.sources.files.splits import HELD_OUT, held_out
-from towers.input_pipeline.sources.record import FILE, BadRecordError
 from towers.input_pipeline.specs import no_files
 
 LABELS_AT_ONCE = 1024

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from towers.input_pipeline.sources.record import FILE
+from towers.input_pipeline.sources.files.record import FILE
 
 # The split to evaluate on while training, in order of preference. "test" is last
 # where there are several: the labels of a test set are often withheld (ImageNet).

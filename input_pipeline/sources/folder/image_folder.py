@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.base import IndexedSource
 from towers.input_pipeline.sources.files import splits
+from towers.input_pipeline.sources.files.record import Record
 from towers.input_pipeline.sources.folder import pictures
-from towers.input_pipeline.sources.record import Record
 from towers.input_pipeline.specs import PICTURES, no_folder
 
 # Paths of the images of each class, by the class's name.

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE, StreamFiles
-from towers.input_pipeline.sources.record import (
+from towers.input_pipeline.sources.files.record import (
     FAULTS,
     BadRecordError,
     Record,

@@ -11,7 +11,7 @@ import tensorflow as tf
 from towers.input_pipeline.sources.base import StreamSource
 from towers.input_pipeline.sources.files import in_python
 from towers.input_pipeline.sources.files.file_source import FileSource, shuffle_all
-from towers.input_pipeline.sources.record import FILE, Record
+from towers.input_pipeline.sources.files.record import FILE, Record
 from towers.input_pipeline.sources.tables import (
     columns,
     parquet_columns,

@@ -16,8 +16,8 @@ import tensorflow_datasets as tfds
 
 from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.examples import framing
+from towers.input_pipeline.sources.files.record import FAULTS, Record, fault_of
 from towers.input_pipeline.sources.files.splits import held_out
-from towers.input_pipeline.sources.record import FAULTS, Record, fault_of
 from towers.input_pipeline.sources.tfds import network
 
 _CYCLE_LENGTH = 16

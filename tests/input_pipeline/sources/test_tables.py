@@ -9,7 +9,7 @@ from pyarrow import parquet
 from tests.variants import slow
 from towers.input_pipeline import open_source, scan_labels
 from towers.input_pipeline.sources.files import splits
-from towers.input_pipeline.sources.record import FILE, BadRecordError
+from towers.input_pipeline.sources.files.record import FILE, BadRecordError
 from towers.input_pipeline.specs import takes
 
 
