@@ -1,3 +1,4 @@
+from .facts import Facts as Facts
 from .registry import build as build
 from .spec import check as check
 from .spec import names as names

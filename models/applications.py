@@ -16,7 +16,7 @@ def functions() -> dict[str, Callable[..., keras.Model]]:
 
 
 def build(
-    name: str, input_shape: tuple[int, int, int], num_classes: int
+    name: str, input_shape: tuple[int, int, int], num_outputs: int
 ) -> keras.Model:
     """Builds a network of `keras.applications` with random weights.
 
@@ -27,10 +27,10 @@ def build(
     Args:
         name: A key of `functions()`.
         input_shape: Height, width and channels of one example.
-        num_classes: Number of logits.
+        num_outputs: Number of logits.
 
     Returns:
-        A model from [batch, *input_shape] to float32 logits [batch, num_classes].
+        A model from [batch, *input_shape] to float32 logits [batch, num_outputs].
 
     Raises:
         ValueError: If Keras refuses the input shape, most often as too small.
@@ -48,7 +48,7 @@ def build(
             input_tensor=x,
             input_shape=input_shape,
             weights=None,
-            classes=num_classes,
+            classes=num_outputs,
             classifier_activation=None,
             **options,
         )

@@ -9,7 +9,7 @@ SMALLEST_SIDE = 4
 
 def build(
     input_shape: tuple[int, int, int],
-    num_classes: int,
+    num_outputs: int,
     *,
     widths: tuple[int, ...] = (32, 64, 128),
     dropout: float = 0.3,
@@ -22,12 +22,12 @@ def build(
 
     Args:
         input_shape: Height, width and channels of one example.
-        num_classes: Number of logits.
+        num_outputs: Number of logits.
         widths: Filters of each stage.
         dropout: Share of the features dropped before the logits, in training.
 
     Returns:
-        A model from [batch, *input_shape] to float32 logits [batch, num_classes].
+        A model from [batch, *input_shape] to float32 logits [batch, num_outputs].
     """
     inputs = keras.Input(input_shape)
     x = inputs
@@ -41,7 +41,7 @@ def build(
         x = _conv_bn_relu(_conv_bn_relu(x, width), width)
     x = keras.layers.GlobalAveragePooling2D()(x)
     x = keras.layers.Dropout(dropout)(x)
-    logits = keras.layers.Dense(num_classes, dtype="float32", name="logits")(x)
+    logits = keras.layers.Dense(num_outputs, dtype="float32", name="logits")(x)
     return keras.Model(inputs, logits, name="cnn")
 
 

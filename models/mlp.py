@@ -5,7 +5,7 @@ import keras
 
 def build(
     input_shape: tuple[int, ...],
-    num_classes: int,
+    num_outputs: int,
     *,
     widths: tuple[int, ...] = (512, 512),
 ) -> keras.Model:
@@ -16,11 +16,11 @@ def build(
 
     Args:
         input_shape: Shape of one example, of any rank.
-        num_classes: Number of logits.
+        num_outputs: Number of logits.
         widths: Units of each hidden layer.
 
     Returns:
-        A model from [batch, *input_shape] to float32 logits [batch, num_classes].
+        A model from [batch, *input_shape] to float32 logits [batch, num_outputs].
     """
     inputs = keras.Input(input_shape)
     x = keras.layers.Flatten()(inputs)
@@ -28,5 +28,5 @@ def build(
         x = keras.layers.Dense(
             width, activation="relu", kernel_initializer="he_normal"
         )(x)
-    logits = keras.layers.Dense(num_classes, dtype="float32", name="logits")(x)
+    logits = keras.layers.Dense(num_outputs, dtype="float32", name="logits")(x)
     return keras.Model(inputs, logits, name="mlp")

@@ -1,29 +1,27 @@
 """Names to models: the one list of what can be trained by name.
 
 A name is one of this project's own families, a network of `keras.applications`
-(in any case), or `file.py:function` for a function of the user's own. All but
-the last take pixels in [-1, 1] and return float32 logits [batch, num_classes].
+(in any case), or `file.py:function` for a function of the user's own. Those of
+images take pixels in [-1, 1]. All but the user's return float32 logits.
 
 Nothing here knows of devices. Data, losses and optimizers are for whoever calls,
-and so is the check that a user's own model has `num_classes` outputs.
+and so is the check that a user's own model has `num_outputs` outputs.
 """
 
 import contextlib
 import functools
-import importlib.util
-import numbers
-import os
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
-from towers.models import applications, cnn, lstm, mlp, resnet_cifar, spec
+from towers.models import applications, cnn, lstm, mlp, resnet_cifar, spec, user_file
+from towers.models.facts import Facts, arguments, is_count
 
-Builder = Callable[[tuple[int, ...], int], keras.Model]
+# A model's own function; facts.py says which parameters it may have.
+Builder = Callable[..., keras.Model]
 
 _OWN: dict[str, Builder] = {
     "cnn": cnn.build,
@@ -41,70 +39,62 @@ _ANY_RANK = ("mlp",)
 
 def build(
     name: str,
+    facts: Facts | None = None,
     *,
-    input_shape: Sequence[int],
-    num_classes: int,
+    input_shape: Sequence[int] | None = None,
+    num_classes: int | None = None,
+    options: Mapping[str, Any] | None = None,
     seed: int | None = None,
 ) -> keras.Model:
     """Builds a model by name.
 
     Args:
-        name: A name from `spec.names()`, in any case, or `file.py:function`, where
-            `function(input_shape, num_classes)` returns a Keras model.
-        input_shape: Shape of one example, without the batch: (height, width,
-            channels) for images.
-        num_classes: Number of logits.
+        name: A name from `spec.names()`, in any case, or `file.py:function`, where the
+            function returns a Keras model. Its parameters are what it asks for of the
+            data, by the names of `Facts`, such as `build(input_shape, num_classes)`.
+        facts: What the data has.
+        input_shape: In place of `facts`, for classification: the shape of one example
+            without the batch, such as (height, width, channels) for images.
+        num_classes: With `input_shape`: the number of logits.
+        options: Further arguments of the model, such as {"width": 256}.
         seed: Makes the first weights and the dropout reproducible. The caller's
             own random state is left as it was. None draws from that state.
 
     Returns:
-        A model from [batch, *input_shape] to float32 logits [batch, num_classes];
-        a model from the user's own file is returned as it is.
+        A model from [batch, *input_shape] to float32 logits, with `num_outputs` for an
+        example, a pixel or a token; a model from the user's own file is returned as it
+        is.
 
     Raises:
-        ValueError: If the name, the shape or the number of classes is wrong, or
-            the user's file or function fails.
+        ValueError: If the name, a fact or an option is wrong, or the user's file or
+            function fails.
     """
     spec.check(name)
-    shape = _checked_shape(input_shape)
-    if not _is_count(num_classes):
-        raise ValueError(
-            f"num_classes must be a whole number of at least 1, but {num_classes!r} "
-            "was received; give the number of classes of the data."
+    if facts is None:
+        if not is_count(num_classes):
+            raise ValueError(
+                f"num_classes must be a whole number of at least 1, but {num_classes!r}"
+                " was received; give the number of classes of the data."
+            )
+        facts = Facts(
+            input_shape=input_shape, num_classes=num_classes, num_outputs=num_classes
         )
     with _seeded(seed):
-        return _builder(name, shape)(shape, int(num_classes))
+        if spec.is_user_file(name):
+            return user_file.build(*spec.split_user_file(name), facts, options or {})
+        return _build_own(spec.canonical(name), facts, options or {})
 
 
-def _builder(name: str, shape: tuple[int, ...]) -> Builder:
-    if spec.is_user_file(name):
-        return functools.partial(_build_user_model, *spec.split_user_file(name))
-    name = spec.canonical(name)
-    if len(shape) != 3 and name not in _ANY_RANK:
+def _build_own(name, facts, options):
+    shape = facts.input_shape
+    if name not in _ANY_RANK and (isinstance(shape, Mapping) or len(shape) != 3):
         raise ValueError(
             f"The model {name!r} needs images of shape (height, width, channels), but "
             f"input_shape={shape} was received; use mlp for data that are not images."
         )
-    return _OWN.get(name) or functools.partial(applications.build, name)
-
-
-def _is_count(value: object) -> bool:
-    return (
-        isinstance(value, numbers.Integral)
-        and not isinstance(value, bool)
-        and value >= 1
-    )
-
-
-def _checked_shape(input_shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    if not sizes or not all(_is_count(size) for size in sizes):
-        raise ValueError(
-            f"input_shape must hold whole numbers of at least 1, but {input_shape!r} "
-            "was received; give the shape of one example without the batch, such as "
-            "(32, 32, 3)."
-        )
-    return tuple(int(size) for size in sizes)
+    function = _OWN.get(name) or functools.partial(applications.build, name)
+    given, named = arguments(function, f"The model {name!r}", facts, options)
+    return function(*given, **named)
 
 
 @contextlib.contextmanager
@@ -125,65 +115,3 @@ def _seeded(seed: int | None) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-
-
-# file.py:function
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__} ({' '.join(str(error).split())})"
-
-
-def _build_user_model(
-    path: Path, function: str, input_shape: tuple[int, ...], num_classes: int
-) -> keras.Model:
-    module = _load(path)
-    build_model = getattr(module, function, None)
-    if not callable(build_model):
-        raise spec.no_such_function(
-            path, function, {k for k, v in vars(module).items() if callable(v)}
-        )
-    try:
-        model = build_model(input_shape, num_classes)
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"The function {function!r} of {str(path)!r} raised "
-            f"{_one_line(error)} when called with input_shape="
-            f"{input_shape} and num_classes={num_classes}; correct the function."
-        ) from error
-    if not isinstance(model, keras.Model):
-        raise ValueError(
-            f"The function {function!r} of {str(path)!r} returned "
-            f"{type(model).__name__}, not a keras.Model; return the model."
-        )
-    return model
-
-
-def _make_importable(folder: str) -> None:
-    """Lets a user's file import what lies beside it, as Python does for a script.
-
-    Such folders come behind what is installed, which they must not hide, and before the
-    current directory where that comes last (see `startup.begin`).
-    """
-    if folder in sys.path:
-        return
-    last = len(sys.path) - (sys.path[-1:] == [os.getcwd()])
-    sys.path.insert(last, folder)
-
-
-def _load(path: Path) -> object:
-    """Runs the user's file as a module of its own."""
-    _make_importable(str(path.absolute().parent))
-    spec = importlib.util.spec_from_file_location(f"user_model_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a class's module up here.
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
-        raise ValueError(
-            f"The file {str(path)!r} raised {_one_line(error)} when loaded; "
-            "correct the file."
-        ) from error
-    return module

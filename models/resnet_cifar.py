@@ -17,17 +17,17 @@ DEPTHS = (20, 32, 56)
 
 
 def build(
-    input_shape: tuple[int, int, int], num_classes: int, *, depth: int
+    input_shape: tuple[int, int, int], num_outputs: int, *, depth: int
 ) -> keras.Model:
     """Builds one network of the family.
 
     Args:
         input_shape: Height, width and channels of one example.
-        num_classes: Number of logits.
+        num_outputs: Number of logits.
         depth: Layers with weights, 6n + 2 for a whole n >= 1.
 
     Returns:
-        A model from [batch, *input_shape] to float32 logits [batch, num_classes].
+        A model from [batch, *input_shape] to float32 logits [batch, num_outputs].
 
     Raises:
         ValueError: If `depth` is not 6n + 2.
@@ -45,7 +45,7 @@ def build(
             x = _basic_block(x, filters, 2 if stage > 0 and block == 0 else 1)
     x = keras.layers.GlobalAveragePooling2D()(x)
     logits = keras.layers.Dense(
-        num_classes, kernel_initializer="he_normal", dtype="float32", name="logits"
+        num_outputs, kernel_initializer="he_normal", dtype="float32", name="logits"
     )(x)
     return keras.Model(inputs, logits, name=f"resnet{depth}")
 

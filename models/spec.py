@@ -136,5 +136,5 @@ def no_such_function(path: Path, function: str, defined: set[str]) -> ValueError
     has = f"it defines {', '.join(sorted(defined))}" if defined else "it defines none"
     return ValueError(
         f"There is no function {function!r} in {str(path)!r} ({has}); name a function "
-        "that takes (input_shape, num_classes) and returns a Keras model."
+        "that takes (input_shape, num_outputs) and returns a Keras model."
     )

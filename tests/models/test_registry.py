@@ -286,11 +286,22 @@ def test_user_file_errors_found_by_check(user_file, text, message):
         ("import nosuch\ndef f(s, n): ...", r"raised ModuleNotFoundError \(No module"),
         (
             "def f(s, n): return s[9]",
-            r"raised IndexError \(.*\) when called with input_shape=\(4,\) and num_cl",
+            r"raised IndexError \(.*\) when called with \(\(4,\), 2\); correct the fun",
         ),
         ("import sys; sys.exit('no')\ndef f(s, n): ...", r"raised SystemExit \(no\) w"),
         ("def f(s, n): raise SystemExit", r"raised SystemExit \(\) when called"),
-        ("def f(): ...", r"raised TypeError \(.*\) when called"),
+        ("def f(): ...", r"returned NoneType, not a keras.Model"),
+        (
+            "def f(input_shape, num_outputs): return num_outputs + 'x'",
+            r"raised TypeError \(.*called with \(input_shape=\(4,\), num_outputs=2\)",
+        ),
+        (
+            "def f(input_shape, vocab_size): ...",
+            r"parameter 'vocab_size', and nothing .* \(did you mean vocabulary_size\?\)"
+            r"; expected parameters among input_shape, num_outputs, .*, or a default",
+        ),
+        ("def f(a, b, c): ...", "has a parameter 'a', and nothing of the data is call"),
+        ("def f(table_sizes): ...", "asks for table_sizes, which these data do not"),
         ("def f(s, n): return 'x'", "returned str, not a keras.Model"),
     ],
 )
@@ -299,6 +310,65 @@ def test_user_file_errors_found_by_build(user_file, text, message):
     models.check(name)
     with pytest.raises(ValueError, match=message):
         models.build(name, input_shape=(4,), num_classes=2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "got"),
+    [
+        ("shape, n", {"shape": (7,), "n": 3}),
+        ("*both", {"both": ((7,), 3)}),
+        ("s, n, /, task='x'", {"s": (7,), "n": 3, "task": "tagging"}),
+        ("s, n, width", {"s": (7,), "n": 3, "width": 5}),
+        ("num_classes, input_shape", {"num_classes": 4, "input_shape": (7,)}),
+        (
+            "vocabulary_size, width=1, depth=2, class_names=None, table_sizes='own'",
+            {"vocabulary_size": 9, "width": 5, "depth": 2, "class_names": ("a",)}
+            | {"table_sizes": "own"},
+        ),
+        ("sequence_length", {"sequence_length": None}),
+    ],
+)
+def test_a_function_gets_what_it_asks_for(user_file, parameters, got):
+    path = user_file(
+        "import keras\n"
+        f"def f({parameters}):\n"
+        "    got = dict(locals())\n"
+        "    model = keras.Sequential()\n"
+        "    model.got = got\n"
+        "    return model\n"
+    )
+    facts = models.Facts(
+        input_shape=(7,),
+        num_outputs=3,
+        num_classes=4,
+        task="tagging",
+        class_names=("a",),
+        vocabulary_size=9,
+    )
+    options = {"width": 5} if "width" in got else None
+    assert models.build(f"{path}:f", facts, options=options).got == got
+
+
+def test_a_function_may_take_everything(user_file):
+    path = user_file(
+        "import keras\n"
+        "def f(input_shape, **others):\n"
+        "    model = keras.Sequential()\n"
+        "    model.got = others\n"
+        "    return model\n"
+    )
+    got = models.build(f"{path}:f", input_shape=(4,), num_classes=2).got
+    assert got == {"num_outputs": 2, "num_classes": 2, "task": "classification"}
+
+
+def test_options():
+    facts = models.Facts(input_shape=(8, 8, 1), num_outputs=3)
+    model = models.build("cnn", facts, options={"widths": (5,)})
+    assert model.layers[1].filters == 5
+    with pytest.raises(
+        ValueError, match="'cnn' has no parameter 'heads' for --heads=2"
+    ):
+        models.build("cnn", facts, options={"heads": 2})
 
 
 # Wrong names and shapes

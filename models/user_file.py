@@ -1,0 +1,84 @@
+"""A model from the user's own file: file.py:function."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from towers.models import spec
+from towers.models.facts import Facts, arguments
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__} ({' '.join(str(error).split())})"
+
+
+def build(
+    path: Path, function: str, facts: Facts, options: Mapping[str, Any]
+) -> keras.Model:
+    """Calls the user's function with what it asks for of the data, by name.
+
+    Raises:
+        ValueError: If there is no such function, or it fails.
+    """
+    module = load(path)
+    build_model = getattr(module, function, None)
+    if not callable(build_model):
+        raise spec.no_such_function(
+            path, function, {k for k, v in vars(module).items() if callable(v)}
+        )
+    what = f"The function {function!r} of {str(path)!r}"
+    given, named = arguments(build_model, what, facts, options)
+    try:
+        model = build_model(*given, **named)
+    except (Exception, SystemExit) as error:
+        shown = [*map(repr, given), *(f"{name}={v!r}" for name, v in named.items())]
+        raise ValueError(
+            f"{what} raised {_one_line(error)} when called with "
+            f"({', '.join(shown)}); correct the function."
+        ) from error
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"{what} returned {type(model).__name__}, not a keras.Model; return the "
+            "model."
+        )
+    return model
+
+
+def _make_importable(folder: str) -> None:
+    """Lets a user's file import what lies beside it, as Python does for a script.
+
+    Such folders come behind what is installed, which they must not hide, and before the
+    current directory where that comes last (see `startup.begin`).
+    """
+    if folder in sys.path:
+        return
+    last = len(sys.path) - (sys.path[-1:] == [os.getcwd()])
+    sys.path.insert(last, folder)
+
+
+def load(path: Path) -> ModuleType:
+    """Runs the user's file as a module of its own.
+
+    Raises:
+        ValueError: It fails.
+    """
+    _make_importable(str(path.absolute().parent))
+    found = importlib.util.spec_from_file_location(f"user_model_{path.stem}", path)
+    module = importlib.util.module_from_spec(found)
+    # Dataclasses and pickle look a class's module up here.
+    sys.modules[found.name] = module
+    try:
+        found.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[found.name]
+        raise ValueError(
+            f"The file {str(path)!r} raised {_one_line(error)} when loaded; "
+            "correct the file."
+        ) from error
+    return module
