@@ -26,6 +26,7 @@ _HYPER_PARAMETERS = (
     *("model", "batch_size", "optimizer", "learning_rate", "dataset", "image_size"),
     *("recipe", "randaugment", "mixup_alpha", "cutmix_alpha", "split_ratios"),
     *("train_epochs", "max_train_steps", "lr_schedule", "momentum", "weight_decay"),
+    *("warmup_steps", "clip_norm", "accumulate_steps", "ema"),
     *("dtype", "variable_update", "max_staleness", "steps_per_loop", "enable_xla"),
     "seed",
 )
@@ -40,6 +41,8 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     # The order matters: what one callback adds to the logs, the later ones see.
     callbacks = [
         _Describe(job),
+        # Validates the averages.
+        *([keras.callbacks.SwapEMAWeights()] if settings.ema is not None else []),
         *watch.callbacks,
         make_tensorboard(job, measures, watch),
         job.checkpoint,

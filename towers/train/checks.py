@@ -44,6 +44,8 @@ _BOUNDS = (
     ("learning_rate", 0, None),
     ("momentum", 0, 1),
     ("weight_decay", 0, None),
+    ("warmup_steps", 0, None),
+    ("accumulate_steps", 1, None),
 )
 
 
@@ -54,6 +56,7 @@ def check(settings: Settings) -> Settings:
         ValueError: If anything is bad.
     """
     _check_numbers(settings)
+    _check_optimizer(settings)
     _check_run(settings)
     _check_towers(settings)
     _check_cache(settings)
@@ -104,6 +107,27 @@ def _check_numbers(settings: Settings) -> None:
             if value == math.inf:
                 expected = "a number that is finite"
             raise ValueError(f"Received --{name}={value}; expected {expected}.")
+
+
+def _check_optimizer(settings: Settings) -> None:
+    """Checks what the optimizer is to do besides its steps."""
+    if settings.clip_norm is not None and not 0 < settings.clip_norm < math.inf:
+        raise ValueError(
+            f"Received {settings.as_flag('clip_norm')}; expected a number above 0, "
+            "such as --clip_norm=1."
+        )
+    if settings.ema is not None and not 0 < settings.ema < 1:
+        raise ValueError(
+            f"Received {settings.as_flag('ema')}; expected a momentum between 0 and 1, "
+            "such as --ema=0.999."
+        )
+    most = settings.max_train_steps
+    if settings.warmup_steps and most is not None and settings.warmup_steps >= most:
+        raise ValueError(
+            f"Received {settings.as_flag('warmup_steps')} and "
+            f"{settings.as_flag('max_train_steps')}, which end the warm-up and "
+            "training; expected fewer steps of warm-up."
+        )
 
 
 def _check_run(settings: Settings) -> None:

@@ -165,7 +165,7 @@ def changed_flags(before: str, settings: Settings, trains: bool = True) -> str |
         old, new = then.get(name), ours.get(name)
         if old == new or name not in NAMES or name == "model_dir":
             continue
-        if name == "learning_rate" and settings.lr_schedule == "constant":
+        if name == "learning_rate" and settings.constant_rate:
             continue  # said when it is renewed
         if name == "batch_size" and trains:
             continue  # said when the data are begun anew

@@ -116,8 +116,23 @@ HELPS = {
             "How the learning rate changes. cosine, linear: it falls to 0. step: it is "
             "divided by 10 after 1/2 and after 3/4 of training."
         ),
+        "warmup_steps": (
+            "Number of optimizer steps in which the learning rate rises from 0, before "
+            "--lr_schedule takes the rest of training."
+        ),
         "momentum": "Momentum of optimizers that have one.",
         "weight_decay": "Weight decay of the optimizer.",
+        "clip_norm": (
+            "Largest norm of all gradients together; longer ones are scaled to it. "
+            "Default: no limit."
+        ),
+        "accumulate_steps": (
+            "Number of batches whose gradients are averaged for one optimizer step."
+        ),
+        "ema": (
+            "Momentum of moving averages of the weights, such as 0.999. Validation, "
+            "model.keras and best.keras use the averages. Default: no averages."
+        ),
         "dtype": "Type to compute in. Variables are always fp32.",
         "seed": "Seed of the weights, the order of examples and dropout.",
         "deterministic": (

@@ -9,6 +9,7 @@ from towers.program import words
 from towers.train import callbacks
 from towers.train.job import Job
 from towers.train.outputs import files, start, summary
+from towers.train.parts.optimizer import averaged
 
 
 def run(job: Job) -> None:
@@ -38,9 +39,7 @@ def renew_learning_rate(job: Job) -> None:
     asked, optimizer = job.settings.learning_rate, job.model.optimizer
     before = float(optimizer.learning_rate)
     # A schedule is no variable, so it is not restored.
-    if job.settings.lr_schedule == "constant" and not math.isclose(
-        before, asked, rel_tol=1e-6
-    ):
+    if job.settings.constant_rate and not math.isclose(before, asked, rel_tol=1e-6):
         optimizer.learning_rate = asked
         print(f"Learning rate: {asked:g}, after {before:g}.")
 
@@ -83,5 +82,6 @@ def evaluate(job: Job) -> dict[str, float]:
         `train_loss` and `train_accuracy`.
     """
     prefix = "val" if job.data.held_out else "train"
-    logs = job.parallel.evaluate(job.data.evaluation, verbose=0, return_dict=True)
+    with averaged(job.model):
+        logs = job.parallel.evaluate(job.data.evaluation, verbose=0, return_dict=True)
     return {f"{prefix}_{name}": float(value) for name, value in logs.items()}

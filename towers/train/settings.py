@@ -69,8 +69,12 @@ class Settings:
     optimizer: str = "adam"
     learning_rate: float = 0.001
     lr_schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
+    warmup_steps: int = 0
     momentum: float = 0.9
     weight_decay: float = 0.0
+    clip_norm: float | None = None
+    accumulate_steps: int = 1
+    ema: float | None = None
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     seed: int = 0
     deterministic: bool = False
@@ -125,6 +129,11 @@ class Settings:
     def asynchronous(self) -> bool:
         """Whether towers update the variables without waiting for one another."""
         return self.variable_update == "asynchronous"
+
+    @property
+    def constant_rate(self) -> bool:
+        """Whether the learning rate is a number, not a schedule."""
+        return self.lr_schedule == "constant" and not self.warmup_steps
 
     @property
     def uses_data_dir(self) -> bool:

@@ -16,6 +16,7 @@ from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.parts.model import NOT_FINITE
+from towers.train.parts.optimizer import averaged, kept_rate
 
 
 @contextlib.contextmanager
@@ -123,7 +124,8 @@ def remove_run(model_dir: str) -> None:
 def _save_model(job: Job, path: str) -> None:
     """Saves the model; the file gets its name only once it is whole."""
     unfinished = os.path.join(job.model_dir, "unfinished.keras")
-    job.model.save(unfinished)
+    with averaged(job.model), kept_rate(job.model.optimizer):
+        job.model.save(unfinished)
     os.replace(unfinished, path)
 
 

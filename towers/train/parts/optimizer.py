@@ -1,11 +1,19 @@
 """The optimizer and its learning rate, as settings describe them."""
 
+import contextlib
 import inspect
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import keras
+from keras import ops
 
+from towers.keras_adapter import optimizers
+from towers.lifecycle.checkpoints import saved_model
 from towers.train.settings import Settings
+
+_Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 
 def build_optimizer(
@@ -24,12 +32,18 @@ def build_optimizer(
         options["momentum"] = settings.momentum
     if settings.weight_decay:
         options["weight_decay"] = settings.weight_decay
+    if settings.clip_norm is not None:
+        options["global_clipnorm"] = settings.clip_norm
+    if settings.accumulate_steps > 1:
+        options["gradient_accumulation_steps"] = settings.accumulate_steps
+    if settings.ema is not None:
+        options |= {"use_ema": True, "ema_momentum": settings.ema}
     return make(**options)
 
 
 def learning_rate(
     settings: Settings, examples: int | None, steps_per_batch: int
-) -> float | keras.optimizers.schedules.LearningRateSchedule:
+) -> float | _Schedule:
     """Builds the learning rate's schedule, over all the steps of the run.
 
     Args:
@@ -37,19 +51,36 @@ def learning_rate(
         examples: Examples in an epoch, if known.
         steps_per_batch: Steps of the optimizer for a global batch.
     """
-    high = settings.learning_rate
+    # A schedule counts what is accumulated, too.
+    warm_up = settings.warmup_steps * settings.accumulate_steps
     if settings.lr_schedule == "constant":
-        return high
-    steps = settings.max_train_steps
-    if steps is None:
-        if examples is None:
-            raise ValueError(
-                f"Received --lr_schedule={settings.lr_schedule} for data of unknown "
-                "size; expected a length to fit it to, so give --max_train_steps."
-            )
-        batches = settings.train_epochs * math.ceil(examples / settings.batch_size)
-        steps = batches * steps_per_batch
-    schedules = keras.optimizers.schedules
+        rate = settings.learning_rate
+        return WarmUp(warm_up, rate) if warm_up else rate
+    steps = _steps(settings, examples, steps_per_batch)
+    if warm_up >= steps:
+        raise ValueError(
+            f"Received {settings.as_flag('warmup_steps')} for a run of {steps:,} "
+            "steps; expected fewer, so that the learning rate can fall."
+        )
+    rate = _falling(settings, steps - warm_up)
+    return WarmUp(warm_up, rate) if warm_up else rate
+
+
+def _steps(settings, examples, steps_per_batch):
+    """How many a schedule counts in the whole run."""
+    if settings.max_train_steps is not None:
+        return settings.max_train_steps * settings.accumulate_steps
+    if examples is None:
+        raise ValueError(
+            f"Received --lr_schedule={settings.lr_schedule} for data of unknown "
+            "size; expected a length to fit it to, so give --max_train_steps."
+        )
+    batches = settings.train_epochs * math.ceil(examples / settings.batch_size)
+    return batches * steps_per_batch
+
+
+def _falling(settings, steps):
+    schedules, high = keras.optimizers.schedules, settings.learning_rate
     if settings.lr_schedule == "cosine":
         return schedules.CosineDecay(high, steps)
     if settings.lr_schedule == "linear":
@@ -58,3 +89,75 @@ def learning_rate(
     return schedules.PiecewiseConstantDecay(
         [steps // 2, steps * 3 // 4], [high, high / 10, high / 100]
     )
+
+
+@keras.saving.register_keras_serializable("towers")
+class WarmUp(_Schedule):
+    """Rises linearly from 0, and then follows a learning rate from its beginning.
+
+    Keras's `CosineDecay` has this built in; its other schedules do not.
+    """
+
+    def __init__(self, steps: int, after: float | _Schedule):
+        """Initializes the schedule.
+
+        Args:
+            steps: Steps of the rise.
+            after: What follows; a schedule counts from the end of the rise.
+        """
+        self._steps, self._after = steps, after
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the learning rate of a step."""
+        after = self._after if callable(self._after) else lambda step: self._after
+        step = ops.cast(step, "float32")
+        rising = ops.minimum(step / self._steps, 1.0)
+        # The end of the rise is the beginning of what follows.
+        return rising * after(ops.maximum(step - self._steps, 0.0))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what it was made of."""
+        return {"steps": self._steps, "after": self._after}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "WarmUp":
+        """Makes one of what `get_config` has returned."""
+        after = keras.saving.deserialize_keras_object(config["after"])
+        return cls(config["steps"], after)
+
+
+@contextlib.contextmanager
+def kept_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Inside, a schedule that Keras does not have is a constant one of its own.
+
+    A model that is saved there is loaded without this package; its learning rate is
+    that of its last step.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    schedule = optimizers.learning_rate_variable(inner)
+    if not isinstance(schedule, WarmUp):
+        yield
+        return
+    rate = float(inner.learning_rate)
+    inner.learning_rate = keras.optimizers.schedules.PolynomialDecay(rate, 1, rate)
+    try:
+        yield
+    finally:
+        inner.learning_rate = schedule
+
+
+@contextlib.contextmanager
+def averaged(model: keras.Model) -> Iterator[None]:
+    """Inside, a model with --ema has the averages of its weights for weights."""
+    optimizer, weights = model.optimizer, model.trainable_variables
+    # Before the first step, averages are 0.
+    if not (saved_model.averages(optimizer) and int(optimizer.iterations)):
+        yield
+        return
+    now = saved_model.copies(weights)
+    optimizer.finalize_variable_values(weights)
+    try:
+        yield
+    finally:
+        for variable, value in zip(weights, now, strict=True):
+            variable.assign(value)

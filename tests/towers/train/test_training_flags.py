@@ -1,0 +1,151 @@
+"""Flags of training, against what Keras does on one device."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.towers.train.runs import (
+    assembled,
+    assert_same_bits,
+    run_here,
+    summary_of,
+    weights,
+)
+from towers import input_pipeline
+from towers.train import callbacks
+from towers.train import run as train_run
+from towers.train.parts.optimizer import build_optimizer, learning_rate
+from towers.train.settings import Settings
+
+# Three steps an epoch.
+DATA = ("--dataset=synthetic:4x4x1:3:48", "--batch_size=16", "--model=mlp")
+DATA = (*DATA, "--deterministic", "--seed=3")
+# In each epoch one of two batches is half of a step.
+OPTIMIZER = (
+    *("--lr_schedule=cosine", "--warmup_steps=1", "--learning_rate=0.01"),
+    *("--clip_norm=0.5", "--accumulate_steps=2", "--ema=0.9"),
+)
+CosineDecay = keras.optimizers.schedules.CosineDecay
+
+
+class _Killed(Exception):
+    pass
+
+
+def killed(monkeypatch, *flags, batches):
+    """Runs, and is killed within a batch, after so many."""
+
+    class Kill(keras.callbacks.Callback):
+        done = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.done += 1
+            if self.done == batches:
+                raise _Killed
+
+    with monkeypatch.context() as patch:
+        made = callbacks.make
+        patch.setattr(callbacks, "make", lambda *a, **k: [*made(*a, **k), Kill()])
+        with pytest.raises(_Killed):
+            run_here(*flags)
+
+
+def trained_plainly(flags, optimizer, **options):
+    """Trains the model of a job without a line of ours; the model and its history."""
+    job = assembled(*flags)
+    model = keras.models.clone_model(job.model)
+    model.set_weights(job.model.get_weights())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], run_eagerly=True)
+    training, evaluation = (
+        data.map(lambda images, labels: (input_pipeline.normalize(images), labels))
+        for data in (job.data.open_training(), job.data.evaluation)
+    )
+    epochs, steps = job.settings.train_epochs, job.data.steps_per_epoch()
+    options = {"validation_data": evaluation, "shuffle": False, "verbose": 0} | options
+    history = model.fit(training, epochs=epochs, steps_per_epoch=steps, **options)
+    return model, history.history
+
+
+def test_optimizer_flags_are_those_of_keras(tmp_path):
+    flags = *DATA, *OPTIMIZER, "--train_epochs=2"
+    job = assembled(*flags, f"--model_dir={tmp_path}")
+    train_run.run(job)
+    # It counts what is accumulated: 3 batches an epoch.
+    schedule = CosineDecay(0.0, 6 - 2, warmup_target=0.01, warmup_steps=2)
+    optimizer = keras.optimizers.Adam(
+        *(schedule,),
+        **{"global_clipnorm": 0.5, "gradient_accumulation_steps": 2},
+        **{"use_ema": True, "ema_momentum": 0.9},
+    )
+    plain, history = trained_plainly(
+        flags, optimizer, callbacks=[keras.callbacks.SwapEMAWeights()]
+    )
+    for name in ("val_loss", "val_accuracy", "loss"):
+        ours = job.model.history.history[name]
+        np.testing.assert_allclose(ours, history[name], rtol=1e-5)
+    # Keras has put the averages in the place of the weights.
+    ours, best = weights(tmp_path), tmp_path / "best.keras"
+    for a, b in zip(ours, plain.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    summary = summary_of(tmp_path)
+    assert summary["steps"] == 6 // 2
+    assert summary["val_loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)
+    # What was validated is what is saved.
+    loaded = keras.models.load_model(best)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    data = [(input_pipeline.normalize(x), y) for x, y in job.data.evaluation]
+    found = np.average(
+        [float(loss(y, loaded(x))) for x, y in data], weights=[len(y) for _, y in data]
+    )
+    assert found == pytest.approx(min(history["val_loss"]), rel=1e-5)
+    assert float(loaded.optimizer.learning_rate) >= 0
+
+
+def test_killed_while_it_accumulates_and_averages(tmp_path, monkeypatch):
+    flags = *DATA, *OPTIMIZER, "--train_epochs=2", "--save_steps=1"
+    path, whole = tmp_path / "run", tmp_path / "whole"
+    killed(monkeypatch, *flags, f"--model_dir={path}", batches=4)
+    found = {p.name for p in (path / "checkpoints").iterdir()}
+    # Between the two halves of a step.
+    assert "ckpt-1-0" in found and "ckpt-1-1" not in found
+    for folder in (path, whole):
+        run_here(*flags, f"--model_dir={folder}")
+    for name in ("model.keras", "best.keras"):
+        ours, theirs = (keras.models.load_model(p / name) for p in (path, whole))
+        assert_same_bits(ours.get_weights(), theirs.get_weights())
+    # Done, and asked for again: the averages are evaluated, not the weights.
+    run_here(*flags, f"--model_dir={path}")
+    assert summary_of(path)["val_loss"] == summary_of(whole)["val_loss"]
+    assert_same_bits(weights(path), weights(whole))
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "step"])
+def test_warm_up(schedule):
+    asked = Settings(lr_schedule=schedule, learning_rate=0.5, train_epochs=2)
+    # 8 steps, 2 batches for each.
+    asked = asked.but(batch_size=10, warmup_steps=4, accumulate_steps=2)
+    rate = learning_rate(asked, 80, 1)
+    steps = [0, 2, 4, 7, 8, 10, 12, 16]
+    rising = [0.0, 0.125, 0.25, 0.4375, 0.5]
+    falling = {
+        "constant": [0.5, 0.5, 0.5],
+        "cosine": [float(CosineDecay(0.5, 8)(step)) for step in (2, 4, 8)],
+        "linear": [0.375, 0.25, 0.0],
+        "step": [0.5, 0.5, 0.005],
+    }
+    found = [float(rate(step)) for step in steps]
+    np.testing.assert_allclose(found, rising + falling[schedule], atol=1e-6)
+    if schedule != "constant":
+        with pytest.raises(ValueError, match="--warmup_steps=8 for a run of 16 steps"):
+            learning_rate(asked.but(warmup_steps=8), 80, 1)
+
+
+def test_options_of_the_optimizer():
+    asked = Settings(clip_norm=0.5, accumulate_steps=3, ema=0.75)
+    made = build_optimizer(asked, 95, 1)
+    config = made.get_config()
+    names = "global_clipnorm", "gradient_accumulation_steps", "use_ema", "ema_momentum"
+    assert [config[name] for name in names] == [0.5, 3, True, 0.75]
+    plain = build_optimizer(Settings(), 95, 1).get_config()
+    assert [plain[name] for name in names[:3]] == [None, None, False]
