@@ -31,6 +31,7 @@ _OF_TABLES = (
     "label_key",
     "label_column",
     "feature_columns",
+    "target",
     "num_classes",
     "class_names",
     "eval_fraction",
@@ -57,7 +58,12 @@ class SourceOptions(TypedDict, total=False):
         label_key: field of the label in tf.Examples, by default ``image/class/label``;
             column of ``parquet:`` and ``csv:``, by default ``label``, ``class`` or
             ``target``, else the last one.
-        label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``.
+        label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``;
+            several columns, with commas between or as a sequence, are several numbers
+            or labels.
+        target: what a model is to give, a ``Target.kind``, where the data may be taken
+            for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``.
+            None: what is clear from the data.
         feature_columns: columns of numbers of ``parquet:`` and ``csv:``. None: all
             columns except the label.
         num_classes: number of classes, if labels are read from files. None: every label
@@ -74,7 +80,8 @@ class SourceOptions(TypedDict, total=False):
 
     image_key: str | None
     label_key: str | None
-    label_column: str | None
+    label_column: str | Sequence[str] | None
+    target: str | None
     feature_columns: Sequence[str] | None
     num_classes: int | None
     class_names: Sequence[str] | None

@@ -49,7 +49,7 @@ def read_encoded(source: Source) -> tuple[tf.Tensor, np.ndarray, dict[str, int]]
 
 def read_pixels(source: Source, shape: tuple[int, ...]) -> tuple[tf.Tensor, np.ndarray]:
     """All pixels in a tensor, and the labels."""
-    images, labels = _aligned(shape), np.empty(shape[0], np.int64)
+    images, labels = _aligned(shape), _labels(source, shape)
     _fill(source, images, labels)
     # The tensor is where the array is.
     return tf.experimental.dlpack.from_dlpack(images.__dlpack__()), labels
@@ -65,7 +65,7 @@ def map_pixels(
     kept = _open(base, shape)
     if kept is None:
         os.makedirs(folder, exist_ok=True)
-        labels = np.empty(shape[0], np.int64)
+        labels = _labels(source, shape)
         # Renamed when whole; the images last, since they say that both are there.
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             path = os.path.join(unfinished, "images.npy")
@@ -77,6 +77,14 @@ def map_pixels(
             os.replace(path, f"{base}.npy")
         kept = _open(base, shape)
     return kept
+
+
+def _labels(source: Source, shape: tuple[int, ...]) -> np.ndarray:
+    """An array for the targets of all examples, which have this shape."""
+    target = source.target
+    if target.kind == "mask":
+        return np.empty(shape[:3], np.uint8)
+    return np.empty((shape[0], *target.row_shape), target.dtype)
 
 
 def _open(base: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:

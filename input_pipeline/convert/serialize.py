@@ -131,7 +131,7 @@ def _images(source: Source, split: str, start: int = 0) -> tf.data.Dataset:
 
     def parse(_, records):
         images, labels = source.parse(records)
-        assert_good(images, labels, source.num_classes)
+        assert_good(images, labels, source.target)
         return images, labels
 
     batches = source.batches(split, AT_ONCE, start=start)

@@ -140,8 +140,8 @@ class Pipeline:
         """Builds the dataset.
 
         Returns:
-            A dataset of (uint8 images [B, H, W, C], int64 labels [B]). Its cardinality
-            is known if the source knows its size and the dataset starts at the
+            A dataset of (uint8 images [B, H, W, C], int64 labels [B]), or of what else
+            the source's `target` says in the place of labels. Its cardinality is known if the source knows its size and the dataset starts at the
             beginning of an epoch. Its attribute ``pipeline`` is this object. A run that
             continues uses it to make a dataset that starts elsewhere.
         """
@@ -158,7 +158,7 @@ class Pipeline:
         paths = self.source.origin.files(self.split)
         # Wherever they lie: a run may go on elsewhere.
         names = " ".join(map(os.path.basename, paths)).encode()
-        stream = isinstance(self.source, StreamSource)
+        stream, target = isinstance(self.source, StreamSource), self.source.target
         return {
             "dataset": self.source.name.partition(":")[0]
             if paths
@@ -169,7 +169,7 @@ class Pipeline:
             # Also those that are passed over: the others keep their places.
             "examples": self.source.size_of_all(self.split),
             "seed": self.seed,
-            "classes": self.source.class_names or self.source.num_classes,
+            "classes": target.names or target.size,
             "kept in memory": self.source.origin is not self.source,
             "shuffle_mb": self.shuffle_mb if stream else None,
         }

@@ -54,7 +54,7 @@ class Stages:
         @tf.autograph.experimental.do_not_convert
         def parse(seed, numbers, records):
             images, labels = self.source.parse(records)
-            assert_good(images, labels, self.source.num_classes)
+            assert_good(images, labels, self.source.target)
             if not self.source.encoded and len(self.image_shape) == 3:
                 images = augment.convert_channels(images, self.image_shape[-1])
             # At least one: `unbatch` crashes on rows of nothing.

@@ -13,6 +13,7 @@ from towers.input_pipeline.sources.files.bad_records import (
     read_labels,
 )
 from towers.input_pipeline.sources.files.record import BadRecordError, Record, fault_of
+from towers.input_pipeline.sources.targets import Target
 from towers.program import voice
 
 # What TensorFlow raises where a record is bad.
@@ -118,15 +119,15 @@ def blame_records(*sources: Source) -> Iterator[None]:
         raise
 
 
-def assert_good(images: tf.Tensor, labels: tf.Tensor, num_classes: float) -> None:
+def assert_good(images: tf.Tensor, labels: tf.Tensor, target: Target) -> None:
     """Fails at run time on any device where an example cannot be learnt from.
 
     On a GPU, or under XLA, a label outside [0, num_classes) would silently give a loss
     of NaN or 0; so would a number that is not finite, anywhere.
     """
     tf.debugging.Assert(
-        tf.reduce_all((labels >= 0) & (labels < num_classes)),
-        [f"label outside 0..{num_classes - 1}:", labels],
+        tf.reduce_all(target.is_good(labels)),
+        [f"a label is not {target.expected}:", labels],
     )
     if images.dtype.is_floating:
         finite = tf.reduce_all(tf.math.is_finite(images))

@@ -123,7 +123,7 @@ def _count_if_good(source: Source, split: str) -> int | None:
 
     def parse(_, records):
         images, labels = source.parse(records)
-        assert_good(images, labels, source.num_classes)
+        assert_good(images, labels, source.target)
         return images
 
     def decode(image):

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.images.decode import is_jpeg
 from towers.input_pipeline.sources.base import IndexedSource, Source
+from towers.input_pipeline.sources.targets import IGNORED, Target, TargetKind
 
 
 class RowSource(IndexedSource):
@@ -18,10 +19,9 @@ class RowSource(IndexedSource):
         images: [N, ...]: uint8 images, or float32 rows of numbers; a ``np.memmap``
             stays on disk, another array is copied. Or encoded images, a string tensor
             [N].
-        labels: int64 [N].
+        labels: as the target says; masks may be uint8.
         splits: number of examples for each split; training comes first.
-        num_classes: labels are in [0, num_classes).
-        class_names: one for each class, or None.
+        target: what a model is to give.
         image_shape: of one image; None in it where they differ.
         origin: where the examples were read, or None.
         note: see ``Source``.
@@ -33,15 +33,13 @@ class RowSource(IndexedSource):
         images: np.ndarray | tf.Tensor,
         labels: np.ndarray,
         splits: dict[str, int],
-        num_classes: int,
-        class_names: Sequence[str] | None,
+        target: Target,
         image_shape: tuple[int | None, ...],
         origin: Source | None = None,
         note: str = "",
     ):
         self.name = name
-        self.num_classes = num_classes
-        self.class_names = tuple(class_names) if class_names is not None else None
+        self._take_target(target)
         self.image_shape = image_shape
         self.splits = splits
         self.note = note
@@ -85,17 +83,21 @@ class RowSource(IndexedSource):
 
 
 class ArraySource(RowSource):
-    """A source of NumPy arrays.
+    """A source of NumPy arrays: of x, and of what a model is to give for it.
 
     Args:
         x: uint8 images [N, H, W, C], or rows of numbers, float32 [N, F]. A
             ``np.memmap`` without test examples stays on disk, except for the examples
             that are used.
-        y: integer labels [N].
+        y: integer labels [N] of classes; numbers, floats [N] or [N, K]; labels of which
+            several may hold, 0 or 1 [N, K]; or masks, integers [N, H, W], where 255 is
+            a pixel to ignore.
         x_test: examples for evaluation, in the form of ``x``. None: no test split.
-        y_test: integer labels [M].
+        y_test: targets of these, in the form of ``y``.
+        target: kind of ``y``: "class", "numbers", "labels" or "mask". None: as its type
+            and shape tell.
         num_classes: number of classes. None: the largest label plus one.
-        class_names: one name for each class.
+        class_names: one name for each class, number or label.
         name: name of the source in messages.
 
     Raises:
@@ -109,15 +111,17 @@ class ArraySource(RowSource):
         x_test: np.ndarray | None = None,
         y_test: np.ndarray | None = None,
         *,
+        target: TargetKind | None = None,
         num_classes: int | None = None,
         class_names: Sequence[str] | None = None,
         name: str = "arrays",
     ):
+        kind = target or _kind_of(np.asarray(y))
         pairs = {"train": (x, y)}
         if x_test is not None or y_test is not None:
             pairs["test"] = (x_test, y_test)
         pairs = {
-            split: _checked(images, labels, split)
+            split: _checked(images, labels, split, kind)
             for split, (images, labels) in pairs.items()
         }
         shapes = {images.shape[1:] for images, _ in pairs.values()}
@@ -127,17 +131,63 @@ class ArraySource(RowSource):
                 "expected one"
             )
         images, labels = (_joined(parts) for parts in zip(*pairs.values(), strict=True))
-        if num_classes is None:
-            num_classes = int(labels.max(initial=-1)) + 1
-        if labels.size and not (0 <= labels.min() and labels.max() < num_classes):
-            raise ValueError(
-                f"labels go from {labels.min()} to {labels.max()}: "
-                f"expected 0 to {num_classes - 1}"
-            )
+        found = _target(kind, labels, num_classes, class_names)
         splits = {split: len(part) for split, (_, part) in pairs.items()}
-        super().__init__(
-            name, images, labels, splits, num_classes, class_names, shapes.pop()
+        super().__init__(name, images, labels, splits, found, shapes.pop())
+
+
+# What y may be, for each kind of target: types, dimensions, and how that is said.
+_FORMS = {
+    "class": ("iu", (1,), "integers of shape ({n},), one for each image"),
+    "numbers": ("fiu", (1, 2), "numbers of shape ({n},) or ({n}, K)"),
+    "labels": ("fiub", (2,), "0 or 1, of shape ({n}, K)"),
+    "mask": ("iu", (3,), "integers of shape ({n}, H, W), one for each pixel"),
+}
+
+
+def _kind_of(y: np.ndarray) -> TargetKind:
+    """The kind of target, by its type and shape."""
+    if y.dtype.kind == "f":
+        return "numbers"
+    if y.ndim == 2:
+        if y.dtype.kind != "b":
+            raise ValueError(
+                f"y is {y.dtype} {y.shape}, which may be numbers or labels of which "
+                'several hold: expected target="numbers" or target="labels"'
+            )
+        return "labels"
+    return "mask" if y.ndim == 3 else "class"
+
+
+def _target(
+    kind: TargetKind,
+    y: np.ndarray,
+    num_classes: int | None,
+    names: Sequence[str] | None,
+) -> Target:
+    """The target of all examples, whose values are checked."""
+    names = tuple(names) if names is not None else None
+    if kind in ("numbers", "labels"):
+        target = Target(kind, y.shape[1], names)
+        if num_classes is not None or len(names or range(target.size)) != target.size:
+            raise ValueError(
+                f"y has {target.size} {kind}, but num_classes is {num_classes} and "
+                f"class_names {names}: expected None, and None or as many names"
+            )
+        if not target.is_good(y).all():
+            raise ValueError(
+                f"y has other values: expected each to be {target.expected}"
+            )
+        return target
+    classes = y[y != IGNORED] if kind == "mask" else y
+    if num_classes is None:
+        num_classes = len(names or ()) or int(classes.max(initial=-1)) + 1
+    if classes.size and not (0 <= classes.min() and classes.max() < num_classes):
+        raise ValueError(
+            f"labels go from {classes.min()} to {classes.max()}: "
+            f"expected 0 to {num_classes - 1}"
         )
+    return Target(kind, num_classes, names)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -145,18 +195,38 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _checked(
-    images: np.ndarray, labels: np.ndarray, split: str
+    images: np.ndarray, labels: np.ndarray, split: str, kind: TargetKind
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images, and labels [N] as int64."""
+    """Images, and targets in the types that are kept."""
     images, labels = np.asanyarray(images), np.asarray(labels)
     if (images.ndim, images.dtype) not in ((4, np.uint8), (2, np.float32)):
         raise ValueError(
             f"{split} images are {images.dtype} {images.shape}: expected uint8 of 0 "
             "to 255 and shape [N, H, W, C], or rows of numbers, float32 [N, F]"
         )
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+    if kind not in _FORMS:
         raise ValueError(
-            f"{split} labels are {labels.dtype} {labels.shape}: expected integers of "
-            f"shape ({len(images)},), one for each image"
+            f"target is {kind!r}: expected one of {', '.join(_FORMS)}, or None"
         )
-    return images, labels.astype(np.int64)
+    types, dimensions, expected = _FORMS[kind]
+    fits = labels.ndim in dimensions and labels.dtype.kind in types
+    if not fits or labels.shape[:1] != images.shape[:1]:
+        raise ValueError(
+            f"{split} labels are {labels.dtype} {labels.shape}: expected "
+            f"{expected.format(n=len(images))}"
+        )
+    if kind == "class":
+        return images, labels.astype(np.int64)
+    if kind != "mask":
+        return images, labels.reshape([len(labels), -1]).astype(np.float32)
+    if labels.shape[1:] != images.shape[1:3] or images.ndim != 4:
+        raise ValueError(
+            f"{split} masks are {labels.shape} and images {images.shape}: expected "
+            "masks as large as images [N, H, W, C]"
+        )
+    if labels.size and not (0 <= labels.min() and labels.max() <= IGNORED):
+        raise ValueError(
+            f"{split} masks go from {labels.min()} to {labels.max()}: expected classes "
+            f"from 0 to 254, and {IGNORED} for pixels to ignore"
+        )
+    return images, labels.astype(np.uint8)

@@ -66,6 +66,7 @@ class Source(abc.ABC):
     passed_over: Mapping[str, Sequence[Record]] = {}
     note: str = ""
     notes: Sequence[str] = ()
+    _target: Target | None = None
 
     @property
     def target(self) -> Target:
@@ -74,7 +75,12 @@ class Source(abc.ABC):
         Where it is no class, `num_classes` and `class_names` are those of the target if
         it has classes, and else 0 and None.
         """
-        return Target("class", self.num_classes, self.class_names)
+        return self._target or Target("class", self.num_classes, self.class_names)
+
+    def _take_target(self, target: Target) -> None:
+        """Says what the target is, where it is no class."""
+        self._target = None if target.kind == "class" else target
+        self.num_classes, self.class_names = target.num_classes, target.class_names
 
     @property
     def input_kind(self) -> InputKind:
@@ -126,7 +132,7 @@ class Source(abc.ABC):
 
         Returns:
             Images: uint8 [B, H, W, C] or, where they are `encoded`, what `load` takes
-            [B]; int64 labels [B].
+            [B]; targets with B rows, as `target` says: int64 labels [B] of classes.
         """
 
     def load(self, image: tf.Tensor) -> tf.Tensor:
@@ -217,7 +223,7 @@ class Source(abc.ABC):
         return dataset.filter(is_good)
 
     def labels(self, path: str, limit: int | None = None) -> Iterable[tf.Tensor]:
-        """int64 labels [B] of one file, in batches, without decoding an image.
+        """Targets of one file, in batches of B rows, without decoding an image.
 
         Only for sources with ``labels_need_checking``.
 
@@ -294,6 +300,8 @@ def fingerprint(source: Source) -> str:
     """Changes with whatever changes a source's examples, and with its files."""
     facts = [source.name, source.reads, sorted(source.splits.items())]
     facts.append((tuple(source.image_shape), source.num_classes))
+    if source.target.kind != "class":
+        facts.append(source.target)
     for split in source.splits:
         facts.append([bad.number for bad in source.passed_over.get(split, ())])
         for path in source.files(split):

@@ -30,7 +30,7 @@ def check_records(
 def read_labels(
     source: Source, path: str, limit: int | None = None, skip_bad: bool = False
 ) -> np.ndarray:
-    """Reads and checks the labels of one file.
+    """Reads and checks the targets of one file.
 
     Args:
         source: one with ``labels_need_checking``.
@@ -39,26 +39,27 @@ def read_labels(
         skip_bad: whether to leave out the labels of bad records.
 
     Returns:
-        int64 [N].
+        Int64 labels [N] of classes; else as `Source.target` says.
 
     Raises:
         ValueError: a label is out of range, or a record cannot be read.
     """
+    target = source.target
+    nothing = np.empty((0, *target.row_shape), target.dtype)
     try:
-        batches = source.labels(path, limit)
-        labels = np.concatenate([np.empty([0], np.int64), *batches])
+        labels = np.concatenate([nothing, *source.labels(path, limit)])
     except FAULTS:
         # The batches cannot say which record it was; going one by one can.
         labels = None
-    if labels is not None and np.all((labels >= 0) & (labels < source.num_classes)):
+    if labels is not None and np.all(target.is_good(labels)):
         return labels
     good = []
     for record in itertools.islice(check_records(source, path), limit):
         if not record.fault:
-            good.append(int(source.parse_one(record.raw)[1]))
+            good.append(source.parse_one(record.raw)[1].numpy())
         elif not skip_bad:
             raise blame(record, check_records(source, path))
-    return np.array(good, np.int64)
+    return np.stack(good) if good else nothing
 
 
 def blame(bad: Record, records: Iterable[Record]) -> BadRecordError:
@@ -80,8 +81,7 @@ def _checked(source: Source, record: Record) -> Record:
         image, label = source.parse_one(record.raw)
     except FAULTS as error:
         return record.with_fault(source.explain(fault_of(error)))
-    if not 0 <= int(label) < source.num_classes:
-        fault = f"{source.label_field} {label} is outside [0, {source.num_classes})"
+    if fault := source.target.fault(label.numpy(), source.label_field):
         return record.with_fault(fault)
     if source.encoded:
         try:

@@ -145,13 +145,15 @@ class FileSource(Source):
 
     def _count_classes(self) -> None:
         """Sets ``num_classes``, unless known, and the splits' sizes from the labels."""
-        if self.num_classes < math.inf:
+        if self.target.kind == "class" and self.num_classes < math.inf:
             return
         found = {}
         for split, paths in self._files.items():
             labels = [read_labels(self, path, None, self._skip_bad) for path in paths]
             found[split] = np.concatenate(labels)
             self._set_sizes(split, [len(of_file) for of_file in labels])
+        if self.target.kind != "class":
+            return
         used = np.unique(np.concatenate([*found.values()]))
         self.num_classes = int(used.max(initial=-1)) + 1
         if self.class_names is not None:
@@ -160,8 +162,9 @@ class FileSource(Source):
             raise ValueError(
                 f"{self.name} has labels up to {used[-1]:,}, which is more than it has "
                 f"records: expected numbers of classes in {self.label_field!r}, so "
-                "name another field or column, or give the number of classes by "
-                "--num_classes (in Python, num_classes)"
+                "name another field or column, give the number of classes by "
+                "--num_classes (in Python, num_classes), or learn numbers by "
+                "--task=regression (in Python, target='numbers')"
             )
         elif len(used) and len(used) < self.num_classes:
             self.notes = (*self.notes, _unused(used))

@@ -85,7 +85,7 @@ def find_label(
 def find_features(
     where: str,
     columns: Sequence[str],
-    label: str,
+    labels: Sequence[str],
     feature_columns: Sequence[str] | None,
 ) -> list[str]:
     """Finds the columns that hold the numbers to learn from.
@@ -93,20 +93,21 @@ def find_features(
     Args:
         where: see ``check_named``.
         columns: those there are.
-        label: the labels' column.
+        labels: columns of the targets.
         feature_columns: their names; None takes all but the labels'.
 
     Raises:
         ValueError: one is not there, is named twice, or holds the labels.
     """
     if feature_columns is None:
-        return [name for name in columns if name != label]
-    names = [*feature_columns]
-    check_named(where, columns, names, "feature_columns")
-    if label in names or len(set(names)) < len(names) or not names:
+        names = [name for name in columns if name not in labels]
+    else:
+        names = [*feature_columns]
+        check_named(where, columns, names, "feature_columns")
+    if {*labels} & {*names} or len(set(names)) < len(names) or not names:
         raise ValueError(
             f"feature_columns are {', '.join(names) or 'none'}: expected at least one, "
-            f"each once, and not the labels' column {label!r}"
+            f"each once, and not the labels' column {', '.join(map(repr, labels))}"
         )
     return names
 

@@ -1,4 +1,4 @@
-"""``csv:GLOB``: rows of numbers below a header, one column of which is the label."""
+"""``csv:GLOB``: rows below a header, some columns of which say what is to be learnt."""
 
 import contextlib
 import csv
@@ -16,7 +16,8 @@ from towers.input_pipeline.sources.files.record import (
     Record,
     fault_of,
 )
-from towers.input_pipeline.sources.tables import columns
+from towers.input_pipeline.sources.tables import columns, table_targets
+from towers.input_pipeline.sources.targets import Target, TargetKind
 
 # How TensorFlow says that a field is empty, or holds something else.
 _MISSING = "is required but missing"
@@ -32,9 +33,11 @@ class CSVSource(StreamFiles):
 
     Args:
         pattern: see ``FileSource``.
-        label_column: see ``columns.find_label``. Whole numbers from 0 are labels as
-            they are; texts are names of classes, which are numbered in sorted order.
+        label_column: see ``table_targets.read_names``. Whole numbers from 0 are classes
+            as they are; texts are names of classes, which are numbered in sorted order;
+            other numbers are numbers.
         feature_columns: see ``columns.find_features``.
+        target: what the labels are; see ``table_targets.choose``.
         class_names: see ``columns.order_classes``.
         num_classes: see ``FileSource``.
         **options: see ``FileSource``.
@@ -51,8 +54,9 @@ class CSVSource(StreamFiles):
         self,
         pattern: str,
         *,
-        label_column: str | None = None,
+        label_column: str | Sequence[str] | None = None,
         feature_columns: Sequence[str] | None = None,
+        target: TargetKind | None = None,
         class_names: Sequence[str] | None = None,
         num_classes: int | None = None,
         **options: Any,
@@ -66,22 +70,22 @@ class CSVSource(StreamFiles):
                     f"{path} has the columns {', '.join(found)} but {first} has "
                     f"{', '.join(names)}: expected the same in all files"
                 )
-        self.label_field, note = columns.find_label(first, names, label_column)
+        labels, note = table_targets.read_names(first, names, label_column)
+        self.label_field = ",".join(labels)
         self.notes = (note,) if note else ()
-        self.image_fields = columns.find_features(
-            first, names, self.label_field, feature_columns
-        )
+        self.image_fields = columns.find_features(first, names, labels, feature_columns)
         self._columns = names
-        self._label = names.index(self.label_field)
+        self._labels = [names.index(name) for name in labels]
         self._features = [names.index(name) for name in self.image_fields]
         self.image_shape = (len(self._features),)
         # What is not used may be anything. Nothing stands in for what is missing.
         self._defaults = [tf.constant([""])] * len(names)
         for place in self._features:
             self._defaults[place] = tf.constant([], tf.float32)
-        self._defaults[self._label] = tf.constant([], tf.int64)
         self._find_class = None
-        self._look_at_columns(first, asked=feature_columns is not None)
+        texts = self._look_at_columns(first, asked=feature_columns is not None)
+        found = {name: texts[name] for name in labels}
+        self._look_at_labels(first, found, target, class_names or num_classes)
         self.reads = (self.label_field, *self.image_fields, self._fraction)
         self._check_first(self._check_row)
         if self._find_class is not None:
@@ -93,13 +97,15 @@ class CSVSource(StreamFiles):
         """See ``Source.parse``."""
         fields = tf.io.decode_csv(records, self._defaults)
         rows = tf.stack([fields[place] for place in self._features], axis=1)
-        return rows, self._labels_of(fields[self._label])
+        return rows, self._targets_of([fields[place] for place in self._labels])
 
-    def _labels_of(self, fields: tf.Tensor) -> tf.Tensor:
-        """int64 labels [B] of what stands in their column."""
+    def _targets_of(self, fields: list[tf.Tensor]) -> tf.Tensor:
+        """Targets of what stands in their columns."""
+        if self.target.kind != "class":
+            return tf.stack(fields, axis=1)
         if self._find_class is None:
-            return fields
-        return self._find_class(tf.strings.strip(fields))
+            return fields[0]
+        return self._find_class(tf.strings.strip(fields[0]))
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
@@ -128,7 +134,10 @@ class CSVSource(StreamFiles):
         fault = re.sub(
             r"^Field (\d+)", lambda found: self._columns[int(found[1])], fault
         )
-        if fault.endswith(_MISSING) or _NO_NUMBER in fault:
+        labels = self.target.names if self.target.row_shape else [self.label_field]
+        if fault.startswith((*labels,)) and (_MISSING in fault or _NO_NUMBER in fault):
+            fault += f", expected {self.target.expected}"
+        elif _MISSING in fault or _NO_NUMBER in fault:
             fault += (
                 ", expected a number: write one, or leave the column out by "
                 "--feature_columns (in Python, feature_columns)"
@@ -136,7 +145,8 @@ class CSVSource(StreamFiles):
         if _NO_LABEL in fault:
             fault += (
                 ", expected a whole number, as in the first rows; where labels are "
-                "names of classes, none is a number"
+                "names of classes, none is a number; --task=regression (in Python, "
+                "target='numbers') learns numbers"
             )
         return fault
 
@@ -144,9 +154,10 @@ class CSVSource(StreamFiles):
         """See ``Source.labels``."""
 
         def parse(lines):
-            default = self._defaults[self._label]
-            (labels,) = tf.io.decode_csv(lines, [default], select_cols=[self._label])
-            return self._labels_of(labels)
+            places = sorted(self._labels)
+            defaults = [self._defaults[place] for place in places]
+            fields = tf.io.decode_csv(lines, defaults, select_cols=places)
+            return self._targets_of([fields[places.index(k)] for k in self._labels])
 
         lines = self._read(path).take(-1 if limit is None else limit)
         return lines.batch(LABELS_AT_ONCE).map(parse, tf.data.AUTOTUNE)
@@ -154,25 +165,26 @@ class CSVSource(StreamFiles):
     def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
         return _lines(path).filter(lambda line: tf.strings.strip(line) != "")
 
-    def _look_at_columns(self, path: str, asked: bool) -> None:
+    def _look_at_columns(self, path: str, asked: bool) -> dict[str, list[str]]:
         """Looks at the first rows for what holds of whole columns.
 
         Args:
             path: of the first file, for the message.
             asked: whether the columns of features were named.
 
+        Returns:
+            What stands in each column there, where there is anything.
+
         Raises:
-            ValueError: one has no number, or cannot be labels.
+            ValueError: one has no number.
         """
         rows = self._first_rows()
-        if not rows:
-            return
         texts = {
             name: [text for row in rows if (text := row[place].strip())]
             for place, name in enumerate(self._columns)
         }
         wrong = {}
-        for name in self.image_fields:
+        for name in self.image_fields if rows else ():
             # A number in bytes that are no text is said of its row.
             if not any(_is_number(text) or "\ufffd" in text for text in texts[name]):
                 found = texts[name]
@@ -180,17 +192,36 @@ class CSVSource(StreamFiles):
         if wrong:
             right = [name for name in self.image_fields if name not in wrong]
             raise columns.not_numbers(path, wrong, right, asked)
-        labels = texts[self.label_field]
-        if labels and not any(_is_number(text) or "\ufffd" in text for text in labels):
-            columns.check_classes(path, self.label_field, labels)
-            self._defaults[self._label] = tf.constant([], tf.string)
-            self._find_class = columns.class_finder(sorted(set(labels)))
         for name in self.image_fields:
             numbers = [float(text) for text in texts[name] if _is_number(text)]
             others = [other for other in self.image_fields if other != name]
             if len(numbers) == len(rows) and others and columns.counts_rows(numbers):
                 note = columns.counting_note(name, numbers[0], others)
                 self.notes = (*self.notes, note)
+        return texts
+
+    def _look_at_labels(
+        self,
+        path: str,
+        texts: dict[str, list[str]],
+        asked: TargetKind | None,
+        of_classes: Any,
+    ) -> None:
+        """Decides what the targets are, by the first rows' values of their columns."""
+        found = [table_targets.Column.of(*item) for item in texts.items()]
+        kind, note = table_targets.choose(path, found, asked, of_classes)
+        self.notes = (*self.notes, note) if note else self.notes
+        dtype = tf.int64
+        if kind != "class":
+            self._take_target(Target(kind, len(texts), tuple(texts)))
+            dtype = tf.float32
+        elif found[0].form == "text":
+            (labels,) = texts.values()
+            columns.check_classes(path, self.label_field, labels)
+            self._find_class = columns.class_finder(sorted(set(labels)))
+            dtype = tf.string
+        for place in self._labels:
+            self._defaults[place] = tf.constant([], dtype)
 
     def _first_rows(self) -> list[list[str]]:
         """The fields of the first rows, without those that have too few or many."""
@@ -231,19 +262,21 @@ class CSVSource(StreamFiles):
         self._find_class = columns.class_finder(self.class_names)
 
     def _label_texts(self, lines: tf.Tensor) -> tf.Tensor:
-        (texts,) = tf.io.decode_csv(lines, [""], select_cols=[self._label])
+        (texts,) = tf.io.decode_csv(lines, [""], select_cols=self._labels)
         return tf.strings.strip(texts)
 
     def _check_row(self, where: str, line: tf.Tensor) -> None:
         row = _fields(where, _text(line))
-        if len(row) == len(self._columns) and self._find_class is None:
-            text = row[self._label]
+        whole = self.target.kind == "class" and self._find_class is None
+        if len(row) == len(self._columns) and whole:
+            text = row[self._labels[0]]
             if not text.strip().removeprefix("-").isdigit():
                 raise ValueError(
                     f"{where} has the label {text[:60]!r} in the column "
                     f"{self.label_field!r}: expected whole numbers from 0, or names of "
                     "classes; name another column by --label_column (in Python, "
-                    "label_column)"
+                    "label_column), or learn numbers by --task=regression (in Python, "
+                    "target='numbers')"
                 )
         try:
             self.decode(line)

@@ -16,7 +16,9 @@ from towers.input_pipeline.sources.tables import (
     columns,
     parquet_columns,
     row_groups,
+    table_targets,
 )
+from towers.input_pipeline.sources.targets import Target, TargetKind
 
 _CYCLE_LENGTH = 4
 _BLOCK_LENGTH = 16
@@ -39,6 +41,7 @@ class ParquetSource(FileSource, StreamSource):
             None takes ``image``. Where there is none, rows are float32 [F], as in
             ``csv:``.
         label_column: see ``CSVSource``.
+        target: see ``CSVSource``.
         feature_columns: see ``columns.find_features``; in place of images.
         class_names: see ``columns.order_classes``.
         num_classes: None takes it from Hugging Face's description of the columns, or
@@ -58,8 +61,9 @@ class ParquetSource(FileSource, StreamSource):
         pattern: str,
         *,
         image_key: str | None = None,
-        label_column: str | None = None,
+        label_column: str | Sequence[str] | None = None,
         feature_columns: Sequence[str] | None = None,
+        target: TargetKind | None = None,
         class_names: Sequence[str] | None = None,
         num_classes: int | None = None,
         **options: Any,
@@ -82,7 +86,7 @@ class ParquetSource(FileSource, StreamSource):
         )
         self.image_fields = self._columns.examples
         self.image_shape = self._columns.image_shape
-        self.label_field = self._columns.label
+        self.label_field = ",".join(self._columns.labels)
         self.encoded = len(self.image_shape) == 3
         self.notes = (self._columns.note,) if self._columns.note else ()
         self.reads = (*self._columns.names, self._fraction)
@@ -94,9 +98,11 @@ class ParquetSource(FileSource, StreamSource):
                         f"the column {name!r} of {path} is not that of {first}: "
                         "expected the same columns in all files"
                     )
+        rows = self._first_rows(first)
+        self._look_at_labels(first, rows, target, class_names or num_classes)
         self._check_first(lambda where, raw: None)
         self._name_classes(schema, num_classes, class_names)
-        self._look_at_rows(first)
+        self._look_at_rows(first, rows)
         self._count_classes()
         self._hold_out()
 
@@ -125,7 +131,7 @@ class ParquetSource(FileSource, StreamSource):
 
         def read(place):
             images, labels = self._load_group(paths, place[0], place[1], empty)
-            numbers = place[2] + tf.range(tf.size(labels, tf.int64))
+            numbers = place[2] + tf.range(tf.shape(labels, tf.int64)[0])
             return tf.data.Dataset.from_tensor_slices((numbers, (images, labels)))
 
         records = dataset.interleave(
@@ -186,6 +192,8 @@ class ParquetSource(FileSource, StreamSource):
     ) -> None:
         """Finds names of classes, in the labels or in Hugging Face's description."""
         label = self.label_field
+        if self.target.kind != "class":
+            return
         if self._columns.text_labels:
             found = self._names_of_classes()
             self.class_names = columns.order_classes(
@@ -207,33 +215,53 @@ class ParquetSource(FileSource, StreamSource):
                     found |= {*row_groups.as_text(labels).unique().to_pylist()}
         return found - {None}
 
-    def _look_at_rows(self, path: str) -> None:
-        """Looks at the first rows for columns that are not what they seem.
-
-        Raises:
-            ValueError: another text in each row is no class.
-        """
-        if self.encoded and not self._columns.text_labels:
-            return
+    def _first_rows(self, path: str) -> dict[str, Any]:
+        """The first values of columns of numbers and targets, as pyarrow has them."""
         import pyarrow
 
-        label, features = self.label_field, () if self.encoded else self.image_fields
-        parts = []
+        names = [*self._columns.labels, *(() if self.encoded else self.image_fields)]
+        parts = {name: [] for name in names}
+        count = 0
         for group in range(self._groups.count(path)):
             with contextlib.suppress(ValueError):  # said of its record
-                names = [label, *features]
-                parts.append(self._groups.read(path, group, names, columns.SAMPLE))
-            if sum(len(part[label]) for part in parts) >= columns.SAMPLE:
+                read = self._groups.read(path, group, names, columns.SAMPLE)
+                for name, values in read.items():
+                    parts[name].append(values)
+                count += len(read[names[0]])
+            if count >= columns.SAMPLE:
                 break
-        if not parts:
-            return
-        if self._columns.text_labels:
-            texts = [row_groups.as_text(part[label]).to_pylist() for part in parts]
-            labels = [text for some in texts for text in some if text]
-            columns.check_classes(path, label, labels)
-        for name in features:
+        return {
+            name: pyarrow.concat_arrays(values)
+            for name, values in parts.items()
+            if values
+        }
+
+    def _look_at_labels(
+        self,
+        path: str,
+        rows: dict[str, Any],
+        asked: TargetKind | None,
+        of_classes: Any,
+    ) -> None:
+        """Decides what the targets are, by their columns' first values."""
+        labels = self._columns.labels
+        found = [
+            parquet_columns.look_at(name, rows[name]) for name in labels if name in rows
+        ]
+        kind, note = table_targets.choose(path, found, asked, of_classes)
+        self.notes = (*self.notes, note) if note else self.notes
+        if kind != "class":
+            self._take_target(Target(kind, len(labels), tuple(labels)))
+        elif found and self._columns.text_labels:
+            texts = row_groups.as_text(rows[labels[0]]).to_pylist()
+            columns.check_classes(path, labels[0], [text for text in texts if text])
+
+    def _look_at_rows(self, path: str, rows: dict[str, Any]) -> None:
+        """Looks at the first rows for columns that are not what they seem."""
+        features = () if self.encoded else self.image_fields
+        for name in features if rows else ():
             others = [other for other in features if other != name]
-            values = pyarrow.concat_arrays([part[name] for part in parts])
+            values = rows[name]
             if values.null_count or not others:
                 continue
             if columns.counts_rows(values.to_pylist()):
@@ -257,7 +285,7 @@ class ParquetSource(FileSource, StreamSource):
             empty: numbers of records in which something may be missing.
             images: False leaves them out.
         """
-        names = self._columns.names if images else [self.label_field]
+        names = self._columns.names if images else self._columns.labels
 
         def load(file, group):
             path, group = paths[file], int(group)
@@ -271,20 +299,23 @@ class ParquetSource(FileSource, StreamSource):
                     raise ValueError(f"{path}: row {first + row}: {fault}")
             return self._values(read)
 
-        dtype = tf.string if self.encoded else tf.float32
-        rows, labels = in_python.call(load, [file, group], [dtype, tf.int64])
+        target = self.target
+        types = [tf.string if self.encoded else tf.float32, tf.as_dtype(target.dtype)]
+        rows, labels = in_python.call(load, [file, group], types)
         shape = [] if self.encoded else self.image_shape
-        return tf.ensure_shape(rows, [None, *shape]), tf.ensure_shape(labels, [None])
+        rows = tf.ensure_shape(rows, [None, *shape])
+        return rows, tf.ensure_shape(labels, [None, *target.row_shape])
 
     def _values(self, read: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Images (or rows of numbers), if there are any, and labels."""
-        *images, labels = read.values()
-        names = (self.class_names or ()) if self._columns.text_labels else None
-        labels = row_groups.labels_in(labels, names)
-        images = [row_groups.filled(column) for column in images]
-        if self.encoded:
-            return np.array([*images[0].to_pylist()] if images else [], object), labels
-        rows = np.zeros([len(labels), *self.image_shape], np.float32)
-        for place, column in enumerate(images):
-            rows[:, place] = column.to_numpy(zero_copy_only=False)
-        return rows, labels
+        """Images (or rows of numbers), if there are any, and targets."""
+        labels = [read[name] for name in self._columns.labels]
+        if self.target.kind != "class":
+            targets = row_groups.numbers_in(labels, len(labels))
+        else:
+            names = (self.class_names or ()) if self._columns.text_labels else None
+            targets = row_groups.labels_in(labels[0], names)
+        images = [read[name] for name in self.image_fields if name in read]
+        if not self.encoded:
+            return row_groups.numbers_in(images, *self.image_shape), targets
+        images = [row_groups.filled(column).to_pylist() for column in images]
+        return np.array([*images[0]] if images else [], object), targets

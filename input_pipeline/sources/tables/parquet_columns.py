@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from towers.input_pipeline.sources.tables import columns
+from towers.input_pipeline.sources.tables import columns, table_targets
 from towers.input_pipeline.sources.tables.row_groups import is_text
 
 _IMAGES = ("image/encoded", "image")
@@ -16,29 +16,29 @@ class ParquetColumns:
 
     Attributes:
         examples: names of the columns of numbers, or of the one of images.
-        label: name of the labels' column.
+        labels: names of the columns of targets.
         image_shape: (None, None, 3) of encoded images, (F,) of rows of numbers.
         text_labels: whether labels are names of classes.
         note: what was guessed, a sentence; may be empty.
     """
 
     examples: Sequence[str]
-    label: str
+    labels: Sequence[str]
     image_shape: tuple[int | None, ...]
     text_labels: bool
     note: str
 
     @property
     def names(self) -> list[str]:
-        """All of them, the label last."""
-        return [*self.examples, self.label]
+        """All of them, the targets last."""
+        return [*self.examples, *self.labels]
 
 
 def choose(
     path: str,
     schema: Any,
     image_key: str | None,
-    label_column: str | None,
+    label_column: str | Sequence[str] | None,
     feature_columns: Sequence[str] | None,
 ) -> ParquetColumns:
     """Decides what is read.
@@ -47,7 +47,7 @@ def choose(
         path: of a file.
         schema: its columns, as pyarrow has them.
         image_key: see ``ParquetSource``.
-        label_column: see ``columns.find_label``.
+        label_column: see ``table_targets.read_names``.
         feature_columns: see ``columns.find_features``.
 
     Raises:
@@ -67,35 +67,54 @@ def choose(
                 f"{','.join(feature_columns)}: expected images or numbers, so "
                 "leave one out"
             )
-    label, note = columns.find_label(path, schema.names, label_column)
-    text_labels = _has_text_labels(path, kinds, label)
+    labels, note = table_targets.read_names(path, schema.names, label_column)
+    text_labels = _has_text_labels(path, kinds, labels)
     image = image_key
     if image is None and feature_columns is None:
         image = next((name for name in _IMAGES if name in kinds), None)
     if image is not None:
         _check_images(path, kinds, image)
-        return ParquetColumns([image], label, (None, None, 3), text_labels, note)
-    names = columns.find_features(path, schema.names, label, feature_columns)
+        return ParquetColumns([image], labels, (None, None, 3), text_labels, note)
+    names = columns.find_features(path, schema.names, labels, feature_columns)
     _check_numbers(path, kinds, names, asked=feature_columns is not None)
-    return ParquetColumns(names, label, (len(names),), text_labels, note)
+    return ParquetColumns(names, labels, (len(names),), text_labels, note)
 
 
 def _listed(kinds: dict[str, Any]) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
-def _has_text_labels(path: str, kinds: dict[str, Any], label: str) -> bool:
+def _has_text_labels(path: str, kinds: dict[str, Any], labels: Sequence[str]) -> bool:
+    """Whether labels are names of classes; True and False by themselves are, too."""
     from pyarrow import types
 
-    if is_text(kinds[label]) or types.is_boolean(kinds[label]):
-        return True
-    if not types.is_integer(kinds[label]):
-        raise ValueError(
-            f"{path} has the columns {_listed(kinds)}: expected whole numbers, or "
-            f"names of classes, as labels in {label!r}; name another column by "
-            "--label_column (in Python, label_column)"
-        )
-    return False
+    numbers = types.is_integer, types.is_floating, types.is_decimal, types.is_boolean
+    for label in labels:
+        kind = kinds[label]
+        if not (is_text(kind) or any(is_kind(kind) for is_kind in numbers)):
+            raise ValueError(
+                f"{path} has the columns {_listed(kinds)}: expected numbers, or names "
+                f"of classes, as labels in {label!r}; name another column by "
+                "--label_column (in Python, label_column)"
+            )
+    return is_text(kinds[labels[0]]) or (
+        types.is_boolean(kinds[labels[0]]) and len(labels) == 1
+    )
+
+
+def look_at(name: str, values: Any) -> table_targets.Column:
+    """Looks at the first values of a column of targets, as pyarrow has them."""
+    from pyarrow import types
+
+    values = values.drop_null()
+    if is_text(values.type):
+        return table_targets.Column(name, "text")
+    if types.is_boolean(values.type):
+        return table_targets.Column(name, "whole", bits=True)
+    found = values.to_pylist()
+    form = "whole" if types.is_integer(values.type) else "numbers"
+    differ = len(found) >= table_targets.FEW and len({*found}) > len(found) / 2
+    return table_targets.Column(name, form, bool(found) and {*found} <= {0, 1}, differ)
 
 
 def _check_images(path: str, kinds: dict[str, Any], image: str) -> None:

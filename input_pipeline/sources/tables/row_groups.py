@@ -138,6 +138,14 @@ def labels_in(column: Column, class_names: Sequence[str] | None) -> np.ndarray:
     return filled(column).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
+def numbers_in(columns: Sequence[Column], count: int) -> np.ndarray:
+    """float32 [B, count] of columns of numbers; zeros where fewer were read."""
+    rows = np.zeros([len(columns[0]) if columns else 0, count], np.float32)
+    for place, column in enumerate(columns):
+        rows[:, place] = filled(column).to_numpy(zero_copy_only=False)
+    return rows
+
+
 def described_classes(schema: Any, label: str) -> tuple[str, ...] | None:
     """Names of the classes, where Hugging Face has written them."""
     try:

@@ -183,7 +183,7 @@ def test_a_bad_label_is_an_error(tmp_path, image_example, grey, write_tfrecord, 
     dataset = _dataset(source, batch_size=2)
     assert dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
     with pytest.raises(
-        tf.errors.InvalidArgumentError, match=rf"label outside.*{label}"
+        tf.errors.InvalidArgumentError, match=rf"a label is not 0 to 1:.*{label}"
     ):
         list(dataset)
 

@@ -378,7 +378,7 @@ def test_arrays_come_back():
         (np.zeros([2, 4, 4, 1]), [0, 1], r"train images are float64 \(2, 4, 4, 1\)"),
         (np.zeros([2, 4, 4], np.uint8), [0, 1], r"train images are uint8 \(2, 4, 4\)"),
         (np.zeros([2, 4, 4, 1], np.uint8), [0], r"train labels are int64 \(1,\)"),
-        (np.zeros([2, 4, 4, 1], np.uint8), [0.0, 1.0], "train labels are float64"),
+        (np.zeros([2, 4, 4, 1], np.uint8), ["a", "b"], "train labels are <U1"),
         (np.zeros([2, 4, 4, 1], np.uint8), [0, -1], "labels go from -1 to 0"),
         (np.zeros([2, 4, 4, 1], np.uint8), [0, 3], "labels go from 0 to 3: expected"),
     ],
