@@ -1,4 +1,4 @@
-"""What the rows of a table ask for: a class, numbers, or labels of which several hold."""
+"""What is to be learnt of a table's rows: a class, numbers, or several labels."""
 
 import csv
 import dataclasses
