@@ -123,26 +123,8 @@ def choose(
                 "no number and no names of classes, so leave them out"
             )
         asked = "class"
-    names = ", ".join(repr(column.name) for column in found)
-    texts = [column for column in found if column.form == "text"]
-    if asked == "class" and len(found) > 1:
-        raise ValueError(
-            f"the labels are the columns {names}: expected one column of classes, so "
-            "name one by --label_column (in Python, label_column)"
-        )
-    if texts and (asked in ("numbers", "labels") or len(found) > 1):
-        raise ValueError(
-            f"{where} has text in the labels' column {texts[0].name!r}: expected "
-            "numbers, so name other columns by --label_column (in Python, "
-            "label_column)"
-        )
-    if asked == "class" and found and found[0].form == "numbers":
-        raise ValueError(
-            f"{where} has fractions in the labels' column {names}: expected whole "
-            "numbers from 0, or names of classes; name another column by "
-            "--label_column (in Python, label_column), or learn numbers by "
-            "--task=regression (in Python, target='numbers')"
-        )
+    names = _listed(found)
+    _check(where, found, asked)
     if asked is not None or not found:
         return asked or "class", ""
     if len(found) > 1:
@@ -163,3 +145,31 @@ def choose(
             "learns them as numbers."
         )
     return "class", ""
+
+
+def _check(where: str, found: Sequence[Column], asked: TargetKind | None) -> None:
+    """Checks that columns can be what they are to be."""
+    names = _listed(found)
+    texts = [column for column in found if column.form == "text"]
+    if asked == "class" and len(found) > 1:
+        raise ValueError(
+            f"the labels are the columns {names}: expected one column of classes, so "
+            "name one by --label_column (in Python, label_column)"
+        )
+    if texts and (asked in ("numbers", "labels") or len(found) > 1):
+        raise ValueError(
+            f"{where} has text in the labels' column {texts[0].name!r}: expected "
+            "numbers, so name other columns by --label_column (in Python, "
+            "label_column)"
+        )
+    if asked == "class" and found and found[0].form == "numbers":
+        raise ValueError(
+            f"{where} has fractions in the labels' column {names}: expected whole "
+            "numbers from 0, or names of classes; name another column by "
+            "--label_column (in Python, label_column), or learn numbers by "
+            "--task=regression (in Python, target='numbers')"
+        )
+
+
+def _listed(found: Sequence[Column]) -> str:
+    return ", ".join(repr(column.name) for column in found)
