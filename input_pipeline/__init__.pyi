@@ -8,6 +8,8 @@ from .pipeline import Pipeline as Pipeline
 from .pipeline import make_dataset as make_dataset
 from .pipeline.advice import ADVICE as ADVICE
 from .pipeline.advice import stage_advice as stage_advice
+from .pipeline.scaling import Scaling as Scaling
+from .pipeline.scaling import measure_scaling as measure_scaling
 from .records import quarantine as quarantine
 from .records.checks import blame_records as blame_records
 from .records.checks import find_bad_record as find_bad_record
@@ -17,3 +19,4 @@ from .sources import SourceOptions as SourceOptions
 from .sources import open_source as open_source
 from .sources.arrays import ArraySource as ArraySource
 from .sources.files.record import BadRecordError as BadRecordError
+from .sources.targets import Target as Target

@@ -86,8 +86,9 @@ NAMES = {
     "numerics",
     parity: "Parity Row check_parity",
     input_pipeline: "ADVICE CACHES RECIPES ArraySource BadRecordError Mix Pipeline "
-    "Source SourceOptions blame_records cached find_bad_record free_memory "
-    "make_dataset normalize open_source quarantine scan_labels stage_advice",
+    "Scaling Source SourceOptions Target blame_records cached find_bad_record "
+    "free_memory make_dataset measure_scaling normalize open_source quarantine "
+    "scan_labels stage_advice",
 }
 
 

@@ -164,6 +164,7 @@ def _keep(
         note,
     )
     kept.notes = source.notes
+    kept.image_fields, kept.label_field = source.image_fields, source.label_field
     return kept
 
 

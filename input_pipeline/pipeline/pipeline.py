@@ -17,6 +17,7 @@ from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
 from towers.input_pipeline.pipeline import epochs
 from towers.input_pipeline.pipeline.advice import stage_advice
+from towers.input_pipeline.pipeline.scaling import Scaling
 from towers.input_pipeline.pipeline.stages import THREADS, Stages
 from towers.input_pipeline.records.checks import check_image_shape
 from towers.input_pipeline.sources import Source
@@ -57,6 +58,7 @@ class Pipeline:
             for the split "train".
         recipe: how to augment images; see ``recipes.find``.
         randaugment: number of operations and magnitude of RandAugment, or None.
+        scaling: how rows of numbers are scaled; None leaves them as they are.
         seed: seed of order and augmentation, at least 0. ``tf.random.set_seed`` has no
             influence.
         deterministic: True gives the same order for the same seed. False may return
@@ -88,6 +90,7 @@ class Pipeline:
     training: bool | None = None
     recipe: str = "none"
     randaugment: tuple[int, int] | None = None
+    scaling: Scaling | None = None
     seed: int = 0
     deterministic: bool = True
     shuffle_mb: int = 256
@@ -127,6 +130,12 @@ class Pipeline:
                 f"data_service is {self.data_service}, but {self.source.name} is read "
                 "by Python, which its workers cannot run: expected TFRecord files, to "
                 "which towers.input_pipeline.convert turns any source"
+            )
+        if self.scaling is not None and self.image_shape != (len(self.scaling.names),):
+            raise ValueError(
+                f"scaling is of {len(self.scaling.names)} columns, but examples of "
+                f"{self.source.name} have the shape {self.image_shape}: expected as "
+                "many numbers, so measure it for these, or leave it out"
             )
         plain = self.recipe == "none" and self.randaugment is None
         if len(self.image_shape) == 1 and not plain:
@@ -234,7 +243,12 @@ class Pipeline:
             self.recipe, self.training, self.image_shape[:2], self.randaugment
         )
         stages = Stages(
-            self.source, self.batch_size, self.image_shape, recipe, self.tricks
+            self.source,
+            self.batch_size,
+            self.image_shape,
+            recipe,
+            self.tricks,
+            self.scaling,
         )
         return stages.behind(raw)
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from towers.input_pipeline.images import augment, draws
 from towers.input_pipeline.images.decode import Tricks, decode_image, decode_window
 from towers.input_pipeline.images.recipes import Recipe
+from towers.input_pipeline.pipeline.scaling import Scaling
 from towers.input_pipeline.records.checks import assert_good
 from towers.input_pipeline.sources import Source
 
@@ -25,6 +26,7 @@ class Stages:
     image_shape: tuple[int, ...]
     recipe: Recipe
     tricks: Tricks
+    scaling: Scaling | None = None
 
     def behind(self, raw: tf.data.Dataset) -> list[tuple[str, tf.data.Dataset]]:
         """The names of the stages, in order, and the datasets that end behind each.
@@ -101,6 +103,8 @@ class Stages:
                 images = augment.resize(images, *size, antialias=recipe.antialias)
             if recipe.batch is not None:
                 images = recipe.batch(images, u)
+            if self.scaling is not None:
+                images = self.scaling(images)
             return images, labels
 
         return many
