@@ -1,3 +1,4 @@
+from .applications import imagenet_weights as imagenet_weights
 from .facts import Facts as Facts
 from .registry import build as build
 from .spec import check as check

@@ -73,6 +73,21 @@ def canonical(name: str) -> str:
     )
 
 
+def check_imagenet(name: str) -> None:
+    """Checks that there are ImageNet weights for a model.
+
+    Raises:
+        ValueError: There are none that it can begin with.
+    """
+    known = None if is_user_file(name) else canonical(name)
+    # With these weights, EfficientNetB0 to B7 have another layer than without.
+    if known not in APPLICATIONS or known.startswith("EfficientNetB"):
+        raise ValueError(
+            f"There are no ImageNet weights for the model {name}; expected a network "
+            "of keras.applications such as ResNet50 or EfficientNetV2B0."
+        )
+
+
 # file.py:function
 
 

@@ -1,8 +1,12 @@
 """Keras and TensorFlow variables: what is behind a `keras.Variable`, and exchanges."""
 
+import collections
 import contextlib
+import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 
+import h5py
 import keras
 import tensorflow as tf
 
@@ -57,3 +61,56 @@ def read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
     values = [tf.convert_to_tensor(variable) for variable in variables]
     with swapped(variables, "_cached_value", values):
         yield
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedVariable:
+    """A variable in a file of weights that Keras has saved.
+
+    Attributes:
+        path: Where its value is.
+        layer: Name of its layer.
+        key: What tells it from all others, and is the same in another file of a model
+            of the same layers.
+    """
+
+    path: str
+    layer: str
+    key: str
+
+
+def saved_variables(file: h5py.Group) -> list[SavedVariable]:
+    """Lists a model's variables in a .weights.h5 file, which a .keras file contains.
+
+    Keras numbers the layers of a list, class by class, and notes their names. A name
+    that somebody has given tells a layer wherever it stands in the list.
+    """
+    return [*_saved(file, ())]
+
+
+def _saved(group, keys):
+    variables = group.get("vars", {})
+    for index in sorted(variables, key=int):
+        name = variables.attrs.get("name", group.name)
+        yield SavedVariable(variables[index].name, name, "/".join((*keys, index)))
+    # What has no variables, and so no name, is a list.
+    of_list, unnamed = bool(keys) and "vars" not in group, collections.Counter()
+    for member in sorted(group, key=_numbered):
+        if member == "vars" or (not keys and member == "optimizer"):
+            continue
+        key, (stem, _) = member, _numbered(member)
+        if of_list:
+            own = group[member].get("vars")
+            name = own and own.attrs.get("name")
+            if name and _numbered(name)[0] != stem:
+                key = f"named {name}"
+            else:
+                key = f"{stem} {unnamed[stem]}"
+                unnamed[stem] += 1
+        yield from _saved(group[member], (*keys, key))
+
+
+def _numbered(name):
+    """The name without a number at its end, and that."""
+    stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", name).groups()
+    return stem, int(number or 0)

@@ -1,6 +1,7 @@
 """Checks settings by themselves: before TensorFlow is imported, touching no device."""
 
 import math
+import os
 
 from towers.input_pipeline import data_flags, specs
 from towers.models import spec
@@ -71,6 +72,7 @@ def check(settings: Settings) -> Settings:
             "which mix examples on the towers; expected --loss_placement=auto."
         )
     spec.check(settings.model)
+    _check_init_weights(settings)
     _ = settings.optimizer_class
     read_image_size(settings.image_size)
     read_randaugment(settings.randaugment)
@@ -127,6 +129,26 @@ def _check_optimizer(settings: Settings) -> None:
             f"Received {settings.as_flag('warmup_steps')} and "
             f"{settings.as_flag('max_train_steps')}, which end the warm-up and "
             "training; expected fewer steps of warm-up."
+        )
+
+
+def _check_init_weights(settings: Settings) -> None:
+    """Checks that there are weights to begin with, and what --freeze counts."""
+    asked, file = settings.init_weights, settings.weights_file
+    if asked == "imagenet":
+        spec.check_imagenet(settings.model)
+    elif asked is not None and not (
+        file.endswith((".keras", ".weights.h5")) and os.path.isfile(file)
+    ):
+        raise ValueError(
+            f"Received --init_weights={asked}, but there is no file {file} of weights; "
+            "expected imagenet, a .keras or .weights.h5 file, or the model_dir of a "
+            "run that has ended."
+        )
+    if settings.frozen_layers == 0:
+        raise ValueError(
+            "Received --freeze=0; expected at least 1, or names of layers, such as "
+            "--freeze=stem,block1_*."
         )
 
 

@@ -133,6 +133,15 @@ HELPS = {
             "Momentum of moving averages of the weights, such as 0.999. Validation, "
             "model.keras and best.keras use the averages. Default: no averages."
         ),
+        "init_weights": (
+            "Weights to begin with, as far as names and shapes fit: a .keras or "
+            ".weights.h5 file, the model_dir of a run, or imagenet for a network of "
+            "keras.applications. Default: random."
+        ),
+        "freeze": (
+            "Layers that stay as they are: names, such as stem,block1_*, or the number "
+            "of the first ones with weights, such as 10."
+        ),
         "dtype": "Type to compute in. Variables are always fp32.",
         "seed": "Seed of the weights, the order of examples and dropout.",
         "deterministic": (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 import keras
 
@@ -9,11 +10,13 @@ from towers.collectives import batch
 from towers.devices import Devices
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoint import Checkpoint
+from towers.lifecycle.checkpoints import store
 from towers.model.arguments import check_all_reduce
 from towers.model.tower_model import TowerModel
 from towers.program import words
 from towers.train import checks, continued
 from towers.train.parts import data as data_parts
+from towers.train.parts import fine_tune
 from towers.train.parts import model as model_parts
 from towers.train.parts.data import Data
 from towers.train.parts.devices import configure_devices, split_ratios
@@ -33,6 +36,7 @@ class Job:
         model: The user's model, compiled, as the checkpoint left it.
         parallel: The same model on towers.
         checkpoint: The callback that saves it, which knows the epoch to begin at.
+        notes: What was done to the model before it trains.
     """
 
     settings: Settings
@@ -41,6 +45,7 @@ class Job:
     model: keras.Model
     parallel: TowerModel
     checkpoint: Checkpoint
+    notes: Sequence[str] = ()
 
     @property
     def model_dir(self) -> str:
@@ -96,6 +101,8 @@ def assemble(settings: Settings) -> Job:
         model_parts.check_can_be_saved(settings, model)
     if not settings.clean:
         continued.check_model(folder, model)
+    goes_on = not settings.clean and bool(store.find(folder))
+    notes = fine_tune.prepare(settings, model, goes_on)
 
     known = os.path.join(model_dir, BAD_RECORDS)
     known = [] if settings.clean else quarantine.read(known)
@@ -108,7 +115,7 @@ def assemble(settings: Settings) -> Job:
     )
     if not settings.clean:
         continued.restore(settings, checkpoint, folder, model)
-    job = Job(settings, data, devices, model, parallel, checkpoint)
+    job = Job(settings, data, devices, model, parallel, checkpoint, notes)
     if not (settings.eval_only or job.is_finished):
         job = dataclasses.replace(job, data=data_parts.keep_at_hand(data))
     # Built now: whatever that finds wrong is the user's input, too.

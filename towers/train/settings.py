@@ -75,6 +75,8 @@ class Settings:
     clip_norm: float | None = None
     accumulate_steps: int = 1
     ema: float | None = None
+    init_weights: str | None = None
+    freeze: tuple[str, ...] | None = None
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     seed: int = 0
     deterministic: bool = False
@@ -129,6 +131,20 @@ class Settings:
     def asynchronous(self) -> bool:
         """Whether towers update the variables without waiting for one another."""
         return self.variable_update == "asynchronous"
+
+    @property
+    def weights_file(self) -> str | None:
+        """The file that --init_weights names: of a model_dir, that of its model."""
+        if self.init_weights in (None, "imagenet"):
+            return None
+        path = os.path.expanduser(self.init_weights)
+        return os.path.join(path, "model.keras") if os.path.isdir(path) else path
+
+    @property
+    def frozen_layers(self) -> int | None:
+        """How many layers --freeze counts off; `None` if it names them."""
+        names = self.freeze or ()
+        return int(names[0]) if len(names) == 1 and names[0].isdecimal() else None
 
     @property
     def constant_rate(self) -> bool:
@@ -198,7 +214,9 @@ DEFAULTS = Settings()
 
 def _with_absolute_path(name: str, value: str) -> str | None:
     """Returns the value of a flag that names a file; `None` of any other flag."""
-    if name in ("model_dir", "data_dir", "cache_dir") and value:
+    if name == "init_weights" and value == "imagenet":
+        return None
+    if name in ("model_dir", "data_dir", "cache_dir", "init_weights") and value:
         return _absolute(os.path.expanduser(value))
     if name in ("dataset", "eval_dataset"):
         kind, _, path = value.partition(":")

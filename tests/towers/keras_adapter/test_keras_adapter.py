@@ -6,14 +6,18 @@ modules rely on it. `docs/versions.md` says what to do then.
 
 import ast
 import functools
+import io
 import random
 import re
 import sys
+import tempfile
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -63,6 +67,36 @@ def contract(name: str, through: str, promise: str):
         return check
 
     return add
+
+
+# Files.
+
+
+@contract(
+    ".weights.h5",
+    "saved_variables",
+    "has a group for each layer: in a list by its class and number, with its name",
+)
+def _():
+    base = [keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(2, name="out")]
+    model = keras.Sequential([*base, keras.layers.Dense(1)])
+    model.compile("sgd")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/a.keras")
+        with zipfile.ZipFile(f"{folder}/a.keras") as archive:
+            file = io.BytesIO(archive.read("model.weights.h5"))
+    with h5py.File(file) as weights:
+        found = variables.saved_variables(weights)
+        values = [weights[each.path][()] for each in found]
+    for value, ours in zip(values, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, ours)
+    first, out, last = (layer.name for layer in model.layers)
+    assert [each.layer for each in found] == [first, first, out, out, last, last]
+    assert [each.key for each in found] == [
+        *("layers/dense 0/0", "layers/dense 0/1"),
+        *("layers/named out/0", "layers/named out/1"),
+        *("layers/dense 1/0", "layers/dense 1/1"),
+    ]
 
 
 # Layers.

@@ -17,6 +17,7 @@ def text(job: Job) -> str:
     lines = [
         devices.table(job.devices, job.sizes),
         f"Model {settings.model}: {model_size.size_text(job.model)}.",
+        *job.notes,
         _data_line(job),
         *data_notes(job),
     ]

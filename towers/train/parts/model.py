@@ -31,6 +31,7 @@ def build_model(
             settings.model,
             input_shape=image_shape,
             num_classes=source.num_classes,
+            options={"imagenet": True} if settings.init_weights == "imagenet" else {},
             seed=settings.seed,
         )
         try:
