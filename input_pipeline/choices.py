@@ -9,4 +9,4 @@ RAW = ("auto", "true", "false")
 # What becomes of bad records.
 BAD_RECORDS = ("fail", "skip")
 # Data sets that are files: KIND:PATH.
-FILE_KINDS = ("tfrecord", "array_record", "parquet", "csv", "folder")
+FILE_KINDS = ("tfrecord", "array_record", "parquet", "csv", "folder", "text")

@@ -11,7 +11,7 @@ HELPS = {
         "labels."
     ),
     "eval_fraction": (
-        "Fraction of the records of csv:, parquet: and folder: to hold out for "
+        "Fraction of the records of csv:, parquet:, folder: and text: to hold out for "
         "validation, unless a file or folder is held out by its name, such as test. "
         "Default: 0.1."
     ),
@@ -23,6 +23,11 @@ HELPS = {
         "Column of csv: and parquet: that contains the label. Default: label, class or "
         "target, else the last column."
     ),
+    "tokenizer": (
+        "What makes tokens of text: bytes, sentencepiece:FILE, wordpiece:FILE or "
+        "words:FILE. Default: bytes."
+    ),
+    "sequence_length": "Number of tokens in a row of text. Default: 128.",
     "image_key": (
         "Field of the image in tfrecord: and array_record:, or its column in parquet:. "
         "Default: image/encoded; in parquet:, image."
@@ -41,6 +46,7 @@ def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> 
     """
     definitions = {
         "num_classes": flags.DEFINE_integer,
+        "sequence_length": flags.DEFINE_integer,
         "eval_fraction": flags.DEFINE_float,
         "feature_columns": flags.DEFINE_list,
     }

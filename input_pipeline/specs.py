@@ -18,8 +18,12 @@ FORMS = {
     "parquet": "parquet:GLOB",
     "csv": "csv:GLOB",
     "folder": "folder:DIR",
+    "text": "text:GLOB",
     "synthetic": "synthetic:HxWxC:CLASSES[:COUNT]",
 }
+
+# The sources of Python's standard library.
+PYTHON = "text:python"
 
 # The files of folder:.
 PICTURES = "JPEG, PNG, GIF, BMP or WebP"
@@ -45,6 +49,7 @@ _TAKES = {
     "parquet": ("image_key", *_OF_TABLES),
     "csv": _OF_TABLES,
     "folder": ("eval_fraction",),
+    "text": ("tokenizer", "sequence_length", "eval_fraction", "cache_dir", "skip_bad"),
     "synthetic": ("seed",),
 }
 
@@ -72,6 +77,11 @@ class SourceOptions(TypedDict, total=False):
             ``csv:`` are names. None: all labels are read, and the names are sorted.
         eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
             to hold out, unless a file or folder is held out by its name. None: a tenth.
+        tokenizer: what makes tokens of the text of ``text:``: ``bytes``,
+            ``sentencepiece:FILE``, ``wordpiece:FILE`` or ``words:FILE``. None: bytes.
+        sequence_length: tokens in a row of ``text:``. None: 128.
+        cache_dir: folder for a file of the tokens of ``text:``, which later runs use as
+            well. None: they are kept in memory.
         train_split: split of ``digits`` and ``tfds:`` to train on; see ``TFDSSource``.
         eval_split: split of ``digits`` and ``tfds:`` to evaluate on.
         shard: (index, count): which part of ``digits`` or ``tfds:`` to read.
@@ -86,6 +96,9 @@ class SourceOptions(TypedDict, total=False):
     num_classes: int | None
     class_names: Sequence[str] | None
     eval_fraction: float | None
+    tokenizer: str | None
+    sequence_length: int | None
+    cache_dir: str | None
     train_split: str | None
     eval_split: str | None
     shard: tuple[int, int] | None
@@ -126,7 +139,7 @@ def check(spec: str) -> None:
         )
     if kind == "synthetic":
         read_synthetic(rest)
-    if kind not in FILE_KINDS or "://" in rest:
+    if kind not in FILE_KINDS or "://" in rest or spec == PYTHON:
         return
     path = os.path.expanduser(rest)
     if kind == "folder":

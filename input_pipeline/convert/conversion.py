@@ -46,7 +46,7 @@ def convert(
     Raises:
         ValueError: an argument, the folder or a record is bad.
     """
-    _check(shards, raw, bad_records)
+    _check(source, shards, raw, bad_records)
     source.prepare()
     found = None
     if bad_records == "skip":
@@ -74,7 +74,12 @@ def convert(
     return info
 
 
-def _check(shards: int, raw: str, bad_records: str) -> None:
+def _check(source: Source, shards: int, raw: str, bad_records: str) -> None:
+    if source.input_kind == "tokens":
+        raise ValueError(
+            f"{source.name} is text, which training reads as fast as it is: expected "
+            "images or rows of numbers, so train on it"
+        )
     if bad_records not in BAD_RECORDS:
         raise ValueError(
             f"received bad_records={bad_records!r}: expected one of "

@@ -25,6 +25,7 @@ _OPENERS = {
     "parquet": ("tables.parquet", "ParquetSource"),
     "csv": ("tables.csv_source", "CSVSource"),
     "folder": ("folder.image_folder", "ImageFolderSource"),
+    "text": ("texts.packed", "TextSource"),
     "synthetic": ("synthetic", "open_synthetic"),
 }
 
@@ -44,8 +45,8 @@ def open_source(
 
     Args:
         spec: ``digits``, ``tfds:NAME``, ``tfrecord:GLOB``, ``array_record:GLOB``,
-            ``parquet:GLOB``, ``csv:GLOB``, ``folder:DIR`` or
-            ``synthetic:HxWxC:CLASSES[:COUNT]``.
+            ``parquet:GLOB``, ``csv:GLOB``, ``folder:DIR``,
+            ``text:GLOB``, ``text:python`` or ``synthetic:HxWxC:CLASSES[:COUNT]``.
         data_dir: folder where ``digits`` and ``tfds:`` store their files. None: TFDS's
             default folder.
         seed: seed of the images of ``synthetic:``.

@@ -11,6 +11,7 @@ import tensorflow as tf
 from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.sources.files.record import Record
 from towers.input_pipeline.sources.targets import Target
+from towers.input_pipeline.text import Tokenizer
 
 # What the shortest record takes in a buffer of shuffling: its place there, which
 # TensorFlow makes before it has a record, two tensors, and their memory.
@@ -48,6 +49,8 @@ class Source(abc.ABC):
         note: what else is to be known, a phrase; may be empty.
         notes: what was decided without being asked for, such as which records are held
             out: sentences.
+        tokenizer: what has made tokens of text, or None.
+        bytes_per_token: of text, for each split, where that is known.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Source(abc.ABC):
     passed_over: Mapping[str, Sequence[Record]] = {}
     note: str = ""
     notes: Sequence[str] = ()
+    tokenizer: Tokenizer | None = None
+    bytes_per_token: Mapping[str, float] = {}
     _target: Target | None = None
 
     @property
@@ -85,6 +90,8 @@ class Source(abc.ABC):
     @property
     def input_kind(self) -> InputKind:
         """What an example is: an image, a row of numbers, tokens, or named columns."""
+        if self.tokenizer is not None:
+            return "tokens"
         return "row" if len(self.image_shape) == 1 else "image"
 
     def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)

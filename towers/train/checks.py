@@ -3,7 +3,7 @@
 import math
 import os
 
-from towers.input_pipeline import data_flags, specs
+from towers.input_pipeline import data_flags, specs, tokenizer_specs
 from towers.models import spec
 from towers.program.commands import (
     check_data_service,
@@ -26,6 +26,7 @@ _BOUNDS = (
     ("max_staleness", 0, None),
     ("num_gpus", 1, None),
     ("num_classes", 1, None),
+    ("sequence_length", 1, None),
     ("gpu_split", 1, None),
     ("gpu_memory_limit_mb", 1, None),
     ("steps_per_loop", 1, None),
@@ -251,6 +252,8 @@ def check_data(settings: Settings) -> None:
     for each in (settings.dataset, eval_dataset):
         if each is not None:
             specs.check(each)
+    if settings.tokenizer is not None:
+        tokenizer_specs.check(settings.tokenizer)
 
 
 def read_profile_steps(settings: Settings) -> tuple[int, int] | None:

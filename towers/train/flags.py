@@ -22,6 +22,7 @@ FLAGS = flags.FLAGS
 MAIN = (
     *("dataset", "eval_dataset", "data_dir", "num_classes"),
     *("eval_fraction", "feature_columns", "label_column"),
+    *("tokenizer", "sequence_length"),
     *("image_size", "recipe", "cache", "bad_records"),
     *("model", "batch_size", "train_epochs", "optimizer", "learning_rate"),
     *("lr_schedule", "weight_decay", "dtype", "seed", "deterministic"),
@@ -34,8 +35,8 @@ HELPS = {
     "Data": {
         "dataset": (
             "Data set to train on: digits, tfds:NAME, tfrecord:GLOB, "
-            "array_record:GLOB, parquet:GLOB, csv:GLOB, folder:DIR or "
-            "synthetic:HxWxC:CLASSES."
+            "array_record:GLOB, parquet:GLOB, csv:GLOB, folder:DIR, "
+            "text:GLOB, text:python or synthetic:HxWxC:CLASSES."
         ),
         "eval_dataset": (
             "Data set to validate on, in one of the forms of --dataset. Default: the "

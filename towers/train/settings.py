@@ -42,6 +42,8 @@ class Settings:
     eval_fraction: float | None = None
     feature_columns: tuple[str, ...] | None = None
     label_column: str | None = None
+    tokenizer: str | None = None
+    sequence_length: int | None = None
     image_key: str | None = None
     label_key: str | None = None
     train_split: str | None = None
@@ -220,7 +222,11 @@ def _with_absolute_path(name: str, value: str) -> str | None:
         return _absolute(os.path.expanduser(value))
     if name in ("dataset", "eval_dataset"):
         kind, _, path = value.partition(":")
-        return f"{kind}:{_absolute(path)}" if kind in FILE_KINDS else None
+        named = kind in FILE_KINDS and value != specs.PYTHON
+        return f"{kind}:{_absolute(path)}" if named else None
+    if name == "tokenizer" and ":" in value:
+        kind, _, path = value.partition(":")
+        return f"{kind}:{_absolute(os.path.expanduser(path))}"
     if name == "model" and spec.is_user_file(value):
         path, function = spec.split_user_file(value)
         return f"{path.absolute()}:{function}"

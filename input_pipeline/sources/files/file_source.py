@@ -61,7 +61,7 @@ class FileSource(Source):
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}, expected at least 1")
         self.name = f"{self.kind}:{pattern}"
-        self._files = _group_by_split(self.kind, pattern)
+        self._files = group_by_split(self.kind, pattern)
         self.splits = dict.fromkeys(self._files)
         self._skip_bad = skip_bad
         self._fraction = splits.check_fraction(eval_fraction)
@@ -255,7 +255,7 @@ def shuffle_all(
     return dataset.shuffle(max(size, 1), seed=seed, reshuffle_each_iteration=False)
 
 
-def _group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
+def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
     """Sorts the files of a glob into "train" and "test"."""
     pattern = os.path.expanduser(pattern)
     if tf.io.gfile.isdir(pattern):

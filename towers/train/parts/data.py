@@ -147,10 +147,18 @@ def open_source(
             for name, value in options.items()
             if value is not None and takes(spec, name)
         },
+        **_cache_dir(settings, spec),
         data_dir=os.path.expanduser(settings.data_dir),
         seed=settings.seed,
         skip_bad=settings.bad_records == "skip",
     )
+
+
+def _cache_dir(settings: Settings, spec: str) -> dict[str, str]:
+    """The folder where the tokens of text are kept, if there is one."""
+    if settings.cache_dir is None or not takes(spec, "cache_dir"):
+        return {}
+    return {"cache_dir": settings.cache_dir}
 
 
 def check_same_kind(
@@ -184,12 +192,15 @@ def choose_image_shape(
     settings: Settings, source: input_pipeline.Source
 ) -> tuple[int, ...]:
     """Decides the images' size: what --image_size says, else as they are."""
-    if len(source.image_shape) == 1:
-        for name in ("image_size", "recipe", "randaugment"):
+    if source.input_kind in ("row", "tokens"):
+        of_tokens = source.input_kind == "tokens"
+        what = "tokens" if of_tokens else "numbers"
+        mixing = ("mixup_alpha", "cutmix_alpha") if of_tokens else ()
+        for name in ("image_size", "recipe", "randaugment", *mixing):
             if getattr(settings, name) != getattr(DEFAULTS, name):
                 raise ValueError(
                     f"Received {settings.as_flag(name)}, but {source.name} has rows "
-                    "of numbers; expected images, so leave it out."
+                    f"of {what}; expected images, so leave it out."
                 )
         if settings.cutmix_alpha:
             raise ValueError(

@@ -1,0 +1,1 @@
+"""Sources of text: files in rows of tokens, and words with tags."""

@@ -1,0 +1,219 @@
+"""Documents as one sequence of token ids, in memory or in a file."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import tensorflow as tf
+
+from towers.input_pipeline.sources.files.record import BadRecordError
+from towers.input_pipeline.sources.texts.documents import Documents, chunks
+from towers.input_pipeline.text import Tokenizer
+from towers.program import words
+
+_CHUNK = 2**18
+_AT_ONCE = 2**20
+_THREADS = os.cpu_count() or 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The documents of all splits, one behind the other, each with its end.
+
+    Attributes:
+        ids: [N] of both splits, those for training first.
+        count: tokens of each split.
+        size: bytes of text of each split.
+        begins: where each file begins in its split, by split and path.
+        bad: why a file was left out, by path.
+        empty: paths of files without text.
+    """
+
+    ids: np.ndarray
+    count: Mapping[str, int]
+    size: Mapping[str, int]
+    begins: Mapping[str, Mapping[str, int]]
+    bad: Mapping[str, str]
+    empty: Sequence[str]
+
+
+def tokenise(
+    documents: Documents, tokenizer: Tokenizer, skip_bad: bool, path: str | None
+) -> Tokens:
+    """Tokenises documents, or takes what an earlier run has left in a file.
+
+    Args:
+        documents: to read.
+        tokenizer: for them.
+        skip_bad: whether to leave out files that are bad.
+        path: of the file, whose name tells all that decides the tokens; None keeps them
+            in memory.
+
+    Raises:
+        BadRecordError: a file cannot be read, or is no text.
+        ValueError: they do not fit into memory, or the file cannot be written.
+    """
+    dtype = np.uint16 if tokenizer.size <= 2**16 else np.int32
+    if path is None:
+        _check_memory(documents, tokenizer, np.dtype(dtype).itemsize)
+        parts: list[np.ndarray] = []
+        found = _Reader(documents, tokenizer, skip_bad, dtype).read(parts.append)
+        return Tokens(np.concatenate([np.empty([0], dtype), *parts]), **found)
+    if not os.path.exists(f"{path}.json"):
+        _write(path, _Reader(documents, tokenizer, skip_bad, dtype))
+    with open(f"{path}.json") as file:
+        found = json.load(file)
+    # An empty file cannot be mapped.
+    empty = not sum(found["count"].values())
+    ids = np.empty([0], dtype) if empty else np.memmap(f"{path}.ids", dtype, "r")
+    return Tokens(ids, **found)
+
+
+def _check_memory(documents: Documents, tokenizer: Tokenizer, itemsize: int) -> None:
+    """Checks that the ids of bytes, or of a fourth of pieces, fit into memory."""
+    paths = {path for some in documents.files.values() for path in some}
+    size = sum(tf.io.gfile.stat(p).length for p in paths if tf.io.gfile.exists(p))
+    needed = size * itemsize // (4 if tokenizer.needs_utf8 else 1)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"the tokens of {words.count(len(paths), 'file')} take "
+            f"{words.size(needed)}, and {words.size(free)} of memory are free: give a "
+            "folder for them, by --cache_dir (in Python, cache_dir)"
+        )
+
+
+def _write(path: str, reader: "_Reader") -> None:
+    folder = os.path.dirname(path)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        # Renamed when whole; the description last, since it says that both are there.
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            new = os.path.join(unfinished, "new")
+            with open(f"{new}.ids", "wb") as file:
+                found = reader.read(lambda ids: ids.tofile(file))
+            with open(f"{new}.json", "w") as file:
+                json.dump(found, file)
+            os.replace(f"{new}.ids", f"{path}.ids")
+            os.replace(f"{new}.json", f"{path}.json")
+    except OSError as error:
+        raise ValueError(
+            f"the tokens cannot be written into {folder} ({error.strerror}): expected "
+            "another --cache_dir (in Python, cache_dir)"
+        ) from error
+
+
+class _Reader:
+    """Reads and tokenises documents, and notes what is to be known of them."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        skip_bad: bool,
+        dtype: type[np.integer],
+    ):
+        self._documents, self._tokenizer = documents, tokenizer
+        self._skip_bad, self._dtype = skip_bad, dtype
+        self._bad: dict[str, str] = {}
+        self._empty: set[str] = set()
+
+    def read(self, take: Callable[[np.ndarray], Any]) -> dict[str, Any]:
+        """Calls `take` with arrays of ids, in order.
+
+        Returns:
+            The other fields of `Tokens`.
+        """
+        count, size, begins = {}, {}, {}
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            for split, paths in self._documents.files.items():
+                count[split], size[split], begins[split] = 0, 0, {}
+                groups = self._groups(paths, split)
+                for pieces, (ids, lengths) in _ahead(pool, self._encode, groups):
+                    for piece, length in zip(pieces, lengths, strict=True):
+                        begins[split].setdefault(piece.path, count[split])
+                        count[split] += int(length)
+                        size[split] += len(piece.text)
+                    take(ids)
+        bad, empty = self._bad, sorted(self._empty)
+        return dict(count=count, size=size, begins=begins, bad=bad, empty=empty)
+
+    def _groups(self, paths: Iterable[str], split: str) -> Iterator[list["_Piece"]]:
+        """Pieces of documents, as many as are encoded at once."""
+        group, size = [], 0
+        for path in paths:
+            for piece in self._pieces(path, split):
+                group.append(piece)
+                size += len(piece.text)
+                if size >= _AT_ONCE:
+                    yield group
+                    group, size = [], 0
+        if group:
+            yield group
+
+    def _pieces(self, path: str, split: str) -> Iterator["_Piece"]:
+        needs_utf8 = self._tokenizer.needs_utf8
+        try:
+            text = self._documents.read(path, split)
+            if needs_utf8:
+                _check_utf8(path, text)
+        except BadRecordError as error:
+            if not self._skip_bad:
+                raise
+            self._bad[path] = str(error).removeprefix(f"{path}: ")
+            return
+        if not text:
+            self._empty.add(path)
+        *most, last = [*chunks(text, _CHUNK, needs_utf8)] or [None]
+        yield from (_Piece(path, each, False) for each in most)
+        if last is not None:
+            yield _Piece(path, last, True)
+
+    def _encode(self, pieces: Sequence["_Piece"]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of pieces, and how many each has."""
+        is_last = np.array([piece.is_last for piece in pieces])
+        with tf.device("/CPU:0"):
+            found = self._tokenizer.encode(tf.constant([each.text for each in pieces]))
+            ends = found.row_splits.numpy()[1:]
+            ids = found.values.numpy().astype(self._dtype)
+        ids = np.insert(ids, ends[is_last], self._tokenizer.end)
+        return ids, np.diff(ends, prepend=0) + is_last
+
+
+class _Piece(NamedTuple):
+    """Of a document; the last one has its end."""
+
+    path: str
+    text: bytes
+    is_last: bool
+
+
+def _check_utf8(path: str, text: bytes) -> None:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRecordError(
+            f"{path}: is not UTF-8 at byte {error.start}, expected text; "
+            "--tokenizer=bytes reads any"
+        ) from error
+
+
+def _ahead(
+    pool: concurrent.futures.Executor, function: Callable, items: Iterable
+) -> Iterator[tuple[Any, Any]]:
+    """Items with what a function makes of them, in order; a few are under way."""
+    under_way: collections.deque = collections.deque()
+    for item in items:
+        under_way.append((item, pool.submit(function, item)))
+        if len(under_way) > 2 * _THREADS:
+            done, future = under_way.popleft()
+            yield done, future.result()
+    for item, future in under_way:
+        yield item, future.result()
