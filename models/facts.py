@@ -10,7 +10,7 @@ from typing import Any
 Shape = tuple[int | None, ...]
 
 # A function may ask for these wherever it is called: the data need not have names.
-_MAY_BE_NONE = ("class_names", "feature_names", "sequence_length")
+_MAY_BE_NONE = ("task", "class_names", "feature_names", "sequence_length")
 # What two parameters of any names are given.
 _BY_POSITION = ("input_shape", "num_outputs")
 
@@ -22,11 +22,15 @@ class Facts:
     Attributes:
         input_shape: Shape of one example, without the batch: (height, width, channels)
             for images, (numbers,) for rows, (tokens,) for text, where None stands for
-            texts of any length; for columns a dict of shapes, by name.
+            texts of any length; for columns a dict of shapes, by name, and for
+            several inputs a nest of shapes.
         num_outputs: Numbers that the model gives for an example, a pixel or a token:
-            one for each class, label or number; 1 for a binary choice.
-        num_classes: Number of classes; 2 for a binary choice, 0 without classes.
-        task: What --task of `towers train` says.
+            one for each class, label or number; 1 for a binary choice. None if the
+            data do not tell.
+        num_classes: Number of classes; 2 for a binary choice, 0 without classes. None
+            if the data do not tell.
+        task: What --task of `towers train` says; None if only a loss of the user's
+            knows.
         class_names: The names of the classes, or None.
         vocabulary_size: Number of tokens; None if the data are no text.
         sequence_length: Tokens of a text; None if that differs.
@@ -35,9 +39,9 @@ class Facts:
     """
 
     input_shape: Shape | Mapping[str, Shape]
-    num_outputs: int
-    num_classes: int = 0
-    task: str = "classification"
+    num_outputs: int | None
+    num_classes: int | None = 0
+    task: str | None = "classification"
     class_names: Sequence[str] | None = None
     vocabulary_size: int | None = None
     sequence_length: int | None = None
@@ -51,12 +55,11 @@ class Facts:
             ValueError: A shape or a number is none.
         """
         shape = self.input_shape
-        if not isinstance(shape, Mapping):
-            shape = _checked(shape)
-            object.__setattr__(self, "input_shape", shape)
+        if not (isinstance(shape, Mapping) or _is_nest(shape)):
+            object.__setattr__(self, "input_shape", _checked(shape))
         for name, least in (("num_classes", 0), ("num_outputs", 1)):
             value = getattr(self, name)
-            if not is_count(value, least):
+            if value is not None and not is_count(value, least):
                 raise ValueError(
                     f"{name} must be a whole number of at least {least}, but "
                     f"{value!r} was received; give the number that the data has."
@@ -79,17 +82,28 @@ def is_count(value: object, least: int = 1) -> bool:
     )
 
 
+def _is_nest(shape: Any) -> bool:
+    """Whether these are the shapes of several inputs."""
+    return isinstance(shape, Sequence) and any(
+        isinstance(each, Sequence | Mapping) and not isinstance(each, str)
+        for each in shape
+    )
+
+
 def _checked(shape: Any) -> Shape:
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
-    # Texts may be of any length; pictures and rows are of one size.
-    of_text = len(sizes) == 1 and sizes[0] is None
-    if not of_text and not (sizes and all(map(is_count, sizes))):
-        raise ValueError(
-            f"input_shape must hold whole numbers of at least 1, but {shape!r} "
-            "was received; give the shape of one example without the batch, such as "
-            "(32, 32, 3)."
-        )
-    return sizes if of_text else tuple(map(int, sizes))
+    if not sizes or not all(size is None or is_count(size) for size in sizes):
+        raise unknown_shape(shape)
+    return tuple(size and int(size) for size in sizes)
+
+
+def unknown_shape(shape: Any) -> ValueError:
+    """Returns the error for what is no shape, or one that has to be known."""
+    return ValueError(
+        f"input_shape must hold whole numbers of at least 1, but {shape!r} "
+        "was received; give the shape of one example without the batch, such as "
+        "(32, 32, 3)."
+    )
 
 
 def arguments(

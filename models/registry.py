@@ -12,13 +12,14 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import keras
 import numpy as np
 
 from towers.models import applications, cnn, lstm, mlp, resnet_cifar, spec, user_file
-from towers.models.facts import Facts, arguments, is_count
+from towers.models.facts import Facts, arguments, is_count, unknown_shape
 
 # A model's own function; facts.py says which parameters it may have.
 Builder = Callable[..., keras.Model]
@@ -45,6 +46,7 @@ def build(
     num_classes: int | None = None,
     options: Mapping[str, Any] | None = None,
     seed: int | None = None,
+    module: ModuleType | None = None,
 ) -> keras.Model:
     """Builds a model by name.
 
@@ -59,6 +61,7 @@ def build(
         options: Further arguments of the model, such as {"width": 256}.
         seed: Makes the first weights and the dropout reproducible. The caller's
             own random state is left as it was. None draws from that state.
+        module: The user's file, if it has been loaded already.
 
     Returns:
         A model from [batch, *input_shape] to float32 logits, with `num_outputs` for an
@@ -81,12 +84,17 @@ def build(
         )
     with _seeded(seed):
         if spec.is_user_file(name):
-            return user_file.build(*spec.split_user_file(name), facts, options or {})
+            path, function = spec.split_user_file(name)
+            module = module or user_file.load(path)
+            return user_file.build(module, path, function, facts, options or {})
         return _build_own(spec.canonical(name), facts, options or {})
 
 
 def _build_own(name, facts, options):
     shape = facts.input_shape
+    # Texts may be of any length; pictures and rows are of one size.
+    if not isinstance(shape, Mapping) and len(shape) > 1 and None in shape:
+        raise unknown_shape(shape)
     if name not in _ANY_RANK and (isinstance(shape, Mapping) or len(shape) != 3):
         raise ValueError(
             f"The model {name!r} needs images of shape (height, width, channels), but "

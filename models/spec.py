@@ -5,6 +5,7 @@ A program checks its flags before it imports TensorFlow, which takes seconds.
 
 import ast
 import difflib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # The models of this project; registry.py builds them.
@@ -26,7 +27,7 @@ APPLICATIONS = tuple(
 
 _FORMS = (
     f"one of {', '.join(OWN)}, a network of keras.applications such as ResNet50, "
-    "or file.py:function"
+    "or your own as file.py:function"
 )
 
 
@@ -92,43 +93,73 @@ def check_imagenet(name: str) -> None:
 
 
 def is_user_file(name: str) -> bool:
-    """Tells whether a name is of the form file.py:function."""
+    """Tells whether a name is of the form file.py or file.py:function."""
     return name.endswith(".py") or ".py:" in name
 
 
 def split_user_file(name: str) -> tuple[Path, str]:
-    """Takes file.py:function apart.
+    """Takes file.py:function apart; of file.py, the function is `build`.
 
     Raises:
         ValueError: If there is no function, or it is no name of one.
     """
+    if name.endswith(".py"):
+        return Path(name).expanduser(), "build"
     path, _, function = name.rpartition(".py:")
     if not path or not function.isidentifier():
         raise ValueError(
             f"A model of your own is named file.py:function, but {name!r} was "
-            "received; add a colon and the name of the function."
+            "received; add the name of the function, or leave out the colon for build."
         )
     return Path(f"{path}.py").expanduser(), function
 
 
-def _check_user_file(path: Path, function: str) -> None:
-    """Finds the function by parsing, since running the file may touch devices."""
+def names_in(path: Path) -> set[str]:
+    """Returns the names that a file may define, "*" if it imports others by a star.
+
+    Raises:
+        ValueError: If there is no such file, or it is not valid Python.
+    """
+    return {*_top_level(_parse(path).body)}
+
+
+def _parse(path: Path) -> ast.Module:
     if not path.is_file():
         raise ValueError(
             f"There is no file {str(path)!r} (looked for as {str(path.absolute())!r}) "
-            f"for the model {path}:{function}; correct the path."
+            "for the model; correct the path."
         )
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        return ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         raise ValueError(
             f"The file {str(path)!r} is not valid Python ({error}); correct it."
         ) from error
+
+
+def _check_user_file(path: Path, function: str) -> None:
+    """Finds the function by parsing, since running the file may touch devices."""
+    tree = _parse(path)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     known = defined | _other_names(tree)
     # What `import *` brings is known only when the file is run.
     if function not in known and "*" not in known:
         raise no_such_function(path, function, defined)
+
+
+def _top_level(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that statements define, also under `if` or `try`, but not in functions."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (each.asname or each.name for each in node.names)
+        else:
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                yield from _top_level(getattr(node, field, ()))
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+                yield from (n.id for n in stored if isinstance(n.ctx, ast.Store))
 
 
 def _other_names(tree: ast.Module) -> set[str]:

@@ -19,14 +19,24 @@ def _one_line(error: Exception) -> str:
 
 
 def build(
-    path: Path, function: str, facts: Facts, options: Mapping[str, Any]
+    module: ModuleType,
+    path: Path,
+    function: str,
+    facts: Facts,
+    options: Mapping[str, Any],
 ) -> keras.Model:
-    """Calls the user's function with what it asks for of the data, by name.
+    """Calls a function of the user's file with what it asks for of the data, by name.
+
+    Args:
+        module: What `load` has returned.
+        path: Of the file.
+        function: The function's name.
+        facts: What the data has.
+        options: What was asked for, beyond that.
 
     Raises:
         ValueError: If there is no such function, or it fails.
     """
-    module = load(path)
     build_model = getattr(module, function, None)
     if not callable(build_model):
         raise spec.no_such_function(

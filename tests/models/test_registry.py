@@ -386,9 +386,8 @@ def test_options():
         ("", "must be text"),
         (None, "name must be text, but None"),
         ("nosuch.py:f", r"no file 'nosuch.py' \(looked for as '/.*correct the path"),
-        ("nosuch.py", "add a colon and the name of the function"),
-        ("nosuch.py:", "add a colon and the name of the function"),
-        ("nosuch.py:f()", "add a colon and the name of the function"),
+        ("nosuch.py:", "add the name of the function, or leave out the colon"),
+        ("nosuch.py:f()", "add the name of the function, or leave out the colon"),
     ],
 )
 def test_wrong_names(name, message):

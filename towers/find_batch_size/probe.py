@@ -29,6 +29,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -40,10 +41,14 @@ from towers.input_pipeline import free_memory
 from towers.program import startup
 from towers.program.commands import quieten
 from towers.train.job import check_reduction
-from towers.train.parts.data import choose_image_shape, open_source
+from towers.train.parts import my_model
+from towers.train.parts import setup as setup_parts
+from towers.train.parts.data import open_data
 from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.model import build_model, build_towers
-from towers.train.settings import Settings
+from towers.train.parts.own_data import OwnData
+from towers.train.parts.setup import Setup
+from towers.train.settings import DEFAULTS
 
 _PROGRAM = "towers.find_batch_size.probe"
 
@@ -53,6 +58,8 @@ _WARM_UP = 2
 _ENOUGH_CALLS, _ENOUGH_S = 2, 3.0
 # Distinct examples in a batch; more would only take time to make.
 _POOL = 64
+# Of a sequence that may have any.
+_LENGTH = 128
 _SHARE_OF_FREE = 0.9
 
 # What TensorFlow, CUDA and its libraries, oneDNN, glibc and Python say where there is
@@ -116,16 +123,20 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
             f"Received {settings.as_flag('memory_limit_mb')} for towers on GPUs; "
             "expected --gpu_memory_limit_mb there."
         )
-    source = open_source(settings, settings.dataset, settings.num_classes)
-    image_shape = choose_image_shape(settings, source)
+    mine = my_model.load(settings)
+    # Own data may have batches of one size.
+    opened = open_data(settings.but(batch_size=DEFAULTS.batch_size), mine)
+    setup = setup_parts.of(settings, opened.facts, mine)
     if not gpus:
         # Not before: a library that finds no memory while it is imported says anything.
         limit_memory(settings.memory_limit_mb)
-    model = build_model(settings, source, image_shape, devices.home)
+    model = build_model(setup, devices.home)
+    # What is there already, as nothing is known of the numbers that are allowed.
+    own = opened.batches(1)[0] if isinstance(opened, OwnData) else None
     clock = Clock()
     # How many examples an epoch has changes the learning rate only.
-    build_towers(settings, model, devices, image_shape, settings.batch_size).fit(
-        batches(settings, image_shape, source.num_classes),
+    build_towers(setup, model, devices, settings.batch_size).fit(
+        batches(setup, own),
         steps_per_epoch=(_WARM_UP + settings.probe_steps) * settings.steps_per_loop,
         callbacks=[clock],
         verbose=0,
@@ -140,34 +151,56 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
     )
 
 
-def batches(
-    settings: Settings, image_shape: tuple[int, ...], num_classes: int
-) -> tf.data.Dataset:
+def batches(setup: Setup, examples: Any = None) -> tf.data.Dataset:
     """Makes batches like those of the pipeline, without end.
 
     Args:
-        settings: Of how many examples, and from which seed.
-        image_shape: (height, width, channels) of the images, or (numbers in a row,).
-        num_classes: Labels are below.
+        setup: What the data have, and how many examples make a batch.
+        examples: What to make them of, a batch (x, y, ...); by default random ones.
 
     Returns:
-        A dataset of (images, labels): uint8 images, or float32 rows; int64 labels.
+        A dataset of (x, y), as the data set gives them.
     """
-    draw = functools.partial(tf.random.stateless_uniform, seed=(settings.seed, 0))
-    if len(image_shape) == 3:
-        images = draw((_POOL, *image_shape), maxval=256, dtype=tf.int32)
-        images = tf.cast(images, tf.uint8)
-    else:
-        images = draw((_POOL, *image_shape))
-    labels = draw([_POOL], maxval=num_classes, dtype=tf.int64)
+    seed = setup.settings.seed
+    pool = examples or (_inputs(setup.facts, seed), _targets(setup.facts, seed))
 
     def batch(size):
         # The size is a tensor, so that it is unknown to the graph, as in training.
-        rows = tf.range(size) % _POOL
-        return tf.gather(images, rows), tf.gather(labels, rows)
+        def rows(tensor):
+            return tf.gather(tensor, tf.range(size) % tf.shape(tensor)[0])
 
-    data = tf.data.Dataset.from_tensors(settings.batch_size).repeat()
+        return tf.nest.map_structure(rows, pool)
+
+    data = tf.data.Dataset.from_tensors(setup.settings.batch_size).repeat()
     return data.map(batch).prefetch(tf.data.AUTOTUNE)
+
+
+def _inputs(facts, seed):
+    """Random examples: uint8 images, float32 rows, or numbers of tokens or values."""
+    sizes = facts.table_sizes or {}
+
+    def draw(path, spec):
+        shape = (_POOL, *(size or _LENGTH for size in spec.shape[1:]))
+        most = 256 if facts.has_images else facts.vocabulary_size
+        most = sizes.get(path[-1], most) if path else most
+        if most is None:
+            return tf.random.stateless_uniform(shape, seed=(seed, 0))
+        drawn = tf.random.stateless_uniform(shape, (seed, 0), 0, most, tf.int32)
+        return tf.cast(drawn, tf.uint8) if facts.has_images else drawn
+
+    drawn = [draw(*each) for each in keras.tree.flatten_with_path(facts.inputs)]
+    return keras.tree.pack_sequence_as(facts.inputs, drawn)
+
+
+def _targets(facts, seed):
+    """Random targets, in the form of the task's."""
+    shape = (_POOL, *(size or _LENGTH for size in facts.target_shape))
+    draw = functools.partial(tf.random.stateless_uniform, shape, (seed, 0))
+    if facts.target.kind == "numbers":
+        return draw()
+    if facts.target.kind == "labels":
+        return tf.round(draw())
+    return draw(maxval=facts.target.size, dtype=tf.int64)
 
 
 class Clock(keras.callbacks.Callback):

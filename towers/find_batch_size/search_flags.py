@@ -77,8 +77,7 @@ def read(argv: Sequence[str], doc: str) -> Search:
         {**ours, **train_flags.groups()},
         example="--model=cnn",
     )
-    search = command_line.settings(Search)
-    checks.check(search)
+    search = checks.check(command_line.settings(Search))
     check_plot(search.plot, "batch_size.png", "batch_size.svg")
     return search
 

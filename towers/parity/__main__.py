@@ -17,25 +17,22 @@ if __name__ == "__main__":
         lambda argv: checks.check_not_mixed(flags.read(argv, __doc__)),
     )
 
-import itertools
 import sys
 from typing import Any
 
 import tensorflow as tf
 
-from towers import input_pipeline
 from towers.collectives import batch
 from towers.devices import table
 from towers.parity import check_parity
 from towers.program import ending
-from towers.train.parts.data import (
-    Data,
-    choose_image_shape,
-    open_source,
-    prepare_data,
-)
+from towers.train.parts import my_model
+from towers.train.parts import setup as setup_parts
+from towers.train.parts.data import Data, open_data
 from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.model import build_model, compile_model, make_preprocess
+from towers.train.parts.own_data import OwnData
+from towers.train.parts.setup import Setup
 from towers.train.settings import Settings
 
 
@@ -50,17 +47,19 @@ def check(settings: Settings) -> int:
     """
     devices = configure_devices(settings)
     ratios = split_ratios(settings, devices)
-    source = open_source(settings, settings.dataset, settings.num_classes)
-    image_shape = choose_image_shape(settings, source)
-    model = build_model(settings, source, image_shape, devices.home)
-    data = prepare_data(settings, source, None, image_shape)
+    mine = my_model.load(settings)
+    opened = open_data(settings.but(eval_dataset=None), mine)
+    settings = opened.settings
+    setup = setup_parts.of(settings, opened.facts, mine)
+    model = build_model(setup, devices.home)
+    data = opened.prepare()
     with tf.device(devices.home):
-        compile_model(settings, model, image_shape, data.examples)
+        compile_model(setup, model, data.examples)
     print(table(devices, batch.cut(settings.batch_size, ratios)), flush=True)
     asked = settings.variable_update
     parity = check_parity(
         model,
-        read_batches(data, len(devices.towers)),
+        read_batches(setup, data, len(devices.towers)),
         devices.towers,
         # To choose, auto would have to train.
         variable_update="parameter_server" if asked == "auto" else asked,
@@ -68,25 +67,25 @@ def check(settings: Settings) -> int:
         loss_placement=settings.loss_placement,
         strict=settings.strict,
     )
-    what = f"Model {settings.model}, data {source.name}"
+    what = f"Model {settings.model}, data {setup.facts.name}"
     print(f"{what}: towers and one device.\n{parity}")
     return 0 if parity.equal else 2
 
 
-def read_batches(data: Data, towers: int) -> list[Any]:
+def read_batches(setup: Setup, data: Data | OwnData, towers: int) -> list[Any]:
     """Reads as many batches of training data as --parity_steps says.
 
-    The last one is short, and does not divide evenly among the towers.
+    They are what the model gets: `preprocess` has been applied. The last one is short,
+    and does not divide evenly among the towers.
 
     Raises:
         ValueError: If a record is bad.
     """
-    preprocess = make_preprocess(data.settings)
-    # Each epoch anew, and in this process.
-    read = data.open_training(deterministic=True, repeat=False, data_service=None)
-    read = read.map(lambda x, y: (preprocess(x, None, False)[0], y))
-    with input_pipeline.blame_records(data.source):
-        batches = list(itertools.islice(read.repeat(), data.settings.parity_steps))
+    preprocess = make_preprocess(setup)
+    batches = [
+        (*preprocess(x, y, False), *weights)
+        for x, y, *weights in data.batches(setup.settings.parity_steps)
+    ]
     if len(batches) > 1:
         size = int(batch.batch_size(batches[-1]))
         # One example more than divides.

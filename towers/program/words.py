@@ -19,6 +19,11 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def counted(number: int | None, noun: str) -> str:
+    """Says how many there are, or that this is unknown."""
+    return f"an unknown number of {noun}s" if number is None else count(number, noun)
+
+
 def size(number: float) -> str:
     """Says how many bytes that is, such as "12.5 KB" or "1,024.0 MB"."""
     if number < 2**10:

@@ -36,6 +36,7 @@ from towers.numerics.not_finite import NotFinite
 from towers.program import ending, startup, voice
 from towers.program.commands import fail, quieten
 from towers.tower.errors import ModelError
+from towers.train.callbacks import UnknownMonitorError
 from towers.train.job import Job, assemble
 from towers.train.run import run
 from towers.train.settings import Settings
@@ -53,7 +54,7 @@ def main(settings: Settings) -> int:
     try:
         startup.end()
         job = assemble(settings)
-        with input_pipeline.blame_records(job.data.source, job.data.evaluated[0]):
+        with job.data.blaming():
             run(job)
     except Stopped as stopped:
         return stopped.code
@@ -65,11 +66,13 @@ def main(settings: Settings) -> int:
     except input_pipeline.BadRecordError as error:
         # What TFDS has prepared, it prepares again; and most are not to be left out.
         skips = (
-            settings.bad_records == "skip" or "tfds" in settings.dataset or error.many
+            settings.bad_records == "skip"
+            or "tfds" in (settings.dataset or "")
+            or error.many
         )
         hint = "" if skips else "; to train without it, give --bad_records=skip"
         return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
-    except (ModelError, ResumeError, SaveError) as error:
+    except (ModelError, ResumeError, SaveError, UnknownMonitorError) as error:
         return fail(error, _PROGRAM)
     except (ValueError, OSError, tf.errors.OpError) as error:
         # While setting up, what goes wrong is the user's input, and said in one

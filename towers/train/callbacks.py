@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from towers import devices, input_pipeline
+from towers import devices
 from towers.lifecycle.stop_at_step import StopAtStep
 from towers.loop import listeners
 from towers.monitoring.bottleneck.starvation import Starvation
@@ -20,6 +20,7 @@ from towers.train import checks
 from towers.train.job import Job
 from towers.train.outputs import files, model_size
 from towers.train.outputs.versions import versions
+from towers.train.parts import model as model_parts
 
 # What is looked at most comes first.
 _HYPER_PARAMETERS = (
@@ -39,12 +40,16 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     if settings.asynchronous:
         measures.append(job.parallel.builder.staleness.measured)
     # The order matters: what one callback adds to the logs, the later ones see.
+    setup = job.setup
+    own = [] if setup.mine is None else setup.mine.callbacks(**setup.known)
     callbacks = [
         _Describe(job),
         # Validates the averages.
         *([keras.callbacks.SwapEMAWeights()] if settings.ema is not None else []),
         *watch.callbacks,
+        _TaskLogs(job),
         make_tensorboard(job, measures, watch),
+        *own,
         job.checkpoint,
     ]
     if (steps := checks.read_profile_steps(settings)) is not None:
@@ -72,15 +77,61 @@ class _Describe(keras.callbacks.Callback):
         files.describe(self._job)
 
 
+class UnknownMonitorError(ValueError):
+    """--monitor names nothing that is logged."""
+
+
+@listeners.changes_no_variable
+class _TaskLogs(keras.callbacks.Callback):
+    """Adds what the task logs to Keras's logs, and looks for the metric to monitor."""
+
+    def __init__(self, job: Job):
+        super().__init__()
+        self._monitor, self._task = job.settings.monitor, job.setup.task
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Looks for the metric, once the names of all logs are known.
+
+        Raises:
+            UnknownMonitorError: There is none of that name.
+        """
+        if self._monitor is None:
+            return
+        known = {*logs} | ({*self._task.logs(logs)} if self._task else set())
+        if self._monitor.removeprefix("val_") not in known:
+            raise UnknownMonitorError(
+                f"Received --monitor={self._monitor}, which this run does not log; "
+                f"expected one of {', '.join(sorted(known))}, or of these with val_."
+            )
+        self._monitor = None
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Adds it."""
+        if self._task is not None:
+            logs.update(self._task.logs(logs))
+
+
+def _shows_images(job):
+    """Whether TensorBoard shows examples, each with its class."""
+    facts, task = job.setup.facts, job.setup.task
+    return facts.has_images and task is not None and task.kind == "class"
+
+
+def _shows_mistakes(job):
+    """Whether it shows which class is taken for which."""
+    task = job.setup.task
+    plain = not job.setup.defines("preprocess")
+    chooses = task is not None and (task.kind, task.of_classes) == ("class", True)
+    return chooses and plain and job.settings.dataset is not None
+
+
 def make_watch(job: Job) -> Watch:
     """Makes the callbacks that measure the run."""
     size = job.settings.batch_size
     fractions = [each / size for each in job.sizes]
-    source = job.data.source
-    advice = input_pipeline.stage_advice(source.origin is not source, flags=True)
     return Watch(
         Throughput(size, job.data.examples, fractions=fractions),
-        Starvation(job.settings.log_steps, advice=advice),
+        Starvation(job.settings.log_steps, advice=job.data.advice),
         DeviceReport(job.devices),
         fractions,
     )
@@ -120,9 +171,10 @@ def make_tensorboard(
         hparams=hyper_parameters(job),
         histograms=job.settings.histograms,
         graph=lambda: job.parallel.builder.graph,
-        examples=job.data.samples() if len(job.data.image_shape) == 3 else None,
-        sample=job.data.evaluation,
-        class_names=job.data.source.class_names,
+        examples=job.data.samples() if _shows_images(job) else None,
+        sample=job.data.evaluation if _shows_mistakes(job) else None,
+        metrics=model_parts.metric_names(job.setup),
+        class_names=job.setup.facts.class_names,
     )
 
 

@@ -11,12 +11,24 @@ from towers.program.commands import (
     read_image_size,
     read_randaugment,
 )
-from towers.train.settings import Settings
+from towers.train.settings import DEFAULT_DATA, DEFAULTS, Settings
 
 MOST_PROFILED_STEPS = 200
 
 # Flags that are arguments of `input_pipeline.open_source`.
 DATA_FLAGS = (*data_flags.NAMES, "train_split", "eval_split")
+
+# Flags of data sets, which say nothing where the user's file reads the data.
+OF_DATA_SETS = (
+    *(name for name in DATA_FLAGS if name != "num_classes"),
+    *("dataset", "eval_dataset", "data_dir", "bad_records", "max_bad_records"),
+    *("image_size", "recipe", "randaugment", "mixup_alpha", "cutmix_alpha"),
+    *("cache", "cache_dir", "shuffle_mb", "ram_budget_mb", "data_service"),
+)
+# Flags that say nothing where the user's file has the optimizer, or the loss. It may
+# ask for the learning rate.
+_OF_OPTIMIZER = ("optimizer", "momentum", "weight_decay")
+_OF_LOSS = ("mixup_alpha", "cutmix_alpha")
 
 # The least, and the most if there is one, that a number may be.
 _BOUNDS = (
@@ -57,6 +69,8 @@ def check(settings: Settings) -> Settings:
     Raises:
         ValueError: If anything is bad.
     """
+    spec.check(settings.model)
+    settings = _with_data_set(settings)
     _check_numbers(settings)
     _check_optimizer(settings)
     _check_run(settings)
@@ -72,13 +86,43 @@ def check(settings: Settings) -> Settings:
             "Received --loss_placement=gathered with --mixup_alpha or --cutmix_alpha, "
             "which mix examples on the towers; expected --loss_placement=auto."
         )
-    spec.check(settings.model)
     _check_init_weights(settings)
     _ = settings.optimizer_class
     read_image_size(settings.image_size)
     read_randaugment(settings.randaugment)
     read_profile_steps(settings)
     check_data_service(settings.data_service)
+    return settings
+
+
+def _with_data_set(settings: Settings) -> Settings:
+    """Checks what the user's file defines; names the default where no data are named.
+
+    Raises:
+        ValueError: It defines what a flag says otherwise.
+    """
+    defined = settings.defined
+    file = spec.split_user_file(settings.model)[0].name if defined else ""
+    if "eval_data" in defined and "train_data" not in defined:
+        raise ValueError(
+            f"{file} defines eval_data and no train_data; expected both, so define "
+            "train_data as well, or name the data by --dataset and --eval_dataset."
+        )
+    idle = {
+        "train_data": OF_DATA_SETS,
+        "optimizer": _OF_OPTIMIZER,
+        "loss": () if settings.task else _OF_LOSS,
+    }
+    for name, flags in idle.items():
+        for flag in flags if name in defined else ():
+            if getattr(settings, flag) != getattr(DEFAULTS, flag):
+                raise ValueError(
+                    f"Received {settings.as_flag(flag)}, but {file} defines {name}, "
+                    f"for which it says nothing; expected one of the two, so leave "
+                    "one out."
+                )
+    if settings.dataset is None and "train_data" not in defined:
+        return settings.but(dataset=DEFAULT_DATA)
     return settings
 
 
@@ -235,7 +279,7 @@ def check_data(settings: Settings) -> None:
             f"Received --eval_fraction={fraction} and --eval_dataset={eval_dataset}, "
             "which is evaluated instead; expected one of the two."
         )
-    for name in DATA_FLAGS:
+    for name in DATA_FLAGS if settings.dataset is not None else ():
         if getattr(settings, name) is None:
             continue
         named = [settings.dataset, eval_dataset]

@@ -5,22 +5,24 @@ import warnings
 
 import keras
 
-from towers import input_pipeline
 from towers._deprecated import rename_flags
 from towers.lifecycle import resume
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.saved_model import OtherModelError, check_checkpoint
 from towers.program import words
-from towers.train.settings import DEFAULTS, MONITORS, NAMES, Settings
+from towers.train.parts.setup import Setup
+from towers.train.parts.task import LOWER_IS_BETTER
+from towers.train.settings import DEFAULTS, NAMES, Settings
 
 
-def make_checkpoint(settings: Settings, folder: str, validates: bool) -> Checkpoint:
+def make_checkpoint(setup: Setup, folder: str, validates: bool) -> Checkpoint:
     """Makes the callback that saves the run.
 
     Raises:
         ValueError: --monitor names a metric of validation data that are missing.
     """
+    settings = setup.settings
     monitor, mode = _monitor(settings, validates)
     return Checkpoint(
         folder,
@@ -36,20 +38,21 @@ def make_checkpoint(settings: Settings, folder: str, validates: bool) -> Checkpo
 def best_text(settings: Settings) -> str:
     """Returns which loss is the best without validation data: "lowest loss"."""
     monitor, mode = _monitor(settings, validates=False)
-    return f"{'lowest' if mode == 'min' else 'highest'} {monitor}"
+    best = {"min": "lowest", "max": "highest"}.get(mode, "best")
+    return f"{best} {monitor}"
 
 
 def _monitor(settings, validates):
-    known = [name for name in MONITORS if validates or not name.startswith("val_")]
-    monitor = settings.monitor or known[0]
-    if monitor not in known:
+    monitor = settings.monitor or ("val_loss" if validates else "loss")
+    if monitor.startswith("val_") and not validates:
         raise ValueError(
             f"Received --monitor={monitor}, but there is no validation data; expected "
-            f"one of {', '.join(known)}, or an --eval_dataset."
+            f"{monitor.removeprefix('val_')}, or an --eval_dataset."
         )
     mode = settings.monitor_mode
-    if mode == "auto":
-        mode = "min" if monitor.endswith("loss") else "max"
+    # Of other metrics, Keras knows.
+    if mode == "auto" and monitor.removeprefix("val_") in LOWER_IS_BETTER:
+        mode = "min"
     return monitor, mode
 
 
@@ -102,7 +105,7 @@ def check_model(folder: str, model: keras.Model) -> None:
         raise OtherModelError(f"{said}, or start over with --clean.") from error
 
 
-def check_classes(folder: str, source: input_pipeline.Source) -> None:
+def check_classes(folder: str, setup: Setup) -> None:
     """Checks that the classes are those that a run has been trained on.
 
     Raises:
@@ -113,8 +116,10 @@ def check_classes(folder: str, source: input_pipeline.Source) -> None:
             about = store.load_about(path)
         except store.DamagedError:
             continue
-        classes = source.class_names or source.num_classes
-        now = [*classes] if isinstance(classes, tuple | list) else classes
+        target = setup.facts.target
+        if target is None or target.kind != "class":
+            return
+        now = [*target.names] if target.names else target.size
         before = (about.get("data") or {}).get("classes")
         return resume.check_classes(path, before, now)
 

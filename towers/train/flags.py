@@ -22,9 +22,8 @@ FLAGS = flags.FLAGS
 MAIN = (
     *("dataset", "eval_dataset", "data_dir", "num_classes"),
     *("eval_fraction", "feature_columns", "label_column"),
-    *("tokenizer", "sequence_length"),
-    *("image_size", "recipe", "cache", "bad_records"),
-    *("model", "batch_size", "train_epochs", "optimizer", "learning_rate"),
+    *("tokenizer", "sequence_length", "image_size", "recipe", "bad_records"),
+    *("model", "task", "batch_size", "train_epochs", "optimizer", "learning_rate"),
     *("lr_schedule", "weight_decay", "dtype", "seed", "deterministic"),
     *("num_gpus", "variable_update"),
     *("model_dir", "clean", "eval_only", "checkpoint", "monitor"),
@@ -35,8 +34,9 @@ HELPS = {
     "Data": {
         "dataset": (
             "Data set to train on: digits, tfds:NAME, tfrecord:GLOB, "
-            "array_record:GLOB, parquet:GLOB, csv:GLOB, folder:DIR, "
-            "text:GLOB, text:python or synthetic:HxWxC:CLASSES."
+            "array_record:GLOB, parquet:GLOB, csv:GLOB, folder:DIR, text:GLOB, "
+            "text:python or synthetic:HxWxC:CLASSES. Default: train_data of "
+            "--model=FILE.py, if it is defined there, else digits."
         ),
         "eval_dataset": (
             "Data set to validate on, in one of the forms of --dataset. Default: the "
@@ -101,7 +101,14 @@ HELPS = {
     "Model and training": {
         "model": (
             "Network: mlp, cnn, lstm, resnet20, resnet32, resnet56, a network of "
-            "keras.applications such as MobileNetV2, or your own as file.py:function."
+            "keras.applications such as MobileNetV2, or your own as file.py:function. "
+            "Without a function, build. The file may also define loss, metrics, "
+            "optimizer, callbacks, preprocess, train_data and eval_data."
+        ),
+        "task": (
+            "What to learn, which chooses loss, metrics and the output that is "
+            "expected. Default: what the data are for; none, if --model=FILE.py "
+            "defines loss."
         ),
         "batch_size": (
             "Number of examples in a global batch, which is divided among the towers."
@@ -221,8 +228,8 @@ HELPS = {
             "earlier checkpoint removes the later ones."
         ),
         "monitor": (
-            "Metric that determines the best epoch. Default: val_loss, or loss without "
-            "validation data."
+            "Log that determines the best epoch, such as val_accuracy. Default: "
+            "val_loss, or loss without validation data."
         ),
         "monitor_mode": (
             "Whether the best epoch has the smallest or the largest --monitor. auto: "

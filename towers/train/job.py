@@ -16,10 +16,13 @@ from towers.model.tower_model import TowerModel
 from towers.program import words
 from towers.train import checks, continued
 from towers.train.parts import data as data_parts
-from towers.train.parts import fine_tune
+from towers.train.parts import fine_tune, my_model
 from towers.train.parts import model as model_parts
+from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data
 from towers.train.parts.devices import configure_devices, split_ratios
+from towers.train.parts.own_data import OwnData
+from towers.train.parts.setup import Setup
 from towers.train.settings import Settings
 
 BAD_RECORDS = "bad_records.json"
@@ -33,6 +36,7 @@ class Job:
         settings: What is asked for.
         data: What it trains and evaluates on.
         devices: Where it trains.
+        setup: What it is about: the task, and what the data have.
         model: The user's model, compiled, as the checkpoint left it.
         parallel: The same model on towers.
         checkpoint: The callback that saves it, which knows the epoch to begin at.
@@ -40,7 +44,8 @@ class Job:
     """
 
     settings: Settings
-    data: Data
+    data: Data | OwnData
+    setup: Setup
     devices: Devices
     model: keras.Model
     parallel: TowerModel
@@ -92,32 +97,33 @@ def assemble(settings: Settings) -> Job:
     devices = configure_devices(settings)
     _check_sizes(settings, split_ratios(settings, devices))
     check_reduction(settings, devices)
-    source, held_out = data_parts.open_sources(settings)
+    mine = my_model.load(settings)
+    opened = data_parts.open_data(settings, mine)
+    settings = opened.settings
+    setup = setup_parts.of(settings, opened.facts, mine)
     if not settings.clean:
-        continued.check_classes(folder, source)
-    shape = data_parts.choose_image_shape(settings, source)
-    model = model_parts.build_model(settings, source, shape, devices.home)
+        continued.check_classes(folder, setup)
+    model = model_parts.build_model(setup, devices.home)
     if not settings.eval_only:
-        model_parts.check_can_be_saved(settings, model)
+        model_parts.check_can_be_saved(setup, model)
     if not settings.clean:
         continued.check_model(folder, model)
     goes_on = not settings.clean and bool(store.find(folder))
     notes = fine_tune.prepare(settings, model, goes_on)
 
     known = os.path.join(model_dir, BAD_RECORDS)
-    known = [] if settings.clean else quarantine.read(known)
-    data = data_parts.prepare_data(settings, source, held_out, shape, known)
+    data = opened.prepare([] if settings.clean else quarantine.read(known))
     parallel = model_parts.build_towers(
-        settings, model, devices, shape, data.examples, model_dir=model_dir
+        setup, model, devices, data.examples, model_dir=model_dir
     )
     checkpoint = continued.make_checkpoint(
-        settings, folder, validates=data.held_out is not None
+        setup, folder, validates=data.held_out is not None
     )
     if not settings.clean:
         continued.restore(settings, checkpoint, folder, model)
-    job = Job(settings, data, devices, model, parallel, checkpoint, notes)
+    job = Job(settings, data, setup, devices, model, parallel, checkpoint, notes)
     if not (settings.eval_only or job.is_finished):
-        job = dataclasses.replace(job, data=data_parts.keep_at_hand(data))
+        job = dataclasses.replace(job, data=data.keep_at_hand())
     # Built now: whatever that finds wrong is the user's input, too.
     _ = job.data.training, job.data.evaluation
     return job

@@ -24,7 +24,7 @@ def run(job: Job) -> None:
         renew_learning_rate(job)
         watch = train(job)
         figures = summary.summarise(job, evaluate(job), watch)
-        (loss,) = (value for name, value in figures.items() if name.endswith("_loss"))
+        loss = figures["train_loss" if job.data.held_out is None else "val_loss"]
         if not math.isfinite(loss):
             raise NotFinite(
                 f"The loss is {loss} after epoch {job.epoch}, so model.keras is not "
@@ -39,7 +39,8 @@ def renew_learning_rate(job: Job) -> None:
     asked, optimizer = job.settings.learning_rate, job.model.optimizer
     before = float(optimizer.learning_rate)
     # A schedule is no variable, so it is not restored.
-    if job.settings.constant_rate and not math.isclose(before, asked, rel_tol=1e-6):
+    constant = job.settings.constant_rate and not job.setup.defines("optimizer")
+    if constant and not math.isclose(before, asked, rel_tol=1e-6):
         optimizer.learning_rate = asked
         print(f"Learning rate: {asked:g}, after {before:g}.")
 
@@ -64,7 +65,7 @@ def train(job: Job) -> Watch | None:
     terminal = sys.stdout.isatty()
     job.parallel.fit(
         job.data.training,
-        validation_data=job.data.evaluation if job.data.held_out else None,
+        validation_data=None if job.data.held_out is None else job.data.evaluation,
         epochs=job.settings.train_epochs,
         steps_per_epoch=job.data.steps_per_epoch(),
         callbacks=callbacks.make(job, watch, lines=not terminal),
@@ -78,10 +79,12 @@ def evaluate(job: Job) -> dict[str, float]:
     """Evaluates the model on validation data, or on the training data if none is given.
 
     Returns:
-        `val_loss` and `val_accuracy`, as Keras calls them; of the training data
-        `train_loss` and `train_accuracy`.
+        The loss and the metrics, such as `val_loss` and `val_accuracy`, as Keras calls
+        them; of the training data `train_loss` and `train_accuracy`.
     """
-    prefix = "val" if job.data.held_out else "train"
+    prefix = "train" if job.data.held_out is None else "val"
     with averaged(job.model):
         logs = job.parallel.evaluate(job.data.evaluation, verbose=0, return_dict=True)
+    if job.setup.task is not None:
+        logs |= job.setup.task.logs(logs)
     return {f"{prefix}_{name}": float(value) for name, value in logs.items()}

@@ -21,7 +21,16 @@ OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lamb"),
     *("Lion", "Muon", "Nadam", "RMSprop", "ScheduleFreeAdamW", "SGD"),
 )
-MONITORS = ("val_loss", "val_accuracy", "loss", "accuracy")
+DEFAULT_DATA = "digits"
+TASKS = (
+    *("classification", "regression", "binary", "multilabel", "segmentation"),
+    *("text_classification", "tagging", "language_model"),
+)
+# What a file of the user's may define beside the model.
+OWN_NAMES = (
+    *("loss", "metrics", "optimizer", "callbacks", "preprocess"),
+    *("train_data", "eval_data"),
+)
 
 # Of a run, these say what to do now; flags.txt, which describes the run, omits them.
 _OF_THE_START = ("clean", "eval_only", "checkpoint")
@@ -31,11 +40,12 @@ _OF_THE_START = ("clean", "eval_only", "checkpoint")
 class Settings:
     """All that the flags of towers.train say, under their names.
 
-    flags.py says what each of them means.
+    flags.py says what each of them means. Without a `dataset`, the model's file has the
+    data; `checks.check` names the default where it has none.
     """
 
     # Data.
-    dataset: str = "digits"
+    dataset: str | None = None
     eval_dataset: str | None = None
     data_dir: str = "data"
     num_classes: int | None = None
@@ -65,6 +75,7 @@ class Settings:
     data_service: str | None = None
     # Model and training.
     model: str = "cnn"
+    task: Literal[*TASKS] | None = None
     batch_size: int = 64
     train_epochs: int = 30
     max_train_steps: int | None = None
@@ -106,7 +117,7 @@ class Settings:
     clean: bool = False
     eval_only: bool = False
     checkpoint: str = "last"
-    monitor: Literal[*MONITORS] | None = None
+    monitor: str | None = None
     monitor_mode: Literal["auto", "min", "max"] = "auto"
     save_steps: int | None = None
     save_minutes: float = 10.0
@@ -128,6 +139,17 @@ class Settings:
     def mixes(self) -> bool:
         """Whether training examples are mixed."""
         return bool(self.mixup_alpha or self.cutmix_alpha)
+
+    @property
+    def defined(self) -> set[str]:
+        """What the user's file defines beside the model; nothing without a file.
+
+        Raises:
+            ValueError: There is no such file, or it is not valid Python.
+        """
+        if not spec.is_user_file(self.model):
+            return set()
+        return spec.names_in(spec.split_user_file(self.model)[0]) & {*OWN_NAMES}
 
     @property
     def asynchronous(self) -> bool:
@@ -162,7 +184,7 @@ class Settings:
     @property
     def absolute_model_dir(self) -> str:
         """Where the run goes: the model_dir, or runs/DATASET_MODEL."""
-        slug = "_".join((self.dataset, self.model))
+        slug = "_".join(filter(None, (self.dataset, self.model)))
         default = os.path.join("runs", "".join(c if c.isalnum() else "_" for c in slug))
         return os.path.abspath(os.path.expanduser(self.model_dir or default))
 

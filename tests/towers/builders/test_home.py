@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from tests import as_on_gpu
+from tests.towers.train.runs import setup
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.layers import variables
@@ -228,8 +229,8 @@ SERVER, COPIES = "parameter_server", "replicated"
 def test_defaults_of_the_flags(machine, monkeypatch, gpus, flags, expected):
     settings = Settings(**flags)
 
-    def compiled(settings, parallel, *_):
-        asked = {"auto": "auto", "true": True}[settings.enable_xla]
+    def compiled(setup, parallel, *_):
+        asked = {"auto": "auto", "true": True}[setup.settings.enable_xla]
         with tf.device("/device:CPU:0"):
             parallel.compile("sgd", "mse", jit_compile=asked)
 
@@ -237,7 +238,8 @@ def test_defaults_of_the_flags(machine, monkeypatch, gpus, flags, expected):
     machine(gpus)
     policy = keras.config.dtype_policy()
     placed = configure_devices(settings)
-    parallel = model_parts.build_towers(settings, _unbuilt(), placed, (2, 2, 1), 64)
+    about = setup(settings, (2, 2, 1))
+    parallel = model_parts.build_towers(about, _unbuilt(), placed, 64)
     found = _default(parallel)
     keras.config.set_dtype_policy(policy)
     assert found[: len(expected)] == expected

@@ -18,11 +18,15 @@ from absl.testing import flagsaver
 from PIL import Image
 
 from tests import warm
+from towers.input_pipeline.sources.targets import Target
 from towers.train import __main__ as train
 from towers.train import checks
 from towers.train import flags as train_flags
 from towers.train import run as train_run
 from towers.train.job import assemble
+from towers.train.parts import setup as setup_parts
+from towers.train.parts.facts import DataFacts
+from towers.train.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 # Of an epoch of the digits, or of as many batches: 1,437 images at 64 a batch.
@@ -88,6 +92,18 @@ def assembled(*flags):
 def run_here(*flags):
     """Runs to the end in this process: what needs no signal and no exit code."""
     train_run.run(assembled(*flags))
+
+
+def setup(settings=None, shape=(4,), size=3, kind="class", target_shape=()):
+    """What a run is about, of data of some shape."""
+    settings = settings or Settings(dataset="digits")
+    facts = DataFacts(
+        *("x", "image" if len(shape) == 3 else "row"),
+        keras.KerasTensor((None, *shape)),
+        Target(kind, size),
+        target_shape,
+    )
+    return setup_parts.of(settings, facts, None)
 
 
 class Terminal(io.StringIO):

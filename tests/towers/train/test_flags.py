@@ -18,6 +18,7 @@ from towers.collectives import reduce
 from towers.monitoring.profile import callback as profile
 from towers.train import checks, settings
 from towers.train import flags as train_flags
+from towers.train.parts import task
 from towers.train.settings import Settings
 
 
@@ -71,6 +72,17 @@ def test_names_that_flags_know_are_those_of_the_tables():
         and name != "Optimizer"
     }
     assert set(settings.OPTIMIZERS) == optimizers
+    assert settings.TASKS == tuple(task.TASKS)
+
+
+def test_what_own_data_leave_no_room_for():
+    of_data = {
+        name
+        for heading in ("Data", "Images", "Input pipeline")
+        for name in train_flags.HELPS[heading]
+    }
+    # How many classes there are nothing else may tell; and towers still prefetch.
+    assert {*checks.OF_DATA_SETS} == of_data - {"num_classes", "prefetch"}
 
 
 @pytest.mark.parametrize(

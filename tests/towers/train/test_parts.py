@@ -1,5 +1,6 @@
 """Parts of towers.train that need no run."""
 
+import contextlib
 import fcntl
 import signal
 import types
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.towers.train.runs import (
+    setup,
     snapshot,
     write_folder,
 )
@@ -31,7 +33,7 @@ from towers.train.settings import Settings
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_end_is_no_failure(monkeypatch, number):
-    data = types.SimpleNamespace(source=None, evaluated=[None])
+    data = types.SimpleNamespace(blaming=contextlib.nullcontext)
     job = types.SimpleNamespace(data=data)
     monkeypatch.setattr(train, "assemble", lambda settings: job)
     monkeypatch.setattr(train, "run", lambda job: None)
@@ -99,7 +101,7 @@ def test_optimizer():
 )
 def test_loss_fits_the_models_end(end, from_logits):
     model = keras.Sequential([keras.Input((4,)), *end])
-    model_parts.compile_model(Settings(), model, (4,), 95)
+    model_parts.compile_model(setup(), model, 95)
     assert model.loss.from_logits is from_logits
     assert model.optimizer.built
 
@@ -172,7 +174,7 @@ def test_flags_of_the_data_reach_it(tmp_path):
     (tmp_path / "b.csv").write_text("x,y,z\n1,2,owl\n")
     like = types.SimpleNamespace(class_names=("cat", "owl"))
     spec = f"csv:{tmp_path}/b.csv"
-    held_out = data_parts.open_source(Settings(), spec, 2, like)
+    held_out = data_parts.open_source(Settings(dataset="digits"), spec, 2, like)
     assert (held_out.num_classes, held_out.class_names) == (2, ("cat", "owl"))
     assert held_out.splits == {"train": None}
 
@@ -180,8 +182,11 @@ def test_flags_of_the_data_reach_it(tmp_path):
 def test_what_was_decided_is_said(tmp_path):
     (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n1,2,1\n" * 10)
     source = input_pipeline.open_source(f"csv:{tmp_path}/a.csv")
-    data = types.SimpleNamespace(source=source, held_out=(source, "test"))
-    job = types.SimpleNamespace(data=data, settings=Settings())
+    data = types.SimpleNamespace(
+        source=source, held_out=(source, "test"), notes=lambda: source.notes
+    )
+    asked = Settings(dataset="csv:a")
+    job = types.SimpleNamespace(data=data, settings=asked, setup=setup(asked))
     said = first_lines.data_notes(job)
     assert said[0].startswith("The labels are the column 'z', the last one; --label")
     assert said[1].startswith("10% of the rows, 2 in all, are held out for validat")
@@ -225,7 +230,7 @@ def test_logits_are_told_from_probabilities(head):
     last = keras.Sequential([dense]) if head == "nested" else dense
     flatten = keras.layers.Flatten()
     model = keras.Sequential([keras.Input((3, 3, 1)), flatten, last])
-    assert model_parts.returns_logits(model, (3, 3, 1)) == (head is None)
+    assert model_parts.returns_logits(model, setup(shape=(3, 3, 1))) == (head is None)
 
 
 def test_a_model_of_the_users_own_class():
@@ -237,11 +242,11 @@ def test_a_model_of_the_users_own_class():
         def call(self, x):
             return self.dense(x)
 
-    source, asked = mock.Mock(num_classes=3), Settings(mixup_alpha=1.0)
+    about = setup(Settings(mixup_alpha=1.0), (2,))
     with mock.patch.object(model_parts.models, "build", return_value=Model()):
-        model = model_parts.build_model(asked, source, (2,), "/CPU:0")
+        model = model_parts.build_model(about, "/CPU:0")
     placed = devices.Devices(("/CPU:0",), "/CPU:0")
-    parallel = model_parts.build_towers(asked, model, placed, (2,), 95)
+    parallel = model_parts.build_towers(about, model, placed, 95)
     assert not parallel.loss.from_logits
 
 
@@ -251,9 +256,9 @@ def test_a_model_that_cannot_be_saved_is_told_at_once():
             super().__init__()
 
     saves = keras.Sequential([keras.layers.Dense(2)])
-    model_parts.check_can_be_saved(Settings(), saves)
+    model_parts.check_can_be_saved(setup(), saves)
     with pytest.raises(ValueError, match=r"arguments Model was made; .*get_config"):
-        model_parts.check_can_be_saved(Settings(), Model(object()))
+        model_parts.check_can_be_saved(setup(), Model(object()))
 
 
 def test_a_model_whose_call_is_wrong():
@@ -261,13 +266,12 @@ def test_a_model_whose_call_is_wrong():
         def call(self, x):
             return x.absent
 
-    source = mock.Mock(num_classes=3)
     with (
         mock.patch.object(model_parts.models, "build") as build,
         pytest.raises(ValueError, match=r"(?s)raised AttributeError .*absent"),
     ):
         build.return_value = keras.Sequential([Layer()])
-        model_parts.build_model(Settings(), source, (2,), "/CPU:0")
+        model_parts.build_model(setup(shape=(2,)), "/CPU:0")
 
 
 def test_commands_that_are_printed_quote_paths():
@@ -293,7 +297,7 @@ def test_commands_that_are_printed_quote_paths():
         (
             [(2,)],
             2,
-            r"returns 2 tensors in a structure, but x has labels from 0 to 2",
+            r"returns 2 tensors in a structure, but x has 3 classes",
         ),
     ],
 )
@@ -302,13 +306,11 @@ def test_a_model_of_other_inputs_and_outputs(inputs, outputs, said):
     first = tensors[0] if len(tensors) == 1 else tensors
     made = [keras.layers.Dense(3)(tensors[-1]) for _ in range(outputs)]
     model = keras.Model(first, made[0] if outputs == 1 else made)
-    source = mock.Mock(num_classes=3)
-    source.name = "x"
     with (
         mock.patch.object(model_parts.models, "build", return_value=model),
         pytest.raises(ValueError, match=said),
     ):
-        model_parts.build_model(Settings(), source, (2,), "/CPU:0")
+        model_parts.build_model(setup(shape=(2,)), "/CPU:0")
 
 
 def test_a_table_is_evaluated_by_the_columns_it_was_trained_on(tmp_path):

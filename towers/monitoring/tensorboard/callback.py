@@ -76,6 +76,7 @@ class TensorBoard(keras.callbacks.Callback):
         examples: tf.data.Dataset | None = None,
         sample: tf.data.Dataset | None = None,
         class_names: Sequence[str] | None = None,
+        metrics: Sequence[str] = ("accuracy",),
     ):
         """Initializes the callback. It writes nothing yet.
 
@@ -95,6 +96,7 @@ class TensorBoard(keras.callbacks.Callback):
             sample: Batches of (inputs of the model, labels), to show mistakes and a
                 confusion matrix at the end. None: neither.
             class_names: Names of the classes. By default their numbers.
+            metrics: Names of the metrics that are shown beside the loss.
 
         Raises:
             ValueError: If the number of steps is not positive.
@@ -110,6 +112,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._graph = graph
         self._examples = examples
         self._sample = sample
+        self._metrics = metrics
         self._classes = pictures.Classes(class_names)
         self._begin()
 
@@ -133,9 +136,11 @@ class TensorBoard(keras.callbacks.Callback):
                 if value is not None:
                     tf.summary.scalar(tag, value)
             # Of those of a run that goes on, TensorBoard shows the first.
-            summaries = [layout_summary()]
+            summaries = [layout_summary(self._metrics)]
             if self._hparams:
-                summaries += hparams_summaries(self._log_dir, self._hparams)
+                summaries += hparams_summaries(
+                    self._log_dir, self._hparams, self._metrics
+                )
             for summary in summaries:
                 tf.summary.experimental.write_raw_pb(summary)
             if self._examples is not None:

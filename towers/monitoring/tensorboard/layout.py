@@ -1,12 +1,13 @@
 """Lays out TensorBoard's page of custom scalars: is it learning, fast, starved?"""
 
+from collections.abc import Iterable
+
 from tensorboard.plugins.custom_scalar import layout_pb2, summary
 
 # Regular expressions of the tags in each chart. They match from the beginning.
 _PAGE = {
     "Is it learning?": {
         "Loss": ["epoch_loss$"],
-        "Accuracy": ["epoch_accuracy$"],
         "Loss, by batch": ["batch_loss$"],
         "Learning rate": ["batch_learning_rate$"],
     },
@@ -26,8 +27,17 @@ _PAGE = {
 }
 
 
-def layout_summary() -> bytes:
-    """Returns the layout as a summary, to be written as it is."""
+def layout_summary(metrics: Iterable[str] = ("accuracy",)) -> bytes:
+    """Returns the layout as a summary, to be written as it is.
+
+    The metrics are those of the logs, by name: each gets a chart.
+    """
+    charts = {
+        name.replace("_", " ").capitalize(): [f"epoch_{name}$"] for name in metrics
+    }
+    first, *others = _PAGE.items()
+    title, (loss, *learning) = first[0], first[1].items()
+    page = {title: dict([loss, *charts.items(), *learning]), **dict(others)}
     categories = [
         layout_pb2.Category(
             title=title,
@@ -38,6 +48,6 @@ def layout_summary() -> bytes:
                 for name, tags in charts.items()
             ],
         )
-        for title, charts in _PAGE.items()
+        for title, charts in page.items()
     ]
     return summary.pb(layout_pb2.Layout(category=categories)).SerializeToString()

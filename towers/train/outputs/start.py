@@ -8,7 +8,8 @@ from towers.program import words
 from towers.train import continued
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import files, model_size
-from towers.train.settings import DEFAULTS
+from towers.train.parts.task import described
+from towers.train.settings import DEFAULTS, OWN_NAMES
 
 
 def text(job: Job) -> str:
@@ -19,6 +20,7 @@ def text(job: Job) -> str:
         f"Model {settings.model}: {model_size.size_text(job.model)}.",
         *job.notes,
         _data_line(job),
+        _own_line(job),
         *data_notes(job),
     ]
     if data.bad_records:
@@ -37,39 +39,46 @@ def text(job: Job) -> str:
 
 
 def _data_line(job):
-    source, shape = job.data.source, job.data.image_shape
-    what = "training image", f" of {'x'.join(map(str, shape))}"
-    if len(shape) == 1:
-        what = "row", f" of {words.count(shape[0], 'number')} to train on"
-    return (
-        f"Data {source.name}: {counted(job.data.examples, what[0])}{what[1]}, "
-        f"{words.count(source.num_classes, 'class', 'classes')}"
-        f"{source.note and f', {source.note}'}."
-    )
+    data, setup = job.data, job.setup
+    parts = [setup.facts.text(data.examples)]
+    if setup.facts.target is not None and setup.facts.target.size:
+        parts.append(described(setup.facts))
+    if setup.task is None:
+        parts.append("learnt by the loss of the model's file")
+    elif setup.task.name != "classification":
+        # Of this one, the classes tell.
+        parts.append(f"task {setup.task.name}")
+    if data.note:
+        parts.append(data.note)
+    return f"Data {setup.facts.name}: {', '.join(parts)}."
 
 
-def counted(number: int | None, noun: str) -> str:
-    """Says how many there are, or that this is unknown."""
-    if number is None:
-        return f"an unknown number of {noun}s"
-    return words.count(number, noun)
+def _own_line(job):
+    """Says what the user's file defines beside the model."""
+    defined = [name for name in OWN_NAMES if job.setup.defines(name)]
+    if not defined:
+        return None
+    text = f"Of {job.setup.mine.path.name}: {', '.join(defined)}"
+    if "preprocess" in defined and job.setup.facts.has_images:
+        text += "; after preprocess, images that are still bytes become [-1, 1]"
+    return f"{text}."
 
 
 def data_notes(job: Job) -> list[str]:
     """Says what was decided about the data, and which flags change nothing."""
-    source = job.data.source
-    notes = [*source.notes]
-    if source.num_classes == 1:
+    target, notes = job.setup.facts.target, [*job.data.notes()]
+    if target is not None and (target.kind, target.size) == ("class", 1):
         notes.append("Note: All labels are of one class, so any model is always right.")
     if job.data.held_out is None:
         notes.append(
             "There is no validation data, so the training data is evaluated, and the "
-            f"best epoch has the {continued.best_text(job.settings)}; --eval_dataset "
-            "names validation data."
+            f"best epoch has the {continued.best_text(job.settings)}; "
+            + ("--eval_dataset names" if job.settings.dataset else "eval_data gives")
+            + " validation data."
         )
-    else:
+    elif job.settings.dataset is not None:
         notes += _validation_notes(job, *job.data.held_out)
-    return notes + _idle_notes(job)
+    return notes if job.settings.dataset is None else notes + _idle_notes(job)
 
 
 def _validation_notes(job, held_out, split):
@@ -83,7 +92,7 @@ def _validation_notes(job, held_out, split):
                 "Note: Only one of training and validation data has names of "
                 f"classes, so {first!r} in one is taken for label 0 in the other."
             )
-    examples = counted(held_out.splits[split], "example")
+    examples = words.counted(held_out.splits[split], "example")
     return [*notes, f"Validation {held_out.name}: {examples}."]
 
 

@@ -25,7 +25,8 @@ def summarise(
     return {
         **values,
         **(measured(watch) if watch else measured_before(job.model_dir)),
-        "class_names": job.data.source.class_names,
+        "task": job.setup.task and job.setup.task.name,
+        "class_names": job.setup.facts.class_names,
         "bad_records": job.data.bad_records,
         "parameters": job.model.count_params(),
         "epochs": job.epoch,

@@ -1,10 +1,12 @@
 """The data of a run, as settings describe them: opened, checked and kept at hand."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +18,12 @@ from towers.input_pipeline.specs import takes
 from towers.program import words
 from towers.program.commands import read_image_size, read_randaugment
 from towers.train.checks import DATA_FLAGS
+from towers.train.parts import facts as facts_parts
+from towers.train.parts import own_data
+from towers.train.parts.facts import DataFacts
+from towers.train.parts.my_model import MyModel
+from towers.train.parts.own_data import OwnData
+from towers.train.parts.task import TASKS
 from towers.train.settings import DEFAULTS, Settings
 
 
@@ -26,6 +34,7 @@ class Data:
     Attributes:
         settings: How to read it.
         source: Where training data comes from.
+        facts: What it has.
         held_out: Source and split to evaluate on, if there is one.
         image_shape: (height, width, channels) of the images, or (numbers in a row,).
         quarantines: Bad records that are passed over, of each data set.
@@ -33,6 +42,7 @@ class Data:
 
     settings: Settings
     source: input_pipeline.Source
+    facts: DataFacts
     held_out: tuple[input_pipeline.Source, str] | None
     image_shape: tuple[int, ...]
     quarantines: Sequence[Quarantine] = ()
@@ -51,6 +61,30 @@ class Data:
     def evaluated(self) -> tuple[input_pipeline.Source, str]:
         """Source and split to evaluate on: held out, else the training data."""
         return self.held_out or (self.source, "train")
+
+    @property
+    def note(self) -> str:
+        """What else is to be known of the training data, as a phrase."""
+        return self.source.note
+
+    def notes(self) -> Sequence[str]:
+        """Says what was decided about the data without being asked for."""
+        return self.source.notes
+
+    def blaming(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, an error of the input names the record that is bad."""
+        return input_pipeline.blame_records(self.source, self.evaluated[0])
+
+    def batches(self, count: int) -> list[Any]:
+        """Reads some batches of training data, in a fixed order.
+
+        Raises:
+            ValueError: If a record is bad.
+        """
+        # Each epoch anew, and in this process.
+        read = self.open_training(deterministic=True, repeat=False, data_service=None)
+        with input_pipeline.blame_records(self.source):
+            return list(itertools.islice(read.repeat(), count))
 
     def steps_per_epoch(self) -> int | None:
         """Batches in an epoch of training, if epochs are to follow without a gap.
@@ -71,6 +105,13 @@ class Data:
         """What to evaluate on, in order."""
         return self._open(*self.evaluated, training=False)
 
+    @property
+    def advice(self) -> Mapping[str, str]:
+        """What to do about a stage that is slow; see `Starvation`."""
+        return input_pipeline.stage_advice(
+            self.source.origin is not self.source, flags=True
+        )
+
     def samples(self) -> tf.data.Dataset:
         """Opens training data for a look at it: augmented, not mixed, read at once."""
         return self.open_training(
@@ -80,6 +121,14 @@ class Data:
     def open_training(self, **options: Any) -> tf.data.Dataset:
         """Opens the training data, with some options of `make_dataset` changed."""
         return self._open(self.source, "train", training=True, **options)
+
+    def keep_at_hand(self) -> "Data":
+        """Returns it with the examples kept at hand, as --cache says.
+
+        Raises:
+            ValueError: If a record is bad.
+        """
+        return _at_hand(self)
 
     def _open(self, source, split, training, **options):
         settings = self.settings
@@ -98,6 +147,47 @@ class Data:
             **options,
         }
         return input_pipeline.make_dataset(source, split, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """Data sets that are opened, and not read yet.
+
+    Attributes:
+        settings: How to read them.
+        source: What to train on.
+        held_out: What to evaluate on, if it is another.
+        image_shape: Shape of an image, or of a row.
+        facts: What the training data have.
+    """
+
+    settings: Settings
+    source: input_pipeline.Source
+    held_out: input_pipeline.Source | None
+    image_shape: tuple[int, ...]
+    facts: DataFacts
+
+    def prepare(self, known: Sequence[Quarantine] = ()) -> Data:
+        """Downloads or writes what is missing, and has a look at the records.
+
+        Args:
+            known: Bad records that were found earlier.
+        """
+        return prepare_data(self, known)
+
+
+def open_data(settings: Settings, mine: MyModel | None) -> Opened | OwnData:
+    """Opens what to train and evaluate on: data sets, or what the user's file reads.
+
+    Raises:
+        ValueError: They cannot be opened, or do not fit together.
+    """
+    if settings.dataset is None:
+        return own_data.open_data(settings, mine)
+    source, held_out = open_sources(settings)
+    shape = choose_image_shape(settings, source)
+    facts = facts_parts.of_source(source, shape)
+    return Opened(settings, source, held_out, shape, facts)
 
 
 def open_sources(
@@ -129,6 +219,7 @@ def open_source(
     """
     options = {name: getattr(settings, name) for name in DATA_FLAGS}
     options["num_classes"] = num_classes
+    options["target"] = settings.task and TASKS[settings.task].kind
     if like is not None:
         options["class_names"] = like.class_names
         if takes(settings.dataset, "label_column"):
@@ -219,23 +310,9 @@ def choose_image_shape(
     return height, width, channels
 
 
-def prepare_data(
-    settings: Settings,
-    source: input_pipeline.Source,
-    held_out: input_pipeline.Source | None,
-    image_shape: tuple[int, ...],
-    known: Sequence[Quarantine] = (),
-) -> Data:
-    """Downloads or writes what is missing, and has a look at the records.
-
-    Args:
-        settings: Whether bad records are passed over.
-        source: What to train on.
-        held_out: What to evaluate on, if it is another; else that is the test split of
-            `source`, if it has one.
-        image_shape: Shape of an image, or of a row.
-        known: Bad records that were found earlier.
-    """
+def prepare_data(opened: Opened, known: Sequence[Quarantine] = ()) -> Data:
+    """See `Opened.prepare`; without a held_out, that is the test split, if any."""
+    settings, source, held_out = opened.settings, opened.source, opened.held_out
     source.prepare()
     if held_out is not None:
         held_out.prepare()
@@ -246,7 +323,7 @@ def prepare_data(
     else:
         source, found = _look_at_records(settings, source, list(source.splits), known)
         evaluated = (source, "test") if "test" in source.splits else None
-    return Data(settings, source, evaluated, image_shape, found)
+    return Data(settings, source, opened.facts, evaluated, opened.image_shape, found)
 
 
 def _look_at_records(
@@ -276,12 +353,7 @@ def _look_at_records(
     return source.without(found.bad, found.splits), [found]
 
 
-def keep_at_hand(data: Data) -> Data:
-    """Keeps the examples at hand, as --cache says.
-
-    Raises:
-        ValueError: If a record is bad.
-    """
+def _at_hand(data: Data) -> Data:
     source, held_out = _cached(data, data.source), data.held_out
     if held_out is not None:
         other, split = held_out

@@ -13,55 +13,63 @@ from towers.devices import Devices
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
 from towers.train.parts.devices import split_ratios
-from towers.train.parts.optimizer import build_optimizer
-from towers.train.settings import Settings
+from towers.train.parts.optimizer import build_optimizer, learning_rate
+from towers.train.parts.setup import Setup
+from towers.train.parts.task import described
 
 NOT_FINITE = "not_finite.npz"
 
+# Examples that a model is tried on, and the length of what has any.
+_TRIED = 8
 
-def build_model(
-    settings: Settings,
-    source: input_pipeline.Source,
-    image_shape: tuple[int, ...],
-    home: str,
-) -> keras.Model:
-    """Builds the model at home, and checks that it fits the data."""
+
+def build_model(setup: Setup, home: str) -> keras.Model:
+    """Builds the model at home, and checks that it fits the data and the task."""
+    facts, name = setup.facts, setup.settings.model
+    imagenet = setup.settings.init_weights == "imagenet"
     with tf.device(home):
         model = models.build(
-            settings.model,
-            input_shape=image_shape,
-            num_classes=source.num_classes,
-            options={"imagenet": True} if settings.init_weights == "imagenet" else {},
-            seed=settings.seed,
+            name,
+            setup.for_model,
+            options={"imagenet": True} if imagenet else {},
+            seed=setup.settings.seed,
+            module=setup.mine and setup.mine.module,
         )
         try:
-            output = _returned(model, image_shape)
+            output = _returned(model, facts)
         except ValueError as error:
             takes = getattr(model, "input_shape", None)
-            what, other = "images", "another --image_size or "
-            if len(image_shape) == 1:
-                what, other = "rows", ""
+            what = {"image": "images", "row": "rows"}.get(facts.input_kind, "inputs")
+            other = "another --image_size or " if facts.has_images else ""
             raise ValueError(
-                f"The model {settings.model} takes {takes or 'other inputs'}, but the "
-                f"{what} of {source.name} are {image_shape}; give {other}another model."
+                f"The model {name} takes {takes or 'other inputs'}, but the "
+                f"{what} of {facts.name} are {facts.input_shape}; give {other}another "
+                "model."
             ) from error
         except Exception as error:  # whatever the user's code raises
             raise ValueError(
-                f"The model {settings.model} raised {type(error).__name__} when it was "
+                f"The model {name} raised {type(error).__name__} when it was "
                 f"called, which says: {error}; correct the model."
             ) from error
-    shape = getattr(output, "shape", None)
-    if shape is None or len(shape) != 2 or (shape[-1] or 0) < source.num_classes:
-        returned = shape or f"{len(keras.tree.flatten(output))} tensors in a structure"
-        raise ValueError(
-            f"The model {settings.model} returns {returned}, but {source.name} has "
-            f"labels from 0 to {source.num_classes - 1}; expected one output of shape "
-            f"(None, {source.num_classes}), a value for each class."
-        )
+    if setup.task is not None:
+        _check_output(setup, output)
     return model
 
 
-def check_can_be_saved(settings: Settings, model: keras.Model) -> None:
+def _check_output(setup, output):
+    task, facts = setup.task, setup.facts
+    shape = getattr(output, "shape", None)
+    if shape is not None and (facts.target is None or task.fits(shape, facts)):
+        return
+    returned = shape or f"{len(keras.tree.flatten(output))} tensors in a structure"
+    raise ValueError(
+        f"The model {setup.settings.model} returns {returned}, but {facts.name} has "
+        f"{described(facts)}; expected one output of shape "
+        f"{task.output_shape(facts)}, a value for each {task.each}."
+    )
+
+
+def check_can_be_saved(setup: Setup, model: keras.Model) -> None:
     """Checks that Keras can describe the model, before anything is trained.
 
     Raises:
@@ -72,61 +80,69 @@ def check_can_be_saved(settings: Settings, model: keras.Model) -> None:
     except NotImplementedError as error:
         found = re.search(r"Object (\w+) was created", str(error))
         raise ValueError(
-            f"The model {settings.model} cannot be saved: Keras cannot tell with which "
-            f"arguments {found[1] if found else 'a part of it'} was made; expected a "
-            "method get_config() there that returns them."
+            f"The model {setup.settings.model} cannot be saved: Keras cannot tell with "
+            f"which arguments {found[1] if found else 'a part of it'} was made; "
+            "expected a method get_config() there that returns them."
         ) from error
 
 
-def _returned(model, image_shape):
+def _returned(model, facts):
     """What a model returns, symbolically: a class of the user's has no output_shape."""
-    return model(keras.KerasTensor((None, *image_shape)))
+    return model(facts.inputs)
 
 
 def make_preprocess(
-    settings: Settings, outputs: int | None = None
+    setup: Setup, outputs: int | None = None
 ) -> Callable[[Any, Any, bool], tuple[Any, Any]]:
-    """Makes what towers do to local batches: bytes to floats in [-1, 1], and mixing.
+    """Makes what towers do to local batches.
+
+    The user's `preprocess` comes first. Pictures of a data set that are still bytes
+    then become floats in [-1, 1]; inputs of the user's own data stay as they are. At
+    last, examples are mixed.
 
     Args:
-        settings: Whether to mix.
+        setup: Of the run.
         outputs: How many values the model returns for an image; needed to mix.
     """
-    mix = None
+    settings, task, mix = setup.settings, setup.task, None
     if settings.mixes:
         mix = input_pipeline.Mix(
             outputs, settings.mixup_alpha, settings.cutmix_alpha, settings.seed
         )
     dtype = keras.config.dtype_policy().compute_dtype
+    own = setup.mine and setup.mine.preprocess(**setup.known)
 
     def preprocess(x, y, training):
-        images = x.dtype == tf.uint8
+        if own is not None:
+            x, y = own(x, y, training)
+        images = setup.facts.has_images and x.dtype == tf.uint8
         if mix is not None and y is not None:
             x, y = mix(x, y) if training else (x, tf.one_hot(y, outputs))
+        if task is not None and y is not None:
+            y = task.target(y)
         return (input_pipeline.normalize(x, dtype) if images else x), y
 
     return preprocess
 
 
 def build_towers(
-    settings: Settings,
+    setup: Setup,
     model: keras.Model,
     devices: Devices,
-    image_shape: tuple[int, ...],
     examples: int | None,
     model_dir: str | None = None,
 ) -> TowerModel:
     """Puts the model on towers and compiles it.
 
     Args:
-        settings: How to train it.
+        setup: How to train it, on what.
         model: The model.
         devices: The devices.
-        image_shape: Shape of an image, or of a row.
         examples: Examples in an epoch, if known.
         model_dir: Where to remember which way of updating was chosen, and to keep a
             batch whose loss is not finite; `None` for nowhere.
     """
+    settings = setup.settings
     parallel = multi_gpu_model(
         model,
         gpus=devices.towers,
@@ -140,8 +156,8 @@ def build_towers(
         choice_file=model_dir and os.path.join(model_dir, "variable_update.json"),
         max_staleness=settings.max_staleness,
         preprocess=make_preprocess(
-            settings,
-            _returned(model, image_shape).shape[-1] if settings.mixes else None,
+            setup,
+            _returned(model, setup.facts).shape[-1] if settings.mixes else None,
         ),
         prefetch=settings.prefetch,
         check_numerics=settings.check_numerics != "off"
@@ -151,38 +167,92 @@ def build_towers(
     # Towers that do not wait for one another make a step of the optimizer each.
     steps_per_batch = len(devices.towers) if settings.asynchronous else 1
     with tf.device(devices.home):
-        compile_model(settings, parallel, image_shape, examples, steps_per_batch)
+        compile_model(setup, parallel, examples, steps_per_batch)
     return parallel
 
 
 def compile_model(
-    settings: Settings,
+    setup: Setup,
     model: keras.Model | TowerModel,
-    image_shape: tuple[int, ...],
     examples: int | None,
     steps_per_batch: int = 1,
 ) -> None:
-    """Compiles the model, and builds its optimizer; see `build_optimizer`.
-
-    The shape is that of an image, or of a row.
-    """
-    loss = keras.losses.SparseCategoricalCrossentropy
-    if settings.mixes:
-        loss = keras.losses.CategoricalCrossentropy
+    """Compiles the model, and builds its optimizer; see `build_optimizer`."""
+    settings = setup.settings
+    if setup.defines("optimizer"):
+        rate = learning_rate(settings, examples, steps_per_batch)
+        optimizer = setup.mine.optimizer(learning_rate=rate, **setup.known)
+    else:
+        optimizer = build_optimizer(settings, examples, steps_per_batch)
     model.compile(
-        build_optimizer(settings, examples, steps_per_batch),
-        loss(from_logits=returns_logits(model, image_shape)),
-        # By the labels as they were before they were mixed.
-        metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
+        optimizer,
+        **_loss_and_metrics(setup, model),
         steps_per_execution=settings.steps_per_loop,
         jit_compile={"auto": "auto", "true": True, "false": False}[settings.enable_xla],
     )
     model.optimizer.build(model.trainable_variables)
 
 
-def returns_logits(model: keras.Model, image_shape: tuple[int, ...]) -> bool:
-    """Tries whether a model returns logits, as the registry's do, or probabilities."""
-    noise = tf.random.stateless_uniform((2, *image_shape), seed=(0, 0))
-    outputs = tf.cast(model(2 * noise - 1), tf.float32)
-    adds_up = tf.abs(tf.reduce_sum(outputs, axis=-1) - 1) < 1e-2
-    return not bool(tf.reduce_all(adds_up) & tf.reduce_all(outputs >= 0))
+def _loss_and_metrics(setup, model):
+    """Arguments of `compile`: the user's own, else those of the task."""
+    mine, task, known = setup.mine, setup.task, setup.known
+    loss = mine and mine.loss(**known)
+    metrics = mine and mine.metrics(**known)
+    weighted = None
+    logits = task is not None and returns_logits(model, setup)
+    if loss is None and setup.settings.mixes:
+        loss = keras.losses.CategoricalCrossentropy(from_logits=logits)
+    elif loss is None:
+        loss = task.loss(logits)
+    if metrics is None and task is not None:
+        # By the labels as they were before they were mixed.
+        metrics = task.metrics(logits, setup.facts.target.size)
+        if task.weighted:
+            metrics, weighted = None, metrics
+    return {"loss": loss, "metrics": metrics, "weighted_metrics": weighted}
+
+
+def metric_names(setup: Setup) -> list[str]:
+    """Returns what the metrics are called in the logs, as far as they have names."""
+    if setup.defines("metrics"):
+        found = keras.tree.flatten(setup.mine.metrics(**setup.known))
+    else:
+        found = setup.task.metrics(True, setup.facts.target.size) if setup.task else []
+    return [
+        each if isinstance(each, str) else getattr(each, "name", "") for each in found
+    ]
+
+
+def returns_logits(model: keras.Model, setup: Setup) -> bool:
+    """Tries whether a model returns logits, as the registry's do, or probabilities.
+
+    Probabilities of one of several classes add up to 1; those of labels are all
+    between 0 and 1, and not 0.
+    """
+    task = setup.task
+    if task.probability is None:
+        return False
+    softmax = task.probability == "softmax"
+    outputs = tf.cast(model(_noise(setup.facts, 1 if softmax else 100)), tf.float32)
+    if softmax:
+        adds_up = tf.abs(tf.reduce_sum(outputs, axis=-1) - 1) < 1e-2
+        return not bool(tf.reduce_all(adds_up) & tf.reduce_all(outputs >= 0))
+    inside = (outputs >= 0) & (outputs <= 1)
+    return not bool(tf.reduce_all(inside)) or bool(tf.reduce_all(outputs == 0))
+
+
+def _noise(facts, far):
+    """Examples to try a model on: some in [-1, 1], and some `far` times as large."""
+
+    def noise(spec):
+        shape = (_TRIED, *(size or _TRIED for size in spec.shape[1:]))
+        if not spec.dtype.startswith(("float", "bfloat")):
+            # Whatever they mean: all models take these numbers.
+            most = min(facts.vocabulary_size or 2, 128)
+            drawn = tf.random.stateless_uniform(shape, (0, 0), 0, most, tf.int32)
+            return tf.cast(drawn, spec.dtype)
+        drawn = 2 * tf.random.stateless_uniform(shape, seed=(0, 0)) - 1
+        scale = tf.reshape([1.0, far] * (_TRIED // 2), [-1, *[1] * (len(shape) - 1)])
+        return tf.cast(drawn * scale, spec.dtype)
+
+    return keras.tree.map_structure(noise, facts.inputs)
