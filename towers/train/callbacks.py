@@ -87,7 +87,7 @@ class _TaskLogs(keras.callbacks.Callback):
 
     def __init__(self, job: Job):
         super().__init__()
-        self._monitor, self._task = job.settings.monitor, job.setup.task
+        self._job, self._monitor = job, job.settings.monitor
 
     def on_train_batch_end(self, batch, logs=None):
         """Looks for the metric, once the names of all logs are known.
@@ -97,7 +97,7 @@ class _TaskLogs(keras.callbacks.Callback):
         """
         if self._monitor is None:
             return
-        known = {*logs} | ({*self._task.logs(logs)} if self._task else set())
+        known = {*logs, *self._job.task_logs(logs)}
         if self._monitor.removeprefix("val_") not in known:
             raise UnknownMonitorError(
                 f"Received --monitor={self._monitor}, which this run does not log; "
@@ -107,8 +107,7 @@ class _TaskLogs(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Adds it."""
-        if self._task is not None:
-            logs.update(self._task.logs(logs))
+        logs.update(self._job.task_logs(logs))
 
 
 def _shows_images(job):

@@ -122,7 +122,8 @@ def _with_data_set(settings: Settings) -> Settings:
                     "one out."
                 )
     if settings.dataset is None and "train_data" not in defined:
-        return settings.but(dataset=DEFAULT_DATA)
+        of_text = settings.task == "language_model"
+        return settings.but(dataset=specs.PYTHON if of_text else DEFAULT_DATA)
     return settings
 
 

@@ -26,7 +26,7 @@ MAIN = (
     *("model", "task", "batch_size", "train_epochs", "optimizer", "learning_rate"),
     *("lr_schedule", "weight_decay", "dtype", "seed", "deterministic"),
     *("num_gpus", "variable_update"),
-    *("model_dir", "clean", "eval_only", "checkpoint", "monitor"),
+    *("model_dir", "clean", "eval_only", "monitor"),
 )
 
 # Below their headings.

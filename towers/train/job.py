@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 
@@ -62,6 +63,11 @@ class Job:
         """Examples of a full batch that each tower gets."""
         ratios = split_ratios(self.settings, self.devices)
         return batch.cut(self.settings.batch_size, ratios)
+
+    def task_logs(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Returns what the task logs beside what Keras does; see `Task.logs`."""
+        task = self.setup.task
+        return task.logs(logs, self.data.bytes_per_token) if task else {}
 
     @property
     def epoch(self) -> int:

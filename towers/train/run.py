@@ -85,6 +85,5 @@ def evaluate(job: Job) -> dict[str, float]:
     prefix = "train" if job.data.held_out is None else "val"
     with averaged(job.model):
         logs = job.parallel.evaluate(job.data.evaluation, verbose=0, return_dict=True)
-    if job.setup.task is not None:
-        logs |= job.setup.task.logs(logs)
-    return {f"{prefix}_{name}": float(value) for name, value in logs.items()}
+    values = {f"{prefix}_{name}": float(value) for name, value in logs.items()}
+    return values | job.task_logs(values)

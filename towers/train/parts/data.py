@@ -67,6 +67,16 @@ class Data:
         """What else is to be known of the training data, as a phrase."""
         return self.source.note
 
+    @property
+    def bytes_per_token(self) -> Mapping[str, float]:
+        """Of the text that a loss is of, by the loss's name, as far as it is known."""
+        size = self.source.bytes_per_token.get("train")
+        found = {"loss": size, "train_loss": size}
+        if self.held_out is not None:
+            source, split = self.held_out
+            found["val_loss"] = source.bytes_per_token.get(split)
+        return found
+
     def notes(self) -> Sequence[str]:
         """Says what was decided about the data without being asked for."""
         return self.source.notes

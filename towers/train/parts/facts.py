@@ -78,7 +78,7 @@ def of_source(source: input_pipeline.Source, shape: tuple[int, ...]) -> DataFact
         source: The training data.
         shape: Of its examples, as they are read.
     """
-    target = source.target
+    target, tokenizer = source.target, source.tokenizer
     return DataFacts(
         source.name,
         source.input_kind,
@@ -92,7 +92,15 @@ def of_source(source: input_pipeline.Source, shape: tuple[int, ...]) -> DataFact
             "tags": tuple(shape[:1]),
             "tokens": tuple(shape[:1]),
         }.get(target.kind, (target.size,)),
+        vocabulary_size=tokenizer and tokenizer.size,
+        feature_names=_feature_names(source),
     )
+
+
+def _feature_names(source):
+    """What the numbers of a row are called, if they are columns of a table."""
+    names = source.image_fields if source.input_kind == "row" else ()
+    return tuple(names) if len(names) == source.image_shape[0] else None
 
 
 def _shape(tensor):

@@ -45,6 +45,7 @@ class OwnData:
     quarantines = ()
     # Of its stages, nothing is known.
     advice: ClassVar[Mapping[str, str]] = {}
+    bytes_per_token: ClassVar[Mapping[str, float]] = {}
 
     @property
     def evaluation(self) -> tf.data.Dataset | keras.utils.PyDataset:

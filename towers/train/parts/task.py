@@ -102,15 +102,25 @@ class Task:
         # A tag of padding is -1; its weight is 0, but no loss may read it.
         return tf.maximum(y, 0) if self.kind == "tags" else y
 
-    def logs(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Returns what else is logged, by name, of values that are logged."""
+    def logs(
+        self, values: Mapping[str, Any], bytes_per_token: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Returns what else is logged, by name.
+
+        Args:
+            values: What Keras logs.
+            bytes_per_token: Of the text that a loss is of, by the loss's name, as far
+                as they are known.
+        """
         if self.kind != "tokens":
             return {}
-        found = [name for name in values if name in ("loss", "val_loss")]
-        return {
-            name.replace("loss", "perplexity"): _exp(float(values[name]))
-            for name in found
-        }
+        found = {}
+        for name in values.keys() & {"loss", "val_loss", "train_loss"}:
+            loss = float(values[name])
+            found[name.replace("loss", "perplexity")] = _exp(loss)
+            if size := bytes_per_token.get(name):
+                found[name.replace("loss", "bits_per_byte")] = loss / math.log(2) / size
+        return found
 
     def decode(
         self,
