@@ -48,7 +48,7 @@ _TAKES = {
     "array_record": _OF_EXAMPLES,
     "parquet": ("image_key", *_OF_TABLES),
     "csv": _OF_TABLES,
-    "folder": ("eval_fraction",),
+    "folder": ("target", "num_classes", "class_names", "eval_fraction", "skip_bad"),
     "text": ("tokenizer", "sequence_length", "eval_fraction", "cache_dir", "skip_bad"),
     "synthetic": ("seed",),
 }
@@ -67,14 +67,15 @@ class SourceOptions(TypedDict, total=False):
             several columns, with commas between or as a sequence, are several numbers
             or labels.
         target: what a model is to give, a ``Target.kind``, where the data may be taken
-            for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``.
-            None: what is clear from the data.
+            for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``,
+            "class" or "mask" of ``folder:``. None: what is clear from the data.
         feature_columns: columns of numbers of ``parquet:`` and ``csv:``. None: all
             columns except the label.
         num_classes: number of classes, if labels are read from files. None: every label
             is read to find the largest.
         class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
-            ``csv:`` are names. None: all labels are read, and the names are sorted.
+            ``csv:`` are names. None: all labels are read, and the names are sorted. Of
+            ``folder:`` with masks, by the numbers in these; None: see classes.txt.
         eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
             to hold out, unless a file or folder is held out by its name. None: a tenth.
         tokenizer: what makes tokens of the text of ``text:``: ``bytes``,

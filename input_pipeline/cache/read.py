@@ -27,16 +27,19 @@ def _in_order(source: Source) -> list[str]:
 def read_encoded(source: Source) -> tuple[tf.Tensor, np.ndarray, dict[str, int]]:
     """Encoded images, labels, and how many there are in each split."""
     images, labels, splits = [], [], {}
+
+    def load(image, label):
+        if label.dtype == tf.string:
+            label = source.load_mask(label)
+        return source.load(image), label
+
     with tf.device("/CPU:0"):
         for split in _in_order(source):
             data = (
                 source.batches(split, _BATCH)
                 .map(lambda _, records: source.parse(records))
                 .unbatch()
-                .map(
-                    lambda image, label: (source.load(image), label),
-                    num_parallel_calls=tf.data.AUTOTUNE,
-                )
+                .map(load, num_parallel_calls=tf.data.AUTOTUNE)
                 .batch(_BATCH)
             )
             before = sum(map(len, labels))
@@ -94,7 +97,7 @@ def _open(base: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | 
         labels = np.load(f"{base}-labels.npy")
     except (OSError, ValueError, EOFError):
         return None
-    whole = images.shape == shape and labels.shape == shape[:1]
+    whole = images.shape == shape and labels.shape[:1] == shape[:1]
     return (images, labels) if whole and images.dtype == pixel_type(shape[1:]) else None
 
 

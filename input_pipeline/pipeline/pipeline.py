@@ -137,6 +137,11 @@ class Pipeline:
                 f"{self.source.name} have the shape {self.image_shape}: expected as "
                 "many numbers, so measure it for these, or leave it out"
             )
+        if self.source.target.kind == "mask" and self.randaugment is not None:
+            raise ValueError(
+                f"randaugment is {self.randaugment}, which changes images without "
+                f"their masks, and {self.source.name} has masks: expected None"
+            )
         plain = self.recipe == "none" and self.randaugment is None
         if len(self.image_shape) == 1 and not plain:
             raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from towers.input_pipeline.images import augment, draws
+from towers.input_pipeline.images import augment, draws, masks
 from towers.input_pipeline.images.decode import Tricks, decode_image, decode_window
 from towers.input_pipeline.images.recipes import Recipe
 from towers.input_pipeline.pipeline.scaling import Scaling
@@ -65,6 +65,10 @@ class Stages:
 
         return parse
 
+    @property
+    def _of_masks(self) -> bool:
+        return self.source.target.kind == "mask"
+
     def _one(self) -> Callable:
         recipe, (height, width) = self.recipe, self.image_shape[:2]
         fits = self.source.image_shape[:2] == (height, width)
@@ -74,11 +78,16 @@ class Stages:
             window = recipe.window and (lambda shape: recipe.window(shape, u))
             if not self.source.encoded:
                 if window is not None:
-                    image = augment.crop(image, window(tf.shape(image)))
+                    cut = window(tf.shape(image))
+                    image = augment.crop(image, cut)
+                    if self._of_masks:
+                        label = augment.crop(label[..., None], cut)[..., 0]
                 image = augment.resize(image, height, width, antialias=recipe.antialias)
             elif fits and window is None:
                 encoded = self.source.load(image)
                 image = decode_image(encoded, self.image_shape)
+            elif self._of_masks and window is not None:
+                image, label = self._cut_both(image, label, window)
             else:
                 image = decode_window(
                     self.source.load(image),
@@ -88,11 +97,41 @@ class Stages:
                     jpeg=self.source.all_jpeg,
                     tricks=self.tricks,
                 )
+            if self._of_masks:
+                label = masks.resize(self._mask(label), height, width)
+                label = tf.ensure_shape(label, [height, width])
             if recipe.one is not None:
-                image = recipe.one(image, u)
+                image, label = self._changed(recipe.one, image, label, u)
             return tf.ensure_shape(image, self.image_shape), u, label
 
         return one
+
+    def _mask(self, mask: tf.Tensor) -> tf.Tensor:
+        if mask.dtype != tf.string:
+            return mask
+        mask = masks.decode(self.source.load_mask(mask))
+        assert_good(mask, mask, self.source.target)
+        return mask
+
+    def _cut_both(
+        self, image: tf.Tensor, mask: tf.Tensor, window: Callable
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """A window of an encoded image, resized, and the same of its mask."""
+        height, width, channels = self.image_shape
+        image = decode_image(self.source.load(image), (None, None, channels))
+        shape = tf.shape(image)
+        cut, mask = window(shape), masks.resize(self._mask(mask), shape[0], shape[1])
+        image = augment.crop(image, cut)
+        image = augment.resize(image, height, width, antialias=self.recipe.antialias)
+        return image, augment.crop(mask[..., None], cut)[..., 0]
+
+    def _changed(
+        self, change: Callable, images: tf.Tensor, labels: tf.Tensor, u: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Changes images, and masks with them."""
+        if self._of_masks:
+            return masks.with_mask(change, images, labels, u)
+        return change(images, u), labels
 
     def _many(self) -> Callable:
         recipe, size = self.recipe, self.image_shape[:-1]
@@ -101,10 +140,12 @@ class Stages:
         def many(images, u, labels):
             if size:
                 images = augment.resize(images, *size, antialias=recipe.antialias)
+                if self._of_masks:
+                    labels = masks.resize(labels, *size)
             if recipe.batch is not None:
-                images = recipe.batch(images, u)
+                images, labels = self._changed(recipe.batch, images, labels, u)
             if self.scaling is not None:
                 images = self.scaling(images)
-            return images, labels
+            return images, tf.cast(labels, self.source.target.dtype)
 
         return many

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers.input_pipeline.images import masks
 from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.records.checks import assert_good
 from towers.input_pipeline.sources.base import Source, fingerprint
@@ -124,18 +125,22 @@ def _count_if_good(source: Source, split: str) -> int | None:
     def parse(_, records):
         images, labels = source.parse(records)
         assert_good(images, labels, source.target)
-        return images
+        return images, labels
 
-    def decode(image):
-        return decode_image(source.load(image), source.image_shape)
+    def decode(image, label):
+        if label.dtype == tf.string:
+            label = masks.decode(source.load_mask(label))
+            assert_good(label, label, source.target)
+        return decode_image(source.load(image), source.image_shape), label
 
     auto = tf.data.AUTOTUNE
-    images = source.batches(split, _AT_ONCE).map(parse, auto).unbatch()
+    examples = source.batches(split, _AT_ONCE).map(parse, auto).unbatch()
     if source.encoded:
-        images = images.map(decode, auto)
+        examples = examples.map(decode, auto)
     try:
         with tf.device("/CPU:0"):
-            return int(images.reduce(tf.constant(0, tf.int64), lambda n, _: n + 1))
+            nothing = tf.constant(0, tf.int64)
+            return int(examples.reduce(nothing, lambda count, _: count + 1))
     except FAULTS:
         return None
 

@@ -24,7 +24,7 @@ _OPENERS = {
     "array_record": ("examples.array_record", "ArrayRecordSource"),
     "parquet": ("tables.parquet", "ParquetSource"),
     "csv": ("tables.csv_source", "CSVSource"),
-    "folder": ("folder.image_folder", "ImageFolderSource"),
+    "folder": ("folder", "open_folder"),
     "text": ("texts.packed", "TextSource"),
     "synthetic": ("synthetic", "open_synthetic"),
 }

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.choices import IGNORED
 from towers.input_pipeline.images.decode import is_jpeg
 from towers.input_pipeline.sources.base import IndexedSource, Source
-from towers.input_pipeline.sources.targets import IGNORED, Target, TargetKind
+from towers.input_pipeline.sources.targets import Target, TargetKind
 
 
 class RowSource(IndexedSource):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from towers.input_pipeline.images import masks
 from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.sources.files.record import Record
 from towers.input_pipeline.sources.targets import Target
@@ -140,20 +141,28 @@ class Source(abc.ABC):
         Returns:
             Images: uint8 [B, H, W, C] or, where they are `encoded`, what `load` takes
             [B]; targets with B rows, as `target` says: int64 labels [B] of classes.
+            Masks are uint8 [B, H, W] or, where they are encoded, what `load_mask`
+            takes [B].
         """
 
     def load(self, image: tf.Tensor) -> tf.Tensor:
         """Makes encoded bytes, a scalar string, of one of what `parse` gave."""
         return image
 
+    def load_mask(self, mask: tf.Tensor) -> tf.Tensor:
+        """Makes bytes of a PNG, a scalar string, of one mask that `parse` gave."""
+        return mask
+
     def decode(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Decodes one raw record: (uint8 image [H, W, C], int64 label []).
+        """Decodes one raw record: (uint8 image [H, W, C], target).
 
         For looking at records one by one; the pipeline decodes no more than it needs.
         """
         image, label = self.parse_one(record)
         if self.encoded:
             image = decode_image(self.load(image), self.image_shape)
+        if label.dtype == tf.string:
+            label = masks.decode(self.load_mask(label))
         return image, label
 
     def parse_one(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:

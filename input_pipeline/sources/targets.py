@@ -5,10 +5,9 @@ from typing import Literal
 
 import numpy as np
 
-TargetKind = Literal["class", "numbers", "labels", "mask", "tags", "tokens"]
+from towers.input_pipeline.choices import IGNORED
 
-# In a mask: a pixel that has no class, such as the border of an object.
-IGNORED = 255
+TargetKind = Literal["class", "numbers", "labels", "mask", "tags", "tokens"]
 
 _OF_CLASSES = ("class", "mask", "tags")
 _OF_FLOATS = ("numbers", "labels")

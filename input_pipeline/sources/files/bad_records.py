@@ -4,7 +4,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import tensorflow as tf
 
+from towers.input_pipeline.images import masks
 from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.sources.base import Source
 from towers.input_pipeline.sources.files.record import (
@@ -81,6 +83,14 @@ def _checked(source: Source, record: Record) -> Record:
         image, label = source.parse_one(record.raw)
     except FAULTS as error:
         return record.with_fault(source.explain(fault_of(error)))
+    if label.dtype == tf.string:
+        try:
+            encoded = source.load_mask(label)
+            if fault := masks.fault(encoded.numpy()):
+                return record.with_fault(f"{source.label_field}: {fault}")
+            label = masks.decode(encoded)
+        except FAULTS as error:
+            return record.with_fault(f"{source.label_field}: {fault_of(error)}")
     if fault := source.target.fault(label.numpy(), source.label_field):
         return record.with_fault(fault)
     if source.encoded:

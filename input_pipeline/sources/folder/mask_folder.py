@@ -1,0 +1,233 @@
+"""``folder:DIR`` with ``images`` and ``masks``: a class for each pixel of a picture."""
+
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.choices import IGNORED
+from towers.input_pipeline.images import masks
+from towers.input_pipeline.sources.base import IndexedSource, size_and_time
+from towers.input_pipeline.sources.files import splits
+from towers.input_pipeline.sources.files.record import (
+    FAULTS,
+    BadRecordError,
+    Record,
+    fault_of,
+)
+from towers.input_pipeline.sources.folder import pictures
+from towers.input_pipeline.sources.targets import Target
+from towers.program import words
+
+IMAGES, MASKS = "images", "masks"
+_NAMES = "classes.txt"
+
+
+class MaskFolderSource(IndexedSource):
+    """Pictures in ``images``, and in ``masks`` a PNG of the same stem for each.
+
+    A mask has the number of a class for each pixel, as grey values or as places in a
+    palette; 255 is a pixel to ignore. With DIR/train and one of DIR/validation, valid,
+    val or test, which hold both folders, those are the splits. Otherwise every tenth
+    picture, in sorted order, is held out.
+
+    Args:
+        directory: DIR.
+        eval_fraction: of the pictures to hold out, if no folder is; None for a tenth.
+        num_classes: None for as many as classes.txt names in DIR, one a line, or else
+            the largest number in a mask plus one, for which all masks are read.
+        class_names: None for those of classes.txt, if it is there.
+        skip_bad: whether masks that cannot be read are left out of that.
+
+    Raises:
+        ValueError: no picture, one without a mask, or a fraction although a folder is
+            held out.
+    """
+
+    label_field = "mask"
+
+    def __init__(
+        self,
+        directory: str,
+        eval_fraction: float | None = None,
+        num_classes: int | None = None,
+        class_names: Sequence[str] | None = None,
+        skip_bad: bool = False,
+    ):
+        root = os.path.expanduser(directory)
+        self.name = f"folder:{directory}"
+        self.image_shape = (None, None, 3)
+        self.notes = ()
+        # The mask of each picture, in a fixed order.
+        self._masks = self._find(root, eval_fraction)
+        self.splits = {split: len(pairs) for split, pairs in self._masks.items()}
+        names = class_names or _read_names(os.path.join(root, _NAMES))
+        if names and num_classes not in (None, len(names)):
+            raise ValueError(
+                f"num_classes is {num_classes}, but {self.name} has the names of "
+                f"{len(names)} classes: expected as many, so leave it out"
+            )
+        size = num_classes or len(names) or self._count_classes(skip_bad)
+        self._take_target(Target("mask", size, tuple(names) or None))
+
+    @property
+    def reads(self) -> tuple:
+        """See ``Source``: the masks, which are files, too."""
+        paths = itertools.chain(*(of.values() for of in self._masks.values()))
+        return tuple((path, *size_and_time(path)) for path in paths)
+
+    def files(self, split: str) -> list[str]:
+        """Paths of one split's pictures."""
+        return list(self._masks[split])
+
+    def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Paths of pictures and of masks; files are read one by one, in parallel."""
+        images, of_them = self._tensors
+        return tf.gather(images, records), tf.gather(of_them, records)
+
+    def load(self, image: tf.Tensor) -> tf.Tensor:
+        """See ``Source.load``."""
+        return tf.io.read_file(image)
+
+    def load_mask(self, mask: tf.Tensor) -> tf.Tensor:
+        """See ``Source.load_mask``."""
+        return tf.io.read_file(mask)
+
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
+        """One record: a file is a picture here."""
+        number = self._numbers[path]
+        yield Record(path, "", number, tf.constant(number, tf.int64))
+
+    @functools.cached_property
+    def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
+        pairs = [pair for of in self._masks.values() for pair in of.items()]
+        # On the CPU, which is where tf.data runs.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            images, of_them = zip(*pairs, strict=True)
+            return tf.constant(images), tf.constant(of_them)
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        paths = itertools.chain.from_iterable(self._masks.values())
+        return {path: number for number, path in enumerate(paths)}
+
+    def _find(
+        self, root: str, eval_fraction: float | None
+    ) -> dict[str, dict[str, str]]:
+        """The masks by their pictures, for each split."""
+        if has_masks(root):
+            taken = splits.check_fraction(eval_fraction)
+            found = {"train": {}, "test": {}}
+            for place, pair in enumerate(self._pairs(root).items()):
+                split = "test" if splits.is_nth(place, taken) else "train"
+                found[split].update([pair])
+            if found["test"]:
+                note = splits.note(taken, "pictures", len(found["test"]))
+                self.notes = (*self.notes, note)
+            return {split: pairs for split, pairs in found.items() if pairs}
+        folders = dict(pictures.entries(root))
+        test = splits.held_out(
+            [name for name, path in folders.items() if has_masks(path)]
+        )
+        found = {"train": self._pairs(os.path.join(root, "train"))}
+        if test:
+            found["test"] = self._pairs(folders[test])
+            if eval_fraction:
+                raise ValueError(
+                    f"eval_fraction is {eval_fraction}, but {folders[test]} is held "
+                    "out by its name: leave it out, or name the folder train alone"
+                )
+        return found
+
+    def _pairs(self, folder: str) -> dict[str, str]:
+        """The masks of a folder, by their pictures."""
+        images, of_them = (os.path.join(folder, name) for name in (IMAGES, MASKS))
+        found = pictures.Sorted()
+        paths = found.pictures(images)
+        by_stem = {
+            os.path.splitext(name)[0]: path for name, path in pictures.entries(of_them)
+        }
+        missing = [path for path in paths if _stem(path) not in by_stem]
+        if missing:
+            raise ValueError(
+                f"{words.count(len(missing), 'picture')} of {len(paths)} in {images} "
+                f"without a mask, such as {os.path.basename(missing[0])}: expected "
+                f"{os.path.join(of_them, _stem(missing[0]))}.png, so add it or remove "
+                "the picture"
+            )
+        pairs = {path: by_stem.pop(_stem(path)) for path in paths}
+        if not pairs:
+            raise ValueError(
+                f"{images} has no pictures: expected {pictures.PICTURES} files, with a "
+                "mask for each in the folder masks"
+            )
+        self.notes = (*self.notes, *found.notes())
+        if by_stem:
+            count = words.count(len(by_stem), "mask")
+            example = os.path.basename(next(iter(by_stem.values())))
+            note = f"{count} in {of_them} left out, without a picture: {example}."
+            self.notes = (*self.notes, note)
+        return pairs
+
+    @tf.autograph.experimental.do_not_convert
+    def _count_classes(self, skip_bad: bool) -> int:
+        """Reads all masks for their largest number."""
+
+        def used(path):
+            values = tf.reshape(masks.decode(self.load_mask(path)), [-1])
+            counts = tf.math.bincount(tf.cast(values, tf.int32), minlength=256)
+            return counts > 0
+
+        paths = [path for of in self._masks.values() for path in of.values()]
+        with tf.device("/CPU:0"):
+            found = tf.data.Dataset.from_tensor_slices(paths)
+            found = found.map(used, tf.data.AUTOTUNE)
+            found = found.ignore_errors() if skip_bad else found
+            try:
+                found = found.reduce(np.zeros(256, bool), tf.logical_or).numpy()
+            except FAULTS as error:
+                faults = ((path, mask_fault(tf.io.read_file(path))) for path in paths)
+                path, reason = next(filter(all, faults), (self.name, fault_of(error)))
+                raise BadRecordError(f"{path}: {reason}") from error
+        largest = int(np.flatnonzero(found[:IGNORED]).max(initial=0))
+        if not largest:
+            raise ValueError(
+                f"the masks of {self.name} have no class but 0"
+                f"{f' and {IGNORED}, which is ignored' * bool(found[IGNORED])}: "
+                "expected numbers of classes, such as 0 and 1; write those, or give "
+                "the number of classes by --num_classes (in Python, num_classes)"
+            )
+        return largest + 1
+
+
+def has_masks(folder: str) -> bool:
+    """Tells whether a folder has pictures and masks, by the names of its folders."""
+    return all(
+        tf.io.gfile.isdir(os.path.join(folder, name)) for name in (IMAGES, MASKS)
+    )
+
+
+def mask_fault(encoded: tf.Tensor) -> str:
+    """Says why bytes cannot be decoded to a mask, a phrase; empty if they can."""
+    if reason := masks.fault(encoded.numpy()):
+        return reason
+    try:
+        masks.decode(encoded)
+    except FAULTS as error:
+        return fault_of(error)
+    return ""
+
+
+def _stem(path: str) -> str:
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+def _read_names(path: str) -> list[str]:
+    """The lines of a file of names; none where there is no file."""
+    if not tf.io.gfile.exists(path):
+        return []
+    with tf.io.gfile.GFile(path) as file:
+        return [name for line in file.read().splitlines() if (name := line.strip())]
