@@ -11,4 +11,4 @@ BAD_RECORDS = ("fail", "skip")
 # In a mask: a pixel that has no class, such as the border of an object.
 IGNORED = 255
 # Data sets that are files: KIND:PATH.
-FILE_KINDS = ("tfrecord", "array_record", "parquet", "csv", "folder", "text")
+FILE_KINDS = ("tfrecord", "array_record", "parquet", "csv", "folder", "text", "conll")

@@ -21,11 +21,15 @@ HELPS = {
     ),
     "label_column": (
         "Column of csv: and parquet: that contains the label. Default: label, class or "
-        "target, else the last column."
+        "target, else the last column. In conll:, the number of the tags' column."
+    ),
+    "text_column": (
+        "Column of the words in conll:, a number from 1. Default: the first one, and "
+        "the second of CoNLL-U."
     ),
     "tokenizer": (
         "What makes tokens of text: bytes, sentencepiece:FILE, wordpiece:FILE or "
-        "words:FILE. Default: bytes."
+        "words:FILE. Default: bytes; in conll:, the words of the training data."
     ),
     "sequence_length": "Number of tokens in a row of text. Default: 128.",
     "image_key": (

@@ -19,6 +19,7 @@ FORMS = {
     "csv": "csv:GLOB",
     "folder": "folder:DIR",
     "text": "text:GLOB",
+    "conll": "conll:GLOB",
     "synthetic": "synthetic:HxWxC:CLASSES[:COUNT]",
 }
 
@@ -50,6 +51,15 @@ _TAKES = {
     "csv": _OF_TABLES,
     "folder": ("target", "num_classes", "class_names", "eval_fraction", "skip_bad"),
     "text": ("tokenizer", "sequence_length", "eval_fraction", "cache_dir", "skip_bad"),
+    "conll": (
+        "text_column",
+        "label_column",
+        "tokenizer",
+        "sequence_length",
+        "class_names",
+        "eval_fraction",
+        "skip_bad",
+    ),
     "synthetic": ("seed",),
 }
 
@@ -65,7 +75,10 @@ class SourceOptions(TypedDict, total=False):
             ``target``, else the last one.
         label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``;
             several columns, with commas between or as a sequence, are several numbers
-            or labels.
+            or labels. Of ``conll:``, the number of the tags' column, from 1; by default
+            the last one, and the fourth of CoNLL-U.
+        text_column: number of the words' column of ``conll:``, from 1; by default the
+            first one, and the second of CoNLL-U.
         target: what a model is to give, a ``Target.kind``, where the data may be taken
             for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``,
             "class" or "mask" of ``folder:``. None: what is clear from the data.
@@ -78,9 +91,10 @@ class SourceOptions(TypedDict, total=False):
             ``folder:`` with masks, by the numbers in these; None: see classes.txt.
         eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
             to hold out, unless a file or folder is held out by its name. None: a tenth.
-        tokenizer: what makes tokens of the text of ``text:``: ``bytes``,
+        tokenizer: what makes tokens of text: a ``Tokenizer``, or ``bytes``,
             ``sentencepiece:FILE``, ``wordpiece:FILE`` or ``words:FILE``. None: bytes.
-        sequence_length: tokens in a row of ``text:``. None: 128.
+            ``conll:`` takes the last only, by default of its training data.
+        sequence_length: tokens in a row of ``text:`` and ``conll:``. None: 128.
         cache_dir: folder for a file of the tokens of ``text:``, which later runs use as
             well. None: they are kept in memory.
         train_split: split of ``digits`` and ``tfds:`` to train on; see ``TFDSSource``.
@@ -92,12 +106,13 @@ class SourceOptions(TypedDict, total=False):
     image_key: str | None
     label_key: str | None
     label_column: str | Sequence[str] | None
+    text_column: str | None
     target: str | None
     feature_columns: Sequence[str] | None
     num_classes: int | None
     class_names: Sequence[str] | None
     eval_fraction: float | None
-    tokenizer: str | None
+    tokenizer: Any
     sequence_length: int | None
     cache_dir: str | None
     train_split: str | None

@@ -146,6 +146,9 @@ class Stages:
                 images, labels = self._changed(recipe.batch, images, labels, u)
             if self.scaling is not None:
                 images = self.scaling(images)
-            return images, tf.cast(labels, self.source.target.dtype)
+            labels = tf.cast(labels, self.source.target.dtype)
+            if self.source.target.kind == "tags":
+                return images, labels, tf.cast(labels >= 0, tf.float32)
+            return images, labels
 
         return many

@@ -26,6 +26,7 @@ _OPENERS = {
     "csv": ("tables.csv_source", "CSVSource"),
     "folder": ("folder", "open_folder"),
     "text": ("texts.packed", "TextSource"),
+    "conll": ("texts.conll", "CoNLLSource"),
     "synthetic": ("synthetic", "open_synthetic"),
 }
 
@@ -45,8 +46,8 @@ def open_source(
 
     Args:
         spec: ``digits``, ``tfds:NAME``, ``tfrecord:GLOB``, ``array_record:GLOB``,
-            ``parquet:GLOB``, ``csv:GLOB``, ``folder:DIR``,
-            ``text:GLOB``, ``text:python`` or ``synthetic:HxWxC:CLASSES[:COUNT]``.
+            ``parquet:GLOB``, ``csv:GLOB``, ``folder:DIR``, ``text:GLOB``,
+            ``text:python``, ``conll:GLOB`` or ``synthetic:HxWxC:CLASSES[:COUNT]``.
         data_dir: folder where ``digits`` and ``tfds:`` store their files. None: TFDS's
             default folder.
         seed: seed of the images of ``synthetic:``.

@@ -124,10 +124,11 @@ class WordTokenizer(Tokenizer):
         self._hashes = hashes[self._order]
 
     @classmethod
-    def of(cls, words: Iterable[str]) -> "WordTokenizer":
-        """One of all words of training data, the most frequent first."""
+    def of(cls, words: Iterable[str], least: int = 1) -> "WordTokenizer":
+        """One of the words that are seen so often at least, the most frequent first."""
         counts = collections.Counter(words)
-        return cls(sorted(counts, key=lambda word: (-counts[word], word)))
+        known = [word for word, count in counts.items() if count >= least]
+        return cls(sorted(known, key=lambda word: (-counts[word], word)))
 
     def look_up(self, words: Iterable[str]) -> list[int]:
         """The ids of words, in Python."""

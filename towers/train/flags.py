@@ -35,8 +35,8 @@ HELPS = {
         "dataset": (
             "Data set to train on: digits, tfds:NAME, tfrecord:GLOB, "
             "array_record:GLOB, parquet:GLOB, csv:GLOB, folder:DIR, text:GLOB, "
-            "text:python or synthetic:HxWxC:CLASSES. Default: train_data of "
-            "--model=FILE.py, if it is defined there, else digits."
+            "text:python, conll:GLOB or synthetic:HxWxC:CLASSES. Default: train_data "
+            "of --model=FILE.py, if it is defined there, else digits."
         ),
         "eval_dataset": (
             "Data set to validate on, in one of the forms of --dataset. Default: the "

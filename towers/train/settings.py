@@ -52,6 +52,7 @@ class Settings:
     eval_fraction: float | None = None
     feature_columns: tuple[str, ...] | None = None
     label_column: str | None = None
+    text_column: str | None = None
     tokenizer: str | None = None
     sequence_length: int | None = None
     image_key: str | None = None

@@ -67,11 +67,7 @@ class FileSource(Source):
         self._fraction = splits.check_fraction(eval_fraction)
         if "test" in self._files or "train" not in self._files:
             if eval_fraction:
-                raise ValueError(
-                    f"eval_fraction is {eval_fraction}, but {self.name} has files that "
-                    f"are held out by their names, such as {self._files['test'][0]}: "
-                    "leave it out, or name the other files alone"
-                )
+                raise splits.held_out_by_name(eval_fraction, self.name, self._files)
             self._fraction = 0
         # Until `_count_classes` reads the labels, any is allowed.
         self.num_classes = num_classes or math.inf

@@ -1,6 +1,6 @@
 """Which records are held out for validation: by names, or else a fraction of them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from towers.input_pipeline.sources.files.record import FILE
@@ -34,6 +34,17 @@ def check_fraction(fraction: float | None) -> float:
             f"as {DEFAULT}"
         )
     return fraction
+
+
+def held_out_by_name(
+    fraction: float, name: str, files: Mapping[str, Sequence[str]]
+) -> ValueError:
+    """Says that a fraction is not needed, as files of a source are held out."""
+    return ValueError(
+        f"eval_fraction is {fraction}, but {name} has files that are held out by their "
+        f"names, such as {files['test'][0]}: leave it out, or name the other files "
+        "alone"
+    )
 
 
 def is_nth(place: int, fraction: float) -> bool:

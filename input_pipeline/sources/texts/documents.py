@@ -80,11 +80,7 @@ def find(pattern: str, eval_fraction: float | None) -> Documents:
         files, notes = group_by_split("text", pattern), []
     if "train" not in files or "test" in files:
         if eval_fraction:
-            raise ValueError(
-                f"eval_fraction is {eval_fraction}, but text:{pattern} has files that "
-                f"are held out by their names, such as {files['test'][0]}: leave it "
-                "out, or name the other files alone"
-            )
+            raise splits.held_out_by_name(eval_fraction, f"text:{pattern}", files)
         return Documents(files, notes=(*notes,))
     fraction, paths = splits.check_fraction(eval_fraction), files["train"]
     if not fraction:

@@ -18,7 +18,19 @@ from towers.input_pipeline.sources.texts.tokens import Tokens, tokenise
 from towers.input_pipeline.text import Tokenizer, open_tokenizer
 from towers.program import words
 
-SEQUENCE_LENGTH = 128
+_LENGTH = 128
+
+
+def check_length(sequence_length: int | None) -> int:
+    """Returns the number of tokens in a row, by default if it is None.
+
+    Raises:
+        ValueError: it is none.
+    """
+    length = _LENGTH if sequence_length is None else sequence_length
+    if length < 1:
+        raise ValueError(f"sequence_length is {length}, expected at least 1")
+    return length
 
 
 class TextSource(IndexedSource):
@@ -61,9 +73,7 @@ class TextSource(IndexedSource):
         cache_dir: str | os.PathLike | None = None,
         skip_bad: bool = False,
     ):
-        length = SEQUENCE_LENGTH if sequence_length is None else sequence_length
-        if length < 1:
-            raise ValueError(f"sequence_length is {length}, expected at least 1")
+        length = check_length(sequence_length)
         if isinstance(tokenizer, str):
             tokenizer = open_tokenizer(tokenizer)
         self.name = f"text:{pattern}"

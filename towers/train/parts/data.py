@@ -232,7 +232,8 @@ def open_source(
     options["target"] = settings.task and TASKS[settings.task].kind
     if like is not None:
         options["class_names"] = like.class_names
-        if takes(settings.dataset, "label_column"):
+        options["tokenizer"] = like.tokenizer
+        if takes(settings.dataset, "feature_columns"):
             options |= {"label_key": None, "label_column": like.label_field}
         if takes(settings.dataset, "feature_columns") and len(like.image_shape) == 1:
             options["feature_columns"] = like.image_fields

@@ -1,0 +1,270 @@
+"""``conll:GLOB``: sentences of words, each of which has a tag."""
+
+import dataclasses
+import functools
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.sources.base import IndexedSource
+from towers.input_pipeline.sources.files import splits
+from towers.input_pipeline.sources.files.file_source import group_by_split
+from towers.input_pipeline.sources.files.record import BadRecordError, Record, fault_of
+from towers.input_pipeline.sources.tables import columns
+from towers.input_pipeline.sources.targets import Target
+from towers.input_pipeline.sources.texts.packed import check_length
+from towers.input_pipeline.text import Tokenizer, WordTokenizer, open_tokenizer
+from towers.program import words
+
+# Of less text, words that are seen once are words of the vocabulary, too.
+_MUCH = 10_000
+# Columns of CoNLL-U, from 1: of the word, and of its part of speech.
+_UNIVERSAL = (2, 4)
+_COLUMNS_OF_UNIVERSAL = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sentence:
+    path: str
+    line: int
+    words: Sequence[str]
+    tags: Sequence[str]
+    fault: str = ""
+
+
+class CoNLLSource(IndexedSource):
+    """Files with a word and its tag in each line, and an empty line behind a sentence.
+
+    A row is a sentence: int32 [T] of ids of its words, padded with 0, and int64 [T] of
+    its tags, padded with -1. A longer sentence becomes several rows.
+
+    Args:
+        pattern: glob of files, or a folder, for all files in it.
+        text_column: number of the words' column, from 1. None: the first; in CoNLL-U,
+            which has ten, the second.
+        label_column: number of the tags' column, from 1. None: the last; in CoNLL-U,
+            the fourth, which has the part of speech.
+        tokenizer: ``words:FILE``, or a tokenizer of words. None: of the words of the
+            training data.
+        sequence_length: T. None: 128.
+        class_names: the tags 0, 1, ... None: all that there are, sorted.
+        eval_fraction: of the sentences to hold out, unless files are held out by their
+            names, as those of ``FileSource``. None: a tenth.
+        skip_bad: whether to leave out sentences that are bad.
+
+    Raises:
+        ValueError: there is no file or sentence, a sentence is bad, or a number is too
+            small.
+    """
+
+    encoded = False
+    image_fields = ("word",)
+    label_field = "tag"
+
+    def __init__(
+        self,
+        pattern: str,
+        *,
+        text_column: str | int | None = None,
+        label_column: str | int | None = None,
+        tokenizer: str | Tokenizer | None = None,
+        sequence_length: int | None = None,
+        class_names: Sequence[str] | None = None,
+        eval_fraction: float | None = None,
+        skip_bad: bool = False,
+    ):
+        self.image_shape = (check_length(sequence_length),)
+        self.name = f"conll:{pattern}"
+        self._files = group_by_split("conll", pattern)
+        by_name = "test" in self._files or "train" not in self._files
+        if by_name and eval_fraction:
+            raise splits.held_out_by_name(eval_fraction, self.name, self._files)
+        fraction = 0.0 if by_name else splits.check_fraction(eval_fraction)
+        asked = (
+            _number("text_column", text_column),
+            _number("label_column", label_column),
+        )
+        found = {
+            split: [each for path in paths for each in _read(path, asked)]
+            for split, paths in self._files.items()
+        }
+        self._bad = [each for some in found.values() for each in some if each.fault]
+        if self._bad and not skip_bad:
+            raise BadRecordError(str(_bad_record(self._bad[0])))
+        found = {
+            split: [s for s in some if not s.fault] for split, some in found.items()
+        }
+        if fraction:
+            found = _held_out(found["train"], fraction)
+        self.notes = self._notes(found, fraction)
+        self.tokenizer = self._words(found, tokenizer)
+        tags = {tag for some in found.values() for each in some for tag in each.tags}
+        names = columns.order_classes(self.name, "tag", tags, None, class_names)
+        self._take_target(Target("tags", len(names), names))
+        self.reads = (*asked, fraction, *self.image_shape, self.tokenizer.fingerprint)
+        self._pack(found)
+
+    def _notes(
+        self, found: dict[str, list[_Sentence]], fraction: float
+    ) -> tuple[str, ...]:
+        for split, some in found.items():
+            if not some:
+                raise ValueError(
+                    f"{self.name} has no sentence in its split {split}: expected lines "
+                    "of a word and its tag, and empty lines between sentences"
+                )
+        if fraction and "test" in found:
+            return (splits.note(fraction, "sentences", len(found["test"])),)
+        return ()
+
+    def _words(
+        self, found: dict[str, list[_Sentence]], tokenizer: str | Tokenizer | None
+    ) -> WordTokenizer:
+        """The vocabulary: one that is given, or the words of the training data."""
+        if tokenizer is not None:
+            if isinstance(tokenizer, str):
+                tokenizer = open_tokenizer(tokenizer)
+            if not isinstance(tokenizer, WordTokenizer):
+                raise ValueError(
+                    f"the tokenizer {tokenizer.name!r} divides words, and {self.name} "
+                    "has a tag for each: expected words:FILE, or none"
+                )
+            return tokenizer
+        used = [word for each in found.get("train", ()) for word in each.words]
+        # What is seen once stands for what is never seen, which has its id.
+        least = 2 if len(used) >= _MUCH else 1
+        made = WordTokenizer.of(used, least)
+        what = "word" if least == 1 else "word that is seen twice or more"
+        plural = "words" if least == 1 else "words that are seen twice or more"
+        count = words.count(len(made.words), what, plural)
+        self.notes += (f"The vocabulary is of the training data: {count}.",)
+        return made
+
+    def _pack(self, found: dict[str, list[_Sentence]]) -> None:
+        """Puts all words and tags one behind the other."""
+        (length,) = self.image_shape
+        number = {name: tag for tag, name in enumerate(self.class_names)}
+        ids, tags, begins, lengths, self._rows = [], [], [], [], []
+        self.splits = {}
+        for split, some in found.items():
+            before = len(begins)
+            for each in some:
+                for begin in range(0, len(each.words), length):
+                    begins.append(len(ids) + begin)
+                    lengths.append(min(length, len(each.words) - begin))
+                    self._rows.append(each)
+                ids += self.tokenizer.look_up(each.words)
+                tags += [number[tag] for tag in each.tags]
+            self.splits[split] = len(begins) - before
+        dtype = np.int32
+        self._arrays = [np.array(a, dtype) for a in (ids, tags, begins, lengths)]
+
+    def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        ids, tags, begins, lengths = self._tensors
+        places = tf.range(self.image_shape[0])
+        is_word = places < tf.gather(lengths, records)[:, None]
+        places = tf.where(is_word, tf.gather(begins, records)[:, None] + places, 0)
+        x = tf.where(is_word, tf.gather(ids, places), 0)
+        return x, tf.cast(tf.where(is_word, tf.gather(tags, places), -1), tf.int64)
+
+    @functools.cached_property
+    def _tensors(self) -> list[tf.Tensor]:
+        # On the CPU, which is where tf.data runs.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            return [tf.constant(array) for array in self._arrays]
+
+    def files(self, split: str) -> list[str]:
+        """See ``Source.files``; two splits may have parts of the same."""
+        return self._files.get(split, self._files.get("train"))
+
+    def is_whole(self, path: str) -> bool:
+        """See ``Source.is_whole``: False for a file with a bad sentence."""
+        return path not in {each.path for each in self._bad}
+
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
+        """The rows of a file, and its bad sentences, which stand for none."""
+        for each in self._bad:
+            if each.path == path:
+                yield _bad_record(each)
+        first = self.splits.get("train", 0)
+        for number, each in enumerate(self._rows):
+            if each.path == path and split in (
+                None,
+                ("train", "test")[number >= first],
+            ):
+                raw = tf.constant(number, tf.int64)
+                yield Record(path, f"line {each.line}", number, raw)
+
+
+def _bad_record(sentence: _Sentence) -> Record:
+    place = f"line {sentence.line}" if sentence.line else ""
+    return Record(sentence.path, place, -1, fault=sentence.fault, count=0)
+
+
+def _held_out(found: list[_Sentence], fraction: float) -> dict[str, list[_Sentence]]:
+    groups = {"train": [], "test": []}
+    for number, each in enumerate(found):
+        held = splits.is_held_out(number, fraction)
+        groups["test" if held else "train"].append(each)
+    return groups if groups["test"] else {"train": found}
+
+
+def _number(name: str, value: Any) -> int | None:
+    """The number of a column, from 1."""
+    if value is None or (str(value).isdecimal() and int(value) > 0):
+        return value and int(value)
+    raise ValueError(f"{name} is {value!r}, expected the number of a column, from 1")
+
+
+def _read(path: str, asked: tuple[int | None, int | None]) -> Iterator[_Sentence]:
+    """The sentences of a file; a bad one has a fault, and the number of its line."""
+    try:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            text = file.read().decode("utf-8-sig")
+    except tf.errors.OpError as error:
+        yield _Sentence(path, 0, (), (), fault_of(error))
+        return
+    except UnicodeDecodeError as error:
+        yield _Sentence(path, 0, (), (), f"is not UTF-8 at byte {error.start}")
+        return
+    begin, lines = 1, []
+    for number, line in enumerate(io.StringIO(text + "\n\n"), 1):
+        if line.strip():
+            lines.append(line)
+            continue
+        if (sentence := _sentence(path, begin, lines, asked)) is not None:
+            yield sentence
+        begin, lines = number + 1, []
+
+
+def _sentence(
+    path: str, begin: int, lines: Sequence[str], asked: tuple[int | None, int | None]
+) -> _Sentence | None:
+    found, tags = [], []
+    for number, line in enumerate(lines, begin):
+        fields = line.split("\t") if "\t" in line else line.split()
+        fields = [field.strip() for field in fields]
+        universal = len(fields) == _COLUMNS_OF_UNIVERSAL and "\t" in line
+        # Comments; words of several parts and of none, in CoNLL-U.
+        if line.startswith(("# ", "-DOCSTART-")) or (
+            universal and not fields[0].isdecimal()
+        ):
+            continue
+        default = _UNIVERSAL if universal else (1, len(fields))
+        places = [a or d for a, d in zip(asked, default, strict=True)]
+        if max(places) > len(fields) or places[0] == places[1]:
+            columns = words.count(len(fields), "column")
+            fault = f"has {columns}, expected a word and its tag"
+            if max(asked, key=lambda place: place or 0):
+                fault += f" in the columns {places[0]} and {places[1]}"
+            return _Sentence(path, number, (), (), fault)
+        word, tag = (fields[place - 1] for place in places)
+        if not word or not tag:
+            return _Sentence(path, number, (), (), "has an empty word or tag")
+        found.append(word)
+        tags.append(tag)
+    return _Sentence(path, begin, found, tags) if found else None
