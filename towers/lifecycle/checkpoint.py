@@ -131,6 +131,22 @@ class Checkpoint(keras.callbacks.Callback):
         """
         return self.run.checkpoints.find_best(model, self.position)
 
+    @property
+    def monitor(self) -> Monitor:
+        """The metric that tells which checkpoint is the best."""
+        return self.run.checkpoints.monitor
+
+    @property
+    def epochs_since_best(self) -> int:
+        """Epochs since the best one by the metric, as the latest checkpoint knows it.
+
+        0 if it knows none, or is of the middle of an epoch.
+        """
+        if self.latest is None or self.position.batch:
+            return 0
+        about = store.load_about(self.latest)
+        return self.monitor.epochs_since_best(about)
+
     @contextlib.contextmanager
     def as_in(self, path: str, model: keras.Model) -> Iterator[None]:
         """Gives a model the values of a checkpoint meanwhile.

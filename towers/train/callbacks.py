@@ -28,6 +28,7 @@ _HYPER_PARAMETERS = (
     *("recipe", "randaugment", "mixup_alpha", "cutmix_alpha", "split_ratios"),
     *("train_epochs", "max_train_steps", "lr_schedule", "momentum", "weight_decay"),
     *("warmup_steps", "clip_norm", "accumulate_steps", "ema"),
+    *("label_smoothing", "class_weight", "init_weights", "freeze"),
     *("dtype", "variable_update", "max_staleness", "steps_per_loop", "enable_xla"),
     "seed",
 )
@@ -57,6 +58,16 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     if settings.stall_seconds:
         # First, to hear of a batch before it is waited for any other.
         callbacks.insert(0, make_stall(job))
+    if settings.early_stopping is not None:
+        monitor = job.checkpoint.monitor
+        callbacks.append(
+            keras.callbacks.EarlyStopping(
+                monitor.name, patience=settings.early_stopping, mode=monitor.mode
+            )
+        )
+    if settings.log_csv:
+        path = os.path.join(job.model_dir, files.LOG)
+        callbacks.append(keras.callbacks.CSVLogger(path, append=True))
     if settings.max_train_steps is not None:
         callbacks.append(StopAtStep(settings.max_train_steps))
     if lines:

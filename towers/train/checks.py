@@ -27,8 +27,9 @@ OF_DATA_SETS = (
 )
 # Flags that say nothing where the user's file has the optimizer, or the loss. It may
 # ask for the learning rate.
-_OF_OPTIMIZER = ("optimizer", "momentum", "weight_decay")
-_OF_LOSS = ("mixup_alpha", "cutmix_alpha")
+_OF_OPTIMIZER = ("optimizer", "momentum", "weight_decay", "clip_norm", "ema")
+_OF_OPTIMIZER = (*_OF_OPTIMIZER, "accumulate_steps")
+_OF_LOSS = ("mixup_alpha", "cutmix_alpha", "label_smoothing")
 
 # The least, and the most if there is one, that a number may be.
 _BOUNDS = (
@@ -60,6 +61,7 @@ _BOUNDS = (
     ("weight_decay", 0, None),
     ("warmup_steps", 0, None),
     ("accumulate_steps", 1, None),
+    ("early_stopping", 1, None),
 )
 
 
@@ -87,7 +89,7 @@ def check(settings: Settings) -> Settings:
             "which mix examples on the towers; expected --loss_placement=auto."
         )
     _check_init_weights(settings)
-    _ = settings.optimizer_class
+    _ = settings.optimizer_class, settings.metric_names
     read_image_size(settings.image_size)
     read_randaugment(settings.randaugment)
     read_profile_steps(settings)
@@ -112,6 +114,7 @@ def _with_data_set(settings: Settings) -> Settings:
         "train_data": OF_DATA_SETS,
         "optimizer": _OF_OPTIMIZER,
         "loss": () if settings.task else _OF_LOSS,
+        "metrics": ("metrics",),
     }
     for name, flags in idle.items():
         for flag in flags if name in defined else ():
@@ -163,6 +166,17 @@ def _check_optimizer(settings: Settings) -> None:
         raise ValueError(
             f"Received {settings.as_flag('clip_norm')}; expected a number above 0, "
             "such as --clip_norm=1."
+        )
+    if not 0 <= settings.label_smoothing < 1:
+        raise ValueError(
+            f"Received {settings.as_flag('label_smoothing')}; expected at least 0 and "
+            "less than 1, such as 0.1."
+        )
+    if settings.class_weights is not None and settings.mixes:
+        raise ValueError(
+            f"Received {settings.as_flag('class_weight')} with --mixup_alpha or "
+            "--cutmix_alpha, which mix examples of several classes; expected one of "
+            "the two."
         )
     if settings.ema is not None and not 0 < settings.ema < 1:
         raise ValueError(

@@ -141,6 +141,18 @@ HELPS = {
             "Momentum of moving averages of the weights, such as 0.999. Validation, "
             "model.keras and best.keras use the averages. Default: no averages."
         ),
+        "label_smoothing": (
+            "How much of each label to give to all classes alike, such as 0.1, in the "
+            "loss of training and of validation."
+        ),
+        "class_weight": (
+            "How much an example of each class counts in training, by number or name, "
+            "such as 0:1,1:5; others count 1. balanced: so that all classes count the "
+            "same. Default: 1."
+        ),
+        "metrics": (
+            "Further metrics of keras.metrics to measure, such as Precision,Recall."
+        ),
         "init_weights": (
             "Weights to begin with, as far as names and shapes fit: a .keras or "
             ".weights.h5 file, the model_dir of a run, or imagenet for a network of "
@@ -235,6 +247,11 @@ HELPS = {
             "Whether the best epoch has the smallest or the largest --monitor. auto: "
             "as Keras infers from the metric."
         ),
+        "early_stopping": (
+            "Stop after this number of epochs without a better --monitor. "
+            "best.keras is the best one. Default: never."
+        ),
+        "log_csv": "Write the logs of each epoch to log.csv in --model_dir.",
         "save_steps": "Number of steps between checkpoints within an epoch.",
         "save_minutes": "Number of minutes between checkpoints within an epoch.",
         "keep_checkpoints": "Number of checkpoints to keep, besides the best one.",

@@ -17,13 +17,14 @@ from towers.model.tower_model import TowerModel
 from towers.program import words
 from towers.train import checks, continued
 from towers.train.parts import data as data_parts
-from towers.train.parts import fine_tune, my_model
 from towers.train.parts import model as model_parts
+from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data
 from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
+from towers.train.parts.training import fine_tune, objective
 from towers.train.settings import Settings
 
 BAD_RECORDS = "bad_records.json"
@@ -41,7 +42,8 @@ class Job:
         model: The user's model, compiled, as the checkpoint left it.
         parallel: The same model on towers.
         checkpoint: The callback that saves it, which knows the epoch to begin at.
-        notes: What was done to the model before it trains.
+        class_weight: How much each class counts, as `fit` takes it.
+        notes: What was done to the model before it trains, and how classes count.
     """
 
     settings: Settings
@@ -51,6 +53,7 @@ class Job:
     model: keras.Model
     parallel: TowerModel
     checkpoint: Checkpoint
+    class_weight: Mapping[int, float] | None = None
     notes: Sequence[str] = ()
 
     @property
@@ -83,9 +86,17 @@ class Job:
     def is_finished(self) -> bool:
         """Whether the checkpoint is already where training is to end."""
         most = self.settings.max_train_steps
-        return self.epoch >= self.settings.train_epochs or (
-            most is not None and self.step >= most
+        return (
+            self.epoch >= self.settings.train_epochs
+            or (most is not None and self.step >= most)
+            or self.stopped_early
         )
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether --early_stopping has ended the run, as the checkpoint knows it."""
+        patience = self.settings.early_stopping
+        return patience is not None and self.checkpoint.epochs_since_best >= patience
 
 
 def assemble(settings: Settings) -> Job:
@@ -127,12 +138,22 @@ def assemble(settings: Settings) -> Job:
     )
     if not settings.clean:
         continued.restore(settings, checkpoint, folder, model)
-    job = Job(settings, data, setup, devices, model, parallel, checkpoint, notes)
+    job = Job(settings, data, setup, devices, model, parallel, checkpoint, notes=notes)
     if not (settings.eval_only or job.is_finished):
-        job = dataclasses.replace(job, data=data.keep_at_hand())
+        job = _ready_to_train(job)
     # Built now: whatever that finds wrong is the user's input, too.
     _ = job.data.training, job.data.evaluation
     return job
+
+
+def _ready_to_train(job):
+    """Reads what only training needs."""
+    data = job.data.keep_at_hand()
+    weights = objective.class_weight(job.setup, data)
+    said = [] if weights is None else [objective.class_weight_text(job.setup, weights)]
+    return dataclasses.replace(
+        job, data=data, class_weight=weights, notes=[*job.notes, *said]
+    )
 
 
 def _check_sizes(settings, ratios):

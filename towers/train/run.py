@@ -9,7 +9,7 @@ from towers.program import words
 from towers.train import callbacks
 from towers.train.job import Job
 from towers.train.outputs import files, start, summary
-from towers.train.parts.optimizer import averaged
+from towers.train.parts.training.optimizer import averaged
 
 
 def run(job: Job) -> None:
@@ -53,7 +53,10 @@ def train(job: Job) -> Watch | None:
     """
     if job.is_finished:
         has, more = words.count(job.epoch, "epoch"), "--train_epochs"
-        if job.epoch < job.settings.train_epochs:
+        if job.stopped_early:
+            print(_stopped_early(job))
+            more = "--early_stopping"
+        elif job.epoch < job.settings.train_epochs:
             has, more = words.count(job.step, "step"), "--max_train_steps"
         print(
             f"Nothing left to train: {job.model_dir} has {has} already. Give more "
@@ -71,8 +74,17 @@ def train(job: Job) -> Watch | None:
         callbacks=callbacks.make(job, watch, lines=not terminal),
         verbose=1 if terminal else 0,
         shuffle=False,  # the pipeline has shuffled already
+        class_weight=job.class_weight,
     )
+    if job.stopped_early:
+        print(_stopped_early(job))
     return watch
+
+
+def _stopped_early(job):
+    count = words.count(job.settings.early_stopping, "epoch")
+    name = job.checkpoint.monitor.name
+    return f"Stopped early: {name} has not been better for {count}."
 
 
 def evaluate(job: Job) -> dict[str, float]:
@@ -83,7 +95,7 @@ def evaluate(job: Job) -> dict[str, float]:
         them; of the training data `train_loss` and `train_accuracy`.
     """
     prefix = "train" if job.data.held_out is None else "val"
-    with averaged(job.model):
+    with averaged(job.settings, job.model):
         logs = job.parallel.evaluate(job.data.evaluation, verbose=0, return_dict=True)
     values = {f"{prefix}_{name}": float(value) for name, value in logs.items()}
     return values | job.task_logs(values)

@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import difflib
 import io
+import math
 import os
 from typing import Any, Literal, Self
 
@@ -20,6 +21,14 @@ ALL_REDUCE_ALGS = ("cpu", "device", "ring", "nccl")
 OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lamb"),
     *("Lion", "Muon", "Nadam", "RMSprop", "ScheduleFreeAdamW", "SGD"),
+)
+METRICS = (
+    *("SparseCategoricalCrossentropy", "SparseTopKCategoricalAccuracy"),
+    *("SparseCategoricalAccuracy", "MeanIoU", "AUC", "Precision", "Recall", "F1Score"),
+    *("BinaryCrossentropy", "TruePositives", "TrueNegatives", "FalsePositives"),
+    *("FalseNegatives", "MeanSquaredError", "RootMeanSquaredError"),
+    *("MeanAbsoluteError", "MeanAbsolutePercentageError"),
+    *("MeanSquaredLogarithmicError", "LogCoshError", "CosineSimilarity", "R2Score"),
 )
 DEFAULT_DATA = "digits"
 TASKS = (
@@ -89,6 +98,9 @@ class Settings:
     clip_norm: float | None = None
     accumulate_steps: int = 1
     ema: float | None = None
+    label_smoothing: float = 0.0
+    class_weight: tuple[str, ...] | None = None
+    metrics: tuple[str, ...] | None = None
     init_weights: str | None = None
     freeze: tuple[str, ...] | None = None
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
@@ -120,6 +132,8 @@ class Settings:
     checkpoint: str = "last"
     monitor: str | None = None
     monitor_mode: Literal["auto", "min", "max"] = "auto"
+    early_stopping: int | None = None
+    log_csv: bool = False
     save_steps: int | None = None
     save_minutes: float = 10.0
     keep_checkpoints: int = 3
@@ -196,15 +210,47 @@ class Settings:
         Raises:
             ValueError: If there is none.
         """
-        known = {name.lower(): name for name in OPTIMIZERS}
-        asked = self.optimizer.lower()
-        if asked not in known:
-            near = difflib.get_close_matches(asked, known) or known
-            raise ValueError(
-                f"Received --optimizer={self.optimizer}; expected an optimizer of "
-                f"keras.optimizers, such as {', '.join(near)}."
-            )
-        return known[asked]
+        return _canonical(
+            *(self.optimizer, OPTIMIZERS, "optimizer"),
+            "an optimizer of keras.optimizers",
+        )
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The classes of keras.metrics that --metrics names, in any case.
+
+        Raises:
+            ValueError: There is none of a name, or none that needs no arguments.
+        """
+        return [
+            _canonical(name, METRICS, "metrics", "metrics of keras.metrics")
+            for name in self.metrics or ()
+        ]
+
+    @property
+    def class_weights(self) -> dict[str, float] | Literal["balanced"] | None:
+        """What --class_weight says: a weight for each class that it names.
+
+        Raises:
+            ValueError: It has another form.
+        """
+        asked, found = self.class_weight, {}
+        if not asked or asked == ("balanced",):
+            return "balanced" if asked else None
+        for each in asked:
+            name, _, weight = each.rpartition(":")
+            try:
+                found[name] = float(weight)
+            except ValueError:
+                found[name] = math.nan
+        if len(found) == len(asked) and all(
+            name and 0 <= weight < math.inf for name, weight in found.items()
+        ):
+            return found
+        raise ValueError(
+            f"Received {self.as_flag('class_weight')}; expected balanced, or a class "
+            "and its weight each, such as --class_weight=cat:1,owl:5."
+        )
 
     def as_flag(self, name: str) -> str:
         """Returns one of them as it is given, such as "--model=cnn"."""
@@ -235,6 +281,17 @@ class Settings:
 
 NAMES = tuple(field.name for field in dataclasses.fields(Settings))
 DEFAULTS = Settings()
+
+
+def _canonical(asked, names, flag, what):
+    """Returns the name of a class as Keras spells it."""
+    known = {name.lower(): name for name in names}
+    if asked.lower() in known:
+        return known[asked.lower()]
+    near = difflib.get_close_matches(asked.lower(), known) or known
+    raise ValueError(
+        f"Received --{flag}={asked}; expected {what}, such as {', '.join(near)}."
+    )
 
 
 def _with_absolute_path(name: str, value: str) -> str | None:

@@ -27,7 +27,7 @@ from towers.train.outputs import summary as last_lines
 from towers.train.parts import data as data_parts
 from towers.train.parts import model as model_parts
 from towers.train.parts.devices import configure_devices, split_ratios
-from towers.train.parts.optimizer import build_optimizer, learning_rate
+from towers.train.parts.training.optimizer import build_optimizer, learning_rate
 from towers.train.settings import Settings
 
 

@@ -1,8 +1,12 @@
 """Flags of training, against what Keras does on one device."""
 
+import csv
+import re
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.towers.train.runs import (
     assembled,
@@ -14,7 +18,7 @@ from tests.towers.train.runs import (
 from towers import input_pipeline
 from towers.train import callbacks
 from towers.train import run as train_run
-from towers.train.parts.optimizer import build_optimizer, learning_rate
+from towers.train.parts.training.optimizer import build_optimizer, learning_rate
 from towers.train.settings import Settings
 
 # Three steps an epoch.
@@ -50,17 +54,23 @@ def killed(monkeypatch, *flags, batches):
             run_here(*flags)
 
 
-def trained_plainly(flags, optimizer, **options):
+def trained_plainly(flags, optimizer, smooth=None, metrics=(), **options):
     """Trains the model of a job without a line of ours; the model and its history."""
     job = assembled(*flags)
     model = keras.models.clone_model(job.model)
     model.set_weights(job.model.get_weights())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"], run_eagerly=True)
-    training, evaluation = (
-        data.map(lambda images, labels: (input_pipeline.normalize(images), labels))
-        for data in (job.data.open_training(), job.data.evaluation)
-    )
+    if smooth is not None:
+        loss = keras.losses.CategoricalCrossentropy(True, label_smoothing=smooth)
+    metrics = ["accuracy", *metrics]
+    model.compile(optimizer, loss, metrics=metrics, run_eagerly=True)
+
+    def prepared(images, labels):
+        labels = labels if smooth is None else tf.one_hot(labels, 3)
+        return input_pipeline.normalize(images), labels
+
+    training = job.data.open_training().map(prepared)
+    evaluation = job.data.evaluation.map(prepared)
     epochs, steps = job.settings.train_epochs, job.data.steps_per_epoch()
     options = {"validation_data": evaluation, "shuffle": False, "verbose": 0} | options
     history = model.fit(training, epochs=epochs, steps_per_epoch=steps, **options)
@@ -102,6 +112,7 @@ def test_optimizer_flags_are_those_of_keras(tmp_path):
     assert float(loaded.optimizer.learning_rate) >= 0
 
 
+@pytest.mark.slow
 def test_killed_while_it_accumulates_and_averages(tmp_path, monkeypatch):
     flags = *DATA, *OPTIMIZER, "--train_epochs=2", "--save_steps=1"
     path, whole = tmp_path / "run", tmp_path / "whole"
@@ -117,6 +128,69 @@ def test_killed_while_it_accumulates_and_averages(tmp_path, monkeypatch):
     # Done, and asked for again: the averages are evaluated, not the weights.
     run_here(*flags, f"--model_dir={path}")
     assert summary_of(path)["val_loss"] == summary_of(whole)["val_loss"]
+    assert_same_bits(weights(path), weights(whole))
+
+
+OBJECTIVE = (
+    *("--label_smoothing=0.2", "--class_weight=balanced", "--log_csv"),
+    # It falls: the first epoch stays the best.
+    *("--early_stopping=2", "--monitor_mode=max", "--optimizer=sgd"),
+    *("--metrics=SparseTopKCategoricalAccuracy", "--learning_rate=0.01"),
+)
+
+
+def logged(folder):
+    with open(folder / "log.csv", newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def test_flags_of_the_objective_are_those_of_keras(tmp_path, capsys):
+    flags = *DATA, *OBJECTIVE, "--train_epochs=5"
+    run_here(*flags, f"--model_dir={tmp_path}")
+    out = capsys.readouterr().out
+    weights_of_classes = [float(each) for each in re.findall(r" \d ([\d.]+)[,.]", out)]
+    assert "Class weights: 0 " in out
+    assert "Stopped early: val_loss has not been better for 2 epochs." in out
+    assert "Done: 3 epochs" in out
+    counts = np.zeros(3)
+    for _, labels in assembled(*flags).data.open_training(repeat=False):
+        counts += np.bincount(labels, minlength=3)
+    found = dict(enumerate(counts.sum() / (3 * counts)))
+    np.testing.assert_allclose(weights_of_classes, [*found.values()], rtol=1e-2)
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=2, mode="max")
+    metrics = [keras.metrics.TopKCategoricalAccuracy(name="top_k")]
+    _, history = trained_plainly(
+        *(flags, keras.optimizers.SGD(0.01, momentum=0.9), 0.2, metrics),
+        **{"callbacks": [stop], "class_weight": found},
+    )
+    rows = logged(tmp_path)
+    assert [row["epoch"] for row in rows] == ["0", "1", "2"]
+    names = dict.fromkeys(["loss", "accuracy", "val_loss", "val_accuracy"])
+    names = {name: name for name in names}
+    names["val_top_k"] = "val_sparse_top_k_categorical_accuracy"
+    for theirs, ours in names.items():
+        values = [float(row[ours]) for row in rows]
+        np.testing.assert_allclose(values, history[theirs], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_before_it_stops_early(tmp_path, capsys, monkeypatch):
+    flags = *DATA, *OBJECTIVE, "--train_epochs=5"
+    path, whole = tmp_path / "run", tmp_path / "whole"
+    run_here(*flags, f"--model_dir={whole}")
+    rows = logged(whole)
+    # Killed in the second epoch, it stops where it would have.
+    killed(monkeypatch, *flags, f"--model_dir={path}", batches=5)
+    assert len(logged(path)) == 1
+    (path / "log.csv").write_text((whole / "log.csv").read_text())  # it had got further
+    run_here(*flags, f"--model_dir={path}")
+    assert logged(path) == rows
+    assert_same_bits(weights(path), weights(whole))
+    capsys.readouterr()
+    run_here(*flags, f"--model_dir={path}")
+    out = capsys.readouterr().out
+    assert "Stopped early: val_loss" in out
+    assert "has 3 epochs already. Give more --early_stopping, or" in out
     assert_same_bits(weights(path), weights(whole))
 
 

@@ -1,6 +1,7 @@
 """Chooses the best checkpoint of a run, by a metric."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -126,6 +127,13 @@ class Monitor:
         whole = about["history"]["epoch"]
         last = bool(whole) and whole[-1] == epoch - 1
         return _number(values[-1]) if last and len(values) == len(whole) else None
+
+    def epochs_since_best(self, about: Mapping[str, Any]) -> int:
+        """Returns how many epochs of a checkpoint's history came after its best one."""
+        values = about["history"]["history"].get(self.name, [])
+        scores = zip(itertools.count(), map(_number, values))
+        best = self.best(scores)
+        return 0 if best is None else len(values) - 1 - best
 
     def best(self, scores: Iterable[tuple[str, float | None]]) -> str | None:
         """Returns the first of the best checkpoints.

@@ -1,6 +1,7 @@
 """The files of a run, in its model_dir."""
 
 import contextlib
+import csv
 import fcntl
 import glob
 import json
@@ -16,7 +17,10 @@ from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.parts.model import NOT_FINITE
-from towers.train.parts.optimizer import averaged, kept_rate
+from towers.train.parts.training.optimizer import averaged, kept_rate
+
+# Of --log_csv.
+LOG = "log.csv"
 
 
 @contextlib.contextmanager
@@ -66,9 +70,22 @@ def describe(job: Job) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(job.model_dir, NOT_FINITE))
         _write(job, "flags.txt", job.settings.as_text())
+        _forget_epochs_after(os.path.join(job.model_dir, LOG), job.epoch)
         if job.data.bad_records is not None:
             path = os.path.join(job.model_dir, BAD_RECORDS)
             quarantine.write(job.data.quarantines, path)
+
+
+def _forget_epochs_after(path, epochs):
+    """Leaves out what a log says of epochs that are trained again."""
+    if not os.path.exists(path):
+        return
+    with open(path, newline="") as file:
+        header, *rows = [*csv.reader(file)] or [[]]
+    kept = [row for row in rows if int(row[0]) < epochs]
+    if kept != rows:
+        with open(path, "w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([header, *kept])
 
 
 def end(job: Job, summary: dict[str, Any]) -> None:
@@ -108,6 +125,7 @@ def remove_run(model_dir: str) -> None:
         "summary.json",
         "flags.txt",
         "report.html",
+        LOG,
         "variable_update.json",
         BAD_RECORDS,
         NOT_FINITE,
@@ -124,7 +142,7 @@ def remove_run(model_dir: str) -> None:
 def _save_model(job: Job, path: str) -> None:
     """Saves the model; the file gets its name only once it is whole."""
     unfinished = os.path.join(job.model_dir, "unfinished.keras")
-    with averaged(job.model), kept_rate(job.model.optimizer):
+    with averaged(job.settings, job.model), kept_rate(job.model.optimizer):
         job.model.save(unfinished)
     os.replace(unfinished, path)
 

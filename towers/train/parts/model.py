@@ -13,9 +13,11 @@ from towers.devices import Devices
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
 from towers.train.parts.devices import split_ratios
-from towers.train.parts.optimizer import build_optimizer, learning_rate
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import described
+from towers.train.parts.training import objective
+from towers.train.parts.training.objective import is_one_hot
+from towers.train.parts.training.optimizer import build_optimizer, learning_rate
 
 NOT_FINITE = "not_finite.npz"
 
@@ -102,7 +104,8 @@ def make_preprocess(
 
     Args:
         setup: Of the run.
-        outputs: How many values the model returns for an image; needed to mix.
+        outputs: How many values the model returns for an example, if the loss takes as
+            many; see `objective.is_one_hot`.
     """
     settings, task, mix = setup.settings, setup.task, None
     if settings.mixes:
@@ -116,8 +119,10 @@ def make_preprocess(
         if own is not None:
             x, y = own(x, y, training)
         images = setup.facts.has_images and x.dtype == tf.uint8
-        if mix is not None and y is not None:
-            x, y = mix(x, y) if training else (x, tf.one_hot(y, outputs))
+        if mix is not None and y is not None and training:
+            x, y = mix(x, y)
+        elif outputs is not None and y is not None:
+            y = tf.one_hot(y, outputs)
         if task is not None and y is not None:
             y = task.target(y)
         return (input_pipeline.normalize(x, dtype) if images else x), y
@@ -157,7 +162,7 @@ def build_towers(
         max_staleness=settings.max_staleness,
         preprocess=make_preprocess(
             setup,
-            _returned(model, setup.facts).shape[-1] if settings.mixes else None,
+            _returned(model, setup.facts).shape[-1] if is_one_hot(setup) else None,
         ),
         prefetch=settings.prefetch,
         check_numerics=settings.check_numerics != "off"
@@ -200,13 +205,11 @@ def _loss_and_metrics(setup, model):
     metrics = mine and mine.metrics(**known)
     weighted = None
     logits = task is not None and returns_logits(model, setup)
-    if loss is None and setup.settings.mixes:
-        loss = keras.losses.CategoricalCrossentropy(from_logits=logits)
-    elif loss is None:
-        loss = task.loss(logits)
+    if loss is None:
+        loss = objective.loss(setup, logits)
     if metrics is None and task is not None:
         # By the labels as they were before they were mixed.
-        metrics = task.metrics(logits, setup.facts.target.size)
+        metrics = objective.metrics(setup, logits)
         if task.weighted:
             metrics, weighted = None, metrics
     return {"loss": loss, "metrics": metrics, "weighted_metrics": weighted}
@@ -217,7 +220,7 @@ def metric_names(setup: Setup) -> list[str]:
     if setup.defines("metrics"):
         found = keras.tree.flatten(setup.mine.metrics(**setup.known))
     else:
-        found = setup.task.metrics(True, setup.facts.target.size) if setup.task else []
+        found = objective.metrics(setup, False) if setup.task else []
     return [
         each if isinstance(each, str) else getattr(each, "name", "") for each in found
     ]

@@ -147,11 +147,11 @@ def kept_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def averaged(model: keras.Model) -> Iterator[None]:
+def averaged(settings: Settings, model: keras.Model) -> Iterator[None]:
     """Inside, a model with --ema has the averages of its weights for weights."""
     optimizer, weights = model.optimizer, model.trainable_variables
     # Before the first step, averages are 0.
-    if not (saved_model.averages(optimizer) and int(optimizer.iterations)):
+    if settings.ema is None or not int(optimizer.iterations):
         yield
         return
     now = saved_model.copies(weights)
