@@ -6,6 +6,8 @@ RECIPES = ("none", "imagenet", "cifar")
 CACHES = ("auto", "memory", "disk", "none")
 # Whether `convert` writes pixels.
 RAW = ("auto", "true", "false")
+# How rows of numbers are scaled.
+SCALES = ("none", "standard")
 # What becomes of bad records.
 BAD_RECORDS = ("fail", "skip")
 # In a mask: a pixel that has no class, such as the border of an object.

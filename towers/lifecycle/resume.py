@@ -85,22 +85,26 @@ def _say_validation_differs(run, then, now):
     )
 
 
-def check_classes(run: str, before: Any, now: Any) -> None:
+def check_classes(
+    run: str, before: Any, now: Any, nouns: tuple[str, str] = ("class", "classes")
+) -> None:
     """Checks that data have the classes that a run has been trained on.
 
     Args:
         run: What to call it.
         before: The names of the classes then, or their number; `None` if unknown.
         now: The same of the data it is to go on with.
+        nouns: What one and several of them are called.
 
     Raises:
         ResumeError: They are others.
     """
+    one, several = nouns
     if before is None or now is None or before == now:
         return
     numbers = [each if isinstance(each, int) else len(each) for each in (before, now)]
     if numbers[0] != numbers[1]:
-        different = f"{numbers[0]} classes, but received data with {numbers[1]}"
+        different = f"{numbers[0]} {several}, but received data with {numbers[1]}"
     elif int in map(type, (before, now)):
         return
     else:
@@ -109,10 +113,10 @@ def check_classes(run: str, before: Any, now: Any) -> None:
             for i, names in enumerate(zip(before, now, strict=True))
             if len({*names}) > 1
         )
-        different = f"a class {before[first]!r}, but received {now[first]!r} for it"
+        different = f"a {one} {before[first]!r}, but received {now[first]!r} for it"
     raise ResumeError(
-        f"The run {run} has {different}; expected the same classes, so choose another "
-        "directory for these data."
+        f"The run {run} has {different}; expected the same {several}, so choose "
+        "another directory for these data."
     )
 
 

@@ -22,7 +22,7 @@ DATA_FLAGS = (*data_flags.NAMES, "train_split", "eval_split")
 OF_DATA_SETS = (
     *(name for name in DATA_FLAGS if name != "num_classes"),
     *("dataset", "eval_dataset", "data_dir", "bad_records", "max_bad_records"),
-    *("image_size", "recipe", "randaugment", "mixup_alpha", "cutmix_alpha"),
+    *("image_size", "recipe", "randaugment", "mixup_alpha", "cutmix_alpha", "scale"),
     *("cache", "cache_dir", "shuffle_mb", "ram_budget_mb", "data_service"),
 )
 # Flags that say nothing where the user's file has the optimizer, or the loss. It may
@@ -30,6 +30,9 @@ OF_DATA_SETS = (
 _OF_OPTIMIZER = ("optimizer", "momentum", "weight_decay", "clip_norm", "ema")
 _OF_OPTIMIZER = (*_OF_OPTIMIZER, "accumulate_steps")
 _OF_LOSS = ("mixup_alpha", "cutmix_alpha", "label_smoothing")
+
+# Kinds of data sets that have no rows of numbers.
+_WITHOUT_ROWS = ("digits", "folder", "synthetic", "text")
 
 # The least, and the most if there is one, that a number may be.
 _BOUNDS = (
@@ -308,6 +311,12 @@ def check_data(settings: Settings) -> None:
                 f"Received {settings.as_flag(name)} for {' and '.join(named)}; "
                 f"expected it only for {specs.kinds_with(name)}, so leave it out."
             )
+    kind = (settings.dataset or "").partition(":")[0]
+    if settings.scale == "standard" and kind in _WITHOUT_ROWS:
+        raise ValueError(
+            f"Received --scale=standard for {settings.dataset}; expected it only for "
+            "rows of numbers, such as those of csv:, so leave it out."
+        )
     for each in (settings.dataset, eval_dataset):
         if each is not None:
             specs.check(each)

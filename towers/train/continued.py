@@ -15,6 +15,14 @@ from towers.train.parts.setup import Setup
 from towers.train.parts.task import LOWER_IS_BETTER
 from towers.train.settings import DEFAULTS, NAMES, Settings
 
+# What a target has, if a run has to go on with the same.
+_NOUNS = {
+    "class": ("class", "classes"),
+    "mask": ("class", "classes"),
+    "numbers": ("number", "numbers"),
+    "labels": ("label", "labels"),
+}
+
 
 def make_checkpoint(setup: Setup, folder: str, validates: bool) -> Checkpoint:
     """Makes the callback that saves the run.
@@ -117,11 +125,11 @@ def check_classes(folder: str, setup: Setup) -> None:
         except store.DamagedError:
             continue
         target = setup.facts.target
-        if target is None or target.kind != "class":
+        if target is None or target.kind not in _NOUNS:
             return
         now = [*target.names] if target.names else target.size
         before = (about.get("data") or {}).get("classes")
-        return resume.check_classes(path, before, now)
+        return resume.check_classes(path, before, now, _NOUNS[target.kind])
 
 
 def text(settings: Settings, checkpoint: Checkpoint, model: keras.Model) -> list[str]:

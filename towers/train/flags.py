@@ -46,6 +46,11 @@ HELPS = {
         **data_flags.HELPS,
         "train_split": "Split of digits and tfds: to train on, such as train[:90%].",
         "eval_split": "Split of digits and tfds: to validate on, such as train[:90%].",
+        "scale": (
+            "How to scale columns of numbers. standard: each to mean 0 and standard "
+            "deviation 1 of the training data. none: not. Default: standard for csv: "
+            "and parquet:, else none; a run that continues scales as it began."
+        ),
         "bad_records": (
             "What to do with records that cannot be read, decoded or trained on. fail: "
             "stop, and name the first one. skip: check all records before training, "

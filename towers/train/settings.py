@@ -12,7 +12,13 @@ import os
 from typing import Any, Literal, Self
 
 from towers.input_pipeline import specs
-from towers.input_pipeline.choices import BAD_RECORDS, CACHES, FILE_KINDS, RECIPES
+from towers.input_pipeline.choices import (
+    BAD_RECORDS,
+    CACHES,
+    FILE_KINDS,
+    RECIPES,
+    SCALES,
+)
 from towers.models import spec
 
 # Names alone: what they stand for is imported with TensorFlow. A test compares.
@@ -68,6 +74,7 @@ class Settings:
     label_key: str | None = None
     train_split: str | None = None
     eval_split: str | None = None
+    scale: Literal[*SCALES] | None = None
     bad_records: Literal[*BAD_RECORDS] = "fail"
     max_bad_records: int = 100
     # Images.

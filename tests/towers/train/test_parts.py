@@ -16,6 +16,7 @@ from tests.towers.train.runs import (
     write_folder,
 )
 from towers import devices, input_pipeline
+from towers.input_pipeline.sources.targets import Target
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
 from towers.train import __main__ as train
@@ -109,7 +110,7 @@ def test_loss_fits_the_models_end(end, from_logits):
 def test_nothing_left_names_the_flag_that_ended_it(tmp_path, capsys):
     asked = Settings(model_dir=str(tmp_path), max_train_steps=7)
     job = mock.Mock(settings=asked, model_dir=str(tmp_path), epoch=0, step=7)
-    job.data.bad_records = None
+    job.data.bad_records = job.data.scaling = None
     assert train_run.train(job) is None
     assert "has 7 steps already. Give more --max_train_steps" in (
         capsys.readouterr().out
@@ -172,7 +173,8 @@ def test_flags_of_the_data_reach_it(tmp_path):
     sources = data_parts.open_sources(asked)
     assert [each.splits for each in sources] == [{"train": 20}, {"train": None}]
     (tmp_path / "b.csv").write_text("x,y,z\n1,2,owl\n")
-    like = types.SimpleNamespace(class_names=("cat", "owl"))
+    names = ("cat", "owl")
+    like = types.SimpleNamespace(class_names=names, target=Target("class", 2, names))
     spec = f"csv:{tmp_path}/b.csv"
     held_out = data_parts.open_source(Settings(dataset="digits"), spec, 2, like)
     assert (held_out.num_classes, held_out.class_names) == (2, ("cat", "owl"))
@@ -331,7 +333,7 @@ def test_a_table_is_evaluated_by_the_columns_it_was_trained_on(tmp_path):
 
 
 def test_rows_are_not_augmented():
-    source = mock.Mock(image_shape=(2,))
+    source = mock.Mock(image_shape=(2,), input_kind="row")
     for name, value in (("recipe", "cifar"), ("randaugment", ("2", "9"))):
         said = f"--{name}=.*, but .* has rows of numbers; expected images"
         with pytest.raises(ValueError, match=said):

@@ -16,6 +16,7 @@ from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.train.job import BAD_RECORDS, Job
+from towers.train.parts.data.scale import PREPROCESSING
 from towers.train.parts.model import NOT_FINITE
 from towers.train.parts.training.optimizer import averaged, kept_rate
 
@@ -71,6 +72,9 @@ def describe(job: Job) -> None:
             os.remove(os.path.join(job.model_dir, NOT_FINITE))
         _write(job, "flags.txt", job.settings.as_text())
         _forget_epochs_after(os.path.join(job.model_dir, LOG), job.epoch)
+        scaling = job.data.scaling
+        about = {"scaling": scaling and scaling.to_json()}
+        _write(job, PREPROCESSING, json.dumps(about, indent=2) + "\n")
         if job.data.bad_records is not None:
             path = os.path.join(job.model_dir, BAD_RECORDS)
             quarantine.write(job.data.quarantines, path)
@@ -127,6 +131,7 @@ def remove_run(model_dir: str) -> None:
         "report.html",
         LOG,
         "variable_update.json",
+        PREPROCESSING,
         BAD_RECORDS,
         NOT_FINITE,
     ):

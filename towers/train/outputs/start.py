@@ -42,7 +42,7 @@ def _data_line(job):
     data, setup = job.data, job.setup
     parts = [setup.facts.text(data.examples)]
     if setup.facts.target is not None and setup.facts.target.size:
-        parts.append(described(setup.facts))
+        parts.append(described(setup.facts.target))
     if setup.task is None:
         parts.append("learnt by the loss of the model's file")
     elif setup.task.name != "classification":

@@ -66,7 +66,7 @@ def _check_output(setup, output):
     returned = shape or f"{len(keras.tree.flatten(output))} tensors in a structure"
     raise ValueError(
         f"The model {setup.settings.model} returns {returned}, but {facts.name} has "
-        f"{described(facts)}; expected one output of shape "
+        f"{described(facts.target)}; expected one output of shape "
         f"{task.output_shape(facts)}, a value for each {task.each}."
     )
 

@@ -42,6 +42,7 @@ class OwnData:
     preprocessed: bool = False
 
     bad_records = None
+    scaling = None
     quarantines = ()
     # Of its stages, nothing is known.
     advice: ClassVar[Mapping[str, str]] = {}

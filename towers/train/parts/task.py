@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources.targets import IGNORED, TargetKind
+from towers.input_pipeline.sources.targets import IGNORED, Target, TargetKind
 from towers.program import words
 from towers.train.parts.facts import DataFacts
 
@@ -298,20 +298,19 @@ def choose(asked: str | None, facts: DataFacts) -> Task | None:
     if target.kind != task.kind:
         fit = [each.name for each in _ALL if each.kind == target.kind]
         raise ValueError(
-            f"Received --task={asked}, but {facts.name} has {described(facts)}; "
+            f"Received --task={asked}, but {facts.name} has {described(target)}; "
             f"expected --task={' or '.join(fit)}, or other data."
         )
     if task.name == "binary" and target.size != 2:
         raise ValueError(
-            f"Received --task=binary, but {facts.name} has {described(facts)}; "
+            f"Received --task=binary, but {facts.name} has {described(target)}; "
             "expected two, so use --task=classification."
         )
     return task
 
 
-def described(facts: DataFacts) -> str:
+def described(target: Target) -> str:
     """Says what is to be given for an example."""
-    target = facts.target
     noun = {
         "class": ("class", "classes"),
         "numbers": ("number to predict", "numbers to predict"),

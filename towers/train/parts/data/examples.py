@@ -1,11 +1,10 @@
-"""The data of a run, as settings describe them: opened, checked and kept at hand."""
+"""The data of a run: what it trains and evaluates on, checked and kept at hand."""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,17 +13,15 @@ import tensorflow as tf
 from towers import input_pipeline
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.quarantine import Quarantine
-from towers.input_pipeline.specs import takes
-from towers.program import words
-from towers.program.commands import read_image_size, read_randaugment
-from towers.train.checks import DATA_FLAGS
+from towers.program.commands import read_randaugment
 from towers.train.parts import facts as facts_parts
 from towers.train.parts import own_data
+from towers.train.parts.data import scale
+from towers.train.parts.data.opening import choose_image_shape, open_sources
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.my_model import MyModel
 from towers.train.parts.own_data import OwnData
-from towers.train.parts.task import TASKS
-from towers.train.settings import DEFAULTS, Settings
+from towers.train.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +35,8 @@ class Data:
         held_out: Source and split to evaluate on, if there is one.
         image_shape: (height, width, channels) of the images, or (numbers in a row,).
         quarantines: Bad records that are passed over, of each data set.
+        scaling: How rows of numbers are scaled; `None` if they are not.
+        scaling_note: What to say of that; may be empty.
     """
 
     settings: Settings
@@ -46,6 +45,8 @@ class Data:
     held_out: tuple[input_pipeline.Source, str] | None
     image_shape: tuple[int, ...]
     quarantines: Sequence[Quarantine] = ()
+    scaling: input_pipeline.Scaling | None = None
+    scaling_note: str = ""
 
     @property
     def examples(self) -> int | None:
@@ -79,7 +80,7 @@ class Data:
 
     def notes(self) -> Sequence[str]:
         """Says what was decided about the data without being asked for."""
-        return self.source.notes
+        return [*self.source.notes, *filter(None, [self.scaling_note])]
 
     def blaming(self) -> contextlib.AbstractContextManager[None]:
         """Inside, an error of the input names the record that is bad."""
@@ -148,6 +149,7 @@ class Data:
             "training": training,
             "recipe": settings.recipe,
             "randaugment": read_randaugment(settings.randaugment),
+            "scaling": self.scaling,
             "seed": settings.seed,
             "deterministic": settings.deterministic or not training,
             "shuffle_mb": settings.shuffle_mb,
@@ -200,127 +202,6 @@ def open_data(settings: Settings, mine: MyModel | None) -> Opened | OwnData:
     return Opened(settings, source, held_out, shape, facts)
 
 
-def open_sources(
-    settings: Settings,
-) -> tuple[input_pipeline.Source, input_pipeline.Source | None]:
-    """Opens what to train on, and what to evaluate on if that is another data set."""
-    source = open_source(settings, settings.dataset, settings.num_classes)
-    if settings.eval_dataset is None:
-        return source, None
-    held_out = open_source(settings, settings.eval_dataset, source.num_classes, source)
-    check_same_kind(settings, source, held_out)
-    return source, held_out
-
-
-def open_source(
-    settings: Settings,
-    spec: str,
-    num_classes: int | None,
-    like: input_pipeline.Source | None = None,
-) -> input_pipeline.Source:
-    """Opens a data set.
-
-    Args:
-        settings: Of the data.
-        spec: The data set.
-        num_classes: How many classes it has, if that is known.
-        like: The training data, if this is what to evaluate on: classes and columns
-            of a table are to be the same.
-    """
-    options = {name: getattr(settings, name) for name in DATA_FLAGS}
-    options["num_classes"] = num_classes
-    options["target"] = settings.task and TASKS[settings.task].kind
-    if like is not None:
-        options["class_names"] = like.class_names
-        options["tokenizer"] = like.tokenizer
-        if takes(settings.dataset, "feature_columns"):
-            options |= {"label_key": None, "label_column": like.label_field}
-        if takes(settings.dataset, "feature_columns") and len(like.image_shape) == 1:
-            options["feature_columns"] = like.image_fields
-    if spec != settings.dataset:
-        # All of it is for evaluation.
-        options |= {"train_split": None, "eval_fraction": 0}
-    elif settings.eval_dataset is not None:
-        options |= {"eval_split": None, "eval_fraction": 0}
-    return input_pipeline.open_source(
-        spec,
-        **{
-            name: value
-            for name, value in options.items()
-            if value is not None and takes(spec, name)
-        },
-        **_cache_dir(settings, spec),
-        data_dir=os.path.expanduser(settings.data_dir),
-        seed=settings.seed,
-        skip_bad=settings.bad_records == "skip",
-    )
-
-
-def _cache_dir(settings: Settings, spec: str) -> dict[str, str]:
-    """The folder where the tokens of text are kept, if there is one."""
-    if settings.cache_dir is None or not takes(spec, "cache_dir"):
-        return {}
-    return {"cache_dir": settings.cache_dir}
-
-
-def check_same_kind(
-    settings: Settings,
-    source: input_pipeline.Source,
-    held_out: input_pipeline.Source,
-) -> None:
-    """Checks that images have the same size, and labels the same meaning, in both."""
-    if held_out.image_shape != source.image_shape and not settings.image_size:
-        raise ValueError(
-            f"The images of the eval_dataset {held_out.name} are "
-            f"{held_out.image_shape}, but those of {source.name} "
-            f"{source.image_shape}; give one --image_size for both."
-        )
-    if held_out.num_classes != source.num_classes:
-        raise ValueError(
-            f"The eval_dataset {held_out.name} has "
-            f"{words.count(held_out.num_classes, 'class', 'classes')}, but "
-            f"{source.name} has {source.num_classes}; expected the same classes."
-        )
-    names = zip(source.class_names or (), held_out.class_names or (), strict=False)
-    for label, (ours, theirs) in enumerate(names):
-        if ours != theirs:
-            raise ValueError(
-                f"The label {label} is {theirs!r} in the eval_dataset {held_out.name}, "
-                f"but {ours!r} in {source.name}; expected the same classes."
-            )
-
-
-def choose_image_shape(
-    settings: Settings, source: input_pipeline.Source
-) -> tuple[int, ...]:
-    """Decides the images' size: what --image_size says, else as they are."""
-    if source.input_kind in ("row", "tokens"):
-        of_tokens = source.input_kind == "tokens"
-        what = "tokens" if of_tokens else "numbers"
-        mixing = ("mixup_alpha", "cutmix_alpha") if of_tokens else ()
-        for name in ("image_size", "recipe", "randaugment", *mixing):
-            if getattr(settings, name) != getattr(DEFAULTS, name):
-                raise ValueError(
-                    f"Received {settings.as_flag(name)}, but {source.name} has rows "
-                    f"of {what}; expected images, so leave it out."
-                )
-        if settings.cutmix_alpha:
-            raise ValueError(
-                f"Received --cutmix_alpha={settings.cutmix_alpha}, but {source.name} "
-                "has rows of numbers; expected images, so use --mixup_alpha."
-            )
-        return source.image_shape
-    height, width, channels = source.image_shape
-    if (asked := read_image_size(settings.image_size)) is not None:
-        height, width = asked
-    if height is None or width is None:
-        raise ValueError(
-            f"The images of {source.name} differ in size; expected one size for all, "
-            "so give --image_size, such as --image_size=224."
-        )
-    return height, width, channels
-
-
 def prepare_data(opened: Opened, known: Sequence[Quarantine] = ()) -> Data:
     """See `Opened.prepare`; without a held_out, that is the test split, if any."""
     settings, source, held_out = opened.settings, opened.source, opened.held_out
@@ -334,7 +215,10 @@ def prepare_data(opened: Opened, known: Sequence[Quarantine] = ()) -> Data:
     else:
         source, found = _look_at_records(settings, source, list(source.splits), known)
         evaluated = (source, "test") if "test" in source.splits else None
-    return Data(settings, source, opened.facts, evaluated, opened.image_shape, found)
+    return Data(
+        *(settings, source, opened.facts, evaluated, opened.image_shape, found),
+        *scale.choose(settings, source),
+    )
 
 
 def _look_at_records(

@@ -1,0 +1,94 @@
+"""How a run scales rows of numbers: as it began, or by its training data."""
+
+import json
+import os
+
+from towers import input_pipeline
+from towers.input_pipeline import Scaling
+from towers.lifecycle.checkpoints import store
+from towers.train.settings import Settings
+
+# What is done with raw data before a model sees them; beside the model.
+PREPROCESSING = "preprocessing.json"
+_TABLES = ("csv", "parquet")
+
+
+def choose(
+    settings: Settings, source: input_pipeline.Source
+) -> tuple[Scaling | None, str]:
+    """Decides how rows are scaled.
+
+    Args:
+        settings: Of the run, and where it may have begun.
+        source: The training data, without bad records.
+
+    Returns:
+        The scaling, and a note on it; nothing of images and text.
+
+    Raises:
+        ValueError: --scale is not for such data, or not what a run began with.
+    """
+    if source.input_kind not in ("row", "columns"):
+        if settings.scale == "standard":
+            raise ValueError(
+                f"Received --scale=standard, but {source.name} has no rows of "
+                "numbers; expected a table, so leave it out."
+            )
+        return None, ""
+    if not settings.clean and store.find(
+        os.path.join(settings.absolute_model_dir, "checkpoints")
+    ):
+        return _as_before(settings, source)
+    asked = settings.scale
+    if asked is None and source.name.partition(":")[0] in _TABLES:
+        asked = "standard"
+    if asked != "standard":
+        return None, ""
+    with input_pipeline.blame_records(source):
+        scaling = input_pipeline.measure_scaling(source)
+    note = "by the training data; --scale=none leaves them as they are."
+    return scaling, _text(f", {note}" if settings.scale is None else ".")
+
+
+def _as_before(settings, source):
+    """The scaling of a run that goes on, or is evaluated."""
+    scaling = read(settings.absolute_model_dir)
+    before = "standard" if scaling else "none"
+    if settings.scale not in (None, before):
+        raise ValueError(
+            f"Received --scale={settings.scale}, but the run in "
+            f"{settings.absolute_model_dir} began with {before}; expected the same, "
+            "so leave it out, or start over with --clean."
+        )
+    if scaling is not None and scaling.names != tuple(source.image_fields):
+        raise ValueError(
+            f"The run in {settings.absolute_model_dir} has the columns "
+            f"{', '.join(scaling.names)}, but {source.name} "
+            f"{', '.join(source.image_fields)}; expected the same, so choose them by "
+            "--feature_columns, or start over with --clean."
+        )
+    return scaling, _text(", as the run began.") if scaling else ""
+
+
+def _text(end):
+    return f"Each column is scaled to mean 0 and standard deviation 1{end}"
+
+
+def read(model_dir: str) -> Scaling | None:
+    """Reads how a run scales rows; `None` if it does not.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    path = os.path.join(model_dir, PREPROCESSING)
+    try:
+        with open(path) as file:
+            found = json.load(file).get("scaling")
+            return found and Scaling.from_json(found)
+    except FileNotFoundError:
+        return None  # a run of before
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}; expected what this run wrote, so copy it "
+            "from a backup, or start over with --clean."
+        ) from error
