@@ -65,6 +65,15 @@ class Facts:
                     f"{value!r} was received; give the number that the data has."
                 )
 
+    @property
+    def input_kind(self) -> str:
+        """What an example is: "image", "row", "tokens" or "columns"."""
+        if isinstance(self.input_shape, Mapping) or _is_nest(self.input_shape):
+            return "columns"
+        if self.vocabulary_size is not None:
+            return "tokens"
+        return "image" if len(self.input_shape) == 3 else "row"
+
     def as_dict(self) -> dict[str, Any]:
         """Returns all of them, by name."""
         return {name: getattr(self, name) for name in NAMES}

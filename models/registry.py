@@ -18,24 +18,35 @@ from typing import Any
 import keras
 import numpy as np
 
-from towers.models import applications, cnn, lstm, mlp, resnet_cifar, spec, user_file
+from towers.models import dlrm, mlp, spec, user_file
 from towers.models.facts import Facts, arguments, is_count, unknown_shape
+from towers.models.images import applications, cnn, lstm, resnet_cifar, unet
+from towers.models.text import transformer_encoder, transformer_lm
 
 # A model's own function; facts.py says which parameters it may have.
 Builder = Callable[..., keras.Model]
 
+# What an example may be, as messages say it.
+_KINDS = {
+    "image": "images of shape (height, width, channels)",
+    "row": "rows of numbers",
+    "tokens": "tokens of text",
+    "columns": "several inputs, by name",
+}
+
 _OWN: dict[str, Builder] = {
     "cnn": cnn.build,
+    "dlrm": dlrm.build,
     "lstm": lstm.build,
     "mlp": mlp.build,
     **{
         f"resnet{depth}": functools.partial(resnet_cifar.build, depth=depth)
         for depth in resnet_cifar.DEPTHS
     },
+    "transformer_encoder": transformer_encoder.build,
+    "transformer_lm": transformer_lm.build,
+    "unet": unet.build,
 }
-
-# The only ones that do not need images.
-_ANY_RANK = ("mlp",)
 
 
 def build(
@@ -95,10 +106,13 @@ def _build_own(name, facts, options):
     # Texts may be of any length; pictures and rows are of one size.
     if not isinstance(shape, Mapping) and len(shape) > 1 and None in shape:
         raise unknown_shape(shape)
-    if name not in _ANY_RANK and (isinstance(shape, Mapping) or len(shape) != 3):
+    needs, what = spec.inputs(name), facts.input_kind
+    if what not in needs:
+        others = [each for each in spec.OWN if what in spec.inputs(each)]
         raise ValueError(
-            f"The model {name!r} needs images of shape (height, width, channels), but "
-            f"input_shape={shape} was received; use mlp for data that are not images."
+            f"The model {name!r} needs {' or '.join(map(_KINDS.get, needs))}, but "
+            f"{_KINDS[what]} with input_shape={facts.input_shape} were received; use "
+            f"{' or '.join(others)}, or a model of your own."
         )
     function = _OWN.get(name) or functools.partial(applications.build, name)
     given, named = arguments(function, f"The model {name!r}", facts, options)

@@ -5,11 +5,26 @@ A program checks its flags before it imports TensorFlow, which takes seconds.
 
 import ast
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-# The models of this project; registry.py builds them.
-OWN = ("cnn", "lstm", "mlp", "resnet20", "resnet32", "resnet56")
+# The models of this project, which registry.py builds: what an example may be, and the
+# flags of towers.train that the model takes.
+_TRANSFORMER = ("layers", "width", "heads", "positions", "dropout")
+OWN = {
+    "cnn": (("image",), ("dropout",)),
+    "dlrm": (("columns",), ("width",)),
+    "lstm": (("image",), ()),
+    "mlp": (("image", "row"), ()),
+    **dict.fromkeys(("resnet20", "resnet32", "resnet56"), (("image",), ())),
+    "transformer_encoder": (("tokens",), _TRANSFORMER),
+    "transformer_lm": (("tokens",), _TRANSFORMER),
+    "unet": (("image",), ("layers", "width")),
+}
+# All such flags.
+OPTIONS = _TRANSFORMER
+# How a transformer knows where a token stands.
+POSITIONS = ("rotary", "learned")
 # The networks of `keras.applications`.
 APPLICATIONS = tuple(
     """
@@ -36,25 +51,40 @@ def names() -> tuple[str, ...]:
     return (*OWN, *APPLICATIONS)
 
 
-def check(name: str) -> None:
+def inputs(name: str) -> tuple[str, ...]:
+    """Returns what an example may be for a model of `names()`."""
+    return OWN[name][0] if name in OWN else ("image",)
+
+
+def check(name: str, options: Iterable[str] = ()) -> None:
     """Checks a model's name without building it or running the user's file.
 
     The import of Keras is not needed.
 
     Args:
         name: As for `registry.build`.
+        options: Names of options that are given, which only some models take.
 
     Raises:
-        ValueError: If there is no such model, file or function.
+        ValueError: If there is no such model, file or function, or it does not take an
+            option.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(
             f"A model's name must be text, but {name!r} was received; use {_FORMS}."
         )
     if is_user_file(name):
-        _check_user_file(*split_user_file(name))
-    else:
-        canonical(name)
+        _check_user_file(*split_user_file(name), options)
+        return
+    name = canonical(name)
+    taken = OWN[name][1] if name in OWN else ()
+    for option in options:
+        if option not in taken:
+            takes = [each for each, (_, own) in OWN.items() if option in own]
+            raise ValueError(
+                f"Received --{option} for --model={name}; expected it only for "
+                f"{', '.join(takes)} and models of your own, so leave it out."
+            )
 
 
 def canonical(name: str) -> str:
@@ -137,7 +167,7 @@ def _parse(path: Path) -> ast.Module:
         ) from error
 
 
-def _check_user_file(path: Path, function: str) -> None:
+def _check_user_file(path: Path, function: str, options: Iterable[str]) -> None:
     """Finds the function by parsing, since running the file may touch devices."""
     tree = _parse(path)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -145,6 +175,20 @@ def _check_user_file(path: Path, function: str) -> None:
     # What `import *` brings is known only when the file is run.
     if function not in known and "*" not in known:
         raise no_such_function(path, function, defined)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            _check_takes(path, node, options)
+
+
+def _check_takes(path, node, options):
+    taken = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+    for option in options:
+        # What a decorator makes of the function is known only when the file is run.
+        if not (option in taken or node.args.kwarg or node.decorator_list):
+            raise ValueError(
+                f"Received --{option}, but the function {node.name!r} of {str(path)!r} "
+                f"has no parameter {option!r}; add it, or leave the flag out."
+            )
 
 
 def _top_level(body: Sequence[ast.stmt]) -> Iterator[str]:

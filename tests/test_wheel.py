@@ -25,7 +25,7 @@ import keras
 {"".join(f"from {folder} import blocks as of_{folder}{chr(10)}" for folder in FOLDERS)}
 
 def build(input_shape, num_classes):
-    import towers, towers.models.cnn  # ours
+    import towers, towers.models.mlp  # ours
 
     print("towers is", towers.__file__)
     return keras.Sequential([keras.Input(input_shape), *of_models.layers(num_classes)])

@@ -14,9 +14,13 @@ import pytest
 from tests import warm
 from tests.variants import slow
 from towers import models
-from towers.models import applications, registry, resnet_cifar, spec
+from towers.models import registry, spec
+from towers.models.images import applications, resnet_cifar
 
-OWN = ("cnn", "lstm", "mlp", "resnet20", "resnet32", "resnet56")
+OWN = (
+    *("cnn", "dlrm", "lstm", "mlp", "resnet20", "resnet32", "resnet56"),
+    *("transformer_encoder", "transformer_lm", "unet"),
+)
 
 
 @pytest.fixture
@@ -382,7 +386,7 @@ def test_options():
             r"no model 'resnet21' \(did you mean .*resnet20.*file.py:function",
         ),
         ("mobilnet", r"did you mean MobileNet"),
-        ("qqqqqq", r"no model 'qqqqqq'; use one of cnn, lstm"),
+        ("qqqqqq", r"no model 'qqqqqq'; use one of cnn, dlrm, lstm"),
         ("", "must be text"),
         (None, "name must be text, but None"),
         ("nosuch.py:f", r"no file 'nosuch.py' \(looked for as '/.*correct the path"),

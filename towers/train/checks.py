@@ -58,6 +58,9 @@ _BOUNDS = (
     ("ram_budget_mb", 1, 2**30),
     ("prefetch", 0, None),
     ("parity_steps", 1, None),
+    ("layers", 1, None),
+    ("width", 1, None),
+    ("heads", 1, None),
     ("seed", 0, 2**32 - 1),
     ("learning_rate", 0, None),
     ("momentum", 0, 1),
@@ -74,7 +77,7 @@ def check(settings: Settings) -> Settings:
     Raises:
         ValueError: If anything is bad.
     """
-    spec.check(settings.model)
+    spec.check(settings.model, settings.model_options)
     settings = _with_data_set(settings)
     _check_numbers(settings)
     _check_optimizer(settings)

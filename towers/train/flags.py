@@ -105,10 +105,29 @@ HELPS = {
     },
     "Model and training": {
         "model": (
-            "Network: mlp, cnn, lstm, resnet20, resnet32, resnet56, a network of "
+            "Network: mlp, cnn, lstm, resnet20, resnet32, resnet56, unet, "
+            "transformer_lm, transformer_encoder, dlrm, a network of "
             "keras.applications such as MobileNetV2, or your own as file.py:function. "
             "Without a function, build. The file may also define loss, metrics, "
             "optimizer, callbacks, preprocess, train_data and eval_data."
+        ),
+        "layers": (
+            "Number of blocks of a transformer; how often unet halves the image. "
+            "Default: as the model has it."
+        ),
+        "width": (
+            "Number of features of a token in a transformer, of an id in dlrm, of a "
+            "pixel at full size in unet. Default: as the model has it."
+        ),
+        "heads": "Number of heads of a transformer's attention. Default: 4.",
+        "positions": (
+            "How a transformer knows where a token stands. rotary: attention depends "
+            "on the distance of two tokens. learned: by a vector for each position. "
+            "Default: rotary."
+        ),
+        "dropout": (
+            "Fraction of the features that cnn and transformers drop in training. "
+            "Default: as the model has it."
         ),
         "task": (
             "What to learn, which chooses loss, metrics and the output that is "

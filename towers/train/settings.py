@@ -92,6 +92,11 @@ class Settings:
     data_service: str | None = None
     # Model and training.
     model: str = "cnn"
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    positions: Literal[*spec.POSITIONS] | None = None
+    dropout: float | None = None
     task: Literal[*TASKS] | None = None
     batch_size: int = 64
     train_epochs: int = 30
@@ -172,6 +177,12 @@ class Settings:
         if not spec.is_user_file(self.model):
             return set()
         return spec.names_in(spec.split_user_file(self.model)[0]) & {*OWN_NAMES}
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """What is asked of the model beyond the data, by the names of its flags."""
+        given = {name: getattr(self, name) for name in spec.OPTIONS}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def asynchronous(self) -> bool:

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models import resnet_cifar
 from tests import as_on_gpu, executed
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.analysis import rules
 from towers.builders.pieces import reader
 from towers.collectives import batch
+from towers.models.images import resnet_cifar
 from towers.tower import passes
 from towers.tower.traced import Traced
 

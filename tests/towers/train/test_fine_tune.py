@@ -10,7 +10,7 @@ import pytest
 from tests.towers.train.runs import TWO_STEPS, assembled, assert_same_bits
 from tests.variants import slow
 from towers import models
-from towers.models import applications
+from towers.models.images import applications
 from towers.train import checks
 from towers.train.outputs import start
 from towers.train.parts.training import fine_tune

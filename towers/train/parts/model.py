@@ -28,12 +28,14 @@ _TRIED = 8
 def build_model(setup: Setup, home: str) -> keras.Model:
     """Builds the model at home, and checks that it fits the data and the task."""
     facts, name = setup.facts, setup.settings.model
-    imagenet = setup.settings.init_weights == "imagenet"
+    options = setup.settings.model_options
+    if setup.settings.init_weights == "imagenet":
+        options["imagenet"] = True
     with tf.device(home):
         model = models.build(
             name,
             setup.for_model,
-            options={"imagenet": True} if imagenet else {},
+            options=options,
             seed=setup.settings.seed,
             module=setup.mine and setup.mine.module,
         )

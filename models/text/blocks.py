@@ -1,0 +1,110 @@
+"""The blocks that a transformer is made of, and what all of them check."""
+
+import keras
+
+from towers.models.spec import POSITIONS
+from towers.models.text import layers
+
+
+def check(
+    name: str,
+    layers: int,
+    width: int,
+    heads: int,
+    positions: str,
+    dropout: float,
+    sequence_length: int | None,
+) -> None:
+    """Checks the arguments of a transformer.
+
+    Raises:
+        ValueError: They do not go together.
+    """
+    for what, value in (("layers", layers), ("width", width), ("heads", heads)):
+        if value < 1:
+            raise ValueError(
+                f"The model {name!r} received {what}={value}; expected at least 1."
+            )
+    if width % heads:
+        raise ValueError(
+            f"The model {name!r} received width={width} and heads={heads}; expected a "
+            "width that the heads divide, such as "
+            f"width={max(width // heads, 1) * heads}."
+        )
+    if positions not in POSITIONS:
+        raise ValueError(
+            f"The model {name!r} received positions={positions!r}; expected one of "
+            f"{', '.join(POSITIONS)}."
+        )
+    if positions == "rotary" and width // heads % 2:
+        raise ValueError(
+            f"The model {name!r} received width={width} and heads={heads}, which makes "
+            f"heads of {width // heads}; expected an even number for rotary positions, "
+            "so give another of the two, or positions=learned."
+        )
+    if positions == "learned" and sequence_length is None:
+        raise ValueError(
+            f"The model {name!r} received positions=learned for texts of any length; "
+            "expected positions=rotary, or a sequence_length."
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(
+            f"The model {name!r} received dropout={dropout}; expected at least 0 and "
+            "less than 1."
+        )
+
+
+def place(
+    x: keras.KerasTensor, positions: str, dropout: float, length: int | None
+) -> keras.KerasTensor:
+    """Adds learned positions to embedded tokens; rotary ones come with attention."""
+    if positions == "learned":
+        x = layers.LearnedPositions(length, name="positions")(x)
+    return keras.layers.Dropout(dropout)(x)
+
+
+def block(
+    x: keras.KerasTensor,
+    number: int,
+    *,
+    depth: int,
+    heads: int,
+    causal: bool,
+    rotary: bool,
+    dropout: float,
+    padding_mask: keras.KerasTensor | None = None,
+) -> keras.KerasTensor:
+    """Adds attention and a perceptron, each of normalised features (pre-norm).
+
+    Args:
+        x: Features [batch, tokens, width].
+        number: Of the block, for names.
+        depth: Number of all blocks.
+        heads: Heads of its attention.
+        causal: Whether tokens look back only.
+        rotary: Whether attention knows of positions.
+        dropout: Share dropped of what is added.
+        padding_mask: Which tokens are no padding; None if all are.
+    """
+    width = x.shape[-1]
+    attended = layers.SelfAttention(
+        heads,
+        causal=causal,
+        rotary=rotary,
+        depth=depth,
+        name=f"attention_{number}",
+    )(normalised(x, f"attention_norm_{number}"), padding_mask=padding_mask)
+    x = keras.layers.Add()([x, keras.layers.Dropout(dropout)(attended)])
+    hidden = layers.project("...w,wo->...o", (4 * width,), name=f"expand_{number}")(
+        normalised(x, f"expand_norm_{number}")
+    )
+    hidden = keras.layers.Activation("gelu")(hidden)
+    hidden = layers.project("...o,ow->...w", (width,), depth, name=f"reduce_{number}")(
+        hidden
+    )
+    return keras.layers.Add()([x, keras.layers.Dropout(dropout)(hidden)])
+
+
+def normalised(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
+    """Normalises each token's features."""
+    return keras.layers.LayerNormalization(epsilon=1e-5, name=name)(x)

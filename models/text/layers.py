@@ -1,0 +1,195 @@
+"""What Keras has no layer for, or has not had for long enough.
+
+Products are spelled with an ellipsis ("...w,wo->...o"): so Keras leaves them to
+TensorFlow's Einsum, which multiplies all tokens of a batch at once, forward and
+backward. Its Dense multiplies each example's for itself, and adds up as many kernels'
+gradients: that took 1.5 to 2 times as long.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+# A score of what is not to be attended to: far below any other, and finite.
+_NEVER = -1e9
+# The wavelengths of rotary positions grow to this, times 2 pi (Su et al. 2021).
+_LONGEST = 10_000.0
+
+
+@keras.saving.register_keras_serializable(package="towers")
+class TiedEmbedding(keras.layers.Embedding):
+    """An embedding that also makes logits, by the same table (Press and Wolf 2016).
+
+    Keras's ReversibleEmbedding does the same; it came with Keras 3.13.
+    """
+
+    def call(self, inputs, reverse: bool = False):
+        """Looks up tokens; with `reverse`, makes float32 logits of features."""
+        if not reverse:
+            return super().call(inputs)
+        logits = ops.einsum("...w,vw->...v", inputs, self.embeddings)
+        return ops.cast(logits, "float32")
+
+    def compute_output_spec(self, inputs, reverse: bool = False) -> keras.KerasTensor:
+        """Tells the shape and the type of what `call` returns."""
+        if reverse:
+            return keras.KerasTensor((*inputs.shape[:-1], self.input_dim), "float32")
+        return keras.KerasTensor((*inputs.shape, self.output_dim), self.compute_dtype)
+
+
+@keras.saving.register_keras_serializable(package="towers")
+class LearnedPositions(keras.layers.Layer):
+    """Adds a vector of its own to each position.
+
+    Args:
+        length: Most tokens of a text.
+        **kwargs: As of any layer.
+    """
+
+    def __init__(self, length: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.length = length
+
+    def build(self, input_shape):
+        """Creates the vectors."""
+        self.positions = self.add_weight(
+            shape=(self.length, input_shape[-1]),
+            initializer=keras.initializers.RandomNormal(stddev=0.02),
+            name="positions",
+        )
+
+    def call(self, inputs):
+        """Adds them."""
+        return inputs + self.positions[: ops.shape(inputs)[1]]
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        return {**super().get_config(), "length": self.length}
+
+
+@keras.saving.register_keras_serializable(package="towers")
+class SelfAttention(keras.layers.Layer):
+    """Each token looks at the others of its text: attention with several heads.
+
+    Args:
+        heads: Number of heads, which divide the width.
+        causal: Whether a token looks only at itself and at what is before it.
+        rotary: Whether queries and keys are turned by their positions, so that scores
+            depend on how far tokens are apart (RoFormer, Su et al. 2021).
+        depth: Layers of the network, which make the first outputs smaller.
+        **kwargs: As of any layer.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        *,
+        causal: bool = False,
+        rotary: bool = False,
+        depth: int = 1,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.heads, self.causal, self.rotary = heads, causal, rotary
+        self.depth = depth
+
+    def build(self, input_shape):
+        """Creates the kernels."""
+        width = input_shape[-1]
+        size = width // self.heads
+        self.project = project(
+            "...w,whd->...hd", (3 * self.heads, size), dtype=self.dtype_policy
+        )
+        self.project.build(input_shape)
+        self.output_dense = project(
+            "...hd,hdw->...w", (width,), self.depth, dtype=self.dtype_policy
+        )
+        self.output_dense.build((*input_shape[:-1], self.heads, size))
+
+    def call(self, inputs, padding_mask=None):
+        """Returns features [batch, tokens, width].
+
+        Args:
+            inputs: Features [batch, tokens, width].
+            padding_mask: Bool [batch, tokens]: which tokens are to be looked at; None
+                for all.
+        """
+        query, key, value = ops.split(self.project(inputs), 3, axis=2)
+        if self.rotary:
+            query, key = turned(query), turned(key)
+        query *= query.shape[-1] ** -0.5
+        scores = ops.cast(ops.einsum("bqhd,bkhd->bhqk", query, key), "float32")
+        if padding_mask is not None:
+            scores = ops.where(padding_mask[:, None, None, :], scores, _NEVER)
+        if self.causal:
+            place = ops.arange(ops.shape(inputs)[1])
+            scores = ops.where(place[:, None] >= place[None, :], scores, _NEVER)
+        weights = ops.cast(ops.softmax(scores), self.compute_dtype)
+        attended = ops.einsum("bhqk,bkhd->bqhd", weights, value)
+        return self.output_dense(attended)
+
+    def compute_output_spec(self, inputs, padding_mask=None):
+        """Tells the shape and the type of what `call` returns."""
+        del padding_mask
+        return keras.KerasTensor(inputs.shape, self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        return {
+            **super().get_config(),
+            "heads": self.heads,
+            "causal": self.causal,
+            "rotary": self.rotary,
+            "depth": self.depth,
+        }
+
+
+@keras.saving.register_keras_serializable(package="towers")
+class MaskedMean(keras.layers.Layer):
+    """The mean of the features of tokens that are no padding; zeros without any."""
+
+    def call(self, inputs, padding_mask):
+        """Returns float32 [batch, width] of [batch, tokens, width]."""
+        counted = ops.cast(padding_mask, "float32")[:, :, None]
+        total = ops.sum(ops.cast(inputs, "float32") * counted, axis=1)
+        return total / ops.maximum(ops.sum(counted, axis=1), 1.0)
+
+    def compute_output_spec(self, inputs, padding_mask) -> keras.KerasTensor:
+        """Tells the shape and the type of what `call` returns."""
+        del padding_mask
+        return keras.KerasTensor((inputs.shape[0], inputs.shape[-1]), "float32")
+
+
+def turned(vectors):
+    """Turns vectors [batch, tokens, heads, size] by their positions, by pairs."""
+    half = vectors.shape[-1] // 2
+    places = ops.cast(ops.arange(ops.shape(vectors)[1]), "float32")
+    speeds = _LONGEST ** (-ops.cast(ops.arange(half), "float32") / half)
+    angles = places[:, None, None] * speeds  # [tokens, 1, half]
+    cos = ops.cast(ops.cos(angles), vectors.dtype)
+    sin = ops.cast(ops.sin(angles), vectors.dtype)
+    one, other = ops.split(vectors, 2, axis=-1)
+    return ops.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
+
+
+def project(
+    equation: str, shape: tuple[int, ...], depth: int = 0, **kwargs: Any
+) -> keras.layers.EinsumDense:
+    """Makes a dense layer, which begins with small numbers as GPT-2's do.
+
+    Args:
+        equation: With an ellipsis for batch and tokens.
+        shape: Of its outputs, without them.
+        depth: For a layer that adds to what passes by it, the layers of the network:
+            2 * depth such sums are not to grow. 0 for any other.
+        **kwargs: As of any layer.
+    """
+    scale = 0.02 / (2 * depth) ** 0.5 if depth else 0.02
+    return keras.layers.EinsumDense(
+        equation,
+        output_shape=shape,
+        bias_axes=equation.rpartition("...")[2],
+        kernel_initializer=keras.initializers.RandomNormal(stddev=scale),
+        **kwargs,
+    )
