@@ -375,6 +375,22 @@ def test_options():
         models.build("cnn", facts, options={"heads": 2})
 
 
+def test_options_are_checked_before_anything_is_built(user_file):
+    assert {o for _, own in spec.OWN.values() for o in own} == {*spec.OPTIONS}
+    for name, (_, taken) in spec.OWN.items():
+        models.check(name, taken)
+        for option in {*spec.OPTIONS} - {*taken}:
+            with pytest.raises(ValueError, match=f"--{option} for --model={name}; ex"):
+                models.check(name, [option])
+    with pytest.raises(ValueError, match="--width for --model=ResNet50; expected it"):
+        models.check("resnet50", ["width"])
+    path = user_file("def f(s, n, *, width): ...\ndef g(**k): ...\n")
+    models.check(f"{path}:f", ["width"])
+    models.check(f"{path}:g", ["heads"])
+    with pytest.raises(ValueError, match=r"--heads, but .* 'f' .*no parameter 'heads'"):
+        models.check(f"{path}:f", ["heads"])
+
+
 # Wrong names and shapes
 
 
