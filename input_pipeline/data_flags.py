@@ -24,8 +24,9 @@ HELPS = {
         "target, else the last column. In conll:, the number of the tags' column."
     ),
     "text_column": (
-        "Column of the words in conll:, a number from 1. Default: the first one, and "
-        "the second of CoNLL-U."
+        "Column of csv: and parquet: with text to train on. In conll:, the number of "
+        "the words' column. Default: numbers are trained on; in conll:, the first "
+        "column, and the second of CoNLL-U."
     ),
     "tokenizer": (
         "What makes tokens of text: bytes, sentencepiece:FILE, wordpiece:FILE or "

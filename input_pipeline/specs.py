@@ -5,7 +5,7 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypedDict
 
 from towers.input_pipeline.choices import FILE_KINDS
@@ -36,6 +36,9 @@ _OF_TABLES = (
     "label_key",
     "label_column",
     "feature_columns",
+    "text_column",
+    "tokenizer",
+    "sequence_length",
     "target",
     "num_classes",
     "class_names",
@@ -64,6 +67,10 @@ _TAKES = {
 }
 
 
+# What has columns with names.
+_TABLES = ("parquet", "csv")
+
+
 class SourceOptions(TypedDict, total=False):
     """Arguments of ``open_source`` that only some kinds of data sets take.
 
@@ -77,8 +84,9 @@ class SourceOptions(TypedDict, total=False):
             several columns, with commas between or as a sequence, are several numbers
             or labels. Of ``conll:``, the number of the tags' column, from 1; by default
             the last one, and the fourth of CoNLL-U.
-        text_column: number of the words' column of ``conll:``, from 1; by default the
-            first one, and the second of CoNLL-U.
+        text_column: column of ``parquet:`` and ``csv:`` with text to learn from, in
+            place of numbers. Of ``conll:``, the number of the words' column, from 1; by
+            default the first one, and the second of CoNLL-U.
         target: what a model is to give, a ``Target.kind``, where the data may be taken
             for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``,
             "class" or "mask" of ``folder:``. None: what is clear from the data.
@@ -94,7 +102,7 @@ class SourceOptions(TypedDict, total=False):
         tokenizer: what makes tokens of text: a ``Tokenizer``, or ``bytes``,
             ``sentencepiece:FILE``, ``wordpiece:FILE`` or ``words:FILE``. None: bytes.
             ``conll:`` takes the last only, by default of its training data.
-        sequence_length: tokens in a row of ``text:`` and ``conll:``. None: 128.
+        sequence_length: tokens in a row of text. None: 128.
         cache_dir: folder for a file of the tokens of ``text:``, which later runs use as
             well. None: they are kept in memory.
         train_split: split of ``digits`` and ``tfds:`` to train on; see ``TFDSSource``.
@@ -138,6 +146,33 @@ def kinds_with(name: str) -> str:
     """The kinds of data sets to which an argument of ``open_source`` applies."""
     found = [kind for kind in FORMS if takes(kind, name)]
     return ", ".join(kind if kind == "digits" else f"{kind}:" for kind in found)
+
+
+def check_text(spec: str, given: Collection[str]) -> None:
+    """Checks that what is said of text applies: to a table, only with its column.
+
+    Args:
+        spec: of the data set.
+        given: names of the arguments that are given.
+
+    Raises:
+        ValueError: one does not apply.
+    """
+    if spec.partition(":")[0] not in _TABLES:
+        return
+    of_text = [name for name in ("tokenizer", "sequence_length") if name in given]
+    others = [name for name in ("feature_columns", "image_key") if name in given]
+    if "text_column" in given and others:
+        raise ValueError(
+            f"received text_column and {others[0]} for {spec!r}: expected one of them, "
+            "as a model learns from text or from the other"
+        )
+    if of_text and "text_column" not in given:
+        raise ValueError(
+            f"received {of_text[0]} for {spec!r} without text_column: expected the "
+            "name of the column that has the text, so give --text_column (in Python, "
+            "text_column)"
+        )
 
 
 def check(spec: str) -> None:

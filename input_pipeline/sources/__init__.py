@@ -12,7 +12,13 @@ import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
 from towers.input_pipeline.sources.base import Source
-from towers.input_pipeline.specs import SourceOptions, check, kinds_with, takes
+from towers.input_pipeline.specs import (
+    SourceOptions,
+    check,
+    check_text,
+    kinds_with,
+    takes,
+)
 
 __all__ = ["Source", "SourceOptions", "open_source"]
 
@@ -28,6 +34,11 @@ _OPENERS = {
     "text": ("texts.packed", "TextSource"),
     "conll": ("texts.conll", "CoNLLSource"),
     "synthetic": ("synthetic", "open_synthetic"),
+}
+# With a column of text.
+_OF_TEXT = {
+    "parquet": ("texts.labelled", "open_parquet"),
+    "csv": ("texts.labelled", "open_csv"),
 }
 
 
@@ -70,13 +81,15 @@ def open_source(
                 "leave it out"
             )
     check(spec)
+    check_text(spec, given)
     if takes(spec, "label_column"):
         _name_label(given)
     # These are ignored where they mean nothing.
     others = {"data_dir": data_dir, "seed": seed, "skip_bad": skip_bad}
     given |= {name: value for name, value in others.items() if takes(spec, name)}
     kind, _, rest = spec.partition(":")
-    module, opener = _OPENERS[kind]
+    openers = _OPENERS | (_OF_TEXT if "text_column" in given else {})
+    module, opener = openers[kind]
     try:
         module = importlib.import_module(f"{__name__}.{module}")
         return getattr(module, opener)(rest, **given)

@@ -323,6 +323,8 @@ def check_data(settings: Settings) -> None:
     for each in (settings.dataset, eval_dataset):
         if each is not None:
             specs.check(each)
+            given = [name for name in DATA_FLAGS if getattr(settings, name) is not None]
+            specs.check_text(each, given)
     if settings.tokenizer is not None:
         tokenizer_specs.check(settings.tokenizer)
 

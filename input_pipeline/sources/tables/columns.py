@@ -134,7 +134,8 @@ def not_numbers(
         name += f"={_listed(right)}"
     return ValueError(
         f"{where} has {what} without numbers, {found}: {advice}, by {name} (in Python, "
-        "feature_columns), or name the labels' column by --label_column"
+        "feature_columns), name the labels' column by --label_column, or "
+        "learn from a column of text by --text_column"
     )
 
 

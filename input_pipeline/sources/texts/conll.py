@@ -1,7 +1,6 @@
 """``conll:GLOB``: sentences of words, each of which has a tag."""
 
 import dataclasses
-import functools
 import io
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,13 +8,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources.base import IndexedSource
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.file_source import group_by_split
-from towers.input_pipeline.sources.files.record import BadRecordError, Record, fault_of
+from towers.input_pipeline.sources.files.record import Record, fault_of
 from towers.input_pipeline.sources.tables import columns
 from towers.input_pipeline.sources.targets import Target
-from towers.input_pipeline.sources.texts.packed import check_length
+from towers.input_pipeline.sources.texts.rows import (
+    RaggedSource,
+    bad_record,
+    check_length,
+)
 from towers.input_pipeline.text import Tokenizer, WordTokenizer, open_tokenizer
 from towers.program import words
 
@@ -34,8 +36,13 @@ class _Sentence:
     tags: Sequence[str]
     fault: str = ""
 
+    def as_bad(self) -> Record:
+        """The sentence as a bad record."""
+        place = f"line {self.line}" if self.line else ""
+        return bad_record(self.path, place, self.fault)
 
-class CoNLLSource(IndexedSource):
+
+class CoNLLSource(RaggedSource):
     """Files with a word and its tag in each line, and an empty line behind a sentence.
 
     A row is a sentence: int32 [T] of ids of its words, padded with 0, and int64 [T] of
@@ -60,7 +67,6 @@ class CoNLLSource(IndexedSource):
             small.
     """
 
-    encoded = False
     image_fields = ("word",)
     label_field = "tag"
 
@@ -91,9 +97,8 @@ class CoNLLSource(IndexedSource):
             split: [each for path in paths for each in _read(path, asked)]
             for split, paths in self._files.items()
         }
-        self._bad = [each for some in found.values() for each in some if each.fault]
-        if self._bad and not skip_bad:
-            raise BadRecordError(str(_bad_record(self._bad[0])))
+        bad = [each for some in found.values() for each in some if each.fault]
+        self._refuse([each.as_bad() for each in bad], skip_bad)
         found = {
             split: [s for s in some if not s.fault] for split, some in found.items()
         }
@@ -144,65 +149,26 @@ class CoNLLSource(IndexedSource):
         return made
 
     def _pack(self, found: dict[str, list[_Sentence]]) -> None:
-        """Puts all words and tags one behind the other."""
+        """Puts all words and tags one behind the other, in rows."""
         (length,) = self.image_shape
         number = {name: tag for tag, name in enumerate(self.class_names)}
-        ids, tags, begins, lengths, self._rows = [], [], [], [], []
+        ids, tags, lengths, places = [], [], [], []
         self.splits = {}
         for split, some in found.items():
-            before = len(begins)
+            before = len(lengths)
             for each in some:
-                for begin in range(0, len(each.words), length):
-                    begins.append(len(ids) + begin)
-                    lengths.append(min(length, len(each.words) - begin))
-                    self._rows.append(each)
                 ids += self.tokenizer.look_up(each.words)
                 tags += [number[tag] for tag in each.tags]
-            self.splits[split] = len(begins) - before
-        dtype = np.int32
-        self._arrays = [np.array(a, dtype) for a in (ids, tags, begins, lengths)]
+                rows = range(0, len(each.words), length)
+                lengths += [min(length, len(each.words) - begin) for begin in rows]
+                places += [(each.path, f"line {each.line}")] * len(rows)
+            self.splits[split] = len(lengths) - before
+        self._keep(np.array(ids, np.int32), lengths, np.array(tags, np.int64), places)
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
-        ids, tags, begins, lengths = self._tensors
-        places = tf.range(self.image_shape[0])
-        is_word = places < tf.gather(lengths, records)[:, None]
-        places = tf.where(is_word, tf.gather(begins, records)[:, None] + places, 0)
-        x = tf.where(is_word, tf.gather(ids, places), 0)
-        return x, tf.cast(tf.where(is_word, tf.gather(tags, places), -1), tf.int64)
-
-    @functools.cached_property
-    def _tensors(self) -> list[tf.Tensor]:
-        # On the CPU, which is where tf.data runs.
-        with tf.init_scope(), tf.device("/CPU:0"):
-            return [tf.constant(array) for array in self._arrays]
-
-    def files(self, split: str) -> list[str]:
-        """See ``Source.files``; two splits may have parts of the same."""
-        return self._files.get(split, self._files.get("train"))
-
-    def is_whole(self, path: str) -> bool:
-        """See ``Source.is_whole``: False for a file with a bad sentence."""
-        return path not in {each.path for each in self._bad}
-
-    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
-        """The rows of a file, and its bad sentences, which stand for none."""
-        for each in self._bad:
-            if each.path == path:
-                yield _bad_record(each)
-        first = self.splits.get("train", 0)
-        for number, each in enumerate(self._rows):
-            if each.path == path and split in (
-                None,
-                ("train", "test")[number >= first],
-            ):
-                raw = tf.constant(number, tf.int64)
-                yield Record(path, f"line {each.line}", number, raw)
-
-
-def _bad_record(sentence: _Sentence) -> Record:
-    place = f"line {sentence.line}" if sentence.line else ""
-    return Record(sentence.path, place, -1, fault=sentence.fault, count=0)
+        x, is_word, places = self._tokens(records)
+        return x, tf.where(is_word, tf.gather(self._tensors[-1], places), -1)
 
 
 def _held_out(found: list[_Sentence], fraction: float) -> dict[str, list[_Sentence]]:

@@ -14,23 +14,10 @@ from towers.input_pipeline.sources.files import in_python
 from towers.input_pipeline.sources.files.record import Record
 from towers.input_pipeline.sources.targets import Target
 from towers.input_pipeline.sources.texts import documents
+from towers.input_pipeline.sources.texts.rows import check_length
 from towers.input_pipeline.sources.texts.tokens import Tokens, tokenise
 from towers.input_pipeline.text import Tokenizer, open_tokenizer
 from towers.program import words
-
-_LENGTH = 128
-
-
-def check_length(sequence_length: int | None) -> int:
-    """Returns the number of tokens in a row, by default if it is None.
-
-    Raises:
-        ValueError: it is none.
-    """
-    length = _LENGTH if sequence_length is None else sequence_length
-    if length < 1:
-        raise ValueError(f"sequence_length is {length}, expected at least 1")
-    return length
 
 
 class TextSource(IndexedSource):

@@ -136,7 +136,7 @@ class _Reader:
             for split, paths in self._documents.files.items():
                 count[split], size[split], begins[split] = 0, 0, {}
                 groups = self._groups(paths, split)
-                for pieces, (ids, lengths) in _ahead(pool, self._encode, groups):
+                for pieces, (ids, lengths) in ahead(pool, self._encode, groups):
                     for piece, length in zip(pieces, lengths, strict=True):
                         begins[split].setdefault(piece.path, count[split])
                         count[split] += int(length)
@@ -205,10 +205,16 @@ def _check_utf8(path: str, text: bytes) -> None:
         ) from error
 
 
-def _ahead(
+def ahead(
     pool: concurrent.futures.Executor, function: Callable, items: Iterable
 ) -> Iterator[tuple[Any, Any]]:
-    """Items with what a function makes of them, in order; a few are under way."""
+    """Items with what a function makes of them, in order.
+
+    Args:
+        pool: that calls it.
+        function: of an item.
+        items: taken as they are needed; a few are under way.
+    """
     under_way: collections.deque = collections.deque()
     for item in items:
         under_way.append((item, pool.submit(function, item)))

@@ -48,7 +48,7 @@ def open_source(
         if takes(settings.dataset, "feature_columns"):
             labels = target.names if target.row_shape else like.label_field
             options |= {"label_key": None, "label_column": labels}
-        if takes(settings.dataset, "feature_columns") and len(like.image_shape) == 1:
+        if takes(settings.dataset, "feature_columns") and like.input_kind == "row":
             options["feature_columns"] = like.image_fields
     if spec != settings.dataset:
         # All of it is for evaluation.

@@ -1,0 +1,287 @@
+"""``csv:GLOB`` and ``parquet:GLOB`` with a column of text, and labels beside it."""
+
+import concurrent.futures
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.sources.files import splits
+from towers.input_pipeline.sources.files.file_source import group_by_split
+from towers.input_pipeline.sources.files.record import FILE
+from towers.input_pipeline.sources.tables import columns, table_targets
+from towers.input_pipeline.sources.targets import Target, TargetKind
+from towers.input_pipeline.sources.texts import tables
+from towers.input_pipeline.sources.texts.rows import (
+    RaggedSource,
+    bad_record,
+    check_length,
+)
+from towers.input_pipeline.sources.texts.tokens import ahead
+from towers.input_pipeline.text import Tokenizer, open_tokenizer
+from towers.program import words
+
+_AT_ONCE = 2**20
+
+
+class _Example(NamedTuple):
+    path: str
+    place: str
+    text: bytes
+    labels: Sequence[str]
+
+
+def open_csv(pattern: str, **options: Any) -> "LabelledTextSource":
+    """Opens CSV files; see ``LabelledTextSource``."""
+    return LabelledTextSource("csv", pattern, **options)
+
+
+def open_parquet(pattern: str, **options: Any) -> "LabelledTextSource":
+    """Opens Parquet files; see ``LabelledTextSource``."""
+    return LabelledTextSource("parquet", pattern, **options)
+
+
+class LabelledTextSource(RaggedSource):
+    """Rows of tables with a text, which is tokenised once, and labels.
+
+    A row is int32 [T], cut off, or padded with 0 at its end. All are kept in memory.
+
+    Args:
+        kind: "csv" or "parquet".
+        pattern: glob of files, or a folder, for all files in it.
+        text_column: the text's column.
+        label_column: see ``table_targets.read_names``.
+        target: what the labels are; see ``table_targets.choose``.
+        class_names: see ``columns.order_classes``.
+        num_classes: number of classes. None: counted from the labels.
+        tokenizer: a spec of ``open_tokenizer``, or a tokenizer.
+        sequence_length: T. None: 128.
+        eval_fraction: of the rows to hold out, unless files are held out by their
+            names, as those of ``FileSource``. None: a tenth.
+        skip_bad: whether to leave out rows that are bad.
+
+    Raises:
+        ValueError: there is no file, row, column, tokenizer or package, or a row is
+            bad.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        pattern: str,
+        *,
+        text_column: str,
+        label_column: str | Sequence[str] | None = None,
+        target: TargetKind | None = None,
+        class_names: Sequence[str] | None = None,
+        num_classes: int | None = None,
+        tokenizer: str | Tokenizer = "bytes",
+        sequence_length: int | None = None,
+        eval_fraction: float | None = None,
+        skip_bad: bool = False,
+    ):
+        self.image_shape = (check_length(sequence_length),)
+        self.name = f"{kind}:{pattern}"
+        if isinstance(tokenizer, str):
+            tokenizer = open_tokenizer(tokenizer)
+        self.tokenizer = tokenizer
+        self._files = group_by_split(kind, pattern)
+        by_name = "test" in self._files or "train" not in self._files
+        if by_name and eval_fraction:
+            raise splits.held_out_by_name(eval_fraction, self.name, self._files)
+        fraction = 0.0 if by_name else splits.check_fraction(eval_fraction)
+        paths = [path for some in self._files.values() for path in some]
+        self._table = tables.CSV() if kind == "csv" else tables.Parquet(paths)
+        labels = self._find_columns(paths, text_column, label_column)
+        faults, found = [], {"train": [], "test": []}
+        for split, example in self._examples([text_column, *labels], fraction, faults):
+            found[split].append(example)
+        every = [each for some in found.values() for each in some]
+        targets = self._choose_target(every, labels, target, class_names, num_classes)
+        good = self._check(every, targets, faults)
+        self._refuse(faults, skip_bad)
+        self._size(found, good, fraction)
+        kept = [each for each, is_good in zip(every, good, strict=True) if is_good]
+        self.reads = (text_column, *labels, fraction, *self.image_shape)
+        self.reads += (tokenizer.fingerprint,)
+        self._tokenise(kept, targets[good])
+
+    def _find_columns(
+        self, paths: list[str], text: str, label_column: str | Sequence[str] | None
+    ) -> list[str]:
+        """Checks the columns of all files; returns those of the labels."""
+        first, *others = paths
+        names = self._table.columns(first)
+        columns.check_named(first, names, [text], "text_column")
+        others_of_first = [name for name in names if name != text]
+        labels, note = table_targets.read_names(first, others_of_first, label_column)
+        self.notes = (note,) if note else ()
+        self.label_field, self.image_fields = ",".join(labels), (text,)
+        for path in others:
+            columns.check_named(path, self._table.columns(path), labels, "label_column")
+            columns.check_named(path, self._table.columns(path), [text], "text_column")
+        return labels
+
+    def _examples(
+        self, names: list[str], fraction: float, faults: list
+    ) -> Iterator[tuple[str, _Example]]:
+        """Split and content of each row that is whole; notes what is bad."""
+        for split, paths in self._files.items():
+            for file, path in enumerate(paths):
+                rows = self._table.rows(path, names)
+                for number, (place, values, fault) in enumerate(rows):
+                    text, *labels = values or [""]
+                    labels = [label.strip() for label in labels]
+                    fault = fault or self._fault(text, labels, names)
+                    if fault:
+                        faults.append(bad_record(path, place, fault))
+                        continue
+                    held = splits.is_held_out(file * FILE + number, fraction)
+                    content = text.encode("utf-8", "surrogateescape")
+                    example = _Example(path, place, content, labels)
+                    yield "test" if held else split, example
+
+    def _fault(self, text: str, labels: list[str], names: list[str]) -> str:
+        if self.tokenizer.needs_utf8 and not _is_utf8(text):
+            return f"{names[0]} is not UTF-8; --tokenizer=bytes reads any"
+        for name, label in zip(names[1:], labels, strict=True):
+            if not label:
+                return f"nothing in the column {name!r}, expected a value"
+            if not _is_utf8(label):
+                return f"{name} is not UTF-8"
+        return ""
+
+    def _choose_target(
+        self,
+        every: list[_Example],
+        labels: list[str],
+        asked: TargetKind | None,
+        class_names: Sequence[str] | None,
+        num_classes: int | None,
+    ) -> np.ndarray:
+        """Decides what the targets are; returns them, and NaN where one is none."""
+        path = every[0].path if every else self.name
+        sample = zip(*[each.labels for each in every[: columns.SAMPLE]], strict=True)
+        found = [
+            table_targets.Column.of(name, texts)
+            for name, texts in zip(labels, sample, strict=False)
+        ]
+        kind, note = table_targets.choose(
+            path, found, asked, class_names or num_classes
+        )
+        self.notes = (*self.notes, note) if note else self.notes
+        if kind == "class" and found and found[0].form == "text":
+            texts = [each.labels[0] for each in every]
+            columns.check_classes(path, labels[0], texts[: columns.SAMPLE])
+            names = columns.order_classes(
+                self.name, labels[0], {*texts}, num_classes, class_names
+            )
+            self._take_target(Target("class", len(names), names))
+            number = {name: label for label, name in enumerate(names)}
+            return np.array([number[text] for text in texts], np.float64)
+        values = np.array([[*map(_number, each.labels)] for each in every], np.float64)
+        values = values.reshape(len(every), len(labels))
+        if kind != "class":
+            self._take_target(Target(kind, len(labels), tuple(labels)))
+            return values
+        whole = values[np.isfinite(values) & (values == np.floor(values))]
+        described = self._table.described(path, labels[0])
+        size = num_classes or len(described or ()) or int(whole.max(initial=0)) + 1
+        names = described if described and len(described) == size else class_names
+        self._take_target(Target("class", size, names and tuple(names)))
+        return values[:, 0]
+
+    def _check(
+        self, every: list[_Example], targets: np.ndarray, faults: list
+    ) -> np.ndarray:
+        """Which examples can be learnt from; notes the others."""
+        good = self.target.is_good(targets)
+        if self.target.kind == "class":
+            good = good & (targets == np.floor(targets))
+        good = good if good.ndim == 1 else good.all(axis=1)
+        for place in np.flatnonzero(~good):
+            example = every[place]
+            fault = (
+                f"{self.label_field} is {','.join(example.labels)[:60]!r}, expected "
+                f"{self.target.expected}"
+            )
+            faults.append(bad_record(example.path, example.place, fault))
+        return good
+
+    def _size(self, found: dict[str, list], good: np.ndarray, fraction: float) -> None:
+        """Counts the rows of each split, which must have some."""
+        count = int(good[: len(found["train"])].sum())
+        sizes = {"train": count, "test": int(good.sum()) - count}
+        needed = {*self._files} | ({"train"} if fraction else set())
+        for split in sorted(needed):
+            if not sizes[split]:
+                first = (
+                    f"; the first bad one is {self._faults[0]}" if self._faults else ""
+                )
+                raise ValueError(f"{self.name} has no row in its split {split}{first}")
+        self.splits = {split: size for split, size in sizes.items() if size}
+        if fraction and "test" in self.splits:
+            note = splits.note(fraction, "rows", self.splits["test"])
+            self.notes = (*self.notes, note)
+
+    def _tokenise(self, kept: list[_Example], targets: np.ndarray) -> None:
+        (length,) = self.image_shape
+
+        def encode(group):
+            with tf.device("/CPU:0"):
+                texts = tf.constant([each.text for each in group])
+                found = self.tokenizer.encode(texts)
+                cut = found[:, :length]
+                return (
+                    cut.values.numpy().astype(dtype),
+                    cut.row_lengths().numpy(),
+                    (found.row_lengths().numpy() > length),
+                )
+
+        dtype = np.uint16 if self.tokenizer.size <= 2**16 else np.int32
+        ids, lengths, too_long = [np.empty([0], dtype)], [], 0
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _, (some, counts, is_long) in ahead(pool, encode, _groups(kept)):
+                ids.append(some)
+                lengths += counts.tolist()
+                too_long += int(is_long.sum())
+        if too_long:
+            count = words.count(too_long, "text")
+            note = (
+                f"{count} of {len(kept):,} are cut off after {length} tokens; "
+                "--sequence_length (in Python, sequence_length) says where."
+            )
+            self.notes = (*self.notes, note)
+        places = [(each.path, each.place) for each in kept]
+        targets = targets.astype(self.target.dtype)
+        self._keep(np.concatenate(ids), lengths, targets, places)
+
+    def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        x, _, _ = self._tokens(records)
+        return x, tf.gather(self._tensors[-1], records)
+
+
+def _groups(examples: list[_Example]) -> Iterator[list[_Example]]:
+    group, size = [], 0
+    for each in examples:
+        group.append(each)
+        size += len(each.text)
+        if size >= _AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= sign <= "\udfff" for sign in text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return np.nan

@@ -1,0 +1,107 @@
+"""Rows of different lengths, one behind the other in memory, padded when read."""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.sources.base import IndexedSource
+from towers.input_pipeline.sources.files.record import BadRecordError, Record
+
+_LENGTH = 128
+
+
+def check_length(sequence_length: int | None) -> int:
+    """Returns the number of tokens in a row, by default if it is None.
+
+    Raises:
+        ValueError: it is none.
+    """
+    length = _LENGTH if sequence_length is None else sequence_length
+    if length < 1:
+        raise ValueError(f"sequence_length is {length}, expected at least 1")
+    return length
+
+
+class RaggedSource(IndexedSource):
+    """Rows of tokens, padded with 0, and a target for each row or token.
+
+    A subclass sets `_files`, the paths of each split, finds rows and faults, and calls
+    `_keep`. Two splits may have parts of the same files.
+    """
+
+    encoded = False
+    _files: Mapping[str, list[str]]
+    _faults: Sequence[Record] = ()
+
+    def _refuse(self, faults: Sequence[Record], skip_bad: bool) -> None:
+        """Takes over what is bad, which stands for no row.
+
+        Raises:
+            BadRecordError: there is something, and it is not to be left out.
+        """
+        if faults and not skip_bad:
+            raise BadRecordError(str(faults[0]))
+        self._faults = faults
+
+    def _keep(
+        self,
+        ids: np.ndarray,
+        lengths: Iterable[int],
+        targets: np.ndarray,
+        places: Sequence[tuple[str, str]],
+    ) -> None:
+        """Keeps all rows, those for training first.
+
+        Args:
+            ids: of all tokens.
+            lengths: tokens of each row.
+            targets: one of each row, or of each token.
+            places: path of each row, and where it is there.
+        """
+        lengths = np.fromiter(lengths, np.int64)
+        # No token is where there is none.
+        ids = ids if len(ids) else np.zeros([1], ids.dtype)
+        self._arrays = ids, np.cumsum(lengths) - lengths, lengths, targets
+        self._places = places
+
+    @functools.cached_property
+    def _tensors(self) -> list[tf.Tensor]:
+        # Outside the graph that is being traced: a constant in it may not exceed
+        # 2 GiB. On the CPU: that is where tf.data runs.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            return [tf.constant(array) for array in self._arrays]
+
+    def _tokens(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The ids of rows, which of these are tokens, and where they are among all."""
+        ids, begins, lengths, _ = self._tensors
+        columns = tf.range(self.image_shape[0], dtype=tf.int64)
+        is_token = columns < tf.gather(lengths, records)[:, None]
+        places = tf.where(is_token, tf.gather(begins, records)[:, None] + columns, 0)
+        tokens = tf.cast(tf.gather(ids, places), tf.int32)
+        return tf.where(is_token, tokens, 0), is_token, places
+
+    def files(self, split: str) -> list[str]:
+        """See ``Source.files``; two splits may have parts of the same."""
+        return self._files.get(split) or self._files["train"]
+
+    def is_whole(self, path: str) -> bool:
+        """See ``Source.is_whole``: False for a file in which something is bad."""
+        return path not in {record.path for record in self._faults}
+
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
+        """The rows of a file, and what is bad there."""
+        for record in self._faults:
+            if record.path == path:
+                yield record
+        first = self.splits.get("train", 0)
+        for number, (of_row, place) in enumerate(self._places):
+            own = "train" if number < first else "test"
+            if of_row == path and split in (None, own):
+                yield Record(path, place, number, tf.constant(number, tf.int64))
+
+
+def bad_record(path: str, place: str, fault: str) -> Record:
+    """What stands for no row, as it is left out before rows are numbered."""
+    return Record(path, place, -1, fault=fault, count=0)
