@@ -110,6 +110,7 @@ def test_loss_fits_the_models_end(end, from_logits):
 def test_nothing_left_names_the_flag_that_ended_it(tmp_path, capsys):
     asked = Settings(model_dir=str(tmp_path), max_train_steps=7)
     job = mock.Mock(settings=asked, model_dir=str(tmp_path), epoch=0, step=7)
+    job.stopped_early = False
     job.data.bad_records = job.data.scaling = None
     assert train_run.train(job) is None
     assert "has 7 steps already. Give more --max_train_steps" in (
@@ -174,7 +175,8 @@ def test_flags_of_the_data_reach_it(tmp_path):
     assert [each.splits for each in sources] == [{"train": 20}, {"train": None}]
     (tmp_path / "b.csv").write_text("x,y,z\n1,2,owl\n")
     names = ("cat", "owl")
-    like = types.SimpleNamespace(class_names=names, target=Target("class", 2, names))
+    target = Target("class", 2, names)
+    like = types.SimpleNamespace(class_names=names, target=target, tokenizer=None)
     spec = f"csv:{tmp_path}/b.csv"
     held_out = data_parts.open_source(Settings(dataset="digits"), spec, 2, like)
     assert (held_out.num_classes, held_out.class_names) == (2, ("cat", "owl"))
