@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import keras
 
 from towers import devices
+from towers.lifecycle.checkpoints.best import Monitor
 from towers.lifecycle.stop_at_step import StopAtStep
 from towers.loop import listeners
 from towers.monitoring.bottleneck.starvation import Starvation
@@ -21,6 +22,7 @@ from towers.train.job import Job
 from towers.train.outputs import files, model_size
 from towers.train.outputs.versions import versions
 from towers.train.parts import model as model_parts
+from towers.train.parts.task import better
 
 # What is looked at most comes first.
 _HYPER_PARAMETERS = (
@@ -104,16 +106,27 @@ class _TaskLogs(keras.callbacks.Callback):
         """Looks for the metric, once the names of all logs are known.
 
         Raises:
-            UnknownMonitorError: There is none of that name.
+            UnknownMonitorError: There is none of that name, or nobody knows whether
+                more of it is better.
         """
-        if self._monitor is None:
+        if (monitor := self._monitor) is None:
             return
         known = {*logs, *self._job.task_logs(logs)}
-        if self._monitor.removeprefix("val_") not in known:
+        if monitor.removeprefix("val_") not in known:
             raise UnknownMonitorError(
-                f"Received --monitor={self._monitor}, which this run does not log; "
+                f"Received --monitor={monitor}, which this run does not log; "
                 f"expected one of {', '.join(sorted(known))}, or of these with val_."
             )
+        try:
+            mode = self._job.settings.monitor_mode
+            Monitor(monitor, better(monitor) if mode == "auto" else mode).settle(
+                self.model
+            )
+        except ValueError as error:
+            raise UnknownMonitorError(
+                f"Received --monitor={monitor}, and it is not known whether more of it "
+                "is better; expected --monitor_mode=min or --monitor_mode=max as well."
+            ) from error
         self._monitor = None
 
     def on_epoch_end(self, epoch, logs=None):

@@ -12,7 +12,7 @@ from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.saved_model import OtherModelError, check_checkpoint
 from towers.program import words
 from towers.train.parts.setup import Setup
-from towers.train.parts.task import LOWER_IS_BETTER
+from towers.train.parts.task import better
 from towers.train.settings import DEFAULTS, NAMES, Settings
 
 # What a target has, if a run has to go on with the same.
@@ -58,10 +58,8 @@ def _monitor(settings, validates):
             f"{monitor.removeprefix('val_')}, or an --eval_dataset."
         )
     mode = settings.monitor_mode
-    # Of other metrics, Keras knows.
-    if mode == "auto" and monitor.removeprefix("val_") in LOWER_IS_BETTER:
-        mode = "min"
-    return monitor, mode
+    # Of some other metrics, Keras knows.
+    return monitor, better(monitor) if mode == "auto" else mode
 
 
 def restore(

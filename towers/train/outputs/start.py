@@ -44,7 +44,7 @@ def _data_line(job):
     if setup.facts.target is not None and setup.facts.target.size:
         parts.append(described(setup.facts.target))
     if setup.task is None:
-        parts.append("learnt by the loss of the model's file")
+        parts.append(f"trained by loss of {setup.mine.path.name}")
     elif setup.task.name != "classification":
         # Of this one, the classes tell.
         parts.append(f"task {setup.task.name}")

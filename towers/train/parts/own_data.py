@@ -146,10 +146,12 @@ def _batched(settings, name, data, shuffled):
     if isinstance(data, tuple):
         return _of_arrays(settings, name, data, shuffled)
     leaves = keras.tree.flatten(_spec(data, name))
-    if any(leaf.shape.rank == 0 for leaf in leaves):
+    rows = {leaf.shape[0] if leaf.shape.rank else 0 for leaf in leaves} - {None}
+    if len(rows) > 1 or 0 in rows:
+        shapes = ", ".join(str(leaf.shape) for leaf in leaves)
         raise ValueError(
-            f"{name} gives single examples, such as {leaves[-1].shape}; expected "
-            "batches, so add .batch(32), or the batch_size that it may ask for."
+            f"{name} gives single examples, of shapes {shapes}; expected batches, so "
+            "add .batch(32), or the batch_size that it may ask for."
         )
     size = leaves[0].shape[0]
     if isinstance(data, keras.utils.PyDataset):

@@ -19,8 +19,9 @@ from towers.train.parts.facts import DataFacts
 
 losses, metrics = keras.losses, keras.metrics
 
-# What is worse the more there is of it; of the other metrics of tasks, more is better.
-LOWER_IS_BETTER = ("loss", "mae", "rmse", "perplexity", "bits_per_byte")
+# Of which logs less is better, and of which more, by how their names end.
+_LESS = ("loss", "mae", "mse", "rmse", "perplexity", "bits_per_byte")
+_MORE = ("accuracy", "auc", "iou")
 
 
 class Decode(Protocol):
@@ -270,6 +271,14 @@ _ALL = (
     ),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}
+
+
+def better(log: str) -> str:
+    """Tells whether less ("min") or more ("max") of a log is better; else "auto"."""
+    for mode, ends in (("min", _LESS), ("max", _MORE)):
+        if any(log == end or log.endswith(f"_{end}") for end in ends):
+            return mode
+    return "auto"
 
 
 def choose(asked: str | None, facts: DataFacts) -> Task | None:

@@ -1,0 +1,354 @@
+"""A file of the user's: what it may define beside the model, and what runs with it."""
+
+import contextlib
+import json
+import textwrap
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.towers.train.runs import (
+    assembled,
+    assert_same_bits,
+    heard,
+    read_settings,
+    run_here,
+    weights,
+)
+from towers.find_batch_size import probe
+from towers.parity import __main__ as parity_program
+from towers.train import callbacks
+from towers.train.outputs import start
+from towers.train.parts import my_model
+from towers.train.parts.my_model import MyModel
+from towers.train.settings import Settings
+
+HEAD = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+def build(input_shape):
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Dense(1)])
+
+x = np.arange(80, dtype="float32").reshape([40, 2]) / 80
+y = x.sum(axis=1, keepdims=True)
+"""
+ARRAYS = "\ntrain_data = x[:32], y[:32]\neval_data = x[32:], y[32:]\n"
+DATASET = """
+def train_data(batch_size, seed):
+    data = tf.data.Dataset.from_tensor_slices((x[:32], y[:32]))
+    return data.shuffle(32, seed=seed).batch(batch_size)
+"""
+PY_DATASET = """
+class Data(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        return x[number::4], y[number::4]
+
+def train_data():
+    return Data()
+"""
+
+
+def write(folder, *parts):
+    """Writes a file of the user's; its path."""
+    path = folder / "mine.py"
+    path.write_text("".join((HEAD, *map(textwrap.dedent, parts))))
+    return path
+
+
+def loaded(folder, *parts):
+    return my_model.load(Settings(model=str(write(folder, *parts))))
+
+
+# What it defines.
+
+
+def test_values_and_functions(tmp_path):
+    mine = loaded(
+        tmp_path,
+        """
+        from keras import losses as metrics
+        def loss(y_true, y_pred):
+            return y_pred - y_true
+        def optimizer(learning_rate, momentum=0.5):
+            return keras.optimizers.SGD(learning_rate, momentum)
+        def callbacks(input_shape):
+            return keras.callbacks.TerminateOnNaN()
+        """,
+    )
+    assert mine.loss(input_shape=(2,)) is mine.module.loss
+    assert mine.optimizer(learning_rate=0.25, input_shape=(2,)).momentum == 0.5
+    (callback,) = mine.callbacks(input_shape=(2,))
+    assert isinstance(callback, keras.callbacks.TerminateOnNaN)
+    # A module that is called so, and what is not there.
+    assert mine.metrics() is None and mine.preprocess() is None
+    assert "metrics" not in mine and "loss" in mine
+
+
+def test_preprocess_of_two_or_three_arguments(tmp_path):
+    mine = loaded(tmp_path, "\ndef preprocess(x, y):\n    return x + 1, y\n")
+    assert mine.preprocess()(1, 2, True) == (2, 2)
+    mine = loaded(tmp_path, "\ndef preprocess(x, y, t):\n    return x, t\n")
+    assert mine.preprocess()(1, 2, True) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("loss", "3", "loss of '.*mine.py' is 3; expected a loss of Keras"),
+        ("loss", "'no_such'", "is 'no_such'; expected a loss"),
+        ("loss", "keras.losses.Huber", "the class Huber; expected a loss"),
+        ("metrics", "keras.metrics.AUC()", "is a AUC; expected a list of metrics"),
+        ("metrics", "['no_such']", "expected a list of metrics"),
+        ("optimizer", "'sgd'", "is 'sgd'; expected an optimizer of Keras"),
+        ("callbacks", "[3]", "a list of 1; expected a list of callbacks"),
+        ("preprocess", "lambda x: x", r"a function of \(x\); expected a function of"),
+        ("train_data", "[1, 2]", r"a list of 2; expected a tf.data.Dataset in batches"),
+        ("train_data", "(i for i in 'ab')", "a generator; expected a tf.data"),
+    ],
+)
+def test_what_is_not_expected(tmp_path, name, value, said):
+    mine = loaded(tmp_path, f"\n{name} = {value}\n")
+    get = mine.data if name == "train_data" else getattr(mine, name)
+    with pytest.raises(ValueError, match=said):
+        get(*["train_data"] if name == "train_data" else [])
+
+
+def test_a_function_that_fails(tmp_path):
+    mine = loaded(tmp_path, "\ndef loss():\n    raise KeyError('a')\n")
+    said = r"'loss' of '.*mine.py' raised KeyError \('a'\); correct the function"
+    with pytest.raises(ValueError, match=said):
+        mine.loss()
+
+
+def test_names_that_a_star_brings(tmp_path):
+    (tmp_path / "common_of_mine.py").write_text("loss = 'mse'\n")
+    with pytest.raises(ValueError, match=r"brings loss by `import \*`"):
+        loaded(tmp_path, "\nfrom common_of_mine import *\n")
+
+
+# Flags.
+
+
+@pytest.mark.parametrize(
+    ("defined", "flags", "said"),
+    [
+        ("train_data = 1", "--dataset=digits", "--dataset=digits, but mine.py defines"),
+        ("train_data = 1", "--label_column=y", "--label_column=y, .* train_data, for"),
+        ("train_data = 1", "--recipe=cifar", "--recipe=cifar, but mine.py defines"),
+        ("eval_data = 1", "", "defines eval_data and no train_data"),
+        ("optimizer = 1", "--momentum=0.5", "--momentum=0.5, .* defines optimizer"),
+        ("loss = 1", "--mixup_alpha=0.5", "--mixup_alpha=0.5, .* defines loss"),
+    ],
+)
+def test_flags_that_say_nothing_of_it(tmp_path, defined, flags, said):
+    path = write(tmp_path, f"\n{defined}\n")
+    with pytest.raises(ValueError, match=said):
+        read_settings(f"--model={path}", *flags.split())
+
+
+def test_which_data_are_the_default(tmp_path):
+    def dataset(*flags):
+        return read_settings(*flags, f"--model_dir={tmp_path}/run").dataset
+
+    path = write(tmp_path, "\ndef helper():\n    train_data = 1\n")
+    assert dataset(f"--model={path}") == "digits"
+    assert dataset(f"--model={path}", "--task=language_model") == "text:python"
+    path = write(tmp_path, "\nif True:\n    train_data = 1\n")
+    assert dataset(f"--model={path}") is None
+
+
+# Data.
+
+
+@pytest.mark.parametrize(
+    ("data", "flags", "said"),
+    [
+        (ARRAYS, "", "mine.py defines train_data and no loss, .* give --task"),
+        (DATASET.replace(".batch(batch_size)", ""), "--task=regression", "single exam"),
+        (
+            DATASET.replace(".batch(", ".repeat().batch("),
+            "--task=regression",
+            "never ends",
+        ),
+        (DATASET, "--task=classification", r"y of .* is float32 .* expected whole num"),
+        (
+            DATASET.replace("(batch_size, seed)", "()")
+            .replace("seed=seed", "seed=1")
+            .replace(".batch(batch_size)", ".batch(8)"),
+            "--task=regression --batch_size=16",
+            "--batch_size=16, but train_data of mine.py gives batches of 8",
+        ),
+        ("\ntrain_data = x, y[1:]\n", "--task=regression", "arrays of 39, 40 rows"),
+        (
+            "\ntrain_data = x, y\neval_data = x[:, :1], y\n",
+            "--task=regression",
+            r"eval_data of mine.py has shapes \(None, 1\), but train_data",
+        ),
+        (
+            "\ndef train_data(rows):\n    return x, y\n",
+            "--task=regression",
+            r"a function of \(rows\); expected a tf.data.Dataset",
+        ),
+    ],
+)
+def test_data_that_cannot_be_trained_on(tmp_path, data, flags, said):
+    path = write(tmp_path, data)
+    with pytest.raises(ValueError, match=said):
+        assembled(f"--model={path}", f"--model_dir={tmp_path}/run", *flags.split())
+
+
+def test_bytes_stay_as_they_are_and_that_is_said(tmp_path):
+    data = "\ntrain_data = (x * 80).astype('uint8'), y\n"
+    flags = f"--model_dir={tmp_path}/run", "--task=regression", "--batch_size=20"
+    job = assembled(f"--model={write(tmp_path, data)}", *flags)
+    said = start.text(job)
+    assert "has uint8 inputs, which the model gets as they are, 0 to 255" in said
+    assert (
+        "Data train_data of mine.py: 40 examples of (2,), 1 number to predict, ta"
+        in (said)
+    )
+    (batch,) = parity_program.read_batches(job.setup, job.data, 2)[:1]
+    assert batch[0].dtype == tf.uint8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "data", [ARRAYS, DATASET, PY_DATASET], ids=["arrays", "dataset", "py"]
+)
+def test_a_run_goes_on_with_the_same_bits(tmp_path, data):
+    """It is stopped in the middle of an epoch of four batches, and begun again."""
+    path = write(tmp_path, data)
+    flags = f"--model={path}", "--task=regression", "--deterministic", "--save_steps=1"
+    size = () if data is PY_DATASET else ("--batch_size=8",)
+
+    def run(name, steps):
+        folder = tmp_path / name
+        done = heard(
+            *(run_here, *flags, *size, f"--model_dir={folder}"),
+            *(f"--max_train_steps={steps}", "--train_epochs=3"),
+        )
+        return done.stdout, folder
+
+    out, whole = run("whole", 11)
+    summary = json.loads((whole / "summary.json").read_text())
+    prefix = "val" if data is ARRAYS else "train"
+    assert {f"{prefix}_loss", f"{prefix}_mae", f"{prefix}_rmse"} <= summary.keys()
+    assert (summary["task"], summary["steps"]) == ("regression", 11)
+    run("parts", 6)
+    out, parts = run("parts", 11)
+    assert "after epoch 1 and 2 batches, step 6" in out
+    assert_same_bits(weights(whole), weights(parts))
+
+
+# Programs.
+
+OWN = """
+loss = {"a": "mse", "b": keras.losses.Huber()}
+metrics = {"a": ["mae"]}
+heard = []
+
+def build(input_shape):
+    x = inputs = keras.Input(input_shape)
+    heads = {name: keras.layers.Dense(1, name=name)(x) for name in "ab"}
+    return keras.Model(inputs, heads)
+
+def optimizer(learning_rate):
+    return keras.optimizers.SGD(learning_rate, momentum=0.25)
+
+def callbacks():
+    return [keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: heard.append(1))]
+
+def preprocess(x, y, training):
+    return x * 2, y
+
+train_data = x, {"a": y, "b": -y}
+"""
+
+
+def test_all_of_it_together(tmp_path):
+    """What the towers train is what plain Keras does, with all the file defines."""
+    flags = (
+        *("--batch_size=40", "--train_epochs=2", "--learning_rate=0.125"),
+        *("--deterministic", "--monitor=a_mae", f"--model_dir={tmp_path}/run"),
+    )
+    done = heard(run_here, f"--model={write(tmp_path, OWN)}", *flags)
+    assert (
+        "Of mine.py: loss, metrics, optimizer, callbacks, preprocess, train_data."
+        in (done.stdout)
+    )
+    assert "examples of (2,), trained by loss of mine.py, shuffled" in done.stdout
+    module = loaded(tmp_path, OWN).module
+    model = keras.models.load_model(tmp_path / "run/model.keras", compile=False)
+    plain = assembled(
+        f"--model={tmp_path}/mine.py", f"--model_dir={tmp_path}/new", *flags[:-1]
+    ).model
+    optimizer = keras.optimizers.SGD(0.125, momentum=0.25)
+    plain.compile(optimizer, module.loss, run_eagerly=True)
+    data = tf.data.Dataset.from_tensors((module.x * 2, module.train_data[1]))
+    plain.fit(data, epochs=2, verbose=0)
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["best"]["monitor"] == "a_mae" and summary["task"] is None
+
+
+@pytest.mark.slow
+def test_parity_of_all_of_it(tmp_path, capsys):
+    settings = read_settings(
+        *(f"--model={write(tmp_path, OWN)}", "--batch_size=12", "--num_gpus=3"),
+        f"--model_dir={tmp_path}/run",
+    )
+    assert parity_program.check(settings) == 0
+    assert "data train_data of mine.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [4, 100])
+def test_batches_that_a_probe_makes_of_it(tmp_path, size):
+    """Of any size, whatever the size of the data's own."""
+    job = assembled(f"--model={write(tmp_path, OWN)}", f"--model_dir={tmp_path}/run")
+    setup = job.setup
+    batch = probe.batches(
+        type(setup)(
+            setup.settings.but(batch_size=size), setup.facts, setup.task, setup.mine
+        ),
+        job.data.batches(1)[0],
+    )
+    x, y = next(iter(batch))
+    assert x.shape == (size, 2) and {*y} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("monitor", "said"),
+    [
+        ("val_no", "=val_no, which this run does not log; expected one of a, loss, or"),
+        ("a", "=a, and it is not known whether more .* --monitor_mode=min or"),
+        ("val_loss", None),
+    ],
+)
+def test_a_monitor_that_is_not_known(monitor, said):
+    job = mock.Mock(settings=Settings(monitor=monitor))
+    job.task_logs.return_value = {}
+    callback = callbacks._TaskLogs(job)
+    callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
+    expected = pytest.raises(callbacks.UnknownMonitorError, match=said)
+    with expected if said else contextlib.nullcontext():
+        callback.on_train_batch_end(0, {"loss": 1.0, "a": 1.0})
+
+
+def test_the_file_is_run_once(tmp_path):
+    path = write(tmp_path, OWN, "\nprint('run')\n")
+    done = heard(assembled, f"--model={path}", f"--model_dir={tmp_path}/run")
+    assert done.stdout.count("run\n") == 1
+
+
+def test_a_file_is_a_model_by_itself():
+    assert isinstance(my_model.load(Settings(model="examples/binary.py")), MyModel)
+    assert my_model.load(Settings(model="cnn")) is None
