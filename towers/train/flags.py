@@ -20,7 +20,7 @@ FLAGS = flags.FLAGS
 
 # What --help shows; --helpfull shows all.
 MAIN = (
-    *("dataset", "eval_dataset", "data_dir", "num_classes"),
+    *("dataset", "eval_dataset", "num_classes"),
     *("eval_fraction", "feature_columns", "label_column"),
     *("tokenizer", "sequence_length", "image_size", "recipe", "bad_records"),
     *("model", "task", "batch_size", "train_epochs", "optimizer", "learning_rate"),
