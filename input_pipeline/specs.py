@@ -47,7 +47,7 @@ _OF_TABLES = (
 )
 _TAKES = {
     "digits": _OF_TFDS,
-    "tfds": _OF_TFDS,
+    "tfds": (*_OF_TFDS, "target", "num_classes"),
     "tfrecord": _OF_EXAMPLES,
     "array_record": _OF_EXAMPLES,
     "parquet": ("image_key", *_OF_TABLES),
@@ -89,7 +89,8 @@ class SourceOptions(TypedDict, total=False):
             default the first one, and the second of CoNLL-U.
         target: what a model is to give, a ``Target.kind``, where the data may be taken
             for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``,
-            "class" or "mask" of ``folder:``. None: what is clear from the data.
+            "class" or "mask" of ``folder:``, and these or "numbers" of ``tfds:``. None:
+            what is clear from the data.
         feature_columns: columns of numbers of ``parquet:`` and ``csv:``. None: all
             columns except the label.
         num_classes: number of classes, if labels are read from files. None: every label

@@ -1,4 +1,4 @@
-"""``tfds:NAME``: any image classification set of TensorFlow Datasets."""
+"""``tfds:NAME``: sets of TensorFlow Datasets: images or numbers, and a target."""
 
 import contextlib
 import copy
@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
@@ -18,7 +17,8 @@ from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.examples import framing
 from towers.input_pipeline.sources.files.record import FAULTS, Record, fault_of
 from towers.input_pipeline.sources.files.splits import held_out
-from towers.input_pipeline.sources.tfds import network
+from towers.input_pipeline.sources.targets import TargetKind
+from towers.input_pipeline.sources.tfds import features, network
 
 _CYCLE_LENGTH = 16
 
@@ -64,7 +64,7 @@ class TFDSSource(StreamSource):
     """A TFDS builder as a source.
 
     Args:
-        builder: with at least the features ``image`` and ``label``.
+        builder: with the features ``image`` and ``label``, or supervised keys.
         name: of the source.
         num_shards: files to write for each split; None lets TFDS choose.
         train_split: in TFDS's words, such as ``train[:90%]``; None for ``train``.
@@ -72,6 +72,9 @@ class TFDSSource(StreamSource):
         shard: (index, count): this source has one of ``count`` even parts of each
             split, in which numbers of examples differ by one at most; None for all.
         read_config: how TFDS interleaves files; it has no say in orders and caching.
+        target: what is to be learnt: "class", "numbers" or "mask"; None for what is
+            clear from the features.
+        num_classes: of a mask's pixels, where the set does not say.
 
     Raises:
         ValueError: the features are not those of labelled images, or, once prepared,
@@ -90,18 +93,23 @@ class TFDSSource(StreamSource):
         eval_split: str | None = None,
         shard: tuple[int, int] | None = None,
         read_config: tfds.ReadConfig | None = None,
+        target: TargetKind | None = None,
+        num_classes: int | None = None,
     ):
         if shard is not None and not 0 <= shard[0] < shard[1]:
             raise ValueError(
                 f"shard is {tuple(shard)}: expected (index, count), an index from 0 to "
                 "count - 1"
             )
-        image, label = _image_and_label(builder, name)
         self.name = name
-        self.num_classes = label.num_classes
-        self.class_names = tuple(label.names)
-        height, width, channels = image.shape
-        self.image_shape = (height, width, channels or 3)
+        self._features = features.choose(builder, name, target, num_classes)
+        self._take_target(self._features.target)
+        self.image_shape, self.encoded = (
+            self._features.image_shape,
+            self._features.encoded,
+        )
+        self.image_fields = self._features.names or (self._features.x,)
+        self.label_field = self._features.y
         self._builder = builder
         self._num_shards = num_shards
         self._asked = {"train": train_split, "test": eval_split}
@@ -195,7 +203,7 @@ class TFDSSource(StreamSource):
             records = self._builder.as_dataset(
                 split=self._names()[split],
                 shuffle_files=shuffle_seed is not None,
-                decoders=_still_encoded(),
+                decoders=self._features.decoders(),
                 read_config=config,
             )
 
@@ -211,12 +219,12 @@ class TFDSSource(StreamSource):
 
     def parse(self, records: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
-        return records["image"], tf.cast(records["label"], tf.int64)
+        return self._features.parse(records)
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
-        decoders = _still_encoded()
-        features = decoders.extract_features(self._builder.info.features)
+        decoders = self._features.decoders()
+        read = decoders.extract_features(self._builder.info.features)
         parts = None
         if split is not None:
             parts = [
@@ -232,7 +240,7 @@ class TFDSSource(StreamSource):
             record = dataclasses.replace(record, number=int(_number(name)))
             if not record.fault:
                 try:
-                    raw = features.deserialize_example(
+                    raw = read.deserialize_example(
                         record.raw, decoders=decoders.decoders
                     )
                     record = record.with_raw(raw)
@@ -297,35 +305,6 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _still_encoded() -> tfds.decode.PartialDecoding:
-    """Only image and label, the image as bytes: it is decoded in our own map."""
-    return tfds.decode.PartialDecoding(
-        ["image", "label"], decoders={"image": tfds.decode.SkipDecoding()}
-    )
-
-
-def _image_and_label(
-    builder: tfds.core.DatasetBuilder, name: str
-) -> tuple[tfds.features.Image, tfds.features.ClassLabel]:
-    """The two features that are read, checked for their kind."""
-    features = builder.info.features
-    found = dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
-    image, label = found.get("image"), found.get("label")
-    if (
-        isinstance(image, tfds.features.Image)
-        and image.np_dtype == np.uint8
-        and isinstance(label, tfds.features.ClassLabel)
-        and label.num_classes
-    ):
-        return image, label
-    kinds = ", ".join(f"{key} ({type(found[key]).__name__})" for key in found)
-    raise ValueError(
-        f"{name} is not a set of labelled images: expected the features image (Image "
-        f"of uint8) and label (ClassLabel), found {kinds or 'none'}; choose another "
-        "set"
-    )
 
 
 def _reason(error: BaseException) -> str:

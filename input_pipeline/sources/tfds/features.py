@@ -1,0 +1,173 @@
+"""Which features of a TFDS data set are read, and what is to be learnt from them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from towers.input_pipeline.sources.targets import Target, TargetKind
+
+_IMAGE, _LABEL = "image", "label"
+# What sets call their masks, where the supervised keys name something else.
+_MASKS = ("segmentation_mask", "segmentation_label", "mask", "label")
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """The features that are read.
+
+    Attributes:
+        x: name of the one that is an example.
+        y: name of the one that is the target.
+        target: what that is.
+        image_shape: of an image, or of a row of numbers.
+        names: of the numbers of a row that have features of their own; else none.
+    """
+
+    x: str
+    y: str
+    target: Target
+    image_shape: tuple[int | None, ...]
+    names: tuple[str, ...] = ()
+
+    @property
+    def encoded(self) -> bool:
+        """Whether examples are images."""
+        return len(self.image_shape) == 3
+
+    def decoders(self) -> tfds.decode.PartialDecoding:
+        """Only these, images and masks as bytes: they are decoded in our own map."""
+        images = [self.x] * self.encoded + [self.y] * (self.target.kind == "mask")
+        x = {name: True for name in self.names} if self.names else True
+        return tfds.decode.PartialDecoding(
+            {self.x: x, self.y: True},
+            decoders={name: tfds.decode.SkipDecoding() for name in images},
+        )
+
+    def parse(self, records: dict[str, Any]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Examples and targets of a batch of records."""
+        x, y = records[self.x], records[self.y]
+        if self.names:
+            x = tf.stack([tf.cast(x[name], tf.float32) for name in self.names], axis=1)
+        elif not self.encoded:
+            x = tf.cast(x, tf.float32)
+        if self.target.kind == "numbers":
+            y = tf.reshape(tf.cast(y, tf.float32), [-1, self.target.size])
+        return x, tf.cast(y, tf.int64) if self.target.kind == "class" else y
+
+
+def choose(
+    builder: tfds.core.DatasetBuilder,
+    name: str,
+    asked: TargetKind | None,
+    num_classes: int | None,
+) -> Features:
+    """Decides what is read: image and label, or else the set's supervised keys.
+
+    Args:
+        builder: of the set.
+        name: of the source, for messages.
+        asked: what a model is to give; None for what is clear.
+        num_classes: of a mask's pixels, if the set does not say.
+
+    Raises:
+        ValueError: the set has no such features.
+    """
+    features = builder.info.features
+    found = dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
+    keys = builder.info.supervised_keys
+    usual = [(_IMAGE, _LABEL)]
+    if isinstance(keys, tuple) and len(keys) == 2 and all(k in found for k in keys):
+        usual.append(keys)
+    inputs = dict.fromkeys(x for x, _ in usual)
+    masks = [(x, y) for x in inputs for y in _MASKS] if asked in (None, "mask") else []
+    for x, y in (*usual, *masks):
+        if x not in found or y not in found:
+            continue
+        shape, names = _example(found[x])
+        target = _target(found[y], y, asked, num_classes)
+        if shape is None or target is None:
+            continue
+        if target.kind == "mask" and not target.size:
+            raise ValueError(
+                f"{name} has masks in {y!r}, and does not say how many classes they "
+                "have: give their number by --num_classes (in Python, num_classes)"
+            )
+        if num_classes not in (None, target.num_classes):
+            raise ValueError(
+                f"num_classes is {num_classes}, but {name} has {target.num_classes}: "
+                "expected as many, so leave it out"
+            )
+        return Features(x, y, target, shape, names)
+    raise _no_such(found, name, asked, keys)
+
+
+def _no_such(
+    found: Mapping[str, Any], name: str, asked: TargetKind | None, keys: Any
+) -> ValueError:
+    kinds = ", ".join(f"{key} ({type(found[key]).__name__})" for key in found)
+    wanted = {
+        None: "label (ClassLabel), or supervised keys of images or numbers and of a "
+        "class, a mask or numbers (whole ones only with --task=regression)",
+        "class": "label (ClassLabel)",
+        "numbers": "supervised keys of which the second is of numbers",
+        "mask": "segmentation_mask (Image of one channel)",
+    }.get(asked, f"{asked}, which no set of TFDS gives here")
+    return ValueError(
+        f"{name} is not a set of labelled images: expected the features image (Image "
+        f"of uint8) and {wanted}; found {kinds or 'none'}"
+        f"{f', and supervised keys {keys}' if keys else ''}; choose another set"
+    )
+
+
+def _example(feature: Any) -> tuple[tuple[int | None, ...] | None, tuple[str, ...]]:
+    """The shape of an example, None if it can be none, and names of its numbers."""
+    if isinstance(feature, tfds.features.Image):
+        height, width, channels = feature.shape
+        is_bytes = feature.np_dtype == np.uint8
+        return ((height, width, channels or 3) if is_bytes else None), ()
+    if isinstance(feature, tfds.features.FeaturesDict):
+        numbers = [key for key, each in feature.items() if _is_number(each, ())]
+        whole = len(numbers) == len(feature)
+        return ((len(numbers),) if whole else None), tuple(numbers)
+    shape = getattr(feature, "shape", None)
+    if _is_number(feature, shape) and len(shape) == 1 and None not in shape:
+        return tuple(shape), ()
+    return None, ()
+
+
+def _is_number(feature: Any, shape: Sequence[int | None] | None) -> bool:
+    return (
+        isinstance(feature, tfds.features.Tensor)
+        and not isinstance(feature, tfds.features.ClassLabel)
+        and feature.shape == shape
+        and np.dtype(feature.np_dtype).kind in "fiub"
+    )
+
+
+def _target(
+    feature: Any, name: str, asked: TargetKind | None, num_classes: int | None
+) -> Target | None:
+    """What a feature gives to learn; None if that is not what is asked for."""
+    if isinstance(feature, tfds.features.ClassLabel):
+        if asked not in (None, "class") or not feature.num_classes:
+            return None
+        return Target("class", feature.num_classes, tuple(feature.names))
+    if isinstance(feature, tfds.features.Image):
+        one = feature.shape[-1] == 1 and feature.np_dtype == np.uint8
+        if asked not in (None, "mask") or not one:
+            return None
+        if isinstance(feature, tfds.features.LabeledImage):
+            return Target("mask", feature.num_classes, tuple(feature.names))
+        return Target("mask", num_classes or 0)
+    shape = getattr(feature, "shape", None)
+    numbers = _is_number(feature, shape) and None not in shape and len(shape) < 2
+    if not numbers or asked not in (None, "numbers"):
+        return None
+    whole = np.dtype(feature.np_dtype).kind != "f"
+    if whole and asked is None:
+        return None  # of which it is not clear what they are
+    return Target("numbers", int(np.prod(shape)), (name,) if shape == () else None)
