@@ -95,13 +95,13 @@ def block(
         name=f"attention_{number}",
     )(normalised(x, f"attention_norm_{number}"), padding_mask=padding_mask)
     x = keras.layers.Add()([x, keras.layers.Dropout(dropout)(attended)])
-    hidden = layers.project("...w,wo->...o", (4 * width,), name=f"expand_{number}")(
+    hidden = layers.project("btw,wo->bto", (None, 4 * width), name=f"expand_{number}")(
         normalised(x, f"expand_norm_{number}")
     )
     hidden = keras.layers.Activation("gelu")(hidden)
-    hidden = layers.project("...o,ow->...w", (width,), depth, name=f"reduce_{number}")(
-        hidden
-    )
+    hidden = layers.project(
+        "bto,ow->btw", (None, width), depth, name=f"reduce_{number}"
+    )(hidden)
     return keras.layers.Add()([x, keras.layers.Dropout(dropout)(hidden)])
 
 

@@ -1,14 +1,14 @@
 """What Keras has no layer for, or has not had for long enough.
 
-Products are spelled with an ellipsis ("...w,wo->...o"): so Keras leaves them to
-TensorFlow's Einsum, which multiplies all tokens of a batch at once, forward and
-backward. Its Dense multiplies each example's for itself, and adds up as many kernels'
-gradients: that took 1.5 to 2 times as long.
+Products with a kernel are TensorFlow's Einsum, which multiplies all tokens of a batch
+at once, forward and backward. Keras's layers multiply each example's for themselves,
+and add up as many gradients of the kernel: that takes 1.5 to 2 times as long.
 """
 
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 # A score of what is not to be attended to: far below any other, and finite.
@@ -28,7 +28,7 @@ class TiedEmbedding(keras.layers.Embedding):
         """Looks up tokens; with `reverse`, makes float32 logits of features."""
         if not reverse:
             return super().call(inputs)
-        logits = ops.einsum("...w,vw->...v", inputs, self.embeddings)
+        logits = tf.einsum("btw,vw->btv", inputs, self.embeddings)
         return ops.cast(logits, "float32")
 
     def compute_output_spec(self, inputs, reverse: bool = False) -> keras.KerasTensor:
@@ -99,11 +99,11 @@ class SelfAttention(keras.layers.Layer):
         width = input_shape[-1]
         size = width // self.heads
         self.project = project(
-            "...w,whd->...hd", (3 * self.heads, size), dtype=self.dtype_policy
+            "btw,whd->bthd", (None, 3 * self.heads, size), dtype=self.dtype_policy
         )
         self.project.build(input_shape)
         self.output_dense = project(
-            "...hd,hdw->...w", (width,), self.depth, dtype=self.dtype_policy
+            "bthd,hdw->btw", (None, width), self.depth, dtype=self.dtype_policy
         )
         self.output_dense.build((*input_shape[:-1], self.heads, size))
 
@@ -173,23 +173,32 @@ def turned(vectors):
     return ops.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
 
 
+@keras.saving.register_keras_serializable(package="towers")
+class Projection(keras.layers.EinsumDense):
+    """A dense layer for tokens [batch, tokens, ...]."""
+
+    def call(self, inputs):
+        """Multiplies by the kernel and adds the bias."""
+        return tf.einsum(self.equation, inputs, self.kernel) + self.bias
+
+
 def project(
-    equation: str, shape: tuple[int, ...], depth: int = 0, **kwargs: Any
-) -> keras.layers.EinsumDense:
+    equation: str, shape: tuple[int | None, ...], depth: int = 0, **kwargs: Any
+) -> Projection:
     """Makes a dense layer, which begins with small numbers as GPT-2's do.
 
     Args:
-        equation: With an ellipsis for batch and tokens.
-        shape: Of its outputs, without them.
+        equation: Of inputs and kernel, such as "btw,wo->bto".
+        shape: Of its outputs, without the batch.
         depth: For a layer that adds to what passes by it, the layers of the network:
             2 * depth such sums are not to grow. 0 for any other.
         **kwargs: As of any layer.
     """
     scale = 0.02 / (2 * depth) ** 0.5 if depth else 0.02
-    return keras.layers.EinsumDense(
+    return Projection(
         equation,
         output_shape=shape,
-        bias_axes=equation.rpartition("...")[2],
+        bias_axes=equation.partition("->bt")[2],
         kernel_initializer=keras.initializers.RandomNormal(stddev=scale),
         **kwargs,
     )
