@@ -15,7 +15,8 @@ FLOORS = (
     *("devices", "analysis", "layers", "collectives", "tower", "loop"),
     *("plan", "builders", "numerics", "model"),
     *("lifecycle", "monitoring", "callbacks"),
-    *("train", "parity", "doctor", "find_batch_size", "report"),
+    *("train", "parity", "doctor", "find_batch_size", "report", "predict"),
+    *("export",),
     "towers",
 )
 # These know nothing of towers but what all share, and only programs know them.

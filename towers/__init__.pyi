@@ -7,3 +7,5 @@ from .model.api import multi_gpu_model as multi_gpu_model
 from .model.tower_model import TowerModel as TowerModel
 from .parity import Parity as Parity
 from .parity import check_parity as check_parity
+from .predict.trained import Trained as Trained
+from .predict.trained import load_model as load_model

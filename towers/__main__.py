@@ -15,6 +15,8 @@ COMMANDS = {
         "towers.find_batch_size",
         "Find the largest batch that fits, and the fastest.",
     ),
+    "predict": ("towers.predict", "Predict for files, with a trained model."),
+    "export": ("towers.export", "Make a SavedModel that takes files as they are."),
     "report": ("towers.report", "Write one HTML page about a run."),
     "doctor": ("towers.doctor", "Say what is wrong with this machine."),
     "convert": ("towers.input_pipeline.convert", "Convert a data set to TFRecords."),

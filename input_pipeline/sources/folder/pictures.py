@@ -10,10 +10,10 @@ from towers.input_pipeline.specs import PICTURES
 from towers.program import words
 
 # Taken by their names; what is wrong with one is said when it is read.
-_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp")
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp")
 # Of others, the content tells.
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a")
-_PICTURES = (*_SUFFIXES, ".bmp", ".dib", ".tif", ".tiff", ".heic", ".avif", ".jp2")
+_PICTURES = (*SUFFIXES, ".bmp", ".dib", ".tif", ".tiff", ".heic", ".avif", ".jp2")
 # What file managers leave behind.
 _LITTER = ("thumbs.db", "desktop.ini", "icon\r")
 # A palette ends here, at the latest.
@@ -38,7 +38,7 @@ class Sorted:
         for name, path in entries(folder, hidden=True):
             if name.lower() in _LITTER or not _is_seen(name):
                 continue
-            if name[0] != "." and name.lower().endswith(_SUFFIXES):
+            if name[0] != "." and name.lower().endswith(SUFFIXES):
                 found.append(path)
             elif tf.io.gfile.isdir(path):
                 if name[0] != ".":

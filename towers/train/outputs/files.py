@@ -16,7 +16,7 @@ from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.train.job import BAD_RECORDS, Job
-from towers.train.parts.data.scale import PREPROCESSING
+from towers.train.outputs import preprocessing
 from towers.train.parts.model import NOT_FINITE
 from towers.train.parts.training.optimizer import averaged, kept_rate
 
@@ -71,10 +71,8 @@ def describe(job: Job) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(job.model_dir, NOT_FINITE))
         _write(job, "flags.txt", job.settings.as_text())
+        preprocessing.write(job)
         _forget_epochs_after(os.path.join(job.model_dir, LOG), job.epoch)
-        scaling = job.data.scaling
-        about = {"scaling": scaling and scaling.to_json()}
-        _write(job, PREPROCESSING, json.dumps(about, indent=2) + "\n")
         if job.data.bad_records is not None:
             path = os.path.join(job.model_dir, BAD_RECORDS)
             quarantine.write(job.data.quarantines, path)
@@ -130,8 +128,10 @@ def remove_run(model_dir: str) -> None:
         "flags.txt",
         "report.html",
         LOG,
+        preprocessing.PREPROCESSING,
+        preprocessing.CLASSES,
+        preprocessing.TOKENIZER,
         "variable_update.json",
-        PREPROCESSING,
         BAD_RECORDS,
         NOT_FINITE,
     ):

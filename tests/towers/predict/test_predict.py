@@ -1,0 +1,220 @@
+"""towers.predict and towers.export: models of runs, used on files."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+import towers
+from tests.towers.train.runs import assembled
+from towers import input_pipeline
+from towers.export import arguments as export_arguments
+from towers.export import saved_model
+from towers.predict import __main__ as predict
+from towers.predict import arguments
+from towers.predict.trained import load_model
+from towers.train.outputs import preprocessing
+from towers.train.outputs.preprocessing import Preprocessing
+
+
+def finished(*flags, model_dir):
+    """The model_dir of a run that has ended, but for its training."""
+    job = assembled(*flags, f"--model_dir={model_dir}")
+    preprocessing.write(job)
+    job.model.save(model_dir / "model.keras")
+    return job
+
+
+def predicted(model_dir, *names, code=0):
+    """What towers.predict writes for files, as rows."""
+    output = model_dir / "predictions.csv"
+    argv = [model_dir, *names, f"--output={output}", "--batch_size=4"]
+    assert predict.predict(arguments.read([*map(str, argv)], "")) == code
+    with open(output, newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Of a folder of pictures: their paths, and the model_dir of a run."""
+    root = tmp_path_factory.mktemp("pictures")
+    draw = np.random.default_rng(0)
+    for name in ("ant", "bee"):
+        (root / "data" / name).mkdir(parents=True)
+        for i in range(5):
+            pixels = draw.integers(0, 256, [9 + i, 12, 3]).astype(np.uint8)
+            kind = "jpg" if i % 2 else "png"
+            Image.fromarray(pixels).save(root / "data" / name / f"{i}.{kind}")
+    model_dir = root / "run"
+    model_dir.mkdir()
+    flags = f"--dataset=folder:{root}/data", "--eval_fraction=0", "--image_size=8"
+    job = finished(*flags, "--recipe=imagenet", "--model=mlp", model_dir=model_dir)
+    return sorted((root / "data").rglob("*.*g")), model_dir, job
+
+
+def test_pictures(pictures, tmp_path, capsys):
+    paths, model_dir, job = pictures
+    # As they are evaluated, on one device.
+    data = input_pipeline.make_dataset(
+        *(job.data.source, "train"),
+        **{"batch_size": 4, "image_shape": (8, 8, 3), "training": False},
+        recipe="imagenet",
+    )
+    data = data.map(lambda x, y: input_pipeline.normalize(x))
+    expected = tf.nn.softmax(job.model.predict(data, verbose=0)).numpy()
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(paths[0].read_bytes()[:50])
+    ants = paths[0].parent
+    rows = predicted(model_dir, ants, broken, *paths[5:], code=1)
+    out, err = capsys.readouterr()
+    assert out == f"{model_dir}/predictions.csv: 10 predictions on 2 towers.\n"
+    assert f"towers.predict: {broken}: " in err and err.count("\n") == 2
+    assert "towers.predict: 10 predictions, 1 example left out" in err
+    assert [row["file"] for row in rows] == [*map(str, paths)]
+    found = [float(row["probability"]) for row in rows]
+    np.testing.assert_allclose(sorted(found), sorted(expected.max(axis=1)), rtol=1e-4)
+    trained = load_model(str(model_dir))
+    each = trained.predict([path.read_bytes() for path in paths])
+    assert [row["class"] for row in rows] == [one["class"] for one in each]
+    with pytest.raises(ValueError, match="has no picture; name another"):
+        predicted(model_dir, model_dir)
+
+
+def test_pixels_of_another_range_are_said(pictures):
+    trained = towers.load_model(str(pictures[1]))
+    pixels = np.random.default_rng(0).integers(0, 256, [2, 8, 8, 3]).astype(np.uint8)
+    given = [pixels, pixels / np.float32(127.5) - 1]
+    first, second = (trained.predict(each) for each in given)
+    assert first[0]["class"] == second[0]["class"] in ("ant", "bee")
+    np.testing.assert_allclose(*(one[0]["probability"] for one in (first, second)))
+    with pytest.raises(ValueError, match=r"pictures of 0 to 25\d, but .* -1 to 1; exp"):
+        trained.predict(pixels.astype(np.float32))
+    with pytest.raises(ValueError, match="checkpoint='first'; expected 'last' or"):
+        towers.load_model(str(pictures[1]), "first")
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """Of rows of numbers: the folder, and the model_dir of a run."""
+    root = tmp_path_factory.mktemp("tables")
+    rows = [f"{i},{1000 * i + i % 3},{'owl' if i % 3 else 'cat'}" for i in range(20)]
+    (root / "rows.csv").write_text("\n".join(["a size,b,kind", *rows]))
+    model_dir = root / "run"
+    model_dir.mkdir()
+    flags = f"--dataset=csv:{root}/rows.csv", "--label_column=kind", "--model=mlp"
+    return root, model_dir, finished(*flags, model_dir=model_dir)
+
+
+def test_rows(tables, capsys):
+    root, model_dir, job = tables
+    # Other columns, in another order.
+    (root / "new.csv").write_text("b,id,a size\n3001,7,3\n\n0,8,zero\n9,9\n5002,1,5\n")
+    rows = predicted(model_dir, root / "new.csv", root / "rows.csv", code=1)
+    err = capsys.readouterr().err
+    said = "new.csv: row 2: column 'a size' is 'zero', expected a number."
+    assert said in err
+    assert "new.csv: row 3: column 'a size' is None, expected a number." in err
+    assert [int(row["row"]) for row in rows] == [1, 4, *range(1, 21)]
+    numbers = np.array([[3, 3001], [5, 5002]], np.float32)
+    scores = job.model.predict(job.data.scaling(numbers), verbose=0)
+    expected = tf.nn.softmax(scores).numpy().max(axis=1)
+    found = [float(row["probability"]) for row in rows[:2]]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert {row["class"] for row in rows} <= {"cat", "owl"}
+    (root / "other.csv").write_text("a size,c\n1,2\n")
+    with pytest.raises(ValueError, match=r"has no column 'b', which .* 'a size', 'c'"):
+        predicted(model_dir, root / "other.csv")
+
+
+PLAIN = """
+import json, sys
+for name in ("towers", "keras"):
+    sys.modules[name] = None
+import tensorflow as tf
+pictures, rows, paths = sys.argv[1], sys.argv[2], sys.argv[3:]
+encoded = tf.constant([open(path, "rb").read() for path in paths])
+model = tf.saved_model.load(pictures)
+found = [model.serve(encoded)]
+model = tf.saved_model.load(rows)
+found.append(model.serve(tf.constant([[3.0, 3001.0], [5.0, 5002.0]])))
+columns = {"a_size": tf.constant([3.0, 5.0]), "b": tf.constant([3001.0, 5002.0])}
+found.append(model.signatures["serve_columns"](**columns))
+print(json.dumps([{k: v.numpy().tolist() for k, v in each.items() if k != "class"} | {
+    "class": [name.decode() for name in each["class"].numpy()]} for each in found]))
+"""
+
+
+def test_exported_models_need_tensorflow_only(pictures, tables, tmp_path):
+    paths, *_ = pictures
+    (_, of_pictures, _), (_, of_rows, _) = pictures, tables
+    folders = tmp_path / "pictures", tmp_path / "rows"
+    models = load_model(str(of_pictures)), load_model(str(of_rows))
+    for model, folder in zip(models, folders, strict=True):
+        saved_model.write(model, str(folder))
+    argv = [sys.executable, "-c", PLAIN, *folders, *paths[:3]]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    of_files, by_row, by_column = json.loads(done.stdout.splitlines()[-1])
+    assert by_row == by_column
+    examples = [path.read_bytes() for path in paths[:3]]
+    rows = np.array([[3, 3001], [5, 5002]], np.float32)
+    for found, model, given in (
+        (of_files, models[0], examples),
+        (by_row, models[1], rows),
+    ):
+        expected = model.predict(given)
+        assert found["class"] == [each["class"] for each in expected]
+        np.testing.assert_allclose(
+            found["probability"], [each["probability"] for each in expected], rtol=1e-5
+        )
+        scores = tf.nn.softmax(model.model(model.prepare(given)))
+        np.testing.assert_allclose(found["probabilities"], scores, atol=1e-6)
+
+
+def test_what_a_file_prepares_is_not_guessed(tmp_path):
+    about = Preprocessing("regression", False, "own", (), model="/a/my", own=True)
+    about.save(str(tmp_path))
+    with pytest.raises(ValueError, match="prepared by /a/my, so it is not known"):
+        load_model(str(tmp_path))
+    (tmp_path / "preprocessing.json").write_text('{"scaling": null}')
+    with pytest.raises(ValueError, match=r"Cannot read .*; expected the model_dir of"):
+        load_model(str(tmp_path))
+
+
+def test_scaling_is_kept_exactly(tmp_path):
+    scaling = input_pipeline.Scaling(("a", "b"), (0.1, 1e9), (1 / 3, 7.0))
+    about = Preprocessing(None, True, "row", (2,), features=("a", "b"), scaling=scaling)
+    about.save(str(tmp_path))
+    assert Preprocessing.load(str(tmp_path)) == about
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["{none}", "a.png"], "which has no model.keras; expected the model_dir of"),
+        (["{run}", "--checkpoint=best", "{run}"], "which has no best.keras"),
+        (["{run}", "none.png"], "There is no file none.png"),
+        (["{run}"], "the following arguments are required: files"),
+        (["{run}", "{run}", "--num_gpu=2"], "--num_gpu"),
+        (["{run}", "{run}", "--num_gpus=0"], "--num_gpus=0; expected at least 1"),
+        (["{run}", "{run}", "--batch_size=0"], "--batch_size=0; expected at least 1"),
+        (["{run}", "{run}", "--output=/proc/a/b.csv"], "choose another --output"),
+    ],
+)
+def test_bad_arguments(pictures, tmp_path, argv, said):
+    names = {"run": pictures[1], "none": tmp_path}
+    with pytest.raises(ValueError, match=said):
+        arguments.read([each.format(**names) for each in argv], "")
+
+
+def test_arguments_of_export(pictures, tmp_path):
+    model_dir = str(pictures[1])
+    assert export_arguments.read([model_dir], "").output == f"{model_dir}/exported"
+    (tmp_path / "mine").touch()
+    with pytest.raises(ValueError, match="is there already and no SavedModel"):
+        export_arguments.read([model_dir, str(tmp_path)], "")

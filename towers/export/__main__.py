@@ -1,0 +1,49 @@
+"""Writes a SavedModel that takes pictures, rows or texts as they are.
+
+    python -m towers.export runs/digits_cnn exported
+
+It has what the model needs in its graph: decoding, resizing and scaling before, and
+names of classes and probabilities behind. Plain TensorFlow loads it, without this
+package and without Keras:
+
+    model = tf.saved_model.load("exported")
+    model.serve(tf.constant([open("picture.png", "rb").read()]))
+
+Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
+"""
+
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from towers.export import arguments
+    from towers.program import startup
+
+    _options = startup.begin(
+        "towers.export", lambda argv: arguments.read(argv[1:], __doc__)
+    )
+
+import argparse
+import sys
+
+from towers.export import saved_model
+from towers.predict.trained import load_model
+from towers.program import ending
+
+_PROGRAM = "towers.export"
+
+
+def export(options: argparse.Namespace) -> None:
+    """Writes the SavedModel of a run.
+
+    Raises:
+        ValueError: If the model cannot be loaded.
+    """
+    trained = load_model(options.model_dir, options.checkpoint)
+    found = saved_model.write(trained, options.output)
+    print(
+        f"{options.output}: takes {' and '.join(found['takes'])}, returns "
+        f"{', '.join(found['returns'])}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(ending.run(_PROGRAM, lambda: export(_options)))

@@ -1,0 +1,1 @@
+"""Predicts with a model that towers.train has trained."""

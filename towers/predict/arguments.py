@@ -1,0 +1,102 @@
+"""The arguments of towers.predict: files, and devices as of towers.train."""
+
+import argparse
+import dataclasses
+import os
+import typing
+from collections.abc import Sequence
+
+from towers.program.arguments import Parser
+from towers.program.commands import check_folder
+from towers.train import checks, flags
+from towers.train.settings import Settings
+
+# Files that a run writes, without which there is nothing to predict with.
+FILES = {"last": "model.keras", "best": "best.keras"}
+
+
+def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
+    """Reads the arguments, without the program's name; `settings` has the devices.
+
+    Raises:
+        ValueError: If one is missing, unknown or bad.
+    """
+    parser = Parser("towers.predict", doc)
+    add_model(parser)
+    parser.add_argument(
+        "files",
+        nargs="+",
+        help="Pictures, folders of pictures, or tables or texts to predict for.",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="CSV file to write to. Default: standard output.",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=64,
+        help="Number of examples in a batch, for all towers. Default: 64.",
+    )
+    devices = parser.add_argument_group("Devices")
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    names = [*flags.HELPS["Devices"]]
+    for name in names:
+        devices.add_argument(
+            f"--{name}",
+            help=flags.HELPS["Devices"][name],
+            default=fields[name].default,
+            **_kind(fields[name].type, name),
+        )
+    options = parser.parse_args(argv)
+    check_model(options)
+    _check_files(options.files)
+    if options.output:
+        folder = os.path.dirname(os.path.abspath(options.output))
+        check_folder("folder", folder, "--output")
+    given = {name: getattr(options, name) for name in (*names, "batch_size")}
+    options.settings = checks.check(Settings(**given, dataset="digits"))
+    return options
+
+
+def add_model(parser: Parser) -> None:
+    """Adds the arguments that name a model."""
+    parser.add_argument("model_dir", help="Folder of a run of towers train.")
+    parser.add_argument(
+        "--checkpoint",
+        choices=FILES,
+        default="last",
+        help="Which model of the run: last is model.keras, best is best.keras. "
+        "Default: last.",
+    )
+
+
+def check_model(options: argparse.Namespace) -> None:
+    """Checks that the model is there.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    path = os.path.join(options.model_dir, FILES[options.checkpoint])
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"Received {options.model_dir}, which has no {FILES[options.checkpoint]}; "
+            "expected the model_dir of a run of towers train that has ended."
+        )
+
+
+def _kind(annotation, name):
+    """How argparse is to read a flag of some type."""
+    kind = (typing.get_args(annotation) or (annotation,))[0]  # or None
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if kind is int:
+        return {"type": int, "metavar": "N"}
+    return {"type": lambda text: tuple(text.split(",")), "metavar": "N,N"}
+
+
+def _check_files(files):
+    missing = [file for file in files if not os.path.exists(file)]
+    if missing:
+        raise ValueError(f"There is no file {missing[0]}; correct its name.")

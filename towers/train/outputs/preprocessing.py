@@ -1,0 +1,205 @@
+"""What a trained model is given, and what it tells: for those who use it later.
+
+A run writes it beside model.keras, as preprocessing.json and classes.json, and text has
+its tokenizer in a folder. All of it runs in TensorFlow's graphs.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import tensorflow as tf
+
+from towers import input_pipeline
+from towers.input_pipeline import text
+from towers.input_pipeline.images import recipes
+from towers.input_pipeline.images.decode import ALL_TRICKS, decode_window
+from towers.train.parts import model as model_parts
+from towers.train.parts.data import Data
+from towers.train.parts.data.scale import PREPROCESSING
+from towers.train.parts.task import TASKS, Task
+
+CLASSES, TOKENIZER = "classes.json", "tokenizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocessing:
+    """What a model is given for a file's pictures, rows or texts, and what it tells.
+
+    Attributes:
+        task: As --task names it; `None` if only a file of the user's knows.
+        from_logits: Whether the model returns logits.
+        input: "image", "row", "tokens", or what else an example is.
+        shape: Of an example, as the model takes it.
+        model: The file of the user's that has defined the model, if there is one.
+        own: Whether data or `preprocess` of that file do the rest, so that nobody else
+            knows how.
+        range: The least and the largest number of a picture.
+        recipe: How pictures are cut before they are resized; see --recipe.
+        same_size: Whether all pictures had the model's size.
+        features: Names of the numbers of a row.
+        scaling: What is done to them; `None` for nothing.
+    """
+
+    task: str | None
+    from_logits: bool
+    input: str
+    shape: tuple[int | None, ...]
+    model: str | None = None
+    own: bool = False
+    range: tuple[float, float] | None = None
+    recipe: str | None = None
+    same_size: bool = False
+    features: tuple[str, ...] | None = None
+    scaling: input_pipeline.Scaling | None = None
+
+    @property
+    def known_task(self) -> Task | None:
+        """The task, which decodes what the model returns."""
+        return self.task and TASKS[self.task]
+
+    def save(self, folder: str) -> None:
+        """Writes it into a folder."""
+        found = dataclasses.asdict(self)
+        found["scaling"] = self.scaling and self.scaling.to_json()
+        _write(os.path.join(folder, PREPROCESSING), found)
+
+    @classmethod
+    def load(cls, folder: str) -> Self:
+        """Reads what `save` has written.
+
+        Raises:
+            ValueError: It is not there, or of another version.
+        """
+        path = os.path.join(folder, PREPROCESSING)
+        try:
+            with open(path, encoding="utf-8") as file:
+                found = json.load(file)
+            for name in ("shape", "range", "features"):
+                found[name] = found[name] and tuple(found[name])
+            if found["scaling"]:
+                found["scaling"] = input_pipeline.Scaling.from_json(found["scaling"])
+            return cls(**found)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"Cannot read {path} ({error}); expected the model_dir of a run that "
+                "has ended, so train with this version of Towers, to the end."
+            ) from error
+
+    def check_known(self) -> None:
+        """Checks that it is known what becomes of an example.
+
+        Raises:
+            ValueError: Only the user's file knows.
+        """
+        if self.own:
+            raise ValueError(
+                f"The data of this run are prepared by {self.model}, so it is not "
+                "known how to prepare others; expected a run on a data set, without "
+                "train_data and preprocess, so load model.keras with Keras instead."
+            )
+
+    # What is given, in the graph.
+
+    def pictures(self, encoded: tf.Tensor) -> tf.Tensor:
+        """Makes what the model is given of files of pictures, strings [B]."""
+        return tf.map_fn(
+            lambda each: self.picture(each),
+            encoded,
+            fn_output_signature=tf.TensorSpec(self.shape, tf.float32),
+        )
+
+    def picture(self, encoded: tf.Tensor) -> tf.Tensor:
+        """Makes what the model is given of a file of a picture, as in evaluation."""
+        height, width, _ = self.shape
+        recipe = recipes.find(self.recipe, training=False, size=(height, width))
+        window = recipe.window and (lambda shape: recipe.window(shape, None))
+        tricks = ALL_TRICKS
+        if self.same_size and window is None:
+            tricks = dataclasses.replace(ALL_TRICKS, fast_dct=False)
+        pixels = decode_window(
+            encoded, window, self.shape, antialias=recipe.antialias, tricks=tricks
+        )
+        return input_pipeline.normalize(pixels)
+
+    def rows(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Makes what the model is given of rows of numbers, float [B, F]."""
+        numbers = tf.cast(numbers, tf.float32)
+        return numbers if self.scaling is None else self.scaling(numbers)
+
+    def texts(self, strings: tf.Tensor, tokenizer: text.Tokenizer) -> tf.Tensor:
+        """Makes what the model is given of texts, strings [B] in UTF-8."""
+        return tokenizer.encode(strings).to_tensor(shape=[None, *self.shape])
+
+
+def of(job: Any) -> Preprocessing:
+    """Returns what the model of a job is given, and what it tells."""
+    setup, data, settings = job.setup, job.data, job.settings
+    facts, task = setup.facts, setup.task
+    own = not isinstance(data, Data) or setup.defines("preprocess")
+    images = facts.input_kind == "image"
+    return Preprocessing(
+        task=task and task.name,
+        from_logits=task is not None and model_parts.returns_logits(job.model, setup),
+        input=facts.input_kind,
+        shape=() if own else tuple(facts.input_shape),
+        model=str(setup.mine.path.absolute()) if setup.mine else None,
+        own=own,
+        range=(-1.0, 1.0) if images else None,
+        recipe=settings.recipe if images else None,
+        same_size=images and data.source.image_shape[:2] == data.image_shape[:2],
+        features=tuple(data.source.image_fields)
+        if facts.input_kind == "row" and not own
+        else None,
+        scaling=data.scaling,
+    )
+
+
+def write(job: Any) -> None:
+    """Writes what those who use a run's model need to know, into its model_dir."""
+    of(job).save(job.model_dir)
+    target = job.setup.facts.target
+    if target is not None and target.num_classes:
+        names = target.names or map(str, range(target.num_classes))
+        _write(os.path.join(job.model_dir, CLASSES), [*names])
+    tokenizer = getattr(getattr(job.data, "source", None), "tokenizer", None)
+    if tokenizer is not None:
+        tokenizer.save(os.path.join(job.model_dir, TOKENIZER))
+
+
+def read_classes(folder: str) -> list[str] | None:
+    """Returns the names of the classes that a run knows, if it knows any."""
+    try:
+        with open(os.path.join(folder, CLASSES), encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+
+
+def check_range(
+    images: np.ndarray | Sequence[Any], limits: tuple[float, float]
+) -> None:
+    """Checks that pictures of floats are in the range that a model was trained on.
+
+    Raises:
+        ValueError: They are not, such as 0 to 255 for a model of -1 to 1.
+    """
+    found = np.asarray(images)
+    least, most = (float(each(found)) for each in (np.min, np.max))
+    low, high = limits
+    spare = (high - low) / 4
+    if least < low - spare or most > high + spare:
+        raise ValueError(
+            f"Received pictures of {least:g} to {most:g}, but the model was trained on "
+            f"{low:g} to {high:g}; expected uint8 pixels, which are scaled, or "
+            "x / 127.5 - 1."
+        )
+
+
+def _write(path: str, content: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
