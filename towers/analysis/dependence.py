@@ -10,8 +10,15 @@ Keras's own layers are known to treat every example by itself (`trust.py`), but 
 BatchNormalization, which differs by design. What cannot be read in another layer is
 taken to do so, too, and listed: numbers have to show it then (`compare.py`). Losses
 that layers add, and state that they assign, are read operation by operation.
+
+A ratio of sums, such as a mean over what a mask leaves, can be put together if one of
+the sums is that of the whole batch. The compiled loss may ask for such totals, if they
+depend on the data alone: towers add them up before they compute (`loss_graph.py`).
 """
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -23,12 +30,46 @@ from towers.analysis.kinds import (
     NONE,
     PACKED,
     ROWS,
+    SIZE,
     SUM,
     UNKNOWN,
     Dependence,
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
 from towers.analysis.operations import of_operation
+
+# How totals of local batches make that of the whole batch, by the type of operation.
+EXTREMES = {
+    "All": tf.reduce_all,
+    "Any": tf.reduce_any,
+    "Max": tf.reduce_max,
+    "Min": tf.reduce_min,
+}
+
+
+class Edge(NamedTuple):
+    """An input of an operation that is to be a total of the whole batch.
+
+    Attributes:
+        operation: The name of the operation.
+        index: Of its inputs.
+    """
+
+    operation: str
+    index: int
+
+
+class Total(NamedTuple):
+    """A total over the local batch, which the whole batch's is to stand in for.
+
+    Attributes:
+        tensor: The local batch's.
+        kind: How those of all towers make the whole batch's: SUM, SIZE or MEAN; or
+            COUPLED, by the function in `EXTREMES`.
+    """
+
+    tensor: tf.Tensor
+    kind: Dependence
 
 
 class Culprit(NamedTuple):
@@ -63,6 +104,9 @@ class Reader:
         self._calls = calls
         self._culprits = {}
         self._unread = []
+        # What the compiled loss takes of the whole batch, if it is being read.
+        self._totals: dict[Edge, Total] | None = None
+        self._of_data = {key(part): True for _, part in parts(local_batch)}
         self._known = {
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in parts(local_batch)
@@ -83,6 +127,42 @@ class Reader:
             if key(current) not in self._known:
                 self._known[key(current)] = self._combine(current)
         return self._known[key(tensor)]
+
+    @contextlib.contextmanager
+    def with_totals(self) -> Iterator[dict[Edge, Total]]:
+        """Inside, what is read may ask for totals of the whole batch.
+
+        Yields:
+            Those that were asked for, by who takes them.
+        """
+        self._totals = {}
+        try:
+            yield self._totals
+        finally:
+            self._totals = None
+
+    def is_of_data(self, tensor: tf.Tensor) -> bool:
+        """Tells whether the local batch alone decides a tensor, and no variable.
+
+        Shapes count as the local batch's, whatever they are of.
+        """
+        waiting, seen = [tensor], {}
+        while waiting:
+            current = waiting.pop()
+            if key(current) in seen or self._of_data.get(key(current)):
+                continue
+            seen[key(current)] = True
+            op = current.op
+            if op.type in ("Shape", "Size", "Rank"):
+                continue
+            if op.type in ("Placeholder", "PlaceholderWithDefault"):
+                return False
+            # Whatever is stateful may read a variable.
+            if not op.inputs and op.type != "Const":
+                return False
+            waiting.extend(op.inputs)
+        self._of_data |= seen
+        return True
 
     def why(self, tensor: tf.Tensor) -> Culprit:
         """Returns what made `tensor` coupled or unknown, or else what made it."""
@@ -139,9 +219,45 @@ class Reader:
                 self._culprits[key(tensor)] = self._culprits[origin]
                 return kind
         found = rule(tensor, list(inputs), kinds, *extra)
+        if found in (COUPLED, UNKNOWN) and self._totals is not None:
+            found = self._by_totals(tensor, list(inputs), kinds) or found
         if found in (COUPLED, UNKNOWN):
             self._culprits[key(tensor)] = Culprit(tensor.op)
         return found
+
+    def _by_totals(self, tensor, inputs, kinds):
+        """What an operation returns if it takes totals of the whole batch.
+
+        Returns `None` if that does not help.
+        """
+        op = tensor.op
+        if op.type in EXTREMES and kinds[0] is ROWS and self.is_of_data(tensor):
+            total = Total(tensor, COUPLED)
+            for consumer in tensor.consumers():
+                for index, taken in enumerate(consumer.inputs):
+                    if taken is tensor:
+                        self._totals[Edge(consumer.name, index)] = total
+            return NONE
+        totals = [
+            index
+            for index, (each, kind) in enumerate(zip(inputs, kinds, strict=True))
+            if kind in (SUM, SIZE, MEAN) and self.is_of_data(each)
+        ]
+        # As few as possible, and rather a divisor than what is divided.
+        for count in range(1, len(totals) + 1):
+            for taken in itertools.combinations(totals[::-1], count):
+                assumed = [
+                    NONE if index in taken else kind for index, kind in enumerate(kinds)
+                ]
+                found = NONE
+                if any(kind is not NONE for kind in assumed):
+                    found = of_operation(tensor, inputs, assumed)
+                if found not in (COUPLED, UNKNOWN):
+                    self._totals |= {
+                        Edge(op.name, i): Total(inputs[i], kinds[i]) for i in taken
+                    }
+                    return found
+        return None
 
 
 def _of_layer(tensor, inputs, kinds, packed):

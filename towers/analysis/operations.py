@@ -153,7 +153,7 @@ def _of_sizes(op, inputs, kinds):
     if op.type in ("Cast", "Identity"):
         return kinds[0]
     if op.type == "StridedSlice" and kinds[0] is SHAPE:
-        begin, end, step = (tf.get_static_value(t) for t in inputs[1:4])
+        begin, end, step = map(integers, inputs[1:4])
         if begin is None or end is None or step is None or len(begin) != 1:
             return UNKNOWN
         first = 0 if op.get_attr("begin_mask") & 1 else int(begin[0])

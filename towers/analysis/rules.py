@@ -5,20 +5,34 @@ once, when the tower is traced.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers.analysis.dependence import Culprit, Reader
-from towers.analysis.kinds import Dependence
+from towers.analysis.kinds import UNKNOWN, Dependence
 from towers.analysis.layer_calls import parts, recorded_layers
+from towers.analysis.loss_graph import LossGraph
 
-_RULES = Dependence.NONE, Dependence.MEAN, Dependence.SUM
+# The rules by which the towers' values make the batch's.
+ADDED_UP = Dependence.NONE, Dependence.MEAN, Dependence.SUM
 
 
 class NoRuleError(ValueError):
     """Local batches' values do not make the batch's; the text says what hinders it."""
+
+
+class TotalsWanted(NoRuleError):
+    """A loss can be put together if towers know totals of the whole batch.
+
+    Attributes:
+        graph: The loss, which takes them.
+    """
+
+    def __init__(self, reason: str, graph: LossGraph):
+        super().__init__(reason)
+        self.graph = graph
 
 
 class Rules:
@@ -30,25 +44,45 @@ class Rules:
             where none is seen to.
         unread: What could not be read, and may make an output depend on several
             examples.
+        apart: Whether every output has one row an example, as far as can be read.
+        loss_graph: The compiled loss, if it takes totals of the whole batch.
+        measures: Whether towers update metrics.
+        reasons: Why there is no rule for changes of a metric's variable, by name.
     """
 
-    def __init__(self, towers: int, mean_loss: bool = False, mean_state: bool = False):
+    def __init__(
+        self,
+        towers: int,
+        mean_loss: bool = False,
+        mean_state: bool = False,
+        loss_graph: LossGraph | None = None,
+        measures: bool = False,
+    ):
         """Starts without a rule.
 
         Args:
             towers: Number of towers. With one, its values are the batch's.
             mean_loss: Whether losses without a rule are taken for means over examples.
             mean_state: Whether variables without a rule are.
+            loss_graph: The compiled loss, if it takes totals of the whole batch.
+            measures: Whether towers update metrics.
         """
         self.complete = towers == 1
         self.coupling: str | None = None
         self.unread: list[Culprit] = []
+        self.apart = False
         self._alone = towers == 1
         self._mean_loss = mean_loss
         self._mean_state = mean_state
+        self.loss_graph, self.measures = loss_graph, measures
         self._reader = None
+        self._local_batch = None
         self._unread = "a value that was not there when it was looked for"
+        self.reasons: dict[str, str] = {}
         self._found: dict[str, Dependence] = {}
+        if loss_graph is not None:
+            names = loss_names(len(loss_graph.rules))
+            self._found |= zip(names, loss_graph.rules, strict=True)
 
     @contextlib.contextmanager
     def reading(self, local_batch: Any) -> Iterator[None]:
@@ -61,11 +95,11 @@ class Rules:
             yield
             return
         with recorded_layers() as calls:
-            self._reader = Reader(local_batch, calls)
+            self._reader, self._local_batch = Reader(local_batch, calls), local_batch
             try:
                 yield
             finally:
-                self._reader = None
+                self._reader = self._local_batch = None
         self.complete = True
 
     def give_up(self, reason: str) -> None:
@@ -89,6 +123,64 @@ class Rules:
         rule = self._rule(name, loss, self._mean_loss, alike)
         return loss if rule is Dependence.SUM else loss * tf.cast(fraction, loss.dtype)
 
+    def read_losses(
+        self, losses: Sequence[tf.Tensor], outputs: Any, others: Any
+    ) -> None:
+        """Finds the rules of the compiled loss, and of those that it is the sum of.
+
+        `part` knows them as "loss", "loss of output 0" and so on.
+
+        Args:
+            losses: Scalars.
+            outputs: The model's outputs, from which they were computed: a nest.
+            others: What else they were computed from: a nest of tensors and `None`.
+
+        Raises:
+            TotalsWanted: Towers have to know totals of the whole batch first.
+        """
+        if self._alone or self._reader is None or self._local_batch is None:
+            return
+        for _, feed in parts([outputs, others]):
+            self._reader.of(feed)
+        with self._reader.with_totals() as totals:
+            kinds = [self._reader.of(loss) for loss in losses]
+        for name, kind in zip(loss_names(len(losses)), kinds, strict=True):
+            if kind in ADDED_UP:
+                self._found[name] = kind
+        if not totals or not set(kinds) <= {*ADDED_UP}:
+            return
+        reason = str(self._reader.why(next(iter(totals.values())).tensor))
+        try:
+            graph = LossGraph(losses, outputs, others, self._local_batch, totals, kinds)
+        except ValueError as error:
+            raise NoRuleError(str(error)) from error
+        raise TotalsWanted(reason, graph)
+
+    def change(self, name: str, addends: Sequence[tf.Tensor] | None) -> None:
+        """Finds the rule that changes of a metric's variable follow.
+
+        Without one, `self[name]` is COUPLED or UNKNOWN.
+
+        Args:
+            name: A name to know the variable by.
+            addends: What the metric adds to it; `None` if it does not add.
+        """
+        if self._reader is None:
+            return
+        self._found[name] = UNKNOWN
+        if addends is None:
+            self.reasons[name] = "an update that is no addition"
+            return
+        kinds = {self._reader.of(added): added for added in addends}
+        if len(kinds) == 1:
+            (self._found[name],) = kinds
+        if self._found[name] not in ADDED_UP:
+            self.reasons[name] = str(self._reader.why([*kinds.values()][-1]))
+
+    def lay_down(self, name: str, rule: Dependence) -> None:
+        """Lays down a rule that is known without reading."""
+        self._found[name] = rule
+
     def state(self, name: str, value: tf.Tensor, alike: bool = False) -> None:
         """Finds the rule that a variable's new values follow; see `part`.
 
@@ -97,17 +189,14 @@ class Rules:
         """
         self._rule(name, value, self._mean_state, alike)
 
-    def mean(self, name: str) -> None:
-        """Lays down that a variable's new values are averaged, by design."""
-        self._found[name] = Dependence.MEAN
-
     def look_at(self, outputs: Any) -> None:
         """Looks whether outputs depend on several examples: `coupling`, `unread`."""
         if self._reader is None:
             return
-        unread = []
+        unread, self.apart = [], True
         for packed, output in parts(outputs):
             found = self._reader.of(output)
+            self.apart &= found is Dependence.ROWS
             if found is Dependence.COUPLED:
                 self.coupling = str(self._reader.why(output))
             elif found is not (Dependence.PACKED if packed else Dependence.ROWS):
@@ -128,9 +217,14 @@ class Rules:
             self._found[name] = Dependence.NONE if alike else Dependence.MEAN
         if name not in self._found:
             rule = self._reader.of(value)
-            if rule not in _RULES:
+            if rule not in ADDED_UP:
                 if not mean_otherwise:
                     raise NoRuleError(str(self._reader.why(value)))
                 rule = Dependence.MEAN
             self._found[name] = rule
         return self._found[name]
+
+
+def loss_names(count: int) -> list[str]:
+    """Returns the names of a compiled loss and of its parts, `count` in all."""
+    return ["loss", *(f"loss of output {i}" for i in range(count - 1))]

@@ -9,22 +9,40 @@ def integers(tensor: tf.Tensor) -> list[int] | None:
     if value is not None:
         return value.ravel().tolist()
     op = tensor.op
-    if op.type == "Slice" and op.inputs[0].op.type == "Shape":
-        begin, size = map(integers, op.inputs[1:])
-        shape = op.inputs[0].op.inputs[0].shape
-        if begin is None or size is None or shape.rank is None:
-            return None
-        found = shape[begin[0] : begin[0] + size[0]].as_list()
-        return None if None in found else found
+    if op.type in ("Slice", "StridedSlice") and op.inputs[0].op.type == "Shape":
+        return _of_shape(op)
     if op.type == "Range":
         start, limit, delta = map(integers, op.inputs)
         known = None not in (start, limit, delta)
         return [*range(*start, *limit, *delta)] if known else None
-    if op.type not in ("Sub", "Pack", "ConcatV2"):
+    if op.type not in ("Sub", "AddV2", "Pack", "ConcatV2"):
         return None
-    parts = [integers(part) for part in op.inputs[: -1 if "V2" in op.type else None]]
+    parts = [integers(part) for part in op.inputs[: -1 if "tV2" in op.type else None]]
     if None in parts:
         return None
-    if op.type == "Sub":
-        return [a - b for a, b in zip(*parts, strict=True)]
+    if op.type in ("Sub", "AddV2"):
+        sign = -1 if op.type == "Sub" else 1
+        return [a + sign * b for a, b in zip(*parts, strict=True)]
     return [each for part in parts for each in part]
+
+
+def _of_shape(op: tf.Operation) -> list[int] | None:
+    """The known value of a part of a tensor's shape."""
+    shape = op.inputs[0].op.inputs[0].shape
+    places = [*map(integers, op.inputs[1:])]
+    if None in places or shape.rank is None:
+        return None
+    if op.type == "Slice":
+        (begin,), (size,) = places
+        found = shape[begin : begin + size].as_list()
+    else:
+        if op.get_attr("new_axis_mask") or op.get_attr("ellipsis_mask"):
+            return None
+        (begin,), (end,), (step,) = places
+        if op.get_attr("shrink_axis_mask"):
+            found = [shape[begin]]
+        else:
+            begin = None if op.get_attr("begin_mask") else begin
+            end = None if op.get_attr("end_mask") else end
+            found = shape.as_list()[begin:end:step]
+    return None if None in found else found

@@ -2,7 +2,8 @@
 
 Of Keras's own it is known by measurement: tests/towers/analysis/test_layers.py calls
 each of them with a batch and with its parts; docs/layers.md is the table of results.
-All other layers are read operation by operation; see `dependence.py`.
+All other layers are read operation by operation; see `dependence.py`. The same is known
+of Keras's own metrics, by test_metrics.py: a batch adds to them what its parts add.
 """
 
 import functools
@@ -108,6 +109,15 @@ def _is_over_rows(equation):
     if "..." in equation:
         return inputs.startswith("...") and outputs.startswith("...")
     return inputs[0] == outputs[0] and inputs[0] not in inputs[1:] + kernel
+
+
+def is_additive(metric: keras.metrics.Metric) -> bool:
+    """Whether a batch is known to add to a metric's variables what its parts add."""
+    if not type(metric).__module__.startswith("keras."):
+        return False
+    # A function of the user's may do anything.
+    function = getattr(metric, "_fn", None)
+    return (getattr(function, "__module__", None) or "keras.").startswith("keras.")
 
 
 @functools.cache

@@ -7,8 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers.analysis.loss_graph import LossGraph
 from towers.analysis.rules import Rules
 from towers.builders.guard import Guard
+from towers.collectives import batch
 from towers.devices import is_gpu
 from towers.loop.timers import StepTimers
 from towers.plan import Plan
@@ -23,8 +25,10 @@ class Found:
     """What was found out about a model; a builder forgets it when the model changes.
 
     Attributes:
-        loss_placed: Where the loss is computed: "tower" or "gathered"; `None` before
-            the first step.
+        loss_places: Where the loss is computed, "tower" or "gathered", in the steps
+            "train" and "test" as far as there was one.
+        loss_graphs: The compiled loss, by the batch that it was read of, where it takes
+            totals of the whole batch.
         reads_tables: Whether a table is used otherwise than to look up rows.
         kept: Names the attribute in which an eager tower has left a tensor, "" if none
             has.
@@ -35,13 +39,19 @@ class Found:
         graph: The graph that a step of training was last made in, if any.
     """
 
-    loss_placed: str | None = None
+    loss_places: dict[str, str] = dataclasses.field(default_factory=dict)
+    loss_graphs: dict[Any, LossGraph] = dataclasses.field(default_factory=dict)
     reads_tables: bool = False
     kept: str = ""
     proofs: Proofs = dataclasses.field(default_factory=Proofs)
     asked_xla: bool | None = None
     compiled: bool = False
     graph: tf.Graph | None = None
+
+    @property
+    def loss_placed(self) -> str | None:
+        """Where the loss is computed in training; `None` before the first step."""
+        return self.loss_places.get("train")
 
 
 @dataclasses.dataclass
@@ -123,18 +133,21 @@ class Context:
         """The model's variables, trainable ones first."""
         return self.model.trainable_variables + self.model.non_trainable_variables
 
-    def rules(self, step: str, data: Any) -> Rules:
+    def rules(self, step: str, data: Any, measures: bool = False) -> Rules:
         """Returns the rules for the towers of one step, to be read when it is traced.
 
         In eager execution they may have been read before, of such a batch: `data` is
-        what the towers get of it.
+        what the towers get of it. `measures` tells whether they may update metrics.
         """
+        eager, several = self.model.run_eagerly, self.plan.count > 1
         rules = Rules(
             self.plan.count,
             mean_loss=self.loss_placement == "tower",
             mean_state=not self.strict,
+            loss_graph=self.found.loss_graphs.get(loss_key(step, data)),
+            measures=measures and several and not eager,
         )
-        if self.model.run_eagerly:
+        if eager:
             return self.found.proofs.of(self.model, step, data, rules)
         return rules
 
@@ -147,3 +160,9 @@ class Context:
             if (key or line) not in self.said:
                 voice.say(line)
                 self.said.add(key or line)
+
+
+def loss_key(step: str, data: Any) -> tuple[str, str]:
+    """Returns what a loss is kept by: the step, and what its batches are like."""
+    data = tf.nest.map_structure(batch.as_tensor, data)
+    return step, str(batch.local_spec(data, None))

@@ -10,9 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers.analysis.rules import NoRuleError
 from towers.builders.common import Pieces
 from towers.builders.pieces.executor import TowerFunction
 from towers.builders.pieces.loss import StepOutputs
+from towers.builders.pieces.metrics import Measured
 from towers.builders.pieces.reader import CopyReader, TowerInputs, VariableReader
 from towers.builders.pieces.reducer import Reducer
 from towers.collectives import batch, reduce
@@ -72,18 +74,15 @@ class TrainStep:
     def apply(self, data: Any, outputs: StepOutputs) -> dict[str, tf.Tensor]:
         """Updates variables and metrics with what `LossAndGradients` made of it."""
         data = keras.utils.unpack_x_y_sample_weight(data)
-        context, metrics = self.pieces.context, self.pieces.metrics
-        gathered = metrics.gather(outputs.results)
+        metrics = self.pieces.metrics
+        gather = functools.partial(metrics.gather, outputs.results)
         sums, packed = self._reduce(outputs)
-        with self._unless_stopped(data, outputs.loss, sums, packed):
+        with self._unless_stopped(data, outputs.measured.loss, sums, packed):
             # In this order, as on one device: layers assign before the optimizer does.
             self.pieces.state.assign_state(outputs.state)
             if sums:
                 self.pieces.updater.update_weights(sums)
-            if context.found.loss_placed == "tower":
-                y = data[1] if context.preprocess is None else outputs.y
-                metrics.track_each_loss(y, gathered, data[2])
-            return metrics.update_metrics(data, gathered, outputs.loss)
+            return metrics.update_metrics(data, outputs.measured, gather)
 
     def _reduce(self, outputs):
         """Adds gradients; returns the sums for each copy, and what travelled packed."""
@@ -189,16 +188,40 @@ class Evaluation:
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates one global batch, as for `TrainStep`; returns metrics by name."""
-        metrics = self.pieces.metrics
+        pieces, loss = self.pieces, self.pieces.loss
         # Targets are not cut.
         batch.check_rows(data)
-        self.pieces.creator.create_variables(data)
+        pieces.creator.create_variables(data)
         data = keras.utils.unpack_x_y_sample_weight(data)
+        measured = None
+        if loss.evaluates_on_towers() and loss.place_loss("test") == "tower":
+            try:
+                measured, results = self._on_towers(data)
+            except NoRuleError as error:
+                loss.gather_loss("test", str(error))
+        if measured is None:
+            measured, results = self._at_home(data)
+        gather = functools.partial(pieces.metrics.gather, results)
+        return pieces.metrics.update_metrics(data, measured, gather)
+
+    def _on_towers(self, data):
+        """Has each tower compute its part of loss and metrics."""
+        pieces = self.pieces
+        local, _ = pieces.loss.prepare(data, training=False)
+        function = functools.partial(passes.evaluate, pieces.context.model)
+        values = pieces.reader.read_variables()
+        results, rules = pieces.loss.on_towers("test", function, values, data, local)
+        pieces.state.assign_state(pieces.state.combine_state(results, rules))
+        return pieces.metrics.combine(results, rules), results
+
+    def _at_home(self, data):
+        """Computes the loss of gathered outputs."""
+        metrics = self.pieces.metrics
         results, outputs, seen = self._forward("test", data)
         with tf.device(self.pieces.context.plan.home):
             losses = metrics.sum_layer_losses(results)
             loss = metrics.whole_loss(seen, outputs, losses, training=False)
-            return metrics.update_metrics(data, outputs, loss)
+        return Measured(loss), results
 
     def predict_step(self, data: Any) -> Any:
         """Computes the outputs of one global batch, of which only x is used.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from towers.analysis.dependence import EXTREMES
 from towers.analysis.kinds import Dependence
 from towers.collectives import packing
 from towers.collectives.hosts import ONE_HOST, OneHost
@@ -306,6 +307,42 @@ def combine_states(
         values = packing.unpack(sums, [first[i] for i in places])
         combined.update(zip(places, values, strict=True))
     return [combined.get(i) for i in range(len(first))]
+
+
+def combine_totals(
+    towers: Sequence[Sequence[tf.Tensor]],
+    fractions: Sequence[tf.Tensor],
+    kinds: Sequence[tuple[Dependence, str]],
+    hosts: OneHost = ONE_HOST,
+) -> list[tf.Tensor]:
+    """Combines totals over the local batches to those of the whole batch.
+
+    Args:
+        towers: K x M totals.
+        fractions: As for `combine_states`.
+        kinds: How each of the M combines; see `LossGraph.kinds`.
+        hosts: As for `combine_states`.
+
+    Returns:
+        M totals.
+    """
+    combined = []
+    for (kind, operation), *values in zip(kinds, *towers, strict=True):
+        if kind is Dependence.COUPLED:
+            combined.append(EXTREMES[operation](tf.stack(values), axis=0))
+        elif kind is Dependence.MEAN:
+            # A tower without rows has no mean.
+            combined.append(
+                hosts.sum(
+                    tf.add_n(
+                        tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
+                        for value, fraction in zip(values, fractions, strict=True)
+                    )
+                )
+            )
+        else:
+            combined.append(hosts.sum(tf.add_n(values)))
+    return combined
 
 
 def _combine(values, fractions, rule, hosts):

@@ -29,6 +29,33 @@ def compiled_loss(model: keras.Model) -> Any:
     return model._compile_loss
 
 
+def compiled_metrics(model: keras.Model) -> Any:
+    """Returns Keras's `CompileMetrics`, which holds all compiled metrics, or `None`.
+
+    It has `update_state(y_true, y_pred, sample_weight)`, and `metrics` in the order in
+    which it updates them.
+    """
+    return model._compile_metrics
+
+
+@contextlib.contextmanager
+def losses_recorded(model: keras.Model) -> Iterator[list[tf.Tensor]]:
+    """Inside, the compiled loss tells the losses of outputs, and tracks them nowhere.
+
+    Yields:
+        The scalars that Keras would track, in the order of the compiled loss's
+        `metrics`; none where there is one output.
+    """
+    found = []
+
+    def record(value, sample_weight=None):
+        found.append(value)
+
+    trackers = compiled_loss(model).metrics
+    with swapped(trackers, "update_state", [record] * len(trackers)):
+        yield found
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     """Returns the metric that averages a compiled model's loss."""
     return model._loss_tracker

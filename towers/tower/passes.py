@@ -14,9 +14,14 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers.analysis.rules import NoRuleError, Rules
+from towers.analysis.rules import NoRuleError, Rules, loss_names
 from towers.keras_adapter.layers import TAGS, has_training_argument, logits_of, tag
-from towers.keras_adapter.models import compiled_loss, total_of_added_loss
+from towers.keras_adapter.models import (
+    compiled_loss,
+    losses_recorded,
+    total_of_added_loss,
+)
+from towers.tower import metrics
 from towers.tower.errors import ModelError
 from towers.tower.scope import stateless
 
@@ -33,6 +38,8 @@ class TowerResult(NamedTuple):
             those that the model did not assign.
         loss: This tower's part of the global batch's loss: a scalar, `None` from
             `forward`.
+        output_losses: Its parts of each output's loss: scalars, if there are several.
+        metrics: What it adds to the variables of compiled metrics; see `metrics.py`.
         losses: This tower's parts of the losses that layers add (regularizers,
             `add_loss`): scalars. Empty from `forward_backward`, whose loss holds them.
         gradients: One part for each trainable variable: of the loss's gradient, sparse
@@ -50,6 +57,8 @@ class TowerResult(NamedTuple):
     tags: Sequence[Any] = ()
     state: Sequence[tf.Tensor | None] = ()
     loss: tf.Tensor | None = None
+    output_losses: Sequence[tf.Tensor] = ()
+    metrics: Sequence[tf.Tensor | None] = ()
     losses: Sequence[tf.Tensor] = ()
     gradients: Sequence[tf.Tensor | tf.IndexedSlices | None] = ()
     size: int | tf.Tensor | None = None
@@ -94,6 +103,7 @@ def forward_backward(
     local_batch: Any,
     fraction: tf.Tensor,
     scale: tf.Tensor,
+    totals: Sequence[tf.Tensor],
 ) -> TowerResult:
     """Computes one local batch's part of the loss and of its gradient.
 
@@ -102,35 +112,136 @@ def forward_backward(
     matters where they are 16 bits wide.
 
     Here `local_batch` is (x, y, sample_weight), each a nest of tensors with one row an
-    example, and `scale` the optimizer's loss scale, 1 without one: a float32 scalar.
-    The other arguments are as for `forward`; the model is compiled.
+    example, and perhaps the y that metrics are to see. `scale` is the optimizer's loss
+    scale, 1 without one: a float32 scalar. `totals` are those of the whole batch that
+    `rules.loss_graph` takes. The other arguments are as for `forward`; the model is
+    compiled.
 
     Returns:
-        Outputs, tags, new state, the part of the loss (not scaled) and the parts of
-        the gradients (scaled).
+        Outputs, tags, new state, changes of metrics, the part of the loss (not scaled)
+        and the parts of the gradients (scaled).
 
     Raises:
         NoRuleError: While tracing, if the loss cannot be put together from parts, or
             does more than compute.
     """
-    x, y, sample_weight = local_batch
     with (
         rules.reading(local_batch),
         tf.GradientTape() as tape,
         stateless(model, params, state, tape) as scope,
     ):
-        result = _forward(model, True, rules, scope, x, fraction)
-        losses = [*result.losses]
-        if (losses_of := compiled_loss(model)) is not None:
-            with scope.without_effects():
-                loss = losses_of(y, result.outputs, sample_weight)
-            if loss.shape.rank != 0:
-                raise NoRuleError("a loss with several values")
-            losses.insert(0, rules.part("loss", loss, fraction))
-        loss = tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses])
-        scaled = loss * tf.cast(scale, loss.dtype)
-    gradients = scope.gradients(scaled)
-    return result._replace(loss=loss, losses=(), gradients=gradients)
+        result = _forward(model, True, rules, scope, local_batch[0], fraction)
+        loss = _Loss(model, rules, scope, local_batch, result, fraction, totals)
+        scaled = loss.on_tape(scale)
+        with tape.stop_recording():
+            changes = _metrics(model, rules, local_batch, result)
+    gradients = scope.gradients(*loss.targets(scaled, scale))
+    return result._replace(
+        loss=loss.total,
+        output_losses=loss.of_outputs,
+        losses=(),
+        metrics=changes,
+        gradients=gradients,
+    )
+
+
+def evaluate(
+    model: keras.Model,
+    rules: Rules,
+    params: Sequence[tf.Tensor | None],
+    state: Sequence[tf.Tensor],
+    local_batch: Any,
+    fraction: tf.Tensor,
+    totals: Sequence[tf.Tensor],
+) -> TowerResult:
+    """Computes one local batch's part of the loss, as `forward_backward` in inference.
+
+    Returns:
+        Outputs, tags, new state, changes of metrics, and the part of the loss.
+
+    Raises:
+        NoRuleError: As from `forward_backward`.
+    """
+    with rules.reading(local_batch), stateless(model, params, state) as scope:
+        result = _forward(model, False, rules, scope, local_batch[0], fraction)
+        loss = _Loss(model, rules, scope, local_batch, result, fraction, totals)
+        changes = _metrics(model, rules, local_batch, result)
+    return result._replace(
+        loss=loss.total, output_losses=loss.of_outputs, losses=(), metrics=changes
+    )
+
+
+class _Loss:
+    """A local batch's part of the loss, where towers compute it.
+
+    Attributes:
+        total: The part of the loss: a scalar.
+        of_outputs: Its parts for each output, if there are several.
+    """
+
+    def __init__(self, model, rules, scope, local_batch, result, fraction, totals):
+        self._added, self._compiled = [*result.losses], []
+        self._outputs = differentiable(result.outputs)
+        self._on_tape = rules.loss_graph is None
+        values = []
+        if compiled_loss(model) is not None:
+            _, y, sample_weight = local_batch[:3]
+            outputs, others = result.outputs, [result.tags, y, sample_weight]
+            if rules.loss_graph is not None:
+                values = rules.loss_graph.values(outputs, others, totals)
+            else:
+                values = _compiled_losses(model, scope, outputs, y, sample_weight)
+                rules.read_losses(values, outputs, others)
+        parts = [
+            rules.part(name, value, fraction)
+            for name, value in zip(loss_names(len(values)), values, strict=True)
+        ]
+        self._compiled, self.of_outputs = parts[:1], parts[1:]
+        self.total = _sum([*self._compiled, *self._added])
+
+    def on_tape(self, scale):
+        """The part of the scaled loss that the tape has recorded."""
+        losses = [*self._compiled, *self._added] if self._on_tape else self._added
+        return _sum(losses) * tf.cast(scale, losses[0].dtype) if losses else None
+
+    def targets(self, scaled, scale):
+        """What the tape is to differentiate, and with which gradients."""
+        if self._on_tape:
+            return scaled, None
+        # The tape knows nothing of a graph that was copied.
+        (loss,), outputs = self._compiled, self._outputs
+        loss = loss * tf.cast(scale, loss.dtype)
+        seeds = tf.gradients(loss, outputs, stop_gradients=outputs)
+        pairs = [
+            (output, tf.convert_to_tensor(seed))
+            for output, seed in zip(outputs, seeds, strict=True)
+            if seed is not None
+        ]
+        if scaled is not None:
+            pairs.append((scaled, tf.ones_like(scaled)))
+        return [target for target, _ in pairs], [seed for _, seed in pairs]
+
+
+def _compiled_losses(model, scope, outputs, y, sample_weight):
+    """The compiled loss, and behind it that of each output if there are several."""
+    with scope.without_effects(), losses_recorded(model) as of_outputs:
+        loss = compiled_loss(model)(y, outputs, sample_weight)
+    if loss.shape.rank != 0:
+        raise NoRuleError("a loss with several values")
+    return [loss, *of_outputs]
+
+
+def _sum(losses):
+    return tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses])
+
+
+def _metrics(model, rules, local_batch, result):
+    """What the local batch adds to the metrics, where towers update them."""
+    if not rules.measures or tf.executing_eagerly():
+        return []
+    # As they were before any preprocessing.
+    y = local_batch[3] if len(local_batch) > 3 else local_batch[1]
+    return metrics.changes(model, rules, y, result.outputs, local_batch[2])
 
 
 def backward(

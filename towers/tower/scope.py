@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers.analysis import effects
+from towers.analysis.kinds import Dependence
 from towers.analysis.rules import NoRuleError, Rules
 from towers.collectives import reduce
 from towers.keras_adapter.layers import layers_of
@@ -177,7 +178,7 @@ class TowerScope(keras.StatelessScope):
             # Of which TensorFlow may not know all, as of gradients.
             assigned[-1].set_shape(variable.shape)
             if id(variable) in normalized:
-                rules.mean(f"state {i}")
+                rules.lay_down(f"state {i}", Dependence.MEAN)  # by design
                 continue
             try:
                 rules.state(f"state {i}", assigned[-1], alike=id(variable) in own_seeds)

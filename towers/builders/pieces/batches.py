@@ -30,6 +30,12 @@ class LocalBatches:
         bounds = batch.split_bounds(batch.batch_size(data), ratios)
         return [batch.take(data, start, end) for start, end in bounds]
 
+    def fractions(self, data: Any) -> list[tf.Tensor]:
+        """Returns the part of the global batch that each local batch is."""
+        plan = self.context.plan
+        bounds = batch.split_bounds(batch.batch_size(data), plan.split_ratios)
+        return batch.fractions([end - start for start, end in bounds], plan.hosts)
+
     def place(self, data: Any) -> list[Any]:
         """Cuts a batch as `cut` does, and copies each part to its tower."""
         devices = self.context.plan.devices

@@ -2,20 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from towers.analysis.rules import NoRuleError
-from towers.builders.context import Context
+from towers.analysis.rules import NoRuleError, Rules, TotalsWanted
+from towers.builders.context import Context, loss_key
 from towers.builders.pieces.batches import LocalBatches
 from towers.builders.pieces.executor import TowerExecutor, TowerFunction
-from towers.builders.pieces.metrics import MetricSink
-from towers.builders.pieces.reader import TowerInputs
+from towers.builders.pieces.metrics import Measured, MetricSink
+from towers.builders.pieces.reader import TowerInputs, Values
 from towers.builders.pieces.reducer import StateCombiner
 from towers.collectives import batch, reduce
+from towers.keras_adapter.models import compiled_loss
 from towers.tower import build, passes
 from towers.tower.passes import TowerResult
 
@@ -27,17 +28,15 @@ class StepOutputs(NamedTuple):
         results: The towers' results.
         state: The new values of the model's variables, combined; see
             `StateCombiner.combine_state`.
-        loss: The loss of the whole batch, a scalar.
+        measured: The loss of the whole batch, and what metrics are to know.
         direct: Gradients that come from the loss itself, past the outputs: none, or one
             list as `TowerResult.gradients`.
-        y: The whole batch's y, if towers have preprocessed it.
     """
 
     results: Sequence[TowerResult]
     state: Sequence[tf.Tensor | None]
-    loss: tf.Tensor
+    measured: Measured
     direct: Sequence[Sequence[tf.Tensor | tf.IndexedSlices | None]]
-    y: Any = None
 
 
 @dataclasses.dataclass
@@ -62,60 +61,144 @@ class LossAndGradients:
         )
         sent = zip(inputs.values, plan.devices, strict=True)
         context.timers.received([each for each, device in sent if plan.packs(device)])
-        local_batches, seen = self.batches.preprocess_batch(data, True, local_batches)
-        y = None if context.preprocess is None else seen[1]
-        if self._place_loss() == "tower":
+        local_batches, seen = self.prepare(data, True, local_batches)
+        if self.place_loss("train") == "tower":
             try:
-                return self._on_towers(data, inputs, local_batches)._replace(y=y)
+                function = functools.partial(passes.forward_backward, context.model)
+                results, rules = self.on_towers(
+                    "train",
+                    function,
+                    inputs.values,
+                    data,
+                    local_batches,
+                    [inputs.scale],
+                )
             except NoRuleError as error:
-                self._gather_loss(str(error))
-        return self._gathered(data, seen, inputs, local_batches)._replace(y=y)
+                self.gather_loss("train", str(error))
+            else:
+                self.context.timers.computed([(r.loss, r.gradients) for r in results])
+                state = self.state.combine_state(results, rules)
+                measured = self.metrics.combine(results, rules)
+                return StepOutputs(results, state, measured, [])
+        return self._gathered(data, seen, inputs, local_batches)
 
-    def _on_towers(self, data, inputs, local_batches):
-        """Has each tower compute its part of the loss.
+    def prepare(
+        self, data: Any, training: bool, local_batches: Sequence[Any] | None = None
+    ) -> tuple[Sequence[Any] | None, Any]:
+        """Has towers preprocess a batch; see `LocalBatches.preprocess_batch`.
+
+        Local batches that were preprocessed have, behind the others, the y that metrics
+        are to see, as it was given.
+        """
+        if self.context.preprocess is None:
+            return local_batches, data
+        given = local_batches or self.batches.place(data)
+        local_batches, seen = self.batches.preprocess_batch(data, training, given)
+        pairs = zip(local_batches, given, strict=True)
+        return [(*local, before[1]) for local, before in pairs], seen
+
+    def on_towers(
+        self,
+        step: str,
+        function: Callable[..., TowerResult],
+        values: Sequence[Values],
+        data: Any,
+        local_batches: Sequence[Any] | None,
+        extra: Sequence[Any] = (),
+    ) -> tuple[list[TowerResult], Rules]:
+        """Has each tower compute its part of the loss, and what it adds to metrics.
+
+        Args:
+            step: "train" or "test".
+            function: `passes.forward_backward` or `passes.evaluate`, the model bound.
+            values: The variables' values for each tower.
+            data: (x, y, sample_weight) of the whole batch.
+            local_batches: What each tower has of it, if that is there.
+            extra: What the function takes behind the fraction, but for totals.
+
+        Returns:
+            The towers' results, and the rules by which they add up.
 
         Raises:
             NoRuleError: The parts cannot be put together.
         """
-        rules = self.context.rules("train", data)
-        function = functools.partial(passes.forward_backward, self.context.model, rules)
-        towers = TowerFunction(
-            function, rules, True, [inputs.scale], inputs=lambda local: local[0]
-        )
-        results = self.executor.run_towers(towers, inputs.values, data, local_batches)
-        self.context.timers.computed([(r.loss, r.gradients) for r in results])
-        loss = self.metrics.sum_losses(results)
-        return StepOutputs(results, self.state.combine_state(results, rules), loss, [])
-
-    def _place_loss(self):
-        """Decides where to try to compute the loss: "tower" or "gathered"."""
         context = self.context
-        if "gathered" in (context.loss_placement, context.found.loss_placed):
-            context.found.loss_placed = "gathered"
+        measures = not build.overrides(context.model, "compute_metrics")
+
+        def run():
+            rules = context.rules(step, data, measures)
+            towers = TowerFunction(
+                functools.partial(function, rules),
+                rules,
+                step == "train",
+                [*extra, self._totals(step, data, local_batches)],
+                inputs=lambda local: local[0],
+            )
+            results = self.executor.run_towers(towers, values, data, local_batches)
+            return results, rules
+
+        try:
+            return run()
+        except TotalsWanted as wanted:
+            if context.model.run_eagerly:
+                raise
+            context.found.loss_graphs[loss_key(step, data)] = wanted.graph
+        return run()
+
+    def _totals(self, step, data, local_batches):
+        """The totals of the whole batch that the loss takes, if it takes any."""
+        context, plan = self.context, self.context.plan
+        graph = context.found.loss_graphs.get(loss_key(step, data))
+        if graph is None:
+            return []
+        parts = []
+        local_batches = local_batches or self.batches.place(data)
+        for device, local in zip(plan.devices, local_batches, strict=True):
+            with tf.device(device), tf.name_scope("totals"):
+                parts.append(graph.totals_of(local))
+        with tf.device(plan.home), tf.name_scope("totals"):
+            fractions = self.batches.fractions(data)
+            return reduce.combine_totals(parts, fractions, graph.kinds, plan.hosts)
+
+    def evaluates_on_towers(self) -> bool:
+        """Whether towers are to compute loss and metrics in evaluation, too."""
+        context = self.context
+        return (
+            context.plan.count > 1
+            and compiled_loss(context.model) is not None
+            and not context.model.run_eagerly
+        )
+
+    def place_loss(self, step: str) -> str:
+        """Decides where to try to compute the loss of a step: "tower" or "gathered"."""
+        context = self.context
+        places = context.found.loss_places
+        if "gathered" in (context.loss_placement, places.get(step)):
+            places[step] = "gathered"
         elif build.overrides(context.model, "compute_loss"):
-            self._gather_loss("its own compute_loss")
+            self.gather_loss(step, "its own compute_loss")
         elif context.together:
-            self._gather_loss("layers that are synchronized")
+            self.gather_loss(step, "layers that are synchronized")
         elif (
             context.plan.count > 1
             and context.model.run_eagerly
             and context.loss_placement != "tower"
         ):
             # It is Python that sees the whole batch, and is called once.
-            self._gather_loss("run_eagerly=True")
+            self.gather_loss(step, "run_eagerly=True")
         else:
-            context.found.loss_placed = "tower"
-        return context.found.loss_placed
+            places[step] = "tower"
+        return places[step]
 
-    def _gather_loss(self, reason):
-        """Has the loss computed on gathered outputs from now on, and says so."""
+    def gather_loss(self, step: str, reason: str) -> None:
+        """Has a step's loss computed on gathered outputs from now on, and says so."""
         name = self.context.model.name
         if self.context.loss_placement == "tower":
             raise ValueError(
                 f"Received loss_placement='tower', but towers cannot compute the loss "
                 f"of model '{name}', because of {reason}; use loss_placement='auto'."
             )
-        self.context.found.loss_placed = "gathered"
+        self.context.found.loss_places[step] = "gathered"
         line = (
             f"The loss of model '{name}' is computed on gathered outputs, because of "
             f"{reason}."
@@ -165,7 +248,8 @@ class LossAndGradients:
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
         ]
-        return StepOutputs(results, state, loss, [[*map(reduce.add, direct)]])
+        direct = [[*map(reduce.add, direct)]]
+        return StepOutputs(results, state, Measured(loss), direct)
 
     def _at_home(self, seen, x, results, rules, scale):
         """Computes the loss of gathered outputs, and its gradients.

@@ -1,18 +1,43 @@
-"""Takes the towers' outputs in: gathers them, computes whole losses and metrics."""
+"""Takes in what towers return: their outputs, and their parts of losses and metrics."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
+from towers.analysis.rules import Rules
 from towers.builders.context import Context
-from towers.collectives import batch
+from towers.collectives import batch, reduce
 from towers.keras_adapter.layers import TAGS, set_tag
-from towers.keras_adapter.models import compiled_loss, compute_loss, loss_tracker
-from towers.tower import build
+from towers.keras_adapter.models import (
+    compiled_loss,
+    compiled_metrics,
+    compute_loss,
+    loss_tracker,
+)
+from towers.tower import build, metrics
 from towers.tower.errors import ModelError
 from towers.tower.passes import TowerResult
+
+
+class Measured(NamedTuple):
+    """What a batch tells about losses and metrics.
+
+    Attributes:
+        loss: The loss of the whole batch, a scalar.
+        of_outputs: The loss of each output, if there are several and the towers have
+            computed them.
+        changes: What the batch adds to each of `metrics.variables_of`, `None` where it
+            adds nothing. `None` if all metrics need the outputs.
+        refused: Metrics that need the outputs nevertheless.
+    """
+
+    loss: tf.Tensor
+    of_outputs: Sequence[tf.Tensor] = ()
+    changes: Sequence[tf.Tensor | None] | None = None
+    refused: Sequence[keras.metrics.Metric] = ()
 
 
 @dataclasses.dataclass
@@ -34,11 +59,34 @@ class MetricSink:
                 set_tag(output, name, value)
         return outputs
 
-    def sum_losses(self, results: Sequence[TowerResult]) -> tf.Tensor:
-        """Adds the towers' parts of the loss."""
-        with tf.device(self.context.plan.home):
-            total = tf.add_n([result.loss for result in results])
-        return self.context.plan.hosts.sum(total)
+    def combine(self, results: Sequence[TowerResult], rules: Rules) -> Measured:
+        """Adds the towers' parts of the loss, and of the changes of metrics."""
+        plan, model = self.context.plan, self.context.model
+        sources = [plan.devices[result.tower] for result in results]
+        with tf.device(plan.home), tf.name_scope("measured"):
+            loss, *of_outputs = (
+                plan.hosts.sum(tf.add_n(parts))
+                for parts in zip(
+                    *([r.loss, *r.output_losses] for r in results), strict=True
+                )
+            )
+            if not results[0].metrics:
+                return Measured(loss, of_outputs)
+            changes = reduce.combine_states(
+                [result.metrics for result in results],
+                [result.fraction for result in results],
+                [rules[f"metric {i}"] for i in range(len(results[0].metrics))],
+                sources if any(map(plan.packs, sources)) else (),
+                plan.hosts,
+            )
+        refused = metrics.refused(model, rules)
+        for metric, reason in refused.items():
+            line = (
+                f"Metric '{metric.name}' of model '{model.name}' is computed on "
+                f"gathered outputs, because of {reason}."
+            )
+            self.context.say([line])
+        return Measured(loss, of_outputs, changes, [*refused])
 
     def sum_layer_losses(self, results: Sequence[TowerResult]) -> list[tf.Tensor]:
         """Adds the towers' parts of each loss that layers added, where it is called."""
@@ -65,33 +113,46 @@ class MetricSink:
         )
 
     def update_metrics(
-        self, data: Any, outputs: Any, loss: tf.Tensor
+        self, data: Any, measured: Measured, gather: Callable[[], Any]
     ) -> dict[str, tf.Tensor]:
         """Updates the model's metrics with a whole batch, as Keras does.
 
         Args:
             data: (x, y, sample_weight).
-            outputs: The gathered outputs.
-            loss: Their loss.
+            measured: What the towers have measured, or home has.
+            gather: Returns the gathered outputs.
 
         Returns:
             The metrics' results, by name.
         """
         model = self.context.model
         x, y, sample_weight = data
+        size = batch.batch_size(x)
         with tf.device(self.context.plan.home), tf.name_scope("metrics"):
-            size = batch.batch_size(x)
-            loss_tracker(model).update_state(loss, sample_weight=size)
-            return model.compute_metrics(x, y, outputs, sample_weight)
+            loss_tracker(model).update_state(measured.loss, sample_weight=size)
+            if measured.of_outputs:
+                # As Keras counts them.
+                count = size if isinstance(size, int) else None
+                trackers = compiled_loss(model).metrics
+                for tracker, loss in zip(trackers, measured.of_outputs, strict=True):
+                    tracker.update_state(loss, sample_weight=count)
+            if measured.changes is None:
+                return model.compute_metrics(x, y, gather(), sample_weight)
+            if measured.refused:
+                self._update(measured.refused, y, gather(), sample_weight)
+            others = {id(v) for metric in measured.refused for v in metric.variables}
+            variables = metrics.variables_of(model)
+            for variable, change in zip(variables, measured.changes, strict=True):
+                if change is not None and id(variable) not in others:
+                    variable.assign_add(change)
+            return model.get_metrics_result()
 
-    def track_each_loss(self, y: Any, outputs: Any, sample_weight: Any) -> None:
-        """Tracks the loss of each output, where the towers computed the loss.
-
-        With several outputs, Keras tracks each one's loss when it computes them. A
-        tower cannot, so this is done once more for the whole batch, with the y that the
-        loss has seen.
-        """
-        losses = compiled_loss(self.context.model)
-        if losses is not None and losses.metrics:
-            with tf.device(self.context.plan.home):
-                losses(y, outputs, sample_weight)
+    def _update(self, wanted, y, outputs, sample_weight):
+        """Updates some of the compiled metrics, as Keras updates all."""
+        variables = metrics.variables_of(self.context.model)
+        # Of all others, nothing is kept.
+        with keras.StatelessScope([(v, v.value) for v in variables]) as scope:
+            compiled = compiled_metrics(self.context.model)
+            compiled.update_state(y, outputs, sample_weight)
+        for variable in (v for metric in wanted for v in metric.variables):
+            variable.assign(scope.get_current_value(variable))

@@ -1,0 +1,167 @@
+"""A compiled loss as a graph of its own, which takes totals of the whole batch.
+
+A mean over what a mask leaves is a ratio of sums: sum(loss * mask) / sum(mask). The
+local batches' ratios do not make the whole batch's. But if each tower divides its
+numerator by the denominator of the whole batch, the towers' parts add up, and so do
+their gradients. Denominators depend on the data alone, so they are added up before the
+towers compute. Where a loss needs that is read from its graph (`dependence.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.analysis.dependence import Edge, Total
+from towers.analysis.kinds import Dependence
+from towers.analysis.layer_calls import key
+from towers.keras_adapter.graphs import GraphDef
+
+
+class LossGraph:
+    """Some scalars that a loss computes, and the totals that they take.
+
+    Attributes:
+        rules: How the towers' scalars make the whole batch's.
+        kinds: Of each total, how those of local batches make that of the whole batch,
+            and the type of the operation that made it; see `dependence.Total`.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[tf.Tensor],
+        outputs: Any,
+        others: Any,
+        local_batch: Any,
+        totals: Mapping[Edge, Total],
+        rules: Sequence[Dependence],
+    ):
+        """Copies a part of the graph that is being traced.
+
+        Args:
+            values: The scalars.
+            outputs: What the values are computed from: the model's outputs, a nest.
+            others: What else they are computed from: a nest of tensors and of `None`.
+            local_batch: What the totals are computed from: the same.
+            totals: The totals, by what takes them; see `Reader.with_totals`.
+            rules: How the scalars of all towers make the whole batch's.
+
+        Raises:
+            ValueError: The values need something else, or a total needs the shape of
+                outputs that is not known.
+        """
+        self.rules = rules
+        found = {key(total.tensor): total for total in totals.values()}
+        self.kinds = [(t.kind, t.tensor.op.type) for t in found.values()]
+        place = {each: j for j, each in enumerate(found)}
+        taken = {edge: f"{_TOTAL}{place[key(t.tensor)]}" for edge, t in totals.items()}
+        tensors = [total.tensor for total in found.values()]
+        self._values = _Cut(values, [outputs, others], taken, tensors)
+        # Of outputs, a total takes the shape and nothing else.
+        self._totals = _Cut(tensors, [local_batch, outputs])
+        sizes = [t.shape[1:].is_fully_defined() for t in _flat(outputs)]
+        if self._totals.takes_more_than(local_batch) and not all(sizes):
+            raise ValueError("the shape of an output, which is not known")
+        self._outputs = tf.nest.map_structure(tf.type_spec_from_value, outputs)
+
+    def values(
+        self, outputs: Any, others: Any, totals: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Adds the scalars to the graph that is being traced.
+
+        Args:
+            outputs: Such a nest as the graph was made with.
+            others: The same.
+            totals: Those of the whole batch.
+        """
+        return self._values([outputs, others], totals)
+
+    def totals_of(self, local_batch: Any) -> list[tf.Tensor]:
+        """Adds the totals of a local batch to the graph that is being traced."""
+        rows = tf.shape(next(t for t in _flat(local_batch) if t is not None))[0]
+
+        def as_large(spec):
+            return tf.zeros([rows, *spec.shape[1:]], spec.dtype)
+
+        outputs = self._outputs
+        if self._totals.takes_more_than(local_batch):
+            outputs = tf.nest.map_structure(as_large, outputs)
+        return self._totals([local_batch, outputs])
+
+
+_FEED, _TOTAL = "towers_feed_", "towers_total_"
+
+
+class _Cut:
+    """A part of a graph, from what it is fed with to some tensors."""
+
+    def __init__(self, tensors, feeds, taken=None, totals=()):
+        self._tensors = [tensor.name for tensor in tensors]
+        self._graph, self._fed = GraphDef(), {}
+        names = {
+            key(feed): f"{_FEED}{i}"
+            for i, feed in enumerate(_flat(feeds))
+            if feed is not None
+        }
+        waiting, seen, calls = [], set(), False
+
+        def source(tensor):
+            if (name := names.get(key(tensor))) is not None:
+                self._fed[name] = tensor.dtype
+                return name
+            waiting.append(tensor.op)
+            return tensor.name
+
+        for tensor in tensors:
+            source(tensor)
+        while waiting:
+            op = waiting.pop()
+            if op.name in seen:
+                continue
+            seen.add(op.name)
+            if op.type.startswith("Placeholder"):
+                raise ValueError(f"'{op.name}', which is not a part of the loss")
+            node = self._graph.node.add()
+            node.CopyFrom(op.node_def)
+            node.device = ""
+            node.attr.pop("_class", None)
+            calls |= any(a.HasField("func") or a.list.func for a in node.attr.values())
+            inputs = [
+                (taken or {}).get(Edge(op.name, i)) or source(tensor)
+                for i, tensor in enumerate(op.inputs)
+            ]
+            # Without what only had to come before.
+            del node.input[:]
+            node.input.extend(inputs)
+        for j, total in enumerate(totals):
+            self._fed[f"{_TOTAL}{j}"] = total.dtype
+        for name, dtype in self._fed.items():
+            node = self._graph.node.add(name=name, op="Placeholder")
+            node.attr["dtype"].type = dtype.as_datatype_enum
+        if calls:
+            whole = tensors[0].graph.as_graph_def()
+            self._graph.library.CopyFrom(whole.library)
+
+    def takes_more_than(self, feeds):
+        count = len(_flat(feeds))
+        return any(
+            int(name.removeprefix(_FEED)) >= count
+            for name in self._fed
+            if name.startswith(_FEED)
+        )
+
+    def __call__(self, feeds, totals=()):
+        given = {f"{_FEED}{i}": feed for i, feed in enumerate(_flat(feeds))}
+        given |= {f"{_TOTAL}{j}": total for j, total in enumerate(totals)}
+        # TensorFlow cannot import into a scope of control dependencies.
+        with tf.control_dependencies(None):
+            return tf.graph_util.import_graph_def(
+                self._graph,
+                input_map={f"{name}:0": given[name] for name in self._fed},
+                return_elements=self._tensors,
+                name="compiled_loss",
+            )
+
+
+def _flat(feeds):
+    return tf.nest.flatten(feeds, expand_composites=True)
