@@ -37,6 +37,7 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
 from towers.analysis.operations import of_operation
+from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.
 EXTREMES = {
@@ -44,6 +45,13 @@ EXTREMES = {
     "Any": tf.reduce_any,
     "Max": tf.reduce_max,
     "Min": tf.reduce_min,
+}
+
+
+# Operations that call functions, by the attributes that name these.
+_CALLS = {
+    **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
 }
 
 
@@ -182,12 +190,12 @@ class Reader:
     def _combine(self, tensor):
         call = self._calls.get(key(tensor))
         if call is None:
-            return self._of(tensor.op.inputs, of_operation, tensor)
+            return self._of(tensor.op.inputs, self._of_operation, tensor)
         if call.trusted:
             found = self._of(call.inputs, _of_layer, tensor, call.packed)
             self._blame(tensor, call)
             return found
-        seen = self._of(tensor.op.inputs, of_operation, tensor)
+        seen = self._of(tensor.op.inputs, self._of_operation, tensor)
         self._blame(tensor, call)
         if seen is not UNKNOWN:
             return seen
@@ -225,6 +233,28 @@ class Reader:
             self._culprits[key(tensor)] = Culprit(tensor.op)
         return found
 
+    def _of_operation(self, tensor, inputs, kinds):
+        attributes = _CALLS.get(tensor.op.type)
+        if attributes is None:
+            return of_operation(tensor, inputs, kinds)
+        if len(attributes) > 1:
+            # What decides between branches must not depend on examples.
+            if kinds[0] is not NONE:
+                return UNKNOWN
+            inputs, kinds = inputs[1:], kinds[1:]
+        found = {self._of_function(tensor, name, inputs, kinds) for name in attributes}
+        return found.pop() if len(found) == 1 else UNKNOWN
+
+    def _of_function(self, tensor, attribute, inputs, kinds):
+        """What a function that an operation calls returns for a tensor."""
+        name = tensor.op.get_attr(attribute).name
+        graph = function_graph(name, [each.shape for each in inputs])
+        inner = Reader((), {})
+        inner._known = {
+            key(each): kind for each, kind in zip(graph.inputs, kinds, strict=True)
+        }
+        return inner.of(graph.outputs[tensor.value_index])
+
     def _by_totals(self, tensor, inputs, kinds):
         """What an operation returns if it takes totals of the whole batch.
 
@@ -251,7 +281,7 @@ class Reader:
                 ]
                 found = NONE
                 if any(kind is not NONE for kind in assumed):
-                    found = of_operation(tensor, inputs, assumed)
+                    found = self._of_operation(tensor, inputs, assumed)
                 if found not in (COUPLED, UNKNOWN):
                     self._totals |= {
                         Edge(op.name, i): Total(inputs[i], kinds[i]) for i in taken

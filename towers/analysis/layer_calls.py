@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers.analysis.trust import is_trusted
-from towers.keras_adapter.layers import LAYER_CALL, logits_of
+from towers.analysis.trust import APART, is_trusted
+from towers.keras_adapter.layers import LAYER_CALL, LOSS_CALL, logits_of
 from towers.keras_adapter.patching import patched
 
 
@@ -19,14 +19,14 @@ class LayerCall(NamedTuple):
         inputs: The tensors that it was called with.
         packed: Whether the tensor is part of a ragged or sparse one.
         trusted: Whether the layer is known to treat each example by itself.
-        layer: The layer.
+        layer: The layer, or the loss.
         around: The calls of layers around it that have returned the same tensor.
     """
 
     inputs: Sequence[tf.Tensor]
     packed: bool
     trusted: bool
-    layer: keras.layers.Layer
+    layer: keras.layers.Layer | keras.losses.Loss
     around: "list[LayerCall]"
 
 
@@ -59,7 +59,14 @@ def recorded_layers() -> Iterator[dict[Any, LayerCall]]:
                 inner.around.append(call)
         return outputs
 
-    with patched(LAYER_CALL, record):
+    def record_loss(original, loss, y_true, y_pred):
+        values = original(loss, y_true, y_pred)
+        if isinstance(loss, APART) and tf.is_symbolic_tensor(values):
+            call = LayerCall([y_true, y_pred], False, True, loss, [])
+            calls[key(values)] = call
+        return values
+
+    with patched(LAYER_CALL, record), patched(LOSS_CALL, record_loss):
         yield calls
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from towers.analysis.dependence import Edge, Total
 from towers.analysis.kinds import Dependence
 from towers.analysis.layer_calls import key
-from towers.keras_adapter.graphs import GraphDef
+from towers.keras_adapter.graphs import GraphDef, keep_functions
 
 
 class LossGraph:
@@ -103,7 +103,7 @@ class _Cut:
             for i, feed in enumerate(_flat(feeds))
             if feed is not None
         }
-        waiting, seen, calls = [], set(), False
+        waiting, seen = [], set()
 
         def source(tensor):
             if (name := names.get(key(tensor))) is not None:
@@ -125,7 +125,6 @@ class _Cut:
             node.CopyFrom(op.node_def)
             node.device = ""
             node.attr.pop("_class", None)
-            calls |= any(a.HasField("func") or a.list.func for a in node.attr.values())
             inputs = [
                 (taken or {}).get(Edge(op.name, i)) or source(tensor)
                 for i, tensor in enumerate(op.inputs)
@@ -138,9 +137,7 @@ class _Cut:
         for name, dtype in self._fed.items():
             node = self._graph.node.add(name=name, op="Placeholder")
             node.attr["dtype"].type = dtype.as_datatype_enum
-        if calls:
-            whole = tensors[0].graph.as_graph_def()
-            self._graph.library.CopyFrom(whole.library)
+        keep_functions(self._graph, tensors[0].graph)
 
     def takes_more_than(self, feeds):
         count = len(_flat(feeds))

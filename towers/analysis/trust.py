@@ -29,6 +29,8 @@ _READ = (
     keras.layers.TFSMLayer,
     keras.layers.TorchModuleWrapper,
 )
+# Keras's own losses whose graphs cannot be read, with a value for each example.
+APART = (keras.losses.CTC,)
 # Of these activations, the last axis is one.
 _OVER_AN_AXIS = "glu", "log_softmax", "softmax", "sparsemax"
 # Of a matrix, they take the rows for the positions of one sequence.

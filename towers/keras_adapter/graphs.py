@@ -1,6 +1,6 @@
 """TensorFlow's graphs: operations and their definitions, functions, and their order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework.function_pb2 import FunctionDef
@@ -9,6 +9,7 @@ from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.core.framework.op_def_pb2 import OpDef
 from tensorflow.python.eager import context
 from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import custom_gradient
 
 from towers.keras_adapter.patching import Target
@@ -19,7 +20,9 @@ __all__ = [
     "GraphDef",
     "NodeDef",
     "function_definition",
+    "function_graph",
     "is_stateful",
+    "keep_functions",
     "operation_definition",
     "run_independently",
 ]
@@ -63,3 +66,46 @@ def function_definition(name: str | bytes) -> FunctionDef:
         tf.errors.NotFoundError: There is no such function.
     """
     return context.context().get_function_def(name)
+
+
+def function_graph(name: str | bytes, shapes: Sequence[tf.TensorShape]) -> tf.Graph:
+    """Returns the graph of a function that some graph calls.
+
+    It has `inputs` and `outputs`, lists of tensors.
+
+    Args:
+        name: The function's name.
+        shapes: Of its inputs.
+
+    Raises:
+        tf.errors.NotFoundError: There is no such function.
+    """
+    return function_def_to_graph(function_definition(name), list(shapes))
+
+
+def keep_functions(part: GraphDef, graph: tf.Graph) -> None:
+    """Gives a part of a graph the functions that it calls, to be copied anywhere.
+
+    TensorFlow would forget them with the graph.
+    """
+    waiting, seen, library = list(_called(part.node)), set(), None
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if library is None:
+            functions = graph.as_graph_def().library.function
+            library = {each.signature.name: each for each in functions}
+        part.library.function.append(library[name])
+        context.context().add_function_def(library[name])
+        waiting += _called(library[name].node_def)
+
+
+def _called(nodes: Iterable[NodeDef]) -> Iterator[str]:
+    """Yields the names of the functions that nodes call."""
+    for node in nodes:
+        for attribute in node.attr.values():
+            if attribute.HasField("func"):
+                yield attribute.func.name
+            yield from (function.name for function in attribute.list.func)

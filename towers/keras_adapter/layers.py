@@ -5,6 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import stateless_scope
+from keras.src.backend.tensorflow import numpy
+from keras.src.losses.losses import LossFunctionWrapper
 
 from towers.keras_adapter.patching import Target
 
@@ -17,10 +19,16 @@ OPERATION_CALL = Target(keras.Operation, "__call__")
 LAYER_CALL = Target(keras.layers.Layer, "__call__")
 """`keras.layers.Layer.__call__`, through which Keras calls every layer."""
 
+LOSS_CALL = Target(LossFunctionWrapper, "call")
+"""`LossFunctionWrapper.call(y_true, y_pred)`, which returns a value an example."""
+
 BATCH_NORMALIZATION_CALL = Target(
     keras.layers.BatchNormalization, "call", unless_replaced=True
 )
 """`BatchNormalization.call(inputs, training, mask)`."""
+
+ARGMAX = Target(numpy, "argmax")
+"""`argmax(x, axis=None, keepdims=False)`, that of `keras.ops` on TensorFlow."""
 
 EMBEDDING_CALL = Target(keras.layers.Embedding, "call", unless_replaced=True)
 """`Embedding.call(inputs)`."""

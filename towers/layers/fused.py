@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers.keras_adapter.layers import (
+    ARGMAX,
     BATCH_NORMALIZATION_CALL,
     is_keras_own,
     renormalizes,
@@ -64,6 +66,32 @@ def updates() -> Iterator[None]:
         patched(SGD_UPDATE_STEP, _update_step),
     ):
         yield
+
+
+@contextlib.contextmanager
+def argmax() -> Iterator[None]:
+    """Inside, Keras's argmax tells zeros apart by operations that GPUs have.
+
+    Keras takes -0.0 for less than 0.0. It reads the sign from the bits, as integers,
+    which TensorFlow compares on the host: a GPU would send all outputs there.
+    """
+    with patched(ARGMAX, _argmax):
+        yield
+
+
+def _argmax(keras_argmax, x, axis=None, keepdims=False):
+    x = tf.convert_to_tensor(x)
+    if not x.dtype.is_floating or x.shape.rank in (0, None):
+        return keras_argmax(x, axis=axis, keepdims=keepdims)
+    if x.dtype.size < 4:
+        x = tf.cast(x, tf.float32)
+    negative_zero = tf.logical_and(tf.equal(x, 0), tf.less(tf.math.reciprocal(x), 0))
+    x = tf.where(negative_zero, -np.finfo(x.dtype.as_numpy_dtype).tiny, x)
+    if axis is not None:
+        found = tf.argmax(x, axis, output_type=tf.int32)
+        return tf.expand_dims(found, axis) if keepdims else found
+    found = tf.argmax(tf.reshape(x, [-1]), output_type=tf.int32)
+    return tf.reshape(found, [1] * x.shape.rank) if keepdims else found
 
 
 def _call(keras_call, layer, inputs, training=None, mask=None):

@@ -18,6 +18,7 @@ from towers.analysis.layer_calls import key
 from towers.analysis.rules import ADDED_UP, Rules
 from towers.analysis.trust import is_additive
 from towers.keras_adapter.models import compiled_metrics
+from towers.layers import fused
 from towers.program import words
 
 
@@ -52,7 +53,7 @@ def changes(
     nothing = [tf.zeros(variable.shape, variable.dtype) for variable in variables]
     scope = keras.StatelessScope([*zip(variables, nothing, strict=True)])
     try:
-        with scope:
+        with scope, fused.argmax():
             compiled_metrics(model).update_state(y, outputs, sample_weight)
     except (TypeError, ValueError, NotImplementedError) as error:
         # With an unknown number of rows it fails; home knows their number.

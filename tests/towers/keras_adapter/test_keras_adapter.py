@@ -297,6 +297,40 @@ def _():
     assert float(model.get_metrics_result()["loss"]) == 3
 
 
+@contract(
+    "_compile_metrics",
+    "compiled_metrics",
+    "updates all compiled metrics, which it lists",
+)
+def _():
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    compiled = models.compiled_metrics(model)
+    compiled.update_state(tf.zeros([2, 1]), tf.ones([2, 1]))
+    assert [float(metric.result()) for metric in compiled.metrics] == [1]
+    assert compiled in model.metrics
+
+
+@contract(
+    "metrics",
+    "losses_recorded",
+    "are what the compiled loss tells each output's loss, where there are several",
+)
+def _():
+    inputs = keras.Input([2])
+    outputs = [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)]
+    model = keras.Model(inputs, outputs)
+    model.compile(loss=["mse", "mae"], loss_weights=[2.0, 1.0])
+    batch = [tf.zeros([3, 1])] * 2, [tf.fill([3, 1], 2.0)] * 2
+    models.compiled_loss(model)(*batch)
+    trackers = models.compiled_loss(model).metrics
+    before = [float(tracker.result()) for tracker in trackers]
+    with models.losses_recorded(model) as losses:
+        models.compiled_loss(model)(*batch)
+    assert [float(loss) for loss in losses] == before == [4, 2]
+    assert [float(tracker.count) for tracker in trackers] == [3, 3]
+
+
 class _WithoutTraining(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
         return tf.reduce_sum(y_pred)
@@ -879,6 +913,64 @@ def _():
         rows = keras.layers.Embedding(5, 2)(tf.constant([1, 2]))
         keras.layers.BatchNormalization()(rows, training=True)
     assert [len(args) for args in noted] == [2, 2]
+
+
+@contract(
+    "keras.src.losses.losses.LossFunctionWrapper",
+    "LOSS_CALL",
+    "computes by its `call` a loss's values, one an example",
+)
+def _():
+    noted = []
+    with patched(layers.LOSS_CALL, _noting(noted)):
+        keras.losses.CTC()(tf.ones([2, 3], tf.int32), tf.zeros([2, 7, 4]))
+    assert [len(args) for args in noted] == [3]
+
+
+@contract(
+    "keras.src.backend.tensorflow.numpy",
+    "ARGMAX",
+    "has `keras.ops.argmax`, for which -0.0 is below 0.0",
+)
+def _():
+    from towers.layers import fused
+
+    x = tf.constant([[-0.0, 0.0, -1.0], [-1.0, -2.0, -0.5], [3.0, 4.0, 4.0]])
+    for options in ({}, {"axis": -1}, {"axis": 0, "keepdims": True}):
+        noted, theirs = [], keras.ops.argmax(x, **options)
+        with patched(layers.ARGMAX, _noting(noted)):
+            keras.ops.argmax(x, **options)
+        with fused.argmax():
+            ours = keras.ops.argmax(x, **options)
+        assert len(noted) == 1
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@contract(
+    "tensorflow.python.framework.function_def_to_graph.function_def_to_graph",
+    "function_graph, keep_functions",
+    "makes a graph of a function that was traced; its definition can be kept",
+)
+def _():
+    @tf.function
+    def double(x):
+        return 2 * x
+
+    @tf.function
+    def outer(x):
+        return double(x) + 1
+
+    graph = outer.get_concrete_function(tf.TensorSpec([None, 3])).graph
+    (call,) = (op for op in graph.get_operations() if "Call" in op.type)
+    inner = graphs.function_graph(call.get_attr("f").name, [call.inputs[0].shape])
+    assert [t.shape.as_list() for t in inner.inputs] == [[None, 3]]
+    assert len(inner.outputs) == 1
+    part = graphs.GraphDef()
+    part.node.add().CopyFrom(call.node_def)
+    graphs.keep_functions(part, graph)
+    assert [f.signature.name for f in part.library.function] == [
+        call.get_attr("f").name
+    ]
 
 
 @pytest.mark.parametrize("contract", [pytest.param(c, id=c.name) for c in CONTRACTS])
