@@ -22,6 +22,7 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.rows import ELEMENTWISE, of_rows
 from towers.analysis.static_values import integers
+from towers.keras_adapter.graphs import gradient_module
 
 # Each element is drawn by itself.
 _DRAWS = set(
@@ -30,6 +31,8 @@ _DRAWS = set(
     StatelessRandomUniformIntV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2
     """.split()
 )
+# Where TensorFlow defines them.
+_ACTIVATIONS = "tensorflow.python.ops.nn_impl"
 # Their result for a sum is the sum of their results, wherever the axes are.
 _LINEAR = set(
     "Cast ExpandDims Identity Mean Neg Reshape Squeeze StopGradient StridedSlice Sum "
@@ -48,6 +51,10 @@ def of_operation(
         kinds: How each input depends on them: one does, none is COUPLED or UNKNOWN.
     """
     op = tensor.op
+    if op.type == "IdentityN":
+        # It has a custom gradient. Those of TensorFlow's activations are elementwise.
+        known = gradient_module(op) == _ACTIVATIONS
+        return kinds[tensor.value_index] if known else UNKNOWN
     present = set(kinds) - {NONE}
     if present == {PACKED}:
         unary = op.type in ELEMENTWISE and len(inputs) == 1
@@ -167,6 +174,15 @@ def _of_sizes(op, inputs, kinds):
     if op.type == "Slice" and kinds[0] is SHAPE:
         begin = integers(inputs[1])
         return UNKNOWN if begin is None else NONE if begin[0] > 0 else SHAPE
+    if op.type == "GatherV2" and kinds == [SHAPE, NONE, NONE]:
+        places = integers(inputs[1])
+        if places is None or 0 in places[1:] or min(places) < 0:
+            return UNKNOWN
+        if places[0] > 0:
+            return NONE
+        return SHAPE if inputs[1].shape.rank == 1 else SIZE
+    if op.type == "Tile" and kinds == [NONE, SHAPE] and inputs[0].shape.rank:
+        return ROWS if inputs[0].shape[0] == 1 else UNKNOWN
     if op.type == "Prod" and kinds[0] is SHAPE:
         return SIZE
     if op.type in ("Squeeze", "Reshape") and kinds[0] is SIZE:

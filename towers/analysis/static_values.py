@@ -11,6 +11,8 @@ def integers(tensor: tf.Tensor) -> list[int] | None:
     op = tensor.op
     if op.type in ("Slice", "StridedSlice") and op.inputs[0].op.type == "Shape":
         return _of_shape(op)
+    if op.type in ("ExpandDims", "Identity", "Reshape", "Squeeze"):
+        return integers(op.inputs[0])
     if op.type == "Range":
         start, limit, delta = map(integers, op.inputs)
         known = None not in (start, limit, delta)

@@ -8,7 +8,7 @@ from tensorflow.core.framework.graph_pb2 import GraphDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.core.framework.op_def_pb2 import OpDef
 from tensorflow.python.eager import context
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import op_def_registry, ops
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import custom_gradient
 
@@ -21,6 +21,7 @@ __all__ = [
     "NodeDef",
     "function_definition",
     "function_graph",
+    "gradient_module",
     "is_stateful",
     "keep_functions",
     "operation_definition",
@@ -81,6 +82,22 @@ def function_graph(name: str | bytes, shapes: Sequence[tf.TensorShape]) -> tf.Gr
         tf.errors.NotFoundError: There is no such function.
     """
     return function_def_to_graph(function_definition(name), list(shapes))
+
+
+def gradient_module(operation: tf.Operation) -> str:
+    """Returns the module that defines the custom gradient of an `IdentityN`.
+
+    It is empty where that cannot be told.
+    """
+    try:
+        kind = operation.get_attr("_gradient_op_type").decode()
+        function = ops.gradient_registry.lookup(kind)
+        for name in ("tape_grad_fn", "grad_fn"):
+            place = function.__code__.co_freevars.index(name)
+            function = function.__closure__[place].cell_contents
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return ""
+    return function.__module__ or ""
 
 
 def keep_functions(part: GraphDef, graph: tf.Graph) -> None:

@@ -973,6 +973,26 @@ def _():
     ]
 
 
+@contract(
+    "tensorflow.python.framework.ops",
+    "gradient_module",
+    "has the functions of custom gradients, by what an operation names",
+)
+def _():
+    @tf.custom_gradient
+    def mine(x):
+        return x, lambda gradient: 2 * gradient
+
+    def module(function):
+        traced = tf.function(function, autograph=False)
+        graph = traced.get_concrete_function(tf.TensorSpec([3])).graph
+        (op,) = (op for op in graph.get_operations() if op.type == "IdentityN")
+        return graphs.gradient_module(op)
+
+    assert module(tf.nn.silu) == "tensorflow.python.ops.nn_impl"
+    assert module(mine) == __name__
+
+
 @pytest.mark.parametrize("contract", [pytest.param(c, id=c.name) for c in CONTRACTS])
 def test_contract(contract):
     try:
