@@ -28,7 +28,9 @@ class TiedEmbedding(keras.layers.Embedding):
         """Looks up tokens; with `reverse`, makes float32 logits of features."""
         if not reverse:
             return super().call(inputs)
-        logits = tf.einsum("btw,vw->btv", inputs, self.embeddings)
+        # Keras's Embedding does not cast its variables by itself.
+        table = ops.cast(self.embeddings, inputs.dtype)
+        logits = tf.einsum("btw,vw->btv", inputs, table)
         return ops.cast(logits, "float32")
 
     def compute_output_spec(self, inputs, reverse: bool = False) -> keras.KerasTensor:
