@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import pathlib
+import re
 import shlex
 
 import pytest
@@ -69,6 +70,18 @@ def test_it_trains(name, tmp_path):
     assert {f"val_{each}" for each in ("loss", *METRICS[name])} <= found
     assert all(math.isfinite(summary[key]) for key in found)
     assert summary["steps"] == 3
+
+
+@pytest.mark.slow
+def test_the_file_of_the_page_trains(tmp_path):
+    page = (ROOT / "docs/my_model.md").read_text()
+    code = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)[1]
+    (tmp_path / "my_model.py").write_text(code)
+    flags = f"--model={tmp_path}/my_model.py", f"--model_dir={tmp_path}/run"
+    done = main_here(*flags, "--train_epochs=1")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert {"val_price_mae", "val_sold_accuracy"} <= summary.keys()
 
 
 @pytest.mark.slow
