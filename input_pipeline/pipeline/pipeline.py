@@ -23,6 +23,8 @@ from towers.input_pipeline.records.checks import check_image_shape
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource
 
+_TOKENS_AT_ONCE = 2**17
+
 
 def make_dataset(
     source: Source, split: str, batch_size: int, **options: Any
@@ -261,12 +263,23 @@ class Pipeline:
         """Batches of (augmentation seed, numbers, raw records) of one epoch."""
         batches = self.source.batches(
             self.split,
-            self.batch_size,
+            self._rows_at_once,
             seeds=seeds[:2] if self.training else None,
             buffer_mb=self.shuffle_mb,
             start=start,
         )
         return batches.map(lambda numbers, records: (seeds[2], numbers, records))
+
+    @property
+    def _rows_at_once(self) -> int:
+        """Rows that are read at once: whole batches, of tokens several small ones.
+
+        To start the operations of a batch takes longer than to copy its tokens.
+        """
+        if self.source.input_kind != "tokens":
+            return self.batch_size
+        tokens = self.batch_size * self.image_shape[0]
+        return self.batch_size * max(_TOKENS_AT_ONCE // tokens, 1)
 
     def _whole(self, seeds, start):
         """One epoch's batches, and an error if there are fewer than there should be."""

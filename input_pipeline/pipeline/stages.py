@@ -50,17 +50,24 @@ class Stages:
             dataset = dataset.batch(self.batch_size, num_parallel_calls=copies)
             stages.append(("batch", dataset))
         dataset = dataset.map(self._many(), num_parallel_calls=auto, name="augment")
+        if self.source.input_kind == "tokens":
+            # Several batches came at once.
+            dataset = dataset.rebatch(self.batch_size)
         return [*stages, ("augment", dataset)]
 
     def _parse(self) -> Callable:
         @tf.autograph.experimental.do_not_convert
         def parse(seed, numbers, records):
             images, labels = self.source.parse(records)
-            assert_good(images, labels, self.source.target)
+            if self.source.target.kind != "tokens":  # which are what they are
+                assert_good(images, labels, self.source.target)
             if not self.source.encoded and len(self.image_shape) == 3:
                 images = augment.convert_channels(images, self.image_shape[-1])
             # At least one: `unbatch` crashes on rows of nothing.
-            u = draws.uniform(seed, numbers, max(self.recipe.draws, 1))
+            if self.recipe.draws:
+                u = draws.uniform(seed, numbers, self.recipe.draws)
+            else:
+                u = tf.zeros([tf.size(numbers), 1])
             return images, u, labels
 
         return parse

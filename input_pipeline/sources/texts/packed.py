@@ -1,10 +1,9 @@
 """``text:GLOB``: documents in rows of tokens, for language models."""
 
-import functools
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -75,6 +74,7 @@ class TextSource(IndexedSource):
         # On the disk, Python reads.
         self.in_graph = not self._cache_dir
         self._tokens: Tokens | None = None
+        self._in_memory: list[tf.Tensor] | None = None
         self.bytes_per_token: Mapping[str, float] = {}
 
     def prepare(self) -> None:
@@ -85,7 +85,9 @@ class TextSource(IndexedSource):
         """
         if self._tokens is not None:
             return
-        path = self._cache_dir and os.path.join(self._cache_dir, self._cache_name())
+        path = None
+        if self._cache_dir:
+            path = os.path.join(self._cache_dir, self._cache_name())
         tokens = tokenise(self._documents, self.tokenizer, self._skip_bad, path)
         (length,) = self.image_shape
         splits = {split: (n - 1) // length for split, n in tokens.count.items()}
@@ -97,6 +99,8 @@ class TextSource(IndexedSource):
                     f"or a smaller --sequence_length than {length}"
                 )
         self.splits, self._tokens = splits, tokens
+        if path is None:
+            self._keep_in_memory()
         self.bytes_per_token = {s: tokens.size[s] / n for s, n in tokens.count.items()}
         count = words.count(sum(tokens.count.values()), "token")
         where = f"kept in {self._cache_dir}" if path else "kept in memory"
@@ -118,35 +122,38 @@ class TextSource(IndexedSource):
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
-        (length,) = self.image_shape
-        if isinstance(self._tokens.ids, np.memmap):
-            (rows,) = in_python.call(self._rows, [records], [tf.int32])
-            rows = tf.ensure_shape(rows, [None, length + 1])
-        else:
-            places = self._places(records, tf.where)[:, None]
-            columns = tf.range(length + 1, dtype=tf.int64)
-            rows = tf.gather(self._in_memory, places + columns)
-        return tf.cast(rows[:, :-1], tf.int32), tf.cast(rows[:, 1:], tf.int64)
+        if self._in_memory is None:
+            (rows,) = in_python.call(self._read, [records], [tf.int32])
+            rows = tf.ensure_shape(rows, [None, self.image_shape[0] + 1])
+            return rows[:, :-1], tf.cast(rows[:, 1:], tf.int64)
+        rows, following = (tf.gather(kept, records) for kept in self._in_memory)
+        targets = tf.concat([rows[:, 1:], following[:, None]], 1)
+        return tf.cast(rows, tf.int32), tf.cast(targets, tf.int64)
 
-    def _places(self, records: Any, where: Any) -> Any:
-        """Where rows begin: those held out, behind all tokens for training."""
+    def _keep_in_memory(self) -> None:
+        """Has all rows, and the token behind each, as tensors: whole rows are copied.
+
+        They are made outside the graph that is being traced: a constant in it may not
+        exceed 2 GiB. On the CPU: that is where tf.data runs.
+        """
+        (length,) = self.image_shape
+        rows, following, begin = [], [], 0
+        for split, count in self.splits.items():
+            ids = self._tokens.ids[begin : begin + count * length + 1]
+            rows.append(ids[:-1].reshape(count, length))
+            following.append(ids[length::length])
+            begin += self._tokens.count[split]
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._in_memory = [tf.concat(kept, 0) for kept in (rows, following)]
+        self._tokens = dataclasses.replace(self._tokens, ids=self._tokens.ids[:0])
+
+    def _read(self, records: np.ndarray) -> list[np.ndarray]:
         (length,) = self.image_shape
         first = self.splits.get("train", 0)
         held_out = self._tokens.count.get("train", 0) + (records - first) * length
-        return where(records < first, records * length, held_out)
-
-    def _rows(self, records: np.ndarray) -> list[np.ndarray]:
-        windows = np.lib.stride_tricks.sliding_window_view(
-            self._tokens.ids, self.image_shape[0] + 1
-        )
-        return [windows[self._places(records, np.where)].astype(np.int32)]
-
-    @functools.cached_property
-    def _in_memory(self) -> tf.Tensor:
-        # Outside the graph that is being traced: a constant in it may not exceed
-        # 2 GiB. On the CPU: that is where tf.data runs.
-        with tf.init_scope(), tf.device("/CPU:0"):
-            return tf.constant(self._tokens.ids)
+        places = np.where(records < first, records * length, held_out)
+        rows = np.lib.stride_tricks.sliding_window_view(self._tokens.ids, length + 1)
+        return [rows[places].astype(np.int32)]
 
     def files(self, split: str) -> list[str]:
         """See ``Source.files``."""
