@@ -17,6 +17,7 @@ COMMANDS = {
     ),
     "predict": ("towers.predict", "Predict for files, with a trained model."),
     "export": ("towers.export", "Make a SavedModel that takes files as they are."),
+    "generate": ("towers.generate", "Write text with a trained language model."),
     "report": ("towers.report", "Write one HTML page about a run."),
     "doctor": ("towers.doctor", "Say what is wrong with this machine."),
     "convert": ("towers.input_pipeline.convert", "Convert a data set to TFRecords."),

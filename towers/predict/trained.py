@@ -11,7 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline import text
-from towers.models import user_file
+
+# With the registry come the layers of its models, which model.keras names.
+from towers.models import registry, user_file  # noqa: F401
 from towers.predict.arguments import FILES
 from towers.train.outputs import preprocessing
 from towers.train.outputs.preprocessing import Preprocessing

@@ -1,0 +1,1 @@
+"""Writes text with a language model that towers.train has trained."""
