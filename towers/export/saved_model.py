@@ -22,9 +22,9 @@ def write(trained: Trained, folder: str) -> dict[str, list[str]]:
     archive = keras.export.ExportArchive()
     archive.track(trained.model)
     takes = _takes(trained)
-    function = tf.function(_serve(trained), input_signature=[takes])
+    function = tf.function(_serve(trained), input_signature=[takes], autograph=False)
     archive.add_endpoint("serve", function)
-    if trained.preprocessing.features:
+    if trained.preprocessing.input == "row":
         archive.add_endpoint("serve_columns", _serve_columns(trained, function))
     archive.write_out(folder, verbose=False)
     outputs = function.get_concrete_function().structured_outputs
@@ -47,7 +47,9 @@ def _serve_columns(trained, serve):
         for name in trained.preprocessing.features
     ]
     return tf.function(
-        lambda *columns: serve(tf.stack(columns, axis=1)), input_signature=specs
+        lambda *columns: serve(tf.stack(columns, axis=1)),
+        input_signature=specs,
+        autograph=False,
     )
 
 

@@ -20,16 +20,12 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import csv
+import os
 import sys
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
 
 from towers.model.api import multi_gpu_model
-from towers.predict import inputs
-from towers.predict.trained import Trained, load_model
+from towers.predict import inputs, output
+from towers.predict.trained import load_model
 from towers.program import ending, words
 from towers.train.parts.devices import configure_devices
 
@@ -51,63 +47,26 @@ def predict(options: argparse.Namespace) -> int:
         print(f"{_PROGRAM}: {line}", file=sys.stderr)
 
     towers = multi_gpu_model(trained.model, gpus=devices.towers)
-    size, count = options.batch_size, 0
+    path, size = options.output, options.batch_size
+    if trained.preprocessing.task == "segmentation" and path is None:
+        raise ValueError(
+            "This run's model makes masks, which are files; expected --output, such as "
+            "--output=masks.csv, which names them and the folder masks."
+        )
     batches = inputs.batches(trained, options.files, size, say_bad)
-    with _output(options.output) as file:
-        for row in _rows(trained, towers, batches):
-            if not count:
-                writer = csv.DictWriter(file, [*row], lineterminator="\n")
-                writer.writeheader()
-            writer.writerow(row)
-            count += 1
-    done = words.count(count, "prediction")
-    if options.output:
-        where = f" on {words.count(len(devices.towers), 'tower')}"
-        print(f"{options.output}: {done}{where}.")
+    with output.opened(path) if path else contextlib.nullcontext(sys.stdout) as file:
+        rows = output.Rows(file, path and os.path.splitext(path)[0])
+        for batch in batches:
+            found = trained.decode(towers.predict_on_batch(batch.x), batch.x)
+            for names, prediction in zip(batch.names, found, strict=True):
+                rows.write(names, prediction)
+    done = words.count(rows.count, "prediction")
+    if path:
+        print(f"{path}: {done} on {words.count(len(devices.towers), 'tower')}.")
     if bad:
         left = f"{words.count(len(bad), 'example')} left out, as said above"
         print(f"{_PROGRAM}: {done}, {left}.", file=sys.stderr)
     return 1 if bad else 0
-
-
-def _rows(trained: Trained, towers: Any, batches: Any) -> Iterator[dict[str, Any]]:
-    """Yields a row of the output for each example."""
-    for batch in batches:
-        found = trained.decode(towers.predict_on_batch(batch.x))
-        for names, prediction in zip(batch.names, found, strict=True):
-            yield names | dict(_cells(prediction))
-
-
-def _cells(prediction):
-    """The columns of a prediction: numbers and names, or several in one."""
-    for name, value in prediction.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}_{key}", _cell(each)) for key, each in value.items())
-        else:
-            yield name, _cell(value)
-
-
-def _cell(value):
-    if isinstance(value, float):
-        return f"{value:.7g}"
-    if isinstance(value, np.ndarray):
-        value = value.ravel().tolist()
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
-
-
-@contextlib.contextmanager
-def _output(path):
-    """The file to write to; standard output without one."""
-    if path is None:
-        yield sys.stdout
-        return
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            yield file
-    except OSError as error:
-        raise ValueError(
-            f"Cannot write {path}: {error.strerror}; choose another --output."
-        ) from error
 
 
 if __name__ == "__main__":

@@ -43,13 +43,18 @@ def batches(
     Raises:
         ValueError: A file is not of the kind that the model takes.
     """
-    kind = trained.preprocessing.input
+    kind, task = trained.preprocessing.input, trained.preprocessing.task
+    if task == "language_model":
+        raise ValueError(
+            "This run's model tells the next token, not something about a text; "
+            "expected towers generate, which writes text."
+        )
     if kind == "image":
         return _pictures(trained, _all_pictures(files), size, say_bad)
     if kind == "row":
         return _tables(trained, files, size, say_bad)
     if kind == "tokens":
-        return _texts(trained, files, size)
+        return _texts(trained, files, size, say_bad)
     raise ValueError(
         f"This run's examples are {kind}, which no file has; expected pictures, rows "
         "of numbers or texts, so load the model by towers.load_model."
@@ -166,17 +171,38 @@ def _places(file, header, features):
     return [header.index(name) for name in features]
 
 
-def _texts(trained, files, size):
-    def lines():
+def _texts(trained, files, size, say_bad):
+    def texts():
         for file in files:
-            with open(file, "rb") as content:
-                for number, line in enumerate(content, 1):
-                    if text := line.rstrip(b"\r\n"):
-                        yield {"file": file, "line": number}, text
+            is_table = file.lower().endswith((".csv", *_PARQUET))
+            word = "row" if is_table else "line"
+            found = _column(trained, file) if is_table else _lines(file)
+            for number, text in found:
+                if isinstance(text, str | bytes):
+                    yield {"file": file, "row": number}, text
+                else:
+                    say_bad(f"{file}: {word} {number}: it has no text.")
 
-    for some in _batched(lines(), size):
+    for some in _batched(texts(), size):
         names, strings = zip(*some, strict=True)
         yield Batch([*names], trained.prepare(np.array(strings, object)))
+
+
+def _lines(file):
+    with open(file, encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if text := line.strip():
+                    yield number, text
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is no text in UTF-8; convert it.") from error
+
+
+def _column(trained, file):
+    features = trained.preprocessing.features
+    read = _parquet if file.lower().endswith(_PARQUET) else _csv
+    for number, (text,) in enumerate(read(file, features), 1):
+        yield number, text
 
 
 def _batched(items, size):

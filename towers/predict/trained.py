@@ -60,14 +60,26 @@ class Trained:
 
     def predict(self, examples: Any) -> Sequence[dict[str, Any]]:
         """Predicts for examples as `prepare` takes them; see `decode`."""
-        return self.decode(self.model.predict_on_batch(self.prepare(examples)))
+        given = self.prepare(examples)
+        return self.decode(self.model.predict_on_batch(given), given)
 
-    def decode(self, outputs: Any) -> Sequence[dict[str, Any]]:
-        """Reads predictions from what the model returned: for each example a dict."""
+    def decode(self, outputs: Any, given: Any) -> Sequence[dict[str, Any]]:
+        """Reads predictions from what the model returned: for each example a dict.
+
+        Args:
+            outputs: What the model returned.
+            given: For what: of padding, nothing is told.
+        """
         known = self.preprocessing
         if known.known_task is None:
             return [{"output": each} for each in np.asarray(outputs)]
-        return known.known_task.decode(outputs, self.classes, known.from_logits)
+        names = self.classes or known.outputs
+        found = known.known_task.decode(outputs, names, known.from_logits)
+        if known.task == "tagging":
+            lengths = np.count_nonzero(given, axis=-1)
+            pairs = zip(found, lengths, strict=True)
+            found = [{"tags": each["tags"][:length]} for each, length in pairs]
+        return found
 
 
 def load_model(model_dir: str, checkpoint: str = "last") -> Trained:

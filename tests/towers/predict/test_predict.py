@@ -1,6 +1,7 @@
 """towers.predict and towers.export: models of runs, used on files."""
 
 import csv
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from towers import input_pipeline
 from towers.export import arguments as export_arguments
 from towers.export import saved_model
 from towers.predict import __main__ as predict
-from towers.predict import arguments
-from towers.predict.trained import load_model
+from towers.predict import arguments, output
+from towers.predict.trained import Trained, load_model
 from towers.train.outputs import preprocessing
 from towers.train.outputs.preprocessing import Preprocessing
 
@@ -129,6 +130,45 @@ def test_rows(tables, capsys):
     (root / "other.csv").write_text("a size,c\n1,2\n")
     with pytest.raises(ValueError, match=r"has no column 'b', which .* 'a size', 'c'"):
         predicted(model_dir, root / "other.csv")
+
+
+def test_texts(tmp_path, capsys):
+    rows = [f"{'good day' if i % 2 else 'bad luck'},{i % 2}" for i in range(20)]
+    (tmp_path / "mail.csv").write_text("\n".join(["subject,kind", *rows]))
+    flags = f"--dataset=csv:{tmp_path}/mail.csv", "--text_column=subject"
+    flags = *flags, "--sequence_length=6", "--model=transformer_encoder", "--layers=1"
+    flags = *flags, "--label_column=kind", "--width=8", "--heads=1"
+    job = finished(*flags, model_dir=tmp_path)
+    (tmp_path / "lines.txt").write_text("good day\n\nbad luck\n")
+    lines = predicted(tmp_path, tmp_path / "lines.txt", tmp_path / "mail.csv")
+    assert [row["row"] for row in lines[:3]] == ["1", "3", "1"]
+    batch = job.data.batches(1)[0]
+    scores = tf.nn.softmax(job.model(batch[0])).numpy().max(axis=1)
+    given = {*(round(float(row["probability"]), 5) for row in lines)}
+    assert {*(round(float(score), 5) for score in scores)} == given
+
+
+def test_what_is_told_depends_on_the_task(tmp_path):
+    def of(task, **known):
+        about = Preprocessing(task, False, "image", (), **known)
+        return Trained(None, about, known.pop("classes", None))
+
+    numbers = of("regression", outputs=("a", "b"))
+    found = numbers.decode(np.array([[1, 2]], np.float32), None)
+    assert found == [{"a": 1.0, "b": 2.0}]
+    tags = dataclasses.replace(of("tagging"), classes=["O", "PER"])
+    outputs = np.array([[[0.9, 0.1], [0.2, 0.8], [0.9, 0.1]]])
+    assert tags.decode(outputs, [[5, 7, 0]]) == [{"tags": ["O", "PER"]}]
+    with open(tmp_path / "masks.csv", "w") as file:
+        rows = output.Rows(file, str(tmp_path / "masks"))
+        mask = np.array([[0, 2], [1, 0]])
+        rows.write({"file": "a/1.jpg"}, {"mask": mask})
+        rows.write({"file": "b/1.jpg"}, {"mask": 1 - mask % 2})
+    paths = [str(tmp_path / "masks" / name) for name in ("1.png", "1_2.png")]
+    assert (tmp_path / "masks.csv").read_text().split()[1:] == [
+        f"{file},{path}" for file, path in zip(("a/1.jpg", "b/1.jpg"), paths, strict=1)
+    ]
+    np.testing.assert_array_equal(np.asarray(Image.open(paths[0])), mask)
 
 
 PLAIN = """

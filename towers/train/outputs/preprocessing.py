@@ -40,7 +40,8 @@ class Preprocessing:
         range: The least and the largest number of a picture.
         recipe: How pictures are cut before they are resized; see --recipe.
         same_size: Whether all pictures had the model's size.
-        features: Names of the numbers of a row.
+        features: Names of the numbers of a row, or of a table's column of text.
+        outputs: Names of the numbers that it tells, if they have names.
         scaling: What is done to them; `None` for nothing.
     """
 
@@ -54,6 +55,7 @@ class Preprocessing:
     recipe: str | None = None
     same_size: bool = False
     features: tuple[str, ...] | None = None
+    outputs: tuple[str, ...] | None = None
     scaling: input_pipeline.Scaling | None = None
 
     @property
@@ -78,7 +80,7 @@ class Preprocessing:
         try:
             with open(path, encoding="utf-8") as file:
                 found = json.load(file)
-            for name in ("shape", "range", "features"):
+            for name in ("shape", "range", "features", "outputs"):
                 found[name] = found[name] and tuple(found[name])
             if found["scaling"]:
                 found["scaling"] = input_pipeline.Scaling.from_json(found["scaling"])
@@ -107,7 +109,7 @@ class Preprocessing:
     def pictures(self, encoded: tf.Tensor) -> tf.Tensor:
         """Makes what the model is given of files of pictures, strings [B]."""
         return tf.map_fn(
-            lambda each: self.picture(each),
+            tf.autograph.experimental.do_not_convert(self.picture),
             encoded,
             fn_output_signature=tf.TensorSpec(self.shape, tf.float32),
         )
@@ -132,7 +134,7 @@ class Preprocessing:
 
     def texts(self, strings: tf.Tensor, tokenizer: text.Tokenizer) -> tf.Tensor:
         """Makes what the model is given of texts, strings [B] in UTF-8."""
-        return tokenizer.encode(strings).to_tensor(shape=[None, *self.shape])
+        return text.pad_ids(tokenizer.encode(strings), *self.shape)
 
 
 def of(job: Any) -> Preprocessing:
@@ -140,7 +142,8 @@ def of(job: Any) -> Preprocessing:
     setup, data, settings = job.setup, job.data, job.settings
     facts, task = setup.facts, setup.task
     own = not isinstance(data, Data) or setup.defines("preprocess")
-    images = facts.input_kind == "image"
+    images, named = facts.input_kind == "image", facts.input_kind in ("row", "tokens")
+    numbers = facts.target is not None and facts.target.kind == "numbers"
     return Preprocessing(
         task=task and task.name,
         from_logits=task is not None and model_parts.returns_logits(job.model, setup),
@@ -151,9 +154,8 @@ def of(job: Any) -> Preprocessing:
         range=(-1.0, 1.0) if images else None,
         recipe=settings.recipe if images else None,
         same_size=images and data.source.image_shape[:2] == data.image_shape[:2],
-        features=tuple(data.source.image_fields)
-        if facts.input_kind == "row" and not own
-        else None,
+        features=tuple(data.source.image_fields) if named and not own else None,
+        outputs=facts.target.names if numbers else None,
         scaling=data.scaling,
     )
 
@@ -162,8 +164,8 @@ def write(job: Any) -> None:
     """Writes what those who use a run's model need to know, into its model_dir."""
     of(job).save(job.model_dir)
     target = job.setup.facts.target
-    if target is not None and target.num_classes:
-        names = target.names or map(str, range(target.num_classes))
+    if target is not None and target.kind != "tokens" and target.kind != "numbers":
+        names = target.names or map(str, range(target.size))
         _write(os.path.join(job.model_dir, CLASSES), [*names])
     tokenizer = getattr(getattr(job.data, "source", None), "tokenizer", None)
     if tokenizer is not None:

@@ -1,0 +1,80 @@
+"""Predictions as rows of a CSV file; masks as pictures."""
+
+import contextlib
+import csv
+import os
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+import numpy as np
+import tensorflow as tf
+
+
+class Rows:
+    """Writes predictions as rows of CSV, and masks as PNG files of class numbers.
+
+    Attributes:
+        count: How many were written.
+        masks: Folder of the masks; made for the first one.
+    """
+
+    def __init__(self, file: IO, masks: str | None):
+        """Takes an open file, and the folder for masks, if there may be some."""
+        self.count, self.masks = 0, masks
+        self._file, self._names = file, set()
+        self._writer: csv.DictWriter | None = None
+
+    def write(self, names: Mapping[str, Any], prediction: Mapping[str, Any]) -> None:
+        """Writes one: what tells the example from others, and what is predicted."""
+        row = {**names}
+        for name, value in prediction.items():
+            if name == "mask":
+                row[name] = self._save(value, names["file"])
+            elif isinstance(value, Mapping):
+                row |= {f"{name}_{key}": _cell(each) for key, each in value.items()}
+            else:
+                row[name] = _cell(value)
+        if self._writer is None:
+            self._writer = csv.DictWriter(self._file, [*row], lineterminator="\n")
+            self._writer.writeheader()
+        self._writer.writerow(row)
+        self.count += 1
+
+    def _save(self, mask, file):
+        stem = os.path.splitext(os.path.basename(file))[0]
+        # Two folders may have pictures of one name.
+        name = stem if stem not in self._names else f"{stem}_{self.count + 1}"
+        self._names.add(name)
+        os.makedirs(self.masks, exist_ok=True)
+        path = os.path.join(self.masks, f"{name}.png")
+        tf.io.write_file(path, tf.io.encode_png(np.uint8(mask)[..., None]))
+        return path
+
+
+def _cell(value):
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    if isinstance(value, np.ndarray):
+        value = value.ravel().tolist()
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[IO]:
+    """Opens a file to write to, which gets its name only once it is whole.
+
+    Raises:
+        ValueError: It cannot be written.
+    """
+    unfinished = f"{path}.unfinished"
+    try:
+        with open(unfinished, "w", newline="", encoding="utf-8") as file:
+            yield file
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise ValueError(
+            f"Cannot write {path}: {error.strerror}; choose another --output."
+        ) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(unfinished)
