@@ -36,6 +36,7 @@ class Throughput(keras.callbacks.Callback):
         warmup_steps: int = 10,
         fractions: Sequence[float] = (),
         clock: Callable[[], float] = time.perf_counter,
+        tokens: int = 0,
     ):
         """Initializes the callback.
 
@@ -46,11 +47,14 @@ class Throughput(keras.callbacks.Callback):
             warmup_steps: Steps at the beginning of the run that are not counted.
             fractions: Fraction of a full batch that each tower gets.
             clock: Returns seconds.
+            tokens: Number of tokens in an example, padding among them; 0 if it is no
+                text. Tokens per second are then said as well.
         """
         super().__init__()
         self._batch_size = batch_size
         self._examples = examples
         self._fractions = fractions
+        self._tokens = tokens
         self._calls = Calls(warmup_steps, clock)
         self._counted = 0
         self._counted_s = 0.0
@@ -63,6 +67,12 @@ class Throughput(keras.callbacks.Callback):
     def examples_per_sec(self) -> float | None:
         """Examples per second over the run so far, `None` during the warm-up."""
         return self._counted / self._counted_s if self._counted_s else None
+
+    @property
+    def tokens_per_sec(self) -> float | None:
+        """Tokens per second over the run so far, `None` where there are none."""
+        rate = self.examples_per_sec
+        return rate * self._tokens if rate is not None and self._tokens else None
 
     @property
     def seconds(self) -> float:
@@ -86,7 +96,10 @@ class Throughput(keras.callbacks.Callback):
         median = statistics.median(rates)
         jitter = 1.4826 * statistics.median(abs(rate - median) for rate in rates)
         mean = fraction * self.examples_per_sec
-        return f"examples/sec: {mean:,.1f} +/- {spread:,.1f} (jitter = {jitter:,.1f})"
+        text = f"examples/sec: {mean:,.1f} +/- {spread:,.1f} (jitter = {jitter:,.1f})"
+        return (
+            f"{text}, tokens/sec: {mean * self._tokens:,.0f}" if self._tokens else text
+        )
 
     def measured(self) -> dict[str, float]:
         """Returns examples per second since the last call, in total and by tower."""
@@ -96,10 +109,11 @@ class Throughput(keras.callbacks.Callback):
             return {}
         rate = (self._counted - count) / (self._counted_s - seconds)
         towers = {f"/tower_{k}": part for k, part in enumerate(self._fractions)}
-        return {
+        found = {
             f"examples_per_sec{tower}": rate * part
             for tower, part in {"": 1.0, **towers}.items()
         }
+        return found | ({"tokens_per_sec": rate * self._tokens} if self._tokens else {})
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the epoch's count."""

@@ -102,6 +102,8 @@ def _cards(run: Run) -> Iterator[tuple[str, str]]:
         rate = scalars["examples_per_sec"].last
     if rate is not None:
         yield f"{rate:,.1f}", "examples/sec"
+    if tokens := run.summary.get("tokens_per_sec"):
+        yield f"{tokens:,.0f}", "tokens/sec"
     waiting, part = run.summary.get("waiting"), "last part"
     if waiting is None and "waiting" in scalars:
         waiting, part = np.mean(scalars["waiting"].values), "all parts"

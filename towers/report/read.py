@@ -23,6 +23,7 @@ _TYPES = {
     "steps": int,
     "towers": list,
     "examples_per_sec": float | int | None,
+    "tokens_per_sec": float | int | None,
     "waiting": float | int | None,
     "step_ms": dict | None,
     "parameters": int | None,

@@ -120,6 +120,18 @@ class TestThroughput:
         assert throughput.text() == f"examples/sec: {expected}"
         assert f"examples/sec: {25 / 13.005:,.1f} +/- " in throughput.text(0.5)
 
+    def test_says_tokens_of_text(self):
+        throughput = self.make(batch_size=10, warmup_steps=0, tokens=128)
+        assert throughput.tokens_per_sec is None
+        self.drive(throughput, [(0, 1.0), (1, 3.0)])
+        assert throughput.tokens_per_sec == 640.0
+        assert throughput.text().endswith("), tokens/sec: 640")
+        assert throughput.text(0.5).endswith("), tokens/sec: 320")
+        assert throughput.measured() == {
+            "examples_per_sec": 5.0,
+            "tokens_per_sec": 640.0,
+        }
+
     def test_measures_since_it_was_last_asked_by_tower(self):
         throughput = self.make(10, warmup_steps=1, fractions=(0.6, 0.4))
         self.drive(throughput, [(0, 9.0)])

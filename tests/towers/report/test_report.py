@@ -25,6 +25,7 @@ SUMMARY = {
     "val_loss": 0.25,
     "val_accuracy": 0.9375,
     "examples_per_sec": 1034.25,
+    "tokens_per_sec": 132384.0,
     "step_ms": {"input": 3.5, "copy": 1, "compute": 5, "reduce": 2, "python": 1.25},
     "parameters": 12345,
     "waiting": 0.43,
@@ -186,6 +187,7 @@ def test_a_whole_run(whole, page):
         "validation loss, best epoch: 3": "0.1250",
         "parameters": "12,345",
         "examples/sec": "1,034.2",
+        "tokens/sec": "132,384",
         "of the time waiting, last part": "43%",
         "towers": "2",
     }

@@ -57,6 +57,7 @@ def measured(watch: Watch) -> dict:
     """Returns what this run has measured."""
     return {
         "examples_per_sec": watch.throughput.examples_per_sec,
+        "tokens_per_sec": watch.throughput.tokens_per_sec,
         "step_ms": watch.starvation.split and watch.starvation.split.parts_ms,
         "waiting": watch.starvation.waiting,
         "verdict": watch.starvation.verdict,
@@ -72,8 +73,8 @@ def measured_before(model_dir: str) -> dict:
     except (OSError, ValueError):
         summary = None
     known = rename_keys(summary) if isinstance(summary, dict) else {}
-    names = "examples_per_sec", "step_ms", "waiting", "verdict", "measured"
-    return {name: known.get(name) for name in names}
+    names = "examples_per_sec", "tokens_per_sec", "step_ms", "waiting", "verdict"
+    return {name: known.get(name) for name in (*names, "measured")}
 
 
 def text(summary: dict, trained: bool = True) -> str:
