@@ -80,13 +80,13 @@ def test_a_field_that_is_not_there(
     [
         ("digits", {"image_key": "a"}, "tfrecord:, array_record:, parquet:"),
         ("tfds:mnist", {"label_key": "a"}, "tfrecord:, array_record:, parquet:, csv:"),
-        ("folder:a", {"num_classes": 3}, "tfrecord:, array_record:, parquet:, csv:"),
+        ("folder:a", {"label_column": "a"}, "parquet:, csv:"),
         ("csv:a", {"image_key": "a"}, "tfrecord:, array_record:, parquet:"),
         ("csv:a", {"train_split": "a"}, "digits, tfds:"),
         ("tfrecord:a", {"feature_columns": ["a"]}, "parquet:, csv:"),
         ("tfrecord:a", {"label_column": "a"}, "parquet:, csv:"),
         ("tfrecord:a", {"eval_fraction": 0.5}, "parquet:, csv:, folder:"),
-        ("synthetic:2x2x1:2", {"num_classes": 2}, "tfrecord:, array_record:, parq"),
+        ("synthetic:2x2x1:2", {"num_classes": 2}, "tfds:, tfrecord:, array_record:, p"),
     ],
 )
 def test_what_does_not_apply_is_an_error(spec, option, kinds):
