@@ -5,7 +5,7 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
 from towers.input_pipeline.choices import FILE_KINDS
@@ -51,7 +51,7 @@ _TAKES = {
     "tfrecord": _OF_EXAMPLES,
     "array_record": _OF_EXAMPLES,
     "parquet": ("image_key", *_OF_TABLES),
-    "csv": _OF_TABLES,
+    "csv": (*_OF_TABLES, "vocabularies"),
     "folder": ("target", "num_classes", "class_names", "eval_fraction", "skip_bad"),
     "text": ("tokenizer", "sequence_length", "eval_fraction", "cache_dir", "skip_bad"),
     "conll": (
@@ -98,6 +98,8 @@ class SourceOptions(TypedDict, total=False):
         class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
             ``csv:`` are names. None: all labels are read, and the names are sorted. Of
             ``folder:`` with masks, by the numbers in these; None: see classes.txt.
+        vocabularies: texts of the columns of categories of ``csv:``, by their names;
+            the first one has id 1. None: those of the training data, sorted.
         eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
             to hold out, unless a file or folder is held out by its name. None: a tenth.
         tokenizer: what makes tokens of text: a ``Tokenizer``, or ``bytes``,
@@ -123,6 +125,7 @@ class SourceOptions(TypedDict, total=False):
     eval_fraction: float | None
     tokenizer: Any
     sequence_length: int | None
+    vocabularies: Mapping[str, Sequence[str]] | None
     cache_dir: str | None
     train_split: str | None
     eval_split: str | None

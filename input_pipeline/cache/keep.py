@@ -60,11 +60,13 @@ def cached(
     if not takes_whole(recipe):
         image_shape = None
     folder = folder and os.path.expanduser(folder)
+    if source.table_sizes and cache == "auto":
+        folder = None
     _check(source, cache, folder, image_shape)
     if cache == "none" or (isinstance(source, IndexedSource) and not source.encoded):
         return source
     shape = _pixels_shape(source, image_shape)
-    if cache == "disk" and shape is None:
+    if cache == "disk" and (shape is None or source.table_sizes):
         raise _no_pixels(source)
     plan = _plan(source, cache, folder, deterministic, shape)
     kept_as = "numbers" if len(source.image_shape) == 1 else _CALLED[plan.what]
@@ -104,6 +106,11 @@ def _check(
 
 
 def _no_pixels(source: Source) -> ValueError:
+    if source.table_sizes:
+        return ValueError(
+            f"cache is 'disk', but {source.name} has columns of categories, which are "
+            "kept in memory only: expected 'auto', 'memory' or 'none'"
+        )
     whole = ", ".join(repr(name) for name in RECIPES if takes_whole(name))
     return ValueError(
         f"cache is 'disk', but {source.name} has images of different sizes, or of a "
@@ -146,7 +153,9 @@ def _keep(
 ) -> RowSource:
     """Reads the source, and returns what is kept of it."""
     splits = plan.splits
-    if plan.what == "encoded":
+    if source.table_sizes:
+        images, labels = read.read_columns(source)
+    elif plan.what == "encoded":
         images, labels, splits = read.read_encoded(source)
         shape = tuple(source.image_shape)
     elif plan.where == "memory":
@@ -165,6 +174,7 @@ def _keep(
     )
     kept.notes = source.notes
     kept.image_fields, kept.label_field = source.image_fields, source.label_field
+    kept.table_sizes, kept.vocabularies = source.table_sizes, source.vocabularies
     return kept
 
 

@@ -50,6 +50,15 @@ def read_encoded(source: Source) -> tuple[tf.Tensor, np.ndarray, dict[str, int]]
         return tf.concat(images, axis=0), np.concatenate(labels), splits
 
 
+def read_columns(source: Source) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """All columns, by their names, and the targets."""
+    parts = []
+    for split in _in_order(source):
+        data = Pipeline(source, split, batch_size=_BATCH, training=False).dataset()
+        parts += data.as_numpy_iterator()
+    return tf.nest.map_structure(lambda *some: np.concatenate(some), *parts)
+
+
 def read_pixels(source: Source, shape: tuple[int, ...]) -> tuple[tf.Tensor, np.ndarray]:
     """All pixels in a tensor, and the labels."""
     images, labels = _aligned(shape), _labels(source, shape)

@@ -79,6 +79,12 @@ def choose_form(source: Source, size: tuple[int, int] | None, raw: str) -> Form:
     Raises:
         ValueError: that is not possible with these.
     """
+    if source.table_sizes or source.target.kind not in ("class", "numbers", "labels"):
+        raise ValueError(
+            f"{source.name} has {source.input_kind} and a target of kind "
+            f"{source.target.kind}: expected images or rows of numbers, and classes, "
+            "numbers or labels, which is what can be written"
+        )
     if len(source.image_shape) != 3:
         if size is not None or raw != "auto":
             raise ValueError(

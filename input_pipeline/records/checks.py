@@ -2,7 +2,8 @@
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -119,7 +120,7 @@ def blame_records(*sources: Source) -> Iterator[None]:
         raise
 
 
-def assert_good(images: tf.Tensor, labels: tf.Tensor, target: Target) -> None:
+def assert_good(images: Any, labels: tf.Tensor, target: Target) -> None:
     """Fails at run time on any device where an example cannot be learnt from.
 
     On a GPU, or under XLA, a label outside [0, num_classes) would silently give a loss
@@ -130,8 +131,9 @@ def assert_good(images: tf.Tensor, labels: tf.Tensor, target: Target) -> None:
             tf.reduce_all(target.is_good(labels)),
             [f"a label is not {target.expected}:", labels],
         )
-    if images.dtype.is_floating:
-        finite = tf.reduce_all(tf.math.is_finite(images))
+    numbers = images.get("dense") if isinstance(images, Mapping) else images
+    if numbers is not None and numbers.dtype.is_floating:
+        finite = tf.reduce_all(tf.math.is_finite(numbers))
         tf.debugging.Assert(finite, ["a number is not finite"])
 
 

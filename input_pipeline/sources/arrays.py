@@ -1,7 +1,7 @@
 """Arrays in memory, for users of the Python interface."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +19,7 @@ class RowSource(IndexedSource):
         name: used in messages.
         images: [N, ...]: uint8 images, or float32 rows of numbers; a ``np.memmap``
             stays on disk, another array is copied. Or encoded images, a string tensor
-            [N].
+            [N]. Or a dict of columns, arrays [N, ...].
         labels: as the target says; masks may be uint8.
         splits: number of examples for each split; training comes first.
         target: what a model is to give.
@@ -31,7 +31,7 @@ class RowSource(IndexedSource):
     def __init__(
         self,
         name: str,
-        images: np.ndarray | tf.Tensor,
+        images: np.ndarray | tf.Tensor | Mapping[str, np.ndarray],
         labels: np.ndarray,
         splits: dict[str, int],
         target: Target,
@@ -44,7 +44,8 @@ class RowSource(IndexedSource):
         self.image_shape = image_shape
         self.splits = splits
         self.note = note
-        self.encoded = tf.as_dtype(images.dtype) == tf.string
+        of_columns = isinstance(images, Mapping)
+        self.encoded = not of_columns and tf.as_dtype(images.dtype) == tf.string
         self.all_jpeg = self.encoded and bool(tf.reduce_all(is_jpeg(images)))
         self.in_graph = not isinstance(images, np.memmap)
         self._images, self._labels, self._origin = images, labels, origin
@@ -63,7 +64,7 @@ class RowSource(IndexedSource):
             rows = tf.numpy_function(self._read, [records], self._images.dtype)
             rows = tf.ensure_shape(rows, [None, *self.image_shape])
         else:
-            rows = tf.gather(images, records)
+            rows = tf.nest.map_structure(lambda each: tf.gather(each, records), images)
         return rows, tf.gather(labels, records)
 
     def load(self, image: tf.Tensor) -> tf.Tensor:
@@ -78,8 +79,9 @@ class RowSource(IndexedSource):
         # Outside the graph that is being traced: a constant in it may not exceed
         # 2 GiB. On the CPU: that is where tf.data runs.
         with tf.init_scope(), tf.device("/CPU:0"):
-            on_disk = isinstance(self._images, np.memmap)
-            images = None if on_disk else tf.convert_to_tensor(self._images)
+            images = None
+            if not isinstance(self._images, np.memmap):
+                images = tf.nest.map_structure(tf.convert_to_tensor, self._images)
             return images, tf.constant(self._labels)
 
 

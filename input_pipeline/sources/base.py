@@ -46,6 +46,10 @@ class Source(abc.ABC):
             of fields.
         image_fields: what a record calls its image, or each number of its row.
         label_field: what it calls its label.
+        table_sizes: number of ids of each column of categories, by its name; where
+            there are any, examples are dicts of columns.
+        vocabularies: texts of such columns, where they are of text: the id of one is
+            its place there, from 1, and 0 of any other.
         passed_over: bad records that are left out, for each split; see ``without``.
         note: what else is to be known, a phrase; may be empty.
         notes: what was decided without being asked for, such as which records are held
@@ -67,6 +71,8 @@ class Source(abc.ABC):
     reads: tuple = ()
     image_fields: Sequence[str] = ("image",)
     label_field: str = "label"
+    table_sizes: Mapping[str, int] = {}
+    vocabularies: Mapping[str, Sequence[str]] = {}
     passed_over: Mapping[str, Sequence[Record]] = {}
     note: str = ""
     notes: Sequence[str] = ()
@@ -93,6 +99,8 @@ class Source(abc.ABC):
         """What an example is: an image, a row of numbers, tokens, or named columns."""
         if self.tokenizer is not None:
             return "tokens"
+        if self.table_sizes:
+            return "columns"
         return "row" if len(self.image_shape) == 1 else "image"
 
     def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)
@@ -140,9 +148,10 @@ class Source(abc.ABC):
 
         Returns:
             Images: uint8 [B, H, W, C] or, where they are `encoded`, what `load` takes
-            [B]; targets with B rows, as `target` says: int64 labels [B] of classes.
-            Masks are uint8 [B, H, W] or, where they are encoded, what `load_mask`
-            takes [B].
+            [B]; or float32 rows [B, F]; or a dict of these as "dense", and int64 ids
+            [B] of each column that has a table. Targets with B rows, as `target` says:
+            int64 labels [B] of classes. Masks are uint8 [B, H, W] or, where they are
+            encoded, what `load_mask` takes [B].
         """
 
     def load(self, image: tf.Tensor) -> tf.Tensor:
@@ -168,8 +177,7 @@ class Source(abc.ABC):
     def parse_one(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Takes one raw record apart, as `parse` does with a batch."""
         batch = tf.nest.map_structure(lambda part: tf.expand_dims(part, 0), record)
-        images, labels = self.parse(batch)
-        return images[0], labels[0]
+        return tf.nest.map_structure(lambda part: part[0], self.parse(batch))
 
     @property
     def origin(self) -> "Source":

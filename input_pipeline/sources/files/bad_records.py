@@ -1,7 +1,7 @@
 """Goes over the records of a file one by one, to find those that are bad."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -98,8 +98,10 @@ def _checked(source: Source, record: Record) -> Record:
             decode_image(source.load(image), source.image_shape)
         except FAULTS as error:
             return record.with_fault(f"{source.image_fields[0]}: {fault_of(error)}")
-    elif image.dtype.is_floating and not np.isfinite(image).all():
-        (first, *_) = np.flatnonzero(~np.isfinite(image))
-        fault = f"{source.image_fields[first]} is {image[first]}, expected a number"
+        return record
+    row = image.get("dense") if isinstance(image, Mapping) else image
+    if row is not None and row.dtype.is_floating and not np.isfinite(row).all():
+        (first, *_) = np.flatnonzero(~np.isfinite(row))
+        fault = f"{source.image_fields[first]} is {row[first]}, expected a number"
         return record.with_fault(fault)
     return record

@@ -128,7 +128,10 @@ def not_numbers(
     if asked or not right:
         advice = "write numbers there, or name other columns"
     else:
-        advice = "leave out what is no number"
+        advice = (
+            "leave out what is no number, or name columns of text, too, to learn from "
+            "them as categories"
+        )
     name = "--feature_columns"
     if right:
         name += f"={_listed(right)}"

@@ -4,7 +4,7 @@ import contextlib
 import csv
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +16,7 @@ from towers.input_pipeline.sources.files.record import (
     Record,
     fault_of,
 )
-from towers.input_pipeline.sources.tables import columns, table_targets
+from towers.input_pipeline.sources.tables import categories, columns, table_targets
 from towers.input_pipeline.sources.targets import Target, TargetKind
 
 # How TensorFlow says that a field is empty, or holds something else.
@@ -36,10 +36,12 @@ class CSVSource(StreamFiles):
         label_column: see ``table_targets.read_names``. Whole numbers from 0 are classes
             as they are; texts are names of classes, which are numbered in sorted order;
             other numbers are numbers.
-        feature_columns: see ``columns.find_features``.
+        feature_columns: see ``columns.find_features``. Columns of text that are named
+            are categories: examples are then dicts of columns.
         target: what the labels are; see ``table_targets.choose``.
         class_names: see ``columns.order_classes``.
         num_classes: see ``FileSource``.
+        vocabularies: see ``Source``; None for what the training data have.
         **options: see ``FileSource``.
 
     Raises:
@@ -59,6 +61,7 @@ class CSVSource(StreamFiles):
         target: TargetKind | None = None,
         class_names: Sequence[str] | None = None,
         num_classes: int | None = None,
+        vocabularies: Mapping[str, Sequence[str]] | None = None,
         **options: Any,
     ):
         super().__init__(pattern, num_classes, **options)
@@ -76,14 +79,14 @@ class CSVSource(StreamFiles):
         self.image_fields = columns.find_features(first, names, labels, feature_columns)
         self._columns = names
         self._labels = [names.index(name) for name in labels]
+        self._find_class = None
+        texts = self._look_at_columns(first, asked=feature_columns is not None)
         self._features = [names.index(name) for name in self.image_fields]
         self.image_shape = (len(self._features),)
         # What is not used may be anything. Nothing stands in for what is missing.
         self._defaults = [tf.constant([""])] * len(names)
         for place in self._features:
             self._defaults[place] = tf.constant([], tf.float32)
-        self._find_class = None
-        texts = self._look_at_columns(first, asked=feature_columns is not None)
         found = {name: texts[name] for name in labels}
         self._look_at_labels(first, found, target, class_names or num_classes)
         self.reads = (self.label_field, *self.image_fields, self._fraction)
@@ -92,12 +95,23 @@ class CSVSource(StreamFiles):
             self._name_classes(num_classes, class_names)
         self._count_classes()
         self._hold_out()
+        if self.vocabularies:
+            found = vocabularies or self._read_vocabularies()
+            categories.check(self.name, self.vocabularies, found)
+            self.vocabularies, self.table_sizes = found, categories.table_sizes(found)
+            self._ids = categories.finders(found)
+            self.reads = (*self.reads, *self.vocabularies.items())
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
         fields = tf.io.decode_csv(records, self._defaults)
-        rows = tf.stack([fields[place] for place in self._features], axis=1)
-        return rows, self._targets_of([fields[place] for place in self._labels])
+        rows = [fields[place] for place in self._features]
+        of_categories = {
+            name: find(tf.strings.strip(fields[self._columns.index(name)]))
+            for name, find in self._ids.items()
+        }
+        x = categories.examples(tf.stack(rows, axis=1) if rows else None, of_categories)
+        return x, self._targets_of([fields[place] for place in self._labels])
 
     def _targets_of(self, fields: list[tf.Tensor]) -> tf.Tensor:
         """Targets of what stands in their columns."""
@@ -189,9 +203,15 @@ class CSVSource(StreamFiles):
             if not any(_is_number(text) or "\ufffd" in text for text in texts[name]):
                 found = texts[name]
                 wrong[name] = f"such as {found[0][:60]!r}" if found else "empty"
-        if wrong:
-            right = [name for name in self.image_fields if name not in wrong]
+        right = [name for name in self.image_fields if name not in wrong]
+        # Of text that is named; what is empty is neither.
+        chosen = [name for name in wrong if asked and texts[name]]
+        if len(wrong) > len(chosen):
             raise columns.not_numbers(path, wrong, right, asked)
+        self.image_fields = right
+        self.vocabularies = dict.fromkeys(chosen, ())
+        # Until these are known, which takes all files.
+        self._ids = categories.finders(self.vocabularies)
         for name in self.image_fields:
             numbers = [float(text) for text in texts[name] if _is_number(text)]
             others = [other for other in self.image_fields if other != name]
@@ -264,6 +284,23 @@ class CSVSource(StreamFiles):
     def _label_texts(self, lines: tf.Tensor) -> tf.Tensor:
         (texts,) = tf.io.decode_csv(lines, [""], select_cols=self._labels)
         return tf.strings.strip(texts)
+
+    def _read_vocabularies(self) -> dict[str, tuple[str, ...]]:
+        """Reads the columns of categories of the training data."""
+        names = [*self.vocabularies]
+        places = [self._columns.index(name) for name in names]
+        ordered = sorted(places)
+
+        def texts(_, lines):
+            empty = [""] * len(places)
+            fields = tf.io.decode_csv(lines, empty, select_cols=ordered)
+            return [tf.strings.strip(fields[ordered.index(each)]) for each in places]
+
+        split = "train" if "train" in self.splits else "test"
+        batches = self.records(split).batch(LABELS_AT_ONCE).map(texts)
+        # What is wrong with a row is said when it is read.
+        batches = batches.ignore_errors().as_numpy_iterator()
+        return categories.read_vocabularies(names, batches)
 
     def _check_row(self, where: str, line: tf.Tensor) -> None:
         row = _fields(where, _text(line))

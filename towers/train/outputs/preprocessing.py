@@ -7,7 +7,7 @@ its tokenizer in a folder. All of it runs in TensorFlow's graphs.
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -43,6 +43,8 @@ class Preprocessing:
         features: Names of the numbers of a row, or of a table's column of text.
         outputs: Names of the numbers that it tells, if they have names.
         scaling: What is done to them; `None` for nothing.
+        vocabularies: Texts of the columns of categories, by their names: what the model
+            gets is the place there, from 1, and 0 for any other.
     """
 
     task: str | None
@@ -57,6 +59,7 @@ class Preprocessing:
     features: tuple[str, ...] | None = None
     outputs: tuple[str, ...] | None = None
     scaling: input_pipeline.Scaling | None = None
+    vocabularies: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def known_task(self) -> Task | None:
@@ -142,13 +145,14 @@ def of(job: Any) -> Preprocessing:
     setup, data, settings = job.setup, job.data, job.settings
     facts, task = setup.facts, setup.task
     own = not isinstance(data, Data) or setup.defines("preprocess")
-    images, named = facts.input_kind == "image", facts.input_kind in ("row", "tokens")
+    images = facts.input_kind == "image"
+    named = facts.input_kind in ("row", "columns", "tokens")
     numbers = facts.target is not None and facts.target.kind == "numbers"
     return Preprocessing(
         task=task and task.name,
         from_logits=task is not None and model_parts.returns_logits(job.model, setup),
         input=facts.input_kind,
-        shape=() if own else tuple(facts.input_shape),
+        shape=_shape(facts, data) if not own else (),
         model=str(setup.mine.path.absolute()) if setup.mine else None,
         own=own,
         range=(-1.0, 1.0) if images else None,
@@ -157,7 +161,14 @@ def of(job: Any) -> Preprocessing:
         features=tuple(data.source.image_fields) if named and not own else None,
         outputs=facts.target.names if numbers else None,
         scaling=data.scaling,
+        vocabularies=dict(data.vocabularies),
     )
+
+
+def _shape(facts, data):
+    """Shape of an example; of columns, that of their numbers."""
+    columns = facts.input_kind == "columns"
+    return tuple(data.source.image_shape if columns else facts.input_shape)
 
 
 def write(job: Any) -> None:

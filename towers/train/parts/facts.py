@@ -1,6 +1,7 @@
 """What the data has: what a model, a task and the first lines of a run ask of it."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,6 +67,11 @@ class DataFacts:
             what, each = "row", f" of {words.count(shape[0], 'number')} to train on"
         elif self.input_kind == "tokens":
             what, each = "row", f" of {words.count(shape[0], 'token')} to train on"
+        elif self.input_kind == "columns":
+            count = sum(math.prod(shape[name]) for name in shape if name == "dense")
+            tables = words.count(len(self.table_sizes), "category", "categories")
+            what = "row"
+            each = f" of {words.count(count, 'number')} and {tables} to train on"
         else:
             what, each = "example", f" of {shape}"
         return f"{words.counted(examples, what)}{each}"
@@ -82,9 +88,7 @@ def of_source(source: input_pipeline.Source, shape: tuple[int, ...]) -> DataFact
     return DataFacts(
         source.name,
         source.input_kind,
-        keras.KerasTensor(
-            (None, *shape), "int32" if source.input_kind == "tokens" else None
-        ),
+        _inputs(source, shape),
         target,
         {
             "class": (),
@@ -94,12 +98,24 @@ def of_source(source: input_pipeline.Source, shape: tuple[int, ...]) -> DataFact
         }.get(target.kind, (target.size,)),
         vocabulary_size=tokenizer and tokenizer.size,
         feature_names=_feature_names(source),
+        table_sizes=source.table_sizes or None,
+    )
+
+
+def _inputs(source, shape):
+    """What a model gets, whose batch is unknown."""
+    if source.table_sizes:
+        ids = {name: keras.KerasTensor((None,), "int64") for name in source.table_sizes}
+        return ({"dense": keras.KerasTensor((None, *shape))} if shape[0] else {}) | ids
+    return keras.KerasTensor(
+        (None, *shape), "int32" if source.input_kind == "tokens" else None
     )
 
 
 def _feature_names(source):
     """What the numbers of a row are called, if they are columns of a table."""
-    names = source.image_fields if source.input_kind == "row" else ()
+    rows = source.input_kind in ("row", "columns")
+    names = source.image_fields if rows else ()
     return tuple(names) if len(names) == source.image_shape[0] else None
 
 

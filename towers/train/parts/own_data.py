@@ -43,6 +43,7 @@ class OwnData:
 
     bad_records = None
     scaling = None
+    vocabularies: ClassVar[Mapping[str, Sequence[str]]] = {}
     quarantines = ()
     # Of its stages, nothing is known.
     advice: ClassVar[Mapping[str, str]] = {}

@@ -78,6 +78,11 @@ class Data:
             found["val_loss"] = source.bytes_per_token.get(split)
         return found
 
+    @property
+    def vocabularies(self) -> Mapping[str, Sequence[str]]:
+        """Texts of the columns of categories, by their names."""
+        return self.source.vocabularies
+
     def notes(self) -> Sequence[str]:
         """Says what was decided about the data without being asked for."""
         return [*self.source.notes, *filter(None, [self.scaling_note])]

@@ -6,6 +6,7 @@ from towers import input_pipeline
 from towers.input_pipeline.specs import takes
 from towers.program.commands import read_image_size
 from towers.train.checks import DATA_FLAGS
+from towers.train.parts.data import scale
 from towers.train.parts.task import TASKS, described
 from towers.train.settings import DEFAULTS, Settings
 
@@ -40,6 +41,7 @@ def open_source(
     """
     options = {name: getattr(settings, name) for name in DATA_FLAGS}
     options["num_classes"] = num_classes
+    options["vocabularies"] = scale.read_vocabularies(settings)
     options["target"] = settings.task and TASKS[settings.task].kind
     if like is not None:
         target = like.target
@@ -49,7 +51,8 @@ def open_source(
             labels = target.names if target.row_shape else like.label_field
             options |= {"label_key": None, "label_column": labels}
         if takes(settings.dataset, "feature_columns") and like.input_kind == "row":
-            options["feature_columns"] = like.image_fields
+            options["feature_columns"] = [*like.image_fields, *like.vocabularies]
+            options["vocabularies"] = like.vocabularies or None
     if spec != settings.dataset:
         # All of it is for evaluation.
         options |= {"train_split": None, "eval_fraction": 0}
@@ -107,10 +110,10 @@ def choose_image_shape(
     settings: Settings, source: input_pipeline.Source
 ) -> tuple[int, ...]:
     """Decides the images' size: what --image_size says, else as they are."""
-    if source.input_kind in ("row", "tokens"):
-        of_tokens = source.input_kind == "tokens"
-        what = "tokens" if of_tokens else "numbers"
-        mixing = ("mixup_alpha", "cutmix_alpha") if of_tokens else ()
+    if source.input_kind != "image":
+        what = {"row": "numbers", "columns": "numbers and categories"}
+        what = what.get(source.input_kind, "tokens")
+        mixing = () if source.input_kind == "row" else ("mixup_alpha", "cutmix_alpha")
         for name in ("image_size", "recipe", "randaugment", *mixing):
             if getattr(settings, name) != getattr(DEFAULTS, name):
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""How a run scales rows of numbers: as it began, or by its training data."""
+"""What a run makes of columns: as it began, or by its training data."""
 
 import json
 import os
@@ -35,14 +35,12 @@ def choose(
                 "numbers; expected a table, so leave it out."
             )
         return None, ""
-    if not settings.clean and store.find(
-        os.path.join(settings.absolute_model_dir, "checkpoints")
-    ):
+    if _goes_on(settings):
         return _as_before(settings, source)
     asked = settings.scale
     if asked is None and source.name.partition(":")[0] in _TABLES:
         asked = "standard"
-    if asked != "standard":
+    if asked != "standard" or not source.image_fields:
         return None, ""
     with input_pipeline.blame_records(source):
         scaling = input_pipeline.measure_scaling(source)
@@ -52,7 +50,7 @@ def choose(
 
 def _as_before(settings, source):
     """The scaling of a run that goes on, or is evaluated."""
-    scaling = read(settings.absolute_model_dir)
+    scaling, _ = _read(settings.absolute_model_dir)
     before = "standard" if scaling else "none"
     if settings.scale not in (None, before):
         raise ValueError(
@@ -74,19 +72,30 @@ def _text(end):
     return f"Each column is scaled to mean 0 and standard deviation 1{end}"
 
 
-def read(model_dir: str) -> Scaling | None:
-    """Reads how a run scales rows; `None` if it does not.
+def read_vocabularies(settings: Settings) -> dict[str, list[str]] | None:
+    """Reads the ids that a run has given to texts; `None` if it begins now."""
+    if not _goes_on(settings):
+        return None
+    _, vocabularies = _read(settings.absolute_model_dir)
+    return vocabularies or None
 
-    Raises:
-        ValueError: The file is damaged.
-    """
+
+def _goes_on(settings):
+    """Whether there is a run to go on with, or to evaluate."""
+    folder = os.path.join(settings.absolute_model_dir, "checkpoints")
+    return not settings.clean and bool(store.find(folder))
+
+
+def _read(model_dir):
+    """The scaling of a run, `None` if it has none, and its vocabularies."""
     path = os.path.join(model_dir, PREPROCESSING)
     try:
         with open(path) as file:
-            found = json.load(file).get("scaling")
-            return found and Scaling.from_json(found)
+            found = json.load(file)
+        scaling = found.get("scaling")
+        return scaling and Scaling.from_json(scaling), found.get("vocabularies")
     except FileNotFoundError:
-        return None  # a run of before
+        return None, None  # a run of before
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read: {error}; expected what this run wrote, so copy it "

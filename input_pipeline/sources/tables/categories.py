@@ -1,0 +1,75 @@
+"""Columns of text that a model learns from: numbers of what they say."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.sources.tables import columns
+
+
+def read_vocabularies(
+    names: Sequence[str], batches: Iterable[Sequence[np.ndarray]]
+) -> dict[str, tuple[str, ...]]:
+    """Reads what stands in columns of training data.
+
+    Args:
+        names: of the columns.
+        batches: texts in UTF-8 [B] of each of them, by the batch.
+
+    Returns:
+        The different texts of each, sorted, without the empty one.
+    """
+    found = {name: set() for name in names}
+    for texts in batches:
+        for name, some in zip(names, texts, strict=True):
+            found[name] |= {*some.tolist()}
+    return {
+        name: tuple(sorted(text.decode(errors="replace") for text in texts - {b""}))
+        for name, texts in found.items()
+    }
+
+
+def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None:
+    """Checks that there is a vocabulary for each column of categories.
+
+    Raises:
+        ValueError: these are of other columns.
+    """
+    if {*names} != {*vocabularies}:
+        raise ValueError(
+            f"{where} has the columns of categories {', '.join(names)}, but there are "
+            f"vocabularies of {', '.join(vocabularies)}: expected the same columns, so "
+            "choose them by --feature_columns (in Python, feature_columns)"
+        )
+
+
+def table_sizes(vocabularies: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """How many ids each column has: 0 is for what is not in its vocabulary."""
+    return {name: len(texts) + 1 for name, texts in vocabularies.items()}
+
+
+def finders(
+    vocabularies: Mapping[str, Sequence[str]],
+) -> dict[str, Callable[[tf.Tensor], tf.Tensor]]:
+    """Makes functions of texts [B] that return ids, int64 [B]; by the columns' names.
+
+    An id is a text's place in the vocabulary, from 1; what is not in it is 0.
+    """
+
+    def finder(texts):
+        if not texts:
+            return lambda found: tf.zeros(tf.shape(found), tf.int64)
+        find = columns.class_finder(texts)
+        return lambda found: find(found) + 1
+
+    return {name: finder(texts) for name, texts in vocabularies.items()}
+
+
+def examples(
+    rows: tf.Tensor | None, of_categories: Mapping[str, tf.Tensor]
+) -> tf.Tensor | dict[str, tf.Tensor]:
+    """What a model gets: rows of numbers, or with categories, a dict of columns."""
+    if not of_categories:
+        return rows
+    return ({} if rows is None else {"dense": rows}) | of_categories
