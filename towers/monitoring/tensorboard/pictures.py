@@ -52,8 +52,8 @@ def write_mistakes(
 
     Args:
         model: The model; it returns a value for each class.
-        batches: As for `write_examples`, or of rows of numbers, which are no pictures.
-            The first is the largest.
+        batches: As for `write_examples`, or of rows of numbers or dicts of columns,
+            which are no pictures. The first is the largest.
         classes: The names of the classes.
         most: How many examples to show.
     """
@@ -64,14 +64,15 @@ def write_mistakes(
             counts = np.zeros([outputs.shape[-1]] * 2, int)
         np.add.at(counts, (labels, guesses), 1)
         for i in np.flatnonzero(guesses != labels)[: most - len(lines)]:
-            pictures.append(images[i])
+            if isinstance(images, tf.Tensor):  # columns are none
+                pictures.append(images[i])
             lines.append(f"{classes[labels[i]]}, taken for {classes[guesses[i]]}")
             names = (classes.drawn(each) for each in (labels[i], guesses[i]))
             captions.append("\ntaken for ".join(names))
         if counts.sum() >= _MOST_EXAMPLES:
             break
     if lines:
-        if len(pictures[0].shape) == 3:
+        if pictures and len(pictures[0].shape) == 3:
             _write_image("misclassified", drawing.sheet(np.stack(pictures), captions))
         _write_list("misclassified_as", lines)
     names = [classes.drawn(label) for label in range(len(counts))]
@@ -95,15 +96,20 @@ def table(counts: np.ndarray, classes: Classes) -> str:
 
 
 def _predicted(
-    predict: Callable[[tf.Tensor], np.ndarray], batches: Iterable
-) -> Iterator[tuple[tf.Tensor, np.ndarray, np.ndarray]]:
+    predict: Callable[[Any], np.ndarray], batches: Iterable
+) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
     """Yields images, labels and outputs of each batch."""
     size = None
+
+    def filled(values):
+        missing = [[0, size - len(values)], *[[0, 0]] * (values.ndim - 1)]
+        return tf.pad(values, missing)
+
     for images, labels in batches:
-        size = size or len(images)
+        size = size or len(labels)
         # A short batch is filled up: another size would be traced anew.
-        missing = [[0, size - len(images)], *[[0, 0]] * (images.ndim - 1)]
-        yield images, labels.numpy(), predict(tf.pad(images, missing))[: len(images)]
+        outputs = predict(tf.nest.map_structure(filled, images))
+        yield images, labels.numpy(), outputs[: len(labels)]
 
 
 def _write_image(tag, image):
