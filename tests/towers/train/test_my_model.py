@@ -188,6 +188,11 @@ def test_which_data_are_the_default(tmp_path):
         ),
         ("\ntrain_data = x, y[1:]\n", "--task=regression", "arrays of 39, 40 rows"),
         (
+            ARRAYS + "\noptimizer = keras.optimizers.SGD()\n",
+            "--task=regression --learning_rate=0.5",
+            r"--learning_rate=0.5, but optimizer of .* does not ask for learning_rate",
+        ),
+        (
             "\ntrain_data = x, y\neval_data = x[:, :1], y\n",
             "--task=regression",
             r"eval_data of mine.py has shapes \(None, 1\), but train_data",
@@ -341,6 +346,29 @@ def test_a_monitor_that_is_not_known(monitor, said):
     expected = pytest.raises(callbacks.UnknownMonitorError, match=said)
     with expected if said else contextlib.nullcontext():
         callback.on_train_batch_end(0, {"loss": 1.0, "a": 1.0})
+
+
+def test_several_inputs_by_name(tmp_path):
+    """`build` gets a dict of shapes, and returns a model that takes a dict."""
+    path = write(
+        tmp_path,
+        """
+        loss = "mse"
+        train_data = {"a": x, "b": x[:, :1]}, y
+
+        def build(input_shape):
+            inputs = {n: keras.Input(s, name=n) for n, s in input_shape.items()}
+            both = keras.layers.Concatenate()(list(inputs.values()))
+            return keras.Model(inputs, keras.layers.Dense(1)(both))
+        """,
+    )
+    job = assembled(f"--model={path}", f"--model_dir={tmp_path}/run")
+    assert {name: each.shape for name, each in job.model.input.items()} == {
+        "a": (None, 2),
+        "b": (None, 1),
+    }
+    (batch,) = parity_program.read_batches(job.setup, job.data, 2)[:1]
+    assert job.model(batch[0]).shape == (40, 1)
 
 
 def test_the_file_is_run_once(tmp_path):

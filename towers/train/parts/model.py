@@ -18,6 +18,7 @@ from towers.train.parts.task import described
 from towers.train.parts.training import objective
 from towers.train.parts.training.objective import is_one_hot
 from towers.train.parts.training.optimizer import build_optimizer, learning_rate
+from towers.train.settings import DEFAULTS
 
 NOT_FINITE = "not_finite.npz"
 
@@ -187,6 +188,7 @@ def compile_model(
     """Compiles the model, and builds its optimizer; see `build_optimizer`."""
     settings = setup.settings
     if setup.defines("optimizer"):
+        _check_learning_rate(setup)
         rate = learning_rate(settings, examples, steps_per_batch)
         optimizer = setup.mine.optimizer(learning_rate=rate, **setup.known)
     else:
@@ -198,6 +200,20 @@ def compile_model(
         jit_compile={"auto": "auto", "true": True, "false": False}[settings.enable_xla],
     )
     model.optimizer.build(model.trainable_variables)
+
+
+def _check_learning_rate(setup):
+    """Checks that a flag of the learning rate reaches the user's own optimizer."""
+    if setup.mine.asks("optimizer", "learning_rate"):
+        return
+    for name in ("learning_rate", "lr_schedule", "warmup_steps"):
+        if getattr(setup.settings, name) != getattr(DEFAULTS, name):
+            raise ValueError(
+                f"Received {setup.settings.as_flag(name)}, but optimizer of "
+                f"{str(setup.mine.path)!r} does not ask for learning_rate; expected a "
+                "function optimizer(learning_rate), so define one, or leave out the "
+                "flag."
+            )
 
 
 def _loss_and_metrics(setup, model):

@@ -71,6 +71,12 @@ class MyModel:
                 f"{type(error).__name__} ({said}); correct the function."
             ) from error
 
+    def asks(self, name: str, parameter: str) -> bool:
+        """Tells whether a function of the file asks for something, by its name."""
+        found = getattr(self.module, name)
+        asked = inspect.signature(found).parameters if inspect.isfunction(found) else ()
+        return parameter in asked
+
     # What the file may define. Each is `None` if it does not.
 
     def loss(self, **known: Any) -> Any:
