@@ -1,6 +1,6 @@
 """Tagging: is a character of Python code part of a name, a number, a text, ...?
 
-    towers train --model=examples/tagging.py --task=tagging --train_epochs=3
+    towers train --model=examples/tagging.py --task=tagging
 
 There is a tag for each character. Lines are padded to one length, and weights of 0 tell
 the loss and the metrics which characters are padding.
@@ -27,12 +27,13 @@ _KINDS = {
 
 
 def build(input_shape, num_outputs):
-    """Reads a line in both directions; a value for each tag and character."""
+    """Looks at the characters around each one; a value for each tag and character."""
     return keras.Sequential(
         [
             keras.Input(input_shape, dtype="int32"),
             keras.layers.Embedding(128, 16),
-            keras.layers.Bidirectional(keras.layers.GRU(32, return_sequences=True)),
+            keras.layers.Conv1D(64, 9, padding="same", activation="relu"),
+            keras.layers.Conv1D(64, 9, padding="same", activation="relu"),
             keras.layers.Dense(num_outputs),
         ]
     )
