@@ -48,6 +48,7 @@ from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.model import build_model, build_towers
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
+from towers.train.parts.training import fine_tune
 from towers.train.settings import DEFAULTS
 
 _PROGRAM = "towers.find_batch_size.probe"
@@ -131,6 +132,8 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
         # Not before: a library that finds no memory while it is imported says anything.
         limit_memory(settings.memory_limit_mb)
     model = build_model(setup, devices.home)
+    # What is frozen needs less memory; which weights it begins with does not matter.
+    fine_tune.prepare(settings.but(init_weights=None), model, goes_on=False)
     # What is there already, as nothing is known of the numbers that are allowed.
     own = opened.batches(1)[0] if isinstance(opened, OwnData) else None
     clock = Clock()

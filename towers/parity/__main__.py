@@ -33,6 +33,7 @@ from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.model import build_model, compile_model, make_preprocess
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
+from towers.train.parts.training import fine_tune
 from towers.train.settings import Settings
 
 
@@ -52,6 +53,8 @@ def check(settings: Settings) -> int:
     settings = opened.settings
     setup = setup_parts.of(settings, opened.facts, mine)
     model = build_model(setup, devices.home)
+    for note in fine_tune.prepare(settings, model, goes_on=False):
+        print(note)
     data = opened.prepare()
     with tf.device(devices.home):
         compile_model(setup, model, data.examples)

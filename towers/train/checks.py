@@ -150,6 +150,12 @@ def check_not_mixed(settings: Settings) -> Settings:
             "Received --mixup_alpha or --cutmix_alpha, which mix each tower's own "
             "examples and so never equal one device; leave them out."
         )
+    for name in ("label_smoothing", "class_weight"):
+        if getattr(settings, name) != getattr(DEFAULTS, name):
+            raise ValueError(
+                f"Received {settings.as_flag(name)}; expected the task's own loss of "
+                "plain labels, whose steps towers.parity compares, so leave it out."
+            )
     return settings
 
 

@@ -16,8 +16,13 @@ from tests.towers.train.runs import (
     weights,
 )
 from towers import input_pipeline
-from towers.train import callbacks
+from towers.input_pipeline.sources.targets import Target
+from towers.train import callbacks, checks, settings
 from towers.train import run as train_run
+from towers.train.parts.facts import DataFacts
+from towers.train.parts.setup import Setup
+from towers.train.parts.task import TASKS
+from towers.train.parts.training import objective
 from towers.train.parts.training.optimizer import build_optimizer, learning_rate
 from towers.train.settings import Settings
 
@@ -223,3 +228,93 @@ def test_options_of_the_optimizer():
     assert [config[name] for name in names] == [0.5, 3, True, 0.75]
     plain = build_optimizer(Settings(), 95, 1).get_config()
     assert [plain[name] for name in names[:3]] == [None, None, False]
+
+
+def of_task(name, size=2, **asked):
+    """A setup as far as its objective needs it."""
+    kind = TASKS[name].kind
+    target = Target(kind, size, ("ant", "bee") if kind == "class" else None)
+    facts = DataFacts("csv:a.csv", "row", keras.KerasTensor((None, 4)), target)
+    return Setup(Settings(**asked), facts, TASKS[name])
+
+
+def test_metrics_are_those_of_the_task():
+    asked = ("precision", "AUC", "F1Score")
+    found = objective.metrics(of_task("binary", metrics=asked), logits=False)
+    # What the task measures already is not measured twice.
+    assert [metric.name for metric in found] == [
+        "auc",
+        "accuracy",
+        "precision",
+        "f1_score",
+    ]
+    # A logit of 0 is a probability of 1/2.
+    precision = objective.metrics(of_task("binary", metrics=asked[:2]), logits=True)[-1]
+    precision.update_state([[1.0], [0.0], [1.0]], [[0.2], [-0.1], [-3.0]])
+    assert float(precision.result()) == 1.0
+    (_, iou) = objective.metrics(of_task("classification", metrics=("MeanIoU",)), True)
+    iou.update_state([0, 1], [[3.0, 1.0], [2.0, 5.0]])
+    assert float(iou.result()) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="F1Score, which needs probabilities"):
+        objective.metrics(of_task("binary", metrics=asked), logits=True)
+    with pytest.raises(ValueError, match="=AUC for --task=classification; expected"):
+        objective.metrics(of_task("classification", metrics=("AUC",)), logits=True)
+    known = {name for names in objective.METRICS.values() for name in names}
+    assert known == {*settings.METRICS}
+    assert all(hasattr(keras.metrics, name) for name in known)
+
+
+def test_labels_are_smoothed_where_there_are_some():
+    smooth = {"label_smoothing": 0.2}
+    loss = objective.loss(of_task("multilabel", 3, **smooth), logits=True)
+    assert type(loss) is keras.losses.BinaryCrossentropy
+    assert loss.get_config()["label_smoothing"] == 0.2
+    assert not objective.is_one_hot(of_task("binary", **smooth))
+    with pytest.raises(ValueError, match=r"=0\.2 for --task=segmentation; expected it"):
+        objective.loss(of_task("segmentation", **smooth), logits=True)
+
+
+def test_classes_are_weighted_by_name_or_number():
+    found = objective.class_weight(of_task("binary", class_weight=("bee:5",)), None)
+    assert found == {0: 1.0, 1: 5.0}
+    numbered = of_task("classification", class_weight=("0:2", "1:0.5"))
+    assert objective.class_weight(numbered, None) == {0: 2.0, 1: 0.5}
+    said = objective.class_weight_text(numbered, {0: 2.0, 1: 0.5})
+    assert said == "Class weights: ant 2, bee 0.5."
+    for asked, task, message in (
+        (("owl:2",), "classification", "no class 'owl'; expected some of 0, 1, ant"),
+        (("0:2",), "regression", "no classes of examples; leave it out"),
+        (("balanced",), "classification", "file of your own, which are not counted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            objective.class_weight(of_task(task, class_weight=asked), None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"clip_norm": 0.0}, "--clip_norm=0.0; expected a number above 0"),
+        ({"ema": 1.0}, "--ema=1.0; expected a momentum between 0 and 1"),
+        ({"accumulate_steps": 0}, "--accumulate_steps=0; expected at least 1"),
+        ({"early_stopping": 0}, "--early_stopping=0; expected at least 1"),
+        ({"label_smoothing": 1.0}, "--label_smoothing=1.0; expected at least 0 and"),
+        ({"warmup_steps": -1}, "--warmup_steps=-1; expected at least 0"),
+        ({"warmup_steps": 5, "max_train_steps": 5}, "end the warm-up and training"),
+        ({"metrics": ("Accuracie",)}, "expected metrics of keras.metrics, such as"),
+        ({"class_weight": ("0", "1")}, "--class_weight=0,1; expected balanced, or a"),
+        ({"class_weight": ("a:1", "a:2")}, "--class_weight=a:1,a:2; expected balanc"),
+        ({"class_weight": ("a:-1",)}, "--class_weight=a:-1; expected balanced, or"),
+        ({"class_weight": ("a:1",), "mixup_alpha": 0.2}, "with --mixup_alpha or"),
+    ],
+)
+def test_bad_flags_of_training(flags, message):
+    with pytest.raises(ValueError, match=message):
+        checks.check(Settings(**flags))
+
+
+@pytest.mark.parametrize(
+    "flags", [{"class_weight": ("balanced",)}, {"label_smoothing": 0.1}]
+)
+def test_parity_compares_plain_losses(flags):
+    with pytest.raises(ValueError, match="so leave it out"):
+        checks.check_not_mixed(Settings(**flags))
