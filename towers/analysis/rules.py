@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.analysis.dependence import Culprit, Reader
-from towers.analysis.kinds import UNKNOWN, Dependence
+from towers.analysis.kinds import SIZE, UNKNOWN, Dependence
 from towers.analysis.layer_calls import parts, recorded_layers
 from towers.analysis.loss_graph import LossGraph
 
@@ -172,6 +172,8 @@ class Rules:
             self.reasons[name] = "an update that is no addition"
             return
         kinds = {self._reader.of(added): added for added in addends}
+        if SIZE in kinds:  # numbers of examples add up
+            kinds[Dependence.SUM] = kinds.pop(SIZE)
         if len(kinds) == 1:
             (self._found[name],) = kinds
         if self._found[name] not in ADDED_UP:

@@ -113,13 +113,22 @@ def _is_over_rows(equation):
     return inputs[0] == outputs[0] and inputs[0] not in inputs[1:] + kernel
 
 
-def is_additive(metric: keras.metrics.Metric) -> bool:
-    """Whether a batch is known to add to a metric's variables what its parts add."""
-    if not type(metric).__module__.startswith("keras."):
-        return False
+def is_additive(metric: keras.metrics.Metric, ranks: Sequence[int | None] = ()) -> bool:
+    """Whether a batch is known to add to a metric's variables what its parts add.
+
+    Args:
+        metric: The metric.
+        ranks: Of the model's outputs, the numbers of axes; none if they are not known.
+    """
     # A function of the user's may do anything.
-    function = getattr(metric, "_fn", None)
-    return (getattr(function, "__module__", None) or "keras.").startswith("keras.")
+    functions = [f for f in [getattr(metric, "_fn", None)] if f is not None]
+    modules = [getattr(each, "__module__", None) for each in (type(metric), *functions)]
+    if not all((module or "").startswith("keras.") for module in modules):
+        return False
+    # Not all of Keras's metrics that have an axis tell it.
+    options = metric.get_config() | getattr(metric, "_fn_kwargs", {})
+    axes = tf.nest.flatten(options.get("axis", -1))
+    return not any(_is_first(axis, ranks) for axis in axes)
 
 
 @functools.cache

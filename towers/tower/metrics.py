@@ -64,7 +64,8 @@ def changes(
     found = [scope.get_current_value(variable) for variable in variables]
     if not rules.complete:
         made = graph.get_operations()[before:]
-        _read(model, rules, variables, nothing, found, made)
+        ranks = [output.shape.rank for output in tf.nest.flatten(outputs)]
+        _read(model, rules, ranks, variables, nothing, found, made)
     return [
         None if new is old else new for old, new in zip(nothing, found, strict=True)
     ]
@@ -86,13 +87,13 @@ def refused(model: keras.Model, rules: Rules) -> dict[keras.metrics.Metric, str]
     return found
 
 
-def _read(model, rules, variables, nothing, found, made):
+def _read(model, rules, ranks, variables, nothing, found, made):
     acts = any(True for _ in effects.of(made))
     inside = {op.name for op in made}
     trusted = {
         id(variable)
         for metric in compiled_metrics(model).metrics
-        if is_additive(metric)
+        if is_additive(metric, ranks)
         for variable in metric.variables
     }
     olds = {key(old) for old in nothing}
