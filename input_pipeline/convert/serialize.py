@@ -79,11 +79,11 @@ def choose_form(source: Source, size: tuple[int, int] | None, raw: str) -> Form:
     Raises:
         ValueError: that is not possible with these.
     """
-    if source.table_sizes or source.target.kind not in ("class", "numbers", "labels"):
+    if source.input_kind not in ("image", "row") or source.target.kind != "class":
         raise ValueError(
-            f"{source.name} has {source.input_kind} and a target of kind "
-            f"{source.target.kind}: expected images or rows of numbers, and classes, "
-            "numbers or labels, which is what can be written"
+            f"{source.name} has examples of kind {source.input_kind!r} and a target of "
+            f"kind {source.target.kind!r}: expected images or rows of numbers, and "
+            "classes, as nothing else can be written; train on the files as they are"
         )
     if len(source.image_shape) != 3:
         if size is not None or raw != "auto":
