@@ -18,7 +18,7 @@ from towers.input_pipeline.sources.texts.documents import Documents, chunks
 from towers.input_pipeline.text import Tokenizer
 from towers.program import words
 
-_CHUNK = 2**18
+_CHUNK = 2**15
 _AT_ONCE = 2**20
 _THREADS = os.cpu_count() or 1
 

@@ -2,9 +2,11 @@ import ast
 
 import numpy as np
 import pytest
+from tensorflow.data.experimental import service
 
 from towers import input_pipeline
 from towers.input_pipeline import text
+from towers.input_pipeline.convert import conversion
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.sources.files.record import BadRecordError
 from towers.input_pipeline.sources.texts import documents, tokens
@@ -201,6 +203,24 @@ def test_too_little_text_is_said(tmp_path):
         _open(tmp_path, 0)
     with pytest.raises(ValueError, match="no file matches"):
         input_pipeline.open_source("text:missing/*.txt")
+
+
+def test_text_is_not_converted(tmp_path):
+    _write(tmp_path, "abcdefgh")
+    with pytest.raises(ValueError, match="is text, which training reads as fast"):
+        conversion.convert(_open(tmp_path), str(tmp_path / "converted"))
+
+
+@pytest.mark.slow
+def test_workers_of_a_service_make_the_same_batches(tmp_path):
+    _write(tmp_path, *[f"{k} bottles of beer" for k in range(12)])
+    source = _open(tmp_path)
+    wanted = _rows(source, seed=3)
+    dispatcher = service.DispatchServer()
+    address = dispatcher.target.partition("://")[2]
+    worker = service.WorkerServer(service.WorkerConfig(dispatcher_address=address))
+    assert _rows(source, seed=3, data_service=dispatcher.target) == wanted
+    del worker
 
 
 def test_tokens_that_do_not_fit_into_memory_are_said(tmp_path, monkeypatch):
