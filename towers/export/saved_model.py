@@ -37,6 +37,13 @@ def _takes(trained):
     if known.input == "row":
         return tf.TensorSpec([None, *known.shape], tf.float32, name="rows")
     names = {"image": "pictures", "tokens": "texts"}
+    if known.input not in names or known.task == "language_model":
+        what = "writes text" if known.input in names else f"takes {known.input}"
+        raise ValueError(
+            f"This run's model {what}, for which there is no signature yet; expected "
+            "one of pictures, rows of numbers or labelled texts, so save model.keras "
+            "by its export() in Keras."
+        )
     return tf.TensorSpec([None], tf.string, name=names[known.input])
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -224,6 +225,17 @@ def test_what_a_file_prepares_is_not_guessed(tmp_path):
     (tmp_path / "preprocessing.json").write_text('{"scaling": null}')
     with pytest.raises(ValueError, match=r"Cannot read .*; expected the model_dir of"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "task", "said"),
+    [("columns", "binary", "takes columns"), ("tokens", "language_model", "writes te")],
+)
+def test_what_has_no_signature_is_not_exported(tmp_path, given, task, said):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    trained = Trained(model, Preprocessing(task, True, given, (2,)))
+    with pytest.raises(ValueError, match=said):
+        saved_model.write(trained, str(tmp_path / "exported"))
 
 
 def test_scaling_is_kept_exactly(tmp_path):
