@@ -145,8 +145,7 @@ def _shows_mistakes(job):
     task = job.setup.task
     plain = not job.setup.defines("preprocess")
     chooses = task is not None and (task.kind, task.of_classes) == ("class", True)
-    one_input = isinstance(job.setup.facts.inputs, keras.KerasTensor)
-    return chooses and plain and one_input and job.settings.dataset is not None
+    return chooses and plain and job.settings.dataset is not None
 
 
 def make_watch(job: Job) -> Watch:
