@@ -18,7 +18,8 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
     mirrored, mirrored_loop     MirroredStrategy: Keras fit; a loop by hand, no metrics
     jax                         Keras fit on JAX, DataParallel (needs jax)
     ddp                         PyTorch DistributedDataParallel, a loop by hand, no
-                                metrics, on mlp and resnet20 (needs torch)
+                                metrics, on mlp, resnet20 and transformer_lm (needs
+                                torch)
     tf_cnn:MODE                 tf_cnn_benchmarks on input that stays on the devices, no
                                 metrics, not on embedding; parameter_server, replicated
                                 or independent, which never synchronizes (needs

@@ -40,7 +40,7 @@ KINDS = {
     "ddp": Kind(
         "PyTorch DistributedDataParallel",
         "torch_ddp",
-        works=("mlp", "resnet20"),
+        works=("mlp", "resnet20", "transformer_lm"),
     ),
     "tf_cnn": Kind(
         "tf_cnn_benchmarks",

@@ -32,6 +32,10 @@ WORKS = {
     "mlp": Work((784,), 32, warmup=60, steps=300),
     "resnet20": Work((32, 32, 3), 64, warmup=5, steps=12),
     "embedding": Work((20,), 128, warmup=5, steps=30),
+    # Tokens, of a vocabulary of 16,000; the next token of each is to be told.
+    "transformer_lm": Work((128,), 4, warmup=3, steps=6, classes=16_000),
+    # Numbers, beside eight tables of a million rows.
+    "dlrm": Work((13,), 128, warmup=5, steps=20, classes=2),
     # For the time to the first step, and for memory.
     "resnet50": Work((64, 64, 3), 2, warmup=1, steps=2),
     # For GPUs.
@@ -39,7 +43,9 @@ WORKS = {
         (224, 224, 3), 128, warmup=10, steps=20, classes=1000, policy="mixed_float16"
     ),
 }
-ROWS = 1_000_000  # of the embedding
+ROWS = 1_000_000  # of the embedding, and of each table
+TABLES = 8
+LAYERS, WIDTH, HEADS = 4, 256, 4  # of the language model
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 
@@ -48,15 +54,24 @@ def batch(name: str, towers: int):
     """Makes the batch that each step trains on.
 
     Returns:
-        Two arrays: examples [towers * examples a tower, *shape], and labels.
+        Two arrays: examples [towers * examples a tower, *shape], and labels. Of dlrm,
+        examples are a dict of arrays, by column.
     """
     import numpy as np
 
     work = WORKS[name]
     count = work.examples * towers
     random = np.random.default_rng(0)
+    if name == "transformer_lm":
+        tokens = random.integers(0, work.classes, (count, work.shape[0] + 1))
+        return tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
     if name == "embedding":
         x = random.integers(0, ROWS, (count, *work.shape)).astype("int32")
+    elif name == "dlrm":
+        # As clicks are: few ids are frequent, and most are rare.
+        ids = np.minimum(random.zipf(1.2, (TABLES, count)), ROWS) - 1
+        x = {f"id_{i}": ids[i].astype("int64") for i in range(TABLES)}
+        x["numbers"] = random.standard_normal((count, *work.shape), "float32")
     else:
         x = random.standard_normal((count, *work.shape), "float32")
     return x, random.integers(0, work.classes, count).astype("int32")
@@ -71,6 +86,25 @@ def build(name: str):
     work = WORKS[name]
     keras.config.set_dtype_policy(work.policy)
     keras.utils.set_random_seed(0)
+    if name == "transformer_lm":
+        (length,) = work.shape
+        facts = models.Facts(
+            input_shape=work.shape,
+            num_outputs=work.classes,
+            vocabulary_size=work.classes,
+            sequence_length=length,
+        )
+        options = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "dropout": 0.0}
+        return models.build(name, facts, options=options, seed=0)
+    if name == "dlrm":
+        tables = {f"id_{i}": ROWS for i in range(TABLES)}
+        facts = models.Facts(
+            input_shape={"numbers": work.shape, **dict.fromkeys(tables, ())},
+            num_outputs=work.classes,
+            num_classes=work.classes,
+            table_sizes=tables,
+        )
+        return models.build(name, facts, seed=0)
     if name == "resnet20":
         return models.build(
             name, input_shape=work.shape, num_classes=work.classes, seed=0
@@ -98,8 +132,8 @@ def optimizer(name: str):
     """Makes the Keras optimizer."""
     import keras
 
-    # Momentum would touch each row of an embedding in every step.
-    momentum = 0.0 if name == "embedding" else MOMENTUM
+    # Momentum would touch each row of a table in every step.
+    momentum = 0.0 if name in ("embedding", "dlrm") else MOMENTUM
     return keras.optimizers.SGD(LEARNING_RATE, momentum=momentum)
 
 

@@ -75,7 +75,8 @@ def _build(rank, job):
     """Builds a replica, and returns the function that trains a step."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    network = {"mlp": _mlp, "resnet20": _resnet20}[job.work]().to(device)
+    build = {"mlp": _mlp, "resnet20": _resnet20, "transformer_lm": _LanguageModel}
+    network = build[job.work]().to(device)
     model = nn.parallel.DistributedDataParallel(network)
     optimizer = torch.optim.SGD(
         model.parameters(), works.LEARNING_RATE, momentum=works.MOMENTUM
@@ -87,7 +88,7 @@ def _build(rank, job):
 
     def step():
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
+        loss = functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
         loss.backward()
         optimizer.step()
         # As `fit` does, it waits for the loss.
@@ -116,6 +117,57 @@ def _mlp():
         for layer in (nn.Linear(before, after), nn.ReLU())
     ]
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], works.WORKS["mlp"].classes))
+
+
+class _LanguageModel(nn.Module):
+    """A decoder as `models.text.transformer_lm`, with its positions."""
+
+    def __init__(self):
+        super().__init__()
+        work = works.WORKS["transformer_lm"]
+        self.embedding = nn.Embedding(work.classes, works.WIDTH)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.blocks = nn.ModuleList(_Decoder() for _ in range(works.LAYERS))
+        self.norm = nn.LayerNorm(works.WIDTH)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(self.norm(x), self.embedding.weight)
+
+
+class _Decoder(nn.Module):
+    """Attention with rotary positions, and a perceptron."""
+
+    def __init__(self):
+        super().__init__()
+        width = works.WIDTH
+        self.attention_norm, self.expand_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.expand, self.reduce = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        shape = batch, length, 3, works.HEADS, width // works.HEADS
+        q, k, v = self.project(self.attention_norm(x)).view(shape).unbind(2)
+        q, k, v = (t.transpose(1, 2) for t in (_turned(q), _turned(k), v))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.output(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.reduce(functional.gelu(self.expand(self.expand_norm(x))))
+
+
+def _turned(x):
+    """Turns pairs of features [batch, tokens, heads, size] by their positions."""
+    half = x.shape[-1] // 2
+    rate = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
+    angle = torch.arange(x.shape[1], device=x.device)[:, None, None] * rate
+    first, second = x[..., :half], x[..., half:]
+    sin, cos = angle.sin(), angle.cos()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 class _Block(nn.Module):
