@@ -93,11 +93,15 @@ _FEED, _TOTAL = "towers_feed_", "towers_total_"
 
 
 class _Cut:
-    """A part of a graph, from what it is fed with to some tensors."""
+    """A part of a graph, from what it is fed with to some tensors.
+
+    What it is fed with has names, and no nodes: XLA could not compile a placeholder.
+    """
 
     def __init__(self, tensors, feeds, taken=None, totals=()):
         self._tensors = [tensor.name for tensor in tensors]
-        self._graph, self._fed = GraphDef(), {}
+        self._graph = GraphDef()
+        self._fed = {f"{_TOTAL}{j}" for j in range(len(totals))}
         names = {
             key(feed): f"{_FEED}{i}"
             for i, feed in enumerate(_flat(feeds))
@@ -107,7 +111,7 @@ class _Cut:
 
         def source(tensor):
             if (name := names.get(key(tensor))) is not None:
-                self._fed[name] = tensor.dtype
+                self._fed.add(name)
                 return name
             waiting.append(tensor.op)
             return tensor.name
@@ -132,11 +136,6 @@ class _Cut:
             # Without what only had to come before.
             del node.input[:]
             node.input.extend(inputs)
-        for j, total in enumerate(totals):
-            self._fed[f"{_TOTAL}{j}"] = total.dtype
-        for name, dtype in self._fed.items():
-            node = self._graph.node.add(name=name, op="Placeholder")
-            node.attr["dtype"].type = dtype.as_datatype_enum
         keep_functions(self._graph, tensors[0].graph)
 
     def takes_more_than(self, feeds):

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.analysis.dependence import Culprit, Reader
-from towers.analysis.kinds import SIZE, UNKNOWN, Dependence
+from towers.analysis.kinds import SIZE, SUM, UNKNOWN, Dependence
 from towers.analysis.layer_calls import parts, recorded_layers
 from towers.analysis.loss_graph import LossGraph
 
@@ -171,13 +171,15 @@ class Rules:
         if addends is None:
             self.reasons[name] = "an update that is no addition"
             return
-        kinds = {self._reader.of(added): added for added in addends}
-        if SIZE in kinds:  # numbers of examples add up
-            kinds[Dependence.SUM] = kinds.pop(SIZE)
-        if len(kinds) == 1:
-            (self._found[name],) = kinds
+        kinds = [*map(self._reader.of, addends)]
+        # A number of examples adds up, too.
+        kinds = [SUM if kind is SIZE else kind for kind in kinds]
+        if len({*kinds}) == 1:
+            self._found[name] = kinds[0]
         if self._found[name] not in ADDED_UP:
-            self.reasons[name] = str(self._reader.why([*kinds.values()][-1]))
+            pairs = zip(addends, kinds, strict=True)
+            culprits = [added for added, kind in pairs if kind not in ADDED_UP]
+            self.reasons[name] = str(self._reader.why((culprits or addends)[0]))
 
     def lay_down(self, name: str, rule: Dependence) -> None:
         """Lays down a rule that is known without reading."""

@@ -105,7 +105,8 @@ def _read(model, rules, ranks, variables, nothing, found, made):
         name = f"metric {i}"
         rules.change(name, None if acts else _addends(new, old, olds, inside))
         # Of Keras's own, even where its graph cannot be read.
-        if rules[name] not in ADDED_UP and id(variable) in trusted and rules.apart:
+        unknown = rules[name] is Dependence.UNKNOWN
+        if unknown and id(variable) in trusted and rules.apart:
             rules.lay_down(name, Dependence.SUM)
 
 
