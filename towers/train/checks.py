@@ -39,6 +39,7 @@ _BOUNDS = (
     ("batch_size", 1, None),
     ("train_epochs", 1, None),
     ("max_train_steps", 1, None),
+    ("eval_steps", 1, None),
     ("max_staleness", 0, None),
     ("num_gpus", 1, None),
     ("num_classes", 1, None),

@@ -46,6 +46,10 @@ HELPS = {
         **data_flags.HELPS,
         "train_split": "Split of digits and tfds: to train on, such as train[:90%].",
         "eval_split": "Split of digits and tfds: to validate on, such as train[:90%].",
+        "eval_steps": (
+            "Number of batches of the validation data to evaluate on, which are always "
+            "the same. Default: all."
+        ),
         "scale": (
             "How to scale columns of numbers. standard: each to mean 0 and standard "
             "deviation 1 of the training data. none: not. Default: standard for csv: "

@@ -74,6 +74,7 @@ class Settings:
     label_key: str | None = None
     train_split: str | None = None
     eval_split: str | None = None
+    eval_steps: int | None = None
     scale: Literal[*SCALES] | None = None
     bad_records: Literal[*BAD_RECORDS] = "fail"
     max_bad_records: int = 100

@@ -9,6 +9,7 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.towers.train.runs import (
     setup,
@@ -27,6 +28,7 @@ from towers.train.outputs import start as first_lines
 from towers.train.outputs import summary as last_lines
 from towers.train.parts import data as data_parts
 from towers.train.parts import model as model_parts
+from towers.train.parts import own_data
 from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.training.optimizer import build_optimizer, learning_rate
 from towers.train.settings import Settings
@@ -332,6 +334,20 @@ def test_a_table_is_evaluated_by_the_columns_it_was_trained_on(tmp_path):
     assert (row.numpy().tolist(), int(label)) == ([1, 2], 1)
     with pytest.raises(ValueError, match=r"'x', but .*c\.csv has the columns"):
         data_parts.open_source(asked, others, 2, like=source)
+
+
+def test_only_the_first_batches_are_evaluated(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n1,2,1\n" * 20)
+    asked = Settings(
+        dataset=f"csv:{tmp_path}/a.csv", eval_fraction=0.5, batch_size=3, eval_steps=2
+    )
+    data = data_parts.open_data(asked, None).prepare()
+    assert [len(y) for _, y in data.evaluation] == [3, 3]
+    batches = tf.data.Dataset.range(9).batch(2)
+    assert len(list(own_data.first(batches, 4))) == 4
+    assert own_data.first(batches, None) is batches
+    with pytest.raises(ValueError, match="--eval_steps=4, but eval_data is a PyDatas"):
+        own_data.first(keras.utils.PyDataset(), 4)
 
 
 def test_rows_are_not_augmented():

@@ -93,6 +93,9 @@ def _validation_notes(job, held_out, split):
                 f"classes, so {first!r} in one is taken for label 0 in the other."
             )
     examples = words.counted(held_out.splits[split], "example")
+    steps, batch = job.settings.eval_steps, job.settings.batch_size
+    if steps is not None:
+        examples += f", of which the first {steps * batch:,} at most are evaluated"
     return [*notes, f"Validation {held_out.name}: {examples}."]
 
 

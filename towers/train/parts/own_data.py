@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -49,10 +50,11 @@ class OwnData:
     advice: ClassVar[Mapping[str, str]] = {}
     bytes_per_token: ClassVar[Mapping[str, float]] = {}
 
-    @property
+    @functools.cached_property
     def evaluation(self) -> tf.data.Dataset | keras.utils.PyDataset:
         """What to evaluate on: held out, else the training data."""
-        return self.training if self.held_out is None else self.held_out
+        data = self.training if self.held_out is None else self.held_out
+        return first(data, self.settings.eval_steps)
 
     def steps_per_epoch(self) -> None:
         """An epoch is what the data have; see `Data.steps_per_epoch`."""
@@ -170,6 +172,24 @@ def _batched(settings, name, data, shuffled):
             size = int(tf.shape(keras.tree.flatten(first)[0])[0])
     known = count is not None and count >= 0
     return data, count * size if known else None, size
+
+
+def first(
+    data: tf.data.Dataset | keras.utils.PyDataset, steps: int | None
+) -> tf.data.Dataset | keras.utils.PyDataset:
+    """Returns the first batches of data to evaluate on, as --eval_steps says.
+
+    Raises:
+        ValueError: It is asked for of a PyDataset.
+    """
+    if steps is None:
+        return data
+    if isinstance(data, keras.utils.PyDataset):
+        raise ValueError(
+            f"Received --eval_steps={steps}, but eval_data is a PyDataset; expected a "
+            "tf.data.Dataset or arrays, so let the PyDataset have fewer batches."
+        )
+    return data.take(steps)
 
 
 def _of_arrays(settings, name, arrays, shuffled):

@@ -119,7 +119,8 @@ class Data:
     @functools.cached_property
     def evaluation(self) -> tf.data.Dataset:
         """What to evaluate on, in order."""
-        return self._open(*self.evaluated, training=False)
+        data = self._open(*self.evaluated, training=False)
+        return own_data.first(data, self.settings.eval_steps)
 
     @property
     def advice(self) -> Mapping[str, str]:
