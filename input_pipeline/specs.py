@@ -21,6 +21,7 @@ FORMS = {
     "text": "text:GLOB",
     "conll": "conll:GLOB",
     "synthetic": "synthetic:HxWxC:CLASSES[:COUNT]",
+    "zipf": "zipf:NUMBERS:TABLESxROWS[:COUNT]",
 }
 
 # The sources of Python's standard library.
@@ -64,6 +65,7 @@ _TAKES = {
         "skip_bad",
     ),
     "synthetic": ("seed",),
+    "zipf": ("seed",),
 }
 
 
@@ -194,6 +196,8 @@ def check(spec: str) -> None:
         )
     if kind == "synthetic":
         read_synthetic(rest)
+    if kind == "zipf":
+        read_zipf(rest)
     if kind not in FILE_KINDS or "://" in rest or spec == PYTHON:
         return
     path = os.path.expanduser(rest)
@@ -253,5 +257,25 @@ def read_synthetic(rest: str) -> list[int | None]:
             f"'synthetic:{rest}' cannot be read: expected synthetic:HxWxC:CLASSES or "
             "synthetic:HxWxC:CLASSES:COUNT with positive numbers, such as "
             "synthetic:32x32x3:10:1024"
+        )
+    return numbers
+
+
+def read_zipf(rest: str) -> list[int | None]:
+    """Reads what follows ``zipf:``.
+
+    Returns:
+        Numbers, tables and ids of a table; the number of examples, None if not given.
+
+    Raises:
+        ValueError: it is not NUMBERS:TABLESxROWS or NUMBERS:TABLESxROWS:COUNT.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)x(\d+)(?::(\d+))?", rest)
+    numbers = [digits and int(digits) for digits in match.groups()] if match else [0, 0]
+    if 0 in numbers[1:]:
+        raise ValueError(
+            f"'zipf:{rest}' cannot be read: expected zipf:NUMBERS:TABLESxROWS or "
+            "zipf:NUMBERS:TABLESxROWS:COUNT with positive numbers, such as "
+            "zipf:13:8x1000:65536"
         )
     return numbers

@@ -34,6 +34,7 @@ _OPENERS = {
     "text": ("texts.packed", "TextSource"),
     "conll": ("texts.conll", "CoNLLSource"),
     "synthetic": ("synthetic", "open_synthetic"),
+    "zipf": ("zipf", "open_zipf"),
 }
 # With a column of text.
 _OF_TEXT = {
@@ -58,10 +59,11 @@ def open_source(
     Args:
         spec: ``digits``, ``tfds:NAME``, ``tfrecord:GLOB``, ``array_record:GLOB``,
             ``parquet:GLOB``, ``csv:GLOB``, ``folder:DIR``, ``text:GLOB``,
-            ``text:python``, ``conll:GLOB`` or ``synthetic:HxWxC:CLASSES[:COUNT]``.
+            ``text:python``, ``conll:GLOB``, ``synthetic:HxWxC:CLASSES[:COUNT]`` or
+            ``zipf:NUMBERS:TABLESxROWS[:COUNT]``.
         data_dir: folder where ``digits`` and ``tfds:`` store their files. None: TFDS's
             default folder.
-        seed: seed of the images of ``synthetic:``.
+        seed: seed of the examples of ``synthetic:`` and ``zipf:``.
         skip_bad: whether to look beyond bad records for what must be known of all
             records. This alone does not leave them out; see ``Source.without``.
         **options: what only some kinds of data sets take; see ``SourceOptions``.

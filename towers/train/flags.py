@@ -35,7 +35,8 @@ HELPS = {
         "dataset": (
             "Data set to train on: digits, tfds:NAME, tfrecord:GLOB, "
             "array_record:GLOB, parquet:GLOB, csv:GLOB, folder:DIR, text:GLOB, "
-            "text:python, conll:GLOB or synthetic:HxWxC:CLASSES. Default: train_data "
+            "text:python, conll:GLOB, synthetic:HxWxC:CLASSES or "
+            "zipf:NUMBERS:TABLESxROWS. Default: train_data "
             "of --model=FILE.py, if it is defined there, else digits."
         ),
         "eval_dataset": (
