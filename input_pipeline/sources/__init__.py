@@ -34,7 +34,7 @@ _OPENERS = {
     "text": ("texts.packed", "TextSource"),
     "conll": ("texts.conll", "CoNLLSource"),
     "synthetic": ("synthetic", "open_synthetic"),
-    "zipf": ("zipf", "open_zipf"),
+    "zipf": ("tables.zipf", "open_zipf"),
 }
 # With a column of text.
 _OF_TEXT = {

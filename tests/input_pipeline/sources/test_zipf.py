@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from towers import input_pipeline
 from towers.input_pipeline import specs
-from towers.input_pipeline.sources.zipf import ZipfSource
+from towers.input_pipeline.sources.tables.zipf import ZipfSource
 
 
 def _all(source, split="train"):
