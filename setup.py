@@ -87,6 +87,8 @@ setup(
         "array_record": ARRAY_RECORD,
         "parquet": PARQUET,
         "text": TEXT,
+        # Models of which tests/models/test_hub.py trains a step.
+        "hub": ["keras-hub>=0.32,<0.33"],
         "plots": PLOTS,
         "report": REPORT,
         "profile": PROFILE,

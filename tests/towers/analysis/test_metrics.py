@@ -160,14 +160,13 @@ def _two_outputs():
     return keras.Model(inputs, {"first": first, "second": second})
 
 
-def _compiled(model, eagerly):
+def _compiled(model):
     twice = keras.metrics.MeanAbsoluteError(name="twice")
     model.compile(
         keras.optimizers.SGD(0.1),
         {"first": "sparse_categorical_crossentropy", "second": "mse"},
         metrics={"first": ["accuracy"], "second": [twice, "mse", Largest("largest")]},
         weighted_metrics={"first": ["accuracy"], "second": [Total(), twice]},
-        run_eagerly=eagerly,
     )
     return model
 
@@ -177,7 +176,7 @@ def _trained(towers):
     model = _two_outputs()
     if towers:
         model = multi_gpu_model(model, gpus=towers)
-    _compiled(model, eagerly=not towers)
+    _compiled(model)
     random = np.random.default_rng(0)
     x = random.normal(size=(19, 4)).astype("float32")
     y = {
