@@ -47,8 +47,9 @@ class LossGraph:
             rules: How the scalars of all towers make the whole batch's.
 
         Raises:
-            ValueError: The values need something else, or a total needs the shape of
-                outputs that is not known.
+            ValueError: The values need something else, or have a gradient of their own
+                that cannot be copied, or a total needs the shape of outputs that is not
+                known.
         """
         self.rules = rules
         found = {key(total.tensor): total for total in totals.values()}
@@ -125,6 +126,9 @@ class _Cut:
             seen.add(op.name)
             if op.type.startswith("Placeholder"):
                 raise ValueError(f"'{op.name}', which is not a part of the loss")
+            if "_gradient_op_type" in op.node_def.attr:
+                # That function knows the tensors of this graph, and no copies.
+                raise ValueError(f"'{op.name}' ({op.type}), with its own gradient")
             node = self._graph.node.add()
             node.CopyFrom(op.node_def)
             node.device = ""

@@ -46,6 +46,11 @@ def _clipped(x):
     return x, lambda gradient: tf.clip_by_norm(gradient, 0.1)
 
 
+@tf.function(autograph=False)
+def _in_function(x, y):
+    return tf.reduce_mean(tf.square(y - tf.reduce_sum(x, -1)))
+
+
 def _convolve(x, w):
     kernel = tf.reshape(w, [2, 2, 1, 2])
     return tf.nn.conv2d(x[:, None, :, None], kernel, 1, "SAME")
@@ -116,6 +121,17 @@ def _convolve(x, w):
             ),
             MEAN,
         ),
+        # With gradients of their own: of TensorFlow, and of a user's.
+        (lambda x, y, w: tf.nn.silu(x), ROWS),
+        (lambda x, y, w: _clipped(x), UNKNOWN),
+        (lambda x, y, w: _in_function(x, y), MEAN),
+        (lambda x, y, w: tf.cond(w[0, 0] > 0, lambda: x, lambda: x + 1), ROWS),
+        (lambda x, y, w: tf.cond(w[0, 0] > 0, lambda: x, lambda: x[:1] + x), UNKNOWN),
+        (lambda x, y, w: tf.cond(y[0] > 0, lambda: x, lambda: x + 1), COUPLED),
+        (lambda x, y, w: tf.gather(tf.shape(x), 1), NONE),
+        (lambda x, y, w: tf.gather(tf.shape(x), [0, 1]), Dependence.SHAPE),
+        (lambda x, y, w: tf.tile(w[:1], [tf.shape(x)[0], 1]), ROWS),
+        (lambda x, y, w: tf.tile(w, [tf.shape(x)[0], 1]), UNKNOWN),
         # None of these can be put together from shares.
         (lambda x, y, w: ops.sum(x) + ops.sum(w), COUPLED),
         (lambda x, y, w: ops.sum(x) + ops.mean(x), COUPLED),
@@ -202,3 +218,28 @@ def test_the_culprit_is_named():
 
     trace.get_concrete_function(tf.TensorSpec([None, 4]))
     assert trace.why == "operation 'norm/centre' (Sub)"
+
+
+@pytest.mark.parametrize(
+    ("function", "found", "totals"),
+    [
+        (lambda x, p: ops.sum(p * x) / ops.sum(x), SUM, 1),
+        (lambda x, p: ops.mean(p), MEAN, 0),
+        # A divisor that a variable decides would need a second exchange.
+        (lambda x, p: ops.sum(x) / ops.sum(p), COUPLED, 0),
+        (lambda x, p: ops.sum(p * x) / ops.max(x), SUM, 1),
+        (lambda x, p: ops.sum(p) / ops.max(p), COUPLED, 0),
+    ],
+)
+def test_totals_are_of_the_data_alone(function, found, totals):
+    @tf.function(autograph=False)
+    def trace(x, factor):
+        outputs = x * factor
+        value = function(x, outputs)
+        reader = Reader([x], {})
+        reader.of(outputs)
+        with reader.with_totals() as asked:
+            trace.found = reader.of(value), len(asked)
+
+    trace.get_concrete_function(tf.TensorSpec([None, 4]), tf.TensorSpec([]))
+    assert trace.found == (found, totals)
