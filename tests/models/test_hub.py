@@ -32,7 +32,6 @@ _DECODER = {
     "hidden_dim": 8,
     "intermediate_dim": 16,
 }
-_IMAGE = {"image_shape": (SIDE, SIDE, 3)}
 SMALL = {
     # The four that everybody knows.
     "GPT2": _BERT | _LENGTH | {"dropout": 0.0},
@@ -50,31 +49,13 @@ SMALL = {
     "Albert": _BERT | _LENGTH | {"embedding_dim": 4, "dropout": 0.0},
     "Bart": _BERT | _LENGTH | {"dropout": 0.0},
     "Bloom": _BERT | {"dropout": 0.0},
-    "CSPNet": {
-        "stackwise_num_filters": [4, 8],
-        "stackwise_depth": [1, 1],
-        "block_type": "dark_block",
-        "stem_filters": 4,
-        "stem_kernel_size": 3,
-        "stem_strides": 1,
-        **_IMAGE,
-    },
     "DebertaV3": _BERT | _LENGTH | {"bucket_size": 4, "dropout": 0.0},
     "DistilBert": _BERT | _LENGTH | {"dropout": 0.0},
-    "Electra": _BERT | _LENGTH | {"embedding_dim": 4, "dropout": 0.0},
     "ESM": {
         **_BERT,
         "max_wavelength": 100,
         "dropout": 0.0,
         "pad_token_id": 0,
-    },
-    "FNet": {
-        "vocabulary_size": VOCABULARY,
-        "num_layers": 2,
-        "hidden_dim": 8,
-        "intermediate_dim": 16,
-        "dropout": 0.0,
-        **_LENGTH,
     },
     "Falcon": {
         "vocabulary_size": VOCABULARY,
@@ -85,45 +66,15 @@ SMALL = {
         "attention_dropout_rate": 0.0,
         "feedforward_dropout_rate": 0.0,
     },
-    "GPTNeoX": _BERT | {"max_sequence_length": STEPS, "dropout": 0.0},
     "Gemma": _DECODER | {"head_dim": 4},
     "Llama3": _DECODER,
-    "MiT": {
-        "layerwise_num_layers": [1, 1],
-        "num_layers": 2,
-        "layerwise_num_heads": [1, 2],
-        "layerwise_sr_ratios": [2, 1],
-        "max_drop_path_rate": 0.0,
-        "layerwise_patch_sizes": [7, 3],
-        "layerwise_strides": [4, 2],
-        "hidden_dims": [4, 8],
-        **_IMAGE,
-    },
     "Mistral": _DECODER,
     "OPT": _BERT | _LENGTH | {"dropout": 0.0},
     "Phi3": _DECODER,
     "Qwen": _DECODER,
     "Qwen3": _DECODER | {"head_dim": 4},
-    "ResNet": {
-        "input_conv_filters": [4],
-        "input_conv_kernel_sizes": [3],
-        "stackwise_num_filters": [4, 8],
-        "stackwise_num_blocks": [1, 1],
-        "stackwise_num_strides": [1, 2],
-        "block_type": "basic_block",
-        **_IMAGE,
-    },
     "Roberta": _BERT | _LENGTH | {"dropout": 0.0},
-    "RoformerV2": _BERT | {"max_wavelength": 100, "dropout": 0.0},
-    "SmolLM3": _DECODER,
-    "T5": {**_BERT, "dropout": 0.0},
-    "VGG": {
-        "stackwise_num_repeats": [1, 1],
-        "stackwise_num_filters": [4, 8],
-        **_IMAGE,
-    },
     "XLMRoberta": _BERT | _LENGTH | {"dropout": 0.0},
-    "XLNet": _BERT | {"dropout": 0.0},
 }
 
 
