@@ -44,7 +44,10 @@ def recorded_layers() -> Iterator[dict[Any, LayerCall]]:
         inputs = [part for _, part in parts([args, kwargs])]
         known = {key(tensor) for tensor in inputs}
         trusted = is_trusted(layer, inputs)
-        made = [outputs, _logits(outputs)] if trusted else outputs
+        made = outputs
+        if trusted and not {key(part) for _, part in parts(outputs)} & known:
+            # What passes its input through has not made its logits.
+            made = [outputs, _logits(outputs)]
         for packed, output in parts(made):
             # What is passed through stays what it was; of nested layers that are not
             # known, the innermost tells most.

@@ -17,8 +17,9 @@ from towers._deprecated import rename_keys
 from towers.devices import is_gpu
 from towers.program import words
 
-# What trying may take: so many seconds, or so much of the run if that is more.
-BUDGET_S, BUDGET = 10.0, 0.02
+# What trying may take: so many seconds, or so much of the run if that is more, up to a
+# limit. Nobody waits longer for the first batch.
+BUDGET_S, BUDGET, MOST_S = 10.0, 0.02, 120.0
 # A run whose data do not tell their length is taken to have as many in an epoch.
 ASSUMED_BATCHES = 1000
 # Compiling takes longer than starting without: by this factor, until it is measured.
@@ -140,7 +141,7 @@ def choose(
         return [Trial(choice, None, "it would take too long") for choice in choices]
     contest = _Contest(first, train, drop, clock, start_s)
     call_s = clock() - begun_s
-    budget_s = max(BUDGET_S, BUDGET * calls * call_s)
+    budget_s = min(max(BUDGET_S, BUDGET * calls * call_s), MOST_S)
     race_s = 2 * _ROUNDS * max(call_s, _ROUND_S)
     while left:
         # What did not fit at first may do so when it is known what a start takes.

@@ -189,6 +189,13 @@ class Sorted(keras.layers.Layer):
         (lambda: keras.layers.Activation(lambda x: x - ops.mean(x, axis=0)), COUPLED),
         (Sorted, ROWS),
         (Centred, COUPLED),
+        # It passes on what a softmax, behind which its logits are kept, has returned.
+        (
+            lambda: keras.Sequential(
+                [keras.layers.Softmax(), keras.layers.Dropout(0.0)]
+            ),
+            ROWS,
+        ),
         (lambda: keras.layers.Lambda(lambda x: x / ops.max(x)), COUPLED),
         (lambda: keras.Sequential([keras.layers.Dense(4), Centred()]), COUPLED),
     ],

@@ -83,6 +83,13 @@ def test_what_would_take_too_long_is_not_tried():
     assert [trial.step_s for trial in slow] == [None] * 3
 
 
+def test_a_long_run_does_not_wait_long_for_its_first_batch():
+    # To race takes 60 s each, and 2% of the run would be hours.
+    seconds = {SERVER: 6.0, COPIES: 6.0, COPIES._replace(xla=True): 6.0}
+    trials = choose(seconds, start_s=6.0, calls=100_000)
+    assert [bool(trial.step_s) for trial in trials] == [True, True, False]
+
+
 def test_what_did_not_fit_may_do_so_once_a_start_is_measured():
     compiled = COPIES._replace(xla=True)
     seconds = {SERVER: 0.01, compiled: 0.01, COPIES: 0.01}
