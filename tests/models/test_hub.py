@@ -51,6 +51,13 @@ SMALL = {
     "Bloom": _BERT | {"dropout": 0.0},
     "DebertaV3": _BERT | _LENGTH | {"bucket_size": 4, "dropout": 0.0},
     "DistilBert": _BERT | _LENGTH | {"dropout": 0.0},
+    "Electra": {
+        "vocab_size": VOCABULARY,
+        **{name: size for name, size in _BERT.items() if name != "vocabulary_size"},
+        **_LENGTH,
+        "embedding_dim": 4,
+        "dropout": 0.0,
+    },
     "ESM": {
         **_BERT,
         "max_wavelength": 100,
@@ -66,13 +73,23 @@ SMALL = {
         "attention_dropout_rate": 0.0,
         "feedforward_dropout_rate": 0.0,
     },
+    "FNet": {
+        "vocabulary_size": VOCABULARY,
+        "num_layers": 2,
+        "hidden_dim": 8,
+        "intermediate_dim": 16,
+        "dropout": 0.0,
+        **_LENGTH,
+    },
     "Gemma": _DECODER | {"head_dim": 4},
+    "GPTNeoX": _BERT | {"hidden_dim": 16, "max_sequence_length": STEPS, "dropout": 0.0},
     "Llama3": _DECODER,
     "Mistral": _DECODER,
     "OPT": _BERT | _LENGTH | {"dropout": 0.0},
     "Phi3": _DECODER,
     "Qwen": _DECODER,
     "Qwen3": _DECODER | {"head_dim": 4},
+    "RoformerV2": _BERT | {"head_size": 4, "max_wavelength": 100, "dropout": 0.0},
     "Roberta": _BERT | _LENGTH | {"dropout": 0.0},
     "XLMRoberta": _BERT | _LENGTH | {"dropout": 0.0},
 }
@@ -128,7 +145,7 @@ def _trained(name, towers):
 def test_a_step_equals_that_of_one_device(name, capsys):
     ours, changes = _trained(name, 2)
     said = capsys.readouterr().err
-    assert "cannot be told" not in said and "gathered outputs" not in said
+    assert "cannot be read" not in said and "gathered outputs" not in said
     theirs, expected = _trained(name, 0)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     # Relative to the largest change: some gradients are zero but for rounding.

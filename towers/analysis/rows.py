@@ -24,14 +24,14 @@ from towers.analysis.static_values import integers
 
 ELEMENTWISE = set(
     """Abs Acos Acosh AddN AddV2 Add Asin Asinh Atan Atan2 Atanh BitwiseAnd BitwiseOr
-    BitwiseXor Cast Ceil Invert LeftShift RightShift
+    BitwiseXor Cast Ceil Complex ComplexAbs Conj Imag Invert LeftShift RightShift
     CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu Equal Erf Erfc Exp
     Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity Inv IsFinite
     IsInf IsNan LeakyRelu Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot
     LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NotEqual OnesLike Pow
-    PreventGradient RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu
-    Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference StopGradient
-    Sub Tan Tanh TruncateDiv Xdivy Xlog1py Xlogy ZerosLike""".split()
+    PreventGradient Real RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2
+    Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference
+    StopGradient Sub Tan Tanh TruncateDiv Xdivy Xlog1py Xlogy ZerosLike""".split()
 )
 # They treat the rows of their first input each by itself.
 _ROWWISE = set(
@@ -116,7 +116,12 @@ def _of_matrices(op, inputs):
     return _if_more_axes_than(2, inputs)
 
 
-@_rule_of_first("LogSoftmax", "Softmax", "TopKV2")
+@_rule_of_first("FFT2D", "IFFT2D", "IRFFT2D", "RFFT2D")
+def _of_last_two_axes(op, inputs):
+    return _if_more_axes_than(2, inputs)
+
+
+@_rule_of_first("FFT", "IFFT", "IRFFT", "LogSoftmax", "RFFT", "Softmax", "TopKV2")
 def _of_last_axis(op, inputs):
     return _if_more_axes_than(1, inputs)
 

@@ -78,12 +78,21 @@ class CSV:
             raise BadRecordError(f"{path}: {fault_of(error)}") from error
         # What is no UTF-8 stays what it is. Excel begins its files with a mark.
         text = content.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
-        # Documents are longer than what the module expects of a field.
-        csv.field_size_limit(sys.maxsize)
         reader, line = csv.reader(io.StringIO(text, newline="")), 1
-        for fields in reader:
-            yield fields, line
-            line = reader.line_num + 1
+        rows, error = [], None
+        # Documents are longer than what the module expects of a field, in any table.
+        before = csv.field_size_limit(sys.maxsize)
+        try:
+            for fields in reader:
+                rows.append((fields, line))
+                line = reader.line_num + 1
+        except csv.Error as caught:
+            error = caught
+        finally:
+            csv.field_size_limit(before)
+        yield from rows
+        if error is not None:
+            raise error
 
     def described(self, path: str, label: str) -> None:
         """See ``Table.described``: CSV files have none."""
