@@ -7,6 +7,7 @@ where the choice is remembered the caller's.
 
 import collections
 import json
+import math
 import os
 import statistics
 import time
@@ -17,9 +18,9 @@ from towers._deprecated import rename_keys
 from towers.devices import is_gpu
 from towers.program import words
 
-# What trying may take: so many seconds, or so much of the run if that is more, up to a
-# limit. Nobody waits longer for the first batch.
-BUDGET_S, BUDGET, MOST_S = 10.0, 0.02, 120.0
+# What trying may take: so many seconds, or so much of the run if that is more. On CPUs,
+# where steps are slow, nobody waits that long for the first batch.
+BUDGET_S, BUDGET, ON_CPUS_S = 10.0, 0.02, 120.0
 # A run whose data do not tell their length is taken to have as many in an epoch.
 ASSUMED_BATCHES = 1000
 # Compiling takes longer than starting without: by this factor, until it is measured.
@@ -118,6 +119,7 @@ def choose(
     calls: int = 0,
     drop: Callable[[Choice], Any] = lambda choice: None,
     clock: Callable[[], float] = time.perf_counter,
+    most_s: float = math.inf,
 ) -> list[Trial]:
     """Measures candidates as long as there is time, each against the best so far.
 
@@ -129,6 +131,7 @@ def choose(
         calls: Calls that are left in the run.
         drop: Is told which candidate is out, before the next one starts.
         clock: Returns seconds.
+        most_s: Seconds that measuring may take at most, however long the run is.
 
     Returns:
         What became of each, the best first, which `drop` was not told of; the first of
@@ -141,7 +144,7 @@ def choose(
         return [Trial(choice, None, "it would take too long") for choice in choices]
     contest = _Contest(first, train, drop, clock, start_s)
     call_s = clock() - begun_s
-    budget_s = min(max(BUDGET_S, BUDGET * calls * call_s), MOST_S)
+    budget_s = min(max(BUDGET_S, BUDGET * calls * call_s), most_s)
     race_s = 2 * _ROUNDS * max(call_s, _ROUND_S)
     while left:
         # What did not fit at first may do so when it is known what a start takes.

@@ -208,7 +208,9 @@ class FirstCall:
         disarmed = contextlib.nullcontext() if guard is None else guard.disarmed()
         with disarmed, variables.unchanged(model, others):
             steps, calls = len(self._batches), self._calls_left()
-            trials = auto.choose(ways, train, steps, start_s, calls, drop)
+            on_gpus = update.builder.plan.on_gpus
+            limit = {} if on_gpus else {"most_s": auto.ON_CPUS_S}
+            trials = auto.choose(ways, train, steps, start_s, calls, drop, **limit)
         say(auto.table(trials))
         ((update.choice, (update.builder, self._function, state)),) = made.items()
         if update.differs(state):

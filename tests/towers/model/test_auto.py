@@ -86,7 +86,7 @@ def test_what_would_take_too_long_is_not_tried():
 def test_a_long_run_does_not_wait_long_for_its_first_batch():
     # To race takes 60 s each, and 2% of the run would be hours.
     seconds = {SERVER: 6.0, COPIES: 6.0, COPIES._replace(xla=True): 6.0}
-    trials = choose(seconds, start_s=6.0, calls=100_000)
+    trials = choose(seconds, start_s=6.0, calls=100_000, most_s=auto.ON_CPUS_S)
     assert [bool(trial.step_s) for trial in trials] == [True, True, False]
 
 
@@ -444,7 +444,7 @@ def _prefer(monkeypatch, preferred, tried=2):
     So many are tried, it among them.
     """
 
-    def order(choices, train, steps, start_s, calls, drop):
+    def order(choices, train, steps, start_s, calls, drop, **_):
         first = next(choice for choice in choices if preferred(choice))
         others = [choice for choice in choices if choice != first][: tried - 1]
         alive = []
@@ -771,7 +771,7 @@ def test_what_has_failed_is_not_tried_again(
 def test_ctrl_c_while_ways_are_tried_chooses_none(monkeypatch):
     tried = []
 
-    def stop(ways, train, *_):
+    def stop(ways, train, *_, **options):
         tried.append(len(ways))
         train(ways[1])()
         raise KeyboardInterrupt

@@ -19,6 +19,7 @@ from towers.input_pipeline import (
     stage_advice,
 )
 from towers.input_pipeline.sources.arrays import RowSource
+from towers.input_pipeline.sources.targets import Target
 from towers.monitoring.bottleneck import advice, tfdata_stats
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.bottleneck.tfdata_stats import Stage
@@ -153,18 +154,23 @@ def test_what_is_kept_is_not_to_be_kept_again():
         np.zeros([8, 4, 4, 3], np.uint8),
         np.zeros(8, np.int64),
         {"train": 8},
-        2,
-        None,
+        Target("class", 2),
         (4, 4, 3),
         source,
     )
     for each, cures in (source, "keep the data in memory"), (kept, "at hand already"):
         pipeline = make_dataset(each, "train", 4).pipeline
         assert cures in pipeline.advice["read"]
+        kept_already = each is kept
         job = types.SimpleNamespace(
             settings=types.SimpleNamespace(batch_size=4, log_steps=1),
+            setup=types.SimpleNamespace(
+                facts=types.SimpleNamespace(input_kind="image", input_shape=(4, 4, 3))
+            ),
             sizes=[4],
-            data=types.SimpleNamespace(source=each, examples=8),
+            data=types.SimpleNamespace(
+                examples=8, advice=stage_advice(kept_already, flags=True)
+            ),
             devices=types.SimpleNamespace(physical=(), towers=()),
         )
         assert cures in make_watch(job).starvation._words()["read"]

@@ -18,6 +18,7 @@ import tensorflow as tf
 from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.input_pipeline.sources.arrays import RowSource
+from towers.input_pipeline.sources.targets import Target
 from towers.loop.timers import Totals
 from towers.monitoring.bottleneck import tfdata_stats
 from towers.monitoring.bottleneck.starvation import Starvation
@@ -373,7 +374,9 @@ def test_encoded_images_are_decoded(tmp_path):
     picture = tf.io.encode_png(np.zeros([4, 4, 1], np.uint8))
     images = tf.fill([64], picture)
     labels = np.zeros(64, np.int64)
-    source = RowSource("r", images, labels, {"train": 64}, 2, None, (4, 4, 1))
+    source = RowSource(
+        "r", images, labels, {"train": 64}, Target("class", 2), (4, 4, 1)
+    )
     data = make_dataset(
         *(source, "train"), batch_size=4, image_shape=(4, 4, 1), training=True
     )

@@ -395,7 +395,7 @@ class TestGraph:
             # The second tower may be idle, and so looks at its size.
             if node.op not in ("Greater", "Const"):
                 scopes[part][rest, node.op] += 1
-        parts = {"read", "tower_0", "tower_1", "gather", "reduce", "apply", "metrics"}
+        parts = {"read", "tower_0", "tower_1", "measured", "reduce", "apply", "metrics"}
         assert parts <= scopes.keys()
         assert scopes["tower_0"] == scopes["tower_1"]
         found = {name for name, _ in scopes["tower_0"]}

@@ -596,8 +596,7 @@ def test_the_program_stops_and_says_so(tmp_path):
             @keras.saving.register_keras_serializable()
             class Root(keras.layers.Layer):
                 def build(self, shape):
-                    # 2, once it has been tried what the model returns.
-                    initializer = keras.initializers.Constant(2.5)
+                    initializer = keras.initializers.Constant(2.0)
                     options = {"initializer": initializer, "trainable": False}
                     self.left = self.add_weight(name="left", **options)
 

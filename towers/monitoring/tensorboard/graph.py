@@ -14,8 +14,8 @@ from towers.keras_adapter.graphs import FunctionDef, GraphDef, NodeDef
 _MOST_NODES = 20_000
 # What a reader looks for: the name scopes of a step, and where batches come from.
 _PARTS = re.compile(
-    r"(place|read|preprocess|tower|gather|state|reduce|apply|metrics)(_\d+)*(/|$)"
-    r"|iterator$|IteratorGetNext$"
+    r"(place|read|preprocess|tower|totals|gather|measured|state|reduce|apply|metrics)"
+    r"(_\d+)*(/|$)|iterator$|IteratorGetNext$"
 )
 _REST = "rest"
 

@@ -254,7 +254,10 @@ def returns_logits(model: keras.Model, setup: Setup) -> bool:
     if task.probability is None:
         return False
     softmax = task.probability == "softmax"
-    outputs = tf.cast(model(_noise(setup.facts, 1 if softmax else 100)), tf.float32)
+    # Whatever the model assigns when it is called, it is only tried.
+    with keras.StatelessScope():
+        outputs = model(_noise(setup.facts, 1 if softmax else 100))
+    outputs = tf.cast(outputs, tf.float32)
     if softmax:
         adds_up = tf.abs(tf.reduce_sum(outputs, axis=-1) - 1) < 1e-2
         return not bool(tf.reduce_all(adds_up) & tf.reduce_all(outputs >= 0))
