@@ -677,7 +677,7 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
 
     counts = []
 
-    def chooses(ways, train, steps, start_s, calls, drop):
+    def chooses(ways, train, steps, start_s, calls, drop, **options):
         def dropping(way):
             before = alive()
             drop(way)
@@ -697,7 +697,9 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
 
 
 def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys, gpus):
-    monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])
+    monkeypatch.setattr(
+        auto, "choose", lambda ways, *_, **__: [auto.Trial(ways[0], 1.0)]
+    )
     _, expected = _expected(1, _no_more)
     reduce = AllReduce.sum_gradients
 
@@ -745,7 +747,7 @@ def test_what_has_failed_is_not_tried_again(
 
     tried, compiled = [], []
 
-    def choose(ways, train, steps, start_s, calls, drop):
+    def choose(ways, train, steps, start_s, calls, drop, **options):
         tried.extend(ways)
         compiled.append(parallel.builder.compiles_update)
         with contextlib.suppress(tf.errors.InternalError):
@@ -789,7 +791,9 @@ def test_ctrl_c_while_ways_are_tried_chooses_none(monkeypatch):
 
 def test_compiling_again_is_obeyed(monkeypatch):
     # The first is without XLA.
-    monkeypatch.setattr(auto, "choose", lambda ways, *_: [auto.Trial(ways[0], 1.0)])
+    monkeypatch.setattr(
+        auto, "choose", lambda ways, *_, **__: [auto.Trial(ways[0], 1.0)]
+    )
     parallel, _, _ = _fit("auto", layers=_no_more, jit_compile="auto")
     assert not parallel.builder.xla
     parallel.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
