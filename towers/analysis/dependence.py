@@ -18,7 +18,7 @@ depend on the data alone: towers add them up before they compute (`loss_graph.py
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -104,21 +104,27 @@ class Culprit(NamedTuple):
 class Reader:
     """Reads from a graph how its tensors depend on the examples."""
 
-    def __init__(self, local_batch: Any, calls: dict[Any, LayerCall]):
+    def __init__(
+        self,
+        local_batch: Any,
+        calls: dict[Any, LayerCall],
+        known: Mapping[Any, Dependence] | None = None,
+    ):
         """Takes a local batch, and what `recorded_layers` remembered.
 
-        Its tensors have one row an example; the graph must not know how many.
+        Its tensors have one row an example; the graph must not know how many. `known`
+        has what else is known, by the key of the tensor.
         """
         self._calls = calls
         self._culprits = {}
         self._unread = []
         # What the compiled loss takes of the whole batch, if it is being read.
         self._totals: dict[Edge, Total] | None = None
-        self._of_data = {key(part): True for _, part in parts(local_batch)}
+        self._of_data = {key(part) for _, part in parts(local_batch)}
         self._known = {
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in parts(local_batch)
-        }
+        } | {**(known or {})}
 
     def of(self, tensor: tf.Tensor) -> Dependence:
         """Returns how `tensor` depends on the examples."""
@@ -154,12 +160,12 @@ class Reader:
 
         Shapes count as the local batch's, whatever they are of.
         """
-        waiting, seen = [tensor], {}
+        waiting, seen = [tensor], {*self._of_data}
         while waiting:
             current = waiting.pop()
-            if key(current) in seen or self._of_data.get(key(current)):
+            if key(current) in seen:
                 continue
-            seen[key(current)] = True
+            seen.add(key(current))
             op = current.op
             if op.type in ("Shape", "Size", "Rank"):
                 continue
@@ -169,7 +175,7 @@ class Reader:
             if not op.inputs and op.type != "Const":
                 return False
             waiting.extend(op.inputs)
-        self._of_data |= seen
+        self._of_data = seen
         return True
 
     def why(self, tensor: tf.Tensor) -> Culprit:
@@ -249,11 +255,8 @@ class Reader:
         """What a function that an operation calls returns for a tensor."""
         name = tensor.op.get_attr(attribute).name
         graph = function_graph(name, [each.shape for each in inputs])
-        inner = Reader((), {})
-        inner._known = {
-            key(each): kind for each, kind in zip(graph.inputs, kinds, strict=True)
-        }
-        return inner.of(graph.outputs[tensor.value_index])
+        known = zip(map(key, graph.inputs), kinds, strict=True)
+        return Reader((), {}, dict(known)).of(graph.outputs[tensor.value_index])
 
     def _by_totals(self, tensor, inputs, kinds):
         """What an operation returns if it takes totals of the whole batch.

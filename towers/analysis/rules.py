@@ -138,7 +138,7 @@ class Rules:
         Raises:
             TotalsWanted: Towers have to know totals of the whole batch first.
         """
-        if self._alone or self._reader is None or self._local_batch is None:
+        if self._reader is None:
             return
         for _, feed in parts([outputs, others]):
             self._reader.of(feed)
@@ -167,10 +167,10 @@ class Rules:
         """
         if self._reader is None:
             return
-        self._found[name] = UNKNOWN
         if addends is None:
-            self.reasons[name] = "an update that is no addition"
+            self.lay_down(name, UNKNOWN, "an update that is no addition")
             return
+        self._found[name] = UNKNOWN
         kinds = [*map(self._reader.of, addends)]
         # A number of examples adds up, too.
         kinds = [SUM if kind is SIZE else kind for kind in kinds]
@@ -181,9 +181,11 @@ class Rules:
             culprits = [added for added, kind in pairs if kind not in ADDED_UP]
             self.reasons[name] = str(self._reader.why((culprits or addends)[0]))
 
-    def lay_down(self, name: str, rule: Dependence) -> None:
-        """Lays down a rule that is known without reading."""
+    def lay_down(self, name: str, rule: Dependence, reason: str = "") -> None:
+        """Lays down a rule that is known without reading, or why there is none."""
         self._found[name] = rule
+        if reason:
+            self.reasons[name] = reason
 
     def state(self, name: str, value: tf.Tensor, alike: bool = False) -> None:
         """Finds the rule that a variable's new values follow; see `part`.

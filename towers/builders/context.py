@@ -144,7 +144,7 @@ class Context:
             self.plan.count,
             mean_loss=self.loss_placement == "tower",
             mean_state=not self.strict,
-            loss_graph=self.found.loss_graphs.get(loss_key(step, data)),
+            loss_graph=self.loss_graph(step, data),
             measures=measures and several and not eager,
         )
         if eager:
@@ -160,6 +160,11 @@ class Context:
             if (key or line) not in self.said:
                 voice.say(line)
                 self.said.add(key or line)
+
+    def loss_graph(self, step: str, data: Any) -> LossGraph | None:
+        """Returns the compiled loss of a step, if it takes totals of such a batch."""
+        graphs = self.found.loss_graphs
+        return graphs.get(loss_key(step, data)) if graphs else None
 
 
 def loss_key(step: str, data: Any) -> tuple[str, str]:

@@ -58,8 +58,8 @@ def changes(
     except (TypeError, ValueError, NotImplementedError) as error:
         # With an unknown number of rows it fails; home knows their number.
         for i in range(len(variables)):
-            rules.lay_down(f"metric {i}", Dependence.UNKNOWN)
-            rules.reasons[f"metric {i}"] = words.error_sentence(error)
+            said = words.error_sentence(error)
+            rules.lay_down(f"metric {i}", Dependence.UNKNOWN, said)
         return [None] * len(variables)
     found = [scope.get_current_value(variable) for variable in variables]
     if not rules.complete:

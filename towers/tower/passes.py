@@ -180,7 +180,7 @@ class _Loss:
     """
 
     def __init__(self, model, rules, scope, local_batch, result, fraction, totals):
-        self._added, self._compiled = [*result.losses], []
+        self._added = [*result.losses]
         self._outputs = differentiable(result.outputs)
         self._on_tape = rules.loss_graph is None
         values = []

@@ -148,7 +148,7 @@ class LossAndGradients:
     def _totals(self, step, data, local_batches):
         """The totals of the whole batch that the loss takes, if it takes any."""
         context, plan = self.context, self.context.plan
-        graph = context.found.loss_graphs.get(loss_key(step, data))
+        graph = context.loss_graph(step, data)
         if graph is None:
             return []
         parts = []
