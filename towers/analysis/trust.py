@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.models import metric_function
 
 # What users write into Keras's classes, and what lets the examples of a batch meet.
 _READ = (
@@ -121,12 +122,13 @@ def is_additive(metric: keras.metrics.Metric, ranks: Sequence[int | None] = ()) 
         ranks: Of the model's outputs, the numbers of axes; none if they are not known.
     """
     # A function of the user's may do anything.
-    functions = [f for f in [getattr(metric, "_fn", None)] if f is not None]
-    modules = [getattr(each, "__module__", None) for each in (type(metric), *functions)]
+    function, options = metric_function(metric)
+    made_of = [type(metric), *([] if function is None else [function])]
+    modules = [getattr(each, "__module__", None) for each in made_of]
     if not all((module or "").startswith("keras.") for module in modules):
         return False
     # Not all of Keras's metrics that have an axis tell it.
-    options = metric.get_config() | getattr(metric, "_fn_kwargs", {})
+    options = metric.get_config() | options
     axes = tf.nest.flatten(options.get("axis", -1))
     return not any(_is_first(axis, ranks) for axis in axes)
 

@@ -38,6 +38,13 @@ def compiled_metrics(model: keras.Model) -> Any:
     return model._compile_metrics
 
 
+def metric_function(
+    metric: keras.metrics.Metric,
+) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """Returns the function whose mean a metric is, and its options; `None` without."""
+    return getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {})
+
+
 @contextlib.contextmanager
 def losses_recorded(model: keras.Model) -> Iterator[list[tf.Tensor]]:
     """Inside, the compiled loss tells the losses of outputs, and tracks them nowhere.

@@ -331,6 +331,18 @@ def _():
     assert [float(tracker.count) for tracker in trackers] == [3, 3]
 
 
+@contract(
+    "_fn",
+    "metric_function",
+    "is the function whose mean a metric is, and `_fn_kwargs` are its options",
+)
+def _():
+    function, options = models.metric_function(keras.metrics.CosineSimilarity(axis=0))
+    assert callable(function) and function.__module__.startswith("keras.")
+    assert options["axis"] == 0
+    assert models.metric_function(keras.metrics.AUC()) == (None, {})
+
+
 class _WithoutTraining(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
         return tf.reduce_sum(y_pred)
