@@ -1038,7 +1038,9 @@ _PRIVATE = re.compile(r"_(?!_)")
 _MODULE = re.compile(r"(keras\.src|tensorflow\.(python|core|tsl|compiler))\b")
 
 
-@pytest.mark.parametrize("path", ADAPTER.glob("*.py"), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(ADAPTER.glob("*.py")), ids=lambda path: path.stem
+)
 def test_every_private_name_of_the_adapter_has_a_contract(path):
     names = {contract.name for contract in CONTRACTS}
     for used in _private_names(path):
