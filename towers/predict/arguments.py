@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from towers.program.arguments import Parser
 from towers.program.commands import check_folder
 from towers.train import checks, flags
-from towers.train.settings import Settings
+from towers.train.settings import ARCHITECTURE, Settings
 
 # Files that a run writes, without which there is nothing to predict with.
 FILES = {"last": "model.keras", "best": "best.keras"}
@@ -67,8 +67,8 @@ def add_model(parser: Parser) -> None:
         "--checkpoint",
         choices=FILES,
         default="last",
-        help="Which model of the run: last is model.keras, best is best.keras. "
-        "Default: last.",
+        help="Which model of the run: last is model.keras, or the newest checkpoint of "
+        "a run that has not ended; best is best.keras. Default: last.",
     )
 
 
@@ -78,11 +78,14 @@ def check_model(options: argparse.Namespace) -> None:
     Raises:
         ValueError: If it is not.
     """
-    path = os.path.join(options.model_dir, FILES[options.checkpoint])
-    if not os.path.isfile(path):
+    names = [FILES[options.checkpoint]]
+    if options.checkpoint == "last":
+        names.append(ARCHITECTURE)
+    if not any(os.path.isfile(os.path.join(options.model_dir, name)) for name in names):
+        ended = "that has ended" if options.checkpoint == "best" else "that has begun"
         raise ValueError(
-            f"Received {options.model_dir}, which has no {FILES[options.checkpoint]}; "
-            "expected the model_dir of a run of towers train that has ended."
+            f"Received {options.model_dir}, which has no {names[0]}; expected the "
+            f"model_dir of a run of towers train {ended}."
         )
 
 

@@ -15,6 +15,7 @@ from towers.input_pipeline import text
 # With the registry come the layers of its models, which model.keras names.
 from towers.models import registry, user_file  # noqa: F401
 from towers.predict.arguments import FILES
+from towers.predict.model import read as read_model
 from towers.train.outputs import preprocessing
 from towers.train.outputs.preprocessing import Preprocessing
 
@@ -87,7 +88,8 @@ def load_model(model_dir: str, checkpoint: str = "last") -> Trained:
 
     Args:
         model_dir: Of the run.
-        checkpoint: "last" for model.keras, "best" for best.keras.
+        checkpoint: "last" for model.keras, or for the newest checkpoint of a run that
+            has not ended; "best" for best.keras.
 
     Raises:
         ValueError: It is not there, cannot be loaded, or only a file of the user's
@@ -99,17 +101,14 @@ def load_model(model_dir: str, checkpoint: str = "last") -> Trained:
         )
     known = Preprocessing.load(model_dir)
     known.check_known()
-    path = os.path.join(model_dir, FILES[checkpoint])
     if known.model is not None:
         # It may have layers of its own.
         user_file.load(pathlib.Path(known.model))
-    try:
-        model = keras.saving.load_model(path, compile=False)
-    except (ValueError, TypeError, OSError) as error:
-        raise ValueError(
-            f"Cannot load {path}: {' '.join(str(error).split())}; expected a model of "
-            "Keras's layers, or of classes in the file of --model."
-        ) from error
     folder = os.path.join(model_dir, preprocessing.TOKENIZER)
     tokenizer = text.load(folder) if os.path.isdir(folder) else None
-    return Trained(model, known, preprocessing.read_classes(model_dir), tokenizer)
+    return Trained(
+        read_model(model_dir, checkpoint),
+        known,
+        preprocessing.read_classes(model_dir),
+        tokenizer,
+    )

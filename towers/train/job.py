@@ -42,6 +42,7 @@ class Job:
         model: The user's model, compiled, as the checkpoint left it.
         parallel: The same model on towers.
         checkpoint: The callback that saves it, which knows the epoch to begin at.
+        from_logits: Whether the model returns logits, as it was tried before training.
         class_weight: How much each class counts, as `fit` takes it.
         notes: What was done to the model before it trains, and how classes count.
     """
@@ -53,6 +54,7 @@ class Job:
     model: keras.Model
     parallel: TowerModel
     checkpoint: Checkpoint
+    from_logits: bool
     class_weight: Mapping[int, float] | None = None
     notes: Sequence[str] = ()
 
@@ -133,12 +135,17 @@ def assemble(settings: Settings) -> Job:
     parallel = model_parts.build_towers(
         setup, model, devices, data.examples, model_dir=model_dir
     )
+    # Before a checkpoint: loss and metrics are made of the model as it is now.
+    logits = model_parts.returns_logits(model, setup)
     checkpoint = continued.make_checkpoint(
         setup, folder, validates=data.held_out is not None
     )
     if not settings.clean:
         continued.restore(settings, checkpoint, folder, model)
-    job = Job(settings, data, setup, devices, model, parallel, checkpoint, notes=notes)
+    job = Job(
+        *(settings, data, setup, devices, model, parallel, checkpoint, logits),
+        notes=notes,
+    )
     if not (settings.eval_only or job.is_finished):
         job = _ready_to_train(job)
     # Built now: whatever that finds wrong is the user's input, too.

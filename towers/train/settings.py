@@ -47,6 +47,9 @@ OWN_NAMES = (
     *("train_data", "eval_data"),
 )
 
+# Describes the layers of a run's model, in its model_dir, from the run's begin.
+ARCHITECTURE = "model.json"
+
 # Of a run, these say what to do now; flags.txt, which describes the run, omits them.
 _OF_THE_START = ("clean", "eval_only", "checkpoint")
 

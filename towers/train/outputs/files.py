@@ -19,6 +19,7 @@ from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import preprocessing
 from towers.train.parts.model import NOT_FINITE
 from towers.train.parts.training.optimizer import averaged, kept_rate
+from towers.train.settings import ARCHITECTURE
 
 # Of --log_csv.
 LOG = "log.csv"
@@ -131,6 +132,7 @@ def remove_run(model_dir: str) -> None:
         preprocessing.PREPROCESSING,
         preprocessing.CLASSES,
         preprocessing.TOKENIZER,
+        ARCHITECTURE,
         "variable_update.json",
         BAD_RECORDS,
         NOT_FINITE,

@@ -1,7 +1,8 @@
 """What a trained model is given, and what it tells: for those who use it later.
 
-A run writes it beside model.keras, as preprocessing.json and classes.json, and text has
-its tokenizer in a folder. All of it runs in TensorFlow's graphs.
+A run writes it as it begins: preprocessing.json, classes.json and model.json, which
+describes the model's layers, and text has its tokenizer in a folder. All of it runs in
+TensorFlow's graphs.
 """
 
 import dataclasses
@@ -17,10 +18,10 @@ from towers import input_pipeline
 from towers.input_pipeline import text
 from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, decode_window
-from towers.train.parts import model as model_parts
 from towers.train.parts.data import Data
 from towers.train.parts.data.scale import PREPROCESSING
 from towers.train.parts.task import TASKS, Task
+from towers.train.settings import ARCHITECTURE
 
 CLASSES, TOKENIZER = "classes.json", "tokenizer"
 
@@ -150,7 +151,7 @@ def of(job: Any) -> Preprocessing:
     numbers = facts.target is not None and facts.target.kind == "numbers"
     return Preprocessing(
         task=task and task.name,
-        from_logits=task is not None and model_parts.returns_logits(job.model, setup),
+        from_logits=job.from_logits,
         input=facts.input_kind,
         shape=_shape(facts, data) if not own else (),
         model=str(setup.mine.path.absolute()) if setup.mine else None,
@@ -174,6 +175,7 @@ def _shape(facts, data):
 def write(job: Any) -> None:
     """Writes what those who use a run's model need to know, into its model_dir."""
     of(job).save(job.model_dir)
+    _write(os.path.join(job.model_dir, ARCHITECTURE), json.loads(job.model.to_json()))
     target = job.setup.facts.target
     if target is not None and target.kind != "tokens" and target.kind != "numbers":
         names = target.names or map(str, range(target.size))

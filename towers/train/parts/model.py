@@ -222,7 +222,7 @@ def _loss_and_metrics(setup, model):
     loss = mine and mine.loss(**known)
     metrics = mine and mine.metrics(**known)
     weighted = None
-    logits = task is not None and returns_logits(model, setup)
+    logits = returns_logits(model, setup)
     if loss is None:
         loss = objective.loss(setup, logits)
     if metrics is None and task is not None:
@@ -251,7 +251,7 @@ def returns_logits(model: keras.Model, setup: Setup) -> bool:
     between 0 and 1, and not 0.
     """
     task = setup.task
-    if task.probability is None:
+    if task is None or task.probability is None:
         return False
     softmax = task.probability == "softmax"
     # Whatever the model assigns when it is called, it is only tried.
