@@ -1,4 +1,4 @@
-"""Writes a SavedModel that takes pictures, rows or texts as they are.
+"""Writes a SavedModel that takes pictures, rows, texts or arrays as they are.
 
     python -m towers.export runs/digits_cnn exported
 
@@ -38,11 +38,10 @@ def export(options: argparse.Namespace) -> None:
         ValueError: If the model cannot be loaded.
     """
     trained = load_model(options.model_dir, options.checkpoint)
-    found = saved_model.write(trained, options.output)
-    print(
-        f"{options.output}: takes {' and '.join(found['takes'])}, returns "
-        f"{', '.join(found['returns'])}."
-    )
+    takes, returns = saved_model.write(trained, options.output)
+    for signature, names in takes.items():
+        print(f"{options.output}: {signature} takes {', '.join(names)}.")
+    print(f"{options.output}: returns {', '.join(returns)}.")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.predict.trained import Trained
+from towers.predict import arrays
+from towers.predict.trained import Trained, by_name
+from towers.train.outputs.preprocessing import OWN
 
 
-def write(trained: Trained, folder: str) -> dict[str, list[str]]:
+def write(trained: Trained, folder: str) -> tuple[dict[str, list[str]], list[str]]:
     """Writes a SavedModel that plain TensorFlow loads and calls.
 
     Args:
@@ -17,65 +20,101 @@ def write(trained: Trained, folder: str) -> dict[str, list[str]]:
         folder: Where to.
 
     Returns:
-        Names of what its signature takes, and of what it returns.
+        Names of what it takes, for each signature, and of what it returns.
+
+    Raises:
+        ValueError: There is no signature for what the model takes.
     """
     archive = keras.export.ExportArchive()
     archive.track(trained.model)
     takes = _takes(trained)
     function = tf.function(_serve(trained), input_signature=[takes], autograph=False)
     archive.add_endpoint("serve", function)
-    if trained.preprocessing.input == "row":
-        archive.add_endpoint("serve_columns", _serve_columns(trained, function))
+    names = {"serve": [*takes] if isinstance(takes, dict) else [takes.name]}
+    if trained.preprocessing.input in ("row", "columns"):
+        specs = _columns(trained.preprocessing)
+        archive.add_endpoint("serve_columns", _serve_columns(trained, specs))
+        names["serve_columns"] = [spec.name for spec in specs]
     archive.write_out(folder, verbose=False)
     outputs = function.get_concrete_function().structured_outputs
-    return {"takes": [takes.name], "returns": [*outputs]}
+    return names, [*outputs]
 
 
 def _takes(trained):
-    """What the signature takes: the bytes of pictures, rows of numbers, or texts."""
+    """What the signature takes: bytes of pictures, rows, texts, or arrays."""
     known = trained.preprocessing
+    if known.task == "language_model":
+        raise ValueError(
+            "This run's model writes text, for which there is no signature; expected "
+            "another task, so save model.keras by its export() in Keras."
+        )
+    if known.input == OWN:
+        return arrays.specs(known)
     if known.input == "row":
         return tf.TensorSpec([None, *known.shape], tf.float32, name="rows")
-    names = {"image": "pictures", "tokens": "texts"}
-    if known.input not in names or known.task == "language_model":
-        what = "writes text" if known.input in names else f"takes {known.input}"
-        raise ValueError(
-            f"This run's model {what}, for which there is no signature yet; expected "
-            "one of pictures, rows of numbers or labelled texts, so save model.keras "
-            "by its export() in Keras."
-        )
-    return tf.TensorSpec([None], tf.string, name=names[known.input])
+    if known.input == "columns":
+        return tf.TensorSpec([None, len(known.columns)], tf.string, name="rows")
+    name = {"image": "pictures", "tokens": "texts"}[known.input]
+    return tf.TensorSpec([None], tf.string, name=name)
 
 
-def _serve_columns(trained, serve):
-    """Takes each column by its name, as far as that can be a name in Python."""
-    specs = [
-        tf.TensorSpec([None], tf.float32, name=re.sub(r"\W", "_", name))
-        for name in trained.preprocessing.features
-    ]
-    return tf.function(
-        lambda *columns: serve(tf.stack(columns, axis=1)),
-        input_signature=specs,
-        autograph=False,
-    )
+def _columns(known):
+    """Takes each column by its name, as far as that can be one in a signature."""
+    specs = []
+    for name in known.columns:
+        written = re.sub(r"\W", "_", name, flags=re.ASCII)
+        written = re.sub(r"^(?![A-Za-z])", "arg_", written)
+        while written in ("self", *(spec.name for spec in specs)):
+            written += "_"
+        specs.append(tf.TensorSpec([None], _dtype(known, name), name=written))
+    return specs
 
 
-def _serve(trained: Trained) -> Callable[[tf.Tensor], Mapping[str, tf.Tensor]]:
-    known, model, tokenizer = trained.preprocessing, trained.model, trained.tokenizer
+def _serve_columns(trained, specs):
+    def serve(*columns):
+        names = trained.preprocessing.columns
+        return _told(trained, dict(zip(names, columns, strict=True)))
+
+    return tf.function(serve, input_signature=specs, autograph=False)
+
+
+def _dtype(known, column):
+    if known.is_text(column):
+        return tf.string
+    return tf.int64 if column in known.tables else tf.float32
+
+
+def _serve(trained: Trained) -> Callable[[Any], Mapping[str, tf.Tensor]]:
+    known = trained.preprocessing
 
     def serve(raw):
-        if known.input == "image":
-            # Pictures are decoded by the CPU.
-            with tf.device("/CPU:0"):
-                x = known.pictures(raw)
-        elif known.input == "tokens":
-            x = known.texts(raw, tokenizer)
-        else:
-            x = known.rows(raw)
-        outputs = tf.cast(model(x, training=False), tf.float32)
-        return _outputs(trained, outputs)
+        if known.input == "columns":
+            fields = tf.unstack(raw, axis=1)
+            raw = {
+                name: field if known.is_text(name) else _number(known, name, field)
+                for name, field in zip(known.columns, fields, strict=True)
+            }
+        return _told(trained, raw)
 
     return serve
+
+
+def _number(known, column, texts):
+    return tf.strings.to_number(tf.strings.strip(texts), _dtype(known, column))
+
+
+def _told(trained, raw):
+    """What is told of examples as files have them."""
+    if trained.preprocessing.input == "image":
+        # Pictures are decoded by the CPU.
+        with tf.device("/CPU:0"):
+            x = trained.prepared(raw)
+    else:
+        x = trained.prepared(raw)
+    outputs = trained.model(x, training=False)
+    return _outputs(
+        trained, tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)
+    )
 
 
 def _outputs(trained, outputs):
@@ -83,7 +122,8 @@ def _outputs(trained, outputs):
     known = trained.preprocessing
     kind = known.known_task and known.known_task.probability
     if kind is None:
-        return {"values": outputs}
+        named = by_name(outputs)
+        return {"values": outputs} if [*named] == ["output"] else named
     if known.from_logits:
         outputs = getattr(tf.nn, kind)(outputs)
     if kind == "softmax":

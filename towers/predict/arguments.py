@@ -26,7 +26,7 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     parser.add_argument(
         "files",
         nargs="+",
-        help="Pictures, folders of pictures, or tables or texts to predict for.",
+        help="Pictures, folders of pictures, tables, texts or arrays to predict for.",
     )
     parser.add_argument(
         "--output",

@@ -1,8 +1,6 @@
 """Reads files for a model, batch by batch, in order; and says which are bad."""
 
-import csv
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,9 +10,9 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.files.record import fault_of
 from towers.input_pipeline.sources.folder import pictures
+from towers.predict import arrays, tables
 from towers.predict.trained import Trained
-
-_PARQUET = (".parquet", ".pq")
+from towers.train.outputs.preprocessing import OWN
 
 
 class Batch(NamedTuple):
@@ -26,7 +24,7 @@ class Batch(NamedTuple):
     """
 
     names: list[dict[str, Any]]
-    x: tf.Tensor
+    x: Any
 
 
 def batches(
@@ -36,7 +34,7 @@ def batches(
 
     Args:
         trained: Whose input they are.
-        files: Pictures or folders of these, tables, or texts.
+        files: Pictures or folders of these, tables, texts, or arrays.
         size: Examples in a batch.
         say_bad: Is called with a sentence for each example that is left out.
 
@@ -51,14 +49,11 @@ def batches(
         )
     if kind == "image":
         return _pictures(trained, _all_pictures(files), size, say_bad)
-    if kind == "row":
-        return _tables(trained, files, size, say_bad)
     if kind == "tokens":
         return _texts(trained, files, size, say_bad)
-    raise ValueError(
-        f"This run's examples are {kind}, which no file has; expected pictures, rows "
-        "of numbers or texts, so load the model by towers.load_model."
-    )
+    if kind == OWN:
+        return _arrays(trained, files, size)
+    return _tables(trained, files, size, say_bad)
 
 
 def _all_pictures(files):
@@ -95,7 +90,8 @@ def _pictures(trained, files, size, say_bad):
         for number in sorted({*range(seen + 1, last)} - {*numbers}):
             say_bad(_fault(files[number], trained))
         seen = last
-        yield Batch([{"file": files[number]} for number in numbers], x)
+        names = [{"file": files[number]} for number in numbers]
+        yield Batch(names, trained.prepared(x))
     for number in range(seen + 1, len(files)):
         say_bad(_fault(files[number], trained))
 
@@ -109,72 +105,42 @@ def _fault(file, trained):
 
 
 def _tables(trained, files, size, say_bad):
-    features = trained.preprocessing.features
+    known = trained.preprocessing
 
     def rows():
         for file in files:
-            read = _parquet if file.lower().endswith(_PARQUET) else _csv
-            for number, row in enumerate(read(file, features), 1):
+            for number, row in enumerate(tables.rows(file, known.columns), 1):
                 try:
-                    yield {"file": file, "row": number}, [*map(_number, features, row)]
+                    cells = [
+                        *map(tables.cell, itertools.repeat(known), known.columns, row)
+                    ]
                 except ValueError as error:
                     say_bad(f"{file}: row {number}: {error}.")
+                else:
+                    yield {"file": file, "row": number}, cells
 
     for some in _batched(rows(), size):
-        names, numbers = zip(*some, strict=True)
-        yield Batch([*names], trained.prepare(np.array(numbers, np.float32)))
+        names, cells = zip(*some, strict=True)
+        columns = dict(zip(known.columns, zip(*cells, strict=True), strict=True))
+        yield Batch([*names], trained.prepare(columns))
 
 
-def _number(name, value):
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"column {name!r} is {value!r}, expected a number")
-    return number
-
-
-def _csv(file, features):
-    try:
-        with open(file, newline="", encoding="utf-8-sig") as lines:
-            reader = csv.reader(lines)
-            places = _places(file, next(reader, []), features)
-            for row in filter(None, reader):
-                yield [row[i] if i < len(row) else None for i in places]
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file} is no text in UTF-8; expected a CSV or a Parquet file."
-        ) from error
-
-
-def _parquet(file, features):
-    from pyarrow import ArrowException, parquet
-
-    try:
-        table = parquet.ParquetFile(file)
-        _places(file, table.schema_arrow.names, features)
-        for batch in table.iter_batches(columns=[*features]):
-            columns = (batch.column(name).to_pylist() for name in features)
-            yield from zip(*columns, strict=True)
-    except ArrowException as error:
-        raise ValueError(f"{file} cannot be read: {error}; correct it.") from error
-
-
-def _places(file, header, features):
-    missing = [name for name in features if name not in header]
-    if missing:
-        raise ValueError(
-            f"{file} has no column {', '.join(map(repr, missing))}, which the model "
-            f"was trained on; its columns are {', '.join(map(repr, header))}."
+def _arrays(trained, files, size):
+    for file in files:
+        found = arrays.checked(
+            trained.preprocessing, arrays.load(trained.preprocessing, file)
         )
-    return [header.index(name) for name in features]
+        for first in range(0, len(tf.nest.flatten(found)[0]), size):
+            some = tf.nest.map_structure(lambda x, k=first: x[k : k + size], found)
+            rows = range(first + 1, first + 1 + len(tf.nest.flatten(some)[0]))
+            names = [{"file": file, "row": number} for number in rows]
+            yield Batch(names, trained.prepared(some))
 
 
 def _texts(trained, files, size, say_bad):
     def texts():
         for file in files:
-            is_table = file.lower().endswith((".csv", *_PARQUET))
+            is_table = file.lower().endswith(tables.SUFFIXES)
             word = "row" if is_table else "line"
             found = _column(trained, file) if is_table else _lines(file)
             for number, text in found:
@@ -200,8 +166,7 @@ def _lines(file):
 
 def _column(trained, file):
     features = trained.preprocessing.features
-    read = _parquet if file.lower().endswith(_PARQUET) else _csv
-    for number, (text,) in enumerate(read(file, features), 1):
+    for number, (text,) in enumerate(tables.rows(file, features), 1):
         yield number, text
 
 

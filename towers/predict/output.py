@@ -52,11 +52,13 @@ class Rows:
 
 
 def _cell(value):
-    if isinstance(value, float):
+    if isinstance(value, float | np.floating):
         return f"{value:.7g}"
     if isinstance(value, np.ndarray):
         value = value.ravel().tolist()
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return " ".join(str(_cell(each)) for each in value)
+    return value
 
 
 @contextlib.contextmanager

@@ -7,6 +7,9 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.tables import columns
 
+# What the columns of numbers are called, all together, beside categories.
+_NUMBERS = "dense"
+
 
 def read_vocabularies(
     names: Sequence[str], batches: Iterable[Sequence[np.ndarray]]
@@ -34,8 +37,13 @@ def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None
     """Checks that there is a vocabulary for each column of categories.
 
     Raises:
-        ValueError: these are of other columns.
+        ValueError: these are of other columns, or one is called as the numbers are.
     """
+    if _NUMBERS in names:
+        raise ValueError(
+            f"{where} has a column of categories {_NUMBERS!r}, which is what models "
+            "call the columns of numbers: rename it"
+        )
     if {*names} != {*vocabularies}:
         raise ValueError(
             f"{where} has the columns of categories {', '.join(names)}, but there are "
@@ -54,14 +62,15 @@ def finders(
 ) -> dict[str, Callable[[tf.Tensor], tf.Tensor]]:
     """Makes functions of texts [B] that return ids, int64 [B]; by the columns' names.
 
-    An id is a text's place in the vocabulary, from 1; what is not in it is 0.
+    An id is a text's place in the vocabulary, from 1; what is not in it is 0. Spaces
+    around a text do not count.
     """
 
     def finder(texts):
         if not texts:
             return lambda found: tf.zeros(tf.shape(found), tf.int64)
         find = columns.class_finder(texts)
-        return lambda found: find(found) + 1
+        return lambda found: find(tf.strings.strip(found)) + 1
 
     return {name: finder(texts) for name, texts in vocabularies.items()}
 
@@ -72,4 +81,4 @@ def examples(
     """What a model gets: rows of numbers, or with categories, a dict of columns."""
     if not of_categories:
         return rows
-    return ({} if rows is None else {"dense": rows}) | of_categories
+    return ({} if rows is None else {_NUMBERS: rows}) | of_categories

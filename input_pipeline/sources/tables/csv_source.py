@@ -107,7 +107,7 @@ class CSVSource(StreamFiles):
         fields = tf.io.decode_csv(records, self._defaults)
         rows = [fields[place] for place in self._features]
         of_categories = {
-            name: find(tf.strings.strip(fields[self._columns.index(name)]))
+            name: find(fields[self._columns.index(name)])
             for name, find in self._ids.items()
         }
         x = categories.examples(tf.stack(rows, axis=1) if rows else None, of_categories)

@@ -6,11 +6,13 @@ TensorFlow's graphs.
 """
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -18,12 +20,15 @@ from towers import input_pipeline
 from towers.input_pipeline import text
 from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, decode_window
+from towers.input_pipeline.sources.tables import categories
 from towers.train.parts.data import Data
 from towers.train.parts.data.scale import PREPROCESSING
 from towers.train.parts.task import TASKS, Task
 from towers.train.settings import ARCHITECTURE
 
 CLASSES, TOKENIZER = "classes.json", "tokenizer"
+# What `input` is of examples that a file of the user's reads.
+OWN = "own"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +38,19 @@ class Preprocessing:
     Attributes:
         task: As --task names it; `None` if only a file of the user's knows.
         from_logits: Whether the model returns logits.
-        input: "image", "row", "tokens", or what else an example is.
-        shape: Of an example, as the model takes it.
+        input: "image", "row", "columns" or "tokens"; "own" where `train_data` of the
+            user's file gives arrays.
+        shape: Of an example, as the data give it; of columns, that of their numbers.
+            For several inputs, a dict of shapes.
         model: The file of the user's that has defined the model, if there is one.
-        own: Whether data or `preprocess` of that file do the rest, so that nobody else
-            knows how.
+        preprocess: Whether `preprocess` of that file is called with examples first.
+        known: What that may ask for; see `Setup.known`.
+        dtype: Of arrays, as the data give them; for several inputs, a dict.
         range: The least and the largest number of a picture.
         recipe: How pictures are cut before they are resized; see --recipe.
         same_size: Whether all pictures had the model's size.
         features: Names of the numbers of a row, or of a table's column of text.
+        tables: How many ids the columns of categories have, by their names.
         outputs: Names of the numbers that it tells, if they have names.
         scaling: What is done to them; `None` for nothing.
         vocabularies: Texts of the columns of categories, by their names: what the model
@@ -51,13 +60,16 @@ class Preprocessing:
     task: str | None
     from_logits: bool
     input: str
-    shape: tuple[int | None, ...]
+    shape: tuple[int | None, ...] | dict[str, tuple[int | None, ...]]
     model: str | None = None
-    own: bool = False
+    preprocess: bool = False
+    known: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: str | dict[str, str] | None = None
     range: tuple[float, float] | None = None
     recipe: str | None = None
     same_size: bool = False
     features: tuple[str, ...] | None = None
+    tables: Mapping[str, int] = dataclasses.field(default_factory=dict)
     outputs: tuple[str, ...] | None = None
     scaling: input_pipeline.Scaling | None = None
     vocabularies: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
@@ -84,8 +96,12 @@ class Preprocessing:
         try:
             with open(path, encoding="utf-8") as file:
                 found = json.load(file)
-            for name in ("shape", "range", "features", "outputs"):
+            for name in ("range", "features", "outputs"):
                 found[name] = found[name] and tuple(found[name])
+            found["shape"] = _shapes(found["shape"])
+            if "input_shape" in found["known"]:
+                shapes = _shapes(found["known"]["input_shape"])
+                found["known"]["input_shape"] = shapes
             if found["scaling"]:
                 found["scaling"] = input_pipeline.Scaling.from_json(found["scaling"])
             return cls(**found)
@@ -95,46 +111,65 @@ class Preprocessing:
                 "has ended, so train with this version of Towers, to the end."
             ) from error
 
-    def check_known(self) -> None:
-        """Checks that it is known what becomes of an example.
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of a table that the model is given: numbers first."""
+        return (*(self.features or ()), *self.tables)
 
-        Raises:
-            ValueError: Only the user's file knows.
-        """
-        if self.own:
-            raise ValueError(
-                f"The data of this run are prepared by {self.model}, so it is not "
-                "known how to prepare others; expected a run on a data set, without "
-                "train_data and preprocess, so load model.keras with Keras instead."
-            )
+    def is_text(self, column: str) -> bool:
+        """Whether a column of categories has texts, and not their numbers."""
+        return column in self.vocabularies
 
     # What is given, in the graph.
 
     def pictures(self, encoded: tf.Tensor) -> tf.Tensor:
-        """Makes what the model is given of files of pictures, strings [B]."""
+        """Decodes files of pictures, strings [B]; uint8 pixels [B, H, W, C]."""
         return tf.map_fn(
             tf.autograph.experimental.do_not_convert(self.picture),
             encoded,
-            fn_output_signature=tf.TensorSpec(self.shape, tf.float32),
+            fn_output_signature=tf.TensorSpec(self.shape, tf.uint8),
         )
 
     def picture(self, encoded: tf.Tensor) -> tf.Tensor:
-        """Makes what the model is given of a file of a picture, as in evaluation."""
+        """Decodes a file of a picture, as in evaluation; uint8 pixels [H, W, C]."""
         height, width, _ = self.shape
         recipe = recipes.find(self.recipe, training=False, size=(height, width))
         window = recipe.window and (lambda shape: recipe.window(shape, None))
         tricks = ALL_TRICKS
         if self.same_size and window is None:
             tricks = dataclasses.replace(ALL_TRICKS, fast_dct=False)
-        pixels = decode_window(
+        return decode_window(
             encoded, window, self.shape, antialias=recipe.antialias, tricks=tricks
         )
-        return input_pipeline.normalize(pixels)
 
     def rows(self, numbers: tf.Tensor) -> tf.Tensor:
         """Makes what the model is given of rows of numbers, float [B, F]."""
         numbers = tf.cast(numbers, tf.float32)
         return numbers if self.scaling is None else self.scaling(numbers)
+
+    def named(self, columns: Mapping[str, tf.Tensor]) -> Any:
+        """Makes what the model is given of columns by their names.
+
+        Args:
+            columns: Numbers [B], and texts [B] of the categories; ids [B] of those
+                whose ids stood in the data.
+        """
+        numbers = [tf.cast(columns[name], tf.float32) for name in self.features or ()]
+        rows = self.rows(tf.stack(numbers, axis=1)) if numbers else None
+        if self.input == "row":
+            return rows
+        ids = {
+            name: self._ids[name](columns[name])
+            if self.is_text(name)
+            else tf.cast(columns[name], tf.int64)
+            for name in self.tables
+        }
+        return categories.examples(rows, ids)
+
+    @functools.cached_property
+    def _ids(self):
+        with tf.init_scope():
+            return categories.finders(self.vocabularies)
 
     def texts(self, strings: tf.Tensor, tokenizer: text.Tokenizer) -> tf.Tensor:
         """Makes what the model is given of texts, strings [B] in UTF-8."""
@@ -145,31 +180,47 @@ def of(job: Any) -> Preprocessing:
     """Returns what the model of a job is given, and what it tells."""
     setup, data, settings = job.setup, job.data, job.settings
     facts, task = setup.facts, setup.task
-    own = not isinstance(data, Data) or setup.defines("preprocess")
+    own = not isinstance(data, Data)
+    preprocess = setup.defines("preprocess")
     images = facts.input_kind == "image"
     named = facts.input_kind in ("row", "columns", "tokens")
     numbers = facts.target is not None and facts.target.kind == "numbers"
     return Preprocessing(
         task=task and task.name,
         from_logits=job.from_logits,
-        input=facts.input_kind,
-        shape=_shape(facts, data) if not own else (),
+        input=OWN if own else facts.input_kind,
+        shape=_shape(facts, data),
         model=str(setup.mine.path.absolute()) if setup.mine else None,
-        own=own,
-        range=(-1.0, 1.0) if images else None,
+        preprocess=preprocess,
+        known=setup.known if preprocess else {},
+        dtype=keras.tree.map_structure(_dtype, facts.inputs) if own else None,
+        range=(-1.0, 1.0) if images and not preprocess else None,
         recipe=settings.recipe if images else None,
         same_size=images and data.source.image_shape[:2] == data.image_shape[:2],
-        features=tuple(data.source.image_fields) if named and not own else None,
+        features=tuple(data.source.image_fields) if named else None,
+        tables=dict(facts.table_sizes or {}),
         outputs=facts.target.names if numbers else None,
         scaling=data.scaling,
         vocabularies=dict(data.vocabularies),
     )
 
 
+def _dtype(tensor):
+    return tensor.dtype
+
+
 def _shape(facts, data):
     """Shape of an example; of columns, that of their numbers."""
     columns = facts.input_kind == "columns"
-    return tuple(data.source.image_shape if columns else facts.input_shape)
+    return tuple(data.source.image_shape) if columns else facts.input_shape
+
+
+def _shapes(found):
+    """Shapes as they were before JSON made lists of them."""
+    if isinstance(found, dict):
+        return {name: _shapes(each) for name, each in found.items()}
+    inner = found and any(isinstance(each, list | dict) for each in found)
+    return tuple(map(_shapes, found)) if inner else tuple(found)
 
 
 def write(job: Any) -> None:

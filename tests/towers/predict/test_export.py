@@ -1,0 +1,316 @@
+"""towers.export: SavedModels take what files have, and need nothing but TensorFlow.
+
+Columns of a table and arrays of the user's own, as towers.predict takes them, too.
+"""
+
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+import towers
+from tests.towers.predict.runs import finished, predicted
+from tests.towers.train.runs import heard
+from towers.export import __main__ as export
+from towers.export import arguments, saved_model
+from towers.predict.trained import Trained, load_model
+from towers.train.outputs.preprocessing import Preprocessing
+
+PLAIN = """
+import json, sys
+for name in ("towers", "keras"):
+    sys.modules[name] = None
+import tensorflow as tf
+
+def tensor(name, value):
+    if name == "pictures":
+        value = [open(path, "rb").read() for path in value]
+    return tf.constant(value)
+
+def plain(value):
+    found = value.tolist()
+    return [each.decode() for each in found] if value.dtype == object else found
+
+told = []
+for folder, signature, given in json.load(open(sys.argv[1])):
+    model = tf.saved_model.load(folder)
+    given = {name: tensor(name, value) for name, value in given.items()}
+    found = model.signatures[signature](**given)
+    told.append({name: plain(each.numpy()) for name, each in found.items()})
+print(json.dumps(told))
+"""
+
+
+def told(folder, *calls):
+    """What plain TensorFlow gets: of each folder, signature and values by name."""
+    (folder / "calls.json").write_text(json.dumps(calls))
+    argv = [sys.executable, "-c", PLAIN, folder / "calls.json"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def exported(run, *calls):
+    """Exports a run; calls of its SavedModel."""
+    said = heard(export.export, arguments.read([str(run)], "")).stdout
+    return [(str(run / "exported"), *call) for call in calls], said
+
+
+def pictures(root):
+    """A run on a folder of pictures."""
+    draw = np.random.default_rng(0)
+    for name in ("ant", "bee"):
+        (root / "data" / name).mkdir(parents=True)
+        for i in range(5):
+            pixels = draw.integers(0, 256, [9 + i, 12, 3]).astype(np.uint8)
+            Image.fromarray(pixels).save(root / "data" / name / f"{i}.png")
+    (root / "run").mkdir()
+    flags = f"--dataset=folder:{root}/data", "--eval_fraction=0", "--image_size=8"
+    finished(*flags, "--recipe=imagenet", "--model=mlp", model_dir=root / "run")
+    return root / "run"
+
+
+ROWS = [
+    f"{i},{1000 * i + i % 3},{'no' if i % 4 else 'so '},{'owl' if i % 3 else 'cat'}"
+    for i in range(20)
+]
+CHOSEN = "--feature_columns=a size,mood,2a-size"
+
+
+def table(root, *flags):
+    """A run on a table."""
+    root.mkdir()
+    (root / "rows.csv").write_text("\n".join(["a size,2a-size,mood,kind", *ROWS]))
+    flags = f"--dataset=csv:{root}/rows.csv", "--label_column=kind", *flags
+    return root, finished(*flags, model_dir=root)
+
+
+DLRM = "--model=dlrm", "--width=2", CHOSEN
+
+
+def test_exported_models_need_tensorflow_only(tmp_path):
+    of_pictures = pictures(tmp_path / "pictures")
+    of_rows, _ = table(
+        tmp_path / "rows", "--feature_columns=a size,2a-size", "--model=mlp"
+    )
+    of_columns, _ = table(tmp_path / "columns", *DLRM)
+    paths = sorted(map(str, of_pictures.parent.rglob("data/*/*.png")))[3:6]
+    numbers = {"a_size": [3.0, 5.0], "arg_2a_size": [3001.0, 5002.0]}
+    mood = {"mood": [" so", "odd"]}
+    # As the rows of a file.
+    fields = [["3", "3001", " so"], [" 5.0", "5002", "odd"]]
+    rows = [[3.0, 3001.0], [5.0, 5002.0]]
+    calls, said = zip(
+        exported(of_pictures, ("serve", {"pictures": paths})),
+        exported(
+            of_rows, ("serving_default", {"rows": rows}), ("serve_columns", numbers)
+        ),
+        exported(
+            of_columns,
+            ("serving_default", {"rows": fields}),
+            ("serve_columns", numbers | mood),
+        ),
+        strict=True,
+    )
+    assert ": serve takes rows.\n" in said[2] and ": returns label, prob" in said[2]
+    assert ": serve_columns takes a_size, arg_2a_size, mood.\n" in said[2]
+    of_files, by_row, by_column, *of_categories = told(
+        tmp_path, *(call for each in calls for call in each)
+    )
+    assert by_row == by_column and of_categories[0] == of_categories[1]
+    examples = [open(path, "rb").read() for path in paths]
+    columns = {"a size": [3, 5], "2a-size": [3001, 5002], **mood}
+    for found, run, given in (
+        (of_files, of_pictures, examples),
+        (by_row, of_rows, rows),
+        (of_categories[0], of_columns, columns),
+    ):
+        model = load_model(str(run))
+        expected = model.predict(given)
+        assert found["class"] == [each["class"] for each in expected]
+        np.testing.assert_allclose(
+            found["probability"], [each["probability"] for each in expected], rtol=1e-5
+        )
+        scores = tf.nn.softmax(model.model(model.prepare(given)))
+        np.testing.assert_allclose(found["probabilities"], scores, atol=1e-6)
+
+
+def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
+    run, job = table(tmp_path / "run", *DLRM)
+    # Other columns, in another order; a text that training has not seen, or none.
+    new = "mood,id,2a-size,a size\n so,7,3001,3\nodd,8,4001,four\n,9,5002,5\nso\n"
+    (run / "new.csv").write_text(new)
+    found = predicted(run, run / "new.csv", run / "rows.csv", code=1)
+    err = capsys.readouterr().err
+    assert "new.csv: row 2: column 'a size' is 'four', expected a number." in err
+    assert "new.csv: row 4: column 'a size' is None, expected a number." in err
+    assert [row["row"] for row in found[:2]] == ["1", "3"] and len(found) == 22
+    # Keras's own, of what is computed here by hand.
+    numbers = np.array(
+        [[3, 3001], [5, 5002], *([i, 1000 * i + i % 3] for i in range(20))], np.float32
+    )
+    moods = [2, 0, *(1 if i % 4 else 2 for i in range(20))]
+    scaling = job.data.scaling
+    dense = (numbers - np.float32(scaling.mean)) / np.float32(scaling.std)
+    scores = job.model.predict({"dense": dense, "mood": np.array(moods)}, verbose=0)
+    expected = tf.nn.softmax(scores).numpy()
+    chances = [float(row["probability"]) for row in found]
+    np.testing.assert_allclose(chances, expected.max(axis=1), rtol=1e-5)
+    assert [row["class"] for row in found] == [
+        ("cat", "owl")[k] for k in expected.argmax(axis=1)
+    ]
+    trained = towers.load_model(str(run))
+    with pytest.raises(ValueError, match="columns a size, 2a-size, mood; expected a d"):
+        trained.predict([[1, 2, "so"]])
+    with pytest.raises(ValueError, match="expected also 2a-size, mood, which the"):
+        trained.predict({"a size": [1]})
+
+
+def test_ids_stay_in_their_range(tmp_path, capsys):
+    argv = "--dataset=zipf:1:1x3:50", "--model=dlrm", "--width=2"
+    job = finished(*argv, model_dir=tmp_path)
+    (tmp_path / "new.csv").write_text("table_0,number_0\n2,0.5\n3,0.5\n1.0,0.5\n")
+    found = predicted(tmp_path, tmp_path / "new.csv", code=1)
+    assert [row["row"] for row in found] == ["1", "3"]
+    said = "row 2: column 'table_0' is '3', expected an id of 0 to 2."
+    assert said in capsys.readouterr().err
+    x = {"dense": np.float32([[0.5], [0.5]]), "table_0": np.array([2, 1])}
+    expected = tf.nn.softmax(job.model.predict(x, verbose=0)).numpy().max(axis=1)
+    chances = [float(row["probability"]) for row in found]
+    np.testing.assert_allclose(chances, expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="'table_0' has ids of 3 to 3; expected 0 to"):
+        towers.load_model(str(tmp_path)).predict({"number_0": [1], "table_0": [3]})
+
+
+OWN = """
+import keras
+import numpy as np
+
+loss = {"price": "mse", "pair": "mse"}
+x = {"size": np.float32([[i] for i in range(20)]), "rooms": np.arange(20)}
+y = {"price": x["size"], "pair": x["size"] * np.float32([1, 2])}
+train_data = x, y
+
+
+def build(input_shape):
+    inputs = {
+        "size": keras.Input(input_shape["size"], name="size"),
+        "rooms": keras.Input(input_shape["rooms"], name="rooms"),
+    }
+    rooms = keras.layers.Reshape((1,))(inputs["rooms"])
+    joined = keras.layers.Concatenate()([inputs["size"], rooms])
+    outputs = {n: keras.layers.Dense(k, name=n)(joined) for n, k in
+               (("price", 1), ("pair", 2))}
+    return keras.Model(inputs, outputs)
+
+
+def preprocess(x, y, training):
+    return {**x, "size": x["size"] / 10}, y
+"""
+
+
+def test_arrays_of_the_users_own(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    job = finished(f"--model={tmp_path}/mine.py", model_dir=tmp_path)
+    x = {"size": np.float64([[3], [5]]), "rooms": np.array([1, 2])}
+    np.savez(tmp_path / "new.npz", **x)
+    prepared = {"size": np.float32([[0.3], [0.5]]), "rooms": np.float32([1, 2])}
+    expected = job.model.predict(prepared, verbose=0)
+    found = predicted(tmp_path, tmp_path / "new.npz")
+    assert [row["row"] for row in found] == ["1", "2"]
+    for name in ("price", "pair"):
+        values = [[*map(float, row[name].split())] for row in found]
+        np.testing.assert_allclose(values, expected[name], rtol=1e-5)
+    trained = load_model(str(tmp_path))
+    saved_model.write(trained, str(tmp_path / "exported"))
+    serve = tf.saved_model.load(str(tmp_path / "exported")).signatures["serve"]
+    given = {
+        "size": tf.constant([[3.0], [5.0]]),
+        "rooms": tf.constant([1, 2], tf.int64),
+    }
+    for name, values in serve(**given).items():
+        np.testing.assert_allclose(values, expected[name], rtol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"Received size \[1\] of float64; expected .*"
+    ):
+        trained.predict({"size": np.ones([1])})
+    (tmp_path / "new.csv").write_text("size,rooms\n1,2\n")
+    said = (
+        r"new.csv has no arrays, and only .*mine.py knows .*; expected arrays by name"
+    )
+    with pytest.raises(
+        ValueError, match=said + r", size \[B, 1\] of float32, rooms \[B"
+    ):
+        predicted(tmp_path, tmp_path / "new.csv")
+
+
+ONE = """
+import keras
+import numpy as np
+
+train_data = np.float32([[i, 1] for i in range(20)]), np.arange(20) % 2
+
+
+def build(input_shape, num_outputs):
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Dense(num_outputs)])
+
+
+def preprocess(x, y):
+    return x, y + 0
+"""
+
+
+def test_an_array_and_what_needs_a_target(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(ONE.replace("y + 0", "y"))
+    flags = f"--model={file}", "--task=classification"
+    job = finished(*flags, model_dir=tmp_path)
+    x = np.float32([[1, 1], [2, 1], [3, 1], [4, 1], [5, 1]])
+    np.save(tmp_path / "x.npy", x)
+    found = predicted(tmp_path, tmp_path / "x.npy")
+    expected = tf.nn.softmax(job.model.predict(x, verbose=0)).numpy()
+    chances = [float(row["probability"]) for row in found]
+    np.testing.assert_allclose(chances, expected.max(axis=1), rtol=1e-5)
+    assert [int(row["class"]) for row in found] == expected.argmax(axis=1).tolist()
+    trained = load_model(str(tmp_path))
+    with pytest.raises(ValueError, match=r"\[2, 3\] of float64; expected .* \[B, 2\]"):
+        trained.predict(np.ones([2, 3]))
+    file.write_text(ONE)
+    with pytest.raises(ValueError, match=r"raised TypeError .* with y=None, as there"):
+        load_model(str(tmp_path)).predict(x)
+
+
+def test_pictures_that_the_users_file_prepares(tmp_path):
+    root = tmp_path / "pictures"
+    (tmp_path / "mine.py").write_text(
+        ONE.replace("train_data =", "unused =")
+        .replace(
+            "), keras.layers.Dense", "), keras.layers.Flatten(), keras.layers.Dense"
+        )
+        .replace("return x, y + 0", "return keras.ops.cast(x, 'float32') / 255, y")
+    )
+    draw = np.random.default_rng(0)
+    for name in ("ant", "bee"):
+        (root / name).mkdir(parents=True)
+        pixels = draw.integers(0, 256, [4, 4, 3]).astype(np.uint8)
+        Image.fromarray(pixels).save(root / name / "0.png")
+    flags = f"--dataset=folder:{root}", "--eval_fraction=0", "--image_size=4"
+    job = finished(*flags, f"--model={tmp_path}/mine.py", model_dir=tmp_path)
+    (row,) = predicted(tmp_path, root / "bee" / "0.png")
+    scores = tf.nn.softmax(job.model(pixels[None] / np.float32(255))).numpy()
+    assert row["class"] == ("ant", "bee")[scores.argmax()]
+    np.testing.assert_allclose(float(row["probability"]), scores.max(), rtol=1e-5)
+    trained = load_model(str(tmp_path))
+    assert trained.predict(pixels[None])[0]["class"] == row["class"]
+
+
+def test_a_language_model_has_no_signature(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    trained = Trained(model, Preprocessing("language_model", True, "tokens", (2,)))
+    with pytest.raises(ValueError, match="writes text"):
+        saved_model.write(trained, str(tmp_path / "exported"))
