@@ -109,7 +109,7 @@ class Trained:
             return _of_each(outputs)
         names = self.classes or known.outputs
         found = known.known_task.decode(outputs, names, known.from_logits)
-        if known.task == "tagging" and known.input == "tokens":
+        if known.task == "tagging" and known.input != OWN:
             lengths = np.count_nonzero(given, axis=-1)
             pairs = zip(found, lengths, strict=True)
             found = [{"tags": each["tags"][:length]} for each, length in pairs]
