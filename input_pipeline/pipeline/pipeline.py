@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
-from towers.input_pipeline.pipeline import epochs
+from towers.input_pipeline.pipeline import epochs, lengths
 from towers.input_pipeline.pipeline.advice import stage_advice
+from towers.input_pipeline.pipeline.checks import check
 from towers.input_pipeline.pipeline.scaling import Scaling
 from towers.input_pipeline.pipeline.stages import THREADS, Stages
-from towers.input_pipeline.records.checks import check_image_shape
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource
 
@@ -78,6 +78,10 @@ class Pipeline:
         ram_budget_mb: memory that tf.data may take for buffers of batches. None:
             tf.data's own limit, half of the memory.
         tricks: optimizations of decoding; all by default.
+        group_by_length: whether batches are made of rows of tokens of like length. A
+            batch is as long as its longest row, rounded up to a multiple of an eighth
+            of the rows' length, so that there are eight lengths at most. The order is
+            still a function of the seed and the epoch.
 
     Raises:
         ValueError: there is no such split or recipe, a number is too small, images
@@ -102,6 +106,7 @@ class Pipeline:
     data_service: str | None = None
     ram_budget_mb: int | None = None
     tricks: Tricks = ALL_TRICKS
+    group_by_length: bool = False
 
     def __post_init__(self):
         if self.training is None:
@@ -115,42 +120,7 @@ class Pipeline:
                     f"image_shape=(224, 224, {shape[-1]})"
                 )
             object.__setattr__(self, "image_shape", shape)
-        check_image_shape(self.source, self.image_shape)
-        if self.split not in self.source.splits:
-            known = ", ".join(self.source.splits) or "none yet: call prepare() first"
-            raise ValueError(
-                f"{self.source.name} has no split {self.split!r}, only {known}"
-            )
-        for name in ("batch_size", "seed", "shuffle_mb", "start_epoch", "start_record"):
-            least = 1 if name == "batch_size" else 0
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, expected at least {least}"
-                )
-        if self.data_service is not None and not self.source.in_graph:
-            raise ValueError(
-                f"data_service is {self.data_service}, but {self.source.name} is read "
-                "by Python, which its workers cannot run: expected TFRecord files, to "
-                "which towers.input_pipeline.convert turns any source"
-            )
-        if self.scaling is not None and self.image_shape != (len(self.scaling.names),):
-            raise ValueError(
-                f"scaling is of {len(self.scaling.names)} columns, but examples of "
-                f"{self.source.name} have the shape {self.image_shape}: expected as "
-                "many numbers, so measure it for these, or leave it out"
-            )
-        if self.source.target.kind == "mask" and self.randaugment is not None:
-            raise ValueError(
-                f"randaugment is {self.randaugment}, which changes images without "
-                f"their masks, and {self.source.name} has masks: expected None"
-            )
-        plain = self.recipe == "none" and self.randaugment is None
-        if len(self.image_shape) == 1 and not plain:
-            raise ValueError(
-                f"recipe is {self.recipe!r}, randaugment {self.randaugment}: "
-                f"{self.source.name} has no images but rows of numbers, so expected "
-                "'none' and None"
-            )
+        check(self)
 
     def dataset(self) -> tf.data.Dataset:
         """Builds the dataset.
@@ -189,14 +159,22 @@ class Pipeline:
             "classes": target.names or target.size,
             "kept in memory": self.source.origin is not self.source,
             "shuffle_mb": self.shuffle_mb if stream else None,
+            "grouped by length": self.group_by_length or None,
         }
 
     def _all(self):
         if self.data_service is not None:
-            return self._epochs(self._on_workers).prefetch(tf.data.AUTOTUNE)
-        if self.repeat:
-            return self.finish(self._epochs(self._whole))
-        return self.finish(self.stages()[-1][1])
+            dataset = self._epochs(self._on_workers)
+        elif self.repeat:
+            dataset = self._epochs(self._whole)
+        else:
+            dataset = self.stages()[-1][1]
+        if self.group_by_length:
+            # Here, as batches are made of what several workers send.
+            dataset = lengths.shorten(dataset, self.source.target.kind == "tags")
+        if self.data_service is not None:
+            return dataset.prefetch(tf.data.AUTOTUNE)
+        return self.finish(dataset)
 
     def _with_length(self, dataset):
         # flat_map does not know its length; progress bars want it.
@@ -261,13 +239,22 @@ class Pipeline:
 
     def _raw(self, seeds, start):
         """Batches of (augmentation seed, numbers, raw records) of one epoch."""
-        batches = self.source.batches(
-            self.split,
-            self._rows_at_once,
-            seeds=seeds[:2] if self.training else None,
-            buffer_mb=self.shuffle_mb,
-            start=start,
-        )
+        order = seeds[:2] if self.training else None
+        if self.group_by_length:
+            grouped = lengths.grouped(
+                self.source.size_of_all(self.split), self.batch_size
+            )
+            batches = self.source.batches_by_length(
+                self.split, self.batch_size, grouped, seeds=order, start=start
+            )
+        else:
+            batches = self.source.batches(
+                self.split,
+                self._rows_at_once,
+                seeds=order,
+                buffer_mb=self.shuffle_mb,
+                start=start,
+            )
         return batches.map(lambda numbers, records: (seeds[2], numbers, records))
 
     @property

@@ -56,6 +56,8 @@ class Source(abc.ABC):
             out: sentences.
         tokenizer: what has made tokens of text, or None.
         bytes_per_token: of text, for each split, where that is known.
+        has_padding: whether rows of tokens are padded to one length; such a source has
+            ``batches_by_length``.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Source(abc.ABC):
     notes: Sequence[str] = ()
     tokenizer: Tokenizer | None = None
     bytes_per_token: Mapping[str, float] = {}
+    has_padding: bool = False
     _target: Target | None = None
 
     @property
@@ -302,17 +305,24 @@ class IndexedSource(Source):
     computed without those before it.
     """
 
+    def _in_order(
+        self, split: str, begin: tf.Tensor, size: int, seeds: tf.Tensor | None
+    ) -> tf.Tensor:
+        """Numbers of the records at places of a split's order, up to its end."""
+        first = 0 if split == "train" else self.size_of_all("train") or 0
+        count = self.size_of_all(split)
+        places = tf.range(begin, tf.minimum(begin + size, count))
+        if seeds is not None:
+            places = tf.random.experimental.index_shuffle(places, seeds, count - 1)
+        return places + first
+
     def _batches(self, split, batch_size, seeds, buffer_mb, start):
         del buffer_mb
-        first = 0 if split == "train" else self.size_of_all("train") or 0
         count = self.size_of_all(split)
 
         def numbers(begin):
-            places = tf.range(begin, tf.minimum(begin + batch_size, count))
-            if seeds is not None:
-                places = tf.random.experimental.index_shuffle(places, seeds, count - 1)
-            places += first
-            return places, places
+            found = self._in_order(split, begin, batch_size, seeds)
+            return found, found
 
         if not self.passed_over.get(split):
             return tf.data.Dataset.range(start, count, batch_size).map(numbers)

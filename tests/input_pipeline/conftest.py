@@ -84,3 +84,17 @@ def write_tfrecord():
 def grey():
     """An 8 by 8 coloured image of one value."""
     return lambda value: np.full([8, 8, 3], value, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def service():
+    """A dispatcher and two workers; gives the address."""
+    from tensorflow.data.experimental import service
+
+    dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
+    address = dispatcher.target.partition("://")[2]
+    # Before it ends, a worker waits for its next heartbeat: by default, for 30 s.
+    config = service.WorkerConfig(address, heartbeat_interval_ms=500)
+    workers = [service.WorkerServer(config) for _ in range(2)]
+    yield dispatcher.target
+    del workers, dispatcher

@@ -125,7 +125,8 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
             "expected --gpu_memory_limit_mb there."
         )
     mine = my_model.load(settings)
-    # Own data may have batches of one size.
+    # Own data may have batches of one size. Of texts, the longest need most memory.
+    settings = settings.but(group_by_length=False)
     opened = open_data(settings.but(batch_size=DEFAULTS.batch_size), mine)
     setup = setup_parts.of(settings, opened.facts, mine)
     if not gpus:

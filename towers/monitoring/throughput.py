@@ -36,7 +36,7 @@ class Throughput(keras.callbacks.Callback):
         warmup_steps: int = 10,
         fractions: Sequence[float] = (),
         clock: Callable[[], float] = time.perf_counter,
-        tokens: int = 0,
+        tokens: float = 0,
     ):
         """Initializes the callback.
 
@@ -47,8 +47,8 @@ class Throughput(keras.callbacks.Callback):
             warmup_steps: Steps at the beginning of the run that are not counted.
             fractions: Fraction of a full batch that each tower gets.
             clock: Returns seconds.
-            tokens: Number of tokens in an example, padding among them; 0 if it is no
-                text. Tokens per second are then said as well.
+            tokens: Number of tokens in an example, on average, without padding; 0 if
+                it is no text. Of text, tokens per second are said as well.
         """
         super().__init__()
         self._batch_size = batch_size

@@ -152,8 +152,7 @@ def make_watch(job: Job) -> Watch:
     """Makes the callbacks that measure the run."""
     size = job.settings.batch_size
     fractions = [each / size for each in job.sizes]
-    facts = job.setup.facts
-    tokens = facts.input_shape[0] if facts.input_kind == "tokens" else 0
+    tokens = job.data.tokens_per_example
     return Watch(
         Throughput(size, job.data.examples, fractions=fractions, tokens=tokens),
         Starvation(job.settings.log_steps, advice=job.data.advice),

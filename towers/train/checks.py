@@ -22,6 +22,7 @@ DATA_FLAGS = (*data_flags.NAMES, "train_split", "eval_split")
 OF_DATA_SETS = (
     *(name for name in DATA_FLAGS if name != "num_classes"),
     *("dataset", "eval_dataset", "data_dir", "bad_records", "max_bad_records"),
+    "group_by_length",
     *("image_size", "recipe", "randaugment", "mixup_alpha", "cutmix_alpha", "scale"),
     *("cache", "cache_dir", "shuffle_mb", "ram_budget_mb", "data_service"),
 )
@@ -33,6 +34,9 @@ _OF_LOSS = ("mixup_alpha", "cutmix_alpha", "label_smoothing")
 
 # Kinds of data sets that have no rows of numbers.
 _WITHOUT_ROWS = ("digits", "folder", "synthetic", "text")
+
+# Kinds whose rows of tokens have padding, or may have some.
+_WITH_PADDING = ("conll", "folder")
 
 # The least, and the most if there is one, that a number may be.
 _BOUNDS = (
@@ -86,6 +90,7 @@ def check(settings: Settings) -> Settings:
     _check_towers(settings)
     _check_cache(settings)
     check_data(settings)
+    _check_grouping(settings)
     if settings.uses_data_dir:
         check_folder("data_dir", settings.data_dir, "--data_dir", new=True)
     if settings.cache_dir is not None:
@@ -291,6 +296,24 @@ def _check_cache(settings: Settings) -> None:
         raise ValueError(
             f"Received --cache_dir={settings.cache_dir} with --{other}, which keeps no "
             "files there; expected --cache=disk or auto, so leave one out."
+        )
+
+
+def _check_grouping(settings: Settings) -> None:
+    """Checks that rows may have padding, if they are grouped by length."""
+    if not settings.group_by_length:
+        return
+    kind = settings.dataset.partition(":")[0]
+    if not (kind in _WITH_PADDING or settings.text_column):
+        raise ValueError(
+            f"Received --group_by_length for {settings.dataset}, whose rows have no "
+            "padding; expected it only for conll:, for folder: of texts, and for csv: "
+            "and parquet: with --text_column, so leave it out."
+        )
+    if settings.positions == "learned":
+        raise ValueError(
+            "Received --group_by_length with --positions=learned, which is for texts "
+            "of one length; expected --positions=rotary, or one of the two."
         )
 
 

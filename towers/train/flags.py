@@ -45,6 +45,10 @@ HELPS = {
         ),
         "data_dir": "Folder where digits and tfds: store their files.",
         **data_flags.HELPS,
+        "group_by_length": (
+            "Make batches of texts of like length, and pad them to the longest of the "
+            "batch only. The model has to take texts of any length."
+        ),
         "train_split": "Split of digits and tfds: to train on, such as train[:90%].",
         "eval_split": "Split of digits and tfds: to validate on, such as train[:90%].",
         "eval_steps": (

@@ -75,6 +75,7 @@ class Settings:
     sequence_length: int | None = None
     image_key: str | None = None
     label_key: str | None = None
+    group_by_length: bool = False
     train_split: str | None = None
     eval_split: str | None = None
     eval_steps: int | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.images import draws
 from towers.input_pipeline.sources.base import IndexedSource
 from towers.input_pipeline.sources.files.record import BadRecordError, Record
 
@@ -32,6 +33,7 @@ class RaggedSource(IndexedSource):
     """
 
     encoded = False
+    has_padding = True
     _files: Mapping[str, list[str]]
     _faults: Sequence[Record] = ()
 
@@ -82,6 +84,50 @@ class RaggedSource(IndexedSource):
         tokens = tf.cast(tf.gather(ids, places), tf.int32)
         return tf.where(is_token, tokens, 0), is_token, places
 
+    def mean_length(self, split: str) -> float:
+        """Tokens of a row, padding not among them."""
+        first = self.splits.get("train", 0)
+        lengths = self._arrays[2]
+        return float(np.mean(lengths[:first] if split == "train" else lengths[first:]))
+
+    def batches_by_length(
+        self,
+        split: str,
+        batch_size: int,
+        groups: int,
+        *,
+        seeds: tf.Tensor | None = None,
+        start: int | tf.Tensor = 0,
+    ) -> tf.data.Dataset:
+        """As ``batches``; several come at once, each of rows of like length.
+
+        So many batches' rows are taken of the order, and sorted by length. The batches
+        of them come in an order of their own.
+
+        Args:
+            split: one of `splits`.
+            batch_size: rows in a batch.
+            groups: batches that are made of rows that follow one another in the order.
+            seeds: see ``batches``.
+            start: see ``batches``; rows of the order that is the result.
+        """
+        size, count = batch_size * groups, self.size_of_all(split)
+
+        def numbers(begin):
+            found = self._in_order(split, begin, size, seeds)
+            lengths = tf.gather(self._tensors[2], found)
+            # The longest first: if a batch is short, it is the shortest's.
+            order = tf.argsort(lengths, direction="DESCENDING", stable=True)
+            if seeds is not None:
+                order = _shuffle_batches(order, batch_size, seeds[0] + begin)
+            found = tf.gather(found, order)[tf.maximum(start - begin, 0) :]
+            return found, found
+
+        start = tf.cast(start, tf.int64)
+        # At the end, there is nothing to sort.
+        begin = tf.where(start < count, start - start % size, count)
+        return tf.data.Dataset.range(begin, count, size).map(numbers)
+
     def files(self, split: str) -> list[str]:
         """See ``Source.files``; two splits may have parts of the same."""
         return self._files.get(split) or self._files["train"]
@@ -105,3 +151,12 @@ class RaggedSource(IndexedSource):
 def bad_record(path: str, place: str, fault: str) -> Record:
     """What stands for no row, as it is left out before rows are numbered."""
     return Record(path, place, -1, fault=fault, count=0)
+
+
+def _shuffle_batches(order: tf.Tensor, batch_size: int, seed: tf.Tensor) -> tf.Tensor:
+    """Puts whole batches into another order; a short one stays the last."""
+    count = tf.size(order) // batch_size
+    keys = draws.uniform(seed, tf.range(tf.cast(count, tf.int64)), 1)[:, 0]
+    whole = tf.reshape(order[: count * batch_size], [count, batch_size])
+    whole = tf.gather(whole, tf.argsort(keys, stable=True))
+    return tf.concat([tf.reshape(whole, [-1]), order[count * batch_size :]], 0)

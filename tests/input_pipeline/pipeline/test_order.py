@@ -228,20 +228,6 @@ def test_one_order_for_any_threads_and_towers(photos, arrays, tmp_path):
         assert first != second
 
 
-@pytest.fixture(scope="module")
-def service():
-    """A dispatcher and two workers; gives the address."""
-    from tensorflow.data.experimental import service
-
-    dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
-    address = dispatcher.target.partition("://")[2]
-    # Before it ends, a worker waits for its next heartbeat: by default, for 30 s.
-    config = service.WorkerConfig(address, heartbeat_interval_ms=500)
-    workers = [service.WorkerServer(config) for _ in range(2)]
-    yield dispatcher.target
-    del workers, dispatcher
-
-
 @UNLIKE
 def test_workers_of_a_service_make_the_same(source, service):
     options = {"start_epoch": 1, "start_record": 5}

@@ -135,6 +135,17 @@ def test_what_own_data_leave_no_room_for():
             {"dataset": "csv:a", "eval_fraction": 0.2, "eval_dataset": "digits"},
             "--eval_fraction=0.2 and --eval_dataset=digits, which is evaluated",
         ),
+        (
+            {"dataset": "text:python", "group_by_length": True},
+            "--group_by_length for text:python, whose rows have no padding",
+        ),
+        (
+            {
+                **{"dataset": "folder:.", "model": "transformer_encoder"},
+                **{"group_by_length": True, "positions": "learned"},
+            },
+            "--positions=learned, which is for texts of one length",
+        ),
         ({"steps_per_loop": 0}, "--steps_per_loop=0; expected at least 1"),
         ({"image_size": "8x"}, "--image_size=8x; expected pixels"),
         ({"seed": 2**32}, "--seed=4294967296; expected 0 to 4294967295"),

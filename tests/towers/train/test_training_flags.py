@@ -136,6 +136,24 @@ def test_killed_while_it_accumulates_and_averages(tmp_path, monkeypatch):
     assert_same_bits(weights(path), weights(whole))
 
 
+@pytest.mark.slow
+def test_killed_among_batches_of_several_lengths(tmp_path, monkeypatch):
+    lines = [f"{'a' * (k % 37 + 1)},{k % 2}\n" for k in range(160)]
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(lines))
+    flags = (
+        *(f"--dataset=csv:{tmp_path}/a.csv", "--text_column=text", "--seed=3"),
+        *("--sequence_length=32", "--group_by_length", "--deterministic"),
+        *("--model=transformer_encoder", "--layers=1", "--width=8", "--heads=2"),
+        *("--batch_size=8", "--train_epochs=2", "--save_steps=1"),
+    )
+    path, whole = tmp_path / "run", tmp_path / "whole"
+    killed(monkeypatch, *flags, f"--model_dir={path}", batches=23)
+    for folder in (path, whole):
+        run_here(*flags, f"--model_dir={folder}")
+    assert_same_bits(weights(path), weights(whole))
+    assert summary_of(path)["val_loss"] == summary_of(whole)["val_loss"]
+
+
 OBJECTIVE = (
     *("--label_smoothing=0.2", "--class_weight=balanced", "--log_csv"),
     # It falls: the first epoch stays the best.

@@ -210,9 +210,9 @@ def _dtype(tensor):
 
 
 def _shape(facts, data):
-    """Shape of an example; of columns, that of their numbers."""
-    columns = facts.input_kind == "columns"
-    return tuple(data.source.image_shape) if columns else facts.input_shape
+    """Shape of an example; of columns, that of their numbers; of texts, the longest."""
+    of_source = facts.input_kind in ("columns", "tokens")
+    return tuple(data.source.image_shape) if of_source else facts.input_shape
 
 
 def _shapes(found):

@@ -45,7 +45,7 @@ class DataFacts:
 
     @property
     def sequence_length(self) -> int | None:
-        """How many tokens an example has, where examples are tokens."""
+        """How many tokens an example has, where examples are tokens of one length."""
         return self.input_shape[0] if self.input_kind == "tokens" else None
 
     @property
@@ -66,7 +66,8 @@ class DataFacts:
         elif self.input_kind == "row":
             what, each = "row", f" of {words.count(shape[0], 'number')} to train on"
         elif self.input_kind == "tokens":
-            what, each = "row", f" of {words.count(shape[0], 'token')} to train on"
+            length = words.count(shape[0], "token") if shape[0] else "tokens"
+            what, each = "row", f" of {length} to train on"
         elif self.input_kind == "columns":
             count = sum(math.prod(shape[name]) for name in shape if name == "dense")
             tables = words.count(len(self.table_sizes), "category", "categories")

@@ -56,6 +56,13 @@ def build_model(setup: Setup, home: str) -> keras.Model:
                 f"The model {name} raised {type(error).__name__} when it was "
                 f"called, which says: {error}; correct the model."
             ) from error
+    takes = getattr(model, "input_shape", None)
+    if setup.settings.group_by_length and isinstance(takes, tuple) and takes[1]:
+        raise ValueError(
+            f"The model {name} takes texts of {takes[1]} tokens, but received "
+            "--group_by_length, which makes batches of several lengths; expected "
+            "keras.Input of its input_shape, (None,), or no --group_by_length."
+        )
     if setup.task is not None:
         _check_output(setup, output)
     return model

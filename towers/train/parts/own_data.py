@@ -49,6 +49,7 @@ class OwnData:
     # Of its stages, nothing is known.
     advice: ClassVar[Mapping[str, str]] = {}
     bytes_per_token: ClassVar[Mapping[str, float]] = {}
+    tokens_per_example = 0
 
     @functools.cached_property
     def evaluation(self) -> tf.data.Dataset | keras.utils.PyDataset:

@@ -69,6 +69,14 @@ class Data:
         return self.source.note
 
     @property
+    def tokens_per_example(self) -> float:
+        """How many tokens an example has, without padding; 0 if it is no text."""
+        if self.source.input_kind != "tokens":
+            return 0
+        padded = self.source.has_padding
+        return self.source.mean_length("train") if padded else self.image_shape[0]
+
+    @property
     def bytes_per_token(self) -> Mapping[str, float]:
         """Of the text that a loss is of, by the loss's name, as far as it is known."""
         size = self.source.bytes_per_token.get("train")
@@ -162,6 +170,7 @@ class Data:
             "repeat": training and self.steps_per_epoch() is not None,
             "data_service": settings.data_service,
             "ram_budget_mb": settings.ram_budget_mb,
+            "group_by_length": settings.group_by_length,
             **options,
         }
         return input_pipeline.make_dataset(source, split, **options)
@@ -204,7 +213,14 @@ def open_data(settings: Settings, mine: MyModel | None) -> Opened | OwnData:
         return own_data.open_data(settings, mine)
     source, held_out = open_sources(settings)
     shape = choose_image_shape(settings, source)
-    facts = facts_parts.of_source(source, shape)
+    if settings.group_by_length and not source.has_padding:
+        raise ValueError(
+            f"Received --group_by_length, but {source.name} has no rows of tokens with "
+            "padding; expected texts, so leave it out."
+        )
+    facts = facts_parts.of_source(
+        source, (None,) if settings.group_by_length else shape
+    )
     return Opened(settings, source, held_out, shape, facts)
 
 
