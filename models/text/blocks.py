@@ -54,16 +54,48 @@ def check(
         )
 
 
-def place(
-    x: keras.KerasTensor, positions: str, dropout: float, length: int | None
+def stack(
+    x: keras.KerasTensor,
+    length: int | None,
+    *,
+    depth: int,
+    heads: int,
+    causal: bool,
+    positions: str,
+    dropout: float,
+    padding_mask: keras.KerasTensor | None = None,
 ) -> keras.KerasTensor:
-    """Adds learned positions to embedded tokens; rotary ones come with attention."""
+    """Makes features of embedded tokens: positions, blocks, and a last normalisation.
+
+    Args:
+        x: Embedded tokens [batch, tokens, width].
+        length: Tokens of a text; None for any number, with rotary positions.
+        depth: Number of blocks.
+        heads: Heads of attention.
+        causal: Whether tokens look back only.
+        positions: "learned" ones are added to the tokens; "rotary" ones come with
+            attention.
+        dropout: Share of the features dropped.
+        padding_mask: Which tokens are no padding; None if all are.
+    """
     if positions == "learned":
         x = layers.LearnedPositions(length, name="positions")(x)
-    return keras.layers.Dropout(dropout)(x)
+    x = keras.layers.Dropout(dropout)(x)
+    for number in range(depth):
+        x = _block(
+            x,
+            number,
+            depth=depth,
+            heads=heads,
+            causal=causal,
+            rotary=positions == "rotary",
+            dropout=dropout,
+            padding_mask=padding_mask,
+        )
+    return _normalised(x, "norm")
 
 
-def block(
+def _block(
     x: keras.KerasTensor,
     number: int,
     *,
@@ -72,20 +104,9 @@ def block(
     causal: bool,
     rotary: bool,
     dropout: float,
-    padding_mask: keras.KerasTensor | None = None,
+    padding_mask: keras.KerasTensor | None,
 ) -> keras.KerasTensor:
-    """Adds attention and a perceptron, each of normalised features (pre-norm).
-
-    Args:
-        x: Features [batch, tokens, width].
-        number: Of the block, for names.
-        depth: Number of all blocks.
-        heads: Heads of its attention.
-        causal: Whether tokens look back only.
-        rotary: Whether attention knows of positions.
-        dropout: Share dropped of what is added.
-        padding_mask: Which tokens are no padding; None if all are.
-    """
+    """Adds attention and a perceptron, each of normalised features (pre-norm)."""
     width = x.shape[-1]
     attended = layers.SelfAttention(
         heads,
@@ -93,10 +114,10 @@ def block(
         rotary=rotary,
         depth=depth,
         name=f"attention_{number}",
-    )(normalised(x, f"attention_norm_{number}"), padding_mask=padding_mask)
+    )(_normalised(x, f"attention_norm_{number}"), padding_mask=padding_mask)
     x = keras.layers.Add()([x, keras.layers.Dropout(dropout)(attended)])
     hidden = layers.project("btw,wo->bto", (None, 4 * width), name=f"expand_{number}")(
-        normalised(x, f"expand_norm_{number}")
+        _normalised(x, f"expand_norm_{number}")
     )
     hidden = keras.layers.Activation("gelu")(hidden)
     hidden = layers.project(
@@ -105,6 +126,6 @@ def block(
     return keras.layers.Add()([x, keras.layers.Dropout(dropout)(hidden)])
 
 
-def normalised(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
+def _normalised(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
     """Normalises each token's features."""
     return keras.layers.LayerNormalization(epsilon=1e-5, name=name)(x)

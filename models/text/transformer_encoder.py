@@ -48,19 +48,16 @@ def build(
     inputs = keras.Input((sequence_length,), dtype="int32", name="tokens")
     mask = ops.not_equal(inputs, 0)
     x = keras.layers.Embedding(vocabulary_size, width, name="embedding")(inputs)
-    x = blocks.place(x, positions, dropout, sequence_length)
-    for number in range(layers):
-        x = blocks.block(
-            x,
-            number,
-            depth=layers,
-            heads=heads,
-            causal=False,
-            rotary=positions == "rotary",
-            dropout=dropout,
-            padding_mask=mask,
-        )
-    x = blocks.normalised(x, "norm")
+    x = blocks.stack(
+        x,
+        sequence_length,
+        depth=layers,
+        heads=heads,
+        causal=False,
+        positions=positions,
+        dropout=dropout,
+        padding_mask=mask,
+    )
     if task != "tagging":
         x = MaskedMean(name="mean")(x, mask)
     logits = keras.layers.Dense(num_outputs, dtype="float32", name="logits")(x)

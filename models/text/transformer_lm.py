@@ -47,16 +47,14 @@ def build(
         embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),
         name="embedding",
     )
-    x = blocks.place(embedding(inputs), positions, dropout, sequence_length)
-    for number in range(layers):
-        x = blocks.block(
-            x,
-            number,
-            depth=layers,
-            heads=heads,
-            causal=True,
-            rotary=positions == "rotary",
-            dropout=dropout,
-        )
-    logits = embedding(blocks.normalised(x, "norm"), reverse=True)
+    x = blocks.stack(
+        embedding(inputs),
+        sequence_length,
+        depth=layers,
+        heads=heads,
+        causal=True,
+        positions=positions,
+        dropout=dropout,
+    )
+    logits = embedding(x, reverse=True)
     return keras.Model(inputs, logits, name="transformer_lm")
