@@ -233,4 +233,4 @@ class Rules:
 
 def loss_names(count: int) -> list[str]:
     """Returns the names of a compiled loss and of its parts, `count` in all."""
-    return ["loss", *(f"loss of output {i}" for i in range(count - 1))]
+    return ["loss", *(f"loss of output {i}" for i in range(count - 1))][:count]

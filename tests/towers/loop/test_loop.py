@@ -248,7 +248,7 @@ def _kinds():
 
 KINDS = list(_kinds())
 # Nested ones have weights.
-QUICK = ("nested", 4, 0), ("no weights", 1, 2), ("ragged", 1, 2)
+QUICK = ("nested", 4, 0), ("no weights", 1, 2), ("ragged", 1, 2), ("only x", 1, 0)
 MORE = {*itertools.product(KINDS, [4, 1], [0]), *itertools.product(KINDS, [1], [2])}
 
 

@@ -385,7 +385,7 @@ def table_flags(tmp_path):
         (tmp_path / f"{split}.csv").write_text("a,b,c,label\n" + "".join(lines))
     return (
         *(f"--dataset=csv:{tmp_path}/*.csv", "--model=mlp", "--batch_size=16"),
-        *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=4"),
+        *(f"--model_dir={tmp_path / 'run'}", "--train_epochs=8"),
         "--learning_rate=0.02",
     )
 
