@@ -43,6 +43,7 @@ _OF_TABLES = (
     "target",
     "num_classes",
     "class_names",
+    "vocabularies",
     "eval_fraction",
     "skip_bad",
 )
@@ -52,7 +53,7 @@ _TAKES = {
     "tfrecord": _OF_EXAMPLES,
     "array_record": _OF_EXAMPLES,
     "parquet": ("image_key", *_OF_TABLES),
-    "csv": (*_OF_TABLES, "vocabularies"),
+    "csv": _OF_TABLES,
     "folder": ("target", "num_classes", "class_names", "eval_fraction", "skip_bad"),
     "text": ("tokenizer", "sequence_length", "eval_fraction", "cache_dir", "skip_bad"),
     "conll": (
@@ -93,15 +94,16 @@ class SourceOptions(TypedDict, total=False):
             for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``,
             "class" or "mask" of ``folder:``, and these or "numbers" of ``tfds:``. None:
             what is clear from the data.
-        feature_columns: columns of numbers of ``parquet:`` and ``csv:``. None: all
-            columns except the label.
+        feature_columns: columns of ``parquet:`` and ``csv:`` to learn from: numbers,
+            and text as categories. None: all columns except the label.
         num_classes: number of classes, if labels are read from files. None: every label
             is read to find the largest.
         class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
             ``csv:`` are names. None: all labels are read, and the names are sorted. Of
             ``folder:`` with masks, by the numbers in these; None: see classes.txt.
-        vocabularies: texts of the columns of categories of ``csv:``, by their names;
-            the first one has id 1. None: those of the training data, sorted.
+        vocabularies: texts of the columns of categories of ``parquet:`` and ``csv:``,
+            by their names; the first one has id 1. None: those of the training data,
+            sorted.
         eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
             to hold out, unless a file or folder is held out by its name. None: a tenth.
         tokenizer: what makes tokens of text: a ``Tokenizer``, or ``bytes``,

@@ -9,6 +9,8 @@ from towers.input_pipeline.sources.tables import columns
 
 # What the columns of numbers are called, all together, beside categories.
 _NUMBERS = "dense"
+# What TensorFlow strips from texts.
+_SPACES = " \t\n\v\f\r"
 
 
 def read_vocabularies(
@@ -28,9 +30,14 @@ def read_vocabularies(
         for name, some in zip(names, texts, strict=True):
             found[name] |= {*some.tolist()}
     return {
-        name: tuple(sorted(text.decode(errors="replace") for text in texts - {b""}))
+        name: ordered(text.decode(errors="replace") for text in texts)
         for name, texts in found.items()
     }
+
+
+def ordered(texts: Iterable[str]) -> tuple[str, ...]:
+    """The vocabulary of texts: each once, sorted, without the empty one."""
+    return tuple(sorted({text.strip(_SPACES) for text in texts} - {""}))
 
 
 def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from towers.input_pipeline.sources.files import in_python
 from towers.input_pipeline.sources.files.file_source import FileSource, shuffle_all
 from towers.input_pipeline.sources.files.record import FILE, Record
 from towers.input_pipeline.sources.tables import (
+    categories,
     columns,
     parquet_columns,
     row_groups,
@@ -23,8 +24,9 @@ from towers.input_pipeline.sources.targets import Target, TargetKind
 _CYCLE_LENGTH = 4
 _BLOCK_LENGTH = 16
 
-# A raw record: the encoded image or the row of numbers, and the label.
-_Record = tuple[tf.Tensor, tf.Tensor]
+# A raw record: the encoded image or the row of numbers; where columns of text are
+# learnt from, the texts of the row; and the label.
+_Record = tuple[tf.Tensor, ...]
 
 
 class ParquetSource(FileSource, StreamSource):
@@ -42,10 +44,11 @@ class ParquetSource(FileSource, StreamSource):
             ``csv:``.
         label_column: see ``CSVSource``.
         target: see ``CSVSource``.
-        feature_columns: see ``columns.find_features``; in place of images.
+        feature_columns: see ``CSVSource``; in place of images.
         class_names: see ``columns.order_classes``.
         num_classes: None takes it from Hugging Face's description of the columns, or
             reads all labels and takes the largest plus one.
+        vocabularies: see ``CSVSource``.
         **options: see ``FileSource``.
 
     Raises:
@@ -66,6 +69,7 @@ class ParquetSource(FileSource, StreamSource):
         target: TargetKind | None = None,
         class_names: Sequence[str] | None = None,
         num_classes: int | None = None,
+        vocabularies: Mapping[str, Sequence[str]] | None = None,
         **options: Any,
     ):
         try:
@@ -85,6 +89,8 @@ class ParquetSource(FileSource, StreamSource):
             first, schema, image_key, label_column, feature_columns
         )
         self.image_fields = self._columns.examples
+        self.vocabularies = dict.fromkeys(self._columns.texts, ())
+        self._ids = categories.finders(self.vocabularies)
         self.image_shape = self._columns.image_shape
         self.label_field = ",".join(self._columns.labels)
         self.encoded = len(self.image_shape) == 3
@@ -105,6 +111,12 @@ class ParquetSource(FileSource, StreamSource):
         self._look_at_rows(first, rows)
         self._count_classes()
         self._hold_out()
+        if self.vocabularies:
+            found = vocabularies or self._read_vocabularies()
+            categories.check(self.name, self.vocabularies, found)
+            self.vocabularies, self.table_sizes = found, categories.table_sizes(found)
+            self._ids = categories.finders(found)
+            self.reads = (*self.reads, *self.vocabularies.items())
 
     def records(
         self, split: str, shuffle_seed: tf.Tensor | None = None
@@ -130,9 +142,9 @@ class ParquetSource(FileSource, StreamSource):
         dataset = shuffle_all(dataset, len(groups), shuffle_seed)
 
         def read(place):
-            images, labels = self._load_group(paths, place[0], place[1], empty)
-            numbers = place[2] + tf.range(tf.shape(labels, tf.int64)[0])
-            return tf.data.Dataset.from_tensor_slices((numbers, (images, labels)))
+            found = self._load_group(paths, place[0], place[1], empty)
+            numbers = place[2] + tf.range(tf.shape(found[-1], tf.int64)[0])
+            return tf.data.Dataset.from_tensor_slices((numbers, found))
 
         records = dataset.interleave(
             read,
@@ -148,7 +160,13 @@ class ParquetSource(FileSource, StreamSource):
 
     def parse(self, records: _Record) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
-        return records
+        if not self.vocabularies:
+            return records
+        rows, texts, labels = records
+        texts = tf.unstack(texts, len(self._ids), axis=1)
+        found = zip(self._ids.items(), texts, strict=True)
+        ids = {name: find(text) for (name, find), text in found}
+        return categories.examples(rows if self.image_fields else None, ids), labels
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
@@ -162,7 +180,7 @@ class ParquetSource(FileSource, StreamSource):
                 gap, count = (first, end), end - first
                 yield bad.with_fault(str(error), gap=gap, count=count)
                 continue
-            faults = row_groups.missing(read)
+            faults = row_groups.missing(read, self._columns.texts)
             for row, raw in enumerate(zip(*self._values(read), strict=True)):
                 record = Record(path, f"row {first + row}", number + first + row)
                 if not self._has(split, record.number):
@@ -177,7 +195,7 @@ class ParquetSource(FileSource, StreamSource):
         groups = tf.data.Dataset.range(self._groups.count(path))
 
         def read(group):
-            return self._load_group([path], 0, group, (), images=False)[1]
+            return self._load_group([path], 0, group, (), images=False)[-1]
 
         labels = groups.map(read)
         if limit is None:
@@ -195,7 +213,8 @@ class ParquetSource(FileSource, StreamSource):
         if self.target.kind != "class":
             return
         if self._columns.text_labels:
-            found = self._names_of_classes()
+            paths = self._all_files()
+            found = {n for p in paths for n in self._groups.texts(p, [label])[label]}
             self.class_names = columns.order_classes(
                 self.name, label, found, num_classes, class_names
             )
@@ -205,15 +224,17 @@ class ParquetSource(FileSource, StreamSource):
         if names and num_classes in (None, len(names)):
             self.class_names, self.num_classes = names, len(names)
 
-    def _names_of_classes(self) -> set[str]:
-        """All names of classes; whoever reads the rows says what is wrong."""
-        found, label = set(), self.label_field
-        for path in self._all_files():
-            for group in range(self._groups.count(path)):
-                with contextlib.suppress(ValueError):
-                    labels = self._groups.read(path, group, [label])[label]
-                    found |= {*row_groups.as_text(labels).unique().to_pylist()}
-        return found - {None}
+    def _read_vocabularies(self) -> dict[str, tuple[str, ...]]:
+        """Reads the columns of categories of the training data."""
+        names = self._columns.texts
+        split = "train" if "train" in self.splits else "test"
+        found = {name: set() for name in names}
+        for path in self.files(split):
+            first = self._first_number(path)
+            chosen = self._fraction and (lambda k, n=first: self._has(split, n + k))
+            for name, some in self._groups.texts(path, names, chosen or None).items():
+                found[name] |= some
+        return {name: categories.ordered(texts) for name, texts in found.items()}
 
     def _first_rows(self, path: str) -> dict[str, Any]:
         """The first values of columns of numbers and targets, as pyarrow has them."""
@@ -275,8 +296,8 @@ class ParquetSource(FileSource, StreamSource):
         group: tf.Tensor,
         empty: Collection[int],
         images: bool = True,
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Images (or rows of numbers) and labels of one row group, in a graph.
+    ) -> tuple[tf.Tensor, ...]:
+        """Images (or rows of numbers), texts and labels of a row group, in a graph.
 
         Args:
             paths: of a split.
@@ -294,28 +315,35 @@ class ParquetSource(FileSource, StreamSource):
             except ValueError as error:
                 raise ValueError(f"{path}: row group {group}: {error}") from error
             first = self._groups.bounds(path)[group]
-            for row, fault in row_groups.missing(read).items():
+            faults = row_groups.missing(read, self._columns.texts)
+            for row, fault in faults.items():
                 if int(file) * FILE + first + row not in empty:
                     raise ValueError(f"{path}: row {first + row}: {fault}")
             return self._values(read)
 
         target = self.target
-        types = [tf.string if self.encoded else tf.float32, tf.as_dtype(target.dtype)]
-        rows, labels = in_python.call(load, [file, group], types)
+        texts = [tf.string] * bool(self._columns.texts)
+        types = [tf.string if self.encoded else tf.float32, *texts, target.dtype]
+        found = in_python.call(load, [file, group], [*map(tf.as_dtype, types)])
         shape = [] if self.encoded else self.image_shape
-        rows = tf.ensure_shape(rows, [None, *shape])
-        return rows, tf.ensure_shape(labels, [None, *target.row_shape])
+        shapes = shape, *[[len(self._columns.texts)] for _ in texts], target.row_shape
+        pairs = zip(found, shapes, strict=True)
+        return tuple(tf.ensure_shape(each, [None, *shape]) for each, shape in pairs)
 
-    def _values(self, read: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Images (or rows of numbers), if there are any, and targets."""
+    def _values(self, read: dict[str, Any]) -> tuple[np.ndarray, ...]:
+        """Images (or rows of numbers), texts, if there are any, and targets."""
         labels = [read[name] for name in self._columns.labels]
         if self.target.kind != "class":
-            targets = row_groups.numbers_in(labels, len(labels))
+            targets = row_groups.numbers_in(labels, len(labels[0]), len(labels))
         else:
             names = (self.class_names or ()) if self._columns.text_labels else None
             targets = row_groups.labels_in(labels[0], names)
         images = [read[name] for name in self.image_fields if name in read]
         if not self.encoded:
-            return row_groups.numbers_in(images, *self.image_shape), targets
+            count = len(targets)
+            texts = [read[name] for name in self._columns.texts if name in read]
+            texts = [row_groups.texts_in(texts, count)] * bool(self._columns.texts)
+            rows = row_groups.numbers_in(images, count, *self.image_shape)
+            return rows, *texts, targets
         images = [row_groups.filled(column).to_pylist() for column in images]
         return np.array([*images[0]] if images else [], object), targets

@@ -16,6 +16,7 @@ class ParquetColumns:
 
     Attributes:
         examples: names of the columns of numbers, or of the one of images.
+        texts: names of the columns of text that are learnt from.
         labels: names of the columns of targets.
         image_shape: (None, None, 3) of encoded images, (F,) of rows of numbers.
         text_labels: whether labels are names of classes.
@@ -23,6 +24,7 @@ class ParquetColumns:
     """
 
     examples: Sequence[str]
+    texts: Sequence[str]
     labels: Sequence[str]
     image_shape: tuple[int | None, ...]
     text_labels: bool
@@ -31,7 +33,7 @@ class ParquetColumns:
     @property
     def names(self) -> list[str]:
         """All of them, the targets last."""
-        return [*self.examples, *self.labels]
+        return [*self.examples, *self.texts, *self.labels]
 
 
 def choose(
@@ -74,10 +76,14 @@ def choose(
         image = next((name for name in _IMAGES if name in kinds), None)
     if image is not None:
         _check_images(path, kinds, image)
-        return ParquetColumns([image], labels, (None, None, 3), text_labels, note)
+        return ParquetColumns([image], [], labels, (None, None, 3), text_labels, note)
     names = columns.find_features(path, schema.names, labels, feature_columns)
-    _check_numbers(path, kinds, names, asked=feature_columns is not None)
-    return ParquetColumns(names, labels, (len(names),), text_labels, note)
+    asked = feature_columns is not None
+    # Of text that is named.
+    texts = [name for name in names if asked and is_text(kinds[name])]
+    names = [name for name in names if name not in texts]
+    _check_numbers(path, kinds, names, asked)
+    return ParquetColumns(names, texts, labels, (len(names),), text_labels, note)
 
 
 def _listed(kinds: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
 """The row groups of Parquet files, as pyarrow reads them."""
 
+import contextlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,30 @@ class RowGroups:
                 read[name] = column.flatten()[column.type.get_field_index("bytes")]
         return read
 
+    def texts(
+        self,
+        path: str,
+        names: list[str],
+        chosen: Callable[[np.ndarray], np.ndarray | bool] | None = None,
+    ) -> dict[str, set[str]]:
+        """Different texts in columns of a file, by their names.
+
+        What cannot be read is left out: whoever reads the rows says so.
+
+        Args:
+            path: of the file.
+            names: of the columns.
+            chosen: tells which rows to look at, of their places; None for all.
+        """
+        found = {name: set() for name in names}
+        for group, (first, end) in enumerate(itertools.pairwise(self.bounds(path))):
+            rows = np.arange(first, end)
+            rows = rows - first if chosen is None else np.flatnonzero(chosen(rows))
+            with contextlib.suppress(ValueError):
+                for name, column in self.read(path, group, names).items():
+                    found[name] |= {*as_text(column).take(rows).unique().to_pylist()}
+        return {name: some - {None} for name, some in found.items()}
+
 
 def is_text(kind: Any) -> bool:
     """Whether a column's type is text, with or without a dictionary."""
@@ -102,11 +127,13 @@ def as_text(column: Column) -> Column:
     return column.cast(pyarrow.string())
 
 
-def missing(read: dict[str, Column]) -> dict[int, str]:
+def missing(
+    read: dict[str, Column], may_be_empty: Sequence[str] = ()
+) -> dict[int, str]:
     """The rows in which there is nothing, and what to say of each."""
     rows = {}
     for name, column in read.items():
-        if column.null_count:
+        if column.null_count and name not in may_be_empty:
             fault = f"nothing in the column {name!r}, expected a value"
             for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)):
                 rows.setdefault(int(row), fault)
@@ -138,12 +165,20 @@ def labels_in(column: Column, class_names: Sequence[str] | None) -> np.ndarray:
     return filled(column).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def numbers_in(columns: Sequence[Column], count: int) -> np.ndarray:
-    """float32 [B, count] of columns of numbers; zeros where fewer were read."""
-    rows = np.zeros([len(columns[0]) if columns else 0, count], np.float32)
+def numbers_in(columns: Sequence[Column], rows: int, count: int) -> np.ndarray:
+    """float32 [rows, count] of columns of numbers; zeros where fewer were read."""
+    numbers = np.zeros([rows, count], np.float32)
     for place, column in enumerate(columns):
-        rows[:, place] = filled(column).to_numpy(zero_copy_only=False)
-    return rows
+        numbers[:, place] = filled(column).to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def texts_in(columns: Sequence[Column], rows: int) -> np.ndarray:
+    """Texts [rows, columns] of columns of text; empty where there is nothing."""
+    texts = np.full([rows, len(columns)], "", object)
+    for place, column in enumerate(columns):
+        texts[:, place] = as_text(column).fill_null("").to_pylist()
+    return texts
 
 
 def described_classes(schema: Any, label: str) -> tuple[str, ...] | None:

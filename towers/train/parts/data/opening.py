@@ -50,7 +50,8 @@ def open_source(
         if takes(settings.dataset, "feature_columns"):
             labels = target.names if target.row_shape else like.label_field
             options |= {"label_key": None, "label_column": labels}
-        if takes(settings.dataset, "feature_columns") and like.input_kind == "row":
+        of_columns = like.input_kind in ("row", "columns")
+        if takes(settings.dataset, "feature_columns") and of_columns:
             options["feature_columns"] = [*like.image_fields, *like.vocabularies]
             options["vocabularies"] = like.vocabularies or None
     if spec != settings.dataset:
