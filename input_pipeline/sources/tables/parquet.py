@@ -1,6 +1,5 @@
 """``parquet:GLOB``: images as Hugging Face writes them, or columns of numbers."""
 
-import contextlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -104,7 +103,8 @@ class ParquetSource(FileSource, StreamSource):
                         f"the column {name!r} of {path} is not that of {first}: "
                         "expected the same columns in all files"
                     )
-        rows = self._first_rows(first)
+        numbers = () if self.encoded else self.image_fields
+        rows = self._groups.first(first, [*self._columns.labels, *numbers])
         self._look_at_labels(first, rows, target, class_names or num_classes)
         self._check_first(lambda where, raw: None)
         self._name_classes(schema, num_classes, class_names)
@@ -235,27 +235,6 @@ class ParquetSource(FileSource, StreamSource):
             for name, some in self._groups.texts(path, names, chosen or None).items():
                 found[name] |= some
         return {name: categories.ordered(texts) for name, texts in found.items()}
-
-    def _first_rows(self, path: str) -> dict[str, Any]:
-        """The first values of columns of numbers and targets, as pyarrow has them."""
-        import pyarrow
-
-        names = [*self._columns.labels, *(() if self.encoded else self.image_fields)]
-        parts = {name: [] for name in names}
-        count = 0
-        for group in range(self._groups.count(path)):
-            with contextlib.suppress(ValueError):  # said of its record
-                read = self._groups.read(path, group, names, columns.SAMPLE)
-                for name, values in read.items():
-                    parts[name].append(values)
-                count += len(read[names[0]])
-            if count >= columns.SAMPLE:
-                break
-        return {
-            name: pyarrow.concat_arrays(values)
-            for name, values in parts.items()
-            if values
-        }
 
     def _look_at_labels(
         self,

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources.tables import columns
+
 # A column of pyarrow's; read, they are by their names.
 Column = Any
 
@@ -85,6 +87,26 @@ class RowGroups:
                 # A struct that is missing has no bytes either.
                 read[name] = column.flatten()[column.type.get_field_index("bytes")]
         return read
+
+    def first(self, path: str, names: list[str]) -> dict[str, Column]:
+        """The first values of columns of a file, ``columns.SAMPLE`` or some more."""
+        import pyarrow
+
+        parts = {name: [] for name in names}
+        count = 0
+        for group in range(self.count(path)):
+            with contextlib.suppress(ValueError):  # said of its record
+                read = self.read(path, group, names, columns.SAMPLE)
+                for name, values in read.items():
+                    parts[name].append(values)
+                count += len(read[names[0]])
+            if count >= columns.SAMPLE:
+                break
+        return {
+            name: pyarrow.concat_arrays(values)
+            for name, values in parts.items()
+            if values
+        }
 
     def texts(
         self,
@@ -165,18 +187,18 @@ def labels_in(column: Column, class_names: Sequence[str] | None) -> np.ndarray:
     return filled(column).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def numbers_in(columns: Sequence[Column], rows: int, count: int) -> np.ndarray:
+def numbers_in(found: Sequence[Column], rows: int, count: int) -> np.ndarray:
     """float32 [rows, count] of columns of numbers; zeros where fewer were read."""
     numbers = np.zeros([rows, count], np.float32)
-    for place, column in enumerate(columns):
+    for place, column in enumerate(found):
         numbers[:, place] = filled(column).to_numpy(zero_copy_only=False)
     return numbers
 
 
-def texts_in(columns: Sequence[Column], rows: int) -> np.ndarray:
+def texts_in(found: Sequence[Column], rows: int) -> np.ndarray:
     """Texts [rows, columns] of columns of text; empty where there is nothing."""
-    texts = np.full([rows, len(columns)], "", object)
-    for place, column in enumerate(columns):
+    texts = np.full([rows, len(found)], "", object)
+    for place, column in enumerate(found):
         texts[:, place] = as_text(column).fill_null("").to_pylist()
     return texts
 
