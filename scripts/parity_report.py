@@ -27,10 +27,10 @@ import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
-from tests.exact import cases, combinations, oracle
+from tests.exact import oracle, table
 from tests.exact.cases import Case
 
-CASES = [*cases.CASES, *combinations.CASES]
+CASES = table.ALL
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS
 
@@ -45,18 +45,20 @@ GOOD = "equal", "rule"
 HEAD = """# Parity: towers, and MirroredStrategy, against one device
 
 Each case trains, evaluates and predicts, and is compared with plain Keras on one device
-(run eagerly, but for batches, metrics and two outputs): losses, metrics, predictions,
-each variable of the model and of its optimizer. A number is the largest difference in
-any of these arrays, relative to the largest value in that array; up to 1e-5 (1e-2 where
-16 bits compute) it is rounding. All builders run each case, and the worst counts:
-`asynchronous` on one tower, where it has to equal one device, and without the groups
-shares and batches, which are about several. A combination runs with one builder.
-Evaluation is the same code for all and runs once. "Clear error" is an error in one
-sentence. The cases are [tests/exact/cases.py](tests/exact/cases.py), and
-[tests/exact/combinations.txt](tests/exact/combinations.txt), which were drawn at
-random, and did not run under MirroredStrategy. Most have batches that do not divide;
-where MirroredStrategy fails, "even" tells what it does with batches cut to a multiple
-of its replicas.
+(run eagerly, but for batches, metrics and several outputs): losses, metrics,
+predictions, each variable of the model and of its optimizer. A number is the largest
+difference in any of these arrays, relative to the largest value in that array; up to
+1e-5 (1e-2 where 16 bits compute) it is rounding. All builders run each case, and the
+worst counts: `asynchronous` on one tower, where it has to equal one device, and without
+the groups shares and batches, which are about several. Cases of ranks, masks, metrics
+of tokens and pixels, tasks, and combinations run with one builder each. Evaluation is
+the same code for all and runs once. "Clear error" is an error in one sentence. The
+cases are in [tests/exact](tests/exact). [Combinations](tests/exact/combinations.txt)
+were drawn at random, and did not run under MirroredStrategy. Tasks are what the command
+line trains: model, loss, metrics and optimizer of each `--task`. Most have batches that
+do not divide; where MirroredStrategy fails, "even" tells what it does with batches cut
+to a multiple of its replicas. [Exactness](docs/exactness.md#what-is-gathered-and-why)
+says which losses and metrics are gathered, and why.
 
 {versions}; {date}. Written by `make parity-report`.
 
@@ -88,7 +90,7 @@ def _run_mirrored(path):
         return found
 
     with futures.ThreadPoolExecutor(FLAGS.jobs) as pool, path.open("w") as file:
-        for found in pool.map(record, range(len(cases.CASES))):
+        for found in pool.map(record, range(len(table.CASES))):
             file.write(f"{json.dumps(found)}\n")
             file.flush()
 
@@ -236,7 +238,7 @@ def _head(towers, mirrored) -> str:
     summary = (
         f"**{len(CASES)} cases. Towers: largest difference {largest(True):.1e} in "
         f"float32, {largest(False):.1e} in 16 bits; {errors} clear errors; "
-        f"{len(wrong)} go wrong. MirroredStrategy, of {len(cases.CASES)} that are no "
+        f"{len(wrong)} go wrong. MirroredStrategy, of {len(table.CASES)} that are no "
         f"combinations: {_count(theirs)}; with even batches, {_count(even)}.**"
     )
     if wrong:

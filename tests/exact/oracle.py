@@ -20,7 +20,7 @@ NOTHING = 1e-4
 LATER = "evaluate", "predict"
 # Eagerly, Keras counts the losses of several outputs, and some metrics, otherwise; and
 # it cannot train in float8.
-NOT_EAGERLY = "batches", "metrics", "float8"
+NOT_EAGERLY = "batches", "float8"
 
 
 def run(
@@ -164,7 +164,9 @@ def outcome(
     equal = each[where] <= case.tolerance
     record["verdict"] = ("rule" if case.only else "equal") if equal else "differs"
     record |= {"difference": each[where], "where": where}
-    return record | ({"metrics": _by_metric(each)} if case.group == "metrics" else {})
+    return record | (
+        {"metrics": _by_metric(each)} if case.group.startswith("metrics") else {}
+    )
 
 
 def _one_device(case, later):
@@ -172,7 +174,8 @@ def _one_device(case, later):
     if str(case) not in _last or not set(later) <= set(_last[str(case)][0]):
         _last.clear()
         options = {"jit_compile": False}
-        if case.group not in NOT_EAGERLY and not isinstance(case.loss, list):
+        traced = case.group in NOT_EAGERLY or case.group.startswith("metrics")
+        if not traced and not isinstance(case.loss, list | dict):
             # Nothing is traced then: half the time, and the same to 1e-6.
             options["run_eagerly"] = True
         alone = dataclasses.replace(case, compile=lambda: case.compile() | options)

@@ -9,8 +9,8 @@ import zlib
 import pytest
 
 import towers
-from tests.exact import combinations, oracle
-from tests.exact.cases import CASES
+from tests.exact import combinations, oracle, table
+from tests.exact.table import CASES
 from towers.builders.strategies import STRATEGIES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -80,7 +80,12 @@ QUICK = {
         "variance over the batch",
         "vector, gathered",
     ),
+    "masks": (
+        "ignore_class of pixels, sum_over_batch_size",
+        "the first tower has only padding, mean_with_sample_weight, weights",
+    ),
     "metrics": ("function, and names", "of numbers in (0, 1), weighted"),
+    "metrics of tokens and pixels": ("numbers, padding, weights",),
     "mixed precision": (
         "mixed_bfloat16, loss of the whole batch",
         "mixed_float16, Adam",
@@ -102,6 +107,7 @@ QUICK = {
         "learning rate set by a callback",
         "loss_scale_factor",
     ),
+    "ranks": ("logits of tokens, reduction sum_over_batch_size, weights (n, tokens)",),
     "shares": ("(2, 3, 3), batches of (16, 16)", "(2, 3, 3), loss of the whole batch"),
     "state": (
         "BatchNormalization(synchronized=True), gathered",
@@ -115,6 +121,7 @@ QUICK = {
         "stateful RNN",
         "vector quantizer",
     ),
+    "tasks": ("binary, mlp",),
 }
 # Of combinations, those that are refused, which takes no time, and those of state.
 QUICK_KINDS = (
@@ -142,9 +149,11 @@ OF_A_KIND = {
 def builders(case):
     """The builders that a case runs with."""
     number = number_of(case)
+    one = ((MAIN, "replicated")[number // 8 % 2],)
     if case.group == combinations.GROUP:
-        runs = ALL or case in OF_A_KIND.values()
-        return ((MAIN, "replicated")[number // 8 % 2],) if runs else ()
+        return one if ALL or case in OF_A_KIND.values() else ()
+    if case in table.OF_ONE_BUILDER:
+        return one
     if not ALL and str(case) in FOR_THE_REPORT:
         return ()
     turns = STRATEGIES if ALL else TURNS[number % len(TURNS)]
@@ -184,7 +193,7 @@ def marks(case):
 # it is then computed once.
 RUNS = [
     pytest.param(case, builder, id=f"{case}-{builder}", marks=marks(case))
-    for case in [*CASES, *combinations.CASES]
+    for case in table.ALL
     for builder in builders(case)
 ]
 
@@ -196,6 +205,8 @@ def test_some_of_each_group_are_quick(group):
 
 def later(case, builder):
     """What is looked at besides training."""
+    if case in table.OF_ONE_BUILDER:
+        return ("evaluate", "predict")
     if builder == "asynchronous" or (ALL and builder != MAIN):
         return ()
     if ALL:
