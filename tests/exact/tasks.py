@@ -170,7 +170,18 @@ def task(
 
     def compile():
         key = "weighted_metrics" if found.task.weighted else "metrics"
-        return {key: objective.metrics(found, True)} | (further or {})
+        made = objective.metrics(found, True)
+        if objective.is_one_hot(found):
+            # In a run, metrics get the classes, which `preprocess` has changed here.
+            made = [keras.metrics.CategoricalAccuracy("accuracy")]
+        return {key: made} | (further or {})
+
+    def optimizer():
+        made = build_optimizer(settings, n, 1)
+        if fields.get("policy") != "mixed_float16":
+            return made
+        # With a small scale of the loss, no sum overflows; see docs/exactness.md.
+        return keras.optimizers.LossScaleOptimizer(made, 2.0**8)
 
     return cases._case(
         "tasks",
@@ -178,7 +189,7 @@ def task(
         make,
         batches,
         objective.loss(found, True),
-        optimizer=lambda: build_optimizer(settings, n, 1),
+        optimizer=optimizer,
         compile=compile,
         **fields,
     )
