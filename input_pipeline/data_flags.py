@@ -16,12 +16,13 @@ HELPS = {
         "Default: 0.1."
     ),
     "feature_columns": (
-        "Columns of csv: and parquet: to train on, such as age,fare. Default: all "
-        "columns except the label."
+        "Columns of csv: and parquet:, or features of a tfds: set of columns, to train "
+        "on, such as age,fare. Default: all except the label."
     ),
     "label_column": (
         "Column of csv: and parquet: that contains the label. Default: label, class or "
-        "target, else the last column. In conll:, the number of the tags' column."
+        "target, else the last column. In conll:, the number of the tags' column. In "
+        "tfds:, the feature to predict of a set of columns."
     ),
     "text_column": (
         "Column of csv: and parquet: with text to train on. In conll:, the number of "

@@ -49,7 +49,10 @@ _OF_TABLES = (
 )
 _TAKES = {
     "digits": _OF_TFDS,
-    "tfds": (*_OF_TFDS, "target", "num_classes"),
+    "tfds": (
+        *(*_OF_TFDS, "target", "num_classes", "label_column"),
+        *("feature_columns", "vocabularies"),
+    ),
     "tfrecord": _OF_EXAMPLES,
     "array_record": _OF_EXAMPLES,
     "parquet": ("image_key", *_OF_TABLES),
@@ -85,8 +88,9 @@ class SourceOptions(TypedDict, total=False):
             ``target``, else the last one.
         label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``;
             several columns, with commas between or as a sequence, are several numbers
-            or labels. Of ``conll:``, the number of the tags' column, from 1; by default
-            the last one, and the fourth of CoNLL-U.
+            or labels. Of ``tfds:``, the feature to predict of a set of columns. Of
+            ``conll:``, the number of the tags' column, from 1; by default the last one,
+            and the fourth of CoNLL-U.
         text_column: column of ``parquet:`` and ``csv:`` with text to learn from, in
             place of numbers. Of ``conll:``, the number of the words' column, from 1; by
             default the first one, and the second of CoNLL-U.
@@ -94,16 +98,17 @@ class SourceOptions(TypedDict, total=False):
             for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``,
             "class" or "mask" of ``folder:``, and these or "numbers" of ``tfds:``. None:
             what is clear from the data.
-        feature_columns: columns of ``parquet:`` and ``csv:`` to learn from: numbers,
-            and text as categories. None: all columns except the label.
+        feature_columns: columns of ``parquet:`` and ``csv:``, or features of a set of
+            columns of ``tfds:``, to learn from: numbers, and text as categories. None:
+            all except the label.
         num_classes: number of classes, if labels are read from files. None: every label
             is read to find the largest.
         class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
             ``csv:`` are names. None: all labels are read, and the names are sorted. Of
             ``folder:`` with masks, by the numbers in these; None: see classes.txt.
-        vocabularies: texts of the columns of categories of ``parquet:`` and ``csv:``,
-            by their names; the first one has id 1. None: those of the training data,
-            sorted.
+        vocabularies: texts of the columns of categories of ``parquet:``, ``csv:`` and
+            ``tfds:``, by their names; the first one has id 1. None: those of the
+            training data, sorted.
         eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
             to hold out, unless a file or folder is held out by its name. None: a tenth.
         tokenizer: what makes tokens of text: a ``Tokenizer``, or ``bytes``,

@@ -47,16 +47,17 @@ class Features:
             decoders={name: tfds.decode.SkipDecoding() for name in images},
         )
 
-    def parse(self, records: dict[str, Any]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Examples and targets of a batch of records."""
+    def parse(
+        self, records: dict[str, Any], ids: Mapping[str, Any]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Examples and targets of a batch of records; none of it has ids."""
+        del ids
         x, y = records[self.x], records[self.y]
         if self.names:
             x = tf.stack([tf.cast(x[name], tf.float32) for name in self.names], axis=1)
         elif not self.encoded:
             x = tf.cast(x, tf.float32)
-        if self.target.kind == "numbers":
-            y = tf.reshape(tf.cast(y, tf.float32), [-1, self.target.size])
-        return x, tf.cast(y, tf.int64) if self.target.kind == "class" else y
+        return x, as_target(self.target, y)
 
 
 def choose(
@@ -64,7 +65,7 @@ def choose(
     name: str,
     asked: TargetKind | None,
     num_classes: int | None,
-) -> Features:
+) -> Features | None:
     """Decides what is read: image and label, or else the set's supervised keys.
 
     Args:
@@ -73,14 +74,16 @@ def choose(
         asked: what a model is to give; None for what is clear.
         num_classes: of a mask's pixels, if the set does not say.
 
+    Returns:
+        The features; None where the set has no such.
+
     Raises:
-        ValueError: the set has no such features.
+        ValueError: the number of classes is not known, or another one.
     """
-    features = builder.info.features
-    found = dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
-    keys = builder.info.supervised_keys
+    found, keys = of(builder), builder.info.supervised_keys
     usual = [(_IMAGE, _LABEL)]
-    if isinstance(keys, tuple) and len(keys) == 2 and all(k in found for k in keys):
+    pair = isinstance(keys, tuple) and len(keys) == 2
+    if pair and all(isinstance(key, str) and key in found for key in keys):
         usual.append(keys)
     inputs = dict.fromkeys(x for x, _ in usual)
     masks = [(x, y) for x in inputs for y in _MASKS] if asked in (None, "mask") else []
@@ -88,7 +91,7 @@ def choose(
         if x not in found or y not in found:
             continue
         shape, names = _example(found[x])
-        target = _target(found[y], y, asked, num_classes)
+        target = target_of(found[y], y, asked, num_classes)
         if shape is None or target is None:
             continue
         if target.kind == "mask" and not target.size:
@@ -102,12 +105,20 @@ def choose(
                 "expected as many, so leave it out"
             )
         return Features(x, y, target, shape, names)
-    raise _no_such(found, name, asked, keys)
+    return None
 
 
-def _no_such(
-    found: Mapping[str, Any], name: str, asked: TargetKind | None, keys: Any
+def of(builder: tfds.core.DatasetBuilder) -> dict[str, Any]:
+    """The features of a set by their names; none where they have no names."""
+    features = builder.info.features
+    return dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
+
+
+def no_such(
+    builder: tfds.core.DatasetBuilder, name: str, asked: TargetKind | None
 ) -> ValueError:
+    """Says that a set has no features that can be read here."""
+    found, keys = of(builder), builder.info.supervised_keys
     kinds = ", ".join(f"{key} ({type(found[key]).__name__})" for key in found)
     wanted = {
         None: "label (ClassLabel), or supervised keys of images or numbers and of a "
@@ -119,7 +130,9 @@ def _no_such(
     return ValueError(
         f"{name} is not a set of labelled images: expected the features image (Image "
         f"of uint8) and {wanted}; found {kinds or 'none'}"
-        f"{f', and supervised keys {keys}' if keys else ''}; choose another set"
+        f"{f', and supervised keys {keys}' if keys else ''}; choose another set, or "
+        "for columns of numbers, texts and classes, the target by --label_column (in "
+        "Python, label_column)"
     )
 
 
@@ -148,8 +161,22 @@ def _is_number(feature: Any, shape: Sequence[int | None] | None) -> bool:
     )
 
 
-def _target(
-    feature: Any, name: str, asked: TargetKind | None, num_classes: int | None
+def _is_bool(feature: Any) -> bool:
+    return np.dtype(feature.np_dtype).kind == "b"
+
+
+def as_target(target: Target, y: tf.Tensor) -> tf.Tensor:
+    """Targets of a batch, of what its records have."""
+    if target.kind == "numbers":
+        return tf.reshape(tf.cast(y, tf.float32), [-1, target.size])
+    return tf.cast(y, tf.int64) if target.kind == "class" else y
+
+
+def target_of(
+    feature: Any,
+    name: str,
+    asked: TargetKind | None,
+    num_classes: int | None = None,
 ) -> Target | None:
     """What a feature gives to learn; None if that is not what is asked for."""
     if isinstance(feature, tfds.features.ClassLabel):
@@ -165,6 +192,8 @@ def _target(
         return Target("mask", num_classes or 0)
     shape = getattr(feature, "shape", None)
     numbers = _is_number(feature, shape) and None not in shape and len(shape) < 2
+    if numbers and shape == () and asked != "numbers" and _is_bool(feature):
+        return Target("class", 2, ("False", "True")) if asked != "mask" else None
     if not numbers or asked not in (None, "numbers"):
         return None
     whole = np.dtype(feature.np_dtype).kind != "f"

@@ -17,10 +17,13 @@ from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.examples import framing
 from towers.input_pipeline.sources.files.record import FAULTS, Record, fault_of
 from towers.input_pipeline.sources.files.splits import held_out
+from towers.input_pipeline.sources.tables import categories
 from towers.input_pipeline.sources.targets import TargetKind
-from towers.input_pipeline.sources.tfds import features, network
+from towers.input_pipeline.sources.tfds import columns, features, network
 
 _CYCLE_LENGTH = 16
+# Records whose texts are looked at together.
+_AT_ONCE = 4096
 
 
 def open_tfds(
@@ -75,10 +78,14 @@ class TFDSSource(StreamSource):
         target: what is to be learnt: "class", "numbers" or "mask"; None for what is
             clear from the features.
         num_classes: of a mask's pixels, where the set does not say.
+        label_column: name of the target, for a set of columns; see ``columns.choose``.
+        feature_columns: names of the others.
+        vocabularies: see ``Source``; None for what the training data have, once
+            prepared.
 
     Raises:
-        ValueError: the features are not those of labelled images, or, once prepared,
-            there is no such split.
+        ValueError: the features are not such as can be read, or, once prepared, there
+            is no such split.
     """
 
     ends_need_checking = True
@@ -95,6 +102,9 @@ class TFDSSource(StreamSource):
         read_config: tfds.ReadConfig | None = None,
         target: TargetKind | None = None,
         num_classes: int | None = None,
+        label_column: str | Sequence[str] | None = None,
+        feature_columns: Sequence[str] | None = None,
+        vocabularies: Mapping[str, Sequence[str]] | None = None,
     ):
         if shard is not None and not 0 <= shard[0] < shard[1]:
             raise ValueError(
@@ -102,19 +112,30 @@ class TFDSSource(StreamSource):
                 "count - 1"
             )
         self.name = name
-        self._features = features.choose(builder, name, target, num_classes)
-        self._take_target(self._features.target)
-        self.image_shape, self.encoded = (
-            self._features.image_shape,
-            self._features.encoded,
-        )
-        self.image_fields = self._features.names or (self._features.x,)
-        self.label_field = self._features.y
+        found = None
+        if label_column is None and feature_columns is None:
+            found = features.choose(builder, name, target, num_classes)
+        if found is None:
+            asked = target, label_column, feature_columns
+            found = columns.choose(builder, name, *asked)
+        if found is None:
+            raise features.no_such(builder, name, target)
+        self._features = found
+        self._take_target(found.target)
+        self.image_shape, self.encoded = found.image_shape, found.encoded
+        self.label_field, self.image_fields = found.y, found.names
+        self._texts, self._ids = (), {}
+        if isinstance(found, columns.Columns):
+            self.notes, self._texts = found.notes, found.texts
+            self._take_vocabularies(vocabularies or dict.fromkeys(found.texts, ()))
+            self._known = vocabularies is not None or not found.texts
+        elif not found.names:
+            self.image_fields = (found.x,)
         self._builder = builder
         self._num_shards = num_shards
         self._asked = {"train": train_split, "test": eval_split}
         self._shard = shard
-        self.reads = train_split, eval_split, shard
+        self.reads = (*self.reads, train_split, eval_split, shard)
         self._read_config = read_config or tfds.ReadConfig(
             interleave_cycle_length=_CYCLE_LENGTH,
             num_parallel_calls_for_interleave_files=tf.data.AUTOTUNE,
@@ -176,6 +197,28 @@ class TFDSSource(StreamSource):
         # A copy reads anew what is on disk, whoever wrote it.
         self._builder = copy.copy(self._builder)
         self._check_splits()
+        if self._texts and not self._known:
+            self._take_vocabularies(self._read_vocabularies())
+            self._known = True
+
+    def _take_vocabularies(self, texts: Mapping[str, Sequence[str]]) -> None:
+        """Says which ids there are, of texts and of classes."""
+        found = {**texts, **self._features.classes}
+        names = (*self._texts, *self._features.classes)
+        categories.check(self.name, names, found)
+        self.vocabularies = {name: found[name] for name in names}
+        self.table_sizes = categories.table_sizes(self.vocabularies)
+        self._ids = categories.finders({name: found[name] for name in self._texts})
+        self.reads = (*self.reads, *self.vocabularies.items())
+
+    def _read_vocabularies(self) -> dict[str, tuple[str, ...]]:
+        """Reads the columns of text of the training data."""
+        split = "train" if "train" in self.splits else "test"
+        batches = self.records(split).batch(_AT_ONCE)
+        texts = batches.map(lambda _, records: [records[name] for name in self._texts])
+        # What is wrong with a record is said when it is read.
+        found = texts.ignore_errors().as_numpy_iterator()
+        return categories.read_vocabularies(self._texts, found)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's shards, of which a part of a split may read a part."""
@@ -219,7 +262,7 @@ class TFDSSource(StreamSource):
 
     def parse(self, records: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
-        return self._features.parse(records)
+        return self._features.parse(records, self._ids)
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""

@@ -16,6 +16,9 @@ def open_sources(
 ) -> tuple[input_pipeline.Source, input_pipeline.Source | None]:
     """Opens what to train on, and what to evaluate on if that is another data set."""
     source = open_source(settings, settings.dataset, settings.num_classes)
+    if source.input_kind == "columns":
+        # A table has as many rows as there are texts in the data.
+        source.prepare()
     if settings.eval_dataset is None:
         return source, None
     classes = source.num_classes or None
@@ -47,11 +50,13 @@ def open_source(
         target = like.target
         options |= {"class_names": like.class_names, "target": target.kind}
         options["tokenizer"] = like.tokenizer
-        if takes(settings.dataset, "feature_columns"):
+        columns = takes(settings.dataset, "feature_columns")
+        tables = columns and takes(settings.dataset, "text_column")
+        if tables:
             labels = target.names if target.row_shape else like.label_field
             options |= {"label_key": None, "label_column": labels}
-        of_columns = like.input_kind in ("row", "columns")
-        if takes(settings.dataset, "feature_columns") and of_columns:
+        named = like.input_kind in ("columns", *["row"] * tables)
+        if columns and named:
             options["feature_columns"] = [*like.image_fields, *like.vocabularies]
             options["vocabularies"] = like.vocabularies or None
     if spec != settings.dataset:

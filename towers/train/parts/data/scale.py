@@ -38,7 +38,9 @@ def choose(
     if _goes_on(settings):
         return _as_before(settings, source)
     asked = settings.scale
-    if asked is None and source.name.partition(":")[0] in _TABLES:
+    kind = source.name.partition(":")[0]
+    of_columns = kind == "tfds" and source.input_kind == "columns"
+    if asked is None and (kind in _TABLES or of_columns):
         asked = "standard"
     if asked != "standard" or not source.image_fields:
         return None, ""
