@@ -1,12 +1,9 @@
 """``csv:GLOB`` and ``parquet:GLOB`` with a column of text, and labels beside it."""
 
-import concurrent.futures
-import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.file_source import group_by_split
@@ -14,23 +11,9 @@ from towers.input_pipeline.sources.files.record import FILE
 from towers.input_pipeline.sources.tables import columns, table_targets
 from towers.input_pipeline.sources.targets import Target, TargetKind
 from towers.input_pipeline.sources.texts import tables
-from towers.input_pipeline.sources.texts.rows import (
-    RaggedSource,
-    bad_record,
-    check_length,
-)
-from towers.input_pipeline.sources.texts.tokens import ahead
+from towers.input_pipeline.sources.texts.encoded import EncodedSource, Example
+from towers.input_pipeline.sources.texts.rows import bad_record, check_length
 from towers.input_pipeline.text import Tokenizer, open_tokenizer
-from towers.program import words
-
-_AT_ONCE = 2**20
-
-
-class _Example(NamedTuple):
-    path: str
-    place: str
-    text: bytes
-    labels: Sequence[str]
 
 
 def open_csv(pattern: str, **options: Any) -> "LabelledTextSource":
@@ -43,7 +26,7 @@ def open_parquet(pattern: str, **options: Any) -> "LabelledTextSource":
     return LabelledTextSource("parquet", pattern, **options)
 
 
-class LabelledTextSource(RaggedSource):
+class LabelledTextSource(EncodedSource):
     """Rows of tables with a text, which is tokenised once, and labels.
 
     A row is int32 [T], cut off, or padded with 0 at its end. All are kept in memory.
@@ -106,7 +89,7 @@ class LabelledTextSource(RaggedSource):
         kept = [each for each, is_good in zip(every, good, strict=True) if is_good]
         self.reads = (text_column, *labels, fraction, *self.image_shape)
         self.reads += (tokenizer.fingerprint,)
-        self._tokenise(kept, targets[good])
+        self._encode(kept, targets[good])
 
     def _find_columns(
         self, paths: list[str], text: str, label_column: str | Sequence[str] | None
@@ -126,7 +109,7 @@ class LabelledTextSource(RaggedSource):
 
     def _examples(
         self, names: list[str], fraction: float, faults: list
-    ) -> Iterator[tuple[str, _Example]]:
+    ) -> Iterator[tuple[str, Example]]:
         """Split and content of each row that is whole; notes what is bad."""
         for split, paths in self._files.items():
             for file, path in enumerate(paths):
@@ -140,7 +123,7 @@ class LabelledTextSource(RaggedSource):
                         continue
                     held = splits.is_held_out(file * FILE + number, fraction)
                     content = text.encode("utf-8", "surrogateescape")
-                    example = _Example(path, place, content, labels)
+                    example = Example(path, place, content, labels)
                     yield "test" if held else split, example
 
     def _fault(self, text: str, labels: list[str], names: list[str]) -> str:
@@ -155,7 +138,7 @@ class LabelledTextSource(RaggedSource):
 
     def _choose_target(
         self,
-        every: list[_Example],
+        every: list[Example],
         labels: list[str],
         asked: TargetKind | None,
         class_names: Sequence[str] | None,
@@ -194,7 +177,7 @@ class LabelledTextSource(RaggedSource):
         return values[:, 0]
 
     def _check(
-        self, every: list[_Example], targets: np.ndarray, faults: list
+        self, every: list[Example], targets: np.ndarray, faults: list
     ) -> np.ndarray:
         """Which examples can be learnt from; notes the others."""
         good = self.target.is_good(targets)
@@ -225,55 +208,6 @@ class LabelledTextSource(RaggedSource):
         if fraction and "test" in self.splits:
             note = splits.note(fraction, "rows", self.splits["test"])
             self.notes = (*self.notes, note)
-
-    def _tokenise(self, kept: list[_Example], targets: np.ndarray) -> None:
-        (length,) = self.image_shape
-
-        def encode(group):
-            with tf.device("/CPU:0"):
-                texts = tf.constant([each.text for each in group])
-                found = self.tokenizer.encode(texts)
-                cut = found[:, :length]
-                return (
-                    cut.values.numpy().astype(dtype),
-                    cut.row_lengths().numpy(),
-                    (found.row_lengths().numpy() > length),
-                )
-
-        dtype = np.uint16 if self.tokenizer.size <= 2**16 else np.int32
-        ids, lengths, too_long = [np.empty([0], dtype)], [], 0
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            for _, (some, counts, is_long) in ahead(pool, encode, _groups(kept)):
-                ids.append(some)
-                lengths += counts.tolist()
-                too_long += int(is_long.sum())
-        if too_long:
-            count = words.count(too_long, "text")
-            note = (
-                f"{count} of {len(kept):,} are cut off after {length} tokens; "
-                "--sequence_length (in Python, sequence_length) says where."
-            )
-            self.notes = (*self.notes, note)
-        places = [(each.path, each.place) for each in kept]
-        targets = targets.astype(self.target.dtype)
-        self._keep(np.concatenate(ids), lengths, targets, places)
-
-    def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See ``Source.parse``."""
-        x, _, _ = self._tokens(records)
-        return x, tf.gather(self._tensors[-1], records)
-
-
-def _groups(examples: list[_Example]) -> Iterator[list[_Example]]:
-    group, size = [], 0
-    for each in examples:
-        group.append(each)
-        size += len(each.text)
-        if size >= _AT_ONCE:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _is_utf8(text: str) -> bool:

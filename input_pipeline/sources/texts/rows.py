@@ -1,5 +1,6 @@
 """Rows of different lengths, one behind the other in memory, padded when read."""
 
+import collections
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -132,20 +133,29 @@ class RaggedSource(IndexedSource):
         """See ``Source.files``; two splits may have parts of the same."""
         return self._files.get(split) or self._files["train"]
 
+    @functools.cached_property
+    def _by_path(self) -> Mapping[str, Sequence[Record]]:
+        """Of each file, what is bad there and its rows, in order."""
+        found = collections.defaultdict(list)
+        for record in self._faults:
+            found[record.path].append(record)
+        for number, (path, place) in enumerate(self._places):
+            found[path].append(Record(path, place, number))
+        return found
+
     def is_whole(self, path: str) -> bool:
         """See ``Source.is_whole``: False for a file in which something is bad."""
-        return path not in {record.path for record in self._faults}
+        return not any(record.fault for record in self._by_path.get(path, ())[:1])
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """The rows of a file, and what is bad there."""
-        for record in self._faults:
-            if record.path == path:
-                yield record
         first = self.splits.get("train", 0)
-        for number, (of_row, place) in enumerate(self._places):
-            own = "train" if number < first else "test"
-            if of_row == path and split in (None, own):
-                yield Record(path, place, number, tf.constant(number, tf.int64))
+        for record in self._by_path.get(path, ()):
+            own = "train" if record.number < first else "test"
+            if record.fault:
+                yield record
+            elif split in (None, own):
+                yield record.with_raw(tf.constant(record.number, tf.int64))
 
 
 def bad_record(path: str, place: str, fault: str) -> Record:

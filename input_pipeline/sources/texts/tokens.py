@@ -60,7 +60,7 @@ def tokenise(
         BadRecordError: a file cannot be read, or is no text.
         ValueError: they do not fit into memory, or the file cannot be written.
     """
-    dtype = np.uint16 if tokenizer.size <= 2**16 else np.int32
+    dtype = type_of_ids(tokenizer)
     if path is None:
         _check_memory(documents, tokenizer, np.dtype(dtype).itemsize)
         parts: list[np.ndarray] = []
@@ -135,7 +135,8 @@ class _Reader:
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             for split, paths in self._documents.files.items():
                 count[split], size[split], begins[split] = 0, 0, {}
-                groups = self._groups(paths, split)
+                pieces = (each for path in paths for each in self._pieces(path, split))
+                groups = at_once(pieces)
                 for pieces, (ids, lengths) in ahead(pool, self._encode, groups):
                     for piece, length in zip(pieces, lengths, strict=True):
                         begins[split].setdefault(piece.path, count[split])
@@ -144,19 +145,6 @@ class _Reader:
                     take(ids)
         bad, empty = self._bad, sorted(self._empty)
         return dict(count=count, size=size, begins=begins, bad=bad, empty=empty)
-
-    def _groups(self, paths: Iterable[str], split: str) -> Iterator[list["_Piece"]]:
-        """Pieces of documents, as many as are encoded at once."""
-        group, size = [], 0
-        for path in paths:
-            for piece in self._pieces(path, split):
-                group.append(piece)
-                size += len(piece.text)
-                if size >= _AT_ONCE:
-                    yield group
-                    group, size = [], 0
-        if group:
-            yield group
 
     def _pieces(self, path: str, split: str) -> Iterator["_Piece"]:
         needs_utf8 = self._tokenizer.needs_utf8
@@ -203,6 +191,24 @@ def _check_utf8(path: str, text: bytes) -> None:
             f"{path}: is not UTF-8 at byte {error.start}, expected text; "
             "--tokenizer=bytes reads any"
         ) from error
+
+
+def type_of_ids(tokenizer: Tokenizer) -> type[np.integer]:
+    """The smallest type that ids are kept in."""
+    return np.uint16 if tokenizer.size <= 2**16 else np.int32
+
+
+def at_once(pieces: Iterable[Any]) -> Iterator[list[Any]]:
+    """Groups what has a `text`, to encode so many bytes at once."""
+    group, size = [], 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece.text)
+        if size >= _AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def ahead(
