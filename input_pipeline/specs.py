@@ -27,8 +27,10 @@ FORMS = {
 # The sources of Python's standard library.
 PYTHON = "text:python"
 
-# The files of folder:.
+# The files of folder:, as messages say them.
 PICTURES = "JPEG, PNG, GIF, BMP or WebP"
+
+TEXTS = ".txt"
 
 # What each kind understands, of what not all do.
 _OF_TFDS = ("data_dir", "train_split", "eval_split", "shard", "read_config")
@@ -57,7 +59,15 @@ _TAKES = {
     "array_record": _OF_EXAMPLES,
     "parquet": ("image_key", *_OF_TABLES),
     "csv": _OF_TABLES,
-    "folder": ("target", "num_classes", "class_names", "eval_fraction", "skip_bad"),
+    "folder": (
+        "target",
+        "num_classes",
+        "class_names",
+        "tokenizer",
+        "sequence_length",
+        "eval_fraction",
+        "skip_bad",
+    ),
     "text": ("tokenizer", "sequence_length", "eval_fraction", "cache_dir", "skip_bad"),
     "conll": (
         "text_column",
@@ -241,10 +251,10 @@ def no_files(kind: str, pattern: str) -> ValueError:
 
 
 def no_folder(path: str) -> ValueError:
-    """Says that there is no folder of pictures."""
+    """Says that there is no folder of pictures or texts."""
     return ValueError(
         f"{path!r} is not a folder: expected one that holds a folder of {PICTURES} "
-        "files for each class"
+        f"files, or of {TEXTS} files, for each class"
     )
 
 

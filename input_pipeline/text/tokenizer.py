@@ -46,6 +46,15 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Turns the ids of one text into the text."""
 
+    def fault(self, text: bytes) -> str:
+        """Says why a text cannot be read, a phrase; empty if it can."""
+        try:
+            if self.needs_utf8:
+                text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return f"is not UTF-8 at byte {error.start}, expected text"
+        return ""
+
     def file(self) -> tuple[str, bytes] | None:
         """Name and content of the file that it is made of, if there is one."""
         return None

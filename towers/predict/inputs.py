@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.files.record import fault_of
 from towers.input_pipeline.sources.folder import pictures
+from towers.input_pipeline.specs import TEXTS
 from towers.predict import arrays, tables
 from towers.predict.trained import Trained
 from towers.train.outputs.preprocessing import OWN
@@ -48,7 +49,11 @@ def batches(
             "expected towers generate, which writes text."
         )
     if kind == "image":
-        return _pictures(trained, _all_pictures(files), size, say_bad)
+        files = _inside(files, pictures.SUFFIXES, "picture")
+        return _pictures(trained, files, size, say_bad)
+    if kind == "tokens" and not trained.preprocessing.features:
+        files = _inside(files, TEXTS, f"{TEXTS} file")
+        return _whole_texts(trained, files, size, say_bad)
     if kind == "tokens":
         return _texts(trained, files, size, say_bad)
     if kind == OWN:
@@ -56,7 +61,8 @@ def batches(
     return _tables(trained, files, size, say_bad)
 
 
-def _all_pictures(files):
+def _inside(files, suffixes, what):
+    """Files, and in the place of folders what they have."""
     found = []
     for file in files:
         if os.path.isdir(file):
@@ -64,10 +70,10 @@ def _all_pictures(files):
                 os.path.join(folder, name)
                 for folder, _, names in sorted(os.walk(file))
                 for name in sorted(names)
-                if name.lower().endswith(pictures.SUFFIXES)
+                if name.lower().endswith(suffixes)
             ]
             if not inside:
-                raise ValueError(f"The folder {file} has no picture; name another.")
+                raise ValueError(f"The folder {file} has no {what}; name another.")
             found += inside
         else:
             found.append(file)
@@ -135,6 +141,23 @@ def _arrays(trained, files, size):
             rows = range(first + 1, first + 1 + len(tf.nest.flatten(some)[0]))
             names = [{"file": file, "row": number} for number in rows]
             yield Batch(names, trained.prepared(some))
+
+
+def _whole_texts(trained, files, size, say_bad):
+    """Of a run on a folder of texts: each file is a text."""
+
+    def texts():
+        for file in files:
+            with open(file, "rb") as content:
+                text = content.read()
+            if fault := trained.tokenizer.fault(text):
+                say_bad(f"{file}: {fault}.")
+            else:
+                yield {"file": file}, text
+
+    for some in _batched(texts(), size):
+        names, strings = zip(*some, strict=True)
+        yield Batch([*names], trained.prepare(np.array(strings, object)))
 
 
 def _texts(trained, files, size, say_bad):

@@ -1,11 +1,14 @@
-"""Sources of folders of pictures: with a class for each, or for each of its pixels."""
+"""Sources of folders: a class for each picture or text, or for each pixel."""
 
 import os
 from collections.abc import Sequence
 
 from towers.input_pipeline.sources.base import Source
+from towers.input_pipeline.sources.folder import classes
 from towers.input_pipeline.sources.folder.image_folder import ImageFolderSource
 from towers.input_pipeline.sources.folder.mask_folder import MaskFolderSource, has_masks
+from towers.input_pipeline.sources.folder.text_folder import TextFolderSource
+from towers.input_pipeline.text import Tokenizer
 
 
 def open_folder(
@@ -15,17 +18,22 @@ def open_folder(
     class_names: Sequence[str] | None = None,
     eval_fraction: float | None = None,
     skip_bad: bool = False,
+    tokenizer: str | Tokenizer | None = None,
+    sequence_length: int | None = None,
 ) -> Source:
-    """Opens a folder of pictures.
+    """Opens a folder of pictures or texts.
 
     Args:
         directory: of the folder.
-        target: "class" of each folder's pictures, or "mask". None: masks, if there are
+        target: "class" of each folder's files, or "mask". None: masks, if there are
             folders ``images`` and ``masks`` in it, or in its folder ``train``.
+            Of class folders, .txt files are texts if most files are.
         num_classes: see ``MaskFolderSource``; of class folders, as many as there are.
         class_names: see ``MaskFolderSource``; of class folders, their names.
         eval_fraction: see ``ImageFolderSource``.
-        skip_bad: see ``MaskFolderSource``.
+        skip_bad: see ``MaskFolderSource`` and ``TextFolderSource``.
+        tokenizer: of texts; see ``TextFolderSource``.
+        sequence_length: of texts; see ``TextFolderSource``.
 
     Raises:
         ValueError: the folder has something else.
@@ -38,14 +46,26 @@ def open_folder(
             "of the same name in masks for each picture in images"
         )
     if target not in (None, "class", "mask"):
+        raise ValueError(f"target is {target!r}: expected class or mask for a folder")
+    of_masks = of_masks and target != "class"
+    of_text = {"tokenizer": tokenizer, "sequence_length": sequence_length}
+    of_text = {name: value for name, value in of_text.items() if value is not None}
+    are_texts = not of_masks and classes.are_texts(directory)
+    for name in of_text if not are_texts else ():
         raise ValueError(
-            f"target is {target!r}: expected class or mask for a folder of pictures"
+            f"received {name} for folder:{directory}, whose class folders have no "
+            "texts: expected .txt files there, or leave it out"
         )
-    if of_masks and target != "class":
+    if of_masks:
         return MaskFolderSource(
             directory, eval_fraction, num_classes, class_names, skip_bad
         )
-    source = ImageFolderSource(directory, eval_fraction)
+    if are_texts:
+        source = TextFolderSource(
+            directory, eval_fraction, skip_bad=skip_bad, **of_text
+        )
+    else:
+        source = ImageFolderSource(directory, eval_fraction)
     if num_classes not in (None, source.num_classes):
         raise ValueError(
             f"num_classes is {num_classes}, but {directory} has {source.num_classes} "

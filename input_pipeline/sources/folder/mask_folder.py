@@ -146,7 +146,7 @@ class MaskFolderSource(IndexedSource):
         """The masks of a folder, by their pictures."""
         images, of_them = (os.path.join(folder, name) for name in (IMAGES, MASKS))
         found = pictures.Sorted()
-        paths = found.pictures(images)
+        paths = found.files(images)
         by_stem = {
             os.path.splitext(name)[0]: path for name, path in pictures.entries(of_them)
         }

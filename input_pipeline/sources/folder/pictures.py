@@ -1,4 +1,4 @@
-"""Which files of a folder are pictures that TensorFlow decodes."""
+"""Which files of a folder are pictures that TensorFlow decodes, or texts."""
 
 import collections
 import os
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from towers.input_pipeline.specs import PICTURES
+from towers.input_pipeline.specs import PICTURES, TEXTS
 from towers.program import words
 
 # Taken by their names; what is wrong with one is said when it is read.
@@ -21,40 +21,48 @@ _HEADER = 54 + 4 * 256
 
 
 class Sorted:
-    """The files of folders, sorted into pictures and what is left out.
+    """The files of folders, sorted into pictures, or texts, and what is left out.
+
+    Args:
+        texts: whether texts are looked for: files that end with .txt.
 
     Attributes:
+        what: what is looked for, as messages say it.
         left_out: how many files there are of each kind, such as ".tiff".
         folders: folders that are not looked into.
+        more: what else is to be said, sentences.
     """
 
-    def __init__(self):
+    def __init__(self, texts: bool = False):
+        self._texts, self.what = texts, TEXTS if texts else PICTURES
+        self._suffixes = (TEXTS,) if texts else SUFFIXES
         self.left_out: collections.Counter[str] = collections.Counter()
         self.folders: list[str] = []
+        self.more: list[str] = []
 
-    def pictures(self, folder: str) -> list[str]:
-        """Returns the pictures directly in a folder, sorted, and notes the others."""
+    def files(self, folder: str) -> list[str]:
+        """Returns what is directly in a folder, sorted, and notes the others."""
         found = []
         for name, path in entries(folder, hidden=True):
             if name.lower() in _LITTER or not _is_seen(name):
                 continue
-            if name[0] != "." and name.lower().endswith(SUFFIXES):
+            if name[0] != "." and name.lower().endswith(self._suffixes):
                 found.append(path)
             elif tf.io.gfile.isdir(path):
                 if name[0] != ".":
                     self.folders.append(path)
             elif name[0] == ".":
                 self.left_out[f"hidden {_suffix(name)}"] += 1
-            elif (fault := _fault(path)) is not None:
+            elif (fault := "" if self._texts else _fault(path)) is not None:
                 self.left_out[f"{_suffix(name)}{fault}"] += 1
             else:
                 found.append(path)
         return found
 
     def loose(self, folder: str) -> None:
-        """Notes the pictures that lie beside class folders."""
+        """Notes what lies beside class folders."""
         for name, _ in entries(folder):
-            if name.lower().endswith(_PICTURES):
+            if name.lower().endswith(self._suffixes if self._texts else _PICTURES):
                 self.left_out[f"{_suffix(name)} beside the class folders"] += 1
 
     def notes(self) -> list[str]:
@@ -64,12 +72,12 @@ class Sorted:
             listed = ", ".join(f"{n:,} {kind}" for kind, n in _ordered(self.left_out))
             notes.append(
                 f"{words.count(count, 'file')} left out: {listed}; files are read if "
-                f"they are {PICTURES}."
+                f"they are {self.what}{' of class folders' * self._texts}."
             )
         if self.folders:
             count = words.count(len(self.folders), "folder")
             notes.append(f"{count} left out, such as {self.folders[0]}.")
-        return notes
+        return [*notes, *self.more]
 
 
 def entries(folder: str, hidden: bool = False) -> list[tuple[str, str]]:

@@ -150,8 +150,8 @@ class _Reader:
         needs_utf8 = self._tokenizer.needs_utf8
         try:
             text = self._documents.read(path, split)
-            if needs_utf8:
-                _check_utf8(path, text)
+            if fault := fault_of_text(self._tokenizer, text):
+                raise BadRecordError(f"{path}: {fault}")
         except BadRecordError as error:
             if not self._skip_bad:
                 raise
@@ -183,14 +183,10 @@ class _Piece(NamedTuple):
     is_last: bool
 
 
-def _check_utf8(path: str, text: bytes) -> None:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadRecordError(
-            f"{path}: is not UTF-8 at byte {error.start}, expected text; "
-            "--tokenizer=bytes reads any"
-        ) from error
+def fault_of_text(tokenizer: Tokenizer, text: bytes) -> str:
+    """Says why a text cannot be learnt from, a phrase; empty if it can."""
+    fault = tokenizer.fault(text)
+    return f"{fault}; --tokenizer=bytes reads any" if fault else ""
 
 
 def type_of_ids(tokenizer: Tokenizer) -> type[np.integer]:

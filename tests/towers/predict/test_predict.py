@@ -124,6 +124,32 @@ def test_texts(tmp_path, capsys):
     assert {*(round(float(score), 3) for score in scores)} == given
 
 
+def test_folders_of_texts(tmp_path, capsys):
+    for k in range(8):
+        (tmp_path / "data" / "ab"[k % 2]).mkdir(parents=True, exist_ok=True)
+        text = f"{'good day' if k % 2 else 'bad luck'}\n\nsecond line {k}"
+        (tmp_path / "data" / "ab"[k % 2] / f"{k}.txt").write_text(text)
+    (tmp_path / "words.txt").write_text("good\nday\nbad\n")
+    flags = f"--dataset=folder:{tmp_path}/data", "--sequence_length=6", "--width=8"
+    flags = *flags, "--model=transformer_encoder", "--layers=1", "--heads=1"
+    flags = *flags, f"--tokenizer=words:{tmp_path}/words.txt"
+    (tmp_path / "run").mkdir()
+    job = finished(*flags, model_dir=tmp_path / "run")
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"good \xff")
+    rows = predicted(tmp_path / "run", tmp_path / "data", bad, code=1)
+    assert f"{bad}: is not UTF-8 at byte 5, expected text." in capsys.readouterr().err
+    # A text is a whole file.
+    names = sorted(map(str, (tmp_path / "data").rglob("*.txt")))
+    assert [row["file"] for row in rows] == names and "row" not in rows[0]
+    texts = [open(name, "rb").read() for name in names]
+    tokens = job.data.source.tokenizer.encode(tf.constant(texts))[:, :6]
+    scores = job.model(tokens.to_tensor(shape=[None, 6]))
+    expected = tf.nn.softmax(scores).numpy().max(axis=1)
+    found = [float(row["probability"]) for row in rows]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 def test_what_is_told_depends_on_the_task(tmp_path):
     def of(task, **known):
         about = Preprocessing(task, False, "image", (), **known)

@@ -49,7 +49,8 @@ class Preprocessing:
         range: The least and the largest number of a picture.
         recipe: How pictures are cut before they are resized; see --recipe.
         same_size: Whether all pictures had the model's size.
-        features: Names of the numbers of a row, or of a table's column of text.
+        features: Names of the numbers of a row, or of a table's column of text; empty
+            where each file was a text.
         tables: How many ids the columns of categories have, by their names.
         outputs: Names of the numbers that it tells, if they have names.
         scaling: What is done to them; `None` for nothing.

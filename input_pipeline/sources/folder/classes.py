@@ -1,0 +1,157 @@
+"""Class folders: which files there are of each class, and which are held out."""
+
+import os
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from towers.input_pipeline.sources.files import splits
+from towers.input_pipeline.sources.folder import pictures
+from towers.input_pipeline.specs import TEXTS, no_folder
+from towers.program import words
+
+# Paths of the files of each class, by the class's name.
+_Classes = dict[str, list[str]]
+
+
+class Found(NamedTuple):
+    """What class folders have.
+
+    Attributes:
+        names: of the classes, which are sorted.
+        labels: the label of each file, by split and path, in a fixed order.
+        notes: what was decided: sentences.
+    """
+
+    names: tuple[str, ...]
+    labels: dict[str, dict[str, int]]
+    notes: tuple[str, ...]
+
+
+def find(directory: str, eval_fraction: float | None, found: pictures.Sorted) -> Found:
+    """Finds the files of class folders.
+
+    Args:
+        directory: see ``ImageFolderSource``.
+        eval_fraction: see there.
+        found: takes notes of the files, and says which ones are meant.
+
+    Raises:
+        ValueError: see ``ImageFolderSource``.
+    """
+    root = os.path.expanduser(directory)
+    if not tf.io.gfile.isdir(root):
+        raise no_folder(directory)
+    train, test, fraction = _find_splits(root, eval_fraction, found)
+    names = tuple(sorted(train))
+    label = {name: index for index, name in enumerate(names)}
+    labels = {
+        split: {path: label[name] for name in classes for path in classes[name]}
+        for split, classes in (("train", train), ("test", test))
+        if any(classes.values())
+    }
+    notes = (*found.notes(),)
+    if fraction and "test" in labels:
+        note = splits.note(fraction, "files of each class", len(labels["test"]))
+        notes = (*notes, note)
+    return Found(names, labels, notes)
+
+
+def are_texts(directory: str) -> bool:
+    """Tells whether class folders have texts, by the first one: most are .txt files.
+
+    Raises:
+        ValueError: it has pictures as well.
+    """
+    root = os.path.expanduser(directory)
+    if not tf.io.gfile.isdir(root):
+        raise no_folder(directory)
+    folders = _folders(root)
+    if "train" in folders:
+        folders = _folders(folders["train"]) or folders
+    if not folders:
+        return False
+    first = next(iter(folders.values()))
+    names = [name.lower() for name, _ in pictures.entries(first)]
+    texts = sum(name.endswith(TEXTS) for name in names)
+    images = sum(name.endswith(pictures.SUFFIXES) for name in names)
+    if texts > images > 0:
+        raise mixed(first, texts, images)
+    return 2 * texts > len(names)
+
+
+def mixed(folder: str, texts: int, images: int) -> ValueError:
+    """Says that a folder has texts and pictures."""
+    return ValueError(
+        f"{folder} has {words.count(texts, 'text')} and "
+        f"{words.count(images, 'picture')}: expected one of the two, so move the "
+        "others away"
+    )
+
+
+def _find_splits(
+    root: str, eval_fraction: float | None, found: pictures.Sorted
+) -> tuple[_Classes, _Classes, float]:
+    """The files for training, those held out, and the fraction that was taken."""
+    folders = _folders(root)
+    test_name = splits.held_out(folders)
+    # Where DIR/train has no folders, "train" is the name of a class.
+    if test_name and "train" in folders and _folders(folders["train"]):
+        if eval_fraction:
+            raise ValueError(
+                f"eval_fraction is {eval_fraction}, but {folders[test_name]} is held "
+                "out by its name: leave it out, or name the folder train alone"
+            )
+        train = _find(folders["train"], found)
+        test = _find(folders[test_name], found)
+        split = folders["train"], folders[test_name]
+        found.folders += [path for path in folders.values() if path not in split]
+        found.loose(root)
+        if unknown := sorted(set(test) - set(train)):
+            raise ValueError(
+                f"{folders[test_name]} has the class {unknown[0]!r}, which is not in "
+                f"{folders['train']}: both must have the same class folders"
+            )
+        if missing := sorted(set(train) - set(test)):
+            found.more.append(
+                f"{folders[test_name]} has no class {missing[0]!r}, but "
+                f"{folders['train']} has: move it away if it is no class, such as "
+                "texts without a label."
+            )
+        return train, test, 0
+    taken = splits.check_fraction(eval_fraction)
+    train, test = {}, {}
+    for name, paths in _find(root, found).items():
+        train[name], test[name] = [], []
+        for place, path in enumerate(paths):
+            held = splits.is_nth(place, taken)
+            (test if held else train)[name].append(path)
+    return train, test, taken
+
+
+def _find(folder: str, found: pictures.Sorted) -> _Classes:
+    classes = {}
+    for name, path in _folders(folder).items():
+        before = found.left_out.copy()
+        classes[name] = found.files(path)
+        if not classes[name]:
+            others = ", ".join(
+                f"{n} {kind}" for kind, n in (found.left_out - before).items()
+            )
+            raise ValueError(
+                f"the class folder {path} has no {found.what} file directly in it"
+                f"{others and f', only {others}'}: add some or remove the folder"
+            )
+    if not classes:
+        raise ValueError(
+            f"{folder} has no class folders: expected a folder of {found.what} "
+            "files for each class"
+        )
+    found.loose(folder)
+    return classes
+
+
+def _folders(parent: str) -> dict[str, str]:
+    """Paths of the folders by their names, sorted."""
+    entries = pictures.entries(parent)
+    return {name: path for name, path in entries if tf.io.gfile.isdir(path)}
