@@ -1,7 +1,8 @@
 """Sources of folders: a class for each picture or text, or for each pixel."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from towers.input_pipeline.sources.base import Source
 from towers.input_pipeline.sources.folder import classes
@@ -47,28 +48,33 @@ def open_folder(
         )
     if target not in (None, "class", "mask"):
         raise ValueError(f"target is {target!r}: expected class or mask for a folder")
-    of_masks = of_masks and target != "class"
-    of_text = {"tokenizer": tokenizer, "sequence_length": sequence_length}
-    of_text = {name: value for name, value in of_text.items() if value is not None}
-    are_texts = not of_masks and classes.are_texts(directory)
-    for name in of_text if not are_texts else ():
-        raise ValueError(
-            f"received {name} for folder:{directory}, whose class folders have no "
-            "texts: expected .txt files there, or leave it out"
-        )
-    if of_masks:
+    if of_masks and target != "class":
         return MaskFolderSource(
             directory, eval_fraction, num_classes, class_names, skip_bad
         )
-    if are_texts:
-        source = TextFolderSource(
-            directory, eval_fraction, skip_bad=skip_bad, **of_text
-        )
-    else:
-        source = ImageFolderSource(directory, eval_fraction)
+    of_text = {"tokenizer": tokenizer, "sequence_length": sequence_length}
+    of_text = {name: value for name, value in of_text.items() if value is not None}
+    source = _open_classes(directory, eval_fraction, skip_bad, of_text)
     if num_classes not in (None, source.num_classes):
         raise ValueError(
             f"num_classes is {num_classes}, but {directory} has {source.num_classes} "
             "class folders: expected as many, so leave it out"
         )
     return source
+
+
+def _open_classes(
+    directory: str,
+    eval_fraction: float | None,
+    skip_bad: bool,
+    of_text: Mapping[str, Any],
+) -> Source:
+    """Opens class folders, of texts or of pictures, by what they have."""
+    if classes.are_texts(directory):
+        return TextFolderSource(directory, eval_fraction, skip_bad=skip_bad, **of_text)
+    for name in of_text:
+        raise ValueError(
+            f"received {name} for folder:{directory}, whose class folders have no "
+            "texts: expected .txt files there, or leave it out"
+        )
+    return ImageFolderSource(directory, eval_fraction)
