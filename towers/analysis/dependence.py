@@ -30,6 +30,7 @@ from towers.analysis.kinds import (
     NONE,
     PACKED,
     ROWS,
+    SHAPE,
     SIZE,
     SUM,
     UNKNOWN,
@@ -37,6 +38,7 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
 from towers.analysis.operations import of_operation
+from towers.analysis.row_counts import RowCounts
 from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.
@@ -121,6 +123,9 @@ class Reader:
         # What the compiled loss takes of the whole batch, if it is being read.
         self._totals: dict[Edge, Total] | None = None
         self._of_data = {key(part) for _, part in parts(local_batch)}
+        self._counts = RowCounts(
+            part for packed, part in parts(local_batch) if not packed
+        )
         self._known = {
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in parts(local_batch)
@@ -199,6 +204,8 @@ class Reader:
             return self._of(tensor.op.inputs, self._of_operation, tensor)
         if call.trusted:
             found = self._of(call.inputs, _of_layer, tensor, call.packed)
+            kinds = [self._known[key(t)] for t in call.inputs]
+            self._counts.keep(tensor, found, call.inputs, kinds, by_layer=True)
             self._blame(tensor, call)
             return found
         seen = self._of(tensor.op.inputs, self._of_operation, tensor)
@@ -225,6 +232,8 @@ class Reader:
 
     def _of(self, inputs, rule, tensor, *extra):
         kinds = [self._known[key(t)] for t in inputs]
+        if tensor.op.type == "Reshape" and rule == self._of_operation:
+            kinds[1] = _of_target(tensor, kinds[1])
         if all(kind is NONE for kind in kinds):
             return NONE
         for kind in (COUPLED, UNKNOWN):
@@ -242,7 +251,11 @@ class Reader:
     def _of_operation(self, tensor, inputs, kinds):
         attributes = _CALLS.get(tensor.op.type)
         if attributes is None:
-            return of_operation(tensor, inputs, kinds)
+            found = of_operation(tensor, inputs, kinds)
+            if found is UNKNOWN:
+                found = self._by_counts(tensor, inputs, kinds)
+            self._counts.keep(tensor, found, inputs, kinds)
+            return found
         if len(attributes) > 1:
             # What decides between branches must not depend on examples.
             if kinds[0] is not NONE:
@@ -250,6 +263,16 @@ class Reader:
             inputs, kinds = inputs[1:], kinds[1:]
         found = {self._of_function(tensor, name, inputs, kinds) for name in attributes}
         return found.pop() if len(found) == 1 else UNKNOWN
+
+    def _by_counts(self, tensor, inputs, kinds):
+        """What an operation returns where it is known how many rows an example has."""
+        if tensor.op.type == "FloorDiv" and kinds == [SIZE, NONE]:
+            return SIZE if self._counts.divides(*inputs) else UNKNOWN
+        if tensor.op.type == "Reshape" and kinds == [ROWS, NONE]:
+            known = tensor.shape.rank is not None and tensor.shape[0] is None
+            if known and self._counts.reshaped(tensor) is not None:
+                return ROWS
+        return UNKNOWN
 
     def _of_function(self, tensor, attribute, inputs, kinds):
         """What a function that an operation calls returns for a tensor."""
@@ -291,6 +314,17 @@ class Reader:
                     }
                     return found
         return None
+
+
+def _of_target(tensor, kind):
+    """How the shape that a tensor is given depends on the examples.
+
+    Where all but one axis are known, the number of elements tells that one.
+    """
+    rank = tensor.shape.rank
+    if kind in (NONE, SHAPE) or rank is None or [*tensor.shape].count(None) > 1:
+        return kind
+    return NONE
 
 
 def _of_layer(tensor, inputs, kinds, packed):

@@ -10,7 +10,7 @@ class Dependence(enum.Enum):
         NONE: Not at all.
         ROWS: The first axis is the examples', in order, each with the same number of
             rows; no row depends on another example.
-        COLUMNS: Like ROWS, transposed: of two axes, the second is the examples'.
+        COLUMNS: Like ROWS, transposed: the second axis is the examples'.
         SHAPE: A vector of integers; the first is the number of rows, no other depends
             on it.
         SIZE: The number of examples, times something that does not depend on them.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.analysis.columns import of_columns
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -20,7 +21,12 @@ from towers.analysis.kinds import (
     UNKNOWN,
     Dependence,
 )
-from towers.analysis.rows import ELEMENTWISE, of_rows
+from towers.analysis.rows import (
+    ELEMENTWISE,
+    of_einsum,
+    of_rows,
+    with_examples_at,
+)
 from towers.analysis.static_values import integers
 from towers.keras_adapter.graphs import gradient_module
 
@@ -59,10 +65,12 @@ def of_operation(
     if present == {PACKED}:
         unary = op.type in ELEMENTWISE and len(inputs) == 1
         return PACKED if unary else UNKNOWN
-    if present == {COLUMNS} or present == {COLUMNS, ROWS}:
-        return _of_columns(tensor, op, inputs, kinds)
     if op.type in ("Pack", "ConcatV2"):
         return _of_parts(op, inputs, kinds)
+    if op.type == "Einsum" and present <= {COLUMNS, ROWS}:
+        return of_einsum(op, inputs, kinds)
+    if present == {COLUMNS} or present == {COLUMNS, ROWS}:
+        return of_columns(tensor, op, inputs, kinds)
     found = UNKNOWN
     if present <= {SUM, MEAN}:
         found = _of_totals(tensor, op, inputs, kinds, present)
@@ -85,25 +93,6 @@ def of_operation(
     return found
 
 
-def _of_columns(tensor, op, inputs, kinds):
-    """Of transposed matrices, which are made to be multiplied."""
-    if op.type == "MatMul" and not (
-        op.get_attr("transpose_a") or op.get_attr("transpose_b")
-    ):
-        # Over the examples; or each with each.
-        return {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(
-            tuple(kinds), UNKNOWN
-        )
-    if op.type in ELEMENTWISE and all(
-        kind is COLUMNS or t.shape.rank == 0
-        for t, kind in zip(inputs, kinds, strict=True)
-    ):
-        return COLUMNS
-    if op.type == "Transpose" and tensor.shape.rank == 2:
-        return ROWS
-    return UNKNOWN
-
-
 def _of_parts(op, inputs, kinds):
     """Of values put side by side."""
     if op.type == "Pack":
@@ -120,10 +109,13 @@ def _of_parts(op, inputs, kinds):
         return MEAN
     if present == {SUM} and NONE not in kinds:
         return SUM
-    rank = inputs[0].shape.rank + (op.type == "Pack")
-    if present == {ROWS} and NONE not in kinds and int(axis) % rank != 0:
-        return ROWS
-    return UNKNOWN
+    if NONE in kinds or present not in ({ROWS}, {COLUMNS}):
+        return UNKNOWN
+    packed, examples = op.type == "Pack", int(present == {COLUMNS})
+    axis = int(axis) % (inputs[0].shape.rank + packed)
+    if axis == examples and not packed:
+        return UNKNOWN
+    return with_examples_at(examples + (packed and axis <= examples))
 
 
 def _of_totals(tensor, op, inputs, kinds, present):

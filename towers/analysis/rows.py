@@ -74,6 +74,11 @@ def of_rows(
     return UNKNOWN if rule is None else rule(op, inputs)
 
 
+def with_examples_at(axis: int) -> Dependence:
+    """Returns the kind of what has the examples at an axis, in order."""
+    return {0: ROWS, 1: COLUMNS}.get(axis, UNKNOWN)
+
+
 def _rule(*types, rules=_RULES):
     """A decorator: the function is the rule for these types of operations."""
 
@@ -90,9 +95,35 @@ def _rule_of_first(*types):
 
 @_rule("Split")
 def _of_split(tensor, op, inputs, kinds):
-    axis, rank = tf.get_static_value(inputs[0]), inputs[1].shape.rank
+    return _unless_first(inputs[0], inputs[1])
+
+
+@_rule_of_first("SplitV")
+def _of_sizes_split(op, inputs):
+    return _unless_first(inputs[2], inputs[0])
+
+
+def _unless_first(axis, parted):
+    """Rows, where what is parted along an axis is not parted along the first."""
+    axis, rank = tf.get_static_value(axis), parted.shape.rank
     known = axis is not None and rank is not None
     return ROWS if known and int(axis) % rank != 0 else UNKNOWN
+
+
+@_rule("TensorListSetItem")
+def _of_list_with_item(tensor, op, inputs, kinds):
+    """A list is rows if each of its tensors is."""
+    return ROWS if kinds[0] in (ROWS, NONE) and kinds[1:] == [NONE, ROWS] else UNKNOWN
+
+
+@_rule_of_first("TensorListGetItem")
+def _of_list_item(op, inputs):
+    return ROWS
+
+
+@_rule_of_first("TensorListStack")
+def _of_stacked_list(op, inputs):
+    return COLUMNS
 
 
 @_rule("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
@@ -149,7 +180,7 @@ def _of_expanded(op, inputs):
     axis, rank = tf.get_static_value(inputs[1]), inputs[0].shape.rank
     if axis is None or rank is None:
         return UNKNOWN
-    return ROWS if int(axis) % (rank + 1) != 0 else UNKNOWN
+    return with_examples_at(int(int(axis) % (rank + 1) == 0))
 
 
 @_rule_of_first("Squeeze")
@@ -163,9 +194,7 @@ def _of_squeezed(op, inputs):
 @_rule_of_first("Transpose")
 def _of_transposed(op, inputs):
     order = integers(inputs[1])
-    if order is None or order[0] == 0:
-        return UNKNOWN if order is None else ROWS
-    return COLUMNS if inputs[0].shape.rank == 2 else UNKNOWN
+    return UNKNOWN if order is None else with_examples_at(order.index(0))
 
 
 @_rule_of_first("Unpack")
@@ -242,8 +271,16 @@ def _of_product(tensor, op, inputs, kinds):
     return UNKNOWN
 
 
-@_rule("Einsum")
-def _of_einsum(tensor, op, inputs, kinds):
+def of_einsum(
+    op: tf.Operation, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
+) -> Dependence:
+    """Tells how a sum of products depends on the examples.
+
+    Args:
+        op: The operation.
+        inputs: What it takes.
+        kinds: Of each input ROWS, COLUMNS or NONE; ROWS or COLUMNS of one at least.
+    """
     equation = op.get_attr("equation").decode().replace(" ", "")
     if "..." in equation:
         equation = _spelled_out(equation, [t.shape.rank for t in inputs])
@@ -251,19 +288,17 @@ def _of_einsum(tensor, op, inputs, kinds):
             return UNKNOWN
     terms, result = equation.split("->")
     terms = terms.split(",")
-    firsts = {term[:1] for term, kind in zip(terms, kinds, strict=True) if kind is ROWS}
-    others = [
-        term[1:] if kind is ROWS else term
-        for term, kind in zip(terms, kinds, strict=True)
-    ]
-    if len(firsts) > 1:
+    letters, others = set(), ""
+    for term, kind in zip(terms, kinds, strict=True):
+        place = {ROWS: 0, COLUMNS: 1}.get(kind, len(term))
+        letters |= {*term[place : place + 1]}
+        others += term[:place] + term[place + 1 :]
+    if len(letters) > 1:
         return COUPLED  # each with each
-    (examples,) = firsts
-    if any(examples in other for other in others):
+    (examples,) = letters
+    if examples in others:
         return UNKNOWN
-    if examples not in result:
-        return SUM
-    return ROWS if result.startswith(examples) else UNKNOWN
+    return with_examples_at(result.index(examples)) if examples in result else SUM
 
 
 def _spelled_out(equation, ranks):

@@ -1,0 +1,200 @@
+"""Tells of an operation what it makes of tensors whose second axis is the examples'.
+
+Attention puts queries, keys and values first, and a mixture of experts puts these. Most
+of it is undone soon, so what is known here are the ways back to rows.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from towers.analysis.kinds import (
+    COLUMNS,
+    COUPLED,
+    NONE,
+    ROWS,
+    SUM,
+    UNKNOWN,
+    Dependence,
+)
+from towers.analysis.rows import ELEMENTWISE, with_examples_at
+from towers.analysis.static_values import integers
+
+_LAST_AXIS = {"LogSoftmax", "Softmax"}
+_REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
+# By type of operation, what takes (tensor, op, inputs), where the first input that is
+# no axis has columns, and nothing else depends on the examples.
+_RULES = {}
+
+
+def of_columns(
+    tensor: tf.Tensor,
+    op: tf.Operation,
+    inputs: Sequence[tf.Tensor],
+    kinds: Sequence[Dependence],
+) -> Dependence:
+    """Tells how what an operation returns depends on the examples.
+
+    Args:
+        tensor: What it returns.
+        op: The operation.
+        inputs: What it takes.
+        kinds: Of each input COLUMNS, ROWS or NONE; COLUMNS of one at least.
+    """
+    if op.type == "MatMul":
+        # Over the examples; or each with each.
+        flipped = op.get_attr("transpose_a") or op.get_attr("transpose_b")
+        found = {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(tuple(kinds))
+        return UNKNOWN if flipped or found is None else found
+    if ROWS in kinds or any(each.shape.rank is None for each in inputs):
+        return UNKNOWN
+    if op.type in ELEMENTWISE:
+        return _of_elements(inputs, kinds)
+    if op.type == "BatchMatMulV2":
+        return _of_product(op, inputs, kinds)
+    place = 1 if op.type == "Split" else 0
+    others = [kind for i, kind in enumerate(kinds) if i != place]
+    rule = _RULES.get(op.type)
+    if rule is None or kinds[place] is not COLUMNS or set(others) - {NONE}:
+        return UNKNOWN
+    return rule(tensor, op, inputs)
+
+
+def _rule(*types):
+    """A decorator: the function is the rule for these types of operations."""
+
+    def register(function):
+        _RULES.update(dict.fromkeys(types, function))
+        return function
+
+    return register
+
+
+def _of_elements(inputs, kinds):
+    """Of operations on elements, where broadcasting must not pair two examples."""
+    ranks = {t.shape.rank for t, k in zip(inputs, kinds, strict=True) if k is COLUMNS}
+    if len(ranks) != 1:
+        return UNKNOWN
+    (rank,) = ranks
+    for other, kind in zip(inputs, kinds, strict=True):
+        # Where it meets the examples' axis, if it has so many axes.
+        axis = other.shape.rank - rank + 1
+        if kind is COLUMNS or axis < 0:
+            continue
+        if axis > 1 or other.shape[axis] != 1:
+            return UNKNOWN
+    return COLUMNS
+
+
+def _of_product(op, inputs, kinds):
+    rank, other = (each.shape.rank for each in inputs)
+    if kinds == [COLUMNS, COLUMNS]:
+        return COLUMNS if rank == other and rank > 3 else UNKNOWN
+    if kinds != [COLUMNS, NONE] or rank < 3 or (rank == 3 and op.get_attr("adj_x")):
+        return UNKNOWN
+    # With three axes, the second is a matrix's rows.
+    return COLUMNS if other == 2 or rank == other == 3 else UNKNOWN
+
+
+@_rule("Transpose")
+def _of_transposed(tensor, op, inputs):
+    order = integers(inputs[1])
+    return UNKNOWN if order is None else with_examples_at(order.index(1))
+
+
+@_rule("Unpack")
+def _of_unpacked(tensor, op, inputs):
+    axis = op.get_attr("axis") % inputs[0].shape.rank
+    return UNKNOWN if axis == 1 else with_examples_at(int(axis > 1))
+
+
+@_rule("Split")
+def _of_split(tensor, op, inputs):
+    return _if_not_second(inputs[0], inputs[1])
+
+
+@_rule("SplitV")
+def _of_sizes_split(tensor, op, inputs):
+    return _if_not_second(inputs[2], inputs[0])
+
+
+def _if_not_second(axis, parted):
+    axis = tf.get_static_value(axis)
+    known = axis is not None and int(axis) % parted.shape.rank != 1
+    return COLUMNS if known else UNKNOWN
+
+
+@_rule("Squeeze")
+def _of_squeezed(tensor, op, inputs):
+    axes = [axis % inputs[0].shape.rank for axis in op.get_attr("squeeze_dims")]
+    return UNKNOWN if not axes or 1 in axes else with_examples_at(1 - (0 in axes))
+
+
+@_rule("ExpandDims")
+def _of_expanded(tensor, op, inputs):
+    axis = tf.get_static_value(inputs[1])
+    if axis is None:
+        return UNKNOWN
+    return COLUMNS if int(axis) % (inputs[0].shape.rank + 1) > 1 else UNKNOWN
+
+
+@_rule(*_LAST_AXIS)
+def _of_last_axis(tensor, op, inputs):
+    return COLUMNS if inputs[0].shape.rank > 2 else UNKNOWN
+
+
+@_rule(*_REDUCTIONS)
+def _of_reduction(tensor, op, inputs):
+    axes = integers(inputs[1])
+    if axes is None:
+        return UNKNOWN
+    axes = [axis % inputs[0].shape.rank for axis in axes]
+    kept = tensor.shape.rank == inputs[0].shape.rank
+    return UNKNOWN if 1 in axes else with_examples_at(1 - (0 in axes and not kept))
+
+
+@_rule("Reshape")
+def _of_reshape(tensor, op, inputs):
+    """The first axis stays, and each example becomes a whole number of columns."""
+    old, new = inputs[0].shape, tensor.shape
+    if new.rank is None or new.rank < 2 or old[0] is None or old[0] != new[0]:
+        return UNKNOWN
+    size, parts = old[2:].num_elements(), new[2:].num_elements()
+    whole = size is not None and parts and size % parts == 0
+    return COLUMNS if whole and new[1] is None else UNKNOWN
+
+
+@_rule("StridedSlice")
+def _of_slice(tensor, op, inputs):
+    """The examples stay if the slice takes all of their axis."""
+    begin, steps = integers(inputs[1]), integers(inputs[3])
+    if None in (begin, steps):
+        return UNKNOWN
+    marks = {
+        name: [bool(op.get_attr(f"{name}_mask") >> i & 1) for i in range(len(begin))]
+        for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    }
+    rest = inputs[0].shape.rank - (len(begin) - 1 - sum(marks["new_axis"]))
+    axis, place = 0, 1
+    for i in range(len(begin)):
+        if axis > 1:
+            break
+        if marks["ellipsis"][i]:
+            axis += rest
+        elif marks["new_axis"][i]:
+            place += 1
+        elif axis == 1:
+            whole = marks["end"][i] and (marks["begin"][i] or begin[i] == 0)
+            if not whole or marks["shrink_axis"][i] or steps[i] != 1:
+                return UNKNOWN
+            axis += 1
+        else:
+            place -= marks["shrink_axis"][i]
+            axis += 1
+    return with_examples_at(place)
+
+
+@_rule("TensorListFromTensor")
+def _of_list(tensor, op, inputs):
+    """A list of rows, one for each place of the first axis."""
+    return ROWS

@@ -1,0 +1,100 @@
+"""Counts the rows that tensors have for each example, where that is known.
+
+Attention in windows makes several rows of each example, and then one of several. To
+tell that these are of the same example, it has to be known how many they are.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import tensorflow as tf
+
+from towers.analysis.kinds import (
+    COLUMNS,
+    NONE,
+    ROWS,
+    SHAPE,
+    SIZE,
+    Dependence,
+)
+from towers.analysis.layer_calls import key
+
+# They make a shape, or a part of one, of what is as long or has as many rows.
+_OF_SHAPES = set(
+    "Cast ConcatV2 ExpandDims GatherV2 Identity Pack Shape Slice Squeeze StridedSlice"
+    " Reshape".split()
+)
+
+
+class RowCounts:
+    """Rows (or columns) for each example; of sizes and shapes, the times of them."""
+
+    def __init__(self, of_one_row: Iterable[tf.Tensor]):
+        """Takes tensors with one row an example."""
+        self._counts: dict[tuple[int, str], int] = {key(t): 1 for t in of_one_row}
+
+    def divides(self, size: tf.Tensor, divisor: tf.Tensor) -> bool:
+        """Whether a divisor is known to divide a size, however many examples it has."""
+        count, value = self._counts.get(key(size)), tf.get_static_value(divisor)
+        return count is not None and value is not None and count % int(value) == 0
+
+    def reshaped(self, tensor: tf.Tensor, axis: int = 0) -> int | None:
+        """How many rows an example has after a reshape; `None` if that is not known.
+
+        Args:
+            tensor: What `Reshape` returns, all of whose elements the axis tells.
+            axis: That of the examples, before and after.
+        """
+        count = self._counts.get(key(tensor.op.inputs[0]))
+        old = tensor.op.inputs[0].shape[axis + 1 :].num_elements()
+        new = tensor.shape[axis + 1 :].num_elements()
+        if None in (count, old, new) or not new or count * old % new:
+            return None
+        return count * old // new
+
+    def keep(
+        self,
+        tensor: tf.Tensor,
+        kind: Dependence,
+        inputs: Sequence[tf.Tensor],
+        kinds: Sequence[Dependence],
+        by_layer: bool = False,
+    ) -> None:
+        """Keeps how many rows an example has in what an operation or a layer returns.
+
+        Args:
+            tensor: What it returns.
+            kind: How that depends on the examples.
+            inputs: What it takes.
+            kinds: How that depends on them.
+            by_layer: Whether a layer returns it, which keeps rows apart.
+        """
+        if kind not in (ROWS, COLUMNS, SHAPE, SIZE):
+            return
+        pairs = [*zip(inputs, kinds, strict=True)]
+        count = self._of_all(pairs)
+        if not by_layer:
+            count = self._of_operation(tensor, kind, pairs, count)
+        if count is not None:
+            self._counts[key(tensor)] = count
+
+    def _of_all(self, pairs):
+        """The count of all that depends on the examples."""
+        found = {self._counts.get(key(t)) for t, kind in pairs if kind is not NONE}
+        return found.pop() if len(found) == 1 else None
+
+    def _of_operation(self, tensor, kind, pairs, count):
+        if tensor.op.type == "Reshape" and kind in (ROWS, COLUMNS):
+            target, how = pairs[1]
+            if how is SHAPE:
+                return self._counts.get(key(target))
+            return self.reshaped(tensor, int(kind is COLUMNS))
+        if count is None:
+            return None
+        if kind in (ROWS, COLUMNS) or tensor.op.type in _OF_SHAPES:
+            return count
+        values = [tf.get_static_value(t) for t, k in pairs if k is NONE]
+        if len(values) != 1 or values[0] is None:
+            return None
+        if tensor.op.type == "Mul":
+            return count * int(values[0])
+        return count // int(values[0]) if tensor.op.type == "FloorDiv" else None
