@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.analysis.axes.counts import RowCounts
 from towers.analysis.kinds import (
     COUPLED,
     MEAN,
@@ -38,7 +39,6 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
 from towers.analysis.operations import of_operation
-from towers.analysis.row_counts import RowCounts
 from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.

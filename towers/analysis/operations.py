@@ -1,13 +1,20 @@
 """Tells of an operation how its result depends on the examples, where its inputs do.
 
-`rows.py` does so for rows, and this module for all other kinds.
+`axes/rows.py` does so for rows, `axes/columns.py` for columns, and this module for all
+other kinds.
 """
 
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.analysis.columns import of_columns
+from towers.analysis.axes.columns import of_columns
+from towers.analysis.axes.rows import (
+    ELEMENTWISE,
+    of_einsum,
+    of_rows,
+    with_examples_at,
+)
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -20,12 +27,6 @@ from towers.analysis.kinds import (
     SUM,
     UNKNOWN,
     Dependence,
-)
-from towers.analysis.rows import (
-    ELEMENTWISE,
-    of_einsum,
-    of_rows,
-    with_examples_at,
 )
 from towers.analysis.static_values import integers
 from towers.keras_adapter.graphs import gradient_module

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.analysis.axes.rows import ELEMENTWISE, with_examples_at
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -17,7 +18,6 @@ from towers.analysis.kinds import (
     UNKNOWN,
     Dependence,
 )
-from towers.analysis.rows import ELEMENTWISE, with_examples_at
 from towers.analysis.static_values import integers
 
 _LAST_AXIS = {"LogSoftmax", "Softmax"}

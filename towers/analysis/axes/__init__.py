@@ -1,0 +1,1 @@
+"""What operations make of tensors that have an axis of the examples."""
