@@ -145,7 +145,7 @@ def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:
             image_shape=images.shape[1:],
             training=False,
         ).dataset()
-        for some, of_them in data.as_numpy_iterator():
+        for some, of_them, *_ in data.as_numpy_iterator():
             images[row : row + len(some)] = some
             labels[row : row + len(some)] = of_them
             row += len(some)

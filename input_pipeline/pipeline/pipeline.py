@@ -127,10 +127,11 @@ class Pipeline:
 
         Returns:
             A dataset of (uint8 images [B, H, W, C], int64 labels [B]), or of what else
-            the source's `target` says in the place of labels. Its cardinality is known
-            if the source knows its size and the dataset starts at the beginning of an
-            epoch. Its attribute ``pipeline`` is this object. A run that continues uses
-            it to make a dataset that starts elsewhere.
+            the source's `target` says in the place of labels. Masks and tags have
+            sample weights behind them, 0 where there is no class. Its cardinality is
+            known if the source knows its size and the dataset starts at the beginning
+            of an epoch. Its attribute ``pipeline`` is this object. A run that continues
+            uses it to make a dataset that starts elsewhere.
         """
         dataset = self._with_length(self._all())
         dataset.pipeline = self

@@ -154,8 +154,7 @@ class Stages:
             if self.scaling is not None:
                 images = self.scaling(images)
             labels = tf.cast(labels, self.source.target.dtype)
-            if self.source.target.kind == "tags":
-                return images, labels, tf.cast(labels >= 0, tf.float32)
-            return images, labels
+            weights = self.source.target.weights(labels)
+            return (images, labels) if weights is None else (images, labels, weights)
 
         return many

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 import numpy as np
+import tensorflow as tf
 
 from towers.input_pipeline.choices import IGNORED
 
@@ -21,8 +22,9 @@ class Target:
         kind: ``class``: one of several classes, int64 []. ``numbers``: float32 [size].
             ``labels``: which of several labels hold, float32 [size] of 0 and 1.
             ``mask``: a class for each pixel, int64 [H, W]; 255 is a pixel without one,
-            which the loss ignores. ``tags``: a class for each token, int64 [T], -1
-            for padding. ``tokens``: the next token at each position, int64 [T].
+            which counts in no loss and no metric. ``tags``: a class for each token,
+            int64 [T], -1 for padding. ``tokens``: the next token at each position,
+            int64 [T].
         size: number of classes, numbers, labels or tokens in the vocabulary.
         names: one for each of them, or None.
     """
@@ -61,6 +63,15 @@ class Target:
         if self.kind == "mask":
             return f"0 to {self.size - 1}, or {IGNORED} to ignore a pixel"
         return f"0 to {self.size - 1}"
+
+    def weights(self, y: tf.Tensor) -> tf.Tensor | None:
+        """Sample weights of a batch: 0 where a token or pixel has no class, else 1.
+
+        None where every example has a target.
+        """
+        if self.kind == "tags":
+            return tf.cast(y >= 0, tf.float32)
+        return tf.cast(y != IGNORED, tf.float32) if self.kind == "mask" else None
 
     def is_good(self, y: np.ndarray) -> np.ndarray:
         """Tells of each value whether it can be learnt from.

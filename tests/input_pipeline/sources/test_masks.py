@@ -95,12 +95,14 @@ def test_a_folder_of_pictures_with_masks(tmp_path, palette):
     assert source.splits == {"train": 9, "test": 1} and source.input_kind == "image"
     shape = (SIDE, SIDE, 3)
     for of_batch in make_dataset(source, "train", 4, image_shape=shape, training=False):
-        images, found = of_batch
+        images, found, weights = of_batch
+        np.testing.assert_array_equal(weights, found != 255)
         assert found.dtype == tf.int64
         np.testing.assert_array_equal(images[0] - images[0, 0, 0], PLACES)
         np.testing.assert_array_equal(found, [CLASSES] * len(images))
     data = make_dataset(source, "test", 4, image_shape=(8, 32, 3))
-    ((_, found),) = data
+    ((_, found, weights),) = data
+    np.testing.assert_array_equal(weights, found != 255)
     assert found.shape == (1, 8, 32) and {*np.unique(found)} <= {*range(8), 255}
     # Half as high: of two rows, one stays.
     assert np.all(
@@ -121,9 +123,10 @@ def test_a_mask_moves_with_its_picture(tmp_path, recipe, keep):
     shape = (SIDE, SIDE, 3)
     kept = cached(source, keep, str(tmp_path / "kept"), True, shape, recipe)
     assert (kept is source) == (keep == "none") and kept.target == source.target
-    ((images, found),) = make_dataset(
+    ((images, found, weights),) = make_dataset(
         kept, "train", 6, image_shape=shape, recipe=recipe
     )
+    np.testing.assert_array_equal(weights, found != 255)
     images, found = images.numpy().astype(int), found.numpy()
     changed = 0
     for image, mask in zip(images, found, strict=True):
@@ -151,9 +154,9 @@ def test_masks_of_arrays():
     x, y = np.stack([PLACES] * 3), np.stack([CLASSES] * 3)
     source = ArraySource(x, y, class_names="abcdefgh")
     assert source.target == Target("mask", 8, (*"abcdefgh",))
-    ((_, found),) = make_dataset(source, "train", 3, image_shape=(32, 32, 3))
+    ((_, found, _),) = make_dataset(source, "train", 3, image_shape=(32, 32, 3))
     np.testing.assert_array_equal(found[0], CLASSES.repeat(2, 0).repeat(2, 1))
-    ((_, found),) = make_dataset(source, "train", 3, recipe="imagenet")
+    ((_, found, _),) = make_dataset(source, "train", 3, recipe="imagenet")
     assert found.shape == (3, SIDE, SIDE) and found.dtype == tf.int64
     with pytest.raises(ValueError, match="masks as large as images"):
         ArraySource(x, y[:, :-1])

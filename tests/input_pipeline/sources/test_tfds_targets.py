@@ -108,7 +108,7 @@ def test_masks(tmp_path, builder):
     source = _open(builder, tmp_path, **options)
     names = None if builder is TinyPets else ("a", "b", "c")
     assert source.target == Target("mask", 3, names) and source.num_classes == 3
-    ((images, masks),) = make_dataset(
+    ((images, masks, _),) = make_dataset(
         source, "train", 8, image_shape=(4, 5, 3), training=False
     )
     assert sorted(images[:, 0, 0, 0].numpy()) == [*range(8)]

@@ -380,3 +380,39 @@ def test_the_file_is_run_once(tmp_path):
 def test_a_file_is_a_model_by_itself():
     assert isinstance(my_model.load(Settings(model="examples/binary.py")), MyModel)
     assert my_model.load(Settings(model="cnn")) is None
+
+
+PIXELS = """
+import keras
+import numpy as np
+
+draw = np.random.default_rng(0)
+x = draw.normal(size=[6, 3, 3, 4]).astype("float32")
+y = draw.integers(0, 4, [6, 3, 3])
+# Another number in each part of a batch.
+y[0], y[1, 1:], y[5, 0, 0] = 255, 255, 255
+train_data = x, y
+
+def build(input_shape, num_outputs):
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Activation("relu")])
+"""
+
+
+def test_pixels_without_a_class_count_in_no_metric(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(PIXELS)
+    flags = f"--model={path}", "--task=segmentation"
+    job = assembled(*flags, "--num_gpus=2", f"--model_dir={tmp_path}")
+    found = job.model.evaluate(job.data.evaluation, return_dict=True, verbose=0)
+    mine = my_model.load(job.settings).module
+    scores, y = np.maximum(mine.x, 0), mine.y
+    counts, best = y != 255, scores.argmax(axis=-1)
+    assert found["accuracy"] == pytest.approx((best == y)[counts].mean(), rel=1e-6)
+    chances = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+    of_y = np.take_along_axis(chances, np.where(counts, y, 0)[..., None], -1)[..., 0]
+    assert found["loss"] == pytest.approx(-np.log(of_y[counts]).mean(), rel=1e-5)
+    overlap = [
+        ((best == k) & (y == k)).sum() / ((best == k) & counts | (y == k)).sum()
+        for k in range(4)
+    ]
+    assert found["mean_iou"] == pytest.approx(np.mean(overlap), rel=1e-6)

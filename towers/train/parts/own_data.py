@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources.targets import Target
+from towers.input_pipeline.sources.targets import IGNORED, Target
 from towers.program import words
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.my_model import MyModel
@@ -127,6 +127,8 @@ def open_data(settings: Settings, mine: MyModel) -> OwnData:
     if held is not None:
         other = f"eval_data of {mine.path.name}"
         held, *_ = _batched(settings, other, held, shuffled=False)
+    if "preprocess" not in mine:
+        training, held = (_weighted(settings, each) for each in (training, held))
     facts = _facts(settings, name, training, given)
     if held is not None:
         _check_alike(_spec(training, name), _spec(held, other), name, other)
@@ -216,6 +218,18 @@ def _of_arrays(settings, name, arrays, shuffled):
     return data.prefetch(tf.data.AUTOTUNE), count, settings.batch_size
 
 
+def _weighted(settings, data):
+    """Has pixels without a class weigh nothing, as in a data set; for metrics."""
+    if settings.task != "segmentation" or not isinstance(data, tf.data.Dataset):
+        return data
+    spec = data.element_spec
+    if not isinstance(spec, tuple) or len(spec) != 2:
+        return data
+    if not isinstance(spec[1], tf.TensorSpec) or not spec[1].dtype.is_integer:
+        return data
+    return data.map(lambda x, y: (x, y, Target("mask", 0).weights(y)))
+
+
 def _spec(data, name):
     """Shapes and types of a batch (x, y) or (x, y, sample_weight)."""
     if isinstance(data, keras.utils.PyDataset):
@@ -259,7 +273,10 @@ def _target(settings: Settings, task: Task, name: str, y: Any, given: Any) -> Ta
                 f"numbers of classes for --task={task.name}, so convert it."
             )
         if not size and isinstance(given, tuple):
-            size = int(np.max(given[1])) + 1
+            classes = np.asarray(given[1])
+            if task.kind == "mask":
+                classes = classes[classes != IGNORED]
+            size = int(np.max(classes, initial=0)) + 1
     elif task.name == "binary":
         size = 2
     else:

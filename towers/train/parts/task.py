@@ -234,7 +234,7 @@ def _of_labels(logits, size):
 
 
 def _of_pixels(logits, size):
-    # Keras's accuracy ignores no class: pixels without one count as mistakes.
+    # Keras's accuracy ignores no class: a pixel without one has the weight 0.
     iou = metrics.MeanIoU(
         size, name="mean_iou", ignore_class=IGNORED, sparse_y_pred=False
     )
@@ -258,7 +258,7 @@ _ALL = (
     ),
     Task(
         *("segmentation", "mask", _pixel_crossentropy, _of_pixels),
-        *("softmax", "class and pixel", _mask),
+        *("softmax", "class and pixel", _mask, True),
     ),
     Task("text_classification", "class", *_CLASSES),
     Task(
