@@ -11,6 +11,7 @@ from towers.program.commands import (
     read_image_size,
     read_randaugment,
 )
+from towers.train import metrics
 from towers.train.settings import DEFAULT_DATA, DEFAULTS, Settings
 
 MOST_PROFILED_STEPS = 200
@@ -101,12 +102,22 @@ def check(settings: Settings) -> Settings:
             "which mix examples on the towers; expected --loss_placement=auto."
         )
     _check_init_weights(settings)
-    _ = settings.optimizer_class, settings.metric_names
+    _ = settings.optimizer_class
+    _check_metrics(settings)
     read_image_size(settings.image_size)
     read_randaugment(settings.randaugment)
     read_profile_steps(settings)
     check_data_service(settings.data_service)
     return settings
+
+
+def _check_metrics(settings):
+    """Checks that metrics are for the task, as far as it is known."""
+    names, dataset = settings.metric_names, settings.dataset
+    of_data = dataset and metrics.task_of(dataset, settings.text_column)
+    of_data = None if "loss" in settings.defined else of_data
+    if task := settings.task or of_data:
+        metrics.check(names, task)
 
 
 def _with_data_set(settings: Settings) -> Settings:

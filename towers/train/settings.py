@@ -20,6 +20,7 @@ from towers.input_pipeline.choices import (
     SCALES,
 )
 from towers.models import spec
+from towers.train import metrics
 
 # Names alone: what they stand for is imported with TensorFlow. A test compares.
 BUILDERS = ("asynchronous", "parameter_server", "replicated")
@@ -27,14 +28,6 @@ ALL_REDUCE_ALGS = ("cpu", "device", "ring", "nccl")
 OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lamb"),
     *("Lion", "Muon", "Nadam", "RMSprop", "ScheduleFreeAdamW", "SGD"),
-)
-METRICS = (
-    *("SparseCategoricalCrossentropy", "SparseTopKCategoricalAccuracy"),
-    *("SparseCategoricalAccuracy", "MeanIoU", "AUC", "Precision", "Recall", "F1Score"),
-    *("BinaryCrossentropy", "TruePositives", "TrueNegatives", "FalsePositives"),
-    *("FalseNegatives", "MeanSquaredError", "RootMeanSquaredError"),
-    *("MeanAbsoluteError", "MeanAbsolutePercentageError"),
-    *("MeanSquaredLogarithmicError", "LogCoshError", "CosineSimilarity", "R2Score"),
 )
 DEFAULT_DATA = "digits"
 TASKS = (
@@ -245,10 +238,7 @@ class Settings:
         Raises:
             ValueError: There is none of a name, or none that needs no arguments.
         """
-        return [
-            _canonical(name, METRICS, "metrics", "metrics of keras.metrics")
-            for name in self.metrics or ()
-        ]
+        return [*map(metrics.canonical, self.metrics or ())]
 
     @property
     def class_weights(self) -> dict[str, float] | Literal["balanced"] | None:

@@ -17,8 +17,9 @@ from tests.towers.train.runs import (
 )
 from towers import input_pipeline
 from towers.input_pipeline.sources.targets import Target
-from towers.train import callbacks, checks, settings
+from towers.train import callbacks, checks, metrics
 from towers.train import run as train_run
+from towers.train.parts import setup as setup_parts
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import TASKS
@@ -275,11 +276,18 @@ def test_metrics_are_those_of_the_task():
     assert float(iou.result()) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="F1Score, which needs probabilities"):
         objective.metrics(of_task("binary", metrics=asked), logits=True)
-    with pytest.raises(ValueError, match="=AUC for --task=classification; expected"):
-        objective.metrics(of_task("classification", metrics=("AUC",)), logits=True)
-    known = {name for names in objective.METRICS.values() for name in names}
-    assert known == {*settings.METRICS}
-    assert all(hasattr(keras.metrics, name) for name in known)
+
+
+def test_names_of_metrics():
+    assert {*metrics.METRICS} == {*TASKS}
+    for task, names in metrics.METRICS.items():
+        assert all(hasattr(keras.metrics, name) for name in names)
+        metrics.check(names, task)
+    found = Settings(metrics=("mae", "f1_score", "mean_IoU")).metric_names
+    assert found == ["MeanAbsoluteError", "F1Score", "MeanIoU"]
+    with pytest.raises(ValueError, match="=AUC for --task=classification; expected s"):
+        facts = of_task("classification", 3).facts
+        setup_parts.of(Settings(metrics=("auc",)), facts, None)
 
 
 def test_labels_are_smoothed_where_there_are_some():
@@ -318,7 +326,20 @@ def test_classes_are_weighted_by_name_or_number():
         ({"label_smoothing": 1.0}, "--label_smoothing=1.0; expected at least 0 and"),
         ({"warmup_steps": -1}, "--warmup_steps=-1; expected at least 0"),
         ({"warmup_steps": 5, "max_train_steps": 5}, "end the warm-up and training"),
-        ({"metrics": ("Accuracie",)}, "expected metrics of keras.metrics, such as"),
+        ({"metrics": ("Recal",)}, "expected metrics of keras.metrics, such as Recall"),
+        (
+            {"metrics": ("categorical_accuracy",)},
+            "one-hot labels; expected --metrics=SparseCategoricalAccuracy, as labels",
+        ),
+        ({"metrics": ("accuracy",)}, "accuracy is measured of every task that has cl"),
+        (
+            {"metrics": ("precision",)},
+            "file of your own defines, or --task=binary for two classes.",
+        ),
+        (
+            {"task": "regression", "metrics": ("auc",)},
+            "=AUC for --task=regression; expected some of MeanSquaredError, Root",
+        ),
         ({"class_weight": ("0", "1")}, "--class_weight=0,1; expected balanced, or a"),
         ({"class_weight": ("a:1", "a:2")}, "--class_weight=a:1,a:2; expected balanc"),
         ({"class_weight": ("a:-1",)}, "--class_weight=a:-1; expected balanced, or"),

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from towers import models
+from towers.train import metrics
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.my_model import MyModel
 from towers.train.parts.task import Task, choose
@@ -72,6 +73,7 @@ def of(settings: Settings, facts: DataFacts, mine: MyModel | None) -> Setup:
             "to learn; expected one of them, so define loss, or give --task, such as "
             "--task=regression."
         )
+    metrics.check(settings.metric_names, task.name)
     if settings.mixes and task.name != "classification":
         raise ValueError(
             "Received --mixup_alpha or --cutmix_alpha for "

@@ -13,23 +13,6 @@ from towers.train.parts.setup import Setup
 # Examples whose labels are counted at once.
 _AT_ONCE = 4096
 
-# Metrics of Keras that --metrics may add, by what makes probabilities of the output.
-METRICS = {
-    "softmax": (
-        *("SparseCategoricalCrossentropy", "SparseTopKCategoricalAccuracy"),
-        *("SparseCategoricalAccuracy", "MeanIoU"),
-    ),
-    "sigmoid": (
-        *("AUC", "Precision", "Recall", "F1Score", "BinaryCrossentropy"),
-        *("TruePositives", "TrueNegatives", "FalsePositives", "FalseNegatives"),
-    ),
-    None: (
-        *("MeanSquaredError", "RootMeanSquaredError", "MeanAbsoluteError"),
-        *("MeanAbsolutePercentageError", "MeanSquaredLogarithmicError"),
-        *("LogCoshError", "CosineSimilarity", "R2Score"),
-    ),
-}
-
 
 def loss(setup: Setup, logits: bool) -> keras.losses.Loss:
     """Returns the loss of the task, as --label_smoothing and mixing change it.
@@ -64,8 +47,7 @@ def metrics(setup: Setup, logits: bool) -> list[keras.metrics.Metric]:
     """Returns the metrics of the task, and those that --metrics names.
 
     Raises:
-        ValueError: A metric is not for the task, or not for a model that returns
-            logits.
+        ValueError: A metric is not for a model that returns logits.
     """
     size = setup.facts.target.size
     found = setup.task.metrics(logits, size)
@@ -77,12 +59,6 @@ def metrics(setup: Setup, logits: bool) -> list[keras.metrics.Metric]:
 
 
 def _options(setup, name, logits, size):
-    task, known = setup.task, METRICS[setup.task.probability]
-    if name not in known:
-        raise ValueError(
-            f"Received --metrics={name} for --task={task.name}; expected some of "
-            f"{', '.join(known)}, or metrics that a file of your own defines."
-        )
     parameters = inspect.signature(getattr(keras.metrics, name)).parameters
     if name == "MeanIoU":
         return {"num_classes": size, "sparse_y_pred": False, "name": "mean_iou"}
