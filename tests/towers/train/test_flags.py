@@ -129,7 +129,7 @@ def test_what_own_data_leave_no_room_for():
         ),
         (
             {"feature_columns": ("b", "c")},
-            "--feature_columns=b,c for digits; expected it only for tfds:, parquet:, cs",
+            "--feature_columns=b,c for digits; expected it only for tfds:, parquet:",
         ),
         (
             {"dataset": "csv:a", "eval_fraction": 0.2, "eval_dataset": "digits"},
