@@ -48,12 +48,12 @@ def open_folder(
         )
     if target not in (None, "class", "mask"):
         raise ValueError(f"target is {target!r}: expected class or mask for a folder")
-    if of_masks and target != "class":
+    of_text = {"tokenizer": tokenizer, "sequence_length": sequence_length}
+    of_text = {name: value for name, value in of_text.items() if value is not None}
+    if of_masks and target != "class" and not of_text:
         return MaskFolderSource(
             directory, eval_fraction, num_classes, class_names, skip_bad
         )
-    of_text = {"tokenizer": tokenizer, "sequence_length": sequence_length}
-    of_text = {name: value for name, value in of_text.items() if value is not None}
     source = _open_classes(directory, eval_fraction, skip_bad, of_text)
     if num_classes not in (None, source.num_classes):
         raise ValueError(
