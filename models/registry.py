@@ -109,6 +109,9 @@ def _build_own(name, facts, options):
     needs, what = spec.inputs(name), facts.input_kind
     if what not in needs:
         others = [each for each in spec.OWN if what in spec.inputs(each)]
+        if what == "tokens" and facts.task is not None:
+            of_language = facts.task == "language_model"
+            others = ["transformer_lm" if of_language else "transformer_encoder"]
         raise ValueError(
             f"The model {name!r} needs {' or '.join(map(_KINDS.get, needs))}, but "
             f"{_KINDS[what]} with input_shape={facts.input_shape} were received; use "

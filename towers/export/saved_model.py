@@ -112,9 +112,16 @@ def _told(trained, raw):
     else:
         x = trained.prepared(raw)
     outputs = trained.model(x, training=False)
-    return _outputs(
+    told = _outputs(
         trained, tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)
     )
+    known = trained.preprocessing
+    if known.task == "tagging" and known.input != OWN:
+        # Of padding, nothing is told.
+        none = {"class": "", "label": -1}
+        for name in none.keys() & told.keys():
+            told[name] = tf.where(x != 0, told[name], none[name])
+    return told
 
 
 def _outputs(trained, outputs):

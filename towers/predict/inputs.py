@@ -11,7 +11,7 @@ import tensorflow as tf
 from towers.input_pipeline.sources.files.record import fault_of
 from towers.input_pipeline.sources.folder import pictures
 from towers.input_pipeline.specs import TEXTS
-from towers.predict import arrays, tables
+from towers.predict import arrays, sentences, tables
 from towers.predict.trained import Trained
 from towers.train.outputs.preprocessing import OWN
 
@@ -165,7 +165,7 @@ def _texts(trained, files, size, say_bad):
         for file in files:
             is_table = file.lower().endswith(tables.SUFFIXES)
             word = "row" if is_table else "line"
-            found = _column(trained, file) if is_table else _lines(file)
+            found = _column(trained, file) if is_table else _lines(trained, file)
             for number, text in found:
                 if isinstance(text, str | bytes):
                     yield {"file": file, "row": number}, text
@@ -177,14 +177,17 @@ def _texts(trained, files, size, say_bad):
         yield Batch([*names], trained.prepare(np.array(strings, object)))
 
 
-def _lines(file):
-    with open(file, encoding="utf-8") as lines:
-        try:
+def _lines(trained, file):
+    try:
+        if trained.preprocessing.task == "tagging":
+            yield from sentences.read(trained, file)
+            return
+        with open(file, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if text := line.strip():
                     yield number, text
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is no text in UTF-8; convert it.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8; convert it.") from error
 
 
 def _column(trained, file):

@@ -84,15 +84,17 @@ class CoNLLSource(RaggedSource):
     ):
         self.image_shape = (check_length(sequence_length),)
         self.name = f"conll:{pattern}"
-        self._files = group_by_split("conll", pattern)
-        by_name = "test" in self._files or "train" not in self._files
-        if by_name and eval_fraction:
-            raise splits.held_out_by_name(eval_fraction, self.name, self._files)
-        fraction = 0.0 if by_name else splits.check_fraction(eval_fraction)
         asked = (
             _number("text_column", text_column),
             _number("label_column", label_column),
         )
+        self._files = group_by_split("conll", pattern)
+        if asked[0] is not None:
+            self.image_fields = (str(asked[0]),)
+        by_name = "test" in self._files or "train" not in self._files
+        if by_name and eval_fraction:
+            raise splits.held_out_by_name(eval_fraction, self.name, self._files)
+        fraction = 0.0 if by_name else splits.check_fraction(eval_fraction)
         found = {
             split: [each for path in paths for each in _read(path, asked)]
             for split, paths in self._files.items()
@@ -186,6 +188,32 @@ def _number(name: str, value: Any) -> int | None:
     raise ValueError(f"{name} is {value!r}, expected the number of a column, from 1")
 
 
+def words_of(path: str, column: int | None = None) -> Iterator[tuple[int, list[str]]]:
+    """Reads the words of sentences, whether or not they have tags.
+
+    Args:
+        path: of a local file in UTF-8.
+        column: number of the words' column, from 1. None: the first; in CoNLL-U, the
+            second.
+
+    Returns:
+        For each sentence the number of its first line, and the words.
+
+    Raises:
+        UnicodeDecodeError: the file is no text.
+    """
+    with open(path, "rb") as file:
+        text = file.read().decode("utf-8-sig")
+    for begin, lines in _blocks(text):
+        found = [
+            fields[(column or (_UNIVERSAL[0] if universal else 1)) - 1 :][:1]
+            for _, fields, universal in _rows(begin, lines)
+        ]
+        # A line without the column has a word that is not known.
+        if found:
+            yield begin, ["".join(fields) or "_" for fields in found]
+
+
 def _read(path: str, asked: tuple[int | None, int | None]) -> Iterator[_Sentence]:
     """The sentences of a file; a bad one has a fault, and the number of its line."""
     try:
@@ -197,29 +225,40 @@ def _read(path: str, asked: tuple[int | None, int | None]) -> Iterator[_Sentence
     except UnicodeDecodeError as error:
         yield _Sentence(path, 0, (), (), f"is not UTF-8 at byte {error.start}")
         return
+    for begin, lines in _blocks(text):
+        if (sentence := _sentence(path, begin, lines, asked)) is not None:
+            yield sentence
+
+
+def _blocks(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Lines that empty lines divide, and the number of the first one of each."""
     begin, lines = 1, []
     for number, line in enumerate(io.StringIO(text + "\n\n"), 1):
         if line.strip():
             lines.append(line)
             continue
-        if (sentence := _sentence(path, begin, lines, asked)) is not None:
-            yield sentence
+        if lines:
+            yield begin, lines
         begin, lines = number + 1, []
+
+
+def _rows(begin: int, lines: Sequence[str]) -> Iterator[tuple[int, list[str], bool]]:
+    """Number and fields of each word's line, and whether these are of CoNLL-U."""
+    for number, line in enumerate(lines, begin):
+        fields = line.split("\t") if "\t" in line else line.split()
+        fields = [field.strip() for field in fields]
+        universal = len(fields) == _COLUMNS_OF_UNIVERSAL and "\t" in line
+        # Comments; words of several parts and of none, in CoNLL-U.
+        left_out = universal and not fields[0].isdecimal()
+        if not line.startswith(("# ", "-DOCSTART-")) and not left_out:
+            yield number, fields, universal
 
 
 def _sentence(
     path: str, begin: int, lines: Sequence[str], asked: tuple[int | None, int | None]
 ) -> _Sentence | None:
     found, tags = [], []
-    for number, line in enumerate(lines, begin):
-        fields = line.split("\t") if "\t" in line else line.split()
-        fields = [field.strip() for field in fields]
-        universal = len(fields) == _COLUMNS_OF_UNIVERSAL and "\t" in line
-        # Comments; words of several parts and of none, in CoNLL-U.
-        if line.startswith(("# ", "-DOCSTART-")) or (
-            universal and not fields[0].isdecimal()
-        ):
-            continue
+    for number, fields, universal in _rows(begin, lines):
         default = _UNIVERSAL if universal else (1, len(fields))
         places = [a or d for a, d in zip(asked, default, strict=True)]
         if max(places) > len(fields) or places[0] == places[1]:

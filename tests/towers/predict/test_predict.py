@@ -11,6 +11,7 @@ import towers
 from tests.towers.predict.runs import finished, predicted
 from towers import input_pipeline
 from towers.export import arguments as export_arguments
+from towers.export import saved_model
 from towers.predict import arguments, output
 from towers.predict.trained import Trained, load_model
 from towers.train.outputs.preprocessing import Preprocessing
@@ -148,6 +149,43 @@ def test_folders_of_texts(tmp_path, capsys):
     expected = tf.nn.softmax(scores).numpy().max(axis=1)
     found = [float(row["probability"]) for row in rows]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_words_are_tagged(tmp_path):
+    sentences = ["Ann PER\nsings O\n", "Bo PER\nsees O\nAnn PER\nagain O\n"]
+    (tmp_path / "a.txt").write_text("\n".join(sentences * 6))
+    flags = f"--dataset=conll:{tmp_path}/a.txt", "--sequence_length=3", "--layers=1"
+    flags = *flags, "--model=transformer_encoder", "--width=8", "--heads=1"
+    job = finished(*flags, model_dir=tmp_path)
+    plain = "Ann sings\n\nBo sees Ann again\n"
+    (tmp_path / "plain.txt").write_text(plain)
+    (tmp_path / "new.conll").write_text("Ann\nsings\n\nBo\nsees\nAnn\nagain\n")
+    names = "a.txt", "plain.txt", "new.conll"
+    rows = predicted(tmp_path, *(tmp_path / name for name in names))
+    # A sentence that is too long comes in parts, wherever it stands.
+    lines = [
+        [(row["row"], row["tags"]) for row in rows if row["file"].endswith(name)]
+        for name in names
+    ]
+    assert [line for line, _ in lines[0][:5]] == ["1", "4", "4", "9", "12"]
+    assert [line for line, _ in lines[1]] == ["1", "3", "3"]
+    assert [line for line, _ in lines[2]] == ["1", "4", "4"]
+    tags = [[tags for _, tags in of_file[:3]] for of_file in lines]
+    assert tags[0] == tags[1] == tags[2]
+    assert [len(each.split()) for each in tags[0]] == [2, 3, 1]
+    words = ["Ann sings", "Bo sees Ann", "again"]
+    given = job.data.source.tokenizer.encode(tf.constant(words)).to_tensor()
+    names = np.array(job.setup.facts.class_names)
+    best = names[np.argmax(job.model(given), axis=-1)]
+    wanted = [" ".join(row[:n]) for row, n in zip(best, (2, 3, 1), strict=True)]
+    assert tags[0] == wanted
+    # As TensorFlow serves it: of padding, nothing is told.
+    saved_model.write(load_model(str(tmp_path)), str(tmp_path / "exported"))
+    loaded = tf.saved_model.load(str(tmp_path / "exported"))
+    served = loaded.serve(tf.constant(words))
+    found = [[tag.decode() for tag in row if tag] for row in served["class"].numpy()]
+    assert [" ".join(row) for row in found] == wanted
+    assert (served["label"].numpy() == -1).sum() == 3
 
 
 def test_what_is_told_depends_on_the_task(tmp_path):
