@@ -156,7 +156,12 @@ class Rules:
             raise NoRuleError(str(error)) from error
         raise TotalsWanted(reason, graph)
 
-    def change(self, name: str, addends: Sequence[tf.Tensor] | None) -> None:
+    def change(
+        self,
+        name: str,
+        addends: Sequence[tf.Tensor] | None,
+        reason: str = "an update that is no addition",
+    ) -> None:
         """Finds the rule that changes of a metric's variable follow.
 
         Without one, `self[name]` is COUPLED or UNKNOWN.
@@ -164,11 +169,12 @@ class Rules:
         Args:
             name: A name to know the variable by.
             addends: What the metric adds to it; `None` if it does not add.
+            reason: Why it does not add, then.
         """
         if self._reader is None:
             return
         if addends is None:
-            self.lay_down(name, UNKNOWN, "an update that is no addition")
+            self.lay_down(name, UNKNOWN, reason)
             return
         self._found[name] = UNKNOWN
         kinds = [*map(self._reader.of, addends)]

@@ -88,7 +88,8 @@ def refused(model: keras.Model, rules: Rules) -> dict[keras.metrics.Metric, str]
 
 
 def _read(model, rules, ranks, variables, nothing, found, made):
-    acts = any(True for _ in effects.of(made))
+    # Which metric's it is, the graph does not tell.
+    effect = next(iter(effects.of(made)), None)
     inside = {op.name for op in made}
     trusted = {
         id(variable)
@@ -103,7 +104,10 @@ def _read(model, rules, ranks, variables, nothing, found, made):
         if new is old:
             continue
         name = f"metric {i}"
-        rules.change(name, None if acts else _addends(new, old, olds, inside))
+        if effect is None:
+            rules.change(name, _addends(new, old, olds, inside))
+        else:
+            rules.change(name, None, f"a metric's {effect.type}")
         # Of Keras's own, even where its graph cannot be read.
         unknown = rules[name] is Dependence.UNKNOWN
         if unknown and id(variable) in trusted and rules.apart:

@@ -138,8 +138,8 @@ OWN = {
     "mean": (MeanOfErrors, None),
     "maximum": (Largest, "no addition"),
     "moving average": (Moving, "no addition"),
-    "prints": (Printing, "no addition"),
-    "py_function": (InPython, "no addition"),
+    "prints": (Printing, "PrintV2"),
+    "py_function": (InPython, "EagerPyFunc"),
     "known size": (OfKnownSize, ""),
 }
 
