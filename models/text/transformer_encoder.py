@@ -14,7 +14,7 @@ def build(
     task: str = "text_classification",
     *,
     layers: int = 4,
-    width: int = 256,
+    width: int = 128,
     heads: int = 4,
     positions: str = "rotary",
     dropout: float = 0.1,

@@ -11,7 +11,7 @@ def build(
     sequence_length: int | None,
     *,
     layers: int = 4,
-    width: int = 256,
+    width: int = 128,
     heads: int = 4,
     positions: str = "rotary",
     dropout: float = 0.1,
