@@ -239,7 +239,7 @@ def test_user_file_imports_what_lies_beside_it(tmp_path, monkeypatch):
         "import absl.app\nfrom models.blocks import make\n"
     )
     monkeypatch.chdir(tmp_path / "here")
-    elsewhere = [path for path in sys.path if not Path(path, "models").exists()]
+    elsewhere = [path for path in sys.path if not [*Path(path).glob("models*")]]
     monkeypatch.setattr(sys, "path", [*elsewhere, str(tmp_path / "here")])
     for name in ("models", "models.blocks"):
         monkeypatch.delitem(sys.modules, name, raising=False)
