@@ -178,7 +178,9 @@ def test_flags_of_the_data_reach_it(tmp_path):
     (tmp_path / "b.csv").write_text("x,y,z\n1,2,owl\n")
     names = ("cat", "owl")
     target = Target("class", 2, names)
-    like = types.SimpleNamespace(class_names=names, target=target, tokenizer=None)
+    like = types.SimpleNamespace(
+        class_names=names, target=target, tokenizer=None, input_kind="image"
+    )
     spec = f"csv:{tmp_path}/b.csv"
     held_out = data_parts.open_source(Settings(dataset="digits"), spec, 2, like)
     assert (held_out.num_classes, held_out.class_names) == (2, ("cat", "owl"))
