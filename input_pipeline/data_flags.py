@@ -34,6 +34,10 @@ HELPS = {
         "words:FILE. Default: bytes; in conll:, the words of the training data."
     ),
     "sequence_length": "Number of tokens in a row of text. Default: 128.",
+    "packing": (
+        "Join the documents of text: into rows without padding. --nopacking: a row has "
+        "one document, or a part of it. Default: packing."
+    ),
     "image_key": (
         "Field of the image in tfrecord: and array_record:, or its column in parquet:. "
         "Default: image/encoded; in parquet:, image."
@@ -53,6 +57,7 @@ def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> 
     definitions = {
         "num_classes": flags.DEFINE_integer,
         "sequence_length": flags.DEFINE_integer,
+        "packing": flags.DEFINE_bool,
         "eval_fraction": flags.DEFINE_float,
         "feature_columns": flags.DEFINE_list,
     }

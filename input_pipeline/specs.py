@@ -68,7 +68,14 @@ _TAKES = {
         "eval_fraction",
         "skip_bad",
     ),
-    "text": ("tokenizer", "sequence_length", "eval_fraction", "cache_dir", "skip_bad"),
+    "text": (
+        "tokenizer",
+        "sequence_length",
+        "packing",
+        "eval_fraction",
+        "cache_dir",
+        "skip_bad",
+    ),
     "conll": (
         "text_column",
         "label_column",
@@ -125,6 +132,8 @@ class SourceOptions(TypedDict, total=False):
             ``sentencepiece:FILE``, ``wordpiece:FILE`` or ``words:FILE``. None: bytes.
             ``conll:`` takes the last only, by default of its training data.
         sequence_length: tokens in a row of text. None: 128.
+        packing: whether rows of ``text:`` go on with the next document, without
+            padding; else each has one document, or a part of it. None: True.
         cache_dir: folder for a file of the tokens of ``text:``, which later runs use as
             well. None: they are kept in memory.
         train_split: split of ``digits`` and ``tfds:`` to train on; see ``TFDSSource``.
@@ -144,6 +153,7 @@ class SourceOptions(TypedDict, total=False):
     eval_fraction: float | None
     tokenizer: Any
     sequence_length: int | None
+    packing: bool | None
     vocabularies: Mapping[str, Sequence[str]] | None
     cache_dir: str | None
     train_split: str | None

@@ -19,14 +19,14 @@ def grouped(rows: int, batch_size: int) -> int:
     return max(min(rows // batch_size // _LEAST_GROUPS, _MOST), 1)
 
 
-def shorten(dataset: tf.data.Dataset, tags: bool) -> tf.data.Dataset:
+def shorten(dataset: tf.data.Dataset, of_each: bool) -> tf.data.Dataset:
     """Cuts padding off that all rows of a batch have at their end.
 
     What is left is a multiple of an eighth of the rows' length, rounded up.
 
     Args:
         dataset: of batches (int32 tokens [B, T], targets, ...).
-        tags: whether the targets, and their weights, are of tokens.
+        of_each: whether the targets, and their weights, are of tokens.
     """
     length = dataset.element_spec[0].shape[1]
     step = -(-length // _LENGTHS)
@@ -36,6 +36,6 @@ def shorten(dataset: tf.data.Dataset, tags: bool) -> tf.data.Dataset:
         used = tf.reduce_any(tokens != 0, axis=0)
         longest = tf.reduce_max(tf.where(used, tf.range(1, length + 1), 1))
         new = tf.minimum(-(-longest // step) * step, length)
-        return tokens[:, :new], *(y[:, :new] if tags else y for y in others)
+        return tokens[:, :new], *(y[:, :new] if of_each else y for y in others)
 
     return dataset.map(shorter, num_parallel_calls=tf.data.AUTOTUNE, name="shorten")

@@ -172,7 +172,8 @@ class Pipeline:
             dataset = self.stages()[-1][1]
         if self.group_by_length:
             # Here, as batches are made of what several workers send.
-            dataset = lengths.shorten(dataset, self.source.target.kind == "tags")
+            of_each = self.source.target.kind in ("tags", "tokens")
+            dataset = lengths.shorten(dataset, of_each)
         if self.data_service is not None:
             return dataset.prefetch(tf.data.AUTOTUNE)
         return self.finish(dataset)

@@ -155,6 +155,8 @@ class Stages:
                 images = self.scaling(images)
             labels = tf.cast(labels, self.source.target.dtype)
             weights = self.source.target.weights(labels)
+            if self.source.target.kind == "tokens" and self.source.has_padding:
+                weights = tf.cast(images != 0, tf.float32)
             return (images, labels) if weights is None else (images, labels, weights)
 
         return many

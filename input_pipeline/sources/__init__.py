@@ -31,7 +31,7 @@ _OPENERS = {
     "parquet": ("tables.parquet", "ParquetSource"),
     "csv": ("tables.csv_source", "CSVSource"),
     "folder": ("folder", "open_folder"),
-    "text": ("texts.packed", "TextSource"),
+    "text": ("texts.packed", "open_text"),
     "conll": ("texts.conll", "CoNLLSource"),
     "synthetic": ("synthetic", "open_synthetic"),
     "zipf": ("tables.zipf", "open_zipf"),

@@ -24,7 +24,7 @@ class Target:
             ``mask``: a class for each pixel, int64 [H, W]; 255 is a pixel without one,
             which counts in no loss and no metric. ``tags``: a class for each token,
             int64 [T], -1 for padding. ``tokens``: the next token at each position,
-            int64 [T].
+            int64 [T], 0 for padding.
         size: number of classes, numbers, labels or tokens in the vocabulary.
         names: one for each of them, or None.
     """

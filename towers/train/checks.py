@@ -315,11 +315,13 @@ def _check_grouping(settings: Settings) -> None:
     if not settings.group_by_length:
         return
     kind = settings.dataset.partition(":")[0]
-    if not (kind in _WITH_PADDING or settings.text_column):
+    documents = kind == "text" and settings.packing is False
+    if not (kind in _WITH_PADDING or settings.text_column or documents):
         raise ValueError(
             f"Received --group_by_length for {settings.dataset}, whose rows have no "
-            "padding; expected it only for conll:, for folder: of texts, and for csv: "
-            "and parquet: with --text_column, so leave it out."
+            "padding; expected it only for conll:, for folder: of texts, for text: "
+            "with --nopacking, and for csv: and parquet: with --text_column, so leave "
+            "it out."
         )
     if settings.positions == "learned":
         raise ValueError(

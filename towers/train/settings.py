@@ -66,6 +66,7 @@ class Settings:
     text_column: str | None = None
     tokenizer: str | None = None
     sequence_length: int | None = None
+    packing: bool | None = None
     image_key: str | None = None
     label_key: str | None = None
     group_by_length: bool = False

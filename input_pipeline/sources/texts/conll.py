@@ -169,7 +169,7 @@ class CoNLLSource(RaggedSource):
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
-        x, is_word, places = self._tokens(records)
+        x, is_word, places = self._tokens_of(records)
         return x, tf.where(is_word, tf.gather(self._tensors[-1], places), -1)
 
 

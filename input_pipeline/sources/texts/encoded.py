@@ -70,5 +70,5 @@ class EncodedSource(RaggedSource):
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
-        x, _, _ = self._tokens(records)
+        x, _, _ = self._tokens_of(records)
         return x, tf.gather(self._tensors[-1], records)

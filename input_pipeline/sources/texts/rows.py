@@ -54,6 +54,7 @@ class RaggedSource(IndexedSource):
         lengths: Iterable[int],
         targets: np.ndarray,
         places: Sequence[tuple[str, str]],
+        begins: Sequence[int] | None = None,
     ) -> None:
         """Keeps all rows, those for training first.
 
@@ -62,11 +63,14 @@ class RaggedSource(IndexedSource):
             lengths: tokens of each row.
             targets: one of each row, or of each token.
             places: path of each row, and where it is there.
+            begins: place of each row's first token; None if rows follow one another.
         """
         lengths = np.fromiter(lengths, np.int64)
+        if begins is None:
+            begins = np.cumsum(lengths) - lengths
         # No token is where there is none.
         ids = ids if len(ids) else np.zeros([1], ids.dtype)
-        self._arrays = ids, np.cumsum(lengths) - lengths, lengths, targets
+        self._arrays = ids, np.asarray(begins, np.int64), lengths, targets
         self._places = places
 
     @functools.cached_property
@@ -76,7 +80,7 @@ class RaggedSource(IndexedSource):
         with tf.init_scope(), tf.device("/CPU:0"):
             return [tf.constant(array) for array in self._arrays]
 
-    def _tokens(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _tokens_of(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The ids of rows, which of these are tokens, and where they are among all."""
         ids, begins, lengths, _ = self._tensors
         columns = tf.range(self.image_shape[0], dtype=tf.int64)

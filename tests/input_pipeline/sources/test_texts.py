@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tensorflow.data.experimental import service
 
+from tests.variants import slow
 from towers import input_pipeline
 from towers.input_pipeline import text
 from towers.input_pipeline.convert import conversion
@@ -253,3 +254,45 @@ def test_python_is_read():
     x, _ = next(iter(input_pipeline.make_dataset(source, "train", 512, seed=1)))
     assert "return" in source.tokenizer.decode(x)
     assert 0.05 < source.splits["test"] / source.splits["train"] < 0.2
+
+
+def _whole(source, split="train", **options):
+    """Tokens and the token behind them, of rows that are checked to be padded."""
+    found = []
+    for batch in input_pipeline.make_dataset(source, split, 2, **options):
+        for x, y, weights in zip(*(part.numpy() for part in batch), strict=True):
+            count = int(weights.sum())
+            assert (weights[:count] == 1).all() and not (x[count:] + y[count:]).any()
+            assert x[:count].all() and (y[: count - 1] == x[1:count]).all()
+            found.append([*x[:count].tolist(), int(y[count - 1])])
+    return found
+
+
+@pytest.mark.parametrize("on_disk", [False, slow(True)])
+def test_documents_in_rows_of_their_own(tmp_path, on_disk):
+    _write(tmp_path, "one two three four five", "three", "", "two four")
+    options = {"cache_dir": str(tmp_path / "cache")} if on_disk else {}
+    source = _open(tmp_path, 3, tokenizer=_WORDS, packing=False, **options)
+    # 1 is any other word, 2 the end; the token behind a row begins the next one.
+    wanted = [[3, 4, 5, 1], [1, 1, 2], [5, 2], [4, 1, 2]]
+    assert _whole(source, training=False) == wanted
+    assert (source.target.kind, source.splits) == ("tokens", {"train": 4})
+    grouped = _whole(source, seed=1, group_by_length=True)
+    assert sorted(grouped) == sorted(wanted)
+    assert _whole(source, seed=1, group_by_length=True, start_record=2) == grouped[2:]
+    assert any("1 file left out as empty" in note for note in source.notes)
+    assert source.in_graph and source.note.endswith("kept in memory")
+
+
+def test_documents_that_are_held_out_or_bad(tmp_path):
+    _write(tmp_path, *[f"{k} " * (k + 1) for k in range(10)])
+    source = _open(tmp_path, 8, packing=False, eval_fraction=None)
+    decode = source.tokenizer.decode
+    assert decode(_whole(source, "test", training=False)[0][:-1]) == "9 9 9 9 "
+    (tmp_path / "03.txt").write_bytes(b"\xff")
+    options = {"tokenizer": _WORDS, "packing": False, "skip_bad": True}
+    source = _open(tmp_path, 8, **options)
+    found = quarantine.inspect(source, ["train"], 9).bad["train"]
+    assert [bad.path for bad in found] == [f"{tmp_path}/03.txt"]
+    (record,) = source.walk(f"{tmp_path}/02.txt")
+    assert source.parse_one(record.raw)[0].numpy().tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
