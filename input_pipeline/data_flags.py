@@ -16,21 +16,21 @@ HELPS = {
         "Default: 0.1."
     ),
     "feature_columns": (
-        "Columns of csv: and parquet:, or features of a tfds: set of columns, to train "
-        "on, such as age,fare. Default: all except the label."
+        "Columns of csv: and parquet: to train on, such as age,fare, or features of "
+        "tfds:. Default: all except the label."
     ),
     "label_column": (
         "Column of csv: and parquet: that contains the label. Default: label, class or "
         "target, else the last column. In conll:, the number of the tags' column. In "
-        "tfds:, the feature to predict of a set of columns."
+        "tfds:, the feature to predict."
     ),
     "text_column": (
         "Column of csv: and parquet: with text to train on. In conll:, the number of "
-        "the words' column. Default: numbers are trained on; in conll:, the first "
-        "column, and the second of CoNLL-U."
+        "the words' column. Default: train on the columns of numbers; in conll:, the "
+        "first column, or the second of CoNLL-U."
     ),
     "tokenizer": (
-        "What makes tokens of text: bytes, sentencepiece:FILE, wordpiece:FILE or "
+        "How to split text into tokens: bytes, sentencepiece:FILE, wordpiece:FILE or "
         "words:FILE. Default: bytes; in conll:, the words of the training data."
     ),
     "sequence_length": "Number of tokens in a row of text. Default: 128.",

@@ -36,9 +36,9 @@ def check(pipeline: Any) -> None:
         )
     if pipeline.scaling is not None and shape != (len(pipeline.scaling.names),):
         raise ValueError(
-            f"scaling is of {len(pipeline.scaling.names)} columns, but examples of "
-            f"{source.name} have the shape {shape}: expected as "
-            "many numbers, so measure it for these, or leave it out"
+            f"scaling has {len(pipeline.scaling.names)} columns, but examples of "
+            f"{source.name} have the shape {shape}: expected the same columns, so "
+            "measure scaling on this source, or leave it out"
         )
     if source.target.kind == "mask" and pipeline.randaugment is not None:
         raise ValueError(

@@ -45,8 +45,8 @@ def _takes(trained):
     known = trained.preprocessing
     if known.task == "language_model":
         raise ValueError(
-            "This run's model writes text, for which there is no signature; expected "
-            "another task, so save model.keras by its export() in Keras."
+            "Received a run with --task=language_model, for which there is no "
+            "signature; expected another task, so use the export() of Keras."
         )
     if known.input == OWN:
         return arrays.specs(known)

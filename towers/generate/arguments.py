@@ -22,21 +22,22 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
         "--prompt",
         default="",
         metavar="TEXT",
-        help="Text to go on from. Default: none, the beginning of a document.",
+        help="Text to continue. Default: none, which starts a new document.",
     )
     parser.add_argument(
         "--max_tokens",
         type=int,
         default=200,
         metavar="N",
-        help="Most tokens to write; the end of a document comes earlier. Default: 200.",
+        help="Largest number of tokens to write. The end of a document comes "
+        "earlier. Default: 200.",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="X",
-        help="What logits are divided by: less is likelier, more is more varied. 0 "
+        help="Divides the logits: low values give likely text, high values varied. 0 "
         "always takes the likeliest token. Default: 0.8.",
     )
     parser.add_argument(
@@ -50,7 +51,7 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="Seed of what is drawn. Default: 0.",
+        help="Seed of the random choices. Default: 0.",
     )
     options = parser.parse_args(argv)
     check_model(options)

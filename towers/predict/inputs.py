@@ -45,8 +45,8 @@ def batches(
     kind, task = trained.preprocessing.input, trained.preprocessing.task
     if task == "language_model":
         raise ValueError(
-            "This run's model tells the next token, not something about a text; "
-            "expected towers generate, which writes text."
+            "Received a run with --task=language_model, which predicts nothing about "
+            "a text; expected another task, so use towers generate, which continues it."
         )
     if kind == "image":
         files = _inside(files, pictures.SUFFIXES, "picture")
@@ -54,6 +54,10 @@ def batches(
     if kind == "tokens" and not trained.preprocessing.features:
         files = _inside(files, TEXTS, f"{TEXTS} file")
         return _whole_texts(trained, files, size, say_bad)
+    for folder in filter(os.path.isdir, files):
+        raise ValueError(
+            f"Received the folder {folder}; expected files, so name those in it."
+        )
     if kind == "tokens":
         return _texts(trained, files, size, say_bad)
     if kind == OWN:
@@ -106,7 +110,7 @@ def _fault(file, trained):
     try:
         trained.preprocessing.picture(tf.io.read_file(file))
     except (tf.errors.OpError, ValueError) as error:
-        return f"{file}: {fault_of(error)}."
+        return f"{file}: {fault_of(error).rstrip('.')}."
     return f"{file}: it could not be read, and now it can; run again."
 
 

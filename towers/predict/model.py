@@ -64,7 +64,7 @@ def _of_checkpoint(_, model_dir):
     optimizer = zip(
         found.about["variables"]["optimizer"], found.values["optimizer"], strict=True
     )
-    said = f"The run has not ended, so this is its model of {path}"
+    said = f"The run has not ended, so this is the model of its checkpoint {path}"
     averages = [value for (name, *_), value in optimizer if name.endswith(_AVERAGE)]
     if averages:
         said += ", with the averages of its weights"

@@ -87,8 +87,8 @@ class Trained:
             raise ValueError(
                 f"preprocess of {self.preprocessing.model!r} raised "
                 f"{type(error).__name__} ({' '.join(str(error).split())}) when called "
-                "with y=None, as there is none to predict by; expected x and y, so let "
-                "it leave out what it does to y then."
+                "with y=None; expected x and y in return, so let it leave y "
+                "as it is if y is None."
             ) from error
         return x
 

@@ -326,7 +326,8 @@ def _check_grouping(settings: Settings) -> None:
     if settings.positions == "learned":
         raise ValueError(
             "Received --group_by_length with --positions=learned, which is for texts "
-            "of one length; expected --positions=rotary, or one of the two."
+            "of one length; expected --positions=rotary, or no "
+            "--group_by_length."
         )
 
 

@@ -46,19 +46,20 @@ HELPS = {
         "data_dir": "Folder where digits and tfds: store their files.",
         **data_flags.HELPS,
         "group_by_length": (
-            "Make batches of texts of like length, and pad them to the longest of the "
-            "batch only. The model has to take texts of any length."
+            "Make batches of texts of similar length, and pad each batch only to its "
+            "longest text. The model must accept texts of any length."
         ),
         "train_split": "Split of digits and tfds: to train on, such as train[:90%].",
-        "eval_split": "Split of digits and tfds: to validate on, such as train[:90%].",
+        "eval_split": "Split of digits and tfds: to validate on, such as train[90%:].",
         "eval_steps": (
-            "Number of batches of the validation data to evaluate on, which are always "
-            "the same. Default: all."
+            "Number of validation batches to evaluate on, always the same ones. "
+            "Default: all."
         ),
         "scale": (
-            "How to scale columns of numbers. standard: each to mean 0 and standard "
-            "deviation 1 of the training data. none: not. Default: standard for csv: "
-            "and parquet:, else none; a run that continues scales as it began."
+            "How to scale columns of numbers. standard: to mean 0 and standard "
+            "deviation 1, measured on the training data. none: no scaling. Default: "
+            "standard for csv:, parquet: and columns of tfds:, else none. A continued "
+            "run scales as before."
         ),
         "bad_records": (
             "What to do with records that cannot be read, decoded or trained on. fail: "
@@ -67,7 +68,8 @@ HELPS = {
             "them."
         ),
         "max_bad_records": (
-            "Most records of a data set that --bad_records=skip may leave out."
+            "Largest number of records that --bad_records=skip may leave out of a data "
+            "set."
         ),
     },
     "Images": {
@@ -121,27 +123,27 @@ HELPS = {
             "optimizer, callbacks, preprocess, train_data and eval_data."
         ),
         "layers": (
-            "Number of blocks of a transformer; how often unet halves the image. "
-            "Default: as the model has it."
+            "Number of blocks of a transformer, or number of times that unet halves "
+            "the image. Default: that of the model."
         ),
         "width": (
-            "Number of features of a token in a transformer, of an id in dlrm, of a "
-            "pixel at full size in unet. Default: as the model has it."
+            "Number of features: of a token in a transformer, of an id in dlrm, of a "
+            "pixel at full size in unet. Default: that of the model."
         ),
-        "heads": "Number of heads of a transformer's attention. Default: 4.",
+        "heads": "Number of attention heads of a transformer. Default: 4.",
         "positions": (
-            "How a transformer knows where a token stands. rotary: attention depends "
-            "on the distance of two tokens. learned: by a vector for each position. "
-            "Default: rotary."
+            "How a transformer knows the position of a token. rotary: attention "
+            "depends on the distance between two tokens. learned: each position has a "
+            "vector. Default: rotary."
         ),
         "dropout": (
             "Fraction of the features that cnn and transformers drop in training. "
-            "Default: as the model has it."
+            "Default: that of the model."
         ),
         "task": (
-            "What to learn, which chooses loss, metrics and the output that is "
-            "expected. Default: what the data are for; none, if --model=FILE.py "
-            "defines loss."
+            "What to learn. It sets the loss, the metrics and the expected output. "
+            "Default: the task that fits the data; none if --model=FILE.py defines "
+            "loss."
         ),
         "batch_size": (
             "Number of examples in a global batch, which is divided among the towers."
@@ -164,8 +166,8 @@ HELPS = {
         "momentum": "Momentum of optimizers that have one.",
         "weight_decay": "Weight decay of the optimizer.",
         "clip_norm": (
-            "Largest norm of all gradients together; longer ones are scaled to it. "
-            "Default: no limit."
+            "Largest norm of all gradients together; larger gradients are scaled down "
+            "to it. Default: no limit."
         ),
         "accumulate_steps": (
             "Number of batches whose gradients are averaged for one optimizer step."
@@ -175,25 +177,25 @@ HELPS = {
             "model.keras and best.keras use the averages. Default: no averages."
         ),
         "label_smoothing": (
-            "How much of each label to give to all classes alike, such as 0.1, in the "
-            "loss of training and of validation."
+            "Part of each label to share equally among all classes, such as 0.1, in "
+            "the loss of training and of validation."
         ),
         "class_weight": (
-            "How much an example of each class counts in training, by number or name, "
-            "such as 0:1,1:5; others count 1. balanced: so that all classes count the "
-            "same. Default: 1."
+            "Weight of each class in training, by number or name, such as 0:1,1:5. "
+            "Other classes have weight 1. balanced: all classes count the same. "
+            "Default: 1."
         ),
         "metrics": (
-            "Further metrics of keras.metrics to measure, such as Precision,Recall."
+            "More metrics of keras.metrics to measure, such as Precision,Recall."
         ),
         "init_weights": (
-            "Weights to begin with, as far as names and shapes fit: a .keras or "
+            "Weights to start from, as far as names and shapes fit: a .keras or "
             ".weights.h5 file, the model_dir of a run, or imagenet for a network of "
             "keras.applications. Default: random."
         ),
         "freeze": (
-            "Layers that stay as they are: names, such as stem,block1_*, or the number "
-            "of the first ones with weights, such as 10."
+            "Layers that are not trained: names, such as stem,block1_*, or a number, "
+            "such as 10 for the first 10 layers with weights."
         ),
         "dtype": "Type to compute in. Variables are always fp32.",
         "seed": "Seed of the weights, the order of examples and dropout.",
@@ -233,9 +235,9 @@ HELPS = {
             "GPUs."
         ),
         "max_staleness": (
-            "With --variable_update=asynchronous, the most updates by other towers "
-            "between a tower's reading the variables and its own update. Default: no "
-            "limit."
+            "With --variable_update=asynchronous, the largest number of updates by "
+            "other towers after a tower has read the variables and before it updates "
+            "them. Default: no limit."
         ),
         "local_parameter_device": (
             "Device where the variables are, and where gradients are added. gpu: the "
@@ -282,7 +284,7 @@ HELPS = {
         ),
         "early_stopping": (
             "Stop after this number of epochs without a better --monitor. "
-            "best.keras is the best one. Default: never."
+            "best.keras is the model of the best epoch. Default: never."
         ),
         "log_csv": "Write the logs of each epoch to log.csv in --model_dir.",
         "save_steps": "Number of steps between checkpoints within an epoch.",
@@ -307,8 +309,8 @@ HELPS = {
             "batch to not_finite.npz in --model_dir. off: continue, as on one device."
         ),
         "stall_seconds": (
-            "Number of seconds without a finished step after which to say what the "
-            "towers wait for. The first step includes compilation. 0: never."
+            "After this number of seconds without a finished step, say what the towers "
+            "wait for. The first step includes compilation. 0: never."
         ),
         "on_stall": (
             "What to do after --stall_seconds without a finished step. wait: keep "

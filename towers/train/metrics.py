@@ -66,12 +66,12 @@ def canonical(asked: str) -> str:
     if plain in _SPARSE:
         raise ValueError(
             f"Received --metrics={asked}, which takes one-hot labels; expected "
-            f"--metrics={_SPARSE[plain]}, as labels are numbers of classes."
+            f"--metrics={_SPARSE[plain]}, as labels are class numbers."
         )
     if plain in _ACCURACY:
         raise ValueError(
-            f"Received --metrics={asked}, but accuracy is measured of every task that "
-            "has classes or labels; expected further metrics, so leave it out."
+            f"Received --metrics={asked}, but every task that has classes or labels "
+            "measures accuracy already; expected other metrics, so leave it out."
         )
     near = [known[name] for name in difflib.get_close_matches(plain, known)]
     raise ValueError(

@@ -48,8 +48,8 @@ def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None
     """
     if _NUMBERS in names:
         raise ValueError(
-            f"{where} has a column of categories {_NUMBERS!r}, which is what models "
-            "call the columns of numbers: rename it"
+            f"{where} has a column of categories named {_NUMBERS!r}, which models "
+            "expect to be the columns of numbers: rename the column"
         )
     if {*names} != {*vocabularies}:
         raise ValueError(

@@ -114,7 +114,8 @@ def choose(
     """
     if asked not in (None, *KINDS):
         raise ValueError(
-            f"target is {asked!r}: expected one of {', '.join(KINDS)} for a table"
+            f"target is {asked!r}: expected one of {', '.join(KINDS)} for a table, so "
+            "choose another --task (in Python, target)"
         )
     if of_classes is not None:
         if asked not in (None, "class"):

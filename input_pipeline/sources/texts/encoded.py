@@ -61,7 +61,7 @@ class EncodedSource(RaggedSource):
             count = words.count(too_long, "text")
             note = (
                 f"{count} of {len(examples):,} are cut off after {length} tokens; "
-                "--sequence_length (in Python, sequence_length) says where."
+                "--sequence_length (in Python, sequence_length) changes this."
             )
             self.notes = (*self.notes, note)
         places = [(each.path, each.place) for each in examples]

@@ -149,7 +149,7 @@ def _kinds(
             f"{name} has {listed}: expected single numbers, texts or classes as "
             "columns, so name others by --feature_columns (in Python, feature_columns)"
         )
-    note = f"Left out, as it is no single number, text or class: {listed}."
+    note = f"Left out, because not a single number, text or class: {listed}."
     of = {
         kind: tuple(key for key in names if kinds[key] == kind)
         for kind in ("number", "class", "text")

@@ -130,8 +130,8 @@ def no_such(
     return ValueError(
         f"{name} is not a set of labelled images: expected the features image (Image "
         f"of uint8) and {wanted}; found {kinds or 'none'}"
-        f"{f', and supervised keys {keys}' if keys else ''}; choose another set, or "
-        "for columns of numbers, texts and classes, the target by --label_column (in "
+        f"{f', and supervised keys {keys}' if keys else ''}; choose another set, or, "
+        "for columns of numbers, texts and classes, the target with --label_column (in "
         "Python, label_column)"
     )
 

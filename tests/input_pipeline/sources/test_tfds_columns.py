@@ -65,7 +65,7 @@ def test_movielens(data_dir):
     guessed, left = source.notes
     assert guessed.startswith("The target is the feature 'user_rating'; --label_col")
     assert left == (
-        "Left out, as it is no single number, text or class: movie_genres (Sequence)."
+        "Left out, because not a single number, text or class: movie_genres (Sequence)."
     )
     assert quarantine.inspect(source, ["train"], 0).splits == {"train": 30}
     ((x, y),) = make_dataset(source, "train", 30, training=False)
@@ -120,7 +120,9 @@ def test_what_is_no_column(data_dir, options, said):
 
 
 def test_a_set_without_a_target_is_not_guessed(data_dir):
-    with pytest.raises(ValueError, match=r"found movie_id .* the target by --label_c"):
+    with pytest.raises(
+        ValueError, match=r"found movie_id .* the target with --label_c"
+    ):
         open_source("tfds:movielens/100k-movies", data_dir=data_dir)
 
 

@@ -45,7 +45,10 @@ def test_it_has_the_averages_of_the_newest_checkpoint(stopped, capsys):
     saved = store.load(stopped.checkpoint.latest).values["model"]
     assert not np.array_equal(found[0], saved[0])
     said = capsys.readouterr().err
-    assert f"has not ended, so this is its model of {stopped.model_dir}" in said
+    assert (
+        f"has not ended, so this is the model of its checkpoint {stopped.model_dir}"
+        in said
+    )
     assert "with the averages of its weights." in said
 
 

@@ -107,6 +107,8 @@ def test_rows(tables, capsys):
     (root / "other.csv").write_text("a size,c\n1,2\n")
     with pytest.raises(ValueError, match=r"has no column 'b', which .* 'a size', 'c'"):
         predicted(model_dir, root / "other.csv")
+    with pytest.raises(ValueError, match=r"Received the folder .* name those in it"):
+        predicted(model_dir, root)
 
 
 def test_texts(tmp_path, capsys):

@@ -331,7 +331,7 @@ def test_classes_are_weighted_by_name_or_number():
             {"metrics": ("categorical_accuracy",)},
             "one-hot labels; expected --metrics=SparseCategoricalAccuracy, as labels",
         ),
-        ({"metrics": ("accuracy",)}, "accuracy is measured of every task that has cl"),
+        ({"metrics": ("accuracy",)}, "classes or labels measures accuracy already"),
         (
             {"metrics": ("precision",)},
             "file of your own defines, or --task=binary for two classes.",

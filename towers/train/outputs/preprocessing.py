@@ -108,8 +108,8 @@ class Preprocessing:
             return cls(**found)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"Cannot read {path} ({error}); expected the model_dir of a run that "
-                "has ended, so train with this version of Towers, to the end."
+                f"Cannot read {path} ({error}); expected the model_dir of a run of "
+                "this version of Towers, so train again."
             ) from error
 
     @property
