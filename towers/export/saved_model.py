@@ -32,7 +32,7 @@ def write(trained: Trained, folder: str) -> tuple[dict[str, list[str]], list[str
     archive.add_endpoint("serve", function)
     names = {"serve": [*takes] if isinstance(takes, dict) else [takes.name]}
     if trained.preprocessing.input in ("row", "columns"):
-        specs = _columns(trained.preprocessing)
+        specs = _column_specs(trained.preprocessing)
         archive.add_endpoint("serve_columns", _serve_columns(trained, specs))
         names["serve_columns"] = [spec.name for spec in specs]
     archive.write_out(folder, verbose=False)
@@ -58,8 +58,8 @@ def _takes(trained):
     return tf.TensorSpec([None], tf.string, name=name)
 
 
-def _columns(known):
-    """Takes each column by its name, as far as that can be one in a signature."""
+def _column_specs(known):
+    """What takes each column by its name, as far as a signature allows that name."""
     specs = []
     for name in known.columns:
         written = re.sub(r"\W", "_", name, flags=re.ASCII)
@@ -73,7 +73,7 @@ def _columns(known):
 def _serve_columns(trained, specs):
     def serve(*columns):
         names = trained.preprocessing.columns
-        return _told(trained, dict(zip(names, columns, strict=True)))
+        return _predict(trained, dict(zip(names, columns, strict=True)))
 
     return tf.function(serve, input_signature=specs, autograph=False)
 
@@ -94,7 +94,7 @@ def _serve(trained: Trained) -> Callable[[Any], Mapping[str, tf.Tensor]]:
                 name: field if known.is_text(name) else _number(known, name, field)
                 for name, field in zip(known.columns, fields, strict=True)
             }
-        return _told(trained, raw)
+        return _predict(trained, raw)
 
     return serve
 
@@ -103,8 +103,8 @@ def _number(known, column, texts):
     return tf.strings.to_number(tf.strings.strip(texts), _dtype(known, column))
 
 
-def _told(trained, raw):
-    """What is told of examples as files have them."""
+def _predict(trained, raw):
+    """Prepares examples as files have them, and calls the model."""
     if trained.preprocessing.input == "image":
         # Pictures are decoded by the CPU.
         with tf.device("/CPU:0"):

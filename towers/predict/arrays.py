@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from towers.train.outputs.preprocessing import Preprocessing
 
-SUFFIXES = (".npy", ".npz")
-
 
 def load(known: Preprocessing, file: str) -> Any:
     """Reads an array of examples from a file of NumPy's, or a dict of them.

@@ -121,9 +121,8 @@ def _tables(trained, files, size, say_bad):
         for file in files:
             for number, row in enumerate(tables.rows(file, known.columns), 1):
                 try:
-                    cells = [
-                        *map(tables.cell, itertools.repeat(known), known.columns, row)
-                    ]
+                    pairs = zip(known.columns, row, strict=True)
+                    cells = [tables.cell(known, name, value) for name, value in pairs]
                 except ValueError as error:
                     say_bad(f"{file}: row {number}: {error}.")
                 else:

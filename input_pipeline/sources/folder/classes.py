@@ -50,7 +50,7 @@ def find(directory: str, eval_fraction: float | None, found: pictures.Sorted) ->
         for split, classes in (("train", train), ("test", test))
         if any(classes.values())
     }
-    notes = (*found.notes(),)
+    notes = tuple(found.notes())
     if fraction and "test" in labels:
         note = splits.note(fraction, "files of each class", len(labels["test"]))
         notes = (*notes, note)
@@ -102,8 +102,8 @@ def _find_splits(
                 f"eval_fraction is {eval_fraction}, but {folders[test_name]} is held "
                 "out by its name: leave it out, or name the folder train alone"
             )
-        train = _find(folders["train"], found)
-        test = _find(folders[test_name], found)
+        train = _find_classes(folders["train"], found)
+        test = _find_classes(folders[test_name], found)
         split = folders["train"], folders[test_name]
         found.folders += [path for path in folders.values() if path not in split]
         found.loose(root)
@@ -121,7 +121,7 @@ def _find_splits(
         return train, test, 0
     taken = splits.check_fraction(eval_fraction)
     train, test = {}, {}
-    for name, paths in _find(root, found).items():
+    for name, paths in _find_classes(root, found).items():
         train[name], test[name] = [], []
         for place, path in enumerate(paths):
             held = splits.is_nth(place, taken)
@@ -129,7 +129,7 @@ def _find_splits(
     return train, test, taken
 
 
-def _find(folder: str, found: pictures.Sorted) -> _Classes:
+def _find_classes(folder: str, found: pictures.Sorted) -> _Classes:
     classes = {}
     for name, path in _folders(folder).items():
         before = found.left_out.copy()

@@ -149,7 +149,7 @@ class RaggedSource(IndexedSource):
 
     def is_whole(self, path: str) -> bool:
         """See ``Source.is_whole``: False for a file in which something is bad."""
-        return not any(record.fault for record in self._by_path.get(path, ())[:1])
+        return not any(record.fault for record in self._by_path.get(path, ()))
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """The rows of a file, and what is bad there."""

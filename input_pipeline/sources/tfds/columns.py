@@ -90,7 +90,7 @@ def choose(
     Raises:
         ValueError: a feature that is named is not there, or can be no column.
     """
-    found = features.of(builder)
+    found = features.by_name(builder)
     inputs, y = _keys(builder.info.supervised_keys, found)
     notes = []
     if label_column is not None:
@@ -108,18 +108,22 @@ def choose(
         if label_column is None:
             return None
         raise ValueError(
-            f"label_column is {y!r}, but {name} has a {_kind(found[y])} there: "
+            f"label_column is {y!r}, but {name} has a {_type_name(found[y])} there: "
             "expected numbers (whole ones only with --task=regression), or classes"
         )
     chosen = inputs if feature_columns is None else feature_columns
-    of, note = _kinds(name, found, y, chosen, feature_columns is not None)
+    by_kind, note = _by_kind(name, found, y, chosen, feature_columns is not None)
     if note:
         notes.append(note)
     named = label_column is not None or feature_columns is not None
-    if not named and len(of["text"]) == 1 and not of["number"] + of["class"]:
+    if (
+        not named
+        and len(by_kind["text"]) == 1
+        and not by_kind["number"] + by_kind["class"]
+    ):
         return None  # which is text to be read, and no category
-    classes = {key: tuple(found[key].names) for key in of["class"]}
-    return Columns(of["number"], classes, of["text"], y, target, tuple(notes))
+    classes = {key: tuple(found[key].names) for key in by_kind["class"]}
+    return Columns(by_kind["number"], classes, by_kind["text"], y, target, tuple(notes))
 
 
 def _keys(keys: Any, found: Mapping[str, Any]) -> tuple[list[str] | None, str | None]:
@@ -132,7 +136,7 @@ def _keys(keys: Any, found: Mapping[str, Any]) -> tuple[list[str] | None, str | 
     return inputs, y
 
 
-def _kinds(
+def _by_kind(
     name: str,
     found: Mapping[str, Any],
     y: str,
@@ -141,23 +145,23 @@ def _kinds(
 ) -> tuple[dict[str, tuple[str, ...]], str]:
     """The columns of each kind, and a note on those that are left out."""
     names = columns.find_features(name, [*found], [y], chosen)
-    kinds = {key: _of(found[key]) for key in names}
+    kinds = {key: _kind_of(found[key]) for key in names}
     others = [key for key in names if kinds[key] is None]
-    listed = ", ".join(f"{key} ({_kind(found[key])})" for key in others)
+    listed = ", ".join(f"{key} ({_type_name(found[key])})" for key in others)
     if others and (asked or len(others) == len(names)):
         raise ValueError(
             f"{name} has {listed}: expected single numbers, texts or classes as "
             "columns, so name others by --feature_columns (in Python, feature_columns)"
         )
     note = f"Left out, because not a single number, text or class: {listed}."
-    of = {
+    by_kind = {
         kind: tuple(key for key in names if kinds[key] == kind)
         for kind in ("number", "class", "text")
     }
-    return of, note if others else ""
+    return by_kind, note if others else ""
 
 
-def _of(feature: Any) -> str | None:
+def _kind_of(feature: Any) -> str | None:
     """What a feature is as a column; None if it can be none."""
     if isinstance(feature, tfds.features.ClassLabel):
         return "class" if feature.names else None
@@ -169,5 +173,5 @@ def _of(feature: Any) -> str | None:
     return "number" if kind in "fiub" else None
 
 
-def _kind(feature: Any) -> str:
+def _type_name(feature: Any) -> str:
     return type(feature).__name__

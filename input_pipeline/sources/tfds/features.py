@@ -80,7 +80,7 @@ def choose(
     Raises:
         ValueError: the number of classes is not known, or another one.
     """
-    found, keys = of(builder), builder.info.supervised_keys
+    found, keys = by_name(builder), builder.info.supervised_keys
     usual = [(_IMAGE, _LABEL)]
     pair = isinstance(keys, tuple) and len(keys) == 2
     if pair and all(isinstance(key, str) and key in found for key in keys):
@@ -108,7 +108,7 @@ def choose(
     return None
 
 
-def of(builder: tfds.core.DatasetBuilder) -> dict[str, Any]:
+def by_name(builder: tfds.core.DatasetBuilder) -> dict[str, Any]:
     """The features of a set by their names; none where they have no names."""
     features = builder.info.features
     return dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
@@ -118,7 +118,7 @@ def no_such(
     builder: tfds.core.DatasetBuilder, name: str, asked: TargetKind | None
 ) -> ValueError:
     """Says that a set has no features that can be read here."""
-    found, keys = of(builder), builder.info.supervised_keys
+    found, keys = by_name(builder), builder.info.supervised_keys
     kinds = ", ".join(f"{key} ({type(found[key]).__name__})" for key in found)
     wanted = {
         None: "label (ClassLabel), or supervised keys of images or numbers and of a "
