@@ -16,13 +16,12 @@ HELPS = {
         "Default: 0.1."
     ),
     "feature_columns": (
-        "Columns of csv: and parquet: to train on, such as age,fare, or features of "
-        "tfds:. Default: all except the label."
+        "Columns of csv:, parquet: and tfds: to train on, such as age,fare. Default: "
+        "all except the label."
     ),
     "label_column": (
-        "Column of csv: and parquet: that contains the label. Default: label, class or "
-        "target, else the last column. In conll:, the number of the tags' column. In "
-        "tfds:, the feature to predict."
+        "Column of csv:, parquet: and tfds: with the label. Default: label, class or "
+        "target, else the last column. In conll:, the number of the tags' column."
     ),
     "text_column": (
         "Column of csv: and parquet: with text to train on. In conll:, the number of "
@@ -30,8 +29,8 @@ HELPS = {
         "first column, or the second of CoNLL-U."
     ),
     "tokenizer": (
-        "How to split text into tokens: bytes, sentencepiece:FILE, wordpiece:FILE or "
-        "words:FILE. Default: bytes; in conll:, the words of the training data."
+        "Tokenizer of text: bytes, sentencepiece:FILE, wordpiece:FILE or words:FILE. "
+        "Default: bytes; in conll:, the words of the training data."
     ),
     "sequence_length": "Number of tokens in a row of text. Default: 128.",
     "packing": (
