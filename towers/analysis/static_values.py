@@ -1,5 +1,6 @@
 """Values that a graph knows before it runs, more of them than TensorFlow tells."""
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -24,7 +25,7 @@ def integers(tensor: tf.Tensor) -> list[int] | None:
         return None
     if op.type in ("Sub", "AddV2"):
         sign = -1 if op.type == "Sub" else 1
-        return [a + sign * b for a, b in zip(*parts, strict=True)]
+        return [int(each) for each in np.add(parts[0], sign * np.array(parts[1], int))]
     return [each for part in parts for each in part]
 
 
@@ -36,7 +37,7 @@ def _of_shape(op: tf.Operation) -> list[int] | None:
         return None
     if op.type == "Slice":
         (begin,), (size,) = places
-        found = shape[begin : begin + size].as_list()
+        found = shape[begin : None if size < 0 else begin + size].as_list()
     else:
         if op.get_attr("new_axis_mask") or op.get_attr("ellipsis_mask"):
             return None

@@ -32,6 +32,8 @@ _READ = (
 )
 # Keras's own losses whose graphs cannot be read, with a value for each example.
 APART = (keras.losses.CTC,)
+# Attributes with functions that a layer applies.
+_ACTIVATIONS = "activation", "recurrent_activation"
 # Of these activations, the last axis is one.
 _OVER_AN_AXIS = "glu", "log_softmax", "softmax", "sparsemax"
 # Of a matrix, they take the rows for the positions of one sequence.
@@ -58,7 +60,7 @@ def is_trusted(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor] = ()) -> b
     return (
         type(layer).__module__.startswith("keras.")
         and not isinstance(layer, _READ)
-        and _is_apart(getattr(layer, "activation", None), ranks)
+        and all(_is_apart(getattr(layer, name, None), ranks) for name in _ACTIVATIONS)
         and _fits(layer, ranks)
         and _keeps_rows_apart(layer, ranks)
         and not _is_as_long_as_the_longest(layer)

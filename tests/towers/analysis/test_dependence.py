@@ -241,6 +241,13 @@ CASES = [
     # As many rows an example as are put together again.
     (lambda x, y, w: _joined(_halves(x) + 1), ROWS),
     (lambda x, y, w: _joined(_halves(x), tf.shape(_halves(x))[0] // 2), ROWS),
+    # Of numbers that are no whole multiples, nothing is counted.
+    (lambda x, y, w: ops.sum(x) / (_size(x) // 1.5), COUPLED),
+    (lambda x, y, w: ops.sum(x) / (_size(x) // 0.5), COUPLED),
+    (lambda x, y, w: tf.shape(_halves(x))[0] // tf.constant([1, 2]), UNKNOWN),
+    (lambda x, y, w: tf.shape(x)[0] * tf.constant([1, 2]), Dependence.SIZE),
+    # An order that is computed.
+    (lambda x, y, w: tf.transpose(x, 1 - tf.range(2)), COLUMNS),
     (lambda x, y, w: _joined(x), UNKNOWN),
     (lambda x, y, w: _joined(x, tf.shape(x)[0] // 2), UNKNOWN),
     (lambda x, y, w: _joined(_halves(x), tf.shape(_halves(x))[0] // 2)[:, 0], ROWS),
@@ -262,6 +269,13 @@ CASES = [
     (lambda x, y, w: _written([x, x + 1]).stack(), COLUMNS),
     (lambda x, y, w: _written([x, x + 1]).read(1), ROWS),
     (lambda x, y, w: _written([x, x[:1]]).stack(), COUPLED),
+    (lambda x, y, w: _written([w, x[:, :2]]).read(0), UNKNOWN),
+    (
+        lambda x, y, w: (
+            tf.TensorArray(tf.float32, 2).unstack([w, w]).write(1, x[:, :2]).read(0)
+        ),
+        UNKNOWN,
+    ),
     (
         lambda x, y, w: tf.TensorArray(tf.float32, 2).unstack(_turned(x)).read(0),
         ROWS,
@@ -296,9 +310,13 @@ def test_what_is_read_as_rows_is_computed_apart():
         np.testing.assert_allclose(joined, whole, rtol=1e-5, err_msg=f"case {number}")
 
 
+def _centred(x):
+    return x - ops.mean(x, axis=0)
+
+
 class Centred(keras.layers.Layer):
     def call(self, x):
-        return x - ops.mean(x, axis=0)
+        return _centred(x)
 
 
 class Sorted(keras.layers.Layer):
@@ -313,7 +331,7 @@ class Sorted(keras.layers.Layer):
         (lambda: keras.layers.BatchNormalization(), ROWS),
         (lambda: keras.layers.Softmax(), ROWS),
         (lambda: keras.layers.UnitNormalization(axis=0), COUPLED),
-        (lambda: keras.layers.Activation(lambda x: x - ops.mean(x, axis=0)), COUPLED),
+        (lambda: keras.layers.Activation(_centred), COUPLED),
         (Sorted, ROWS),
         (Centred, COUPLED),
         # It passes on what a softmax, behind which its logits are kept, has returned.

@@ -58,3 +58,9 @@ def test_a_part_of_a_layer_is_looked_at():
     assert not trust.is_trusted(keras.layers.TimeDistributed(inner))
     assert not trust.is_trusted(keras.layers.Dense(2, activation=inner))
     assert not trust.is_trusted(keras.layers.Dense(2, activation=lambda x: x))
+
+
+def test_all_functions_of_a_layer_are_looked_at():
+    own = keras.layers.GRU(2, recurrent_activation=lambda x: x)
+    assert trust.is_trusted(keras.layers.GRU(2))
+    assert not trust.is_trusted(own)

@@ -34,8 +34,8 @@ class RowCounts:
 
     def divides(self, size: tf.Tensor, divisor: tf.Tensor) -> bool:
         """Whether a divisor is known to divide a size, however many examples it has."""
-        count, value = self._counts.get(key(size)), tf.get_static_value(divisor)
-        return count is not None and value is not None and count % int(value) == 0
+        count, value = self._counts.get(key(size)), _whole(divisor)
+        return count is not None and value is not None and count % value == 0
 
     def reshaped(self, tensor: tf.Tensor, axis: int = 0) -> int | None:
         """How many rows an example has after a reshape; `None` if that is not known.
@@ -92,9 +92,16 @@ class RowCounts:
             return None
         if kind in (ROWS, COLUMNS) or tensor.op.type in _OF_SHAPES:
             return count
-        values = [tf.get_static_value(t) for t, k in pairs if k is NONE]
+        values = [_whole(t) for t, k in pairs if k is NONE]
         if len(values) != 1 or values[0] is None:
             return None
         if tensor.op.type == "Mul":
-            return count * int(values[0])
-        return count // int(values[0]) if tensor.op.type == "FloorDiv" else None
+            return count * values[0]
+        return count // values[0] if tensor.op.type == "FloorDiv" else None
+
+
+def _whole(tensor):
+    """The known value of a scalar, where it is a whole number of at least one."""
+    value = tf.get_static_value(tensor)
+    known = value is not None and value.ndim == 0 and value >= 1 and value % 1 == 0
+    return int(value) if known else None

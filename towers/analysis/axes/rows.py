@@ -112,8 +112,9 @@ def _unless_first(axis, parted):
 
 @_rule("TensorListSetItem")
 def _of_list_with_item(tensor, op, inputs, kinds):
-    """A list is rows if each of its tensors is."""
-    return ROWS if kinds[0] in (ROWS, NONE) and kinds[1:] == [NONE, ROWS] else UNKNOWN
+    """A list is rows if each of its tensors is: it was, or there was none."""
+    fits = kinds[0] is ROWS or inputs[0].op.type == "TensorListReserve"
+    return ROWS if fits and kinds[1:] == [NONE, ROWS] else UNKNOWN
 
 
 @_rule_of_first("TensorListGetItem")
