@@ -39,9 +39,14 @@ def export(options: argparse.Namespace) -> None:
     """
     trained = load_model(options.model_dir, options.checkpoint)
     takes, returns = saved_model.write(trained, options.output)
+    known = trained.preprocessing
     for signature, names in takes.items():
-        print(f"{options.output}: {signature} takes {', '.join(names)}.")
-    print(f"{options.output}: returns {', '.join(returns)}.")
+        of_rows = signature == "serve" and known.input in ("row", "columns")
+        of = f" of {', '.join(known.columns)}" if of_rows else ""
+        print(f"{options.output}: {signature} takes {', '.join(names)}{of}.")
+    several = known.task == "multilabel" and trained.classes
+    of = f" of {', '.join(trained.classes)}" if several else ""
+    print(f"{options.output}: returns {', '.join(returns)}{of}.")
 
 
 if __name__ == "__main__":

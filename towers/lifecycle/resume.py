@@ -8,6 +8,7 @@ from towers.lifecycle import data_position
 from towers.lifecycle.checkpoints.store import Position
 from towers.lifecycle.skip_batches import ResumeError, too_few
 from towers.model.fit_call import FitCall
+from towers.program import words
 from towers.program.voice import say
 
 
@@ -104,7 +105,8 @@ def check_classes(
         return
     numbers = [each if isinstance(each, int) else len(each) for each in (before, now)]
     if numbers[0] != numbers[1]:
-        different = f"{numbers[0]} {several}, but received data with {numbers[1]}"
+        had = words.count(numbers[0], one, several)
+        different = f"{had}, but received data with {numbers[1]}"
     elif int in map(type, (before, now)):
         return
     else:
@@ -116,7 +118,7 @@ def check_classes(
         different = f"a {one} {before[first]!r}, but received {now[first]!r} for it"
     raise ResumeError(
         f"The run {run} has {different}; expected the same {several}, so choose "
-        "another directory for these data."
+        "another directory for these data (--model_dir)."
     )
 
 

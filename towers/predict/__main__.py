@@ -49,14 +49,10 @@ def predict(options: argparse.Namespace) -> int:
 
     towers = multi_gpu_model(trained.model, gpus=devices.towers)
     path, size = options.output, options.batch_size
-    if trained.preprocessing.task == "segmentation" and path is None:
-        raise ValueError(
-            "This run's model makes masks, which are files; expected --output, such as "
-            "--output=masks.csv, which names them and the folder masks."
-        )
     batches = inputs.batches(trained, options.files, size, say_bad)
     with output.opened(path) if path else contextlib.nullcontext(sys.stdout) as file:
-        rows = output.Rows(file, path and os.path.splitext(path)[0])
+        masks = path and os.path.splitext(path)[0]
+        rows = output.Rows(file, masks, trained.preprocessing.is_of_whole_pictures)
         for batch in batches:
             found = trained.decode(towers.predict_on_batch(batch.x), batch.x)
             for names, prediction in zip(batch.names, found, strict=True):

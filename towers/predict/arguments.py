@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import typing
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from towers.program.arguments import Parser
 from towers.program.commands import check_folder
 from towers.train import checks, flags
-from towers.train.settings import ARCHITECTURE, Settings
+from towers.train.settings import ARCHITECTURE, PREPROCESSING, Settings
 
 # Files that a run writes, without which there is nothing to predict with.
 FILES = {"last": "model.keras", "best": "best.keras"}
@@ -52,6 +53,11 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     options = parser.parse_args(argv)
     check_model(options)
     _check_files(options.files)
+    if options.output is None and _task(options.model_dir) == "segmentation":
+        raise ValueError(
+            "This run's model makes masks, which are files; expected --output, such as "
+            "--output=masks.csv, which names them and the folder masks."
+        )
     if options.output:
         folder = os.path.dirname(os.path.abspath(options.output))
         check_folder("folder", folder, "--output")
@@ -97,6 +103,15 @@ def _kind(annotation, name):
     if kind is int:
         return {"type": int, "metavar": "N"}
     return {"type": lambda text: tuple(text.split(",")), "metavar": "N,N"}
+
+
+def _task(model_dir):
+    """The task of a run; `None` if it cannot be read, which is said later."""
+    try:
+        with open(os.path.join(model_dir, PREPROCESSING), encoding="utf-8") as file:
+            return json.load(file)["task"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _check_files(files):

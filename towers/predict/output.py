@@ -7,20 +7,28 @@ from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import numpy as np
-import tensorflow as tf
+from PIL import Image
 
 
 class Rows:
     """Writes predictions as rows of CSV, and masks as PNG files of class numbers.
+
+    A mask has a palette: the numbers are seen as colours.
 
     Attributes:
         count: How many were written.
         masks: Folder of the masks; made for the first one.
     """
 
-    def __init__(self, file: IO, masks: str | None):
-        """Takes an open file, and the folder for masks, if there may be some."""
-        self.count, self.masks = 0, masks
+    def __init__(self, file: IO, masks: str | None, as_pictures: bool = False):
+        """Takes where to write.
+
+        Args:
+            file: An open file.
+            masks: Folder for masks, if there may be some.
+            as_pictures: Whether each mask gets the size of its picture.
+        """
+        self.count, self.masks, self._as_pictures = 0, masks, as_pictures
         self._file, self._names = file, set()
         self._writer: csv.DictWriter | None = None
 
@@ -47,8 +55,22 @@ class Rows:
         self._names.add(name)
         os.makedirs(self.masks, exist_ok=True)
         path = os.path.join(self.masks, f"{name}.png")
-        tf.io.write_file(path, tf.io.encode_png(np.uint8(mask)[..., None]))
+        image = Image.fromarray(np.uint8(mask))
+        image.putpalette(_PALETTE)
+        if self._as_pictures:
+            with Image.open(file) as picture:
+                image = image.resize(picture.size, Image.Resampling.NEAREST)
+        image.save(path)
         return path
+
+
+def _colour(number):
+    """The colour of a class, as Pascal VOC has it: near numbers differ most."""
+    bits = [[number >> (3 * k + c) & 1 for k in range(3)] for c in range(3)]
+    return [sum(bit << (7 - k) for k, bit in enumerate(each)) for each in bits]
+
+
+_PALETTE = [value for number in range(256) for value in _colour(number)]
 
 
 def _cell(value):

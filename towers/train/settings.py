@@ -42,6 +42,8 @@ OWN_NAMES = (
 
 # Describes the layers of a run's model, in its model_dir, from the run's begin.
 ARCHITECTURE = "model.json"
+# What is done with raw data before a model sees them; beside the model.
+PREPROCESSING = "preprocessing.json"
 
 # Of a run, these say what to do now; flags.txt, which describes the run, omits them.
 _OF_THE_START = ("clean", "eval_only", "checkpoint")

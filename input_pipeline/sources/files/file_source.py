@@ -156,11 +156,11 @@ class FileSource(Source):
             self.num_classes = len(self.class_names)
         elif self.num_classes > max(_MANY, sum(map(len, found.values()))):
             raise ValueError(
-                f"{self.name} has labels up to {used[-1]:,}, which is more than it has "
-                f"records: expected numbers of classes in {self.label_field!r}, so "
-                "name another field or column, give the number of classes by "
-                "--num_classes (in Python, num_classes), or learn numbers by "
-                "--task=regression (in Python, target='numbers')"
+                f"{self.name} has labels up to {used[-1]:,} in {self.label_field!r}, "
+                "which is more than it has records: expected numbers of classes, so "
+                "learn numbers by --task=regression (in Python, target='numbers'), "
+                "name another field or column, or give the number of classes by "
+                "--num_classes (in Python, num_classes)"
             )
         elif len(used) and len(used) < self.num_classes:
             self.notes = (*self.notes, _unused(used))

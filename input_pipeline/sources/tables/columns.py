@@ -9,6 +9,7 @@ import tensorflow as tf
 # Rows that tell what a column holds.
 SAMPLE = 100
 
+_FEATURES = "--feature_columns"
 _LABELS = ("label", "class", "target")
 # Of fewer rows than that, it is chance that all differ, or that numbers rise by one.
 _FEW = 10
@@ -125,20 +126,21 @@ def not_numbers(
     """
     found = ", ".join(f"{name!r} ({what})" for name, what in wrong.items())
     what = "a column" if len(wrong) == 1 else "columns"
+    them = "it" if len(wrong) == 1 else "them"
     if asked or not right:
-        advice = "write numbers there, or name other columns"
+        advice = f"write numbers there, or name other columns by {_FEATURES}"
+        if right:
+            advice += f"={_listed(right)}"
     else:
+        both = [*right, *wrong]
         advice = (
-            "leave out what is no number, or name columns of text, too, to learn from "
-            "them as categories"
+            f"leave {them} out by {_FEATURES}={_listed(right)}, or learn from texts as "
+            f"categories, with a model such as dlrm, by {_FEATURES}={_listed(both)}"
         )
-    name = "--feature_columns"
-    if right:
-        name += f"={_listed(right)}"
     return ValueError(
-        f"{where} has {what} without numbers, {found}: {advice}, by {name} (in Python, "
-        "feature_columns), name the labels' column by --label_column, or "
-        "learn from a column of text by --text_column"
+        f"{where} has {what} without numbers, {found}: {advice}; what is to be "
+        "predicted is named by --label_column, text to be read by --text_column (in "
+        "Python, feature_columns, label_column, text_column)"
     )
 
 

@@ -1,6 +1,7 @@
 """Which columns of a Parquet file are read, by their names and types."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,8 +120,10 @@ def look_at(name: str, values: Any) -> table_targets.Column:
         return table_targets.Column(name, "whole", bits=True)
     found = values.to_pylist()
     form = "whole" if types.is_integer(values.type) else "numbers"
+    largest = max(map(abs, filter(math.isfinite, found)), default=0)
     differ = len(found) >= table_targets.FEW and len({*found}) > len(found) / 2
-    return table_targets.Column(name, form, bool(found) and {*found} <= {0, 1}, differ)
+    bits = bool(found) and {*found} <= {0, 1}
+    return table_targets.Column(name, form, bits, differ, float(largest))
 
 
 def _check_images(path: str, kinds: dict[str, Any], image: str) -> None:

@@ -12,6 +12,8 @@ from towers.input_pipeline.sources.targets import TargetKind
 KINDS = ("class", "numbers", "labels")
 # Of fewer rows than that, it is chance that most differ.
 FEW = 20
+# A model that has learnt nothing yet tells numbers near 0.
+_LARGE = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +25,14 @@ class Column:
         form: "text", "whole" numbers or other "numbers".
         bits: whether each value is 0 or 1.
         differ: whether most of many rows have different values.
+        largest: the largest number, without its sign.
     """
 
     name: str
     form: str
     bits: bool = False
     differ: bool = False
+    largest: float = 0
 
     @classmethod
     def of(cls, name: str, texts: Sequence[str]) -> "Column":
@@ -43,7 +47,12 @@ class Column:
             "numbers" if fractions else "whole",
             bool(numbers) and {*numbers} <= {0, 1},
             len(texts) >= FEW and len({*texts}) > len(texts) / 2,
+            _largest(numbers),
         )
+
+
+def _largest(numbers: Sequence[float]) -> float:
+    return max((abs(number) for number in numbers if math.isfinite(number)), default=0)
 
 
 def _number(text: str) -> float | None:
@@ -124,10 +133,26 @@ def choose(
                 "no number and no names of classes, so leave them out"
             )
         asked = "class"
-    names = _listed(found)
     _check(where, found, asked)
-    if asked is not None or not found:
-        return asked or "class", ""
+    kind, note = (asked or "class", "") if asked or not found else _guess(found)
+    if kind == "labels" and len(found) == 1:
+        note = (
+            f"The only label is {_listed(found)}; --label_column=a,b (in Python, "
+            "label_column) names several."
+        )
+    largest = max((column.largest for column in found), default=0)
+    if kind == "numbers" and largest > _LARGE:
+        more = (
+            f"Numbers to predict are as large as {largest:,.7g}, and models learn such "
+            "as 1 faster: write them in a larger unit, or raise --learning_rate."
+        )
+        note = f"{note} {more}".strip()
+    return kind, note
+
+
+def _guess(found: Sequence[Column]) -> tuple[TargetKind, str]:
+    """Decides what the targets are by their columns."""
+    names = _listed(found)
     if len(found) > 1:
         if all(column.bits for column in found):
             return "labels", (

@@ -114,7 +114,7 @@ def test_columns_that_are_chosen(tmp_path, kind):
 def test_a_column_of_text(tmp_path, kind):
     columns = {"Name": ["Ann", "Bo"], "age": [4, 5], "Sex": ["f", "m"], "label": [0, 1]}
     spec = _write(tmp_path, kind, columns)
-    wanted = r"'Name' \(.*, 'Sex' \(.*: leave .*--feature_columns=age .*--label_column"
+    wanted = r"'Name' \(.*, 'Sex' \(.*: leave .*_columns=age, .*=age,Name,Sex; "
     with pytest.raises(ValueError, match=wanted) as caught:
         open_source(spec)
     # Which would hint at passing over the row.
@@ -253,7 +253,7 @@ def test_some_labels_are_numbers_and_some_are_names(tmp_path):
 def test_labels_that_are_no_classes(tmp_path):
     (tmp_path / "a.csv").write_text("a,label\n1,0\n2,9999999999\n")
     with pytest.raises(
-        ValueError, match="labels up to 9,999,999,999, which is more than"
+        ValueError, match="labels up to 9,999,999,999 in 'label', which is"
     ):
         open_source(f"csv:{tmp_path}/a.csv")
     assert (

@@ -65,7 +65,7 @@ WET, HOT = [0, 1] * 20, [1, 1, 0, 0] * 10
 @pytest.mark.parametrize(
     ("labels", "options", "kind_of_target", "note"),
     [
-        ({"price": PRICES}, {}, "numbers", "The target is the number in the column"),
+        ({"price": PRICES}, {}, "numbers", "as large as 1,000, and models learn"),
         ({"wet": WET, "hot": HOT}, {"label_column": "hot,wet"}, "labels", "several"),
         slow({"wet": WET, "p": PRICES}, {"label_column": ["p", "wet"]}, "numbers", ""),
         slow({"wet": WET}, {"target": "labels"}, "labels", ""),

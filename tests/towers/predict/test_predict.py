@@ -63,6 +63,29 @@ def test_pictures(pictures, tmp_path, capsys):
         predicted(model_dir, model_dir)
 
 
+def test_a_mask_is_as_large_as_its_picture(tmp_path):
+    Image.new("RGB", (6, 4)).save(tmp_path / "1.jpg")
+    with open(tmp_path / "masks.csv", "w") as file:
+        rows = output.Rows(file, str(tmp_path / "masks"), as_pictures=True)
+        mask = np.array([[0, 2, 1], [1, 0, 2]])
+        rows.write({"file": str(tmp_path / "1.jpg")}, {"mask": mask})
+    image = Image.open(tmp_path / "masks" / "1.png")
+    np.testing.assert_array_equal(np.asarray(image), mask.repeat(2, 0).repeat(2, 1))
+    # Red and green, as Pascal VOC has them.
+    colours = np.asarray(image.convert("RGB"))
+    np.testing.assert_array_equal(colours[0, ::2], [[0] * 3, [0, 128, 0], [128, 0, 0]])
+
+
+def test_masks_need_a_file(pictures, tmp_path):
+    (tmp_path / "model.keras").touch()
+    known = Preprocessing("segmentation", True, "image", (8, 8, 3), recipe="none")
+    known.save(str(tmp_path))
+    assert known.is_of_whole_pictures
+    assert not dataclasses.replace(known, recipe="imagenet").is_of_whole_pictures
+    with pytest.raises(ValueError, match="makes masks, which are files; expected --o"):
+        arguments.read([str(tmp_path), str(pictures[0][0])], "")
+
+
 def test_pixels_of_another_range_are_said(pictures):
     trained = towers.load_model(str(pictures[1]))
     pixels = np.random.default_rng(0).integers(0, 256, [2, 8, 8, 3]).astype(np.uint8)

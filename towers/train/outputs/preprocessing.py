@@ -22,9 +22,8 @@ from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, decode_window
 from towers.input_pipeline.sources.tables import categories
 from towers.train.parts.data import Data
-from towers.train.parts.data.scale import PREPROCESSING
 from towers.train.parts.task import TASKS, Task
-from towers.train.settings import ARCHITECTURE
+from towers.train.settings import ARCHITECTURE, PREPROCESSING
 
 CLASSES, TOKENIZER = "classes.json", "tokenizer"
 # What `input` is of examples that a file of the user's reads.
@@ -117,6 +116,15 @@ class Preprocessing:
         """Names of the columns of a table that the model is given: numbers first."""
         return (*(self.features or ()), *self.tables)
 
+    @property
+    def is_of_whole_pictures(self) -> bool:
+        """Whether the model is given pictures of which nothing is cut off."""
+        return self.input == "image" and self._recipe.window is None
+
+    @property
+    def _recipe(self):
+        return recipes.find(self.recipe, training=False, size=self.shape[:2])
+
     def is_text(self, column: str) -> bool:
         """Whether a column of categories has texts, and not their numbers."""
         return column in self.vocabularies
@@ -133,8 +141,7 @@ class Preprocessing:
 
     def picture(self, encoded: tf.Tensor) -> tf.Tensor:
         """Decodes a file of a picture, as in evaluation; uint8 pixels [H, W, C]."""
-        height, width, _ = self.shape
-        recipe = recipes.find(self.recipe, training=False, size=(height, width))
+        recipe = self._recipe
         window = recipe.window and (lambda shape: recipe.window(shape, None))
         tricks = ALL_TRICKS
         if self.same_size and window is None:

@@ -73,11 +73,12 @@ def _check_output(setup, output):
     shape = getattr(output, "shape", None)
     if shape is not None and (facts.target is None or task.fits(shape, facts)):
         return
+    advice = ", as --model=unet returns" if task.kind == "mask" else ""
     returned = shape or f"{len(keras.tree.flatten(output))} tensors in a structure"
     raise ValueError(
         f"The model {setup.settings.model} returns {returned}, but {facts.name} has "
         f"{described(facts.target)}; expected one output of shape "
-        f"{task.output_shape(facts)}, a value for each {task.each}."
+        f"{task.output_shape(facts)}, a value for each {task.each}{advice}."
     )
 
 
@@ -236,7 +237,9 @@ def _loss_and_metrics(setup, model):
         # By the labels as they were before they were mixed.
         metrics = objective.metrics(setup, logits)
         if task.weighted:
-            metrics, weighted = None, metrics
+            # One that ignores a class by itself counts in whole numbers.
+            alone = [m for m in metrics if getattr(m, "ignore_class", None) is not None]
+            metrics, weighted = alone, [each for each in metrics if each not in alone]
     return {"loss": loss, "metrics": metrics, "weighted_metrics": weighted}
 
 

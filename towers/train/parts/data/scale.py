@@ -6,10 +6,8 @@ import os
 from towers import input_pipeline
 from towers.input_pipeline import Scaling
 from towers.lifecycle.checkpoints import store
-from towers.train.settings import Settings
+from towers.train.settings import PREPROCESSING, Settings
 
-# What is done with raw data before a model sees them; beside the model.
-PREPROCESSING = "preprocessing.json"
 _TABLES = ("csv", "parquet")
 
 
