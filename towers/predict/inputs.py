@@ -1,5 +1,6 @@
 """Reads files for a model, batch by batch, in order; and says which are bad."""
 
+import collections
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from towers.input_pipeline.sources.folder import pictures
 from towers.input_pipeline.specs import TEXTS
 from towers.predict import arrays, sentences, tables
 from towers.predict.trained import Trained
+from towers.program.voice import say
 from towers.train.outputs.preprocessing import OWN
 
 
@@ -116,22 +118,28 @@ def _fault(file, trained):
 
 def _tables(trained, files, size, say_bad):
     known = trained.preprocessing
+    seen = {name: {*texts, ""} for name, texts in known.vocabularies.items()}
+    unseen = collections.Counter()
 
     def rows():
         for file in files:
-            for number, row in enumerate(tables.rows(file, known.columns), 1):
+            for number, row in enumerate(tables.rows(file, known.columns, ""), 1):
                 try:
                     pairs = zip(known.columns, row, strict=True)
                     cells = [tables.cell(known, name, value) for name, value in pairs]
                 except ValueError as error:
                     say_bad(f"{file}: row {number}: {error}.")
                 else:
+                    for name, text in zip(known.columns, cells, strict=True):
+                        unseen[name] += name in seen and text.strip() not in seen[name]
                     yield {"file": file, "row": number}, cells
 
     for some in _batched(rows(), size):
         names, cells = zip(*some, strict=True)
         columns = dict(zip(known.columns, zip(*cells, strict=True), strict=True))
         yield Batch([*names], trained.prepare(columns))
+    if others := [f"{count:,} in {name!r}" for name, count in unseen.items() if count]:
+        say(f"Texts that training has not seen are all one: {', '.join(others)}.")
 
 
 def _arrays(trained, files, size):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from towers.input_pipeline.sources.tables.row_groups import is_text
 from towers.train.outputs.preprocessing import Preprocessing
 
 _PARQUET = (".parquet", ".pq")
@@ -12,18 +13,21 @@ _PARQUET = (".parquet", ".pq")
 SUFFIXES = (".csv", *_PARQUET)
 
 
-def rows(file: str, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+def rows(
+    file: str, columns: Sequence[str], empty: str | None = None
+) -> Iterator[Sequence[Any]]:
     """Reads some columns of a file, row by row; `None` where nothing stands.
 
     Args:
         file: Its path.
         columns: Names of the columns.
+        empty: What a missing text of a Parquet file is.
 
     Raises:
         ValueError: It is no such file, or has no such columns.
     """
     if file.lower().endswith(_PARQUET):
-        return _parquet(file, columns)
+        return _parquet(file, columns, empty)
     return _csv(file, columns)
 
 
@@ -77,7 +81,7 @@ def _csv(file, columns):
         ) from error
 
 
-def _parquet(file, columns):
+def _parquet(file, columns, empty):
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -89,8 +93,11 @@ def _parquet(file, columns):
         table = parquet.ParquetFile(file)
         _places(file, table.schema_arrow.names, columns)
         for batch in table.iter_batches(columns=[*columns]):
-            found = (batch.column(name).to_pylist() for name in columns)
-            yield from zip(*found, strict=True)
+            found = [batch.column(name) for name in columns]
+            missing = [empty if is_text(each.type) else None for each in found]
+            for row in zip(*(each.to_pylist() for each in found), strict=True):
+                pairs = zip(row, missing, strict=True)
+                yield [none if cell is None else cell for cell, none in pairs]
     except ArrowException as error:
         raise ValueError(f"{file} cannot be read: {error}; correct it.") from error
 

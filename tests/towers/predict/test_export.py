@@ -9,9 +9,11 @@ import sys
 
 import keras
 import numpy as np
+import pyarrow as pa
 import pytest
 import tensorflow as tf
 from PIL import Image
+from pyarrow import parquet
 
 import towers
 from tests.towers.predict.runs import finished, predicted
@@ -143,12 +145,13 @@ def test_exported_models_need_tensorflow_only(tmp_path):
 def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     run, job = table(tmp_path / "run", *DLRM)
     # Other columns, in another order; a text that training has not seen, or none.
-    new = "mood,id,2a-size,a size\n so,7,3001,3\nodd,8,4001,four\n,9,5002,5\nso\n"
+    new = "mood,id,2a-size,a size\n so,7,3001,3\nodd,8,4001,four\nodd,9,5002,5\nso\n"
     (run / "new.csv").write_text(new)
     found = predicted(run, run / "new.csv", run / "rows.csv", code=1)
     err = capsys.readouterr().err
     assert "new.csv: row 2: column 'a size' is 'four', expected a number." in err
     assert "new.csv: row 4: column 'a size' is None, expected a number." in err
+    assert "Texts that training has not seen are all one: 1 in 'mood'." in err
     assert [row["row"] for row in found[:2]] == ["1", "3"] and len(found) == 22
     # Keras's own, of what is computed here by hand.
     numbers = np.array(
@@ -163,6 +166,13 @@ def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     np.testing.assert_allclose(chances, expected.max(axis=1), rtol=1e-5)
     assert [row["class"] for row in found] == [
         ("cat", "owl")[k] for k in expected.argmax(axis=1)
+    ]
+    # Nothing in Parquet is the empty text, as in training.
+    some = {"a size": [3.0, 5.0], "2a-size": [3001, 5002], "mood": ["so", None]}
+    parquet.write_table(pa.table(some), run / "new.parquet")
+    again = predicted(run, run / "new.parquet")
+    assert [row["probability"] for row in again] == [
+        row["probability"] for row in found[:2]
     ]
     trained = towers.load_model(str(run))
     with pytest.raises(ValueError, match="columns a size, 2a-size, mood; expected a d"):
