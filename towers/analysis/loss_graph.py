@@ -48,8 +48,8 @@ class LossGraph:
 
         Raises:
             ValueError: The values need something else, or have a gradient of their own
-                that cannot be copied, or a total needs the shape of outputs that is not
-                known.
+                that cannot be copied, or a total needs another one, or the shape of
+                outputs that is not known.
         """
         self.rules = rules
         found = {key(total.tensor): total for total in totals.values()}
@@ -60,6 +60,8 @@ class LossGraph:
         self._values = _Cut(values, [outputs, others], taken, tensors)
         # Of outputs, a total takes the shape and nothing else.
         self._totals = _Cut(tensors, [local_batch, outputs])
+        if self._totals.operations & {edge.operation for edge in taken}:
+            raise ValueError("a total of the batch that another total takes")
         sizes = [t.shape[1:].is_fully_defined() for t in _flat(outputs)]
         if self._totals.takes_more_than(local_batch) and not all(sizes):
             raise ValueError("the shape of an output, which is not known")
@@ -97,6 +99,9 @@ class _Cut:
     """A part of a graph, from what it is fed with to some tensors.
 
     What it is fed with has names, and no nodes: XLA could not compile a placeholder.
+
+    Attributes:
+        operations: The names of those that were copied.
     """
 
     def __init__(self, tensors, feeds, taken=None, totals=()):
@@ -109,6 +114,7 @@ class _Cut:
             if feed is not None
         }
         waiting, seen = [], set()
+        self.operations = seen
 
         def source(tensor):
             if (name := names.get(key(tensor))) is not None:

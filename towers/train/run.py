@@ -62,7 +62,6 @@ def train(job: Job) -> Watch | None:
             f"Nothing left to train: {job.model_dir} has {has} already. Give more "
             f"{more}, or --clean to start over. Nothing new was measured."
         )
-        files.describe(job)
         return None
     watch = callbacks.make_watch(job)
     terminal = sys.stdout.isatty()

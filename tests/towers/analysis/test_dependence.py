@@ -9,6 +9,7 @@ from keras import ops
 from towers.analysis.dependence import Reader
 from towers.analysis.kinds import Dependence
 from towers.analysis.layer_calls import recorded_layers
+from towers.keras_adapter.layers import set_tag
 
 SUM, MEAN, ROWS, NONE = (
     Dependence.SUM,
@@ -319,6 +320,19 @@ class Centred(keras.layers.Layer):
         return _centred(x)
 
 
+class MaskedByOthers(keras.layers.Layer):
+    """Gives a layer that is trusted a mask for which examples are compared."""
+
+    def build(self, shape):
+        self.lstm = keras.layers.LSTM(3)
+        self.lstm.build((*shape, 1))
+
+    def call(self, x):
+        x = ops.expand_dims(x, -1)
+        set_tag(x, "_keras_mask", _centred(x)[..., 0] > 0)
+        return self.lstm(x)
+
+
 class Sorted(keras.layers.Layer):
     def call(self, x):
         return ops.sort(x, axis=-1)
@@ -334,6 +348,7 @@ class Sorted(keras.layers.Layer):
         (lambda: keras.layers.Activation(_centred), COUPLED),
         (Sorted, ROWS),
         (Centred, COUPLED),
+        (MaskedByOthers, COUPLED),
         # It passes on what a softmax, behind which its logits are kept, has returned.
         (
             lambda: keras.Sequential(

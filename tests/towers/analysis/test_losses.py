@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
+from keras import ops
 
 from tests.towers.analysis import losses
+from towers.analysis.rules import NoRuleError, Rules
 
 TABLE = losses.table()
 # A mask, and weights of elements: what most of them need totals for.
@@ -91,3 +94,25 @@ def test_parts_add_up_to_the_whole(kind):
         for a, b in zip(ours, theirs, strict=True):
             largest = max(np.abs(b).max(), 1e-30)
             assert np.abs(a - b).max() <= 1e-5 * largest, (str(row), rank)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, p: ops.mean((y - ops.mean(y)) * p) / ops.std(y),
+        lambda y, p: ops.sum(p) / ops.sum(ops.square(y - ops.mean(y))),
+        lambda y, p: ops.mean(p / ops.max(y - ops.mean(y))),
+    ],
+)
+def test_a_total_that_takes_another_is_refused(loss):
+    """Towers exchange totals once, so the inner one would be a local batch's."""
+    refused = pytest.raises(NoRuleError, match="a total of the batch that another")
+
+    @tf.function(autograph=False)
+    def trace(y, x, factor):
+        rules, outputs = Rules(2), x * factor
+        with rules.reading([y, x]), refused:
+            rules.read_losses([loss(y, outputs)], outputs, [y])
+
+    rows = tf.TensorSpec([None, 4])
+    trace.get_concrete_function(rows, rows, tf.TensorSpec([]))

@@ -113,8 +113,10 @@ def test_nothing_left_names_the_flag_that_ended_it(tmp_path, capsys):
     asked = Settings(model_dir=str(tmp_path), max_train_steps=7)
     job = mock.Mock(settings=asked, model_dir=str(tmp_path), epoch=0, step=7)
     job.stopped_early = False
-    with mock.patch.object(train_run.files, "describe"):
+    with mock.patch.object(train_run.files, "describe") as described:
         assert train_run.train(job) is None
+    # model.keras is of the flags that it was trained with.
+    assert not described.called
     assert "has 7 steps already. Give more --max_train_steps" in (
         capsys.readouterr().out
     )
