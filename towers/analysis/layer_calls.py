@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from towers.analysis.trust import APART, is_trusted
-from towers.keras_adapter.layers import LAYER_CALL, LOSS_CALL, logits_of, tag
+from towers.keras_adapter.layers import LAYER_CALL, LOSS_CALL, MASK, logits_of, tag
 from towers.keras_adapter.patching import patched
 
 
@@ -43,7 +43,7 @@ def recorded_layers() -> Iterator[dict[Any, LayerCall]]:
         outputs = original(layer, *args, **kwargs)
         # A layer takes their masks, too.
         given = tf.nest.flatten([args, kwargs])
-        masks = [tag(each, "_keras_mask") for each in given]
+        masks = [tag(each, MASK) for each in given]
         inputs = [part for _, part in parts([given, masks])]
         known = {key(tensor) for tensor in inputs}
         trusted = is_trusted(layer, inputs)

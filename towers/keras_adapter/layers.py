@@ -10,7 +10,8 @@ from keras.src.losses.losses import LossFunctionWrapper
 
 from towers.keras_adapter.patching import Target
 
-TAGS = "_keras_mask", "_keras_logits"
+MASK = "_keras_mask"
+TAGS = MASK, "_keras_logits"
 """What Keras attaches to a tensor: its mask, and the logits it was made from."""
 
 OPERATION_CALL = Target(keras.Operation, "__call__")

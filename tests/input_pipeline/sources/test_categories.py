@@ -166,5 +166,7 @@ def test_a_column_is_not_called_as_the_numbers_are(tmp_path):
     spec = _write(tmp_path)
     path = tmp_path / "a.csv"
     path.write_text(path.read_text().replace("color", "dense"))
-    with pytest.raises(ValueError, match="a column of categories 'dense', which is wh"):
+    with pytest.raises(
+        ValueError, match="a column of categories named 'dense', which models"
+    ):
         open_source(spec, feature_columns=["size", "dense"])

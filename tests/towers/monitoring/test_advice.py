@@ -169,7 +169,9 @@ def test_what_is_kept_is_not_to_be_kept_again():
             ),
             sizes=[4],
             data=types.SimpleNamespace(
-                examples=8, advice=stage_advice(kept_already, flags=True)
+                examples=8,
+                tokens_per_example=0,
+                advice=stage_advice(kept_already, flags=True),
             ),
             devices=types.SimpleNamespace(physical=(), towers=()),
         )
