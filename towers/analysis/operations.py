@@ -1,7 +1,7 @@
 """Tells of an operation how its result depends on the examples, where its inputs do.
 
-`axes/rows.py` does so for rows, `axes/columns.py` for columns, and this module for all
-other kinds.
+`axes/rows.py` does so for rows, `axes/columns.py` for columns, `axes/position.py` where
+the axis is all that matters, and this module for all other kinds.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers.analysis.axes.columns import of_columns
-from towers.analysis.axes.rows import (
-    ELEMENTWISE,
-    of_einsum,
-    of_rows,
-    with_examples_at,
-)
+from towers.analysis.axes.position import of_einsum, with_examples_at
+from towers.analysis.axes.rows import ELEMENTWISE, of_rows
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,

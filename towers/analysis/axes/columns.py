@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.analysis.axes.rows import ELEMENTWISE, with_examples_at
+from towers.analysis.axes.position import moves, of_moved, with_examples_at
+from towers.analysis.axes.rows import ELEMENTWISE
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -22,8 +23,8 @@ from towers.analysis.static_values import integers
 
 _LAST_AXIS = {"LogSoftmax", "Softmax"}
 _REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
-# By type of operation, what takes (tensor, op, inputs), where the first input that is
-# no axis has columns, and nothing else depends on the examples.
+# By type of operation, what takes (tensor, op, inputs), where the first input has
+# columns, and nothing else depends on the examples.
 _RULES = {}
 
 
@@ -52,10 +53,10 @@ def of_columns(
         return _of_elements(inputs, kinds)
     if op.type == "BatchMatMulV2":
         return _of_product(op, inputs, kinds)
-    place = 1 if op.type == "Split" else 0
-    others = [kind for i, kind in enumerate(kinds) if i != place]
+    if moves(op):
+        return of_moved(op, inputs, kinds)
     rule = _RULES.get(op.type)
-    if rule is None or kinds[place] is not COLUMNS or set(others) - {NONE}:
+    if rule is None or kinds[0] is not COLUMNS or set(kinds[1:]) - {NONE}:
         return UNKNOWN
     return rule(tensor, op, inputs)
 
@@ -94,48 +95,6 @@ def _of_product(op, inputs, kinds):
         return UNKNOWN
     # With three axes, the second is a matrix's rows.
     return COLUMNS if other == 2 or rank == other == 3 else UNKNOWN
-
-
-@_rule("Transpose")
-def _of_transposed(tensor, op, inputs):
-    order = integers(inputs[1])
-    return UNKNOWN if order is None else with_examples_at(order.index(1))
-
-
-@_rule("Unpack")
-def _of_unpacked(tensor, op, inputs):
-    axis = op.get_attr("axis") % inputs[0].shape.rank
-    return UNKNOWN if axis == 1 else with_examples_at(int(axis > 1))
-
-
-@_rule("Split")
-def _of_split(tensor, op, inputs):
-    return _if_not_second(inputs[0], inputs[1])
-
-
-@_rule("SplitV")
-def _of_sizes_split(tensor, op, inputs):
-    return _if_not_second(inputs[2], inputs[0])
-
-
-def _if_not_second(axis, parted):
-    axis = tf.get_static_value(axis)
-    known = axis is not None and int(axis) % parted.shape.rank != 1
-    return COLUMNS if known else UNKNOWN
-
-
-@_rule("Squeeze")
-def _of_squeezed(tensor, op, inputs):
-    axes = [axis % inputs[0].shape.rank for axis in op.get_attr("squeeze_dims")]
-    return UNKNOWN if not axes or 1 in axes else with_examples_at(1 - (0 in axes))
-
-
-@_rule("ExpandDims")
-def _of_expanded(tensor, op, inputs):
-    axis = tf.get_static_value(inputs[1])
-    if axis is None:
-        return UNKNOWN
-    return COLUMNS if int(axis) % (inputs[0].shape.rank + 1) > 1 else UNKNOWN
 
 
 @_rule(*_LAST_AXIS)

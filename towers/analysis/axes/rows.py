@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.analysis.axes.position import moves, of_moved
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -62,6 +63,8 @@ def of_rows(
     """
     if op.type in ELEMENTWISE:
         return _of_elements(inputs, kinds)
+    if moves(op):
+        return of_moved(op, inputs, kinds)
     if op.type in _ALWAYS:
         return _ALWAYS[op.type]
     if op.type in _RULES:
@@ -72,11 +75,6 @@ def of_rows(
         return ROWS
     rule = _RULES_OF_FIRST.get(op.type)
     return UNKNOWN if rule is None else rule(op, inputs)
-
-
-def with_examples_at(axis: int) -> Dependence:
-    """Returns the kind of what has the examples at an axis, in order."""
-    return {0: ROWS, 1: COLUMNS}.get(axis, UNKNOWN)
 
 
 def _rule(*types, rules=_RULES):
@@ -91,23 +89,6 @@ def _rule(*types, rules=_RULES):
 
 def _rule_of_first(*types):
     return _rule(*types, rules=_RULES_OF_FIRST)
-
-
-@_rule("Split")
-def _of_split(tensor, op, inputs, kinds):
-    return _unless_first(inputs[0], inputs[1])
-
-
-@_rule_of_first("SplitV")
-def _of_sizes_split(op, inputs):
-    return _unless_first(inputs[2], inputs[0])
-
-
-def _unless_first(axis, parted):
-    """Rows, where what is parted along an axis is not parted along the first."""
-    axis, rank = tf.get_static_value(axis), parted.shape.rank
-    known = axis is not None and rank is not None
-    return ROWS if known and int(axis) % rank != 0 else UNKNOWN
 
 
 @_rule("TensorListSetItem")
@@ -176,34 +157,6 @@ def _of_tile(op, inputs):
     return ROWS if multiples is not None and multiples[0] == 1 else UNKNOWN
 
 
-@_rule_of_first("ExpandDims")
-def _of_expanded(op, inputs):
-    axis, rank = tf.get_static_value(inputs[1]), inputs[0].shape.rank
-    if axis is None or rank is None:
-        return UNKNOWN
-    return with_examples_at(int(int(axis) % (rank + 1) == 0))
-
-
-@_rule_of_first("Squeeze")
-def _of_squeezed(op, inputs):
-    axes, rank = op.get_attr("squeeze_dims"), inputs[0].shape.rank
-    if rank is None or not axes:
-        return UNKNOWN
-    return ROWS if all(axis % rank != 0 for axis in axes) else UNKNOWN
-
-
-@_rule_of_first("Transpose")
-def _of_transposed(op, inputs):
-    order = integers(inputs[1])
-    return UNKNOWN if order is None else with_examples_at(order.index(0))
-
-
-@_rule_of_first("Unpack")
-def _of_unpacked(op, inputs):
-    rank = inputs[0].shape.rank
-    return ROWS if rank and op.get_attr("axis") % rank != 0 else UNKNOWN
-
-
 @_rule_of_first("Cumprod", "Cumsum", "ReverseV2", "Roll")
 def _of_moved(op, inputs):
     """Of what moves values along axes."""
@@ -270,49 +223,6 @@ def _of_product(tensor, op, inputs, kinds):
     if kinds == [ROWS, NONE] and other == 2:
         return ROWS
     return UNKNOWN
-
-
-def of_einsum(
-    op: tf.Operation, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
-) -> Dependence:
-    """Tells how a sum of products depends on the examples.
-
-    Args:
-        op: The operation.
-        inputs: What it takes.
-        kinds: Of each input ROWS, COLUMNS or NONE; ROWS or COLUMNS of one at least.
-    """
-    equation = op.get_attr("equation").decode().replace(" ", "")
-    if "..." in equation:
-        equation = _spelled_out(equation, [t.shape.rank for t in inputs])
-        if equation is None:
-            return UNKNOWN
-    terms, result = equation.split("->")
-    terms = terms.split(",")
-    letters, others = set(), ""
-    for term, kind in zip(terms, kinds, strict=True):
-        place = {ROWS: 0, COLUMNS: 1}.get(kind, len(term))
-        letters |= {*term[place : place + 1]}
-        others += term[:place] + term[place + 1 :]
-    if len(letters) > 1:
-        return COUPLED  # each with each
-    (examples,) = letters
-    if examples in others:
-        return UNKNOWN
-    return with_examples_at(result.index(examples)) if examples in result else SUM
-
-
-def _spelled_out(equation, ranks):
-    """An equation with letters for its ellipsis, `None` if they are not known."""
-    terms = equation.split("->")[0].split(",")
-    hidden = {
-        None if rank is None else rank - len(term.replace("...", ""))
-        for term, rank in zip(terms, ranks, strict=True)
-        if "..." in term
-    }
-    if len(hidden) != 1 or None in hidden:
-        return None
-    return equation.replace("...", "αβγδεζηθ"[: hidden.pop()])
 
 
 @_rule("Reshape")
