@@ -108,9 +108,9 @@ def _predict(trained, raw):
     if trained.preprocessing.input == "image":
         # Pictures are decoded by the CPU.
         with tf.device("/CPU:0"):
-            x = trained.prepared(raw)
+            x = trained.preprocessor(raw)
     else:
-        x = trained.prepared(raw)
+        x = trained.preprocessor(raw)
     outputs = trained.model(x, training=False)
     told = _outputs(
         trained, tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)

@@ -89,7 +89,7 @@ def _inside(files, suffixes, what):
 def _pictures(trained, files, size, say_bad):
     def load(number):
         encoded = tf.io.read_file(tf.gather(paths, number))
-        return number, trained.preprocessing.picture(encoded)
+        return number, trained.preprocessor.picture(encoded)
 
     paths = tf.constant(files)
     # What cannot be decoded is missing among the numbers.
@@ -103,14 +103,14 @@ def _pictures(trained, files, size, say_bad):
             say_bad(_fault(files[number], trained))
         seen = last
         names = [{"file": files[number]} for number in numbers]
-        yield Batch(names, trained.prepared(x))
+        yield Batch(names, trained.preprocessor(x))
     for number in range(seen + 1, len(files)):
         say_bad(_fault(files[number], trained))
 
 
 def _fault(file, trained):
     try:
-        trained.preprocessing.picture(tf.io.read_file(file))
+        trained.preprocessor.picture(tf.io.read_file(file))
     except (tf.errors.OpError, ValueError) as error:
         return f"{file}: {fault_of(error).rstrip('.')}."
     return f"{file}: it could not be read, and now it can; run again."
@@ -151,7 +151,7 @@ def _arrays(trained, files, size):
             some = tf.nest.map_structure(lambda x, k=first: x[k : k + size], found)
             rows = range(first + 1, first + 1 + len(tf.nest.flatten(some)[0]))
             names = [{"file": file, "row": number} for number in rows]
-            yield Batch(names, trained.prepared(some))
+            yield Batch(names, trained.preprocessor(some))
 
 
 def _whole_texts(trained, files, size, say_bad):

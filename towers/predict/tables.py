@@ -32,7 +32,7 @@ def rows(
 
 
 def cell(known: Preprocessing, name: str, value: Any) -> Any:
-    """Makes of what a file has in a column what `Preprocessing.named` takes.
+    """Makes of what a file has in a column what a `Preprocessor` takes.
 
     Raises:
         ValueError: It cannot be that.

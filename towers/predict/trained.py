@@ -3,22 +3,21 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from towers import input_pipeline
 from towers.input_pipeline import text
 
 # With the registry come the layers of its models, which model.keras names.
 from towers.models import registry, user_file  # noqa: F401
-from towers.predict import arrays, tables
 from towers.predict.arguments import FILES
+from towers.predict.examples import as_tensors
 from towers.predict.model import read as read_model
-from towers.train.outputs import preprocessing
+from towers.predict.preprocessor import Preprocessor
+from towers.train.outputs import model_files
 from towers.train.outputs.preprocessing import OWN, Preprocessing
 from towers.train.parts.my_model import MyModel
 
@@ -29,17 +28,17 @@ class Trained:
 
     Attributes:
         model: As Keras has saved it: it takes what `prepare` returns.
-        preprocessing: What becomes of an example before.
+        preprocessing: What it is given, and what it returns.
+        preprocessor: Prepares tensors as training did.
         classes: Their names, if it knows any.
         tokenizer: Of a model of texts.
-        own: `preprocess` of the user's file, if there is one: of (x, y, training).
     """
 
     model: keras.Model
     preprocessing: Preprocessing
+    preprocessor: Preprocessor
     classes: Sequence[str] | None = None
     tokenizer: text.Tokenizer | None = None
-    own: Callable[[Any, Any, bool], Any] | None = None
 
     def prepare(self, examples: Any) -> Any:
         """Makes what the model takes of what files have.
@@ -54,43 +53,7 @@ class Trained:
             ValueError: The examples are not as expected, such as pictures of floats
                 that are not in [-1, 1].
         """
-        return self.prepared(_as_read(self.preprocessing, examples))
-
-    def prepared(self, raw: Any) -> Any:
-        """Makes what the model takes, in a graph or not.
-
-        Args:
-            raw: A tensor, or a dict of them by the names of columns or inputs. Strings
-                are encoded pictures, or texts.
-
-        Raises:
-            ValueError: `preprocess` of the user's file fails.
-        """
-        known, x = self.preprocessing, raw
-        if isinstance(raw, Mapping) and known.input != OWN:
-            x = known.named(raw)
-        elif known.input == "row":
-            x = known.rows(raw)
-        elif known.input == "tokens":
-            x = known.texts(raw, self.tokenizer)
-        elif known.input == "image" and raw.dtype == tf.string:
-            x = known.pictures(raw)
-        if self.own is not None:
-            x = self._by_own(x)
-        images = known.input == "image" and x.dtype == tf.uint8
-        return input_pipeline.normalize(x) if images else x
-
-    def _by_own(self, x):
-        try:
-            x, _ = self.own(x, None, False)
-        except Exception as error:
-            raise ValueError(
-                f"preprocess of {self.preprocessing.model!r} raised "
-                f"{type(error).__name__} ({' '.join(str(error).split())}) when called "
-                "with y=None; expected x and y in return, so let it leave y "
-                "as it is if y is None."
-            ) from error
-        return x
+        return self.preprocessor(as_tensors(self.preprocessing, examples))
 
     def predict(self, examples: Any) -> Sequence[dict[str, Any]]:
         """Predicts for examples as `prepare` takes them; see `decode`."""
@@ -138,64 +101,12 @@ def load_model(model_dir: str, checkpoint: str = "last") -> Trained:
         file = pathlib.Path(known.model)
         mine = MyModel(file, user_file.load(file))
         own = mine.preprocess(**known.known) if known.preprocess else None
-    folder = os.path.join(model_dir, preprocessing.TOKENIZER)
+    folder = os.path.join(model_dir, model_files.TOKENIZER)
     tokenizer = text.load(folder) if os.path.isdir(folder) else None
     model = read_model(model_dir, checkpoint)
-    classes = preprocessing.read_classes(model_dir)
-    return Trained(model, known, classes, tokenizer, own)
-
-
-def _as_read(known: Preprocessing, examples: Any) -> Any:
-    """Makes tensors of examples, checked, as `Trained.prepared` takes them."""
-    if known.input == OWN:
-        return arrays.checked(known, examples)
-    if known.input in ("row", "columns") and hasattr(examples, "keys"):
-        return _columns(known, examples)
-    if known.input == "columns":
-        raise ValueError(
-            f"Received a {type(examples).__name__}, but the model takes the columns "
-            f"{', '.join(known.columns)}; expected a dict of these, or a DataFrame."
-        )
-    examples = np.asarray(examples)
-    if known.input == "row":
-        return tf.constant(examples, tf.float32)
-    if known.input == "tokens" or examples.dtype.kind in "SOU":
-        return tf.constant(examples, tf.string)
-    if examples.dtype.kind in "ui":
-        if examples.min() < 0 or examples.max() > 255:
-            raise ValueError(
-                f"Received pixels of {examples.min()} to {examples.max()}; expected 0 "
-                "to 255."
-            )
-        return tf.constant(examples, tf.uint8)
-    if known.range is not None:
-        preprocessing.check_range(examples, known.range)
-    return tf.constant(examples, tf.float32)
-
-
-def _columns(known, examples):
-    if missing := [name for name in known.columns if name not in examples.keys()]:
-        raise ValueError(
-            f"Received the columns {', '.join(map(str, examples.keys()))}; expected "
-            f"also {', '.join(missing)}, which the model was trained on."
-        )
-    found = {}
-    for name in known.columns:
-        values = np.asarray(examples[name])
-        if known.is_text(name):
-            found[name] = tf.constant([*map(tables.as_text, values)], tf.string)
-        elif name in known.tables:
-            ids = values.astype(np.int64)
-            size = known.tables[name]
-            if ((ids < 0) | (ids >= size)).any():
-                raise ValueError(
-                    f"The column {name!r} has ids of {ids.min()} to {ids.max()}; "
-                    f"expected 0 to {size - 1}, as in training."
-                )
-            found[name] = tf.constant(ids)
-        else:
-            found[name] = tf.constant(values, tf.float32)
-    return found
+    preprocessor = Preprocessor(known, tokenizer, own)
+    classes = model_files.read_classes(model_dir)
+    return Trained(model, known, preprocessor, classes, tokenizer)
 
 
 def by_name(outputs: Any) -> Mapping[str, Any]:

@@ -84,7 +84,7 @@ class FixedModel:
 
 def trained(task="language_model", model=None):
     known = Preprocessing(task=task, from_logits=True, input="tokens", shape=(LENGTH,))
-    return Trained(model or FixedModel(), known, None, ByteTokenizer())
+    return Trained(model or FixedModel(), known, None, tokenizer=ByteTokenizer())
 
 
 def test_a_text_goes_on_to_its_end():

@@ -5,13 +5,13 @@ import csv
 from tests.towers.train.runs import assembled
 from towers.predict import __main__ as predict
 from towers.predict import arguments
-from towers.train.outputs import preprocessing
+from towers.train.outputs import model_files
 
 
 def finished(*flags, model_dir):
     """The model_dir of a run that has ended, but for its training."""
     job = assembled(*flags, f"--model_dir={model_dir}")
-    preprocessing.write(job)
+    model_files.write(job)
     job.model.save(model_dir / "model.keras")
     return job
 

@@ -20,6 +20,7 @@ from tests.towers.predict.runs import finished, predicted
 from tests.towers.train.runs import heard
 from towers.export import __main__ as export
 from towers.export import arguments, saved_model
+from towers.predict.preprocessor import Preprocessor
 from towers.predict.trained import Trained, load_model
 from towers.train.outputs.preprocessing import Preprocessing
 
@@ -323,6 +324,7 @@ def test_pictures_that_the_users_file_prepares(tmp_path):
 
 def test_a_language_model_has_no_signature(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
-    trained = Trained(model, Preprocessing("language_model", True, "tokens", (2,)))
+    known = Preprocessing("language_model", True, "tokens", (2,))
+    trained = Trained(model, known, Preprocessor(known))
     with pytest.raises(ValueError, match="for which there is no signature"):
         saved_model.write(trained, str(tmp_path / "exported"))

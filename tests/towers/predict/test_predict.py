@@ -216,7 +216,7 @@ def test_words_are_tagged(tmp_path):
 def test_what_is_told_depends_on_the_task(tmp_path):
     def of(task, **known):
         about = Preprocessing(task, False, "image", (), **known)
-        return Trained(None, about, known.pop("classes", None))
+        return Trained(None, about, None, known.pop("classes", None))
 
     numbers = of("regression", outputs=("a", "b"))
     found = numbers.decode(np.array([[1, 2]], np.float32), None)

@@ -16,10 +16,10 @@ from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.train.job import BAD_RECORDS, Job
-from towers.train.outputs import preprocessing
+from towers.train.outputs import model_files
 from towers.train.parts.model import NOT_FINITE
 from towers.train.parts.training.optimizer import averaged, kept_rate
-from towers.train.settings import ARCHITECTURE
+from towers.train.settings import ARCHITECTURE, PREPROCESSING
 
 # Of --log_csv.
 LOG = "log.csv"
@@ -72,7 +72,7 @@ def describe(job: Job) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(job.model_dir, NOT_FINITE))
         _write(job, "flags.txt", job.settings.as_text())
-        preprocessing.write(job)
+        model_files.write(job)
         _forget_epochs_after(os.path.join(job.model_dir, LOG), job.epoch)
         if job.data.bad_records is not None:
             path = os.path.join(job.model_dir, BAD_RECORDS)
@@ -129,9 +129,9 @@ def remove_run(model_dir: str) -> None:
         "flags.txt",
         "report.html",
         LOG,
-        preprocessing.PREPROCESSING,
-        preprocessing.CLASSES,
-        preprocessing.TOKENIZER,
+        PREPROCESSING,
+        model_files.CLASSES,
+        model_files.TOKENIZER,
         ARCHITECTURE,
         "variable_update.json",
         BAD_RECORDS,

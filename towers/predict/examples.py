@@ -1,0 +1,84 @@
+"""Makes tensors of examples that somebody has in Python, and checks them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.predict import arrays, tables
+from towers.train.outputs.preprocessing import OWN, Preprocessing
+
+
+def as_tensors(known: Preprocessing, examples: Any) -> Any:
+    """Makes tensors of examples, as a `Preprocessor` takes them.
+
+    Args:
+        known: What the model is given.
+        examples: As `Trained.prepare` takes them.
+
+    Raises:
+        ValueError: The examples are not as expected.
+    """
+    if known.input == OWN:
+        return arrays.checked(known, examples)
+    if known.input in ("row", "columns") and hasattr(examples, "keys"):
+        return _columns(known, examples)
+    if known.input == "columns":
+        raise ValueError(
+            f"Received a {type(examples).__name__}, but the model takes the columns "
+            f"{', '.join(known.columns)}; expected a dict of these, or a DataFrame."
+        )
+    examples = np.asarray(examples)
+    if known.input == "row":
+        return tf.constant(examples, tf.float32)
+    if known.input == "tokens" or examples.dtype.kind in "SOU":
+        return tf.constant(examples, tf.string)
+    return _pictures(known, examples)
+
+
+def _pictures(known, pixels):
+    if pixels.dtype.kind not in "ui":
+        if known.range is not None:
+            _check_range(pixels, *known.range)
+        return tf.constant(pixels, tf.float32)
+    if pixels.min() < 0 or pixels.max() > 255:
+        raise ValueError(
+            f"Received pixels of {pixels.min()} to {pixels.max()}; expected 0 to 255."
+        )
+    return tf.constant(pixels, tf.uint8)
+
+
+def _check_range(pixels, low, high):
+    least, most = float(pixels.min()), float(pixels.max())
+    spare = (high - low) / 4
+    if least < low - spare or most > high + spare:
+        raise ValueError(
+            f"Received pictures of {least:g} to {most:g}, but the model was trained on "
+            f"{low:g} to {high:g}; expected uint8 pixels, which are scaled, or "
+            "x / 127.5 - 1."
+        )
+
+
+def _columns(known: Preprocessing, examples: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    if missing := [name for name in known.columns if name not in examples.keys()]:
+        raise ValueError(
+            f"Received the columns {', '.join(map(str, examples.keys()))}; expected "
+            f"also {', '.join(missing)}, which the model was trained on."
+        )
+    return {name: _column(known, name, examples[name]) for name in known.columns}
+
+
+def _column(known, name, values):
+    values = np.asarray(values)
+    if known.is_text(name):
+        return tf.constant([*map(tables.as_text, values)], tf.string)
+    if name not in known.tables:
+        return tf.constant(values, tf.float32)
+    ids, size = values.astype(np.int64), known.tables[name]
+    if ((ids < 0) | (ids >= size)).any():
+        raise ValueError(
+            f"The column {name!r} has ids of {ids.min()} to {ids.max()}; "
+            f"expected 0 to {size - 1}, as in training."
+        )
+    return tf.constant(ids)

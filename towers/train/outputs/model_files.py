@@ -1,0 +1,83 @@
+"""Writes what those who use a run's model later need to know, as the run begins."""
+
+import json
+import os
+from typing import Any
+
+import keras
+
+from towers.train.outputs.preprocessing import OWN, Preprocessing
+from towers.train.parts.data import Data
+from towers.train.settings import ARCHITECTURE
+
+CLASSES, TOKENIZER = "classes.json", "tokenizer"
+
+
+def write(job: Any) -> None:
+    """Writes preprocessing.json, model.json, classes.json and the tokenizer's folder.
+
+    model.json describes the model's layers, as Keras does. Only a model of classes gets
+    classes.json, and only one of texts gets a tokenizer.
+    """
+    _preprocessing(job).save(job.model_dir)
+    _write(os.path.join(job.model_dir, ARCHITECTURE), json.loads(job.model.to_json()))
+    target = job.setup.facts.target
+    if target is not None and target.kind != "tokens" and target.kind != "numbers":
+        names = target.names or map(str, range(target.size))
+        _write(os.path.join(job.model_dir, CLASSES), [*names])
+    tokenizer = getattr(getattr(job.data, "source", None), "tokenizer", None)
+    if tokenizer is not None:
+        tokenizer.save(os.path.join(job.model_dir, TOKENIZER))
+
+
+def _write(path: str, content: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+
+
+def read_classes(folder: str) -> list[str] | None:
+    """Returns the names of the classes that a run knows, if it knows any."""
+    try:
+        with open(os.path.join(folder, CLASSES), encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+
+
+def _preprocessing(job):
+    setup, data, settings = job.setup, job.data, job.settings
+    facts, task = setup.facts, setup.task
+    own = not isinstance(data, Data)
+    preprocess = setup.defines("preprocess")
+    images = facts.input_kind == "image"
+    named = facts.input_kind in ("row", "columns", "tokens")
+    numbers = facts.target is not None and facts.target.kind == "numbers"
+    return Preprocessing(
+        task=task and task.name,
+        from_logits=job.from_logits,
+        input=OWN if own else facts.input_kind,
+        shape=_shape(facts, data),
+        model=str(setup.mine.path.absolute()) if setup.mine else None,
+        preprocess=preprocess,
+        known=setup.known if preprocess else {},
+        dtype=keras.tree.map_structure(_dtype, facts.inputs) if own else None,
+        range=(-1.0, 1.0) if images and not preprocess else None,
+        recipe=settings.recipe if images else None,
+        same_size=images and data.source.image_shape[:2] == data.image_shape[:2],
+        features=tuple(data.source.image_fields) if named else None,
+        tables=dict(facts.table_sizes or {}),
+        outputs=facts.target.names if numbers else None,
+        scaling=data.scaling,
+        vocabularies=dict(data.vocabularies),
+    )
+
+
+def _dtype(tensor):
+    return tensor.dtype
+
+
+def _shape(facts, data):
+    """Shape of an example; of columns, that of their numbers; of texts, the longest."""
+    of_source = facts.input_kind in ("columns", "tokens")
+    return tuple(data.source.image_shape) if of_source else facts.input_shape
