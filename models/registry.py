@@ -112,10 +112,13 @@ def _build_own(name, facts, options):
         if what == "tokens" and facts.task is not None:
             of_language = facts.task == "language_model"
             others = ["transformer_lm" if of_language else "transformer_encoder"]
+        others += ["a model of your own"]
+        if what == "row" and "columns" in needs:
+            others += ["columns of text, which --feature_columns names"]
         raise ValueError(
             f"The model {name!r} needs {' or '.join(map(_KINDS.get, needs))}, but "
             f"{_KINDS[what]} with input_shape={facts.input_shape} were received; use "
-            f"{' or '.join(others)}, or a model of your own."
+            f"{', '.join(others[:-1])}, or {others[-1]}."
         )
     function = _OWN.get(name) or functools.partial(applications.build, name)
     given, named = arguments(function, f"The model {name!r}", facts, options)

@@ -33,6 +33,10 @@ def _columns(dense=3):
     return models.Facts(input_shape=shape, num_outputs=2, table_sizes=tables)
 
 
+def _row():
+    return models.Facts(input_shape=(3,), num_outputs=2)
+
+
 def _masks(side=8):
     return models.Facts(input_shape=(side, side, 1), num_outputs=3, task="segmentation")
 
@@ -195,6 +199,7 @@ def test_padding_changes_nothing(task):
         ("transformer_lm", _masks(), {}, "needs tokens of text, but images .* use cnn"),
         ("mlp", _columns(), {}, r"but several inputs, by name with .* use dlrm, or a"),
         ("dlrm", _masks(), {}, "'dlrm' needs several inputs, by name, but images"),
+        ("dlrm", _row(), {}, "use mlp, a model of your own, or columns of text, which"),
         (
             *("unet", _masks(20), {}),
             r"multiples of 8, but input_shape=\(20, 20, 1\) .*--image_size=24x24, or f",

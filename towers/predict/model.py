@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 
 import keras
 
@@ -30,6 +31,7 @@ def read(model_dir: str, checkpoint: str) -> keras.Model:
         path, load = newest[0], _of_checkpoint
     else:
         load = _of_end
+        _check(path)
     try:
         return load(path, model_dir)
     except (ValueError, TypeError, OSError) as error:
@@ -51,6 +53,22 @@ def _has_ended(model_dir, newest):
 
 def _of_end(path, _):
     return keras.saving.load_model(path, compile=False)
+
+
+def _check(path):
+    """Finds damage, of which Keras says that the file is not there, or nothing good."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip() is not None
+    except FileNotFoundError:
+        return
+    except (OSError, zipfile.BadZipFile):
+        damaged = True
+    if damaged:
+        raise ValueError(
+            f"{path} is damaged; expected the file as the run wrote it, so copy it "
+            "again, or train again."
+        )
 
 
 def _of_checkpoint(_, model_dir):

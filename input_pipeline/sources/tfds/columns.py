@@ -39,6 +39,11 @@ class Columns:
     encoded = False
 
     @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the numbers, as of `features.Features`."""
+        return self.names
+
+    @property
     def image_shape(self) -> tuple[int, ...]:
         """Shape of the numbers of a row."""
         return (len(self.names),)

@@ -1,6 +1,7 @@
 """Which features of a TFDS data set are read, and what is to be learnt from them."""
 
 import dataclasses
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,16 @@ class Features:
     target: Target
     image_shape: tuple[int | None, ...]
     names: tuple[str, ...] = ()
+
+    # What `columns.Columns` may have.
+    classes = types.MappingProxyType({})
+    texts = ()
+    notes = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of what makes an example."""
+        return self.names or (self.x,)
 
     @property
     def encoded(self) -> bool:

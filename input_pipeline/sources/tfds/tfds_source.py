@@ -123,14 +123,10 @@ class TFDSSource(StreamSource):
         self._features = found
         self._take_target(found.target)
         self.image_shape, self.encoded = found.image_shape, found.encoded
-        self.label_field, self.image_fields = found.y, found.names
-        self._texts, self._ids = (), {}
-        if isinstance(found, columns.Columns):
-            self.notes, self._texts = found.notes, found.texts
-            self._take_vocabularies(vocabularies or dict.fromkeys(found.texts, ()))
-            self._known = vocabularies is not None or not found.texts
-        elif not found.names:
-            self.image_fields = (found.x,)
+        self.label_field, self.image_fields = found.y, found.fields
+        self.notes = found.notes
+        self._take_vocabularies(vocabularies or dict.fromkeys(found.texts, ()))
+        self._known = vocabularies is not None or not found.texts
         self._builder = builder
         self._num_shards = num_shards
         self._asked = {"train": train_split, "test": eval_split}
@@ -197,28 +193,32 @@ class TFDSSource(StreamSource):
         # A copy reads anew what is on disk, whoever wrote it.
         self._builder = copy.copy(self._builder)
         self._check_splits()
-        if self._texts and not self._known:
+        if self._features.texts and not self._known:
             self._take_vocabularies(self._read_vocabularies())
             self._known = True
 
-    def _take_vocabularies(self, texts: Mapping[str, Sequence[str]]) -> None:
+    def _take_vocabularies(self, vocabularies: Mapping[str, Sequence[str]]) -> None:
         """Says which ids there are, of texts and of classes."""
-        found = {**texts, **self._features.classes}
-        names = (*self._texts, *self._features.classes)
+        found = {**vocabularies, **self._features.classes}
+        names = (*self._features.texts, *self._features.classes)
         categories.check(self.name, names, found)
         self.vocabularies = {name: found[name] for name in names}
         self.table_sizes = categories.table_sizes(self.vocabularies)
-        self._ids = categories.finders({name: found[name] for name in self._texts})
+        self._ids = categories.finders(
+            {name: found[name] for name in self._features.texts}
+        )
         self.reads = (*self.reads, *self.vocabularies.items())
 
     def _read_vocabularies(self) -> dict[str, tuple[str, ...]]:
         """Reads the columns of text of the training data."""
         split = "train" if "train" in self.splits else "test"
         batches = self.records(split).batch(_AT_ONCE)
-        texts = batches.map(lambda _, records: [records[name] for name in self._texts])
+        texts = batches.map(
+            lambda _, records: [records[name] for name in self._features.texts]
+        )
         # What is wrong with a record is said when it is read.
         found = texts.ignore_errors().as_numpy_iterator()
-        return categories.read_vocabularies(self._texts, found)
+        return categories.read_vocabularies(self._features.texts, found)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's shards, of which a part of a split may read a part."""

@@ -1,5 +1,7 @@
 """The model of a run that has not ended is that of its newest checkpoint."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -72,7 +74,7 @@ def test_a_damaged_checkpoint_is_a_sentence(stopped, tmp_path):
         towers.load_model(tmp_path)
 
 
-# Last: it ends the run.
+# It ends the run; so those that need its end come after it.
 def test_a_run_that_has_ended_says_nothing(stopped, capsys):
     files.end(stopped, summary.summarise(stopped, run.evaluate(stopped), None))
     before = weights(stopped.model_dir)
@@ -80,3 +82,15 @@ def test_a_run_that_has_ended_says_nothing(stopped, capsys):
     with averaged(stopped.settings, stopped.model):
         for a, b in zip(before, stopped.model.get_weights(), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("place", ("begin", "middle", "end"))
+def test_a_damaged_model_is_a_sentence(stopped, tmp_path, place):
+    shutil.copytree(stopped.model_dir, tmp_path / "run")
+    path = tmp_path / "run" / "model.keras"
+    content = bytearray(path.read_bytes())
+    first = {"begin": 0, "middle": len(content) // 2, "end": len(content) - 64}[place]
+    content[first : first + 64] = bytes(64)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.keras is damaged; expected"):
+        towers.load_model(tmp_path / "run")
