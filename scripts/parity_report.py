@@ -58,7 +58,9 @@ were drawn at random, and did not run under MirroredStrategy. Tasks are what the
 line trains: model, loss, metrics and optimizer of each `--task`. Most have batches that
 do not divide; where MirroredStrategy fails, "even" tells what it does with batches cut
 to a multiple of its replicas. [Exactness](docs/exactness.md#what-is-gathered-and-why)
-says which losses and metrics are gathered, and why.
+says which losses and metrics are gathered, and why. Where towers differ, the row also
+tells by how much plain Keras on one device differs from itself in the same array:
+compiled as the case asks, and with float32 in place of 16 bits.
 
 {versions}; {date}. Written by `make parity-report`.
 
@@ -168,6 +170,8 @@ def _table(towers, mirrored) -> Iterator[str]:
     for case in CASES:
         ours, theirs = _worst(towers, case), _worst(mirrored, case)
         cells = [case.group, case.name, case.towers, _said(ours), _said(theirs)]
+        if ours["verdict"] == "differs":
+            cells[3] += f"; one device {_rounding(case, ours['where'])}"
         if "even" in theirs:
             cells[-1] += f"; even: {_said(theirs['even'])}"
         yield _row(cells)
@@ -175,6 +179,12 @@ def _table(towers, mirrored) -> Iterator[str]:
             other = theirs.get("metrics", {}).get(name)
             cells = ["", f"- {name}", "", f"{difference:.1e}"]
             yield _row([*cells, "" if other is None else f"{other:.1e}"])
+
+
+def _rounding(case, where):
+    """Says how far one device is from itself; see `oracle.rounding`."""
+    found = oracle.rounding(case, where)
+    return ", ".join(f"{name} by {value:.1e}" for name, value in found.items())
 
 
 def _row(cells):

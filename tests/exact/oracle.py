@@ -169,17 +169,41 @@ def outcome(
     )
 
 
+def rounding(case: Case, where: str) -> dict[str, float]:
+    """Tells how far one device is from itself, if it only rounds otherwise.
+
+    Args:
+        case: What to run.
+        where: Name of an array of `run`.
+
+    Returns:
+        The difference in that array from the run that `outcome` compares with, if one
+        device compiles as the case does, and if it computes 16 bits in 32.
+    """
+    others = {"compiled": case}
+    if "16" in case.policy:
+        others["in float32"] = dataclasses.replace(_plain(case), policy="float32")
+    expected = _one_device(case, LATER)
+    return {
+        name: differences(run(other), expected)[where] for name, other in others.items()
+    }
+
+
+def _plain(case):
+    """The case as one device computes it with the least rounding of its own."""
+    options = {"jit_compile": False}
+    traced = case.group in NOT_EAGERLY or case.group.startswith("metrics")
+    if not traced and not isinstance(case.loss, list | dict):
+        # Nothing is traced then: half the time, and the same to 1e-6.
+        options["run_eagerly"] = True
+    return dataclasses.replace(case, compile=lambda: case.compile() | options)
+
+
 def _one_device(case, later):
     """What one device makes of a case, computed once for all that follow of it."""
     if str(case) not in _last or not set(later) <= set(_last[str(case)][0]):
         _last.clear()
-        options = {"jit_compile": False}
-        traced = case.group in NOT_EAGERLY or case.group.startswith("metrics")
-        if not traced and not isinstance(case.loss, list | dict):
-            # Nothing is traced then: half the time, and the same to 1e-6.
-            options["run_eagerly"] = True
-        alone = dataclasses.replace(case, compile=lambda: case.compile() | options)
-        _last[str(case)] = later, run(alone, later=later)
+        _last[str(case)] = later, run(_plain(case), later=later)
     had, found = _last[str(case)]
     if later == had:
         return found

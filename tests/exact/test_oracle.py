@@ -1,0 +1,27 @@
+"""The oracle tells how far one device is from itself."""
+
+import re
+
+from scripts import parity_report
+from tests.exact import oracle, table
+
+
+def case(group, policy):
+    return next(c for c in table.CASES if c.group == group and c.policy == policy)
+
+
+def test_float32_rounds_little_when_compiled():
+    found = oracle.rounding(case("shares", "float32"), "predict 0")
+    assert [*found] == ["compiled"]
+    assert found["compiled"] < 1e-5
+
+
+def test_16_bits_round_more_and_the_report_says_so(monkeypatch):
+    some = case("mixed precision", "mixed_float16")
+    monkeypatch.setattr(parity_report, "CASES", [some])
+    record = {"verdict": "differs", "difference": 0.5, "where": "predict 0"}
+    *_, row = parity_report._table({str(some): [record]}, {})
+    wanted = r"\(predict 0\); one device compiled by (\S+), in float32 by (\S+) \|"
+    compiled, in_float32 = map(float, re.search(wanted, row).groups())
+    assert compiled < 1e-2
+    assert 1e-5 < in_float32 < 0.1
