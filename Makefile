@@ -68,7 +68,8 @@ test-oldest: .venv-oldest/.ready
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
 parity-report: $(READY)
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
-	TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) tests/exact/test_exact_cases.py
+	# The report tells which cases fail.
+	-TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) tests/exact/test_exact_cases.py
 	$(RUN) -m scripts.parity_report --mirrored
 
 # docs/tensorboard_*.png and docs/report.png; needs Debian's chromium.
