@@ -52,7 +52,6 @@ QUICK = {
     "batches": (
         "class weights, labels",
         "nested of inputs",
-        "outputs of two reductions",
         "sizes (1, 8)",
         "sizes (8, 8, 5), 3 towers",
         "with validation",
@@ -74,7 +73,6 @@ QUICK = {
         "reduction sum, sample weights",
     ),
     "losses that layers add": (
-        "activity regularizer",
         "mean and sum",
         "sum, smaller than the towers",
         "variance over the batch",
@@ -84,8 +82,8 @@ QUICK = {
         "ignore_class of pixels, sum_over_batch_size",
         "the first tower has only padding, mean_with_sample_weight, weights",
     ),
-    "metrics": ("function, and names", "of numbers in (0, 1), weighted"),
-    "metrics of tokens and pixels": ("numbers, padding, weights",),
+    "metrics": ("function, and names",),
+    "metrics of tokens and pixels": ("labels of pixels, weights",),
     "mixed precision": (
         "mixed_bfloat16, loss of the whole batch",
         "mixed_float16, Adam",
@@ -123,12 +121,11 @@ QUICK = {
     ),
     "tasks": ("binary, mlp",),
 }
-# Of combinations, those that are refused, which takes no time, and those of state.
+# Of combinations, those that are refused, which takes no time.
 QUICK_KINDS = (
     "added loss that couples",
     "examples that meet",
     "raw state",
-    "state",
     "state that couples",
 )
 

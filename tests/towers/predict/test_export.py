@@ -96,6 +96,7 @@ def table(root, *flags):
 DLRM = "--model=dlrm", "--width=2", CHOSEN
 
 
+@pytest.mark.slow
 def test_exported_models_need_tensorflow_only(tmp_path):
     of_pictures = pictures(tmp_path / "pictures")
     of_rows, _ = table(

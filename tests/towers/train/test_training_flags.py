@@ -83,6 +83,7 @@ def trained_plainly(flags, optimizer, smooth=None, metrics=(), **options):
     return model, history.history
 
 
+@pytest.mark.slow
 def test_optimizer_flags_are_those_of_keras(tmp_path):
     flags = *DATA, *OPTIMIZER, "--train_epochs=2"
     job = assembled(*flags, f"--model_dir={tmp_path}")
