@@ -18,7 +18,7 @@ depend on the data alone: towers add them up before they compute (`loss_graph.py
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -38,7 +38,7 @@ from towers.analysis.kinds import (
     Dependence,
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
-from towers.analysis.operations import of_operation
+from towers.analysis.operations import STATELESS_DRAWS, of_operation
 from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.
@@ -111,12 +111,15 @@ class Reader:
         local_batch: Any,
         calls: dict[Any, LayerCall],
         known: Mapping[Any, Dependence] | None = None,
+        seeds: Iterable[tf.Tensor] = (),
     ):
         """Takes a local batch, and what `recorded_layers` remembered.
 
         Its tensors have one row an example; the graph must not know how many. `known`
-        has what else is known, by the key of the tensor.
+        has what else is known, by the key of the tensor. `seeds` are those of random
+        numbers that each tower has its own of.
         """
+        self._seeds = {key(seed) for _, seed in parts([*seeds])}
         self._calls = calls
         self._culprits = {}
         self._unread = []
@@ -182,6 +185,18 @@ class Reader:
             waiting.extend(op.inputs)
         self._of_data = seen
         return True
+
+    def is_seeded(self, tensor: tf.Tensor) -> bool:
+        """Tells whether a tensor is made of a seed that each tower has its own of."""
+        waiting, seen = [tensor], set()
+        while waiting:
+            current = waiting.pop()
+            if key(current) in self._seeds:
+                return True
+            if key(current) not in seen:
+                seen.add(key(current))
+                waiting.extend(current.op.inputs)
+        return False
 
     def why(self, tensor: tf.Tensor) -> Culprit:
         """Returns what made `tensor` coupled or unknown, or else what made it."""
@@ -252,6 +267,9 @@ class Reader:
         attributes = _CALLS.get(tensor.op.type)
         if attributes is None:
             found = of_operation(tensor, inputs, kinds)
+            if tensor.op.type in STATELESS_DRAWS and not self.is_seeded(inputs[1]):
+                # By the same seed, each tower would draw the first rows of one device.
+                found = UNKNOWN
             if found is UNKNOWN:
                 found = self._by_counts(tensor, inputs, kinds)
             self._counts.keep(tensor, found, inputs, kinds)
@@ -279,7 +297,10 @@ class Reader:
         name = tensor.op.get_attr(attribute).name
         graph = function_graph(name, [each.shape for each in inputs])
         known = zip(map(key, graph.inputs), kinds, strict=True)
-        return Reader((), {}, dict(known)).of(graph.outputs[tensor.value_index])
+        pairs = zip(graph.inputs, inputs, strict=True)
+        seeds = [inner for inner, outer in pairs if self.is_seeded(outer)]
+        reader = Reader((), {}, dict(known), seeds)
+        return reader.of(graph.outputs[tensor.value_index])
 
     def _by_totals(self, tensor, inputs, kinds):
         """What an operation returns if it takes totals of the whole batch.

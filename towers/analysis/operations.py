@@ -27,12 +27,14 @@ from towers.analysis.kinds import (
 from towers.analysis.static_values import integers
 from towers.keras_adapter.graphs import gradient_module
 
-# Each element is drawn by itself.
-_DRAWS = set(
-    """RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal
-    StatelessRandomGammaV3 StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
+# Each element is drawn by itself. Their second input is of the seed.
+STATELESS_DRAWS = set(
+    """StatelessRandomGammaV3 StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
     StatelessRandomUniformIntV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2
     """.split()
+)
+_DRAWS = STATELESS_DRAWS | set(
+    "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal".split()
 )
 # Where TensorFlow defines them.
 _ACTIVATIONS = "tensorflow.python.ops.nn_impl"

@@ -5,7 +5,7 @@ once, when the tower is traced.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -85,17 +85,20 @@ class Rules:
             self._found |= zip(names, loss_graph.rules, strict=True)
 
     @contextlib.contextmanager
-    def reading(self, local_batch: Any) -> Iterator[None]:
+    def reading(
+        self, local_batch: Any, seeds: Iterable[tf.Tensor] = ()
+    ) -> Iterator[None]:
         """Inside, a tower is traced; rules are read from its graph.
 
         Tensors of the local batch have one row an example, in a number that the graph
-        does not know.
+        does not know. `seeds` are random seeds of the tower's own.
         """
         if self.complete:
             yield
             return
         with recorded_layers() as calls:
-            self._reader, self._local_batch = Reader(local_batch, calls), local_batch
+            self._reader = Reader(local_batch, calls, seeds=seeds)
+            self._local_batch = local_batch
             try:
                 yield
             finally:

@@ -45,6 +45,13 @@ def of_tower(
     ]
 
 
+def own_seeds(model: keras.Model, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the random seeds among values of `model.non_trainable_variables`."""
+    ids = seed_ids(model)
+    variables = zip(model.non_trainable_variables, state, strict=True)
+    return [value for variable, value in variables if id(variable) in ids]
+
+
 class _Here(threading.local):
     """What a thread has asked for.
 
@@ -89,9 +96,7 @@ def sent_together(model: keras.Model, state: Sequence[tf.Tensor]) -> Iterator[No
         model: The model that `state` belongs to.
         state: Values of `model.non_trainable_variables`.
     """
-    ids = seed_ids(model) if _here.on_the_host else ()
-    variables = zip(model.non_trainable_variables, state, strict=True)
-    own = [value for variable, value in variables if id(variable) in ids]
+    own = own_seeds(model, state) if _here.on_the_host else ()
     before = _here.sent, _here.drawn
     _here.sent, _here.drawn = {}, {}
     if own:

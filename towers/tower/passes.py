@@ -21,6 +21,7 @@ from towers.keras_adapter.models import (
     losses_recorded,
     total_of_added_loss,
 )
+from towers.layers.seeds import own_seeds
 from towers.tower import metrics
 from towers.tower.errors import ModelError
 from towers.tower.scope import stateless
@@ -91,7 +92,10 @@ def forward(
     Returns:
         Outputs, tags, new state and the parts of the layers' losses.
     """
-    with rules.reading(x), stateless(model, params, state) as scope:
+    with (
+        rules.reading(x, own_seeds(model, state)),
+        stateless(model, params, state) as scope,
+    ):
         return _forward(model, training, rules, scope, x, fraction)
 
 
@@ -126,7 +130,7 @@ def forward_backward(
             does more than compute.
     """
     with (
-        rules.reading(local_batch),
+        rules.reading(local_batch, own_seeds(model, state)),
         tf.GradientTape() as tape,
         stateless(model, params, state, tape) as scope,
     ):
@@ -162,7 +166,10 @@ def evaluate(
     Raises:
         NoRuleError: As from `forward_backward`.
     """
-    with rules.reading(local_batch), stateless(model, params, state) as scope:
+    with (
+        rules.reading(local_batch, own_seeds(model, state)),
+        stateless(model, params, state) as scope,
+    ):
         result = _forward(model, False, rules, scope, local_batch[0], fraction)
         loss = _Loss(model, rules, scope, local_batch, result, fraction, totals)
         changes = _metrics(model, rules, local_batch, result)

@@ -130,7 +130,6 @@ APART = {
     "einsum": lambda h: ops.einsum("...i,...i->...i", h, h),
     "broadcast": lambda h: h + ops.broadcast_to(ops.ones((1, 4)), ops.shape(h)),
     "of each row": lambda h: tf.gather(h, tf.argmax(h, -1)[:, None], batch_dims=1),
-    "noise": lambda h: h + 0 * tf.random.stateless_normal(tf.shape(h), [1, 2]),
     "negative axis": lambda h: layers.Softmax(axis=-2)(h[:, :, None])[:, :, 0],
 }
 
@@ -144,11 +143,19 @@ class Between(layers.Layer):
         return self.function(x)
 
 
+class Noise(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + 0 * keras.random.normal(ops.shape(x), seed=self.seed)
+
+
 def test_rows_that_are_kept_apart_are_proved(caplog):
     # Each in a layer of a user's own, side by side.
-    model = _model(
-        lambda h: layers.Concatenate()([Between(f)(h) for f in APART.values()])
-    )
+    each = [*map(Between, APART.values()), Noise()]
+    model = _model(lambda h: layers.Concatenate()([layer(h) for layer in each]))
     ours = multi_gpu_model(model, gpus=2).predict_on_batch(X)
     # TensorFlow may warn of what was traced in tests before.
     assert not [r for r in caplog.records if r.name == "towers"]
