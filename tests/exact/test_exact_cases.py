@@ -83,7 +83,7 @@ QUICK = {
         "the first tower has only padding, mean_with_sample_weight, weights",
     ),
     "metrics": ("function, and names",),
-    "metrics of tokens and pixels": ("labels of pixels, weights",),
+    "metrics of tokens and pixels": ("numbers, padding, weights",),
     "mixed precision": (
         "mixed_bfloat16, loss of the whole batch",
         "mixed_float16, Adam",
