@@ -59,11 +59,22 @@ class Ours:
         return iter(self._data)
 
 
+def plainly(tokenizer: text.Tokenizer) -> Callable[[tf.Tensor], tf.RaggedTensor]:
+    """Returns what encodes texts by TensorFlow alone, as others would call it."""
+    if tokenizer.name == "bytes":
+        return tokenizer.encode
+    import tensorflow_text
+
+    _, model = tokenizer.file()
+    return tensorflow_text.SentencepieceTokenizer(model).tokenize
+
+
 class OfTensorFlow:
     """A pipeline of tf.data, written by hand."""
 
     def __init__(self, job: argparse.Namespace, tokenizer: text.Tokenizer):
-        self._job, self._tokenizer = job, tokenizer
+        self._job, self._end = job, tokenizer.end
+        self._encode = plainly(tokenizer)
         self._data = (
             self._rows()
             .map(lambda row: (row[:-1], tf.cast(row[1:], tf.int64)), AUTO)
@@ -83,8 +94,8 @@ class OfTensorFlow:
         return rows.batch(self._job.sequence_length + 1, drop_remainder=True)
 
     def _ids(self, path):
-        ids = self._tokenizer.encode(tf.io.read_file(path)[None])[0]
-        return tf.concat([ids, [self._tokenizer.end]], 0)
+        ids = self._encode(tf.io.read_file(path)[None])[0]
+        return tf.concat([ids, [self._end]], 0)
 
 
 class OfLines(OfTensorFlow):
@@ -92,7 +103,7 @@ class OfLines(OfTensorFlow):
 
     def _rows(self):
         lines = tf.data.TextLineDataset(self._job.files)
-        ids = lines.map(lambda line: self._tokenizer.encode(line[None])[0], AUTO)
+        ids = lines.map(lambda line: self._encode(line[None])[0], AUTO)
         return ids.unbatch().batch(self._job.sequence_length + 1, drop_remainder=True)
 
 
@@ -103,8 +114,8 @@ class OfRows(OfTensorFlow):
         ids = []
         for path in self._job.files:
             with open(path, "rb") as file:
-                found = self._tokenizer.encode(tf.constant([file.read()])).values
-            ids += [found.numpy(), [self._tokenizer.end]]
+                found = self._encode(tf.constant([file.read()])).values
+            ids += [found.numpy(), [self._end]]
         ids, length = np.concatenate(ids).astype(np.int32), self._job.sequence_length
         rows = ids[: len(ids) // (length + 1) * (length + 1)]
         return tf.data.Dataset.from_tensor_slices(rows.reshape(-1, length + 1))

@@ -16,6 +16,7 @@ except ImportError as error:
         "pip install 'keras-towers[text]'"
     ) from error
 
+from towers.input_pipeline.text.by_words import by_words
 from towers.input_pipeline.text.tokenizer import Tokenizer
 
 
@@ -43,6 +44,8 @@ class SentencePieceTokenizer(Tokenizer):
                     f"the vocabulary of the tokenizer {name!r} cannot be read: "
                     "expected the .model file that SentencePiece has written"
                 ) from error
+        tokenize = self._pieces.tokenize
+        self._tokenize = by_words(tokenize, model, pieces) or tokenize
         self._shift = int(pieces[0] != b"<pad>")
         self._count = count
         self.size = count + self._shift
@@ -53,7 +56,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, texts: tf.Tensor) -> tf.RaggedTensor:
         """See ``Tokenizer.encode``."""
-        return self._pieces.tokenize(texts) + self._shift
+        return self._tokenize(texts) + self._shift
 
     def decode(self, ids: Iterable[int]) -> str:
         """See ``Tokenizer.decode``."""

@@ -1,3 +1,5 @@
+import argparse
+import inspect
 import struct
 
 import numpy as np
@@ -76,7 +78,7 @@ _MODEL = [
 ]
 
 
-def _sentencepiece(folder, pieces=_MODEL):
+def _sentencepiece(folder, pieces=_MODEL, more=b""):
     """Writes a model as SentencePiece does, in the format of protocol buffers."""
 
     def field(number, content):
@@ -92,7 +94,7 @@ def _sentencepiece(folder, pieces=_MODEL):
         )
         for piece, score, kind in pieces
     )
-    (folder / "some.model").write_bytes(model)
+    (folder / "some.model").write_bytes(model + more)
     pytest.importorskip("tensorflow_text")
     return text.open_tokenizer(f"sentencepiece:{folder}/some.model")
 
@@ -114,6 +116,51 @@ def test_sentencepiece_with_padding_and_without_an_end(tmp_path):
     assert _ids(tokenizer, ["cat"]) == [[2]]
     assert (tokenizer.size, tokenizer.end) == (4, 3)
     assert tokenizer.decode([2, 3, 0]) == "cat"
+
+
+# Of byte pairs; and with spaces as they are.
+_PAIRS, _KEPT = b"\x12\x02\x18\x02", b"\x1a\x02\x20\x00"
+_LETTERS = [(each, -i, _NORMAL) for i, each in enumerate("▁abc")]
+_OF_PAIRS = [("<unk>", 0, _UNKNOWN), ("▁a", 0, _NORMAL), ("bc", 0, _NORMAL), *_LETTERS]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "more", "once"),
+    [
+        (_OF_PAIRS, _PAIRS, True),
+        # Unigrams; spaces are kept; pieces reach beyond a word, and do not begin it.
+        (_OF_PAIRS, b"", False),
+        (_OF_PAIRS, _PAIRS + _KEPT, False),
+        ([*_OF_PAIRS, ("▁a▁", 0, _NORMAL)], _PAIRS, False),
+        ([each for each in _OF_PAIRS if each[0] != "▁"], _PAIRS, False),
+    ],
+)
+def test_words_are_encoded_once(tmp_path, pieces, more, once):
+    tokenizer = _sentencepiece(tmp_path, pieces, more)
+    assert (tokenizer._tokenize != tokenizer._pieces.tokenize) == once
+    texts = ["", " ", "abc cab", "  abc  a\tb abc\n", "x x", "abc"]
+    wanted = tokenizer._pieces.tokenize(tf.constant(texts)).to_list()
+    wanted = [[number + 1 for number in row] for row in wanted]
+    assert _ids(tokenizer, texts) == wanted == _in_a_map(tokenizer, texts)
+
+
+def test_byte_pairs_of_real_text_are_those_of_sentencepiece(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    content = inspect.getsource(argparse).replace("\n\n", "\n\v\n\u3000\r\n")
+    (tmp_path / "text.txt").write_text(content)
+    sentencepiece.SentencePieceTrainer.train(
+        input=f"{tmp_path}/text.txt",
+        model_prefix=f"{tmp_path}/pairs",
+        vocab_size=500,
+        model_type="bpe",
+        minloglevel=2,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_file=f"{tmp_path}/pairs.model")
+    tokenizer = text.open_tokenizer(f"sentencepiece:{tmp_path}/pairs.model")
+    assert tokenizer._tokenize != tokenizer._pieces.tokenize
+    texts = [content, content[::-1], *TEXTS, *content.split("\n")]
+    wanted = [[number + 1 for number in ids] for ids in theirs.encode(texts)]
+    assert _ids(tokenizer, texts) == wanted
 
 
 _PIECES = ["[PAD]", "[UNK]", "[SEP]", "cat", "##s", ".", "日", "本"]
