@@ -33,7 +33,7 @@ def by_words(encode: Encode, model: bytes, pieces: Sequence[bytes]) -> Encode | 
     """
     if _type(model) != _BYTE_PAIRS or _BEGIN not in pieces:
         return None
-    if any(_BEGIN in piece[1:] or b" " in piece for piece in pieces):
+    if any(_BEGIN in piece[1:] or piece.split() != [piece] for piece in pieces):
         return None
     found = _spaces(encode)
     if found is None:

@@ -132,6 +132,7 @@ _OF_PAIRS = [("<unk>", 0, _UNKNOWN), ("▁a", 0, _NORMAL), ("bc", 0, _NORMAL), *
         (_OF_PAIRS, b"", False),
         (_OF_PAIRS, _PAIRS + _KEPT, False),
         ([*_OF_PAIRS, ("▁a▁", 0, _NORMAL)], _PAIRS, False),
+        ([*_OF_PAIRS, ("a\tb", 0, _NORMAL)], _PAIRS, False),
         ([each for each in _OF_PAIRS if each[0] != "▁"], _PAIRS, False),
     ],
 )
@@ -158,7 +159,8 @@ def test_byte_pairs_of_real_text_are_those_of_sentencepiece(tmp_path):
     theirs = sentencepiece.SentencePieceProcessor(model_file=f"{tmp_path}/pairs.model")
     tokenizer = text.open_tokenizer(f"sentencepiece:{tmp_path}/pairs.model")
     assert tokenizer._tokenize != tokenizer._pieces.tokenize
-    texts = [content, content[::-1], *TEXTS, *content.split("\n")]
+    marks = "a \u0301b\u00a8c \u00b4 d\u0085e\u2028f\x01 \x01\x1c g"
+    texts = [content, content[::-1], marks, marks[::-1], *TEXTS, *content.split("\n")]
     wanted = [[number + 1 for number in ids] for ids in theirs.encode(texts)]
     assert _ids(tokenizer, texts) == wanted
 
