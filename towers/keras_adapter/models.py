@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend
 from keras.src.trainers.trainer import Trainer
 
 from towers.keras_adapter.patching import Target, patched, swapped
@@ -100,9 +101,35 @@ def total_of_added_loss(model: keras.Model, loss: tf.Tensor) -> tf.Tensor:
 def symbolic_build(model: keras.Model, data: Any) -> None:
     """Creates the variables of layers, losses, metrics and optimizer.
 
-    The data are a batch as `train_step` gets it, of `keras.KerasTensor`s.
+    The data are a batch as `train_step` gets it, of `keras.KerasTensor`s, and of the
+    `tf.TypeSpec`s of ragged and sparse tensors: Keras would take these for dense ones.
     """
+    parts = [*model._flatten_layers(), model._compile_metrics, model._compile_loss]
+    built = all(part is None or part.built for part in parts)
+    if not built and any(isinstance(s, tf.TypeSpec) for s in tf.nest.flatten(data)):
+        backend.compute_output_spec(_call_and_measure, model, data)
     model._symbolic_build(data_batch=data)
+
+
+def _call_and_measure(model, data):
+    """Calls all that Keras builds, as it does itself, but with what is ragged so."""
+    data = tf.nest.map_structure(_placeholder, data)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    y_pred = model(x, training=False)
+    if model._compile_metrics is not None:
+        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    if model._compile_loss is not None:
+        model._compute_loss(x, y, y_pred, sample_weight=sample_weight, training=False)
+
+
+def _placeholder(symbol):
+    if isinstance(symbol, tf.SparseTensorSpec):
+        return tf.compat.v1.sparse_placeholder(symbol.dtype, symbol.shape)
+    if isinstance(symbol, tf.RaggedTensorSpec):
+        rank = symbol.ragged_rank
+        inner = symbol.shape[rank + 1 :]
+        return tf.compat.v1.ragged.placeholder(symbol.dtype, rank, inner)
+    return symbol
 
 
 @contextlib.contextmanager

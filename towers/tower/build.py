@@ -18,6 +18,9 @@ from towers.keras_adapter.models import (
 from towers.tower import eager, passes
 from towers.tower.preprocess import Preprocess
 
+_SPARSE = tf.SparseTensor | tf.SparseTensorSpec
+_RAGGED = tf.RaggedTensor | tf.RaggedTensorSpec
+
 
 def from_symbols(
     model: keras.Model, data: Any, preprocess: Preprocess | None = None
@@ -80,7 +83,15 @@ def _build(model, data):
         # It may need more than symbols, such as a gradient.
         of_the_user = compute_loss_replaced(model, losses)
     with of_the_user:
-        symbolic_build(model, symbols(data))
+        symbolic_build(model, tf.nest.map_structure(_symbol_or_spec, data))
+
+
+def _symbol_or_spec(tensor):
+    if isinstance(tensor, _SPARSE):
+        return tf.SparseTensorSpec(tensor.shape, tensor.dtype)
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.type_spec_from_value(tensor)
+    return tensor if isinstance(tensor, tf.RaggedTensorSpec) else _symbol(tensor)
 
 
 def _symbol(tensor):
@@ -89,6 +100,6 @@ def _symbol(tensor):
     return keras.KerasTensor(
         tensor.shape,
         tf.as_dtype(tensor.dtype).name,
-        sparse=isinstance(tensor, tf.SparseTensor),
-        ragged=isinstance(tensor, tf.RaggedTensor),
+        sparse=isinstance(tensor, _SPARSE),
+        ragged=isinstance(tensor, _RAGGED),
     )

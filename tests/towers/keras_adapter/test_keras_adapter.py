@@ -420,6 +420,33 @@ def _():
     assert [v.path for v in model.metrics_variables if "absolute" in v.path]
 
 
+class _Packed(keras.layers.Layer):
+    """It takes ragged and sparse tensors, and nothing dense."""
+
+    def build(self, shapes):
+        self.scale = self.add_weight(shape=())
+
+    def call(self, inputs):
+        ragged, sparse = inputs
+        rows = ragged.to_tensor(shape=[None, 3])
+        return self.scale * rows + tf.sparse.to_dense(sparse)
+
+
+@contract(
+    "keras.src.backend.compute_output_spec",
+    "symbolic_build",
+    "calls a function, and creates the variables that it builds",
+)
+def _():
+    model = keras.Sequential([_Packed()])
+    model.compile(optimizer="adam", loss=lambda y, p: p - y.to_tensor(), metrics=[])
+    ragged = tf.RaggedTensorSpec([4, None], tf.float32, 1)
+    sparse = tf.SparseTensorSpec([4, 3], tf.float32)
+    models.symbolic_build(model, ((ragged, sparse), ragged, None))
+    assert model.built and model.optimizer.built
+    assert models.compiled_loss(model).built
+
+
 # Optimizers.
 
 

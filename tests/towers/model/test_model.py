@@ -646,6 +646,35 @@ def test_an_unbuilt_model_of_ragged_inputs_predicts():
     np.testing.assert_allclose(ours, model.predict(data, verbose=0), rtol=1e-6)
 
 
+class Longest(keras.layers.Layer):
+    """It asks for what only ragged and sparse tensors have."""
+
+    def build(self, shapes):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs):
+        ragged, sparse = inputs
+        rows = ragged.to_tensor(shape=[None, 3])
+        return self.scale * rows + tf.sparse.to_dense(sparse)
+
+
+def test_ragged_and_sparse_inputs_are_built_as_what_they_are():
+    rows = tf.ragged.constant([[1.0], [2.0, 4.0], [3.0, 3.0, 3.0], [5.0], []])
+    sparse = tf.sparse.from_dense(np.eye(5, 3, dtype="float32"))
+    data = tf.data.Dataset.from_tensors(((rows, sparse), np.ones((5, 1), "float32")))
+    found = []
+    for towers in (0, 2):
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([Longest(), keras.layers.Dense(1)])
+        trained = multi_gpu_model(model, gpus=towers) if towers else model
+        trained.compile("sgd", "mse", run_eagerly=not towers)
+        found.append(
+            [*trained.fit(data, verbose=0).history["loss"], *model.get_weights()]
+        )
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
 class Text(keras.layers.Layer):
     def call(self, x):
         return tf.strings.as_string(tf.argmax(x, axis=-1))
