@@ -66,7 +66,7 @@ def load(folder: str) -> Tokenizer:
 def _lines(spec: str, content: bytes) -> list[str]:
     """The words of a vocabulary file, one in each line."""
     try:
-        lines = content.decode("utf-8").removesuffix("\n").split("\n")
+        lines = content.decode("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"the vocabulary of the tokenizer {spec!r} is not UTF-8: expected a word "

@@ -145,12 +145,11 @@ class CSVSource(StreamFiles):
         """See ``Source.explain``."""
         fault = re.sub(r" in record \d+!?", "", fault)
         fault = re.sub(r"(: .{60}).+", r"\1...", fault)  # a field may be of any length
-        fault = re.sub(
-            r"^Field (\d+)", lambda found: self._columns[int(found[1])], fault
-        )
+        fault = re.sub(r"^Field (\d+)", lambda at: self._columns[int(at[1])], fault)
         labels = self.target.names if self.target.row_shape else [self.label_field]
         if fault.startswith((*labels,)) and (_MISSING in fault or _NO_NUMBER in fault):
-            fault += f", expected {self.target.expected}"
+            named = self._find_class and "the name of a class"
+            fault += f", expected {named or self.target.expected}"
         elif _MISSING in fault or _NO_NUMBER in fault:
             fault += (
                 ", expected a number: write one, or leave the column out by "

@@ -39,7 +39,7 @@ class Column:
         """Looks at values as they are written."""
         numbers = [number for text in texts if (number := _number(text)) is not None]
         # A number in bytes that are no text is said of its row.
-        if texts and not numbers and not any("\ufffd" in text for text in texts):
+        if not numbers and any("\ufffd" not in text for text in texts):
             return cls(name, "text")
         fractions = [text for text in texts if _is_fraction(text)]
         return cls(

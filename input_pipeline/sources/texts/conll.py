@@ -233,7 +233,8 @@ def _read(path: str, asked: tuple[int | None, int | None]) -> Iterator[_Sentence
 def _blocks(text: str) -> Iterator[tuple[int, list[str]]]:
     """Lines that empty lines divide, and the number of the first one of each."""
     begin, lines = 1, []
-    for number, line in enumerate(io.StringIO(text + "\n\n"), 1):
+    # Lines may end as on any system.
+    for number, line in enumerate(io.StringIO(text + "\n\n", newline=None), 1):
         if line.strip():
             lines.append(line)
             continue

@@ -170,7 +170,7 @@ class LabelledTextSource(EncodedSource):
             self._take_target(Target(kind, len(labels), tuple(labels)))
             return values
         whole = values[np.isfinite(values) & (values == np.floor(values))]
-        described = self._table.described(path, labels[0])
+        described = every and self._table.described(path, labels[0])
         size = num_classes or len(described or ()) or int(whole.max(initial=0)) + 1
         names = described if described and len(described) == size else class_names
         self._take_target(Target("class", size, names and tuple(names)))

@@ -120,7 +120,9 @@ class Parquet:
 
     def columns(self, path: str) -> list[str]:
         """See ``Table.columns``."""
-        return [*self._groups.schema(path).names]
+        names = [*self._groups.schema(path).names]
+        columns.check_different(path, names)
+        return names
 
     def rows(self, path: str, names: Sequence[str]) -> Iterator[Row]:
         """See ``Table.rows``."""
@@ -136,7 +138,11 @@ class Parquet:
             for row, found in enumerate(zip(*values, strict=True)):
                 texts = [_as_text(value) for value in found]
                 place = f"row {bounds[group] + row}"
-                yield Row(place, texts, faults.get(row, ""))
+                fault = faults.get(row, "")
+                for name, value in zip(names, found, strict=True):
+                    if isinstance(value, list | dict):
+                        fault = f"{name} is {str(value)[:60]}, expected a text"
+                yield Row(place, texts, fault)
 
     def described(self, path: str, label: str) -> tuple[str, ...] | None:
         """See ``Table.described``."""

@@ -41,6 +41,12 @@ def _sentences(source, split="train", **options):
     return found
 
 
+def test_lines_end_as_on_any_system(tmp_path):
+    found = [_open(tmp_path, _TEXT.replace("\n", end)) for end in ("\n", "\r", "\r\n")]
+    wanted, *others = [_sentences(source, training=False) for source in found]
+    assert others == [wanted, wanted]
+
+
 def test_words_and_their_tags(tmp_path):
     source = _open(tmp_path)
     assert _sentences(source, training=False) == [

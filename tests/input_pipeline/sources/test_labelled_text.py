@@ -23,7 +23,9 @@ def _write_parquet(path, columns):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table(columns), path, row_group_size=2)
+    if isinstance(columns, dict):
+        columns = pyarrow.table(columns)
+    parquet.write_table(columns, path, row_group_size=2)
 
 
 _WRITE = {"csv": _write_csv, "parquet": _write_parquet}
@@ -157,6 +159,21 @@ def test_bad_rows(tmp_path, tokenizer, faults, good):
     without = source.without(found.bad, found.splits)
     wanted = [(name, [value]) for name, value in good.items()]
     assert _read(without, training=False) == wanted
+
+
+def test_odd_columns_of_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    with pytest.raises(
+        BadRecordError, match=r"row 0: text is \['a'\], expected a text"
+    ):
+        _open(tmp_path, {"text": [["a"]], "label": ["x"]}, "parquet")
+    none = pyarrow.table({"text": ["a"], "label": ["x"]}).slice(1)
+    with pytest.raises(ValueError, match="has no row in its split train"):
+        _open(tmp_path, none, "parquet")
+    columns = [pyarrow.array([name]) for name in "abx"]
+    table = pyarrow.Table.from_arrays(columns, names=["text", "text", "label"])
+    with pytest.raises(ValueError, match=r"two columns 'text': expected different"):
+        _open(tmp_path, table, "parquet")
 
 
 def test_what_is_wrong_is_said(tmp_path):

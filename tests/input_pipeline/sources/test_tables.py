@@ -273,3 +273,20 @@ def test_short_rows_take_their_places_in_the_buffer_too(tmp_path):
     # The k-th row that is drawn is one of the first ones that there was a place for.
     assert (numbers.numpy() - np.arange(count) < places).all()
     assert (numbers.numpy() != np.arange(count)).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (b"", "line 10: kind is required but missing, expected the name of a class"),
+        (
+            b"caf\xe9",
+            r"has the class 'caf.' in the column 'kind': expected text in UTF-8",
+        ),
+    ],
+)
+def test_names_of_classes_that_are_bad(tmp_path, last, said):
+    rows = [b"%d,%s" % (k, b"owl" if k % 3 else b"cat") for k in range(8)]
+    (tmp_path / "a.csv").write_bytes(b"\n".join([b"a,kind", *rows, b"9," + last]))
+    with pytest.raises(ValueError, match=said):
+        open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)

@@ -204,6 +204,11 @@ def test_a_spec_is_checked(spec, words):
         tokenizer_specs.check(spec)
 
 
+def test_a_mark_at_the_beginning_is_no_word(tmp_path):
+    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbfgood\r\nday\r\n")
+    assert text.open_tokenizer(f"words:{tmp_path}/words.txt").words == ["good", "day"]
+
+
 def test_what_is_no_vocabulary_is_said(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"\xff\xfe")
