@@ -14,6 +14,8 @@ from towers.predict.trained import Trained
 
 # Tokens that are read at once, where the model takes any number.
 _WINDOW = 256
+# Logits that are divided by less are no numbers any more.
+_COLD = 1e-30
 
 
 def generate(
@@ -47,7 +49,11 @@ def generate(
             f"Received a model of the task {known.task}; expected a language_model, "
             "whose outputs tell the next token."
         )
-    begun = tokenizer.encode(tf.constant([prompt]))[0].numpy().tolist()
+    # A prompt of the command line may be in no encoding.
+    given = prompt.encode("utf-8", "surrogateescape")
+    if fault := tokenizer.fault(given):
+        raise ValueError(f"The prompt {fault}.")
+    begun = tokenizer.encode(tf.constant([given]))[0].numpy().tolist()
     length = known.shape[0] or _WINDOW
     ids = tokens(
         trained.model,
@@ -103,7 +109,7 @@ def tokens(
             logits = tf.math.log(logits)
         # Padding is no token.
         logits = tf.concat([tf.fill([1, 1], -np.inf), logits[:, 1:]], axis=1)
-        if temperature == 0:
+        if temperature < _COLD:
             return tf.argmax(logits, axis=-1)[0]
         if top_k is not None:
             best, _ = tf.math.top_k(logits, min(top_k, logits.shape[-1]))

@@ -1,5 +1,6 @@
 """towers.generate: tokens are drawn as asked, and a run's model is found."""
 
+import dataclasses
 import itertools
 
 import keras
@@ -10,7 +11,7 @@ import tensorflow as tf
 from tests import warm
 from towers import models
 from towers.generate import arguments, sampling
-from towers.input_pipeline.text import ByteTokenizer
+from towers.input_pipeline.text import ByteTokenizer, WordTokenizer
 from towers.predict.trained import Trained
 from towers.train.outputs.preprocessing import Preprocessing
 
@@ -61,6 +62,8 @@ def test_tokens_are_drawn_by_their_probabilities():
     np.testing.assert_allclose(shares, squares, atol=0.11)
     assert {*drawn(model, 100, top_k=2)} == {1, 2}
     assert {*drawn(model, 20, top_k=99)} <= {1, 2, 3, 4}
+    # Nothing is divided by what float32 takes for 0.
+    assert drawn(model, 5, temperature=1e-45) == drawn(model, 5, temperature=0)
 
 
 def test_probabilities_are_drawn_from_as_logits():
@@ -90,6 +93,13 @@ def trained(task="language_model", model=None):
 def test_a_text_goes_on_to_its_end():
     assert sampling.generate(trained(), "xyzab") == "xyzabcde"
     assert sampling.generate(trained(), "xyzab", max_tokens=2) == "xyzabcd"
+
+
+def test_a_prompt_in_no_encoding():
+    assert sampling.generate(trained(), "\udcffab", max_tokens=1) == "\ufffdabc"
+    with pytest.raises(ValueError, match="The prompt is not UTF-8 at byte 0, expected"):
+        known = dataclasses.replace(trained(), tokenizer=WordTokenizer(["a"]))
+        sampling.generate(known, "\udcff")
 
 
 def test_without_a_prompt_a_document_begins():
