@@ -1,15 +1,19 @@
 """A SavedModel of a trained model, with all that it needs in its graph."""
 
+import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from towers.input_pipeline.sources.files.record import fault_of
 from towers.predict import arrays
 from towers.predict.trained import Trained, by_name
 from towers.train.outputs.preprocessing import OWN
+from towers.train.parts.task import all_names
 
 
 def write(trained: Trained, folder: str) -> tuple[dict[str, list[str]], list[str]]:
@@ -23,7 +27,8 @@ def write(trained: Trained, folder: str) -> tuple[dict[str, list[str]], list[str
         Names of what it takes, for each signature, and of what it returns.
 
     Raises:
-        ValueError: There is no signature for what the model takes.
+        ValueError: There is no signature for what the model takes, or the folder cannot
+            be written.
     """
     archive = keras.export.ExportArchive()
     archive.track(trained.model)
@@ -35,9 +40,34 @@ def write(trained: Trained, folder: str) -> tuple[dict[str, list[str]], list[str
         specs = _column_specs(trained.preprocessing)
         archive.add_endpoint("serve_columns", _serve_columns(trained, specs))
         names["serve_columns"] = [spec.name for spec in specs]
-    archive.write_out(folder, verbose=False)
+    try:
+        _write(archive, folder)
+    except (OSError, tf.errors.OpError) as error:
+        fault = error.strerror if isinstance(error, OSError) else fault_of(error)
+        raise ValueError(
+            f"Cannot write {folder}: {fault}; choose another OUTPUT."
+        ) from error
     outputs = function.get_concrete_function().structured_outputs
     return names, [*outputs]
+
+
+def _write(archive, folder):
+    """Writes a folder that is whole; what else is in there already stays."""
+    if "://" in folder:
+        archive.write_out(folder, verbose=False)
+        return
+    folder = os.path.abspath(folder)
+    unfinished = f"{folder}.{os.getpid()}.unfinished"
+    try:
+        archive.write_out(unfinished, verbose=False)
+        os.makedirs(folder, exist_ok=True)
+        for name in os.listdir(unfinished):
+            path = os.path.join(folder, name)
+            if os.path.isdir(path):
+                shutil.rmtree(path)
+            os.replace(os.path.join(unfinished, name), path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _takes(trained):
@@ -144,6 +174,6 @@ def _outputs(trained, outputs):
     else:
         return {"probabilities": outputs}
     if trained.classes and known.known_task.kind in ("class", "tags"):
-        names = tf.constant([*map(str, trained.classes)])
-        chosen["class"] = tf.gather(names, label)
+        names = all_names(trained.classes, outputs.shape[-1])
+        chosen["class"] = tf.gather(tf.constant(names), label)
     return {**chosen, "probabilities": outputs}

@@ -60,6 +60,8 @@ def predict(options: argparse.Namespace) -> int:
     done = words.count(rows.count, "prediction")
     if path:
         print(f"{path}: {done} on {words.count(len(devices.towers), 'tower')}.")
+    if not rows.count and not bad:
+        print(f"{_PROGRAM}: The files have no example.", file=sys.stderr)
     if bad:
         left = f"{words.count(len(bad), 'example')} left out, as said above"
         print(f"{_PROGRAM}: {done}, {left}.", file=sys.stderr)

@@ -59,8 +59,7 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
             "--output=masks.csv, which names them and the folder masks."
         )
     if options.output:
-        folder = os.path.dirname(os.path.abspath(options.output))
-        check_folder("folder", folder, "--output")
+        _check_output(options.output, options.files)
     given = {name: getattr(options, name) for name in (*names, "batch_size")}
     options.settings = checks.check(Settings(**given, dataset="digits"))
     return options
@@ -118,3 +117,20 @@ def _check_files(files):
     missing = [file for file in files if not os.path.exists(file)]
     if missing:
         raise ValueError(f"There is no file {missing[0]}; correct its name.")
+
+
+def _check_output(path, files):
+    if os.path.isdir(path):
+        raise ValueError(
+            f"Received --output={path}, which is a folder; expected a file, such as "
+            f"--output={os.path.join(path, 'predictions.csv')}."
+        )
+    if os.path.exists(path) and any(os.path.samefile(path, file) for file in files):
+        raise ValueError(
+            f"Received --output={path}, which is to be read; expected another file, as "
+            "predictions would take its place."
+        )
+    # Devices and pipes are written to, and nothing is made in their folder.
+    if not os.path.exists(path) or os.path.isfile(path):
+        folder = os.path.dirname(os.path.realpath(path))
+        check_folder("folder", folder, "--output")

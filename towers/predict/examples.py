@@ -29,15 +29,47 @@ def as_tensors(known: Preprocessing, examples: Any) -> Any:
             f"Received a {type(examples).__name__}, but the model takes the columns "
             f"{', '.join(known.columns)}; expected a dict of these, or a DataFrame."
         )
-    examples = np.asarray(examples)
     if known.input == "row":
-        return tf.constant(examples, tf.float32)
-    if known.input == "tokens" or examples.dtype.kind in "SOU":
-        return tf.constant(examples, tf.string)
-    return _pictures(known, examples)
+        return tf.constant(_numbers("rows", examples), tf.float32)
+    array = np.asarray(examples)
+    if array.dtype.kind in "SU":
+        # Else NumPy cuts zeros off at the end of bytes.
+        array = np.asarray(examples, object)
+    if known.input == "tokens" or array.dtype.kind in "SOU":
+        return _strings(known, array)
+    return _pictures(known, array)
+
+
+def _numbers(what, values):
+    try:
+        found = np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        found = np.array(np.nan)
+    if not (np.abs(found) <= np.finfo(np.float32).max).all():
+        raise ValueError(
+            f"Received {what} with something that is no number, or infinite; expected "
+            "numbers."
+        )
+    return found
+
+
+def _strings(known, array):
+    kinds, what = bytes, "the bytes of picture files"
+    if known.input == "tokens":
+        kinds, what = str | bytes, "texts"
+    wrong = [each for each in array.flat if not isinstance(each, kinds)]
+    if array.ndim != 1 or wrong:
+        found = type(wrong[0]).__name__ if wrong else f"strings {list(array.shape)}"
+        raise ValueError(f"Received {found}; expected a list of {what}.")
+    return tf.constant(array, tf.string)
 
 
 def _pictures(known, pixels):
+    if pixels.shape[1:] != tuple(known.shape):
+        raise ValueError(
+            f"Received pictures {list(pixels.shape)}; expected pixels "
+            f"[B, {', '.join(map(str, known.shape))}], or a list of the bytes of files."
+        )
     if pixels.dtype.kind not in "ui":
         if known.range is not None:
             _check_range(pixels, *known.range)
@@ -52,7 +84,7 @@ def _pictures(known, pixels):
 def _check_range(pixels, low, high):
     least, most = float(pixels.min()), float(pixels.max())
     spare = (high - low) / 4
-    if least < low - spare or most > high + spare:
+    if not (least >= low - spare and most <= high + spare):
         raise ValueError(
             f"Received pictures of {least:g} to {most:g}, but the model was trained on "
             f"{low:g} to {high:g}; expected uint8 pixels, which are scaled, or "
@@ -66,15 +98,19 @@ def _columns(known: Preprocessing, examples: Mapping[str, Any]) -> dict[str, tf.
             f"Received the columns {', '.join(map(str, examples.keys()))}; expected "
             f"also {', '.join(missing)}, which the model was trained on."
         )
-    return {name: _column(known, name, examples[name]) for name in known.columns}
+    found = {name: _column(known, name, examples[name]) for name in known.columns}
+    if len({tuple(each.shape) for each in found.values()}) > 1:
+        sizes = ", ".join(f"{name} {list(each.shape)}" for name, each in found.items())
+        raise ValueError(f"Received the columns {sizes}; expected lists of one length.")
+    return found
 
 
 def _column(known, name, values):
-    values = np.asarray(values)
+    values = np.atleast_1d(np.asarray(values))
     if known.is_text(name):
         return tf.constant([*map(tables.as_text, values)], tf.string)
     if name not in known.tables:
-        return tf.constant(values, tf.float32)
+        return tf.constant(_numbers(f"the column {name!r}", values), tf.float32)
     ids, size = values.astype(np.int64), known.tables[name]
     if ((ids < 0) | (ids >= size)).any():
         raise ValueError(

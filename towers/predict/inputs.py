@@ -91,7 +91,8 @@ def _pictures(trained, files, size, say_bad):
         encoded = tf.io.read_file(tf.gather(paths, number))
         return number, trained.preprocessor.picture(encoded)
 
-    paths = tf.constant(files)
+    # Names may be in no encoding.
+    paths = tf.constant([*map(os.fsencode, files)])
     # What cannot be decoded is missing among the numbers.
     good = tf.data.Dataset.range(len(files)).map(load, tf.data.AUTOTUNE)
     good = good.ignore_errors(log_warning=False).batch(size)
@@ -110,7 +111,7 @@ def _pictures(trained, files, size, say_bad):
 
 def _fault(file, trained):
     try:
-        trained.preprocessor.picture(tf.io.read_file(file))
+        trained.preprocessor.picture(tf.io.read_file(os.fsencode(file)))
     except (tf.errors.OpError, ValueError) as error:
         return f"{file}: {fault_of(error).rstrip('.')}."
     return f"{file}: it could not be read, and now it can; run again."
@@ -123,10 +124,10 @@ def _tables(trained, files, size, say_bad):
 
     def rows():
         for file in files:
-            for number, row in enumerate(tables.rows(file, known.columns, ""), 1):
+            found = _whole(file, tables.rows(file, known.columns, ""))
+            for number, row in enumerate(found, 1):
                 try:
-                    pairs = zip(known.columns, row, strict=True)
-                    cells = [tables.cell(known, name, value) for name, value in pairs]
+                    cells = tables.cells(known, row)
                 except ValueError as error:
                     say_bad(f"{file}: row {number}: {error}.")
                 else:
@@ -159,9 +160,14 @@ def _whole_texts(trained, files, size, say_bad):
 
     def texts():
         for file in files:
-            with open(file, "rb") as content:
-                text = content.read()
-            if fault := trained.tokenizer.fault(text):
+            try:
+                with open(file, "rb") as content:
+                    text = content.read()
+            except OSError as error:
+                text, fault = b"", f"cannot be read: {error.strerror}"
+            else:
+                fault = trained.tokenizer.fault(text)
+            if fault:
                 say_bad(f"{file}: {fault}.")
             else:
                 yield {"file": file}, text
@@ -176,35 +182,55 @@ def _texts(trained, files, size, say_bad):
         for file in files:
             is_table = file.lower().endswith(tables.SUFFIXES)
             word = "row" if is_table else "line"
-            found = _column(trained, file) if is_table else _lines(trained, file)
-            for number, text in found:
-                if isinstance(text, str | bytes):
-                    yield {"file": file, "row": number}, text
+            read = _column if is_table else _lines
+            for number, text, fault in _whole(file, read(trained, file)):
+                fault = fault or _fault_of_text(trained.tokenizer, text)
+                if fault:
+                    say_bad(f"{file}: {word} {number}: {fault}.")
                 else:
-                    say_bad(f"{file}: {word} {number}: it has no text.")
+                    yield {"file": file, "row": number}, text
 
     for some in _batched(texts(), size):
         names, strings = zip(*some, strict=True)
         yield Batch([*names], trained.prepare(np.array(strings, object)))
 
 
+def _fault_of_text(tokenizer, text):
+    if not isinstance(text, str | bytes):
+        return "it has no text"
+    return tokenizer.fault(text) if isinstance(text, bytes) else ""
+
+
 def _lines(trained, file):
     try:
         if trained.preprocessing.task == "tagging":
-            yield from sentences.read(trained, file)
+            yield from ((*found, "") for found in sentences.read(trained, file))
             return
-        with open(file, encoding="utf-8") as lines:
+        with open(file, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if text := line.strip():
-                    yield number, text
+                    yield number, text, ""
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8; convert it.") from error
 
 
 def _column(trained, file):
     features = trained.preprocessing.features
-    for number, (text,) in enumerate(tables.rows(file, features), 1):
-        yield number, text
+    for number, row in enumerate(tables.rows(file, features), 1):
+        (text,) = row.cells or [None]
+        # As training takes them.
+        text = str(text) if isinstance(text, int | float) else text
+        yield number, text, row.fault
+
+
+def _whole(file, found):
+    """What is read of a file; if it cannot be read to its end, that is said of it."""
+    try:
+        yield from found
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be read: {error.strerror}; correct it."
+        ) from error
 
 
 def _batched(items, size):

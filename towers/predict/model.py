@@ -46,7 +46,7 @@ def _has_ended(model_dir, newest):
     try:
         with open(os.path.join(model_dir, "summary.json"), encoding="utf-8") as file:
             saved = json.load(file)["checkpoint"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
     return os.path.basename(saved or "") == os.path.basename(newest)
 

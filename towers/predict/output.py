@@ -87,17 +87,26 @@ def _cell(value):
 def opened(path: str) -> Iterator[IO]:
     """Opens a file to write to, which gets its name only once it is whole.
 
+    Its folder is made. Devices and pipes are written to as they are.
+
     Raises:
         ValueError: It cannot be written.
     """
-    unfinished = f"{path}.unfinished"
+    # Links stay, and two processes do not write to one file.
+    path = whole = os.path.realpath(path)
+    unfinished = f"{path}.{os.getpid()}.unfinished"
+    if not os.path.exists(path) or os.path.isfile(path):
+        path = unfinished
     try:
-        with open(unfinished, "w", newline="", encoding="utf-8") as file:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        options = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
+        with open(path, "w", **options) as file:
             yield file
-        os.replace(unfinished, path)
+        if path == unfinished:
+            os.replace(unfinished, whole)
     except OSError as error:
         raise ValueError(
-            f"Cannot write {path}: {error.strerror}; choose another --output."
+            f"Cannot write {whole}: {error.strerror}; choose another --output."
         ) from error
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -76,8 +76,13 @@ class Preprocessor:
         )
 
     def _rows(self, numbers):
-        numbers = tf.cast(numbers, tf.float32)
-        scaling = self._known.scaling
+        known, numbers = self._known, tf.cast(numbers, tf.float32)
+        if numbers.shape.rank != 2 or numbers.shape[1] != known.shape[0]:
+            raise ValueError(
+                f"Received numbers {list(numbers.shape)}; expected rows "
+                f"[B, {known.shape[0]}] of {', '.join(known.features or ())}."
+            )
+        scaling = known.scaling
         return numbers if scaling is None else scaling(numbers)
 
     def _columns(self, columns):

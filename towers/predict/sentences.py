@@ -55,6 +55,6 @@ def _of_conll(trained, file):
 
 
 def _lines(file) -> Iterator[tuple[int, Sequence[str]]]:
-    with open(file, encoding="utf-8") as lines:
+    with open(file, encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             yield number, line.split()

@@ -2,21 +2,37 @@
 
 import csv
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from towers.input_pipeline.sources.tables.row_groups import is_text
+from towers.program import words
 from towers.train.outputs.preprocessing import Preprocessing
 
 _PARQUET = (".parquet", ".pq")
 # Of files with columns, by how their names end.
 SUFFIXES = (".csv", *_PARQUET)
+# Models compute with float32, where anything larger is infinite.
+_LARGEST = float(np.finfo(np.float32).max)
 
 
-def rows(
-    file: str, columns: Sequence[str], empty: str | None = None
-) -> Iterator[Sequence[Any]]:
-    """Reads some columns of a file, row by row; `None` where nothing stands.
+class Row(NamedTuple):
+    """A row of a file.
+
+    Attributes:
+        cells: What stands in the columns; `None` where nothing does.
+        fault: Why the row cannot be read, or "".
+    """
+
+    cells: Sequence[Any]
+    fault: str = ""
+
+
+def rows(file: str, columns: Sequence[str], empty: str | None = None) -> Iterator[Row]:
+    """Reads some columns of a file, row by row.
 
     Args:
         file: Its path.
@@ -31,12 +47,19 @@ def rows(
     return _csv(file, columns)
 
 
-def cell(known: Preprocessing, name: str, value: Any) -> Any:
-    """Makes of what a file has in a column what a `Preprocessor` takes.
+def cells(known: Preprocessing, row: Row) -> Sequence[Any]:
+    """Makes of a row what a `Preprocessor` takes.
 
     Raises:
         ValueError: It cannot be that.
     """
+    if row.fault:
+        raise ValueError(row.fault)
+    pairs = zip(known.columns, row.cells, strict=True)
+    return [_cell(known, name, value) for name, value in pairs]
+
+
+def _cell(known, name, value):
     if known.is_text(name):
         if value is None:
             raise ValueError(f"column {name!r} is {value!r}, expected a text")
@@ -49,7 +72,7 @@ def cell(known: Preprocessing, name: str, value: Any) -> Any:
                 f"column {name!r} is {value!r}, expected an id of 0 to {size - 1}"
             )
         return int(number)
-    if not math.isfinite(number):
+    if not abs(number) <= _LARGEST:
         raise ValueError(f"column {name!r} is {value!r}, expected a number")
     return number
 
@@ -62,6 +85,9 @@ def as_text(value: Any) -> str:
 
 
 def _number(value):
+    # Python takes 1_000 for a number, and training does not.
+    if isinstance(value, str) and "_" in value:
+        return math.nan
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -71,14 +97,38 @@ def _number(value):
 def _csv(file, columns):
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
-            reader = csv.reader(lines)
-            places = _places(file, next(reader, []), columns)
-            for row in filter(None, reader):
-                yield [row[i] if i < len(row) else None for i in places]
+            found = _fields(lines)
+            header = next(found, Row(())).cells
+            places = _places(file, header, columns)
+            for cells, fault in found:
+                if fault:
+                    yield Row((), fault)
+                elif len(cells) == len(header):
+                    yield Row([cells[place] for place in places])
+                elif any(map(str.strip, cells)):
+                    count = words.count(len(cells), "field")
+                    yield Row((), f"has {count}, expected {len(header)} as the header")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{file} is no text in UTF-8; expected a CSV or a Parquet file."
         ) from error
+
+
+def _fields(lines):
+    """The rows of a CSV file, with all columns."""
+    reader = csv.reader(lines, strict=True)
+    while True:
+        # What is not used may be longer than the module expects of a field, anywhere.
+        before = csv.field_size_limit(sys.maxsize)
+        try:
+            row = Row(next(reader))
+        except StopIteration:
+            return
+        except csv.Error as error:
+            row = Row((), f"cannot be read: {error}")
+        finally:
+            csv.field_size_limit(before)
+        yield row
 
 
 def _parquet(file, columns, empty):
@@ -91,22 +141,29 @@ def _parquet(file, columns, empty):
         ) from error
     try:
         table = parquet.ParquetFile(file)
-        _places(file, table.schema_arrow.names, columns)
-        for batch in table.iter_batches(columns=[*columns]):
-            found = [batch.column(name) for name in columns]
+        header = table.schema_arrow.names
+        names = [header[place] for place in _places(file, header, columns)]
+        for batch in table.iter_batches(columns=names):
+            found = [batch.column(name) for name in names]
             missing = [empty if is_text(each.type) else None for each in found]
             for row in zip(*(each.to_pylist() for each in found), strict=True):
                 pairs = zip(row, missing, strict=True)
-                yield [none if cell is None else cell for cell, none in pairs]
+                yield Row([none if cell is None else cell for cell, none in pairs])
     except ArrowException as error:
         raise ValueError(f"{file} cannot be read: {error}; correct it.") from error
 
 
 def _places(file, header, columns):
-    missing = [name for name in columns if name not in header]
-    if missing:
+    stripped = [name.strip() for name in header]
+    names = stripped if {*columns} - {*header} else header
+    if missing := [name for name in columns if name not in names]:
         raise ValueError(
             f"{file} has no column {', '.join(map(repr, missing))}, which the model "
-            f"was trained on; its columns are {', '.join(map(repr, header))}."
+            f"was trained on; its columns are {', '.join(map(repr, header)) or 'none'}."
         )
-    return [header.index(name) for name in columns]
+    if twice := [name for name in columns if names.count(name) > 1]:
+        raise ValueError(
+            f"{file} has two columns {twice[0]!r}; expected different names, so rename "
+            "one."
+        )
+    return [names.index(name) for name in columns]

@@ -21,6 +21,9 @@ from towers.train.outputs import model_files
 from towers.train.outputs.preprocessing import OWN, Preprocessing
 from towers.train.parts.my_model import MyModel
 
+# What is predicted by tasks whose runs write classes.json.
+_OF_CLASSES = ("class", "tags", "labels", "mask")
+
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
@@ -103,10 +106,26 @@ def load_model(model_dir: str, checkpoint: str = "last") -> Trained:
         own = mine.preprocess(**known.known) if known.preprocess else None
     folder = os.path.join(model_dir, model_files.TOKENIZER)
     tokenizer = text.load(folder) if os.path.isdir(folder) else None
-    model = read_model(model_dir, checkpoint)
-    preprocessor = Preprocessor(known, tokenizer, own)
     classes = model_files.read_classes(model_dir)
+    model = read_model(model_dir, checkpoint)
+    _check_whole(model_dir, known, classes, tokenizer)
+    preprocessor = Preprocessor(known, tokenizer, own)
     return Trained(model, known, preprocessor, classes, tokenizer)
+
+
+def _check_whole(model_dir, known, classes, tokenizer):
+    """Checks that nothing is missing that the run has written."""
+    of_classes = known.known_task and known.known_task.kind in _OF_CLASSES
+    missing = {
+        # Only who wrote train_data knows the names of its classes.
+        model_files.CLASSES: of_classes and classes is None and known.input != OWN,
+        model_files.TOKENIZER: known.input == "tokens" and tokenizer is None,
+    }
+    for name in filter(missing.get, missing):
+        raise ValueError(
+            f"{model_dir} has no {name}; expected all that the run wrote, so copy it "
+            "again, or train again."
+        )
 
 
 def by_name(outputs: Any) -> Mapping[str, Any]:

@@ -37,12 +37,29 @@ def _write(path: str, content: Any) -> None:
 
 
 def read_classes(folder: str) -> list[str] | None:
-    """Returns the names of the classes that a run knows, if it knows any."""
+    """Returns the names of the classes that a run knows, if it knows any.
+
+    Raises:
+        ValueError: The file has something else.
+    """
+    path = os.path.join(folder, CLASSES)
     try:
-        with open(os.path.join(folder, CLASSES), encoding="utf-8") as file:
-            return json.load(file)
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise _no_names(path) from error
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise _no_names(path)
+    return found
+
+
+def _no_names(path):
+    return ValueError(
+        f"{path} has no list of names of classes; expected the file as the run wrote "
+        "it, so copy it again, or train again."
+    )
 
 
 def _preprocessing(job):

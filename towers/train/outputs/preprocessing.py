@@ -91,6 +91,8 @@ class Preprocessing:
                 found["known"]["input_shape"] = shapes
             if found["scaling"]:
                 found["scaling"] = input_pipeline.Scaling.from_json(found["scaling"])
+            if found["task"] not in (None, *TASKS):
+                raise ValueError(f"task is {found['task']!r}")
             return cls(**found)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(

@@ -133,7 +133,7 @@ class Task:
 
         Args:
             outputs: What it returned for some examples, [B, ...].
-            names: Of the classes, numbers or labels; by default their numbers.
+            names: Of the classes, numbers or labels; those without one are numbered.
             from_logits: Whether these are logits; see `returns_logits`.
 
         Returns:
@@ -144,10 +144,14 @@ class Task:
         if from_logits and self.probability:
             activation = getattr(keras.activations, self.probability)
             scores = np.asarray(activation(tf.constant(scores)))
-        if names is None:
-            count = 2 if self.name == "binary" else scores.shape[-1]
-            names = [str(number) for number in range(count)]
-        return self.decoded(scores, names)
+        count = 2 if self.name == "binary" else scores.shape[-1]
+        return self.decoded(scores, all_names(names, count))
+
+
+def all_names(names: Sequence[str] | None, count: int) -> Sequence[str]:
+    """Names of what a model has outputs for, which may be more than the data have."""
+    names = names or ()
+    return [*names, *map(str, range(len(names), count))]
 
 
 def _exp(value):
