@@ -15,7 +15,7 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.kinds import Dependence
 from towers.analysis.layer_calls import key
-from towers.analysis.rules import ADDED_UP, Rules
+from towers.analysis.rules import ADDED_UP, NoRuleError, Rules
 from towers.analysis.trust import is_additive
 from towers.keras_adapter.models import compiled_metrics
 from towers.layers import fused
@@ -44,6 +44,10 @@ def changes(
 
     Returns:
         A change for each of `variables_of`, `None` for what stays as it is.
+
+    Raises:
+        NoRuleError: While tracing, if a metric does more than to update its variables;
+            home then computes the loss and all metrics.
     """
     variables = variables_of(model)
     if not variables:
@@ -61,6 +65,11 @@ def changes(
             said = words.error_sentence(error)
             rules.lay_down(f"metric {i}", Dependence.UNKNOWN, said)
         return [None] * len(variables)
+    if scope.state_mapping.keys() - {id(v) for v in variables_of(model)}:
+        # Such as the state of a seed generator: home assigns it, once.
+        raise NoRuleError(
+            "a variable that a metric assigns, and that is none of its own"
+        )
     found = [scope.get_current_value(variable) for variable in variables]
     if not rules.complete:
         made = graph.get_operations()[before:]
@@ -88,8 +97,12 @@ def refused(model: keras.Model, rules: Rules) -> dict[keras.metrics.Metric, str]
 
 
 def _read(model, rules, ranks, variables, nothing, found, made):
-    # Which metric's it is, the graph does not tell.
-    effect = next(iter(effects.of(made)), None)
+    # Which metric's they are, the graph does not tell.
+    all_effects = [*effects.of(made)]
+    for effect in all_effects:
+        if effect.type not in effects.REPEATED:
+            raise NoRuleError(f"a metric's {effect}")
+    effect = next(iter(all_effects), None)
     inside = {op.name for op in made}
     trusted = {
         id(variable)

@@ -244,3 +244,48 @@ def test_a_loss_with_a_state_of_its_own_is_computed_once(raw):
         found.append([*history.values(), *model.get_weights(), loss.count.numpy()])
     assert found[0][-1] == 7
     assert oracle.largest_difference(found[1], found[0]) < 1e-6
+
+
+class Counted(keras.metrics.Mean):
+    """A user's metric with a state that is none of its `variables`."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = tf.Variable(0, trainable=False)
+
+    def state(self):
+        return self.calls
+
+    def factor(self, y):
+        return keras.ops.cast(self.calls.assign_add(1), y.dtype)
+
+    def update_state(self, y, predicted, sample_weight=None):
+        super().update_state(keras.ops.square(y - predicted) * self.factor(y))
+
+
+class Drawn(Counted):
+    """It draws by a seed generator, which Keras does not list, either."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.random.SeedGenerator(1)
+
+    def state(self):
+        return self.generator.state
+
+    def factor(self, y):
+        return keras.random.uniform(keras.ops.shape(y), seed=self.generator)
+
+
+@pytest.mark.parametrize("kind", [Drawn, slow(Counted)])
+def test_a_metric_with_a_state_that_it_does_not_list_is_computed_once(kind):
+    found = []
+    for towers in (0, 2):
+        model, metric = _model(), kind()
+        trained = multi_gpu_model(model, gpus=towers) if towers else model
+        trained.compile("sgd", "mse", metrics=[metric], jit_compile=False)
+        history = trained.fit(_data(), epochs=2, verbose=0, shuffle=False).history
+        state = metric.state().numpy().max()
+        found.append([*history.values(), *model.get_weights(), state])
+    assert found[0][-1] == 6
+    assert oracle.largest_difference(found[1], found[0]) < 1e-6
