@@ -7,7 +7,8 @@ trained on, or texts, where each line is one, or arrays as train_data of the use
 gives them. They are prepared as in training, as preprocessing.json in the model_dir
 says. There is a row of output for each example, in the order of the files. What cannot
 be read is left out, and said.
-Exit codes: 0 done; 1 error, or something was left out; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 error, or something was left out; 130 stopped by Ctrl-C; 143 by
+SIGTERM.
 """
 
 if __name__ == "__main__":
@@ -21,7 +22,6 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import os
 import sys
 
 from towers.model.api import multi_gpu_model
@@ -51,7 +51,7 @@ def predict(options: argparse.Namespace) -> int:
     path, size = options.output, options.batch_size
     batches = inputs.batches(trained, options.files, size, say_bad)
     with output.opened(path) if path else contextlib.nullcontext(sys.stdout) as file:
-        masks = path and os.path.splitext(path)[0]
+        masks = path and output.masks_of(path)
         rows = output.Rows(file, masks, trained.preprocessing.is_of_whole_pictures)
         for batch in batches:
             found = trained.decode(towers.predict_on_batch(batch.x), batch.x)
@@ -69,4 +69,5 @@ def predict(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    ending.stop_at_sigterm()
     sys.exit(ending.run(_PROGRAM, lambda: predict(_options)))

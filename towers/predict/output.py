@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
@@ -36,6 +37,8 @@ class Rows:
         """Writes one: what tells the example from others, and what is predicted."""
         row = {**names}
         for name, value in prediction.items():
+            # A number to predict may be called as a file's row is.
+            name = f"predicted_{name}" if name in names else name
             if name == "mask":
                 row[name] = self._save(value, names["file"])
             elif isinstance(value, Mapping):
@@ -51,7 +54,9 @@ class Rows:
     def _save(self, mask, file):
         stem = os.path.splitext(os.path.basename(file))[0]
         # Two folders may have pictures of one name.
-        name = stem if stem not in self._names else f"{stem}_{self.count + 1}"
+        numbered = (f"{stem}_{k}" for k in itertools.count(self.count + 1))
+        others = (name for name in numbered if name not in self._names)
+        name = stem if stem not in self._names else next(others)
         self._names.add(name)
         os.makedirs(self.masks, exist_ok=True)
         path = os.path.join(self.masks, f"{name}.png")
@@ -83,6 +88,12 @@ def _cell(value):
     return value
 
 
+def masks_of(path: str) -> str:
+    """The folder of masks beside a file of predictions."""
+    name, ending = os.path.splitext(path)
+    return name if ending else f"{path}_masks"
+
+
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[IO]:
     """Opens a file to write to, which gets its name only once it is whole.
@@ -93,12 +104,12 @@ def opened(path: str) -> Iterator[IO]:
         ValueError: It cannot be written.
     """
     # Links stay, and two processes do not write to one file.
-    path = whole = os.path.realpath(path)
-    unfinished = f"{path}.{os.getpid()}.unfinished"
+    whole = os.path.realpath(path)
+    unfinished = f"{whole}.{os.getpid()}.unfinished"
     if not os.path.exists(path) or os.path.isfile(path):
         path = unfinished
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         options = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
         with open(path, "w", **options) as file:
             yield file

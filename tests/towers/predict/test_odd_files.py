@@ -150,6 +150,24 @@ def test_the_output(tmp_path):
     os.close(reader)
 
 
+def test_nothing_takes_the_place_of_another(tmp_path):
+    with output.opened(str(tmp_path / "out")) as file:
+        rows = output.Rows(file, output.masks_of(str(tmp_path / "out")))
+        for name in ("a/x_3.png", "a/x.png", "b/x.png"):
+            rows.write({"file": name}, {"mask": np.zeros([2, 2])})
+    names = ["x.png", "x_3.png", "x_4.png"]
+    assert sorted(os.listdir(tmp_path / "out_masks")) == names
+    with output.opened(str(tmp_path / "out")) as file:
+        output.Rows(file, None).write({"file": "a", "row": 1}, {"row": 0.5})
+    assert (tmp_path / "out").read_text() == "file,row,predicted_row\na,1,0.5\n"
+    # What has another name than its own.
+    reader, writer = os.pipe()
+    with output.opened(f"/proc/self/fd/{writer}") as file:
+        file.write("whole")
+    assert os.read(reader, 99) == b"whole"
+    os.close(reader), os.close(writer)
+
+
 def test_more_outputs_than_classes():
     scores = np.eye(4, dtype=np.float32)[[1, 3]]
     found = TASKS["classification"].decode(scores, ["ant", "bee"], False)
