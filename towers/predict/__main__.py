@@ -27,7 +27,7 @@ import sys
 from towers.model.api import multi_gpu_model
 from towers.predict import inputs, output
 from towers.predict.trained import load_model
-from towers.program import ending, words
+from towers.program import ending, startup, words
 from towers.train.parts.devices import configure_devices
 
 _PROGRAM = "towers.predict"
@@ -65,7 +65,8 @@ def predict(options: argparse.Namespace) -> int:
     if bad:
         left = f"{words.count(len(bad), 'example')} left out, as said above"
         print(f"{_PROGRAM}: {done}, {left}.", file=sys.stderr)
-    return 1 if bad else 0
+    sys.stdout.flush()
+    return 1 if bad or startup.is_lost(sys.stdout) else 0
 
 
 if __name__ == "__main__":

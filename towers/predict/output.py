@@ -106,12 +106,14 @@ def opened(path: str) -> Iterator[IO]:
     # Links stay, and two processes do not write to one file.
     whole = os.path.realpath(path)
     unfinished = f"{whole}.{os.getpid()}.unfinished"
-    if not os.path.exists(path) or os.path.isfile(path):
+    is_named = not path.startswith(("/dev/", "/proc/"))  # as /dev/stdout is not
+    if is_named and (not os.path.exists(path) or os.path.isfile(path)):
         path = unfinished
+    mode = "w" if path == unfinished else "a"
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         options = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
-        with open(path, "w", **options) as file:
+        with open(path, mode, **options) as file:
             yield file
         if path == unfinished:
             os.replace(unfinished, whole)

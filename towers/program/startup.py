@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import wrapt
 
@@ -253,6 +253,8 @@ class _Outlives(wrapt.ObjectProxy):
     files.
     """
 
+    _self_lost = False
+
     def write(self, text: str) -> int:
         """Writes a text, and returns its length."""
         try:
@@ -270,12 +272,18 @@ class _Outlives(wrapt.ObjectProxy):
 
     def _write_to_nobody(self, error: OSError) -> None:
         # Whoever has gone on purpose knows.
+        self._self_lost = not isinstance(error, BrokenPipeError)
         if self.fileno() != _stderr and not isinstance(error, BrokenPipeError):
             said = f"The output cannot be written any more ({error.strerror}).\n"
             with contextlib.suppress(OSError):
                 os.write(_stderr, said.encode())
         with open(os.devnull, "wb") as nobody:
             os.dup2(nobody.fileno(), self.fileno())
+
+
+def is_lost(stream: Any) -> bool:
+    """Tells whether a part of what was written is lost, as of a full disk."""
+    return getattr(stream, "_self_lost", False)
 
 
 def _outlive(stream):

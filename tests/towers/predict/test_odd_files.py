@@ -21,6 +21,7 @@ from towers.predict import __main__ as predict
 from towers.predict import arguments, inputs, output, sentences, tables
 from towers.predict.examples import as_tensors
 from towers.predict.trained import Trained, load_model
+from towers.program import startup
 from towers.train.outputs.preprocessing import Preprocessing
 from towers.train.parts.task import TASKS
 
@@ -166,6 +167,11 @@ def test_nothing_takes_the_place_of_another(tmp_path):
         file.write("whole")
     assert os.read(reader, 99) == b"whole"
     os.close(reader), os.close(writer)
+    with open(tmp_path / "out", "a") as before:
+        with output.opened(f"/dev/fd/{before.fileno()}") as file:
+            file.write("whole")
+        assert os.stat(tmp_path / "out").st_ino == os.fstat(before.fileno()).st_ino
+    assert (tmp_path / "out").read_text().endswith(",0.5\nwhole")
 
 
 def test_more_outputs_than_classes():
@@ -242,6 +248,15 @@ def test_odd_rows_in_python(run, tmp_path):
     (tmp_path / "run" / "preprocessing.json").write_text(json.dumps(known))
     with pytest.raises(ValueError, match=r"numbers \[4, 1\]; expected rows \[B, 2\]"):
         predicted(tmp_path / "run", run.parent / "rows.csv")
+
+
+def test_a_full_disk_is_an_error(run, tmp_path):
+    options = arguments.read([str(run), str(run.parent / "rows.csv")], "")
+    with (
+        open("/dev/full", "w") as full,
+        mock.patch("sys.stdout", startup._outlive(full)),
+    ):
+        assert predict.predict(options) == 1
 
 
 def test_no_example_is_said(run, tmp_path):
