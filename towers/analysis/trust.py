@@ -64,6 +64,7 @@ def is_trusted(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor] = ()) -> b
         and _fits(layer, ranks)
         and _keeps_rows_apart(layer, ranks)
         and not _is_as_long_as_the_longest(layer)
+        and all(isinstance(cell, keras.layers.Layer) for cell in _cells(layer))
         and all(map(is_trusted, layers_of(layer, include_self=False, recursive=False)))
     )
 
@@ -75,6 +76,12 @@ def _is_apart(activation, ranks):
     keras_own = (getattr(activation, "__module__", None) or "").startswith("keras.")
     name = getattr(activation, "__name__", "")
     return keras_own and not (name in _OVER_AN_AXIS and {1, None} & {*ranks})
+
+
+def _cells(layer):
+    """The cells of a recurrent layer, which need not be layers."""
+    cell = getattr(layer, "cell", None)
+    return [*([] if cell is None else [cell]), *getattr(layer, "cells", ())]
 
 
 def _is_as_long_as_the_longest(layer):

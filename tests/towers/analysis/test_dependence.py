@@ -9,6 +9,7 @@ from keras import ops
 from towers.analysis.dependence import Reader
 from towers.analysis.kinds import Dependence
 from towers.analysis.layer_calls import recorded_layers
+from towers.analysis.trust import is_trusted
 from towers.keras_adapter.layers import set_tag
 
 SUM, MEAN, ROWS, NONE = (
@@ -387,6 +388,25 @@ def test_layers(layer, found):
 
     with keras.StatelessScope():
         assert _read(call) is found
+
+
+class Cell:
+    """Keras takes any object with such methods for a cell."""
+
+    state_size = output_size = 1
+    compute_dtype = "float32"
+
+    def __call__(self, x, states, training=False):
+        return self.call(x, states)
+
+    def call(self, x, states, training=False):
+        return x - ops.mean(x, axis=0), states
+
+
+@pytest.mark.parametrize("cell", [Cell, lambda: keras.layers.StackedRNNCells([Cell()])])
+def test_a_cell_that_is_no_layer_is_not_trusted(cell):
+    assert is_trusted(keras.layers.RNN(keras.layers.GRUCell(1)))
+    assert not is_trusted(keras.layers.RNN(cell()))
 
 
 def test_the_culprit_is_named():
