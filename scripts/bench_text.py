@@ -206,9 +206,16 @@ def learn_for_hugging_face(files: list[str], of_bytes: bool):
     """Learns a byte-level vocabulary, of bytes alone or of as many pieces."""
     import tokenizers
 
-    learnt = tokenizers.ByteLevelBPETokenizer()
-    learnt.train(files, vocab_size=256 if of_bytes else PIECES, show_progress=False)
-    return learnt._tokenizer
+    learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learnt.pre_tokenizer = byte_level
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=256 if of_bytes else PIECES,
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    learnt.train(files, trainer)
+    return learnt
 
 
 def main() -> None:

@@ -50,7 +50,6 @@ FOR_THE_REPORT = (
 # are slow, as is whatever comes.
 QUICK = {
     "batches": (
-        "class weights, labels",
         "nested of inputs",
         "sizes (1, 8)",
         "sizes (8, 8, 5), 3 towers",
@@ -76,7 +75,6 @@ QUICK = {
         "mean and sum",
         "sum, smaller than the towers",
         "variance over the batch",
-        "vector, gathered",
     ),
     "masks": (
         "ignore_class of pixels, sum_over_batch_size",
@@ -100,7 +98,6 @@ QUICK = {
     "optimizers": (
         "SGD",
         "constraint MaxNorm",
-        "global_clipnorm, Adam",
         "gradient accumulation and clipping",
         "learning rate set by a callback",
         "loss_scale_factor",
@@ -108,7 +105,6 @@ QUICK = {
     "ranks": ("logits of tokens, reduction sum_over_batch_size, weights (n, tokens)",),
     "shares": ("(2, 3, 3), batches of (16, 16)", "(2, 3, 3), loss of the whole batch"),
     "state": (
-        "BatchNormalization(synchronized=True), gathered",
         "BatchNormalization(synchronized=True), mask",
         "BatchNormalization, each share by itself",
         "counter, int64",

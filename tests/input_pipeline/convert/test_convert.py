@@ -183,6 +183,7 @@ def test_small_images_of_one_size_become_pixels(tmp_path):
     assert not written.encoded and written.image_shape == (5, 4, 3)
 
 
+@pytest.mark.slow
 def test_images_are_resized(photos, tmp_path):
     convert(photos, f"{tmp_path}/raw", shards=1, image_size=(8, 10))
     convert(photos, f"{tmp_path}/jpeg", shards=1, image_size=(8, 10), raw="false")
@@ -205,6 +206,7 @@ def test_images_are_resized(photos, tmp_path):
         assert np.abs(lossy.astype(int) - found).mean() < 15
 
 
+@pytest.mark.slow
 def test_records_of_records_and_of_what_was_not_counted(encoded, tmp_path):
     shutil.copytree(encoded, tmp_path / "a")
     os.remove(tmp_path / "a" / "dataset_info.json")

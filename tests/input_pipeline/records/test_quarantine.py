@@ -235,6 +235,7 @@ def test_a_file_that_is_not_there(write, tmp_path):
     assert sorted(_values(cached(good, "memory"))) == ALL
 
 
+@pytest.mark.slow
 def test_several_gaps_in_several_files(write, image_example, grey):
     source, _, _ = write()
     expected = list(ALL)

@@ -229,6 +229,7 @@ def test_batch_normalization():
     assert verdicts(parity)["state", "net/norm_0/moving_variance"] == DIFFERS
 
 
+@pytest.mark.slow
 def test_random_layers():
     kinds = NoiseInTraining, layers.GaussianNoise, layers.Dropout, layers.Dropout
     middle = [kind(0.4, name=f"draws_{i}") for i, kind in enumerate(kinds)]

@@ -299,6 +299,7 @@ def test_an_array_and_what_needs_a_target(tmp_path):
         load_model(str(tmp_path)).predict(x)
 
 
+@pytest.mark.slow
 def test_pictures_that_the_users_file_prepares(tmp_path):
     root = tmp_path / "pictures"
     (tmp_path / "mine.py").write_text(

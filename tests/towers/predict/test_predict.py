@@ -176,6 +176,7 @@ def test_folders_of_texts(tmp_path, capsys):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_words_are_tagged(tmp_path):
     sentences = ["Ann PER\nsings O\n", "Bo PER\nsees O\nAnn PER\nagain O\n"]
     (tmp_path / "a.txt").write_text("\n".join(sentences * 6))

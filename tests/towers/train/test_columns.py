@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from tests.towers.train.runs import run_here
 from towers.predict.trained import load_model
 
 
+@pytest.mark.slow
 def test_a_run_on_columns_of_numbers_and_ids(tmp_path, capsys):
     run_here(
         *("--dataset=zipf:3:2x9:200", "--model=dlrm", "--width=4", "--batch_size=50"),
