@@ -161,6 +161,7 @@ def test_ablation_of_pictures(pictures):
     assert all(value > 0 for value in found["ablation"].values())
 
 
+@pytest.mark.slow
 def test_ablation_leaves_out_what_cannot_matter(digits):
     # PNG files, as large as they are wanted.
     pipeline = Pipeline(

@@ -137,6 +137,7 @@ def test_digits_are_the_same_encoded(few_digits, tmp_path):
     assert written.image_shape == (8, 8, 1)
 
 
+@pytest.mark.slow
 def test_pixels_are_the_same(converted):
     assert not _check_equal(_arrays(), converted).encoded
 
@@ -499,6 +500,7 @@ def rows(tmp_path_factory):
     return source, folder / "out"
 
 
+@pytest.mark.slow
 def test_rows_of_numbers_are_the_same(rows):
     source, folder = rows
     written = _check_equal(source, folder)

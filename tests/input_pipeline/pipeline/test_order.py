@@ -239,6 +239,7 @@ def test_workers_of_a_service_make_the_same(source, service):
 
 # Workers divide the files of the one, and the numbers of the other.
 @pytest.mark.parametrize("kind", ["raw", slow("arrays")])
+@pytest.mark.slow
 def test_workers_of_a_service_share_the_records(kind, service, request):
     source = request.getfixturevalue(kind)
     # Who gets which records is left to chance.
@@ -266,6 +267,7 @@ def test_epochs_of_a_service_follow_without_a_gap(raw, service):
     [("arrays", "none"), slow("photos", "imagenet"), slow("arrays", "cifar")],
     indirect=["source"],
 )
+@pytest.mark.slow
 def test_randaugment_comes_on_top(source, recipe):
     before, labels, _ = _epoch(source, recipe=recipe)
     after, again, _ = _epoch(source, recipe=recipe, randaugment=(2, 9))

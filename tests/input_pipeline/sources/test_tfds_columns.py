@@ -168,6 +168,7 @@ def test_a_text_to_be_read_is_no_category(tmp_path):
         TFDSSource(TinyReviews(data_dir=tmp_path), "tfds:tiny_reviews")
 
 
+@pytest.mark.slow
 def test_a_run_on_movielens(data_dir, tmp_path):
     flags = "--dataset=tfds:movielens/100k-ratings", f"--data_dir={data_dir}"
     parts = "--train_split=train[:80%]", "--eval_split=train[80%:]"

@@ -283,6 +283,7 @@ def test_mixed_float16():
     assert _twice(lambda: _scaled(2.0**12)) < 1e-2
 
 
+@pytest.mark.slow
 def test_overflows_are_those_of_the_parameter_server():
     """Steps are skipped until the scale has come down, on all towers alike."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -305,6 +306,7 @@ def _normalised(name=None):
     return keras.Sequential([keras.Input((FEATURES,)), *body], name=name)
 
 
+@pytest.mark.slow
 def test_state_is_that_of_the_parameter_server():
     found = []
     for builder in ("parameter_server", "replicated"):
@@ -571,6 +573,7 @@ def test_compiled_again():
     assert _twice(_sgd, between=between) < 1e-5
 
 
+@pytest.mark.slow
 def test_thawed_and_compiled_again_in_between():
     def between(model, trained):
         model.layers[0].trainable = True

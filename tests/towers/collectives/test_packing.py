@@ -204,6 +204,7 @@ BUILDERS = ["parameter_server", "replicated"]
         ),
     ],
 )
+@pytest.mark.slow
 def test_packed_towers_equal_one_device(name, towers, builder):
     found = _trained(name, towers, builder)
     expected = _expected(name)[: len(found)]

@@ -506,6 +506,7 @@ def test_batches_that_are_passed_over(run, tmp_path):
     assert run.left == []
 
 
+@pytest.mark.slow
 def test_the_run_is_the_same(run):
     plain, asked = build(), build()
     asked.set_weights(plain.get_weights())

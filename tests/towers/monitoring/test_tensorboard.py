@@ -343,6 +343,7 @@ class TestTextsAndHistograms:
         assert board.text("train", "flags") == (0, "    --model=cnn\n")
         assert board.text("train", "verdict") == (6, "6 steps")
 
+    @pytest.mark.slow
     def test_histograms_of_all_weights_on_request(self, run):
         model = small.build()
         run.train(model, histograms=True)

@@ -195,6 +195,7 @@ def test_16_bits(policy, optimizer):
 
 
 @pytest.mark.parametrize("policy", [slow("mixed_bfloat16"), "mixed_float16"])
+@pytest.mark.slow
 def test_16_bits_still_find_what_is_wrong(policy):
     """With their wider tolerance."""
     keras.config.set_dtype_policy(policy)
@@ -450,6 +451,7 @@ def test_both_and_the_model_is_unchanged():
     assert model.train_on_batch(*data(seed=2)) == again.train_on_batch(*data(seed=2))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_built():
     model = Subclassed(rate=0.0, synchronized=True)
     model.compile("adam", "mse")

@@ -146,6 +146,7 @@ def test_exported_models_need_tensorflow_only(tmp_path):
         np.testing.assert_allclose(found["probabilities"], scores, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     run, job = table(tmp_path / "run", *DLRM)
     # Other columns, in another order; a text that training has not seen, or none.

@@ -111,6 +111,7 @@ def tables(tmp_path_factory):
     return root, model_dir, finished(*flags, model_dir=model_dir)
 
 
+@pytest.mark.slow
 def test_rows(tables, capsys):
     root, model_dir, job = tables
     # Other columns, in another order.

@@ -324,6 +324,7 @@ def test_before_the_first_step(tmp_path, page):
 
 
 @needs_browser
+@pytest.mark.slow
 def test_a_run_that_went_on(tmp_path, page):
     write_run(tmp_path)
     # From a checkpoint of epoch 3, and then it was killed.

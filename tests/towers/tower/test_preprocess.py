@@ -181,6 +181,7 @@ def test_one_asynchronous_tower_is_one_device():
 
 
 @pytest.mark.parametrize("prefetch", [2, slow(0)])
+@pytest.mark.slow
 def test_asynchronous_towers_learn(prefetch):
     options = {"variable_update": "asynchronous", "prefetch": prefetch}
     parallel, found = _ours(_model(), 3, 20, options)

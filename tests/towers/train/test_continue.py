@@ -106,6 +106,7 @@ def test_finished_and_started_again(resumed, tmp_path, capsys):
         assert after[name] == before[name] is not None
 
 
+@pytest.mark.slow
 def test_eval_only(trained, capsys):
     path, before = trained.path, snapshot(trained.path)
     run_here(f"--flagfile={path / 'flags.txt'}", "--eval_only")

@@ -278,6 +278,7 @@ train_data = x, {"a": y, "b": -y}
 """
 
 
+@pytest.mark.slow
 def test_all_of_it_together(tmp_path):
     """What the towers train is what plain Keras does, with all the file defines."""
     flags = (

@@ -27,6 +27,7 @@ def _began(folder, **found):
     return str(folder / "run")
 
 
+@pytest.mark.slow
 def test_a_new_run_of_a_table_is_scaled_and_says_so(tmp_path, table):
     asked = Settings(dataset=table, model_dir=str(tmp_path / "run"), train_epochs=1)
     data = data_parts.open_data(asked, None).prepare()

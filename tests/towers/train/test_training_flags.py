@@ -169,6 +169,7 @@ def logged(folder):
         return [*csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_flags_of_the_objective_are_those_of_keras(tmp_path, capsys):
     flags = *DATA, *OBJECTIVE, "--train_epochs=5"
     run_here(*flags, f"--model_dir={tmp_path}")
