@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from towers.train.outputs.preprocessing import OWN, Preprocessing
+from towers.train.outputs.preprocessing import OWN, Preprocessing, write_json
 from towers.train.parts.data import Data
 from towers.train.settings import ARCHITECTURE
 
@@ -20,20 +20,15 @@ def write(job: Any) -> None:
     classes.json, and only one of texts gets a tokenizer.
     """
     _preprocessing(job).save(job.model_dir)
-    _write(os.path.join(job.model_dir, ARCHITECTURE), json.loads(job.model.to_json()))
+    model = json.loads(job.model.to_json())
+    write_json(os.path.join(job.model_dir, ARCHITECTURE), model)
     target = job.setup.facts.target
     if target is not None and target.kind != "tokens" and target.kind != "numbers":
         names = target.names or map(str, range(target.size))
-        _write(os.path.join(job.model_dir, CLASSES), [*names])
+        write_json(os.path.join(job.model_dir, CLASSES), [*names])
     tokenizer = getattr(getattr(job.data, "source", None), "tokenizer", None)
     if tokenizer is not None:
         tokenizer.save(os.path.join(job.model_dir, TOKENIZER))
-
-
-def _write(path: str, content: Any) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, ensure_ascii=False)
-        file.write("\n")
 
 
 def read_classes(folder: str) -> list[str] | None:

@@ -68,9 +68,7 @@ class Preprocessing:
         """Writes it into a folder."""
         found = dataclasses.asdict(self)
         found["scaling"] = self.scaling and self.scaling.to_json()
-        with open(os.path.join(folder, PREPROCESSING), "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=2, ensure_ascii=False)
-            file.write("\n")
+        write_json(os.path.join(folder, PREPROCESSING), found)
 
     @classmethod
     def load(cls, folder: str) -> Self:
@@ -118,6 +116,13 @@ class Preprocessing:
     def is_text(self, column: str) -> bool:
         """Whether a column of categories has texts, and not their numbers."""
         return column in self.vocabularies
+
+
+def write_json(path: str, content: Any) -> None:
+    """Writes JSON that people can read, too."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
 
 
 def _shapes(found):
