@@ -15,7 +15,8 @@ def run(function: Callable[[], Any], name: str) -> Nodes:
     """Runs `function` and returns what ran: for each device, its nodes.
 
     TensorFlow tells of a graph when it first runs it. It also tells of graphs that
-    earlier tests ran; ours is the one in which `name` occurs.
+    earlier tests ran, and mixes those that several threads start at once. Ours are
+    those in which `name` occurs.
     """
     context.context().enable_graph_collection()
     optimizer = tf.config.optimizer
@@ -29,16 +30,29 @@ def run(function: Callable[[], Any], name: str) -> Nodes:
         optimizer.set_experimental_options(before)
         context.context().disable_graph_collection()
     nodes = collections.defaultdict(list)
-    partitions = [
-        partition
-        for graph in metadata.function_graphs
-        if any(name.encode() in p.SerializeToString() for p in graph.partition_graphs)
-        for partition in graph.partition_graphs
-    ]
-    for partition in partitions:
-        for node in partition.node:
-            nodes[node.device[node.device.index("/device") :]].append(node)
+    for reported in metadata.function_graphs:
+        for graph in _connected(reported.partition_graphs):
+            if any(name.encode() in each.SerializeToString() for each in graph):
+                for node in itertools.chain(*(each.node for each in graph)):
+                    nodes[node.device[node.device.index("/device") :]].append(node)
     return nodes
+
+
+def _connected(partitions):
+    """Returns groups of partitions between which tensors travel: a graph is a group."""
+    groups = []  # of partitions, and the names of the tensors that they exchange
+    for partition in partitions:
+        members = [partition]
+        exchanged = {
+            node.attr["tensor_name"].s
+            for node in partition.node
+            if node.op in ("_Send", "_Recv")
+        }
+        for group in [group for group in groups if group[1] & exchanged]:
+            groups.remove(group)
+            members, exchanged = group[0] + members, group[1] | exchanged
+        groups.append((members, exchanged))
+    return [members for members, _ in groups]
 
 
 def transfers(nodes: Nodes) -> list[tuple[str, str, tf.DType, str]]:
