@@ -1,0 +1,1 @@
+"""Which hosts train together: who they are, and how they meet."""

@@ -1,0 +1,55 @@
+"""What a process knows of the hosts that train together: two frozen values."""
+
+import dataclasses
+
+# As torchrun's `join_timeout`.
+JOIN_SECONDS = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a process knows of its place before it has met the others.
+
+    Attributes:
+        rank: Its number among the hosts, from 0.
+        count: How many hosts there are.
+        coordinator: Where the first host listens for the others, as "host:port".
+        token: What all hosts know and strangers do not; `None` if anybody may join.
+        join_seconds: How long to wait for the others.
+        interface: The network interface or address for what hosts send one another;
+            `None` for the one that reaches the coordinator.
+        addresses: Of each host, "host:port" for TensorFlow's server, where that is
+            known before they meet, as by TF_CONFIG.
+        generation: How often all hosts have started anew.
+    """
+
+    rank: int
+    count: int
+    coordinator: str
+    token: str | None = dataclasses.field(repr=False)
+    join_seconds: float = JOIN_SECONDS
+    interface: str | None = None
+    addresses: tuple[str, ...] | None = None
+    generation: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """What all hosts know once they have met.
+
+    Attributes:
+        rank: The number of this host among the hosts, from 0.
+        addresses: Of each host, "host:port" for TensorFlow's server.
+        names: What to call each in sentences, such as "host 1 (nodeB, pid 4711)".
+        generation: How often all hosts have started anew.
+    """
+
+    rank: int
+    addresses: tuple[str, ...]
+    names: tuple[str, ...]
+    generation: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many hosts there are."""
+        return len(self.addresses)
