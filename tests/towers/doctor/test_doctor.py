@@ -17,6 +17,7 @@ import psutil
 import pytest
 import tensorflow as tf
 
+from towers.cluster import tf_config
 from towers.doctor import __main__ as doctor
 from towers.doctor import cluster, devices, gpus, host, process, settings, versions
 from towers.doctor.devices import Probe
@@ -716,7 +717,7 @@ def test_a_tf_config_that_is_wrong(text, message):
 def test_a_tf_config_that_is_right(kind, index, address):
     listed = {"worker": ["host1:2222", address], "chief": "host3:2222"}
     known = listed | {"chief": ["host3:2222"]}
-    assert cluster.read(config(listed, kind, index)) == (known, kind, int(index))
+    assert tf_config.read(config(listed, kind, index)) == (known, kind, int(index))
 
 
 def test_no_tf_config():

@@ -1,0 +1,163 @@
+"""What each environment says of a process's place among hosts."""
+
+import json
+
+import pytest
+
+from towers.cluster import environment
+from towers.cluster.membership import Place
+
+OURS = {
+    "TOWERS_HOST_RANK": "1",
+    "TOWERS_HOST_COUNT": "2",
+    "TOWERS_COORDINATOR": "node0:8476",
+    "TOWERS_TOKEN": "secret",
+}
+SLURM = {
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[08-10,12],gpu-a[1-2]",
+    "SLURM_JOB_NODELIST": "a[1-9]",
+    "SLURM_JOB_ID": "4242",
+}
+HOSTS = "a:1", "b:2", "c:3"
+
+
+def tf_config(kind="worker", index=0, **cluster):
+    cluster = cluster or {"worker": HOSTS}
+    value = {"cluster": cluster, "task": {"type": kind, "index": index}}
+    return {"TF_CONFIG": json.dumps(value)}
+
+
+ENVIRONMENTS = {
+    "nothing": ({}, None),
+    "ours": (OURS, Place(1, 2, "node0:8476", "secret")),
+    "ours, all of it": (
+        OURS
+        | {"TOWERS_JOIN_SECONDS": "7.5", "TOWERS_INTERFACE": "eth1"}
+        | {"TOWERS_GENERATION": "3"},
+        Place(1, 2, "node0:8476", "secret", 7.5, "eth1", None, 3),
+    ),
+    "ours, before others": (
+        SLURM | tf_config() | OURS,
+        Place(1, 2, "node0:8476", "secret"),
+    ),
+    "ours, alone": (OURS | {"TOWERS_HOST_RANK": "0", "TOWERS_HOST_COUNT": "1"}, None),
+    "a token alone": ({"TOWERS_TOKEN": "secret"}, None),
+    "TF_CONFIG": (
+        tf_config(index=2),
+        Place(2, 3, "a:1", None, addresses=HOSTS),
+    ),
+    "TF_CONFIG, a chief": (
+        tf_config("chief", chief=["c:1"], worker=["a:1", "b:2"]),
+        Place(0, 3, "c:1", None, addresses=("c:1", "a:1", "b:2")),
+    ),
+    "TF_CONFIG, a worker of a chief's": (
+        tf_config("worker", "1", worker=["a:1", "b:2"], chief=["c:1"])
+        | {"TOWERS_TOKEN": "secret", "TOWERS_GENERATION": "1"},
+        Place(2, 3, "c:1", "secret", addresses=("c:1", "a:1", "b:2"), generation=1),
+    ),
+    "TF_CONFIG before Slurm": (
+        SLURM | tf_config(),
+        Place(0, 3, "a:1", None, addresses=HOSTS),
+    ),
+    "TF_CONFIG, alone": (tf_config("chief", chief=["c:1"]), None),
+    "TF_CONFIG, empty": ({"TF_CONFIG": "{}"}, None),
+    "Slurm": (SLURM, Place(2, 4, f"n08:{15_000 + 31 * 4242 % 10_000}", None)),
+    "Slurm, a later step, requeued": (
+        SLURM | {"SLURM_STEP_ID": "2", "SLURM_RESTART_COUNT": "1"},
+        Place(2, 4, f"n08:{15_002 + 31 * 4242 % 10_000}", None, generation=1),
+    ),
+    "Slurm, a step of fewer tasks": (
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"} | {"SLURM_PROCID": "0"},
+        None,
+    ),
+    "Slurm, on one node": (
+        SLURM | {"SLURM_STEP_NODELIST": "n10"},
+        Place(2, 4, f"127.0.0.1:{15_000 + 31 * 4242 % 10_000}", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_what_an_environment_says(name):
+    environ, place = ENVIRONMENTS[name]
+    assert environment.find(environ) == place
+
+
+CONTRADICTIONS = {
+    "half of ours": (
+        {"TOWERS_HOST_RANK": "0", "TOWERS_HOST_COUNT": "2"},
+        "Received TOWERS_HOST_RANK, TOWERS_HOST_COUNT without TOWERS_COORDINATOR, "
+        "TOWERS_TOKEN; expected all of them",
+    ),
+    "a rank too many": (
+        OURS | {"TOWERS_HOST_RANK": "2"},
+        "Received TOWERS_HOST_RANK=2 for 2 hosts; expected 0 to 1.",
+    ),
+    "a rank that is none": (OURS | {"TOWERS_HOST_RANK": "-1"}, "expected a whole"),
+    "no host": (OURS | {"TOWERS_HOST_COUNT": "0"}, "number of at least 1"),
+    "a coordinator without a port": (
+        OURS | {"TOWERS_COORDINATOR": "node0"},
+        "Received TOWERS_COORDINATOR=node0; expected the address",
+    ),
+    "no time": (OURS | {"TOWERS_JOIN_SECONDS": "0"}, "Received TOWERS_JOIN_SECONDS=0"),
+    "no end": (OURS | {"TOWERS_JOIN_SECONDS": "inf"}, "for how many seconds to wait"),
+    "no generation": (OURS | {"TOWERS_GENERATION": "x"}, "TOWERS_GENERATION=x"),
+    "no JSON": ({"TF_CONFIG": "{"}, "TF_CONFIG: not JSON"),
+    "parameter servers": (
+        tf_config(worker=["a:1"], ps=["b:1"]),
+        "TF_CONFIG has tasks of type ps; expected chief and worker",
+    ),
+    "an evaluator": (tf_config("evaluator"), "has tasks of type evaluator; expected"),
+    "two chiefs": (
+        tf_config("chief", chief=["a:1", "b:1"]),
+        "TF_CONFIG has 2 chiefs; expected at most 1.",
+    ),
+    "a task too many": (tf_config(index=3), "expected an index from 0 to 2"),
+    "a rank of Slurm's too many": (SLURM | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 for"),
+    "a node list that is none": (
+        SLURM | {"SLURM_STEP_NODELIST": "n[1-,"},
+        "Received the node list 'n[1-,'; expected one of Slurm's, such as n[1-3,7].",
+    ),
+    "no job": ({**SLURM, "SLURM_JOB_ID": ""}, "Received SLURM_JOB_ID=; expected"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_contradiction_is_one_sentence(name):
+    environ, said = CONTRADICTIONS[name]
+    with pytest.raises(ValueError) as caught:
+        environment.find(environ)
+    assert said in str(caught.value)
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_a_process_that_srun_did_not_start_trains_alone_and_says_so(monkeypatch):
+    said = []
+    monkeypatch.setattr(environment, "warn", said.append)
+    without = {name: SLURM[name] for name in SLURM if name != "SLURM_STEP_ID"}
+    assert environment.find(without) is None
+    assert len(said) == 1 and said[0].startswith("Slurm has 4 tasks for this job, but")
+
+
+def test_what_the_launcher_sets_is_found():
+    place = Place(1, 3, "[::1]:7", "secret", 2.5, "lo", generation=4)
+    assert environment.find(environment.variables(place)) == place
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n2,n10", "n2"),
+        ("n[2,10]", "n2"),
+        ("n[008-120]", "n008"),
+        ("gpu-a[01-02],n7", "gpu-a01"),
+        ("rack[1-2]n[05-06]-ib,x", "rack1n05-ib"),
+        ("node.a.org,node.b.org", "node.a.org"),
+    ],
+)
+def test_the_first_node_of_slurms_list(nodes, first):
+    assert environment.first_node(nodes) == first

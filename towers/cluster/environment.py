@@ -1,0 +1,192 @@
+"""Finds this process's place among the hosts, in what a launcher says of it.
+
+That is the environment: of `python -m towers.launch`, of anything that sets TF_CONFIG,
+such as Kubernetes, or of Slurm's `srun`.
+"""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+
+from towers.cluster import tf_config
+from towers.cluster.addresses import is_address
+from towers.cluster.membership import JOIN_SECONDS, Place
+from towers.program.voice import warn
+
+_RANK, _COUNT = "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT"
+_COORDINATOR, _TOKEN = "TOWERS_COORDINATOR", "TOWERS_TOKEN"
+_SECONDS, _GENERATION = "TOWERS_JOIN_SECONDS", "TOWERS_GENERATION"
+_INTERFACE, _TF_CONFIG = "TOWERS_INTERFACE", "TF_CONFIG"
+# Ports from here on are below those that Linux gives to whoever asks for any.
+_SLURM_PORTS = 15_000
+
+Environ = Mapping[str, str]
+
+
+def find(environ: Environ = os.environ) -> Place | None:
+    """Finds this process's place among several hosts; `None` if it is alone.
+
+    What `TOWERS_HOST_RANK` and its kin say counts before `TF_CONFIG`, and that before
+    Slurm's variables. `TOWERS_TOKEN`, `TOWERS_JOIN_SECONDS` and `TOWERS_INTERFACE` are
+    for all of them.
+
+    Args:
+        environ: The environment.
+
+    Raises:
+        ValueError: It contradicts itself, or is of another form.
+    """
+    if any(environ.get(name) for name in (_RANK, _COUNT, _COORDINATOR)):
+        place = _of_towers(environ)
+    elif environ.get(_TF_CONFIG, "").strip() not in ("", "{}"):
+        place = _of_tf_config(environ)
+    elif environ.get("SLURM_STEP_ID"):
+        place = _of_slurm(environ)
+    else:
+        if _number(environ, "SLURM_NTASKS", 1, default=1) > 1:
+            warn(
+                f"Slurm has {environ['SLURM_NTASKS']} tasks for this job, but srun did "
+                "not start this process, which trains alone; begin its command with "
+                "srun to train on all."
+            )
+        return None
+    return place if place.count > 1 else None
+
+
+def variables(place: Place) -> dict[str, str]:
+    """Returns the environment in which `find` finds a place."""
+    found = {
+        _RANK: place.rank,
+        _COUNT: place.count,
+        _COORDINATOR: place.coordinator,
+        _TOKEN: place.token,
+        _SECONDS: f"{place.join_seconds:g}",
+        _INTERFACE: place.interface,
+        _GENERATION: place.generation,
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _of_towers(environ: Environ) -> Place:
+    """The place that `towers.launch` says."""
+    names = _RANK, _COUNT, _COORDINATOR, _TOKEN
+    if missing := [name for name in names if not environ.get(name)]:
+        given = [name for name in names if name not in missing]
+        raise ValueError(
+            f"Received {', '.join(given)} without {', '.join(missing)}; expected all "
+            "of them, as python -m towers.launch sets them, or none."
+        )
+    coordinator = environ[_COORDINATOR]
+    if not is_address(coordinator):
+        raise ValueError(
+            f"Received {_COORDINATOR}={coordinator}; expected the address of the first "
+            "host, such as node0:8476."
+        )
+    count = _number(environ, _COUNT, 1)
+    rank = _rank(environ, _RANK, count)
+    generation = _number(environ, _GENERATION, 0, default=0)
+    return Place(rank, count, coordinator, generation=generation, **_common(environ))
+
+
+def _of_tf_config(environ: Environ) -> Place:
+    """The place that TF_CONFIG says: the chief is first, if there is one."""
+    try:
+        cluster, kind, index = tf_config.read(environ[_TF_CONFIG])
+    except ValueError as error:
+        raise ValueError(f"{_TF_CONFIG}: {error}.") from error
+    kinds = "chief", "worker"
+    if others := [name for name in (*cluster, kind) if name not in kinds]:
+        raise ValueError(
+            f"{_TF_CONFIG} has tasks of type {others[0]}; expected chief and worker, "
+            "as every host of Towers trains: leave out parameter servers and "
+            "evaluators."
+        )
+    chiefs, workers = (cluster.get(name, []) for name in kinds)
+    if len(chiefs) > 1:
+        raise ValueError(f"{_TF_CONFIG} has {len(chiefs)} chiefs; expected at most 1.")
+    addresses = (*chiefs, *workers)
+    rank = index if kind == "chief" else len(chiefs) + index
+    # The first host's own port is free until TensorFlow's server takes it.
+    return Place(
+        *(rank, len(addresses), addresses[0]),
+        addresses=addresses,
+        generation=_number(environ, _GENERATION, 0, default=0),
+        **_common(environ),
+    )
+
+
+def _of_slurm(environ: Environ) -> Place:
+    """The place of a task of `srun`."""
+    tasks = "SLURM_STEP_NUM_TASKS"
+    tasks = tasks if environ.get(tasks) else "SLURM_NTASKS"
+    count = _number(environ, tasks, 1)
+    rank = _rank(environ, "SLURM_PROCID", count)
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    # On one node, nobody else has to reach it.
+    several = any(sign in nodes for sign in ",[")
+    node = first_node(nodes) if several else "127.0.0.1"
+    job = _number(environ, "SLURM_JOB_ID", 0)
+    # Steps of a job, and jobs that share nodes, have ports of their own.
+    port = _SLURM_PORTS + (31 * job + _number(environ, "SLURM_STEP_ID", 0)) % 10_000
+    generation = _number(environ, "SLURM_RESTART_COUNT", 0, default=0)
+    generation = _number(environ, _GENERATION, 0, default=generation)
+    coordinator = f"{node}:{port}"
+    return Place(rank, count, coordinator, generation=generation, **_common(environ))
+
+
+def first_node(nodes: str) -> str:
+    """Returns the first node of a list of Slurm's.
+
+    Args:
+        nodes: The list, such as "n[08-10,12],gpu-a[1-2]", whose first is n08.
+
+    Raises:
+        ValueError: It is no such list.
+    """
+    name = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+    if not (first := re.match(name, nodes)) or not re.fullmatch(
+        f"{name}(,{name})*", nodes
+    ):
+        raise ValueError(
+            f"Received the node list {nodes!r}; expected one of Slurm's, such as "
+            "n[1-3,7]."
+        )
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])
+
+
+def _common(environ: Environ) -> dict[str, str | float | None]:
+    """What is for all kinds of environment."""
+    text = environ.get(_SECONDS) or str(JOIN_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(
+            f"Received {_SECONDS}={text}; expected for how many seconds to wait for "
+            f"other hosts, such as {JOIN_SECONDS:g}."
+        )
+    return {
+        "token": environ.get(_TOKEN) or None,
+        "join_seconds": seconds,
+        "interface": environ.get(_INTERFACE) or None,
+    }
+
+
+def _rank(environ: Environ, name: str, count: int) -> int:
+    rank = _number(environ, name, 0)
+    if rank >= count:
+        raise ValueError(
+            f"Received {name}={rank} for {count} hosts; expected 0 to {count - 1}."
+        )
+    return rank
+
+
+def _number(environ: Environ, name: str, least: int, default: int | None = None) -> int:
+    text = environ.get(name) or ("" if default is None else str(default))
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise ValueError(
+            f"Received {name}={text}; expected a whole number of at least {least}."
+        )
+    return int(text)
