@@ -1,0 +1,156 @@
+"""What hosts tell of themselves, and what has to be the same on all."""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+import platform
+import socket
+from collections.abc import Coroutine, Iterable, Sequence
+from importlib import metadata
+from typing import Any
+
+from towers.cluster import addresses
+from towers.cluster.membership import Membership, Place
+from towers.program import words
+
+# Most time for what takes milliseconds.
+ANSWER_S = 10.0
+# Until it is said who is waited for.
+QUIET_S = 10.0
+_PACKAGES = {"tensorflow": "tensorflow", "keras": "keras", "towers": "keras-towers"}
+_LISTED = 8
+
+
+class RendezvousError(OSError):
+    """The hosts cannot train together: they differ, or one cannot listen or connect."""
+
+
+class HostsMissingError(RendezvousError):
+    """Other hosts did not come, have gone, or have begun another generation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What a host tells of itself.
+
+    Attributes:
+        rank: Its number.
+        count: How many hosts it expects.
+        generation: How often it has started anew.
+        node: The name of its machine.
+        pid: Its process.
+        address: "host:port" for TensorFlow's server.
+        versions: Of Python, TensorFlow, Keras and Towers.
+    """
+
+    rank: int
+    count: int
+    generation: int
+    node: str
+    pid: int
+    address: str
+    versions: dict[str, str]
+
+    @classmethod
+    def here(cls, place: Place, address: str) -> "Host":
+        """Returns what this process tells."""
+        return cls(
+            *(place.rank, place.count, place.generation),
+            *(socket.gethostname(), os.getpid(), address, _versions()),
+        )
+
+    @property
+    def name(self) -> str:
+        """What to call it in a sentence."""
+        return f"host {self.rank} ({self.node}, pid {self.pid})"
+
+
+def own_address(place: Place, reached_by: str, held: contextlib.ExitStack) -> str:
+    """Returns where TensorFlow's server of this host shall listen.
+
+    Args:
+        place: The host's.
+        reached_by: The IP address by which this host reaches the first one.
+        held: Keeps the port free until it is closed.
+    """
+    if place.addresses is not None:
+        return place.addresses[place.rank]
+    host = reached_by
+    if place.interface is not None:
+        host = addresses.of_interface(place.interface)
+    port = held.enter_context(addresses.held_port(host)).getsockname()[1]
+    return addresses.joined(host, port)
+
+
+def difference(hosts: Sequence[Host]) -> str | None:
+    """Says in a sentence what is not the same on all hosts, but has to be."""
+    by_count = _by(hosts, lambda host: host.count)
+    if len(by_count) > 1:
+        found = joined(f"{count} on {names}" for count, names in by_count.items())
+        return f"Hosts expect different numbers of hosts: {found}; give all the same."
+    ranks = collections.Counter(host.rank for host in hosts)
+    if twice := [rank for rank, times in ranks.items() if times > 1]:
+        names = joined(host.name for host in hosts if host.rank == twice[0])
+        return (
+            f"{words.count(ranks[twice[0]], 'process', 'processes')} are host "
+            f"{twice[0]}: {names}; give each host a number of its own, from 0 to "
+            f"{hosts[0].count - 1}."
+        )
+    for package in _PACKAGES:
+        by_version = _by(hosts, lambda host, of=package: host.versions[of])
+        if len(by_version) > 1:
+            found = joined(f"{each} on {names}" for each, names in by_version.items())
+            return (
+                f"Hosts have different versions of {package}: {found}; install the "
+                "same one on all."
+            )
+    return None
+
+
+def _by(hosts, value) -> dict[Any, str]:
+    """The names of hosts by a value of each."""
+    found: dict[Any, list[str]] = {}
+    for host in sorted(hosts, key=lambda host: host.rank):
+        found.setdefault(value(host), []).append(host.name)
+    return {each: joined(names) for each, names in found.items()}
+
+
+def membership(place: Place, listed: dict[str, list[str]]) -> Membership:
+    """Returns what a host knows, by what the first host has told all."""
+    listed = {name: tuple(listed[name]) for name in ("addresses", "names")}
+    return Membership(place.rank, **listed, generation=place.generation)
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name, package in _PACKAGES.items():
+        try:
+            found[name] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """Names hosts by their numbers, such as "hosts 1 and 3"."""
+    noun = "host" if len(ranks) == 1 else "hosts"
+    return f"{noun} {joined(map(str, ranks))}"
+
+
+def joined(names: Iterable[str]) -> str:
+    """Lists names as a sentence does, and not more than a reader takes."""
+    names = [*names]
+    if len(names) > _LISTED:
+        names[_LISTED - 1 :] = [f"{len(names) - _LISTED + 1} more"]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+async def within(seconds: float, *actions: Coroutine) -> None:
+    """Does several things at once, as far as they can be done in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*actions, return_exceptions=True)

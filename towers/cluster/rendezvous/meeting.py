@@ -1,0 +1,243 @@
+"""The first host listens for the others, until all have come or the time is over."""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from typing import Any
+
+from towers.cluster import addresses
+from towers.cluster.membership import Membership, Place
+from towers.cluster.rendezvous.channel import Channel, TokenError
+from towers.cluster.rendezvous.host import (
+    ANSWER_S,
+    QUIET_S,
+    Host,
+    HostsMissingError,
+    RendezvousError,
+    difference,
+    joined,
+    membership,
+    numbered,
+    own_address,
+    within,
+)
+from towers.program import voice
+
+# For a process of an earlier generation to free the port, or a name to be known.
+_PORT_S = 30.0
+
+
+async def hold(place: Place) -> Membership:
+    """Listens, until all have come or the time is over."""
+    if place.token is None:
+        voice.warn(
+            "Hosts meet without a token, so whoever reaches "
+            f"{place.coordinator} may join; set the same TOWERS_TOKEN on all of them."
+        )
+    with contextlib.ExitStack() as held:
+        listening = held.enter_context(await _listen(place))
+        reached_by = listening.getsockname()[0]
+        own = Host.here(place, own_address(place, reached_by, held))
+        return await Meeting(place, own).hold(listening)
+
+
+async def _listen(place: Place) -> socket.socket:
+    """Returns a socket at the coordinator's address."""
+    host, port = addresses.split(place.coordinator)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + min(_PORT_S, place.join_seconds)
+    while True:
+        try:
+            return _bound(_listening_address(place, host), port)
+        except RendezvousError:
+            raise
+        except OSError as error:
+            comes = isinstance(error, socket.gaierror) or (
+                error.errno == errno.EADDRINUSE
+            )
+            if not comes or loop.time() > end:
+                raise RendezvousError(
+                    f"The first host cannot listen at {place.coordinator} "
+                    f"({error.strerror}); expected a free port of an address of this "
+                    "machine: give another coordinator, or name the interface."
+                ) from error
+        await asyncio.sleep(0.2)
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        # Connections of an earlier generation may linger.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+    except OSError:
+        bound.close()
+        raise
+    bound.setblocking(False)
+    return bound
+
+
+def _listening_address(place: Place, host: str) -> str:
+    if place.interface is not None and not addresses.is_only_local(host):
+        return addresses.of_interface(place.interface)
+    address = addresses.resolved(host)
+    if addresses.is_only_local(address) and not addresses.is_only_local(host):
+        raise RendezvousError(
+            f"On the first host its name {host} means {address}, which others cannot "
+            "reach; name the network interface by which they do (--interface or "
+            "TOWERS_INTERFACE)."
+        )
+    return address
+
+
+class Meeting:
+    """What the first host knows of those that have come."""
+
+    def __init__(self, place: Place, own: Host):
+        self._place, self._own = place, own
+        self._guests: dict[Channel, Host] = {}
+        self._acknowledged: set[Channel] = set()
+        self._newer: Host | None = None
+        self._changed = asyncio.Event()
+        self._warned: set[str] = set()
+
+    async def hold(self, listening: socket.socket) -> Membership:
+        """Waits for all, answers all, and waits for their acknowledgements.
+
+        Args:
+            listening: A bound socket.
+        """
+        loop = asyncio.get_running_loop()
+        self._end = loop.time() + self._place.join_seconds
+        server = await asyncio.start_server(
+            self._visit, sock=listening, backlog=self._place.count + 128
+        )
+        note = loop.call_later(QUIET_S, self._say_who_is_missing)
+        try:
+            await self._until(self._are_all_here, self._place.join_seconds)
+            return await self._end_of_it()
+        finally:
+            note.cancel()
+            server.close()
+            await within(ANSWER_S, *(channel.close() for channel in self._guests))
+
+    async def _end_of_it(self) -> Membership:
+        if error := self._what_is_wrong():
+            await self._fail(error)
+        hosts = sorted([self._own, *self._guests.values()], key=lambda each: each.rank)
+        listed = {
+            "addresses": [each.address for each in hosts],
+            "names": [each.name for each in hosts],
+        }
+        guests = dict(self._guests)
+        await self._tell(listed)
+        await self._until(lambda: self._have_answered(guests), ANSWER_S)
+        if gone := [guests[each] for each in guests.keys() - self._acknowledged]:
+            names = joined(each.name for each in gone)
+            await self._fail(HostsMissingError(f"Gone while the hosts met: {names}."))
+        await self._tell({"go": True})
+        return membership(self._place, listed)
+
+    async def _visit(self, reader, writer) -> None:
+        """Speaks with whoever connects, from there until the hosts have met."""
+        channel = Channel(reader, writer, self._place.token, listens=True)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await channel.greet()
+                host = Host(**await channel.receive())
+                welcome = await self._welcome(channel, host)
+        except TokenError:
+            self._say_of_token(channel.other_host)
+            await within(ANSWER_S, channel.send({}))  # whose code tells the same
+            welcome = False
+        except (OSError, ValueError, TypeError):
+            welcome = False  # a stranger
+        if not welcome:
+            return await channel.close()
+        self._guests[channel] = host
+        self._changed.set()
+        try:
+            await channel.receive()
+            self._acknowledged.add(channel)
+        except (OSError, ValueError):
+            del self._guests[channel]  # it has gone, and may come again
+            await channel.close()
+        self._changed.set()
+
+    async def _welcome(self, channel: Channel, host: Host) -> bool:
+        generation = self._place.generation
+        if host.generation < generation:
+            said = (
+                f"This is generation {host.generation} of {host.name}, and generation "
+                f"{generation} has begun on {self._own.name}."
+            )
+            await channel.send({"failed": said, "missing": True})
+        elif host.generation > generation:
+            self._newer = host  # it tries again until this process has gone
+            self._changed.set()
+        else:
+            left = self._end - asyncio.get_running_loop().time()
+            await channel.send({"seconds_left": left})
+            return True
+        return False
+
+    def _are_all_here(self) -> bool:
+        # Also if a rank is there twice: that need not wait for the one that is not.
+        return self._newer is not None or len(self._guests) + 1 >= self._place.count
+
+    def _have_answered(self, guests) -> bool:
+        waiting = guests.keys() - self._acknowledged
+        return not waiting or not waiting <= self._guests.keys()
+
+    def _what_is_wrong(self) -> RendezvousError | None:
+        if newer := self._newer:
+            return HostsMissingError(
+                f"Generation {newer.generation} has begun on {newer.name}, and this is "
+                f"generation {self._place.generation}."
+            )
+        if said := difference([self._own, *self._guests.values()]):
+            return RendezvousError(said)
+        if missing := self._missing():
+            came = joined(each.name for each in [self._own, *self._guests.values()])
+            return HostsMissingError(
+                f"Within {self._place.join_seconds:g} s, {numbered(missing)} of "
+                f"{self._place.count} did not come to {self._place.coordinator}; "
+                f"there: {came}."
+            )
+        return None
+
+    def _missing(self) -> list[int]:
+        here = {self._own.rank, *(each.rank for each in self._guests.values())}
+        return [rank for rank in range(self._place.count) if rank not in here]
+
+    def _say_who_is_missing(self) -> None:
+        if missing := self._missing():
+            left = self._place.join_seconds - QUIET_S
+            voice.say(
+                f"Waiting for {numbered(missing)} of {self._place.count} at "
+                f"{self._place.coordinator}, for {left:.0f} s at most."
+            )
+
+    def _say_of_token(self, host: str) -> None:
+        if host not in self._warned:
+            self._warned.add(host)
+            voice.warn(
+                f"A process on {host} has another token, and was turned away; give all "
+                "hosts the same TOWERS_TOKEN."
+            )
+
+    async def _fail(self, error: RendezvousError) -> None:
+        missing = isinstance(error, HostsMissingError)
+        await self._tell({"failed": str(error), "missing": missing})
+        raise error
+
+    async def _tell(self, message: dict[str, Any]) -> None:
+        await within(ANSWER_S, *(each.send(message) for each in [*self._guests]))
+
+    async def _until(self, true, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not true():
+                    self._changed.clear()
+                    await self._changed.wait()
