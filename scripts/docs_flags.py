@@ -27,7 +27,7 @@ def help_of(command: str) -> str:
     """Returns the whole help of a command, which lasts until its flags are read."""
     module, _ = COMMANDS[command]
     # argparse knows no --helpfull.
-    short = command in ("doctor", "report", "predict", "export", "generate")
+    short = command in ("launch", "doctor", "report", "predict", "export", "generate")
     done = subprocess.run(
         [sys.executable, "-m", module, "--help" if short else "--helpfull"],
         capture_output=True,

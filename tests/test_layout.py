@@ -16,7 +16,7 @@ FLOORS = (
     *("plan", "builders", "numerics", "model"),
     *("lifecycle", "monitoring", "callbacks"),
     *("train", "parity", "doctor", "find_batch_size", "report", "predict"),
-    *("export", "generate"),
+    *("export", "generate", "launch"),
     "towers",
 )
 # These know nothing of towers but what all share, and only programs know them.

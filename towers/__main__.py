@@ -10,6 +10,7 @@ import towers
 # By the word for each program: its module, and what it does.
 COMMANDS = {
     "train": ("towers.train", "Train a model, save it, continue a run."),
+    "launch": ("towers.launch", "Start the hosts of a run, on one machine or many."),
     "parity": ("towers.parity", "Check that a model trains as on one device."),
     "find_batch_size": (
         "towers.find_batch_size",

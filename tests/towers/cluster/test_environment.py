@@ -1,6 +1,8 @@
 """What each environment says of a process's place among hosts."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -132,6 +134,15 @@ def test_a_contradiction_is_one_sentence(name):
         environment.find(environ)
     assert said in str(caught.value)
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_the_manifest_for_kubernetes():
+    page = (Path(__file__).parents[3] / "docs" / "hosts.md").read_text()
+    text = re.search(r"value: >-\n(.*?)- name", page, re.DOTALL)[1]
+    for rank in (0, 1):
+        place = environment.find({"TF_CONFIG": text.replace("$(INDEX)", str(rank))})
+        assert (place.rank, place.coordinator) == (rank, "train-0.towers:2222")
+        assert place.count == 2
 
 
 def test_a_process_that_srun_did_not_start_trains_alone_and_says_so(monkeypatch):

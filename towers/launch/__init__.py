@@ -1,0 +1,1 @@
+"""Starts the hosts of a run, and starts them anew when one fails."""

@@ -1,0 +1,39 @@
+"""Starts the hosts of a run, on this machine or one on each, and watches over them.
+
+    python -m towers.launch --hosts=2 -- --model=resnet20 --num_gpus=1
+    python -m towers.launch --hosts=2 -- my_script.py --its_flag=1
+    python -m towers.launch --hosts=4 --host_rank=1 --coordinator=node0:8476 -- ...
+
+What follows -- are flags of towers.train, a Python file or -m and a module, each with
+arguments, or a command. If one host fails, all end, and --max_restarts allows a new
+start from the last checkpoint. With --host_rank, each machine runs one launcher, and
+TOWERS_TOKEN has the same secret on all of them.
+Exit codes: 0 done; 75 another host failed; 130 stopped by Ctrl-C; 143 by SIGTERM; else
+that of the host that failed first, with 128 and its number for a signal.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from towers.launch import arguments, supervisor
+from towers.program.commands import fail
+
+_PROGRAM = "towers.launch"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts the hosts, and returns the exit code once all have ended."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see towers/_start.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return supervisor.run(arguments.read(argv, __doc__), os.environ)
+    except KeyboardInterrupt:
+        return 130  # before there was anything to stop
+    except (ValueError, OSError) as error:
+        return fail(error, _PROGRAM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

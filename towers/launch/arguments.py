@@ -1,0 +1,228 @@
+"""The arguments of towers.launch, and the command that they make of what follows --."""
+
+import argparse
+import dataclasses
+import itertools
+import math
+import re
+import sys
+from collections.abc import Sequence
+
+from towers.cluster.addresses import is_address
+from towers.cluster.membership import JOIN_SECONDS
+from towers.program.arguments import Parser
+from towers.train import checks, flags, settings
+
+_EXAMPLE = "towers launch --hosts=2 -- --model=resnet20"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a launch is asked to do.
+
+    Attributes:
+        least: How many hosts may do.
+        most: With how many it begins.
+        command: What each host runs.
+        num_gpus: GPUs of each host; `None` for as many as there are for each.
+        host_rank: The one host that is started here; `None` for all of them.
+        coordinator: Where the first host listens; `None` to choose.
+        interface: What hosts on other machines are reached by.
+        join_seconds: How long hosts wait for one another.
+        fail_seconds: How long they may take to end when one has failed.
+        max_restarts: How often all are started anew.
+        log_dir: Where the output of hosts other than the first goes; `None` to choose.
+    """
+
+    least: int
+    most: int
+    command: tuple[str, ...]
+    num_gpus: int | None = None
+    host_rank: int | None = None
+    coordinator: str | None = None
+    interface: str | None = None
+    join_seconds: float = JOIN_SECONDS
+    fail_seconds: float = 30.0
+    max_restarts: int = 0
+    log_dir: str | None = None
+
+
+def read(argv: Sequence[str], doc: str) -> Options:
+    """Reads the arguments, without the program's name.
+
+    Raises:
+        ValueError: One is unknown, missing, or has a bad value.
+        SystemExit: The help was asked for.
+    """
+    parser = _parser(doc)
+    own, theirs = _parts(argv)
+    known = vars(parser.parse_args([]))
+    for arg in own:
+        name = arg.lstrip("-").partition("=")[0]
+        if arg.startswith("--") and name in settings.NAMES and name not in known:
+            raise ValueError(
+                f"Received --{name} before --; expected flags of towers train after "
+                f"it, such as {_EXAMPLE}."
+            )
+    found = vars(parser.parse_args(own))
+    least, most = _hosts(found.pop("hosts"))
+    _check(found, least, most)
+    command, asked = _command(theirs, found)
+    return Options(least, most, command, **(found | asked))
+
+
+def _parts(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divides the arguments at --, or where a command begins, as torchrun does."""
+    for k, (before, arg) in enumerate(itertools.pairwise(["", *argv])):
+        if arg == "--":
+            return [*argv[:k]], [*argv[k + 1 :]]
+        if not arg.startswith("-") and not re.fullmatch(r"--\w+", before):
+            return [*argv[:k]], [*argv[k:]]
+    return [*argv], []
+
+
+def _parser(doc: str) -> argparse.ArgumentParser:
+    parser = Parser("towers.launch", doc)
+    parser.add_argument(
+        "--hosts",
+        metavar="N",
+        help="Number of hosts. 2:4 begins with 4, and leaves a host out that was the "
+        "first to fail three times running, while 2 remain.",
+    )
+    parser.add_argument(
+        "--num_gpus",
+        type=int,
+        metavar="N",
+        help="Number of GPUs of each host, or of logical CPUs without a GPU. Default: "
+        "the GPUs of this machine in equal parts.",
+    )
+    parser.add_argument(
+        "--host_rank",
+        type=int,
+        metavar="N",
+        help="Start only this host here, from 0, and the others on other machines. "
+        "Default: start all here.",
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="With --host_rank: where the first host waits for the others.",
+    )
+    parser.add_argument(
+        "--interface",
+        metavar="NAME",
+        help="With --host_rank: network interface, or its address, by which the other "
+        "hosts reach this one. Default: the one by which it reaches --coordinator.",
+    )
+    parser.add_argument(
+        "--join_seconds",
+        type=float,
+        default=JOIN_SECONDS,
+        metavar="S",
+        help="Seconds that hosts wait for one another at the start. Default: "
+        f"{JOIN_SECONDS:g}, as torchrun.",
+    )
+    parser.add_argument(
+        "--fail_seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="Seconds that hosts have to end by themselves when one has failed, before "
+        "they are ended. Default: 30.",
+    )
+    parser.add_argument(
+        "--max_restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="How often all hosts start anew when one has failed. Default: 0, as "
+        "torchrun.",
+    )
+    parser.add_argument(
+        "--log_dir",
+        metavar="DIR",
+        help="Folder for host1.log and so on, the output of hosts other than the "
+        "first. Default: the --model_dir after --, else a temporary folder.",
+    )
+    return parser
+
+
+def _hosts(text: str | None) -> tuple[int, int]:
+    match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text or "")
+    least, most = (int(match[1] or match[2]), int(match[2])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise ValueError(
+            f"Received --hosts={text or ''}; expected a number, or the least and the "
+            "most, such as --hosts=2 or --hosts=2:4."
+        )
+    return least, most
+
+
+def _check(found: dict, least: int, most: int) -> None:
+    for name, bound in (("num_gpus", 1), ("max_restarts", 0)):
+        if found[name] is not None and found[name] < bound:
+            raise ValueError(
+                f"Received --{name}={found[name]}; expected at least {bound}."
+            )
+    for name in ("join_seconds", "fail_seconds"):
+        if not 0 < found[name] < math.inf:
+            raise ValueError(
+                f"Received --{name}={found[name]:g}; expected a number of seconds."
+            )
+    rank = found["host_rank"]
+    for name in ("coordinator", "interface"):
+        if found[name] is not None and rank is None:
+            raise ValueError(
+                f"Received --{name} without --host_rank; expected both, to start one "
+                "host on each machine, or neither, to start all on this one."
+            )
+    if rank is None:
+        return
+    if not 0 <= rank < most:
+        raise ValueError(
+            f"Received --host_rank={rank} for {most} hosts; expected 0 to {most - 1}."
+        )
+    if not is_address(found["coordinator"]):
+        raise ValueError(
+            f"Received --coordinator={found['coordinator'] or ''}; expected where the "
+            "first host waits for the others, such as node0:8476."
+        )
+    if least != most:
+        raise ValueError(
+            f"Received --hosts={least}:{most} with --host_rank; expected one number, "
+            "as each machine has a launcher of its own."
+        )
+
+
+def _command(theirs: Sequence[str], found: dict) -> tuple[tuple[str, ...], dict]:
+    """Returns what a host runs, and what else that says of the launch."""
+    first = theirs[0] if theirs else "--"
+    if first == "-m" or first.endswith(".py"):
+        return (sys.executable, *theirs), _log_dir(theirs, found)
+    if not first.startswith("-"):
+        return tuple(theirs), _log_dir(theirs, found)
+    # One sentence here instead of one from each host.
+    asked = checks.check_model_dir(
+        flags.read(["towers.train", *theirs], "Flags of towers.train, after --.")
+    )
+    gpus = asked.num_gpus if found["num_gpus"] is None else found["num_gpus"]
+    if asked.num_gpus not in (None, gpus):
+        raise ValueError(
+            f"Received --num_gpus={gpus} before -- and {asked.as_flag('num_gpus')} "
+            "after it; expected one of them, which is for each host."
+        )
+    if asked.gpu_indices and found["host_rank"] is None:
+        raise ValueError(
+            f"Received {asked.as_flag('gpu_indices')} for hosts on one machine; "
+            "expected CUDA_VISIBLE_DEVICES with the GPUs that they divide."
+        )
+    more = [] if gpus is None or asked.num_gpus else [f"--num_gpus={gpus}"]
+    folder = found["log_dir"] or asked.absolute_model_dir
+    command = (sys.executable, "-m", "towers.train", *theirs, *more)
+    return command, {"num_gpus": gpus, "log_dir": folder}
+
+
+def _log_dir(theirs: Sequence[str], found: dict) -> dict:
+    text = "\n".join(theirs)
+    given = re.search(r"^--?model_dir[=\n](.+)$", text, re.MULTILINE)
+    return {"log_dir": found["log_dir"] or (given[1] if given else None)}

@@ -1,0 +1,146 @@
+"""One generation of hosts: from their start until the last one has ended."""
+
+import dataclasses
+import queue
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from towers.launch.host import Host
+from towers.launch.strays import Strays
+
+# How a host ends because another one failed: EX_TEMPFAIL of sysexits.h.
+OTHER_FAILED = 75
+# How a host ends that was asked to, and has saved.
+STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+# Between SIGTERM and SIGKILL.
+_TERM_SECONDS = 10.0
+# For what a host has started to end after it.
+_LAST_WORDS_S = 1.0
+
+Events = queue.SimpleQueue  # of hosts that have ended, and of signals' numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a generation ended.
+
+    Attributes:
+        code: 0 if all hosts ended with that, else the exit code of the first cause.
+        rank: The host that was the first cause; `None` if none is here.
+        said: What happened, in a sentence; empty if nothing went wrong.
+        stopped: The signal that asked for the end; `None` if none did.
+    """
+
+    code: int = 0
+    rank: int | None = None
+    said: str = ""
+    stopped: int | None = None
+
+
+class Generation:
+    """Hosts that have been started, and what became of them."""
+
+    def __init__(
+        self, hosts: Sequence[Host], events: Events, strays: Strays, fail_seconds: float
+    ):
+        """Takes over the hosts.
+
+        Args:
+            hosts: All that were started.
+            events: Where they tell that they have ended, and signals arrive.
+            strays: All that they start.
+            fail_seconds: How long all may take to end once one has failed.
+        """
+        self._hosts, self._events, self._strays = hosts, events, strays
+        self._fail_seconds = fail_seconds
+        self._running = {*hosts}
+        self._failed: list[Host] = []  # by themselves, in this order
+        self._stood: list[Host] = []  # had to be ended
+        self._stopped: int | None = None
+        self._killed_before = _killed_for_memory()
+
+    def run(self) -> Outcome:
+        """Waits until all have ended, and sees to it once one has failed."""
+        limit, ways = None, [self._terminate, self._kill]
+        while self._running:
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            try:
+                event = self._events.get(timeout=left)
+            except queue.Empty:
+                ways.pop(0)()
+                limit = time.monotonic() + _TERM_SECONDS if ways else None
+                continue
+            if isinstance(event, Host):
+                self._running.discard(event)
+                if event.code and not self._stood:
+                    self._failed.append(event)
+                    # While hosts stop, the first one may still be saving.
+                    if event.code not in STOPPED and limit is None:
+                        limit = time.monotonic() + self._fail_seconds
+            else:
+                self._pass_on(event)
+        self._strays.end(_LAST_WORDS_S)
+        for host in self._hosts:
+            host.all_is_shown(_LAST_WORDS_S)
+        return self._outcome()
+
+    def _pass_on(self, number: int) -> None:
+        if number != signal.SIGUSR1:  # which asks for a checkpoint
+            self._stopped = number
+        for host in self._running:
+            host.signal(number)
+
+    def _terminate(self) -> None:
+        self._stood = sorted(self._running, key=lambda host: host.rank)
+        for host in self._stood:
+            host.signal(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        for host in self._running:
+            host.signal(signal.SIGKILL)
+        self._strays.signal(signal.SIGKILL)
+
+    def _outcome(self) -> Outcome:
+        if not self._failed:
+            return Outcome(stopped=self._stopped)
+        first = next((each for each in self._failed if each.code != OTHER_FAILED), None)
+        if first is not None:
+            what = "was stopped" if first.code in STOPPED else "failed first"
+            said = f"{what}: {self._how(first)}"
+        elif self._stood:
+            first = self._stood[0]
+            said = (
+                f"did not end within {self._fail_seconds:g} s after another host had "
+                "found a failure, and was ended"
+            )
+        else:
+            first = self._failed[0]
+            return Outcome(
+                *(OTHER_FAILED, None),
+                f"Host {first.rank} ended because another host failed.",
+                self._stopped,
+            )
+        code = first.code if first.code >= 0 else 128 - first.code
+        log = f" (see {first.log})" if first.log else ""
+        said = f"Host {first.rank} (pid {first.pid}) {said}{log}."
+        return Outcome(code or 1, first.rank, said, self._stopped)
+
+    def _how(self, host: Host) -> str:
+        if host.code > 0:
+            return f"exit code {host.code}"
+        name = signal.Signals(-host.code).name
+        if host.code == -signal.SIGKILL and _killed_for_memory() > self._killed_before:
+            return f"{name}, by the kernel for want of memory"
+        return name
+
+
+def _killed_for_memory() -> int:
+    """How many processes the kernel has killed for want of memory; 0 if unknown."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)
+    except OSError:
+        found = None
+    return int(found[1]) if found else 0

@@ -1,0 +1,131 @@
+"""One host of a run: a process with a session of its own, and where its output goes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+# A line longer than this is shown in parts.
+_LINE = 2**16
+
+
+class Host:
+    """A process that has been started.
+
+    Attributes:
+        rank: Its number among the hosts.
+        log: The file of its output; `None` if that is the launcher's own.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log: str | None,
+        ended: Callable[["Host"], None],
+    ):
+        """Starts it.
+
+        Args:
+            rank: See above.
+            command: What it runs.
+            environ: Its environment.
+            log: See above; what is there stays. Errors are shown, too.
+            ended: Is called in another thread once it has ended.
+
+        Raises:
+            ValueError: It cannot be started.
+        """
+        self.rank, self.log = rank, log
+        # A session: a terminal's Ctrl-C comes from the launcher, and so once.
+        options = {"env": environ, "start_new_session": True}
+        if log is None:
+            self._process = _started(command, **options)
+        else:
+            # Whatever happens, the file has what was written.
+            options["env"] = {"PYTHONUNBUFFERED": "1", **environ}
+            with open(log, "ab") as file:
+                self._process = _started(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.PIPE,
+                    **options,
+                )
+            self._shows = _thread(self._show)
+        _thread(self._wait, ended)
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; `None` while it runs."""
+        return self._process.returncode
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to it, and to what it has started in its own group.
+
+        Only it may know what to do with others than those that ask for the end.
+        """
+        if self.code is not None:
+            return
+        try:
+            if number == signal.SIGUSR1:
+                self._process.send_signal(number)
+            else:
+                os.killpg(self.pid, number)
+        except ProcessLookupError:
+            pass  # it has just ended
+
+    def all_is_shown(self, seconds: float) -> None:
+        """Waits for the last lines of a process that has ended."""
+        if self.log is not None:
+            self._shows.join(seconds)
+
+    def _wait(self, ended):
+        self._process.wait()
+        ended(self)
+
+    def _show(self):
+        """Shows each line of its errors, and adds it to the file."""
+        with open(self.log, "ab", buffering=0) as file, self._process.stderr as lines:
+            while line := lines.readline(_LINE):
+                _write(file, line)
+                _write(sys.stderr, f"[host {self.rank}] ".encode() + line)
+
+
+def _started(command, **options) -> subprocess.Popen:
+    try:
+        return subprocess.Popen(command, **options)
+    except OSError as error:
+        raise ValueError(
+            f"Cannot start {command[0]} ({error.strerror}); expected after -- flags of "
+            "towers train, a Python file, -m and a module, or a command."
+        ) from error
+
+
+def _write(file: IO, line: bytes) -> None:
+    """Writes a line, at once; to nobody where a disk is full or a reader has gone."""
+    try:
+        if file is sys.stderr:
+            if not line.endswith(b"\n"):
+                line += b"\n"
+            file.write(line.decode(errors="replace"))
+            file.flush()
+        else:
+            file.write(line)
+    except OSError:
+        pass
+
+
+def _thread(target: Callable, *args) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.start()
+    return thread

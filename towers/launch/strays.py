@@ -1,0 +1,97 @@
+"""Sees to it that no process of a launch outlives it, even if the launcher is killed.
+
+Each host's environment has a mark, which whatever it starts inherits. Thus a process is
+found also if its parent has gone, or it has a session of its own.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import time
+from collections.abc import Mapping
+
+import psutil
+
+_NAME = "TOWERS_LAUNCH"
+# For a process to be gone after SIGKILL.
+_KILLED_S = 10.0
+
+
+class Strays:
+    """What hosts start, by the mark in its environment.
+
+    Attributes:
+        mark: What to add to the environment of a host.
+    """
+
+    def __init__(self):
+        self.mark = {_NAME: f"{os.getpid()}-{secrets.token_hex(8)}"}
+        self._pipe: int | None = None
+
+    def processes(self) -> list[psutil.Process]:
+        """Lists the processes that run."""
+        return [each for each in psutil.process_iter() if _has(each, self.mark)]
+
+    def signal(self, number: int) -> None:
+        """Sends each a signal."""
+        for each in self.processes():
+            with contextlib.suppress(psutil.Error):  # it has gone
+                each.send_signal(number)
+
+    def end(self, seconds: float) -> None:
+        """Waits for them to end by themselves, and kills the rest.
+
+        Args:
+            seconds: How long to wait.
+        """
+        limit = time.monotonic() + seconds
+        # Not `psutil.wait_procs`, which would take a child's exit code from `Popen`.
+        while self.processes():
+            if time.monotonic() > limit + _KILLED_S:
+                return  # the kernel holds it
+            if time.monotonic() > limit:
+                self.signal(signal.SIGKILL)
+            time.sleep(0.02)
+
+    def watch(self, seconds: float) -> None:
+        """Has a process of its own end them all when this one has gone.
+
+        To be called before there are threads.
+
+        Args:
+            seconds: How long they may take after SIGTERM, before SIGKILL.
+        """
+        receive, self._pipe = os.pipe()
+        if os.fork():
+            os.close(receive)
+            return
+        os.close(self._pipe)
+        try:
+            self._wait_and_end(receive, seconds)
+        finally:
+            os._exit(0)
+
+    def _wait_and_end(self, receive: int, seconds: float) -> None:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        # Whoever reads the launcher's output sees its end.
+        nobody = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nobody, number)
+        while os.read(receive, 1):
+            pass
+        self.signal(signal.SIGTERM)
+        self.end(seconds)
+
+
+def _has(process: psutil.Process, mark: Mapping[str, str]) -> bool:
+    try:
+        # Of a zombie nothing is left but its number.
+        return (
+            mark.items() <= process.environ().items()
+            and process.status() != psutil.STATUS_ZOMBIE
+        )
+    except (psutil.Error, OSError):
+        return False  # somebody else's, or gone
