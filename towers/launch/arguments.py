@@ -47,6 +47,55 @@ class Options:
     log_dir: str | None = None
 
 
+# Each flag's value, as the help names it, its type, and what it is for.
+_FLAGS = {
+    "hosts": (
+        *("N", str),
+        "Number of hosts. 2:4 begins with 4, and leaves a host out that was the first "
+        "to fail three times running, while 2 remain.",
+    ),
+    "num_gpus": (
+        *("N", int),
+        "Number of GPUs of each host, or of logical CPUs without a GPU. Default: the "
+        "GPUs of this machine in equal parts.",
+    ),
+    "host_rank": (
+        *("N", int),
+        "Start only this host here, from 0, and the others on other machines. Default: "
+        "start all here.",
+    ),
+    "coordinator": (
+        *("HOST:PORT", str),
+        "With --host_rank: where the first host waits for the others.",
+    ),
+    "interface": (
+        *("NAME", str),
+        "With --host_rank: network interface, or its address, by which the other hosts "
+        "reach this one. Default: the one by which it reaches --coordinator.",
+    ),
+    "join_seconds": (
+        *("S", float),
+        "Number of seconds that hosts wait for one another at the start.",
+    ),
+    "fail_seconds": (
+        *("S", float),
+        "Number of seconds that hosts have to end by themselves when one has failed, "
+        "before they are ended.",
+    ),
+    "max_restarts": (
+        *("N", int),
+        "How often all hosts start again when one has failed.",
+    ),
+    "log_dir": (
+        *("DIR", str),
+        "Folder for host1.log and so on, the output of hosts other than the first. "
+        "Default: the --model_dir after --, else a temporary folder.",
+    ),
+}
+# torchrun's, where it has them.
+_DEFAULTS = {"join_seconds": JOIN_SECONDS, "fail_seconds": 30.0, "max_restarts": 0}
+
+
 def read(argv: Sequence[str], doc: str) -> Options:
     """Reads the arguments, without the program's name.
 
@@ -83,67 +132,12 @@ def _parts(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _parser(doc: str) -> argparse.ArgumentParser:
     parser = Parser("towers.launch", doc)
-    parser.add_argument(
-        "--hosts",
-        metavar="N",
-        help="Number of hosts. 2:4 begins with 4, and leaves a host out that was the "
-        "first to fail three times running, while 2 remain.",
-    )
-    parser.add_argument(
-        "--num_gpus",
-        type=int,
-        metavar="N",
-        help="Number of GPUs of each host, or of logical CPUs without a GPU. Default: "
-        "the GPUs of this machine in equal parts.",
-    )
-    parser.add_argument(
-        "--host_rank",
-        type=int,
-        metavar="N",
-        help="Start only this host here, from 0, and the others on other machines. "
-        "Default: start all here.",
-    )
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="With --host_rank: where the first host waits for the others.",
-    )
-    parser.add_argument(
-        "--interface",
-        metavar="NAME",
-        help="With --host_rank: network interface, or its address, by which the other "
-        "hosts reach this one. Default: the one by which it reaches --coordinator.",
-    )
-    parser.add_argument(
-        "--join_seconds",
-        type=float,
-        default=JOIN_SECONDS,
-        metavar="S",
-        help="Seconds that hosts wait for one another at the start. Default: "
-        f"{JOIN_SECONDS:g}, as torchrun.",
-    )
-    parser.add_argument(
-        "--fail_seconds",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="Seconds that hosts have to end by themselves when one has failed, before "
-        "they are ended. Default: 30.",
-    )
-    parser.add_argument(
-        "--max_restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="How often all hosts start anew when one has failed. Default: 0, as "
-        "torchrun.",
-    )
-    parser.add_argument(
-        "--log_dir",
-        metavar="DIR",
-        help="Folder for host1.log and so on, the output of hosts other than the "
-        "first. Default: the --model_dir after --, else a temporary folder.",
-    )
+    for name, (value, kind, text) in _FLAGS.items():
+        default = _DEFAULTS.get(name)
+        said = f"{text} Default: {default:g}." if default is not None else text
+        parser.add_argument(
+            f"--{name}", metavar=value, type=kind, default=default, help=said
+        )
     return parser
 
 
