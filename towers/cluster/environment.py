@@ -28,8 +28,8 @@ def find(environ: Environ = os.environ) -> Place | None:
     """Finds this process's place among several hosts; `None` if it is alone.
 
     What `TOWERS_HOST_RANK` and its kin say counts before `TF_CONFIG`, and that before
-    Slurm's variables. `TOWERS_TOKEN`, `TOWERS_JOIN_SECONDS` and `TOWERS_INTERFACE` are
-    for all of them.
+    Slurm's variables. `TOWERS_COORDINATOR`, `TOWERS_TOKEN`, `TOWERS_INTERFACE` and
+    `TOWERS_JOIN_SECONDS` are for all of them.
 
     Args:
         environ: The environment.
@@ -37,12 +37,14 @@ def find(environ: Environ = os.environ) -> Place | None:
     Raises:
         ValueError: It contradicts itself, or is of another form.
     """
-    if any(environ.get(name) for name in (_RANK, _COUNT, _COORDINATOR)):
+    if environ.get(_RANK) or environ.get(_COUNT):
         place = _of_towers(environ)
     elif environ.get(_TF_CONFIG, "").strip() not in ("", "{}"):
         place = _of_tf_config(environ)
     elif environ.get("SLURM_STEP_ID"):
         place = _of_slurm(environ)
+    elif environ.get(_COORDINATOR):
+        place = _of_towers(environ)  # which says what is missing
     else:
         if _number(environ, "SLURM_NTASKS", 1, default=1) > 1:
             warn(
@@ -77,15 +79,10 @@ def _of_towers(environ: Environ) -> Place:
             f"Received {', '.join(given)} without {', '.join(missing)}; expected all "
             "of them, as python -m towers.launch sets them, or none."
         )
-    coordinator = environ[_COORDINATOR]
-    if not is_address(coordinator):
-        raise ValueError(
-            f"Received {_COORDINATOR}={coordinator}; expected the address of the first "
-            "host, such as node0:8476."
-        )
     count = _number(environ, _COUNT, 1)
     rank = _rank(environ, _RANK, count)
     generation = _number(environ, _GENERATION, 0, default=0)
+    coordinator = _coordinator(environ, "")
     return Place(rank, count, coordinator, generation=generation, **_common(environ))
 
 
@@ -109,7 +106,7 @@ def _of_tf_config(environ: Environ) -> Place:
     rank = index if kind == "chief" else len(chiefs) + index
     # The first host's own port is free until TensorFlow's server takes it.
     return Place(
-        *(rank, len(addresses), addresses[0]),
+        *(rank, len(addresses), _coordinator(environ, addresses[0])),
         addresses=addresses,
         generation=_number(environ, _GENERATION, 0, default=0),
         **_common(environ),
@@ -131,7 +128,8 @@ def _of_slurm(environ: Environ) -> Place:
     port = _SLURM_PORTS + (31 * job + _number(environ, "SLURM_STEP_ID", 0)) % 10_000
     generation = _number(environ, "SLURM_RESTART_COUNT", 0, default=0)
     generation = _number(environ, _GENERATION, 0, default=generation)
-    coordinator = f"{node}:{port}"
+    # A cluster's names for its nodes need not be known to the network.
+    coordinator = _coordinator(environ, f"{node}:{port}")
     return Place(rank, count, coordinator, generation=generation, **_common(environ))
 
 
@@ -172,6 +170,16 @@ def _common(environ: Environ) -> dict[str, str | float | None]:
         "join_seconds": seconds,
         "interface": environ.get(_INTERFACE) or None,
     }
+
+
+def _coordinator(environ: Environ, default: str) -> str:
+    coordinator = environ.get(_COORDINATOR) or default
+    if not is_address(coordinator):
+        raise ValueError(
+            f"Received {_COORDINATOR}={coordinator}; expected the address of the first "
+            "host, such as node0:8476."
+        )
+    return coordinator
 
 
 def _rank(environ: Environ, name: str, count: int) -> int:

@@ -75,6 +75,10 @@ ENVIRONMENTS = {
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"} | {"SLURM_PROCID": "0"},
         None,
     ),
+    "Slurm, whose names nobody knows": (
+        SLURM | {"TOWERS_COORDINATOR": "10.0.0.1:7"},
+        Place(2, 4, "10.0.0.1:7", None),
+    ),
     "Slurm, on one node": (
         SLURM | {"SLURM_STEP_NODELIST": "n10"},
         Place(2, 4, f"127.0.0.1:{15_000 + 31 * 4242 % 10_000}", None),
@@ -93,6 +97,10 @@ CONTRADICTIONS = {
         {"TOWERS_HOST_RANK": "0", "TOWERS_HOST_COUNT": "2"},
         "Received TOWERS_HOST_RANK, TOWERS_HOST_COUNT without TOWERS_COORDINATOR, "
         "TOWERS_TOKEN; expected all of them",
+    ),
+    "a coordinator alone": (
+        {"TOWERS_COORDINATOR": "a:1"},
+        "Received TOWERS_COORDINATOR without TOWERS_HOST_RANK, TOWERS_HOST_COUNT, ",
     ),
     "a rank too many": (
         OURS | {"TOWERS_HOST_RANK": "2"},

@@ -53,16 +53,19 @@ async def _listen(place: Place) -> socket.socket:
         except RendezvousError:
             raise
         except OSError as error:
-            comes = isinstance(error, socket.gaierror) or (
-                error.errno == errno.EADDRINUSE
-            )
-            if not comes or loop.time() > end:
-                raise RendezvousError(
-                    f"The first host cannot listen at {place.coordinator} "
-                    f"({error.strerror}); expected a free port of an address of this "
-                    "machine: give another coordinator, or name the interface."
-                ) from error
-        await asyncio.sleep(0.2)
+            unknown = isinstance(error, socket.gaierror)
+            may_come = unknown or error.errno == errno.EADDRINUSE
+            if may_come and loop.time() < end:
+                await asyncio.sleep(0.2)
+                continue
+            do = "give another coordinator, or name the interface"
+            if unknown:
+                do = "give its IP address as the coordinator, as TOWERS_COORDINATOR"
+            raise RendezvousError(
+                f"The first host cannot listen at {place.coordinator} "
+                f"({error.strerror}); expected a free port of an address of this "
+                f"machine: {do}."
+            ) from error
 
 
 def _bound(address: str, port: int) -> socket.socket:
