@@ -1,15 +1,21 @@
 """The plan of a run, a value: hosts, towers, and where variables live.
 
-Whoever computes asks the plan where. Nothing here makes an operation.
+Whoever computes asks the plan where. It makes no operation but to tell which rows.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import keras
+import tensorflow as tf
 
+from towers.collectives import batch
 from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.devices import is_gpu
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +51,17 @@ class Plan:
         packed: Whether parameters and gradients travel in one buffer for each type;
             `None` for where that pays.
         hosts: The hosts that train together.
+        split_ratios: How much of a batch each tower of all hosts gets, relative to the
+            others.
     """
 
     towers: tuple[Tower, ...]
     home: str
     merge: str
     on_gpus: bool
-    packed: bool | None = None
-    hosts: OneHost = ONE_HOST
+    packed: bool | None
+    hosts: OneHost
+    split_ratios: tuple[int, ...]
 
     @classmethod
     def of(
@@ -62,28 +71,41 @@ class Plan:
         home: str,
         merge: str | None = None,
         packed: bool | None = None,
+        hosts: OneHost = ONE_HOST,
     ) -> "Plan":
-        """Makes the plan of one host.
+        """Makes the plan of this host; all hosts call it together.
 
         Args:
-            devices: A device string for each tower.
+            devices: A device string for each tower of this host.
             split_ratios: How much of a batch each gets, relative to the others.
             home: See `Plan`.
             merge: See `Plan`; `home` by default.
             packed: See `Plan`.
+            hosts: See `Plan`.
         """
+        ratios = hosts.tell_all([*split_ratios])
+        first = sum(map(len, ratios[: hosts.index]))
         pairs = zip(devices, split_ratios, strict=True)
-        towers = tuple(Tower(k, (device,), n) for k, (device, n) in enumerate(pairs))
+        towers = tuple(
+            Tower(first + k, (device,), n) for k, (device, n) in enumerate(pairs)
+        )
         on_gpus = any(map(is_gpu, devices))
-        return cls(towers, home, merge or home, on_gpus, packed)
+        ratios = tuple(itertools.chain(*ratios))
+        return cls(towers, home, merge or home, on_gpus, packed, hosts, ratios)
 
     def of_each_tower(self) -> "Plan":
         """Returns the plan of a tower by itself, on whichever device calls it.
 
         That device is unknown, "", and nothing travels.
         """
-        alone = (Tower(0, ("",)),)
-        return dataclasses.replace(self, towers=alone, merge=self.home, packed=False)
+        return dataclasses.replace(
+            self,
+            towers=(Tower(0, ("",)),),
+            merge=self.home,
+            packed=False,
+            hosts=ONE_HOST,
+            split_ratios=(1,),
+        )
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -91,14 +113,50 @@ class Plan:
         return tuple(tower.device for tower in self.towers)
 
     @property
-    def split_ratios(self) -> tuple[int, ...]:
-        """How much of a batch each tower gets, relative to the others."""
-        return tuple(tower.ratio for tower in self.towers)
-
-    @property
     def count(self) -> int:
         """Number of towers, of all hosts."""
-        return self.hosts.sum(len(self.towers))
+        return len(self.split_ratios)
+
+    def bounds(self, total: tf.Tensor | int) -> list[tuple[Any, Any]]:
+        """Computes where the local batches of this host's towers start and end.
+
+        Args:
+            total: Number of examples of the global batch.
+
+        Returns:
+            One pair (start, end) for each tower; see `batch.split_bounds`.
+        """
+        first = self.towers[0].index
+        bounds = batch.split_bounds(total, self.split_ratios)
+        return bounds[first : first + len(self.towers)]
+
+    def gather(self, rows: T, total: tf.Tensor | int, purpose: str) -> T:
+        """Puts together what the towers of all hosts have of a global batch.
+
+        Args:
+            rows: A nest of what this host's towers have; see `OneHost.gather`.
+            total: Number of examples of the global batch.
+            purpose: See `OneHost.gather`.
+        """
+        if self.hosts.count == 1:
+            return rows
+        (start, _), *_ = self.bounds(total)
+        return self.hosts.gather(rows, start, total, purpose)
+
+    def sizes(self, total: tf.Tensor | int) -> list[Any]:
+        """Computes the sizes of the local batches of this host's towers."""
+        return [end - start for start, end in self.bounds(total)]
+
+    def fractions(
+        self, sizes: Sequence[tf.Tensor | int], total: tf.Tensor | int
+    ) -> list[tf.Tensor]:
+        """Computes the part of the global batch that each local batch is.
+
+        Args:
+            sizes: What `sizes` returns.
+            total: Number of examples of the global batch.
+        """
+        return batch.fractions(sizes, None if self.hosts.count == 1 else total)
 
     def home_of(self, variable: keras.Variable) -> str:
         """Returns the device on which a variable lives, if it can be there.

@@ -84,7 +84,8 @@ class Builder:
 
     def preprocess_batch(self, data: Any, training: bool) -> Any:
         """Returns the whole batch as the loss sees it; see `LocalBatches`."""
-        return self.pieces.batches.preprocess_batch(data, training)[1]
+        _, whole = self.pieces.batches.preprocess_batch(data, training)
+        return whole()
 
     def compare_first(self, data: Any, wanted: BatchWanted) -> None:
         """Compares rows as a graph has asked for; see `RowComparison`."""

@@ -12,6 +12,7 @@ from towers.analysis.rules import Rules
 from towers.builders.guard import Guard
 from towers.collectives import batch
 from towers.devices import is_gpu
+from towers.loop.agreement import Agreement
 from towers.loop.timers import StepTimers
 from towers.plan import Plan
 from towers.program import voice
@@ -67,6 +68,7 @@ class Context:
             anything.
         prefetch: Batches that are fetched and placed ahead of a call of one step.
         guard: Stops a step of training that is not finite, if anything does.
+        agreement: Keeps hosts at the same batch, if there are several.
         timers: Measure what the time of the steps of training goes to.
         callbacks_may_write: Whether a callback that may change variables runs between
             calls of training.
@@ -82,6 +84,7 @@ class Context:
     preprocess: Preprocess | None = None
     prefetch: int = 0
     guard: Guard | None = None
+    agreement: Agreement | None = None
     timers: StepTimers | None = None
     callbacks_may_write: bool = False
     usual_rows: int | None = None
@@ -116,7 +119,7 @@ class Context:
     @property
     def together(self) -> bool:
         """Whether towers run together, as layers talk to one another."""
-        return len(self.plan.towers) > 1 and is_synchronized(self.model)
+        return self.plan.count > 1 and is_synchronized(self.model)
 
     @property
     def looks_up(self) -> bool:

@@ -16,7 +16,6 @@ import keras
 import tensorflow as tf
 
 from towers.collectives import packing, reduce
-from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.devices import HOST
 
 # To start a sum over fewer numbers takes longer than to add them, so they are joined.
@@ -79,7 +78,6 @@ class Guard:
         gradients: Sequence[reduce.Gradient],
         optimizer: keras.optimizers.Optimizer | None,
         packed: Sequence[reduce.Packed] = (),
-        hosts: OneHost = ONE_HOST,
     ) -> Iterator[None]:
         """Inside, nothing happens in a step that is stopped.
 
@@ -91,7 +89,6 @@ class Guard:
             gradients: Its gradient for each trainable variable, scaled.
             optimizer: What is to apply them.
             packed: How they have travelled, where that is what to look at.
-            hosts: The hosts that stop together.
         """
         seen = {i for each in packed for i in each.places}
         others = [
@@ -113,7 +110,6 @@ class Guard:
             def look_closer():
                 return tf.cond(finite([loss, *parts]), lambda: tf.constant(True), stop)
 
-            good = hosts.agree(good)
             with tf.device(HOST):
                 checked = tf.cond(good, lambda: tf.constant(True), look_closer)
         with tf.control_dependencies([checked]):

@@ -74,46 +74,81 @@ class TrainStep:
     def apply(self, data: Any, outputs: StepOutputs) -> dict[str, tf.Tensor]:
         """Updates variables and metrics with what `LossAndGradients` made of it."""
         data = keras.utils.unpack_x_y_sample_weight(data)
-        metrics = self.pieces.metrics
-        gather = functools.partial(metrics.gather, outputs.results)
-        sums, packed = self._reduce(outputs)
-        with self._unless_stopped(data, outputs.measured.loss, sums, packed):
+        metrics, size = self.pieces.metrics, batch.batch_size(data[0])
+        gather = functools.partial(metrics.gather, outputs.results, size)
+        outputs, sums, packed, told = self._reduce(data, outputs)
+        loss = outputs.measured.loss
+        with self._together(told), self._unless_stopped(data, loss, sums, packed):
             # In this order, as on one device: layers assign before the optimizer does.
             self.pieces.state.assign_state(outputs.state)
             if sums:
                 self.pieces.updater.update_weights(sums)
             return metrics.update_metrics(data, outputs.measured, gather)
 
-    def _reduce(self, outputs):
-        """Adds gradients; returns the sums for each copy, and what travelled packed."""
+    def _reduce(self, data, outputs):
+        """Adds all that is to be added, over towers and hosts.
+
+        Returns:
+            The outputs, the gradients' sums for each copy, what travelled packed, and
+            what hosts say of the batch, if there are several.
+        """
         model, plan = self.pieces.context.model, self.pieces.context.plan
+        agreement = self.pieces.context.agreement
+        told = None if agreement is None else agreement.of_batch(data)
         gradients = [result.gradients for result in outputs.results]
         if outputs.direct:
             with tf.device(plan.home):
                 _refuse_direct(model, outputs.direct[0])
-                gradients[0] = reduce.sum_gradients([gradients[0], *outputs.direct])
+                direct = [_once(plan.hosts, each) for each in outputs.direct]
+                gradients[0] = reduce.sum_gradients([gradients[0], *direct])
         if not model.trainable_variables:
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2
             )
-            return [], []
-        packed = []
+            outputs, told = outputs.sum_over(plan.hosts, told)
+            return outputs, [], [], told
+        packed, over_hosts = [], None
+        if agreement is not None:
+
+            def over_hosts(sums):
+                nonlocal outputs, told
+                outputs, (sums, told) = outputs.sum_over(plan.hosts, (sums, told))
+                return sums
+
         with tf.name_scope("reduce"):
             sources = [plan.devices[result.tower] for result in outputs.results]
-            sums = self.reducer.sum_gradients(gradients, sources, packed.append)
-        return sums, packed
+            sums = self.reducer.sum_gradients(
+                gradients, sources, packed.append, over_hosts
+            )
+        return outputs, sums, packed, told
+
+    def _together(self, told):
+        if told is None:
+            return contextlib.nullcontext()
+        return self.pieces.context.agreement.before(told)
 
     def _unless_stopped(self, data, loss, sums, packed):
         context, plan = self.pieces.context, self.pieces.context.plan
         if context.guard is None:
             return contextlib.nullcontext()
         gradients = sums[0] if sums else []
-        if not any(map(plan.packs, plan.devices)):
-            # Towers share memory and cores: to look at the sums is the least work.
+        if plan.hosts.count > 1 or not any(map(plan.packs, plan.devices)):
+            # Towers share memory and cores: to look at the sums is the least work. And
+            # all hosts have the same sums, so that all find the same.
             packed = ()
         return context.guard.before(
-            data, loss, gradients, context.model.optimizer, packed, plan.hosts
+            data, loss, gradients, context.model.optimizer, packed
         )
+
+
+def _once(hosts, gradients):
+    """Gradients that each host has computed alike, as its part of their sum."""
+    if hosts.index == 0:
+        return gradients
+    return [
+        None if g is None else tf.math.scalar_mul(tf.zeros([], g.dtype), g)
+        for g in gradients
+    ]
 
 
 def _refuse_direct(model, direct):
@@ -201,7 +236,8 @@ class Evaluation:
                 loss.gather_loss("test", str(error))
         if measured is None:
             measured, results = self._at_home(data)
-        gather = functools.partial(pieces.metrics.gather, results)
+        size = batch.batch_size(data[0])
+        gather = functools.partial(pieces.metrics.gather, results, size)
         return pieces.metrics.update_metrics(data, measured, gather)
 
     def _on_towers(self, data):
@@ -211,8 +247,12 @@ class Evaluation:
         function = functools.partial(passes.evaluate, pieces.context.model)
         values = pieces.reader.read_variables()
         results, rules = pieces.loss.on_towers("test", function, values, data, local)
-        pieces.state.assign_state(pieces.state.combine_state(results, rules))
-        return pieces.metrics.combine(results, rules), results
+        state = pieces.state.combine_state(results, rules)
+        measured = pieces.metrics.combine(results, rules)
+        outputs = StepOutputs(results, state, measured, [])
+        outputs, _ = outputs.sum_over(pieces.context.plan.hosts)
+        pieces.state.assign_state(outputs.state)
+        return outputs.measured, results
 
     def _at_home(self, data):
         """Computes the loss of gathered outputs."""
@@ -220,7 +260,8 @@ class Evaluation:
         results, outputs, seen = self._forward("test", data)
         with tf.device(self.pieces.context.plan.home):
             losses = metrics.sum_layer_losses(results)
-            loss = metrics.whole_loss(seen, outputs, losses, training=False)
+            losses = self.pieces.context.plan.hosts.sum(losses, "losses of layers")
+            loss = metrics.whole_loss(seen(), outputs, losses, training=False)
         return Measured(loss), results
 
     def predict_step(self, data: Any) -> Any:
@@ -244,6 +285,7 @@ class Evaluation:
         values = pieces.reader.read_variables()
         towers = TowerFunction(forward, rules)
         results = pieces.executor.run_towers(towers, values, x, local_x)
-        outputs = pieces.metrics.gather(results)
-        pieces.state.assign_state(pieces.state.combine_state(results, rules))
+        outputs = pieces.metrics.gather(results, batch.batch_size(x))
+        state = pieces.state.combine_state(results, rules)
+        pieces.state.assign_state(context.plan.hosts.sum(state, "state"))
         return results, outputs, seen

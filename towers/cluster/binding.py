@@ -24,7 +24,7 @@ _BIND = ctypes.CFUNCTYPE(
 )
 # What libraries call has to live as long as they may call it: a thread may have read
 # an entry before it was restored.
-_alive: list[ctypes._CFuncPtr] = []
+_alive: list[object] = []
 
 _LISTEN = "0A"
 

@@ -13,7 +13,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.program import words
 
 
@@ -206,6 +205,23 @@ def _is_scalar(tensor):
     return tf.TensorShape(tensor.shape).rank == 0
 
 
+def made_up(batch: Any) -> Any:
+    """Returns a batch of one example of zeros, otherwise like `batch`."""
+
+    def row(tensor):
+        if tensor is None or _is_scalar(tensor):
+            return tensor
+        if isinstance(tensor, tf.Tensor):
+            return tf.zeros([1, *tf.shape(tensor)[1:]], tensor.dtype)
+        if isinstance(tensor, tf.SparseTensor):
+            shape = tf.concat([[1], tensor.dense_shape[1:]], axis=0)
+            return tf.SparseTensor(tensor.indices[:0], tensor.values[:0], shape)
+        empty = tf.ones([1], tensor.row_splits.dtype)
+        return tf.RaggedTensor.from_row_lengths(tensor.values[:0], empty * 0)
+
+    return tf.nest.map_structure(row, batch)
+
+
 def join(local_batches: Sequence[Any], sizes: Sequence[Any]) -> Any:
     """Puts the towers' outputs together again, in the order of the examples.
 
@@ -308,13 +324,18 @@ def local_spec(batch: Any, rows: int | None) -> Any:
 
 
 def fractions(
-    sizes: Sequence[int | tf.Tensor], hosts: OneHost = ONE_HOST
+    sizes: Sequence[int | tf.Tensor], total: int | tf.Tensor | None = None
 ) -> list[tf.Tensor]:
-    """Returns the part of the global batch, of all hosts, that each local batch is.
+    """Returns the part of the global batch that each local batch is.
+
+    Args:
+        sizes: The towers' numbers of examples.
+        total: That of the global batch; their sum by default.
 
     Returns:
-        One float32 scalar for each tower; they sum to 1, or to 0 if there is no row.
+        One float32 scalar for each tower; those of all towers sum to 1, or to 0 if
+        there is no row.
     """
     rows = tf.cast(tf.stack(sizes), tf.float32)
-    total = hosts.sum(tf.reduce_sum(rows))
+    total = tf.reduce_sum(rows) if total is None else tf.cast(total, tf.float32)
     return tf.unstack(tf.math.divide_no_nan(rows, total))

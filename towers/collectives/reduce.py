@@ -288,7 +288,8 @@ def combine_states(
         hosts: The hosts that these and other towers are on.
 
     Returns:
-        M combined values, `None` where nothing changed.
+        M combined values, `None` where nothing changed. With several hosts they are
+        this one's parts of them, which add up.
     """
     first = towers[0]
     combined = {}
@@ -321,40 +322,49 @@ def combine_totals(
         towers: K x M totals.
         fractions: As for `combine_states`.
         kinds: How each of the M combines; see `LossGraph.kinds`.
-        hosts: As for `combine_states`.
+        hosts: The hosts that these and other towers are on.
 
     Returns:
         M totals.
     """
-    combined = []
+    combined, extremes = [], {}
     for (kind, operation), *values in zip(kinds, *towers, strict=True):
         if kind is Dependence.COUPLED:
+            extremes[len(combined)] = EXTREMES[operation]
             combined.append(EXTREMES[operation](tf.stack(values), axis=0))
         elif kind is Dependence.MEAN:
             # A tower without rows has no mean.
             combined.append(
-                hosts.sum(
-                    tf.add_n(
-                        tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
-                        for value, fraction in zip(values, fractions, strict=True)
-                    )
+                tf.add_n(
+                    tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
+                    for value, fraction in zip(values, fractions, strict=True)
                 )
             )
         else:
-            combined.append(hosts.sum(tf.add_n(values)))
-    return combined
+            combined.append(tf.add_n(values))
+    for i, extreme in extremes.items() if hosts.count > 1 else ():
+        each = combined[i][tf.newaxis]
+        each = hosts.gather(each, hosts.index, hosts.count, f"extreme {i}")
+        combined[i] = extreme(each, axis=0)
+    sums = [None if i in extremes else total for i, total in enumerate(combined)]
+    sums = hosts.sum(sums, "totals")
+    return [combined[i] if i in extremes else sums[i] for i in range(len(combined))]
 
 
 def _combine(values, fractions, rule, hosts):
     first = values[0]
-    if rule is Dependence.NONE or (len(values) == 1 and hosts.count == 1):
-        return first
+    # Integers without a rule come only where the user has waived the rules.
+    if rule is Dependence.NONE or (
+        rule is not Dependence.SUM and not first.dtype.is_floating
+    ):
+        # It is the same on all towers, but for random seeds, and where there is no row.
+        return first if hosts.index == 0 else tf.zeros_like(first)
     if rule is Dependence.SUM:
-        return hosts.sum(tf.add_n(values))
-    if not first.dtype.is_floating:
-        return first  # only where the user has waived the rules: integers have no mean
+        return tf.add_n(values)
+    if len(values) == 1 and hosts.count == 1:
+        return first
     weighted = [
         value * tf.cast(fraction, value.dtype)
         for value, fraction in zip(values, fractions, strict=True)
     ]
-    return hosts.sum(tf.add_n(weighted))
+    return tf.add_n(weighted)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.cluster import server
 from towers.devices import nvml
 from towers.devices.names import HOST
 from towers.devices.wish import Wish
@@ -51,6 +52,7 @@ def configure(
     local_parameter_device: str | None = None,
     soft_placement: bool = True,
     log_device_placement: bool = False,
+    hosts: str | None = None,
 ) -> Devices:
     """Chooses and sets up the devices of this process.
 
@@ -73,6 +75,10 @@ def configure(
         soft_placement: Whether an operation may run on another device if its own has no
             kernel for it.
         log_device_placement: Whether TensorFlow logs the device of every operation.
+        hosts: "auto" to train together with the other processes that a launcher has
+            started, if it has started others: `towers.launch`, Slurm, or what sets
+            TF_CONFIG. It waits for them, and TensorFlow is initialised then. None: this
+            process trains alone.
 
     Returns:
         The devices. `towers` has one device string for each tower.
@@ -105,6 +111,8 @@ def configure(
         note = _stand_in_note(len(towers), wish)
     tf.config.set_soft_device_placement(soft_placement)
     tf.debugging.set_log_device_placement(log_device_placement)
+    if hosts is not None:
+        server.join_as_started(hosts)
     on_first = local_parameter_device == "gpu"
     if local_parameter_device is None:
         # To and from the host, they would take longer than a step.

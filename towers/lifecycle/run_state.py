@@ -1,12 +1,10 @@
 """Where a run is, and what continues it from there."""
 
 import contextlib
-import dataclasses
-import functools
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -16,67 +14,15 @@ from towers.lifecycle import data_position, resume
 from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.manager import CheckpointManager
 from towers.lifecycle.checkpoints.store import Contents, Position
+from towers.lifecycle.current_fit import CurrentEpoch, CurrentFit
 from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.save_points import SavePoints
 from towers.lifecycle.signals import NAMES, Signals, Stopped
-from towers.lifecycle.skip_batches import CallbacksFromBatch, SkipDoneBatches
+from towers.lifecycle.skip_batches import SkipDoneBatches, call_from_batch
+from towers.loop.agreement import SignalReceived
 from towers.model.fit_call import FitCall
 from towers.numerics.not_finite import NotFiniteStep
 from towers.program import voice, words
-
-
-@dataclasses.dataclass
-class _Fit:
-    """The call of `fit` that runs.
-
-    Attributes:
-        call: The call.
-        others: The callbacks whose states are saved.
-        data: What is known to decide which records a batch has, as JSON.
-        validates: Whether there are data to validate on.
-        begun: The position that it has begun at.
-        values_before: Values of the variables before callbacks heard of an epoch that
-            goes on.
-        values_at_end: Values to save at the end, if they are not those of then.
-    """
-
-    call: FitCall
-    others: Sequence[keras.callbacks.Callback]
-    data: Mapping[str, Any]
-    validates: bool
-    begun: Position
-    values_before: Mapping[str, Any] | None = None
-    values_at_end: Mapping[str, Any] | None = None
-
-    @property
-    def step(self) -> int:
-        """The number of the last step."""
-        return int(self.call.model.optimizer.iterations)
-
-    @functools.cached_property
-    def described(self) -> dict[str, list[list[Any]]]:
-        """Describes the variables; while a `fit` runs, they stay as they are."""
-        parts = saved_model.parts(self.call.model)
-        return {part: saved_model.describe(found) for part, found in parts.items()}
-
-
-@dataclasses.dataclass
-class _Epoch:
-    """The epoch that runs, or has run last.
-
-    Attributes:
-        random: States of random numbers at its beginning.
-        read: Batches that were read in it.
-        batch_begun: Whether a batch has begun that has not ended.
-        metrics: Values of the metrics, while a validation takes their place.
-        score: How good it was, once it is over.
-    """
-
-    random: Mapping[str, Any] | None = None
-    read: int = 0
-    batch_begun: bool = False
-    metrics: Sequence[Any] | None = None
-    score: float | None = None
 
 
 class RunState:
@@ -103,8 +49,7 @@ class RunState:
         self._saved: Position | None = None
         # The object that the last `fit` has trained on.
         self._trained_on = lambda: None
-        self._fit: _Fit | None = None
-        self._epoch = _Epoch()
+        self._fit, self._epoch = None, CurrentEpoch()
 
     @property
     def runs(self) -> bool:
@@ -150,11 +95,11 @@ class RunState:
         with contextlib.suppress(TypeError):  # a list, say
             self._trained_on = weakref.ref(given)
         validates = options["validation_data"] is not None
-        validates = validates or bool(options["validation_split"])
+        validates |= bool(options["validation_split"])
         callbacks = keras.tree.flatten(options["callbacks"])
         options["callbacks"] = [SaveFirst(self), *callbacks]
-        self._fit = _Fit(call, callbacks, data, validates, self.position)
-        self._epoch = _Epoch()
+        self._fit = CurrentFit(call, callbacks, data, validates, self.position)
+        self._epoch = CurrentEpoch()
         with self._signals, warnings.catch_warnings():
             try:
                 if self.position > Position(start.epoch):
@@ -162,6 +107,9 @@ class RunState:
                 yield
                 # One that came after the last batch, or even after `on_train_end`.
                 self.heed()
+                call.meet_hosts()
+            except SignalReceived as received:
+                self.heed(received.number)
             except NotFiniteStep as error:
                 self.checkpoints.finish()
                 error.checkpoint = self.checkpoints.latest or ""
@@ -195,18 +143,7 @@ class RunState:
             reading=states.undisturbed if start.read else None,
             at_end=self._end_skipping,
         )
-        options = call.options
-        options["callbacks"] = CallbacksFromBatch(
-            options["callbacks"],
-            self.position,
-            call.skips,
-            add_history=True,
-            add_progbar=options["verbose"] != 0,
-            verbose=options["verbose"],
-            epochs=options["epochs"],
-            steps=self._fit.data["steps_per_epoch"],
-            model=call.model,
-        )
+        call_from_batch(call, self.position, self._fit.data["steps_per_epoch"])
 
     def _end_skipping(self):
         """Undoes what callbacks have done at the beginning of an epoch that goes on.
@@ -258,7 +195,7 @@ class RunState:
             self._restore_states()
         call = model.steps_per_execution
         read = math.ceil(self.position.batch / call) * call
-        self._epoch = _Epoch(states.random_states(), read)
+        self._epoch = CurrentEpoch(states.random_states(), read)
         self.heed()
 
     def begin_batch(self, batch: int) -> None:
@@ -301,8 +238,12 @@ class RunState:
         self._epoch.score = score
         # Where Keras does not know how many there are, it begins one batch too many; an
         # epoch also ends where data do.
-        ended = self._epoch.batch_begun or not model.stop_training
-        if ended or self.position.batch >= (steps or math.inf):
+        begun = self._epoch.batch_begun and not self._fit.call.left_a_batch
+        if (
+            begun
+            or not model.stop_training
+            or self.position.batch >= (steps or math.inf)
+        ):
             self.position = Position(epoch + 1)
             if self.past is not None:
                 self.past.append(self._epoch.read)
@@ -322,8 +263,10 @@ class RunState:
 
     # Saving.
 
-    def heed(self) -> None:
+    def heed(self, agreed: int | None = None) -> None:
         """Does what a signal asks for, and hears of a save that has ended.
+
+        `agreed` is the number of a signal on which several hosts have agreed.
 
         Raises:
             Stopped: A signal asks for the end.
@@ -334,13 +277,11 @@ class RunState:
             self.checkpoints.wait()
             voice.end_progress_bar()
             voice.say(f"SIGUSR1 received: {self.checkpoints.tell_latest()}.")
-        if (number := self._signals.stop) is not None:
+        number = agreed or self._signals.stop
+        if agreed or (number and self._fit.call.may_stop(number)):
             self.save()
             self.checkpoints.wait()
-            again = "the last checkpoint is {}; run again to continue"
-            again = self.checkpoints.tell_latest(again)
-            voice.end_progress_bar()
-            voice.say(f"Stopped by {NAMES[number]}: {again}.")
+            _say_stopped(number, self.checkpoints)
             raise Stopped(number)
         self.checkpoints.wait(only_if_done=True)
 
@@ -397,3 +338,10 @@ class SaveFirst(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Passes it on."""
         self._run.keep_weights()
+
+
+def _say_stopped(number, checkpoints):
+    again = "the last checkpoint is {}; run again to continue"
+    again = checkpoints.tell_latest(again)
+    voice.end_progress_bar()
+    voice.say(f"Stopped by {NAMES[number]}: {again}.")

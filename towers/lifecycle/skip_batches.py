@@ -157,3 +157,25 @@ class CallbacksFromBatch(keras.callbacks.CallbackList):
         """Passes on what is not skipped."""
         if Position(self._now, batch) >= self._position:
             super().on_train_batch_end(batch, logs)
+
+
+def call_from_batch(call: FitCall, position: Position, steps: int | None) -> None:
+    """Has the callbacks of a `fit` hear only of what comes from a position on.
+
+    Args:
+        call: The call, which skips what comes before.
+        position: What they hear of first.
+        steps: Batches of an epoch, if that is known.
+    """
+    options = call.options
+    options["callbacks"] = CallbacksFromBatch(
+        options["callbacks"],
+        position,
+        call.skips,
+        add_history=True,
+        add_progbar=options["verbose"] != 0,
+        verbose=options["verbose"],
+        epochs=options["epochs"],
+        steps=steps,
+        model=call.model,
+    )

@@ -12,8 +12,10 @@ from towers._deprecated import accepts_old_names
 from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.builders.strategies import STRATEGIES
+from towers.collectives.hosts import this_host
 from towers.devices import is_gpu
 from towers.layers import variables
+from towers.loop.agreement import Agreement
 from towers.model import arguments, auto
 from towers.model.auto import Choice
 from towers.model.tower_model import TowerModel
@@ -143,6 +145,8 @@ def multi_gpu_model(
     home = arguments.find_home(home, model, variable_update, towers)
     stays = moved and home != towers[0]
     nccl = arguments.nccl_fits(towers)
+    hosts = this_host()
+    agreement = Agreement(hosts) if hosts.count > 1 else None
     ways = functools.partial(auto.candidates, towers, nccl, stays=stays)
 
     def make(choice: Choice) -> Builder:
@@ -158,9 +162,9 @@ def multi_gpu_model(
             options["all_reduce_alg"] = choice.all_reduce_alg
         if choice.variable_update == "asynchronous":
             options["max_staleness"] = max_staleness
-        plan = Plan.of(towers, split_ratios, where, merge, packed)
+        plan = Plan.of(towers, split_ratios, where, merge, packed, hosts)
         context = Context(
-            model, plan, loss_placement, strict, preprocess, prefetch, guard
+            model, plan, loss_placement, strict, preprocess, prefetch, guard, agreement
         )
         return STRATEGIES[choice.variable_update](context, **options)
 

@@ -70,9 +70,9 @@ class FirstCall:
         """
         update, ways = self._update, self._update.ways()
         made_for, recalled = self._start(ways)
-        compiles, begun_s = update.builder.compiles_update, time.perf_counter()
+        compiles, begun_s = update.builder.compiles_update, self._clock()
         logs = self._train_or_fall_back()
-        start_s = time.perf_counter() - begun_s
+        start_s = self._clock() - begun_s
         if compiles and not update.builder.compiles_update:
             # What XLA cannot do for one way, it cannot for the others.
             update.xla, ways = False, [way for way in ways if not way.xla]
@@ -89,9 +89,14 @@ class FirstCall:
                 update.install(ways[0], self._batches)
                 update.chosen = False
                 raise
-            auto.remember(update.file, made_for, trials)
+            if update.builder.plan.hosts.index == 0:
+                auto.remember(update.file, made_for, trials)
         function, self._function = self._function, None
         return function, logs
+
+    def _clock(self):
+        """Seconds, by the first host's clock: so all hosts choose alike."""
+        return self._update.builder.plan.hosts.broadcast(time.perf_counter())
 
     def _start(self, ways: Sequence[Choice]) -> tuple[Any, bool]:
         """Puts the first way in use, or the one that was chosen before for the same.
@@ -110,6 +115,7 @@ class FirstCall:
         recalled = auto.recall(update.file, made_for, ways)
         recalled = update.builder.plan.hosts.broadcast(recalled)
         if recalled is not None:
+            recalled = Choice(*recalled)
             update.install(recalled, self._batches)
             say(f"Updating the variables by {recalled}, as chosen before.")
         return made_for, recalled is not None
@@ -210,7 +216,9 @@ class FirstCall:
             steps, calls = len(self._batches), self._calls_left()
             on_gpus = update.builder.plan.on_gpus
             limit = {} if on_gpus else {"most_s": auto.ON_CPUS_S}
-            trials = auto.choose(ways, train, steps, start_s, calls, drop, **limit)
+            trials = auto.choose(
+                ways, train, steps, start_s, calls, drop, clock=self._clock, **limit
+            )
         say(auto.table(trials))
         ((update.choice, (update.builder, self._function, state)),) = made.items()
         if update.differs(state):

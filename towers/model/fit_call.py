@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from towers.loop import listeners
+from towers.loop.agreement import Agreement, FollowHosts
 from towers.model import auto, fit_data
 
 
@@ -28,6 +29,7 @@ class FitCall:
         skips: A train function that skips batches. As long as it is not `None`, `fit`
             calls it instead of the model's own, and evaluates nothing.
         skipped: Grows with each batch that is skipped or read again for that.
+        agreement: Keeps hosts at the same batch; `None` with one host.
     """
 
     def __init__(
@@ -44,12 +46,12 @@ class FitCall:
         """
         self.model, self.create_variables = model, create_variables
         self.skips: Callable[[Iterator], Any] | None = None
-        self.skipped = 0
+        self.skipped, self.agreement = 0, None
         self._fit = fit
         self._bound = inspect.signature(fit).bind(model, *args, **kwargs)
         self._bound.apply_defaults()
         self.options: dict[str, Any] = self._bound.arguments
-        self._place = _Place()
+        self._place, self._behind = _Place(), []
 
     @property
     def callbacks(self) -> list[Any]:
@@ -62,8 +64,8 @@ class FitCall:
             for callback in self.callbacks:
                 if hasattr(callback, "around_fit"):
                     stack.enter_context(callback.around_fit(self))
-            if notes_place:
-                stack.enter_context(self._noting_place())
+            before = [self._place] if notes_place else []
+            stack.enter_context(self._with_callbacks(before, self._behind))
             return self._fit(*self._bound.args, **self._bound.kwargs)
 
     def build_optimizer(self) -> None:
@@ -92,21 +94,58 @@ class FitCall:
         batches = f"batch {first}" if last <= first else f"batches {first}-{last}"
         return f"epoch {self._place.epoch + 1}, {batches}"
 
+    def follow_hosts(self, agreement: Agreement) -> None:
+        """Has this call do what it does on all hosts that train together.
+
+        Raises:
+            HostsDifferError: They were given different arguments.
+        """
+        plain = {
+            name: value
+            for name, value in self.options.items()
+            if isinstance(value, int | float | None) and name != "verbose"
+        }
+        agreement.check_same("fit", plain)
+        self.agreement = agreement
+        self._behind.append(FollowHosts(agreement))
+
+    def may_stop(self, signal: int) -> bool:
+        """Tells whether to stop at once for a signal; other hosts hear of it first."""
+        if self.agreement is not None:
+            self.agreement.wish = signal
+        return self.agreement is None
+
+    def meet_hosts(self) -> None:
+        """Waits for other hosts, if there are any; see `Agreement.meet`."""
+        if self.agreement is not None:
+            self.agreement.meet()
+
+    @property
+    def left_a_batch(self) -> bool:
+        """Whether a batch that has begun was left out, as a host stops."""
+        return self.agreement is not None and self.agreement.left_a_batch
+
     @contextlib.contextmanager
-    def _noting_place(self):
-        if "callbacks" not in self.options:  # a `fit` of the user's
+    def _with_callbacks(self, before, behind):
+        """Adds callbacks before and behind those that were given."""
+        added = [*before, *behind]
+        if "callbacks" not in self.options or not added:  # a `fit` of the user's
             yield
             return
         given = self.options["callbacks"]
         if not isinstance(given, keras.callbacks.CallbackList):
-            self.options["callbacks"] = [self._place, *keras.tree.flatten(given or [])]
+            given = keras.tree.flatten(given or [])
+            self.options["callbacks"] = [*before, *given, *behind]
             yield
             return
-        given.callbacks.insert(0, self._place)
+        for callback in added:
+            callback.set_model(self.model)
+        given.callbacks[:] = [*before, *given.callbacks, *behind]
         try:
             yield
         finally:
-            given.callbacks.remove(self._place)
+            for callback in added:
+                given.callbacks.remove(callback)
 
 
 @contextlib.contextmanager

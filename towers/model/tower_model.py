@@ -16,6 +16,7 @@ import wrapt
 
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
+from towers.cluster import server
 from towers.loop import listeners
 from towers.model.compared import compared
 from towers.model.first_call import FirstCall
@@ -105,8 +106,13 @@ class TowerModel(wrapt.CallableObjectProxy):
         make = functools.partial(builder.train_function, step_scope)
         made = compared(make, lambda: builder, step_scope)
 
+        agreement = builder.context.agreement
+
         def train(iterator):
-            with self._explained():
+            stops = contextlib.nullcontext()
+            if agreement is not None:
+                stops = agreement.stops(self)
+            with self._explained(), stops:
                 return made(iterator)
 
         if guard is None:
@@ -169,12 +175,15 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._reset_if_changed()
         fit, update = type(self.__wrapped__).fit, self._self_update
         call = FitCall(self, fit, args, kwargs, update.create_variables)
+        if (agreement := self.builder.context.agreement) is not None:
+            call.follow_hosts(agreement)
         before, self._self_call = self._self_call, call
         may_write = listeners.may_change_variables(call.callbacks)
         self.builder.context.callbacks_may_write = may_write
         try:
-            # No name for the builder: it goes when another one is chosen.
-            return call.run(notes_place=self.builder.guard is not None)
+            with server.together():
+                # No name for the builder: it goes when another one is chosen.
+                return call.run(notes_place=self.builder.guard is not None)
         finally:
             self._self_call = before
             if call.skips is not None:

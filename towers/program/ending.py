@@ -7,6 +7,9 @@ from collections.abc import Callable
 from towers.program import startup
 from towers.program.commands import fail, quieten
 
+ANOTHER_FAILED = 75
+"""The exit code of a host that ends because another one has failed: EX_TEMPFAIL."""
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived."""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.collectives import batch
+from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.keras_adapter.graphs import (
     DEPENDENT_VARIABLES,
     is_stateful,
@@ -15,6 +17,7 @@ from towers.keras_adapter.graphs import (
 )
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.patching import patched
+from towers.keras_adapter.runtime import ReductionOverHosts
 from towers.tower.errors import ModelError
 from towers.tower.passes import TowerResult
 from towers.tower.traced import Sized, Traced
@@ -24,6 +27,7 @@ class TowerCall(NamedTuple):
     """What one tower is to compute.
 
     Attributes:
+        index: The tower's number among those of all hosts.
         device: Where, as a string.
         size: Number of its examples: an int where it is known when the graph is built,
             else a scalar tensor.
@@ -31,6 +35,7 @@ class TowerCall(NamedTuple):
         arguments: The arguments of the tower function.
     """
 
+    index: int
     device: str
     size: int | tf.Tensor
     fraction: tf.Tensor
@@ -64,22 +69,41 @@ def run(
 
     Returns:
         The towers' results, in order. Towers known to be idle when the graph is built
-        are left out; towers that turn out to be idle compute nothing and return zeros.
+        are left out, unless all are; towers that turn out to be idle compute nothing
+        and return zeros.
     """
     results = []
     for k, (tower, call) in enumerate(zip(towers, calls, strict=True)):
         known = isinstance(call.size, int)
-        # The first tower always has an example, unless there is none at all.
-        if k > 0 and known and call.size == 0:
+        # The first of all towers always has an example, unless there is none at all.
+        idle = call.index > 0 and known and call.size == 0
+        if idle and (results or k + 1 < len(calls)):
             continue
         with tf.name_scope(f"tower_{k}"), tf.device(call.device):
-            if known:
+            if idle and isinstance(tower, Traced | Sized):
+                result = tower.idle(tf.zeros([], tf.int32))
+            elif known:
                 result = tower(*call.arguments)
             else:
-                result = tower.of_size(call.size, k > 0, *call.arguments)
+                result = tower.of_size(call.size, call.index > 0, *call.arguments)
         about = {"size": call.size, "fraction": call.fraction, "tower": k}
         results.append(result._replace(**about))
     return results
+
+
+def without_rows(result: TowerResult) -> TowerResult:
+    """Returns what a tower adds to others' results that has no rows: zeros."""
+
+    def nothing(value):
+        if isinstance(value, tf.IndexedSlices):
+            zeros = tf.zeros_like(value.values)
+            return tf.IndexedSlices(zeros, value.indices, value.dense_shape)
+        return None if value is None else tf.zeros_like(value)
+
+    filled = {"size": None, "fraction": None, "tower": None}
+    zeros = tf.nest.map_structure(nothing, result._replace(**filled))
+    outputs, tags = batch.take((zeros.outputs, zeros.tags), 0, 0)
+    return zeros._replace(outputs=outputs, tags=tags)
 
 
 def refuse_stateful(model: keras.Model) -> None:
@@ -102,6 +126,8 @@ def run_in_replica_context(
     traced: Traced | None,
     calls: Sequence[TowerCall],
     whole: Callable[[], TowerCall],
+    smallest: int | tf.Tensor,
+    hosts: OneHost = ONE_HOST,
 ) -> list[TowerResult]:
     """Runs towers whose layers talk to one another, such as synchronized normalisation.
 
@@ -114,20 +140,27 @@ def run_in_replica_context(
         traced: The same, traced; `None` in eager execution.
         calls: One for each tower.
         whole: Makes one of all of them.
+        smallest: The size of the smallest local batch, of all hosts.
+        hosts: The hosts whose towers talk to one another.
 
     Returns:
         The towers' results, in order.
     """
 
     def together():
-        return _replicated(tower, calls)
+        return _replicated(tower, calls, hosts)
 
     def alone():
         with tf.name_scope("tower_0"), tf.device(calls[0].device):
             everything = whole()
+            if hosts.index > 0 and traced is not None:
+                return [traced.idle(tf.zeros([], tf.int32)) for _ in calls]
             result = (traced or tower)(*everything.arguments)
         if traced is None:
             size, fraction = everything.size, everything.fraction
+            if hosts.index > 0:
+                # Without a graph, all hosts compute it, and the first one's counts.
+                result, size, fraction = without_rows(result), 0, tf.zeros([])
             return [result._replace(size=size, fraction=fraction)]
         idle = [traced.idle(tf.zeros([], tf.int32)) for _ in calls[1:]]
         weights = [(everything.size, everything.fraction)]
@@ -137,15 +170,14 @@ def run_in_replica_context(
             for one, (size, fraction) in zip([result, *idle], weights, strict=True)
         ]
 
-    sizes = [call.size for call in calls]
-    if all(isinstance(size, int) for size in sizes):
-        results = together() if min(sizes) > 0 else alone()
+    if isinstance(smallest, int):
+        results = together() if smallest > 0 else alone()
     else:
-        results = tf.cond(tf.reduce_min(tf.stack(sizes)) > 0, together, alone)
+        results = tf.cond(smallest > 0, together, alone)
     return [result._replace(tower=k) for k, result in enumerate(results)]
 
 
-def _replicated(tower, calls):
+def _replicated(tower, calls, hosts):
     results = {}
 
     @tf.autograph.experimental.do_not_convert
@@ -161,7 +193,7 @@ def _replicated(tower, calls):
         ):
             results[k] = tower(*calls[k].arguments)
 
-    _strategy(tuple(call.device for call in calls)).run(replica)
+    _strategy(tuple(call.device for call in calls), hosts).run(replica)
     return [
         results[k]._replace(size=call.size, fraction=call.fraction)
         for k, call in enumerate(calls)
@@ -169,8 +201,13 @@ def _replicated(tower, calls):
 
 
 @functools.cache
-def _strategy(devices):
+def _strategy(devices, hosts):
     # NCCL would not take several logical devices of one GPU.
-    return tf.distribute.MirroredStrategy(
-        devices, cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
+    reduction = tf.distribute.ReductionToOneDevice()
+    if hosts.count > 1:
+
+        def add(values):
+            return hosts.sum(tf.add_n(values), "synchronized")
+
+        reduction = ReductionOverHosts(hosts.count, add)
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)

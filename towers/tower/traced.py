@@ -132,6 +132,10 @@ class Sized:
         """Adds one call of the tower; see `Traced.of_size`."""
         return (self._with_idle if idle else self._never_idle)(size, *arguments)
 
+    def idle(self, none: tf.Tensor) -> TowerResult:
+        """Returns what a tower without examples contributes; see `Traced.idle`."""
+        return self._other.idle(none)
+
     @functools.cached_property
     def _with_idle(self):
         return self._choice(True)

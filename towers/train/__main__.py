@@ -29,6 +29,7 @@ import warnings
 import tensorflow as tf
 
 from towers import input_pipeline
+from towers.cluster.heartbeat import HostFailedError
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.signals import Stopped
@@ -60,6 +61,10 @@ def main(settings: Settings) -> int:
         return stopped.code
     except KeyboardInterrupt as stop:
         return _say_stopped(job, *ending.cause_of(stop))
+    except HostFailedError as error:
+        voice.end_progress_bar()
+        fail(error, _PROGRAM)
+        return ending.ANOTHER_FAILED
     except NotFinite as error:
         fail(error, _PROGRAM)
         return 3

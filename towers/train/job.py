@@ -1,13 +1,17 @@
 """A run that is ready to start, put together from settings."""
 
+import atexit
 import dataclasses
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 
 from towers.collectives import batch
+from towers.collectives.hosts import this_host
 from towers.devices import Devices
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoint import Checkpoint
@@ -65,9 +69,8 @@ class Job:
 
     @property
     def sizes(self) -> list[int]:
-        """Examples of a full batch that each tower gets."""
-        ratios = split_ratios(self.settings, self.devices)
-        return batch.cut(self.settings.batch_size, ratios)
+        """Examples of a full batch that each tower of this host gets."""
+        return self.parallel.builder.plan.sizes(self.settings.batch_size)
 
     def task_logs(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Returns what the task logs beside what Keras does; see `Task.logs`."""
@@ -110,10 +113,11 @@ def assemble(settings: Settings) -> Job:
         ValueError: If any input is bad.
     """
     checks.check_model_dir(settings)
-    model_dir = settings.absolute_model_dir
-    folder = os.path.join(model_dir, "checkpoints")
     # Before the data, which TensorFlow may be asked to read.
     devices = configure_devices(settings)
+    settings = _of_this_host(settings)
+    model_dir = settings.absolute_model_dir
+    folder = os.path.join(model_dir, "checkpoints")
     _check_sizes(settings, split_ratios(settings, devices))
     check_reduction(settings, devices)
     mine = my_model.load(settings)
@@ -161,6 +165,15 @@ def _ready_to_train(job):
     return dataclasses.replace(
         job, data=data, class_weight=weights, notes=[*job.notes, *said]
     )
+
+
+def _of_this_host(settings):
+    """Settings by which only the first host writes in --model_dir."""
+    if this_host().index == 0:
+        return settings
+    aside = tempfile.mkdtemp(prefix="towers-")
+    atexit.register(shutil.rmtree, aside, ignore_errors=True)
+    return settings.but(model_dir=aside)
 
 
 def _check_sizes(settings, ratios):

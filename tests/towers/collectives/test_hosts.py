@@ -1,56 +1,130 @@
-"""Pieces ask the plan's hosts for whatever several hosts have to put together."""
+"""What hosts send one another, as far as one process can tell."""
 
-import dataclasses
-
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.variants import slow
-from towers import multi_gpu_model
-from towers.collectives.hosts import OneHost
+from towers.collectives import hosts
 from towers.plan import Plan
 
+TYPES = [
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "uint8",
+    "int32",
+    "uint32",
+    "int64",
+]
 
-class TwoEqualHosts(OneHost):
-    """As if another host had the same batches: together they are one batch of twice."""
 
-    count = 2
+class _Alone(hosts.Cluster):
+    """A host of which nobody else has anything: what it sums is what it has."""
 
-    def sum(self, tensors):
-        return tf.nest.map_structure(
-            lambda each: None if each is None else each + each, tensors
-        )
+    def __init__(self, count=3, index=1):
+        super().__init__([f"host {k}" for k in range(count)], index, timeout_s=1.0)
+        self.sums = []
+
+    def _sum_one(self, buffer, purpose):
+        self.sums.append((purpose, buffer.dtype.name, buffer.shape))
+        return tf.identity(buffer)
+
+    def tell_all(self, value):
+        return [value] * self.count
 
 
-def _trained(builder, loss):
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(3, kernel_regularizer="l2"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(1),
-        ]
+def _values(dtype):
+    numbers = np.array([[0, 1, 2], [3, 100, 250]])
+    return tf.cast(tf.constant(numbers), dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_sum_keeps_type_and_value(dtype):
+    value = _values(dtype)
+    (found,) = _Alone().sum([value], "test")
+    assert found.dtype == value.dtype and found.shape == value.shape
+    np.testing.assert_array_equal(found, value)
+
+
+@pytest.mark.parametrize("least", [-(2**63), -1, 2**40 + 3])
+def test_integers_are_added_as_integers(least):
+    (found,) = _Alone().sum([tf.constant(least, tf.int64)], "test")
+    assert int(found) == least
+
+
+def test_one_buffer_for_all_but_float64():
+    alone = _Alone()
+    nest = {"loss": tf.ones([]), "state": [tf.ones([2], tf.int64), None]}
+    nest |= {"wide": tf.ones([3], tf.float64)}
+    found = alone.sum(nest, "step")
+    assert [(dtype, *shape) for _, dtype, shape in alone.sums] == [
+        ("float64", 3),
+        ("float32", 9),
+    ]
+    tf.nest.assert_same_structure(found, nest)
+
+
+def test_buckets_begin_with_the_last_gradients(monkeypatch):
+    monkeypatch.setattr(hosts, "_BUCKET_BYTES", 40)
+    alone = _Alone()
+    alone.sum([tf.ones([10]), tf.ones([4]), tf.ones([3]), tf.ones([3])], "step")
+    assert [shape[0] for _, _, shape in alone.sums] == [10, 10]
+    assert len({purpose for purpose, *_ in alone.sums}) == 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("dtype", [*TYPES, "bool"])
+def test_rows_are_placed(dtype, known):
+    value, alone = _values(dtype), _Alone()
+    start, total = (20, 33) if known else (tf.constant(20), tf.constant(33))
+    found = alone.gather(value, start, total, "rows")
+    assert found.shape == (33, 3) and found.dtype == value.dtype
+    np.testing.assert_array_equal(found[20:22], value)
+    assert not np.any(found[:20]) and not np.any(found[22:])
+
+
+def test_sizes_that_are_not_known_are_few():
+    rounded = {int(hosts._rounded_up(tf.constant(n))) for n in range(1, 4096)}
+    assert len(rounded) < 90
+    for n in (1, 15, 16, 17, 1000, 4095):
+        assert n <= int(hosts._rounded_up(tf.constant(n))) <= n + n // 8 + 1
+
+
+def test_minus_zero_and_nan_are_broadcast_to_the_bit():
+    value = tf.constant([-0.0, np.nan, np.inf, 1e-45])
+    (found,) = _Alone(index=0).first([value], "variables")
+    assert found.numpy().tobytes() == value.numpy().tobytes()
+    # Others have what the first sends: here, nobody does.
+    (found,) = _Alone(index=1).first([value], "variables")
+    assert not found.numpy().tobytes().strip(b"\0")
+
+
+def test_rows_of_slices_are_joined():
+    slices = tf.IndexedSlices(
+        tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([5, 0]), tf.constant([9, 2])
     )
-    parallel = multi_gpu_model(model, gpus=2, variable_update=builder)
-    parallel.compile("sgd", loss, weighted_metrics=["mae"])
-    random = np.random.default_rng(0)
-    x, y, weights = (random.normal(size=(10, n)).astype("float32") for n in (4, 1, 1))
-    options = {"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0}
-    history = parallel.fit(x, y, sample_weight=np.abs(weights[:, 0]), **options)
-    return [*history.history.values(), *(v.numpy() for v in model.variables)]
+    (found,) = _Alone().sum([slices], "step")
+    np.testing.assert_array_equal(found.values, slices.values)
+    np.testing.assert_array_equal(found.indices, slices.indices)
 
 
-@pytest.mark.parametrize("loss", ["mse", slow("kl_divergence")])
-@pytest.mark.parametrize("builder", ["parameter_server", "replicated"])
-def test_a_mean_over_two_equal_hosts_is_that_of_one(builder, loss, monkeypatch):
-    expected = _trained(builder, loss)
-    of = Plan.of
-    monkeypatch.setattr(
-        Plan, "of", lambda *args: dataclasses.replace(of(*args), hosts=TwoEqualHosts())
+def test_a_key_belongs_to_a_purpose_a_type_and_a_size():
+    known, found = hosts._key("gradients float32", 70), tf.constant(70, tf.int64)
+    assert known == int(hosts._key("gradients float32", found)) < 2**31
+    others = {hosts._key("gradients float32", n) for n in range(1000)}
+    assert len(others) == 1000
+    assert known != hosts._key("state float32", 70)
+
+
+def test_a_plan_numbers_the_towers_of_all_hosts():
+    plan = Plan.of(["/device:CPU:0", "/device:CPU:1"], (1, 2), "", hosts=_Alone())
+    assert [tower.index for tower in plan.towers] == [2, 3]
+    assert plan.count == 6 and plan.split_ratios == (1, 2) * 3
+    assert plan.sizes(18) == [2, 4]
+    assert plan.bounds(18) == [(6, 8), (8, 12)]
+    assert [float(f) for f in plan.fractions([2, 4], 18)] == pytest.approx(
+        [1 / 9, 2 / 9]
     )
-    found = _trained(builder, loss)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    # Of a small batch, the first towers of all get the rows.
+    assert plan.sizes(1) == [0, 0]

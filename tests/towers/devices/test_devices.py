@@ -15,6 +15,7 @@ from tests import warm
 from towers import devices
 from towers.devices import listing, nvml
 from towers.devices.nvml import Gpu
+from towers.keras_adapter import runtime
 from towers.model import arguments
 
 
@@ -603,14 +604,14 @@ def test_table_wants_a_local_batch_for_each_tower():
 def test_nccl_needs_a_whole_gpu_for_each_tower(machine, monkeypatch, wish, fits):
     machine(8)
     towers = devices.configure(**wish).towers
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
+    monkeypatch.setattr(runtime, "own_devices", lambda: [*towers, "/device:CPU:0"])
     assert arguments.nccl_fits(towers) is fits
 
 
 def test_nccl_does_not_fit_towers_of_two_kinds(machine, monkeypatch):
     machine(8)
     towers = devices.configure(2).towers
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
+    monkeypatch.setattr(runtime, "own_devices", lambda: [*towers, "/device:CPU:0"])
     assert not arguments.nccl_fits([towers[0], "/device:CPU:0"])
 
 

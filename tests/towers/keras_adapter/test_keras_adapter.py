@@ -9,6 +9,8 @@ import functools
 import io
 import random
 import re
+import socket
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -862,6 +864,70 @@ def _():
     line.events.add(metadata_id=3, offset_ps=4, duration_ps=5)
     copy = runtime.XSpace.FromString(space.SerializeToString())
     assert copy.planes[0].lines[0].events[0].duration_ps == 5
+
+
+@contract(
+    "ReductionToOneDevice, of one replica",
+    "ReductionOverHosts",
+    "has the values of a single replica added, too",
+)
+def _():
+    reduction = runtime.ReductionOverHosts(2, lambda values: 2 * tf.add_n(values))
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0"], reduction)
+
+    def replica():
+        return tf.distribute.get_replica_context().all_reduce("sum", tf.ones([]))
+
+    assert float(strategy.run(replica)) == 2
+
+
+_CLUSTER = """
+import sys
+import tensorflow as tf
+from towers.keras_adapter import runtime
+
+assert not runtime.is_initialized()
+runtime.join_cluster(["127.0.0.1:" + sys.argv[1]], 0, heartbeat_s=10)
+assert runtime.is_initialized()
+assert runtime.own_devices() == ["/job:worker/replica:0/task:0/device:CPU:0"]
+runtime.write_key("key", "value")
+assert runtime.read_key("key", 1) == "value"
+order = tf.Variable(0.0)
+add = tf.function(lambda x: runtime.collective_sum(x, 1, 7, order.handle))
+assert add(tf.ones([2])).numpy().tolist() == [1, 1]
+runtime.wait_for_all("barrier", 1)
+runtime.abort_collectives("host 1 has ended")
+try:
+    add(tf.ones([2]))
+except tf.errors.AbortedError as error:
+    assert "host 1 has ended" in str(error)
+else:
+    raise AssertionError("nothing was aborted")
+print("as expected", flush=True)
+"""
+
+
+@contract(
+    "tensorflow.python.eager.context",
+    "join_cluster, collective_sum, write_key, read_key, wait_for_all, "
+    "abort_collectives",
+    "joins a cluster, adds over its tasks, keeps keys, and aborts",
+)
+@contract("_initialized", "is_initialized", "tells whether TensorFlow has its devices")
+@contract(
+    "_collective_ops_server_def", "own_devices", "tells which task this process is"
+)
+def _():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-c", _CLUSTER, str(port)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "as expected" in done.stdout, done.stderr
 
 
 # What is public, and not the same in all versions.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,15 +26,13 @@ class LocalBatches:
         """Cuts a batch, where it is: returns as many nests of tensors as towers."""
         batch.check_rows(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
-        ratios = self.context.plan.split_ratios
-        bounds = batch.split_bounds(batch.batch_size(data), ratios)
+        bounds = self.context.plan.bounds(batch.batch_size(data))
         return [batch.take(data, start, end) for start, end in bounds]
 
     def fractions(self, data: Any) -> list[tf.Tensor]:
         """Returns the part of the global batch that each local batch is."""
-        plan = self.context.plan
-        bounds = batch.split_bounds(batch.batch_size(data), plan.split_ratios)
-        return batch.fractions([end - start for start, end in bounds], plan.hosts)
+        plan, size = self.context.plan, batch.batch_size(data)
+        return plan.fractions(plan.sizes(size), size)
 
     def place(self, data: Any) -> list[Any]:
         """Cuts a batch as `cut` does, and copies each part to its tower."""
@@ -57,7 +55,7 @@ class LocalBatches:
 
     def preprocess_batch(
         self, data: Any, training: bool, local_batches: Sequence[Any] | None = None
-    ) -> tuple[Sequence[Any] | None, Any]:
+    ) -> tuple[Sequence[Any] | None, Callable[[], Any]]:
         """Has each tower preprocess its local batch.
 
         Args:
@@ -66,32 +64,35 @@ class LocalBatches:
             local_batches: What `place` made of it, if that was done ahead.
 
         Returns:
-            The local batches, `None` if nobody has made them yet; and the whole batch,
-            as the loss is to see it.
+            The local batches, `None` if nobody has made them yet; and what returns the
+            whole batch, as the loss is to see it.
         """
         plan = self.context.plan
         if self.context.preprocess is None:
-            return local_batches, data
+            return local_batches, lambda: data
         if local_batches is None:
             local_batches = self.place(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
         size = batch.batch_size(data)
         towers = self._preprocessing(data, size, training)
-        bounds = batch.split_bounds(size, plan.split_ratios)
         calls = [
-            TowerCall(device, end - start, tf.ones([]), [rows])
-            for device, rows, (start, end) in zip(
-                plan.devices, local_batches, bounds, strict=True
+            TowerCall(tower.index, tower.device, mine, tf.ones([]), [rows])
+            for tower, rows, mine in zip(
+                plan.towers, local_batches, plan.sizes(size), strict=True
             )
         ]
         with tf.name_scope("preprocess"), without_auto_control_deps():
             results = run(towers, calls)
         outputs = {result.tower: result.outputs for result in results}
-        with tf.device(plan.home), tf.name_scope("gather"):
-            sizes = [result.size for result in results]
-            whole = batch.join(list(outputs.values()), sizes)
+
+        def whole():
+            with tf.device(plan.home), tf.name_scope("gather"):
+                sizes = [result.size for result in results]
+                mine = batch.join(list(outputs.values()), sizes)
+                return plan.gather(mine, size, "preprocessed")
+
         # Towers known to be idle have no result.
-        nothing = batch.take(outputs[0], 0, 0)
+        nothing = batch.take(next(iter(outputs.values())), 0, 0)
         return [outputs.get(k, nothing) for k in range(len(calls))], whole
 
     def _preprocessing(self, data, size, training):

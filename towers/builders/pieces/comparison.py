@@ -73,8 +73,8 @@ class RowComparison:
         """Compares rows of a batch, before preprocessing, as a graph has asked for."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(loop.without_optionals(data))
         # As in inference: nothing random is drawn.
-        _, (x, _, _) = self.batches.preprocess_batch((x, None, None), training=False)
-        self._compare(x, wanted.training, wanted.key)
+        _, whole = self.batches.preprocess_batch((x, None, None), training=False)
+        self._compare(whole()[0], wanted.training, wanted.key)
 
     def forget_small_comparisons(self) -> None:
         """Forgets verdicts on batches of a single row, for a larger one to come."""
@@ -95,6 +95,5 @@ class RowComparison:
             self.verdicts[key] = compared(size)
         except tf.errors.ResourceExhaustedError:
             # A tower has room for its local batch; one device may not have it for all.
-            bounds = batch.split_bounds(size, plan.split_ratios)
-            largest = max(end - start for start, end in bounds)
+            largest = max(batch.cut(size, plan.split_ratios))
             self.verdicts[key] = compared(min(size, max(2, largest)))

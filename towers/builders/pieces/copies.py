@@ -1,9 +1,10 @@
 """The copies of the variables that every tower but the first has, if towers have some.
 
 The model's own variables are the first tower's copy, so whoever reads them finds them
-current. Where they may have been changed from outside, the other copies are made anew:
-at the start of `fit` and of each epoch, and before each call of training if a callback
-runs in between that may change them (`listeners.py`).
+current. Each host has its own; those of the first host are what all others copy. Where
+they may have been changed from outside, the other copies are made anew: at the start of
+`fit` and of each epoch, and before each call of training if a callback runs in between
+that may change them (`listeners.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,11 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.collectives import packing
+from towers.collectives.hosts import bits_of
+from towers.devices import HOST
 from towers.keras_adapter.optimizers import learning_rate_variable
 from towers.keras_adapter.variables import swapped_values, take_identity
+from towers.layers import variables
 
 
 class Copies:
@@ -61,7 +65,8 @@ class Copies:
         return copy[: len(self._context.model.trainable_variables)]
 
     def broadcast(self) -> None:
-        """Gives all copies the values of the model's own variables."""
+        """Gives all copies the values of the first host's variables."""
+        self.follow_first_host()
         originals = [variable.value for variable in self._originals]
         if not originals:
             return
@@ -74,10 +79,33 @@ class Copies:
                 for copy, value in zip(copies, received, strict=True):
                     copy.assign(value)
 
+    def follow_first_host(self) -> None:
+        """Gives the model, its optimizer and metrics the values of the first host's."""
+        hosts = self._context.plan.hosts
+        if hosts.count == 1:
+            return
+        of_model = variables.of(self._context.model)
+        with tf.device(HOST), tf.name_scope("first_host"):
+            values = [tf.convert_to_tensor(variable.value) for variable in of_model]
+            digest = hosts.gather(
+                _digest(values)[tf.newaxis], hosts.index, hosts.count, "digests"
+            )
+
+            def follow():
+                received = hosts.first(values, "variables")
+                for variable, value in zip(of_model, received, strict=True):
+                    variable.assign(value)
+                return tf.constant(True)
+
+            # All hosts see all digests, and so decide alike.
+            equal = tf.reduce_all(digest == digest[0])
+            tf.cond(equal, lambda: tf.constant(True), follow)
+
     def differ(self) -> bool:
         """Tells whether the copies may have other values than the model's variables."""
         written = self.stale or self._context.callbacks_may_write
-        return bool(self._originals) and written
+        several = bool(self._originals) or self._context.plan.hosts.count > 1
+        return several and written
 
     def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
         """Assigns what layers assign to trainable variables; see `StateCombiner`."""
@@ -111,6 +139,17 @@ class Copies:
             take_identity(copy, original)
             copies.append(copy)
         return copies
+
+
+def _digest(values):
+    """A number that tells nearly all values apart."""
+    odd, total = 1, tf.zeros([], tf.int64)
+    for value in values:
+        bits = tf.reduce_sum(tf.cast(bits_of(value), tf.int64))
+        # Of two values that are exchanged, too.
+        odd = odd * 6364136223846793005 % 2**62 | 1
+        total += bits * odd
+    return total
 
 
 def _is_learning_rate(variable: keras.Variable, optimizer: Any) -> bool:

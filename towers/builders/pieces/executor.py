@@ -17,6 +17,7 @@ from towers.builders.pieces.sizes import TraceSizes
 from towers.collectives import batch
 from towers.keras_adapter.layers import layers_of
 from towers.loop import loop
+from towers.plan import Plan
 from towers.program import words
 from towers.tower import eager
 from towers.tower.errors import ModelError, UntraceableError
@@ -26,6 +27,7 @@ from towers.tower.run import (
     refuse_stateful,
     run,
     run_in_replica_context,
+    without_rows,
 )
 from towers.tower.traced import Traced
 
@@ -74,11 +76,12 @@ class _Batch(NamedTuple):
     fractions: Sequence[tf.Tensor]
     like: Any
 
-    def joined(self) -> Any:
+    def joined(self, plan: Plan) -> Any:
         """Returns the whole batch, as towers see it."""
         if self.like is self.whole:
             return self.whole
-        return batch.join(self.local, self.sizes)
+        mine = batch.join(self.local, self.sizes)
+        return plan.gather(mine, self.size, "joined")
 
 
 @dataclasses.dataclass
@@ -118,7 +121,7 @@ class TowerExecutor:
         if context.model.run_eagerly:
             if unread:
                 self._prove(towers, values, data)
-            execute = functools.partial(self._take_turns, towers)
+            execute = functools.partial(self._take_turns, towers, data.size)
         else:
             execute, values = self._in_graph(towers, values, data)
         calls = [
@@ -129,7 +132,7 @@ class TowerExecutor:
         ]
 
         def everything():
-            rows = data.joined()
+            rows = data.joined(context.plan)
             return self._call(towers, 0, values[0], rows, data.size, tf.ones([]))
 
         if unread and towers.rules.unread:
@@ -141,9 +144,8 @@ class TowerExecutor:
         # Keras gives arrays to eager steps.
         whole = tf.nest.map_structure(batch.as_tensor, whole)
         size = batch.batch_size(whole)
-        bounds = batch.split_bounds(size, plan.split_ratios)
-        sizes = [end - start for start, end in bounds]
-        fractions = batch.fractions(sizes, plan.hosts)
+        sizes = plan.sizes(size)
+        fractions = plan.fractions(sizes, size)
         if local_batches is None:
             local_batches = self.batches.place(whole)
         like = whole if self.context.preprocess is None else local_batches[0]
@@ -151,7 +153,8 @@ class TowerExecutor:
 
     def _call(self, towers, k, values, rows, size, fraction):
         arguments = *values, rows, fraction, *towers.extra
-        return TowerCall(self.context.plan.devices[k], size, fraction, arguments)
+        tower = self.context.plan.towers[k]
+        return TowerCall(tower.index, tower.device, size, fraction, arguments)
 
     def _trace(self, towers, values, data, rows=None, xla=False):
         specs = [
@@ -187,12 +190,23 @@ class TowerExecutor:
 
         def execute(calls, everything):
             if context.together:
-                return run_in_replica_context(
-                    towers.function, traced, calls, everything
+                return self._together(
+                    towers.function, traced, calls, everything, data.size
                 )
             return run(sizes.trace_all(trace, traced), calls)
 
         return execute, values
+
+    def _together(self, function, traced, calls, everything, total):
+        """Runs towers whose layers talk to one another, and to those of other hosts."""
+        plan = self.context.plan
+        bounds = batch.split_bounds(total, plan.split_ratios)
+        sizes = [end - start for start, end in bounds]
+        known = isinstance(total, int)
+        smallest = min(sizes) if known else tf.reduce_min(tf.stack(sizes))
+        return run_in_replica_context(
+            function, traced, calls, everything, smallest, plan.hosts
+        )
 
     def _check_traced(self, traced, rules):
         context = self.context
@@ -208,7 +222,7 @@ class TowerExecutor:
         # Unless a graph is traced, there are numbers to compare.
         x = None
         if not any(map(tf.is_symbolic_tensor, loop.flat(data.whole))):
-            x = towers.inputs(data.joined())
+            x = towers.inputs(data.joined(self.context.plan))
         spec = batch.local_spec(towers.inputs(data.like), None)
         self.comparison.check_rows(towers.rules, spec, x, towers.training)
 
@@ -234,18 +248,28 @@ class TowerExecutor:
         else:
             self._check_traced(traced, towers.rules)
 
-    def _take_turns(self, towers, calls, everything):
+    def _take_turns(self, towers, size, calls, everything):
         """Runs towers in plain Python."""
         context = self.context
         turns = eager.Turns(context.model)
         if context.together:
-            results = run_in_replica_context(towers.function, None, calls, everything)
+            results = self._together(towers.function, None, calls, everything, size)
             context.say(turns.lines_of_all(len(calls)))
         else:
             turn = functools.partial(turns.take, towers.eagerly or towers.function)
+            if not any(call.size for call in calls) and calls[0].index > 0:
+                turn = functools.partial(_without_rows, turn)
             results = run([turn] * len(calls), calls)
             context.say(turns.lines())
         context.found.kept = turns.kept() if len(results) > 1 else ""
         if context.plan.count > 1:
             checks.check_results(context.model, results)
         return results
+
+
+def _without_rows(turn, params, state, rows, fraction, *extra):
+    """The turn of a host's tower that has no rows: it is of one that counts nothing.
+
+    Python that is the user's need not be able to compute of none.
+    """
+    return without_rows(turn(params, state, batch.made_up(rows), fraction, *extra))

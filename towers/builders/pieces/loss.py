@@ -16,6 +16,7 @@ from towers.builders.pieces.metrics import Measured, MetricSink
 from towers.builders.pieces.reader import TowerInputs, Values
 from towers.builders.pieces.reducer import StateCombiner
 from towers.collectives import batch, reduce
+from towers.collectives.hosts import OneHost
 from towers.keras_adapter.models import compiled_loss
 from towers.tower import build, passes
 from towers.tower.passes import TowerResult
@@ -30,13 +31,30 @@ class StepOutputs(NamedTuple):
             `StateCombiner.combine_state`.
         measured: The loss of the whole batch, and what metrics are to know.
         direct: Gradients that come from the loss itself, past the outputs: none, or one
-            list as `TowerResult.gradients`.
+            list as `TowerResult.gradients`. If there are none, state, loss and metrics
+            are this host's parts of them until `sum_over` adds those of others.
     """
 
     results: Sequence[TowerResult]
     state: Sequence[tf.Tensor | None]
     measured: Measured
     direct: Sequence[Sequence[tf.Tensor | tf.IndexedSlices | None]]
+
+    def sum_over(self, hosts: OneHost, more: Any = None) -> tuple["StepOutputs", Any]:
+        """Adds what is not yet that of all hosts, and a nest of tensors besides.
+
+        Returns:
+            The outputs of all hosts, and the sums of `more`.
+        """
+        if self.direct:
+            # Each host has seen the outputs of all.
+            return self, hosts.sum(more, "step")
+        loss, of_outputs, changes, refused = self.measured
+        # In one sum: each takes its time, however little it adds.
+        parts = loss, of_outputs, changes, self.state, more
+        loss, of_outputs, changes, state, more = hosts.sum(parts, "step")
+        measured = Measured(loss, of_outputs, changes, refused)
+        return self._replace(state=state, measured=measured), more
 
 
 @dataclasses.dataclass
@@ -84,14 +102,14 @@ class LossAndGradients:
 
     def prepare(
         self, data: Any, training: bool, local_batches: Sequence[Any] | None = None
-    ) -> tuple[Sequence[Any] | None, Any]:
+    ) -> tuple[Sequence[Any] | None, Callable[[], Any]]:
         """Has towers preprocess a batch; see `LocalBatches.preprocess_batch`.
 
         Local batches that were preprocessed have, behind the others, the y that metrics
         are to see, as it was given.
         """
         if self.context.preprocess is None:
-            return local_batches, data
+            return local_batches, lambda: data
         given = local_batches or self.batches.place(data)
         local_batches, seen = self.batches.preprocess_batch(data, training, given)
         pairs = zip(local_batches, given, strict=True)
@@ -214,7 +232,7 @@ class LossAndGradients:
         """
         if local_batches is None:
             batch.check_rows(data)  # of which x alone is cut
-        x, model = data[0], self.context.model
+        x, model, seen = data[0], self.context.model, seen()
         local_x = local_batches and [local[0] for local in local_batches]
         rules = self.context.rules("train, gathered", x)
         # Python is called once, so what it has computed is kept.
@@ -259,10 +277,13 @@ class LossAndGradients:
             for layers' losses; and those for all values of each variable, past the
             outputs.
         """
-        outputs = self.metrics.gather(results)
-        state = self.state.combine_state(results, rules)
+        size = batch.batch_size(x)
+        outputs = self.metrics.gather(results, size)
+        hosts, state = self.context.plan.hosts, self.state.combine_state(results, rules)
+        state = hosts.sum(state, "state")
         with tf.device(self.context.plan.home):
             losses = self.metrics.sum_layer_losses(results)
+            losses = hosts.sum(losses, "losses of layers")
             targets = passes.differentiable(outputs)
             with (
                 tf.GradientTape() as tape,
@@ -274,7 +295,6 @@ class LossAndGradients:
             state = home.finish()
             wanted = tape.gradient(scaled, [targets, losses, home.values])
             for_outputs, for_losses = tf.nest.map_structure(_dense, wanted[:2])
-            size = batch.batch_size(x)
             for target, rows in zip(targets, for_outputs, strict=True):
                 if rows is not None:
                     rows.set_shape(target.shape)  # which Python in a graph loses
@@ -285,9 +305,11 @@ class LossAndGradients:
         """Carries gradients back through towers that have kept their forward passes."""
         carried_back = []
         for back, result in zip(backs, results, strict=True):
-            k = result.tower
+            k, (_, for_outputs) = result.tower, carried[result.tower]
+            if isinstance(result.size, int) and result.size == 0:
+                for_outputs = batch.made_up(for_outputs)
             with tf.name_scope(f"tower_{k}"), tf.device(self.context.plan.devices[k]):
-                carried_back.append(back(carried[k][1], for_losses))
+                carried_back.append(back(for_outputs, for_losses))
         return carried_back
 
 

@@ -46,12 +46,17 @@ class MetricSink:
 
     context: Context
 
-    def gather(self, results: Sequence[TowerResult]) -> Any:
-        """Joins the towers' outputs, and their tags, at home: one row an example."""
-        sizes = [result.size for result in results]
-        with tf.device(self.context.plan.home), tf.name_scope("gather"):
+    def gather(self, results: Sequence[TowerResult], total: int | tf.Tensor) -> Any:
+        """Joins the towers' outputs, and their tags, at home: one row an example.
+
+        `total` is the number of examples of the global batch.
+        """
+        sizes, plan = [result.size for result in results], self.context.plan
+        with tf.device(plan.home), tf.name_scope("gather"):
             outputs = batch.join([r.outputs for r in results], sizes)
             tags = batch.join([r.tags for r in results], sizes)
+            outputs = plan.gather(outputs, total, "outputs")
+            tags = plan.gather(tags, total, "tags")
         for name, values in zip(TAGS, tags, strict=True):
             for output, value in zip(
                 tf.nest.flatten(outputs), tf.nest.flatten(values), strict=True
@@ -60,12 +65,12 @@ class MetricSink:
         return outputs
 
     def combine(self, results: Sequence[TowerResult], rules: Rules) -> Measured:
-        """Adds the towers' parts of the loss, and of the changes of metrics."""
+        """Adds this host's parts of the loss, and of the changes of metrics."""
         plan, model = self.context.plan, self.context.model
         sources = [plan.devices[result.tower] for result in results]
         with tf.device(plan.home), tf.name_scope("measured"):
             loss, *of_outputs = (
-                plan.hosts.sum(tf.add_n(parts))
+                tf.add_n(parts)
                 for parts in zip(
                     *([r.loss, *r.output_losses] for r in results), strict=True
                 )

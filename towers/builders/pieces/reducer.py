@@ -11,7 +11,7 @@ from towers.analysis.rules import Rules
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.collectives import reduce
-from towers.devices import is_gpu
+from towers.devices import HOST, is_gpu
 from towers.layers import overwritten
 from towers.tower.passes import TowerResult
 
@@ -29,6 +29,7 @@ class Reducer(abc.ABC):
         gradients: Sequence[Sequence[reduce.Gradient]],
         sources: Sequence[str],
         seen: Seen | None = None,
+        over_hosts: Callable[[Sequence[reduce.Gradient]], Any] | None = None,
     ) -> list[list[reduce.Gradient]]:
         """Adds the towers' gradients.
 
@@ -36,16 +37,55 @@ class Reducer(abc.ABC):
             gradients: Lists of gradients; see `TowerResult.gradients`.
             sources: The devices that they are on.
             seen: Is told of what has travelled packed; see `reduce.all_reduce`.
+            over_hosts: Adds this host's sums to those of others, if there are others.
 
         Returns:
             The sums, once for each copy of the variables.
         """
         plan, largest = self.context.plan, overwritten.places(self.context.model)
-        return plan.hosts.sum(self._sum(plan, gradients, sources, largest, seen))
+        if over_hosts is None:
+            return self._sum(plan, gradients, sources, largest, seen)
+        with tf.device(HOST):
+            overwriting = _largest(plan, gradients, largest)
+        gradients = [
+            [None if i in overwriting else g for i, g in enumerate(each)]
+            for each in gradients
+        ]
+        if any(map(plan.packs, sources)):
+            ends = plan.merge, plan.merge
+            mine = reduce.sum_packed(gradients, sources, *ends, seen=seen)
+        else:
+            with tf.device(plan.merge):
+                mine = reduce.sum_gradients(gradients)
+        sums = over_hosts(mine)
+        return self._copies(
+            plan, [overwriting.get(i, total) for i, total in enumerate(sums)]
+        )
 
     @abc.abstractmethod
     def _sum(self, plan, gradients, sources, largest, seen):
         """Adds those of this host; `largest` is as in `reduce.sum_gradients`."""
+
+    @abc.abstractmethod
+    def _copies(self, plan, sums):
+        """Returns sums once for each copy of the variables."""
+
+
+def _largest(plan, gradients, places):
+    """What overwrites variables: the largest value of the towers of all hosts."""
+    places = [i for i in sorted(places) if gradients[0][i] is not None]
+    if not places:
+        return {}
+    mine = [overwritten.largest([each[i] for each in gradients]) for i in places]
+    parts = [tf.reshape(value, [-1]) for value in mine]
+    rows = tf.concat(parts, axis=0)[tf.newaxis]
+    hosts = plan.hosts
+    every = hosts.gather(rows, hosts.index, hosts.count, "largest of gradients")
+    found = tf.split(tf.reduce_max(every, axis=0), [part.shape[0] for part in parts])
+    return {
+        i: overwritten.total(tf.reshape(value, like.shape))
+        for i, value, like in zip(places, found, mine, strict=True)
+    }
 
 
 class SumAtHome(Reducer):
@@ -57,6 +97,9 @@ class SumAtHome(Reducer):
             return [reduce.sum_packed(gradients, sources, *ends, largest, seen)]
         with tf.device(plan.merge):
             return [reduce.sum_gradients(gradients, largest)]
+
+    def _copies(self, plan, sums):
+        return [sums]
 
 
 @dataclasses.dataclass
@@ -79,6 +122,9 @@ class AllReduce(Reducer):
             gradients, sources, plan.devices, self.algorithm, largest, seen
         )
 
+    def _copies(self, plan, sums):
+        return reduce.all_reduce([sums], [HOST], plan.devices, "cpu")
+
 
 @dataclasses.dataclass
 class StateCombiner:
@@ -91,6 +137,8 @@ class StateCombiner:
         self, results: Sequence[TowerResult], rules: Rules
     ) -> list[tf.Tensor | None]:
         """Combines, at home, what the towers made of the model's variables, by rules.
+
+        With several hosts, what they return adds up to what it is with one.
 
         Returns:
             A value for each trainable and then each non-trainable variable, `None` for

@@ -42,12 +42,12 @@ class TraceSizes(NamedTuple):
         """
         plan = context.plan
         fixed = isinstance(size, int)
-        if len(plan.towers) == 1 and fixed:
+        if plan.count == 1 and fixed:
             return cls([size], size, xla, only=True)
         usual = size if fixed else context.usual_rows
         known = [None] * len(plan.towers)
         if usual is not None and batch.is_dense(data) and (xla or plan.on_gpus):
-            known = [rows or None for rows in batch.cut(usual, plan.split_ratios)]
+            known = [rows or None for rows in plan.sizes(usual)]
         return cls(known, size, xla, only=False)
 
     def of_tower(self, k: int) -> "TraceSizes":
@@ -83,5 +83,5 @@ class TraceSizes(NamedTuple):
 def usual_rows_of(context: Context, local: Any) -> int | None:
     """Returns the size of a local batch if towers are traced for it, else `None`."""
     plan, size = context.plan, batch.batch_size(local)
-    usual = batch.cut(context.usual_rows or 0, plan.split_ratios)
+    usual = plan.sizes(context.usual_rows or 0)
     return size if plan.on_gpus and batch.is_dense(local) and size in usual else None

@@ -3,11 +3,13 @@
 import concurrent.futures
 import contextlib
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 
+from towers.collectives.hosts import this_host
 from towers.lifecycle.checkpoints import saved_model, store
 from towers.lifecycle.checkpoints.best import Best, Monitor
 from towers.lifecycle.checkpoints.store import Contents, Position
@@ -53,6 +55,11 @@ class CheckpointManager:
                 f"Received on_save_error={on_save_error!r}; expected 'stop' or "
                 "'continue'."
             )
+        self._hosts, self._received = this_host(), None
+        if self._hosts.index > 0:
+            # Only the first host writes; it sends what it has.
+            self._received = tempfile.TemporaryDirectory(prefix="towers-")
+            directory = self._received.name
         self.directory = os.path.abspath(os.path.expanduser(directory))
         self.monitor, self._on_save_error = monitor, on_save_error
         self._keep = keep_checkpoints
@@ -83,11 +90,17 @@ class CheckpointManager:
         Raises:
             ValueError: There are some, but none can be read, or is of this model.
         """
-        if which == "last":
+        path, contents = None, None
+        if self._hosts.index > 0:
+            path = self._hosts.send_files(None, self.directory)
+            contents = path and store.load(path)
+        elif which == "last":
             load = store.load
             path, contents = saved_model.newest_good(self.directory, load, model)
         else:
             path, contents = self._load_chosen(model, which)
+        if self._hosts.index == 0:
+            self._hosts.send_files(path, self.directory)
         self.latest = path
         if path is not None:
             self.monitor.recall(contents.about)
@@ -156,11 +169,14 @@ class CheckpointManager:
     def save(self, position: Position, contents: Contents) -> None:
         """Begins to write a checkpoint, once the one before is written.
 
+        Only the first host writes.
+
         Raises:
             SaveError: The one before could not be written.
         """
         self.wait()
-        self._saving = self._writer.submit(self._write, position, contents)
+        if self._hosts.index == 0:
+            self._saving = self._writer.submit(self._write, position, contents)
 
     def wait(self, only_if_done: bool = False) -> None:
         """Waits until what was saved is written, and says if it could not be.

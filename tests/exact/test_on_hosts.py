@@ -1,0 +1,89 @@
+"""Exact cases on several hosts, against plain Keras on one device."""
+
+import concurrent.futures
+import json
+import socket
+
+import pytest
+
+from tests import warm
+from tests.exact import combinations, table
+from tests.exact.test_exact_cases import RUNS, is_slow, number_of
+
+# What each host has: one tower each, two each, and one beside two.
+LAYOUTS = (1, 1), (2, 2), (1, 2)
+WAYS = [
+    (layout, builder)
+    for layout in LAYOUTS
+    for builder in ("parameter_server", "replicated")
+]
+# Rows and values of a table travel; a loss has to see all outputs; a host has no rows;
+# a state has to be that of all; nothing is traced.
+FIRST = (
+    "batches/sizes (1, 8)",
+    "gradients/Embedding, global_clipnorm",
+    "losses/function, pairwise ranking",
+    "state/moving mean",
+)
+
+
+def run(layout, builder, names, folder, timeout_s):
+    """Runs cases on hosts; returns a record of each, by name."""
+    file, listed = folder / "found.jsonl", folder / "names.txt"
+    listed.write_text("\n".join(names))
+    addresses = ",".join(f"127.0.0.1:{port}" for port in _free_ports(len(layout)))
+    towers = ",".join(map(str, layout))
+    arguments = addresses, towers, builder, file, listed
+
+    def host(rank):
+        done = warm.run("tests.exact.on_hosts", rank, *arguments, timeout_s=timeout_s)
+        return done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+
+    with concurrent.futures.ThreadPoolExecutor(len(layout)) as hosts:
+        ended = [*hosts.map(host, range(len(layout)))]
+    assert [code for code, _ in ended] == [0] * len(layout), ended
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return {f"{each['group']}/{each['case']}": each for each in records}
+
+
+def _free_ports(count):
+    opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in opened]
+    for each in opened:
+        each.close()
+    return ports
+
+
+def _check(found, names):
+    assert found.keys() == {*names}
+    for name, record in found.items():
+        assert record["verdict"] == record["expected"], (name, record)
+
+
+def test_hosts_equal_one_device(tmp_path):
+    _check(run((1, 2), "parameter_server", FIRST, tmp_path, 120), FIRST)
+
+
+QUICK = [str(case) for case in table.CASES if not is_slow(case)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "builder"), WAYS)
+def test_quick_cases_of_all_ways(layout, builder, tmp_path):
+    _check(run(layout, builder, QUICK, tmp_path, 900), QUICK)
+
+
+# Each of the other cases is met by hosts in one way, by its name alone.
+OTHERS = [
+    str(case)
+    for case in dict.fromkeys(run.values[0] for run in RUNS)
+    if is_slow(case) and case.group != combinations.GROUP
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "builder"), WAYS)
+def test_other_cases(layout, builder, tmp_path):
+    mine = WAYS.index((layout, builder))
+    names = [name for name in OTHERS if number_of(name) % len(WAYS) == mine]
+    _check(run(layout, builder, names, tmp_path, 1800), names)

@@ -1,0 +1,238 @@
+"""What hosts tell one another with each batch: whether it is the same, whether to end.
+
+It is added in the sum of the gradients, so that it costs nothing, and nobody changes
+anything before all have heard it.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.collectives import batch
+from towers.collectives.hosts import OneHost
+from towers.devices import HOST
+
+# What a host says of a batch: its rows, a digest of its first example, a wish to stop.
+_ROWS, _DIGEST, _STOP = range(3)
+_NUMBERS = 3
+# Numbers up to here are added as floats without rounding.
+_MOST = 2**16
+
+
+# What a host may wish, beside the number of a signal: no end, or that of `fit`.
+_GO_ON, _STOP_TRAINING = 0, 1
+
+
+class HostsDifferError(ValueError):
+    """Hosts that train together were not given the same."""
+
+
+class SignalReceived(Exception):
+    """A host has received a signal to stop, for which all stop at the same batch.
+
+    Attributes:
+        number: That of the signal.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(f"A host has received signal {number}.")
+        self.number = number
+
+
+class Agreement:
+    """Keeps hosts at the same batch.
+
+    Attributes:
+        left_a_batch: Whether `fit` has stopped at a batch that it has begun.
+    """
+
+    def __init__(self, hosts: OneHost):
+        """Takes the hosts that train together."""
+        self._hosts, self._names = hosts, hosts.names
+        self._heard: np.ndarray | None = None
+        self.left_a_batch = False
+        with tf.init_scope(), tf.device(HOST):
+            self._wish = tf.Variable(0.0, trainable=False, name="wish_to_stop")
+
+    @property
+    def wish(self) -> int:
+        """What this host wishes: 0 for nothing, 1 to stop, or a signal's number.
+
+        All will stop, before the next batch.
+        """
+        return int(self._wish.numpy())
+
+    @wish.setter
+    def wish(self, value: int) -> None:
+        self._wish.assign(float(value))
+
+    def of_batch(self, data: Any) -> tf.Tensor:
+        """Returns what this host says of a batch, to be added up over hosts.
+
+        Returns:
+            A tensor of shape (hosts, numbers), zeros but for this host's row.
+        """
+        with tf.device(HOST), tf.name_scope("agreement"):
+            rows = tf.cast(batch.batch_size(data) % _MOST, tf.float32)
+            mine = tf.stack([rows, _digest(data), self._wish.value()])
+            return self._placed(mine)
+
+    @contextlib.contextmanager
+    def before(self, told: tf.Tensor) -> Iterator[None]:
+        """Inside, nothing happens unless all hosts go on with the same batch.
+
+        What computes the step raises a `tf.errors.OutOfRangeError` then.
+
+        Args:
+            told: The sum of what `of_batch` returned on each host.
+        """
+        with tf.device(HOST), tf.name_scope("agreement"):
+            same = tf.reduce_all(told[:, :_STOP] == told[0, :_STOP])
+            goes_on = same & tf.reduce_all(told[:, _STOP] == 0)
+            checked = tf.cond(
+                goes_on, lambda: tf.constant(True), lambda: self._end(told)
+            )
+        with tf.control_dependencies([checked]):
+            yield
+
+    @contextlib.contextmanager
+    def stops(self, model: keras.Model) -> Iterator[None]:
+        """Inside, a call of training in which a host stops ends as the data's end does.
+
+        Raises:
+            HostsDifferError: The hosts have different batches.
+            SignalReceived: A host stops because of a signal.
+        """
+        self._heard = None
+        try:
+            yield
+        except tf.errors.OutOfRangeError:
+            if self._heard is None:
+                raise
+            self._check_batches(self._heard)
+            self.left_a_batch = model.stop_training = True
+            if (number := int(self._heard[:, _STOP].max())) > _STOP_TRAINING:
+                raise SignalReceived(number) from None
+            raise
+
+    def check_same(self, what: str, value: Mapping[str, Any]) -> None:
+        """Refuses hosts that were given different values.
+
+        Args:
+            what: What they are of, such as "fit".
+            value: Names, and values that JSON can hold.
+
+        Raises:
+            HostsDifferError: On all hosts alike.
+        """
+        first, *others = self._hosts.tell_all(dict(value))
+        for k, other in enumerate(others, start=1):
+            for name in [*first, *(other.keys() - first.keys())]:
+                mine, theirs = first.get(name), other.get(name)
+                if mine != theirs:
+                    raise HostsDifferError(
+                        f"{self._names[0]} was given {_short(mine)} as {name} of "
+                        f"{what}, and {self._names[k]} {_short(theirs)}; hosts that "
+                        "train together have to run the same program with the same "
+                        "arguments."
+                    )
+
+    def meet(self, wish: int = _GO_ON) -> bool:
+        """Tells whether any host wishes to stop, as all find out together.
+
+        Raises:
+            SignalReceived: A host stops because of a signal.
+        """
+        told = self._placed(tf.constant([0.0, 0.0, max(wish, self.wish)]))
+        (told,) = self._hosts.sum([told], "end of an epoch")
+        found = int(told.numpy()[:, _STOP].max())
+        if found > _STOP_TRAINING:
+            raise SignalReceived(found)
+        return found == _STOP_TRAINING
+
+    def _placed(self, mine):
+        return tf.scatter_nd(
+            [[self._hosts.index]], [mine], [self._hosts.count, _NUMBERS]
+        )
+
+    def _end(self, told):
+        ended = tf.py_function(self._hear, [told], tf.bool)
+        return tf.ensure_shape(ended, [])
+
+    def _hear(self, told):
+        self._heard = told.numpy()
+        # The one error that TensorFlow takes for an end, and does not warn of.
+        raise StopIteration("A host stops.")
+
+    def _check_batches(self, heard):
+        for k, row in enumerate(heard):
+            if row[_ROWS] != heard[0, _ROWS]:
+                raise HostsDifferError(
+                    f"{self._names[0]} has a batch of {int(heard[0, _ROWS])} examples "
+                    f"where {self._names[k]} has one of {int(row[_ROWS])}; give all "
+                    "hosts the same global batches, in the same order."
+                )
+            if row[_DIGEST] != heard[0, _DIGEST]:
+                raise HostsDifferError(
+                    f"{self._names[0]} and {self._names[k]} have different examples in "
+                    "a batch; give all hosts the same global batches, in the same "
+                    "order: with keras.utils.set_random_seed(...) of the same number, "
+                    "say."
+                )
+
+
+class FollowHosts(keras.callbacks.Callback):
+    """Has all hosts stop where one of them does; the last of the callbacks."""
+
+    def __init__(self, agreement: Agreement):
+        """Takes what tells the other hosts."""
+        super().__init__()
+        self._agreement = agreement
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forgets an earlier wish."""
+        self._agreement.wish, self._agreement.left_a_batch = _GO_ON, False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Puts a stop off until all hosts have heard of it, in the next batch."""
+        if self.model.stop_training:
+            self.model.stop_training = False
+            self._agreement.wish = _STOP_TRAINING
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Stops if any host does."""
+        wish = _STOP_TRAINING if self.model.stop_training else _GO_ON
+        self.model.stop_training = self._agreement.meet(wish)
+
+
+def _digest(data):
+    """A number that tells nearly all batches apart, of their first examples."""
+    total = tf.zeros([], tf.int64)
+    for tensor in tf.nest.flatten(data, expand_composites=True):
+        if tensor is None or tensor.shape.rank is None:
+            continue
+        # Rows are cheap to take; all of a batch may be large.
+        flat = tf.reshape(tensor[:1] if tensor.shape.rank else tensor, [-1])[:256]
+        if flat.dtype == tf.string:
+            numbers = tf.strings.to_hash_bucket_fast(flat, _MOST)
+        elif flat.dtype.size in _INTEGERS and flat.dtype.is_floating:
+            numbers = tf.bitcast(flat, _INTEGERS[flat.dtype.size])
+        else:
+            numbers = flat
+        numbers = tf.cast(numbers, tf.int64)
+        places = tf.range(1, tf.size(numbers, tf.int64) + 1, dtype=tf.int64)
+        total = total * 31 + tf.reduce_sum(numbers * places)
+    return tf.cast(tf.math.floormod(total, _MOST), tf.float32)
+
+
+_INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+def _short(value):
+    text = json.dumps(value)
+    return text if len(text) < 100 else f"{text[:97]}..."
