@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import threading
+from unittest import mock
 
 import pytest
 
@@ -382,6 +383,9 @@ class Wire(asyncio.StreamReader):
 
     async def drain(self):
         pass
+
+    def get_extra_info(self, _):
+        return mock.Mock()
 
 
 async def ends(*tokens):

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import socket
 from typing import Any
 
 _GREETING = b"towers-1"
@@ -52,6 +53,7 @@ class Channel:
         self._token, self._listens = (token or "").encode(), listens
         self._sent = self._received = 0
         self._key = b""
+        _notice_silence(writer)
 
     @property
     def own_host(self) -> str:
@@ -123,3 +125,13 @@ class Channel:
             return await self._reader.readexactly(count)
         except asyncio.IncompleteReadError as error:
             raise ConnectionResetError("the connection was closed") from error
+
+
+def _notice_silence(writer: asyncio.StreamWriter) -> None:
+    """Has the connection break if the other machine is gone, or cut off, for 25 s."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # macOS has other names for some.
+    for name, value in (("KEEPIDLE", 10), ("KEEPINTVL", 5), ("KEEPCNT", 3)):
+        if (option := getattr(socket, f"TCP_{name}", None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

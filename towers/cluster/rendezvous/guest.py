@@ -74,6 +74,8 @@ class Guest:
                 now = asyncio.get_running_loop().time()
                 limit.reschedule(now + left + 3 * ANSWER_S)
                 listed = _good(await channel.receive())
+                # All are there: from here on, it takes milliseconds.
+                limit.reschedule(asyncio.get_running_loop().time() + 3 * ANSWER_S)
                 await channel.send({"acknowledged": True})
                 _good(await channel.receive())
                 return membership(self._place, listed)
