@@ -10,9 +10,8 @@ from pathlib import Path
 
 from towers.launch.host import Host
 from towers.launch.strays import Strays
+from towers.program.ending import ANOTHER_FAILED
 
-# How a host ends because another one failed: EX_TEMPFAIL of sysexits.h.
-OTHER_FAILED = 75
 # How a host ends that was asked to, and has saved.
 STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 # Between SIGTERM and SIGKILL.
@@ -106,7 +105,9 @@ class Generation:
     def _outcome(self) -> Outcome:
         if not self._failed:
             return Outcome(stopped=self._stopped)
-        first = next((each for each in self._failed if each.code != OTHER_FAILED), None)
+        first = next(
+            (each for each in self._failed if each.code != ANOTHER_FAILED), None
+        )
         if first is not None:
             what = "was stopped" if first.code in STOPPED else "failed first"
             said = f"{what}: {self._how(first)}"
@@ -119,7 +120,7 @@ class Generation:
         else:
             first = self._failed[0]
             return Outcome(
-                *(OTHER_FAILED, None),
+                *(ANOTHER_FAILED, None),
                 f"Host {first.rank} ended because another host failed.",
                 self._stopped,
             )

@@ -17,8 +17,8 @@ import pytest
 from tests.terminal import read_all
 from tests.variants import slow
 from towers.launch import arguments, generation, gpus, supervisor
-from towers.launch.generation import OTHER_FAILED
 from towers.launch.strays import Strays
+from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 120
@@ -145,7 +145,7 @@ def test_a_host_sees_its_gpus(launched, monkeypatch, tmp_path):
 )
 def test_the_first_to_fail_is_named(launched, tmp_path, end, code, how):
     found, (_, err) = launched(
-        RANK + f"\nif rank == 1: {end}\nraise SystemExit({OTHER_FAILED})"
+        RANK + f"\nif rank == 1: {end}\nraise SystemExit({ANOTHER_FAILED})"
     )
     assert found == code
     said = rf"Host 1 \(pid \d+\) failed first: {how} \(see {tmp_path}/host1.log\)\."
@@ -176,7 +176,7 @@ def test_a_host_that_hears_nothing_is_killed(launched, monkeypatch):
     monkeypatch.setattr(generation, "_TERM_SECONDS", 0.05)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     code, (_, err) = launched(
-        RANK + f"\nif rank: raise SystemExit({OTHER_FAILED})\n{deaf}; {FOREVER}",
+        RANK + f"\nif rank: raise SystemExit({ANOTHER_FAILED})\n{deaf}; {FOREVER}",
         fail_seconds=0.3,
     )
     # Nobody but the one that stands still is to blame.
@@ -226,12 +226,12 @@ def test_these_ends_are_final(launched, end):
 
 def test_another_machines_failure_starts_anew_and_is_not_blamed_on_this_one(launched):
     code, (out, err) = launched(
-        RANK + f"print(rank); raise SystemExit({OTHER_FAILED})",
+        RANK + f"print(rank); raise SystemExit({ANOTHER_FAILED})",
         host_rank=1,
         coordinator="node0:1",
         max_restarts=1,
     )
-    assert (code, out) == (OTHER_FAILED, "1\n1\n")
+    assert (code, out) == (ANOTHER_FAILED, "1\n1\n")
     assert err.count("Host 1 ended because another host failed.") == 2
     assert "failed first" not in err
 
