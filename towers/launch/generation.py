@@ -58,6 +58,7 @@ class Generation:
         self._running = {*hosts}
         self._failed: list[Host] = []  # by themselves, in this order
         self._stood: list[Host] = []  # had to be ended
+        self._asleep: list[Host] = []  # were stopped when another one failed
         self._stopped: int | None = None
         self._killed_before = _killed_for_memory()
 
@@ -79,6 +80,7 @@ class Generation:
                     # While hosts stop, the first one may still be saving.
                     if event.code not in STOPPED and limit is None:
                         limit = time.monotonic() + self._fail_seconds
+                        self._wake()
             else:
                 self._pass_on(event)
         self._strays.end(_LAST_WORDS_S)
@@ -91,6 +93,12 @@ class Generation:
             self._stopped = number
         for host in self._running:
             host.signal(number)
+
+    def _wake(self) -> None:
+        """Lets hosts go on that were stopped: they find that others have gone."""
+        self._asleep = [host for host in self._running if host.is_stopped]
+        for host in self._asleep:
+            host.signal(signal.SIGCONT)
 
     def _terminate(self) -> None:
         self._stood = sorted(self._running, key=lambda host: host.rank)
@@ -111,6 +119,9 @@ class Generation:
         if first is not None:
             what = "was stopped" if first.code in STOPPED else "failed first"
             said = f"{what}: {self._how(first)}"
+        elif self._asleep:
+            first = self._asleep[0]
+            said = "stood still, stopped as by SIGSTOP, until others had found that"
         elif self._stood:
             first = self._stood[0]
             said = (

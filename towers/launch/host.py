@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+import psutil
+
 # A line longer than this is shown in parts.
 _LINE = 2**16
 
@@ -68,6 +70,14 @@ class Host:
     def code(self) -> int | None:
         """Its exit code, negative for a signal; `None` while it runs."""
         return self._process.returncode
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it stands still since a signal such as SIGSTOP."""
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            return False  # it has just ended
 
     def signal(self, number: int) -> None:
         """Sends a signal to it, and to what it has started in its own group.

@@ -188,6 +188,28 @@ def test_a_host_that_hears_nothing_is_killed(launched, monkeypatch):
     assert code in (137, 143)
 
 
+STOPS = """
+if rank:
+    with open("pid.new", "w") as file: print(os.getpid(), file=file)
+    os.rename("pid.new", "pid")
+    os.kill(os.getpid(), 19)
+else:
+    while not os.path.exists("pid"): pass
+    pid = int(open("pid").read())
+    while ") T " not in open(f"/proc/{pid}/stat").read(): pass
+raise SystemExit(75)
+"""
+
+
+def test_a_host_that_was_stopped_goes_on_to_its_end_and_is_named(
+    launched, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    code, (_, err) = launched(RANK + STOPS, fail_seconds=TIMEOUT_S)
+    assert code == ANOTHER_FAILED
+    assert re.search(r"Host 1 \(pid \d+\) stood still, stopped as by SIGSTOP, ", err)
+
+
 def test_nothing_that_a_host_started_outlives_it(launched, monkeypatch, tmp_path):
     """Not even a session of its own; the fixture looks."""
     monkeypatch.setattr(generation, "_LAST_WORDS_S", 0.05)
