@@ -23,13 +23,16 @@ from typing import Any
 from towers.program.ending import ANOTHER_FAILED
 
 BEAT_S = 1.0
-# A thread of Python may have to wait for others that long.
+# A C function that keeps Python's lock keeps the beat from being sent: up to about a
+# second less than this does no harm.
 SILENT_S = 12.0
 # Whoever is still where another host has left waits for it.
 LEFT_S = 5.0
 # Then the process is ended, as it does not do so by itself.
-END_S = 15.0
+END_S = 12.0
 _MOST_BYTES = 2**16
+# Connections that have not said yet who they are.
+_MOST_STRANGERS = 100
 
 
 class HostFailedError(RuntimeError):
@@ -42,13 +45,16 @@ class _Peer:
 
     Attributes:
         rank: Number of its host; `None` as long as it has not said it.
-        heard_s: When something came from it.
+        silent: Beats of this host since something came from it. What this process
+            sleeps through is no silence of another's.
         buffer: A line that has not come whole.
+        unsent: What it has not taken yet.
     """
 
     rank: int | None
-    heard_s: float
+    silent: int = 0
     buffer: bytes = b""
+    unsent: bytes = b""
 
 
 class Heartbeat:
@@ -75,8 +81,11 @@ class Heartbeat:
         self._secret = ""
         # By host, which call it has left by an error, and why.
         self._left: dict[int, tuple[int, str, float]] = {}
-        # Which call this host is in, counted from 1; 0 for none.
-        self._calls, self._inside = 0, False
+        # Which call this host is in, counted from 1, and since when.
+        self._calls, self._inside, self._entered_s = 0, False, 0.0
+        # Hosts whose programs are at their end.
+        self._done: set[int] = set()
+        self._settled = threading.Event()
 
     def listen(self, address: str) -> str:
         """Waits for the other hosts at an address; they need what this returns."""
@@ -93,13 +102,14 @@ class Heartbeat:
         address, port, secret = json.loads(told)
         connection = socket.create_connection((address, port), timeout=SILENT_S)
         self._register(connection, 0)
-        self._send(connection, {"rank": self._rank, "secret": secret})
+        self._tell({"rank": self._rank, "secret": secret})
         self._start()
 
     def enter(self) -> None:
         """Is told that this host begins a call in which hosts meet, such as `fit`."""
         with self._lock:
             self._calls, self._inside = self._calls + 1, True
+            self._entered_s = time.monotonic()
 
     def leave(self, error: BaseException | None) -> None:
         """Is told that it has ended; others hear of an error."""
@@ -108,6 +118,17 @@ class Heartbeat:
         if error is not None and self.failure is None:
             why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             self._tell({"host": self._rank, "left": self._calls, "why": why})
+
+    def finish(self, seconds: float) -> bool:
+        """Is told that this host's program is at its end; waits for those of others.
+
+        Returns:
+            Whether all are, within so many seconds.
+        """
+        self._note_done(self._rank)
+        self._tell({"done": self._rank})
+        self._settled.wait(seconds)
+        return len(self._done) == len(self._names)
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Waits until it is known what has failed; `None` if that does not come."""
@@ -119,21 +140,33 @@ class Heartbeat:
 
     def _register(self, connection, rank):
         connection.setblocking(False)
-        peer = _Peer(rank, time.monotonic())
         with self._lock:
-            self._selector.register(connection, selectors.EVENT_READ, peer)
+            self._selector.register(connection, selectors.EVENT_READ, _Peer(rank))
+
+    def _accept(self, server):
+        # Whoever connects may have gone again.
+        with contextlib.suppress(OSError):
+            connection, _ = server.accept()
+            peers = [key.data for key in self._selector.get_map().values()]
+            strangers = [peer for peer in peers if peer and peer.rank is None]
+            if len(strangers) < _MOST_STRANGERS:
+                self._register(connection, None)
+            else:
+                connection.close()
 
     def _run(self):
-        beat_s = 0.0
+        next_s = time.monotonic()
         while True:
-            for key, _ in self._selector.select(BEAT_S / 2):
+            for key, events in self._selector.select(next_s - time.monotonic()):
                 if key.data is None:
-                    self._register(key.fileobj.accept()[0], None)
-                else:
+                    self._accept(key.fileobj)
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    self._send(key, b"")
+                if events & selectors.EVENT_READ:
                     self._receive(key.fileobj, key.data)
-            now_s = time.monotonic()
-            if now_s - beat_s > BEAT_S:
-                beat_s = now_s
+            if (now_s := time.monotonic()) >= next_s:
+                next_s = now_s + BEAT_S
                 self._tell({"beat": 1})
                 self._check(now_s)
 
@@ -141,14 +174,15 @@ class Heartbeat:
         """Looks for hosts that are silent, or that others wait for in vain."""
         for key in [*self._selector.get_map().values()]:
             peer = key.data
-            if peer is None or now_s - peer.heard_s < SILENT_S:
+            if peer is None:
                 continue
-            self._drop(key.fileobj)
-            if peer.rank is not None:
-                self._note(peer.rank, f"has been silent for {SILENT_S:.0f} s")
+            peer.silent += 1
+            if peer.silent * BEAT_S > SILENT_S:
+                self._drop(key.fileobj)
+                self._note_unheard(peer, f"for {SILENT_S:.0f} s")
         for rank, (call, why, left_s) in [*self._left.items()]:
-            waits = self._inside and self._calls == call
-            if waits and now_s - left_s > LEFT_S:
+            waits = self._inside and (self._calls == call or rank in self._done)
+            if waits and now_s - max(left_s, self._entered_s) > LEFT_S:
                 self._note(rank, f"has left what the others are in: {why}")
 
     def _receive(self, connection, peer):
@@ -156,20 +190,26 @@ class Heartbeat:
             data = connection.recv(_MOST_BYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except ConnectionError:
             data = b""
-        if not data or len(peer.buffer) > _MOST_BYTES:
+        except OSError as error:
             self._drop(connection)
-            if peer.rank is not None:
+            self._note_unheard(peer, f"({error.strerror})")
+            return
+        if not data or len(peer.buffer) > _MOST_BYTES:
+            # Who has said that it is done may go, unless it is waited for.
+            may_go = peer.rank in self._done and not self._inside
+            self._drop(connection)
+            if peer.rank is not None and not may_go:
                 _, why, _ = self._left.get(peer.rank, (0, "", 0.0))
                 self._note(peer.rank, f"has ended: {why}" if why else "has ended")
             return
-        peer.heard_s = time.monotonic()
+        peer.silent = 0
         *lines, peer.buffer = (peer.buffer + data).split(b"\n")
         for line in lines:
             try:
                 self._hear(connection, peer, dict(json.loads(line)))
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, LookupError, RecursionError):
                 # No host of ours.
                 self._drop(connection)
                 return
@@ -178,7 +218,7 @@ class Heartbeat:
         if peer.rank is None:
             if not hmac.compare_digest(str(message["secret"]), self._secret):
                 raise ValueError("a stranger")
-            peer.rank = int(message["rank"])
+            peer.rank = range(len(self._names))[message["rank"]]
         elif "left" in message:
             self._left[message["host"]] = (
                 message["left"],
@@ -186,8 +226,27 @@ class Heartbeat:
                 time.monotonic(),
             )
             self._pass_on(connection, message)
+        elif "done" in message:
+            self._pass_on(connection, message)
+            self._note_done(message["done"])
         elif "failed" in message:
             self._note(message["failed"], message["why"])
+
+    def _note_done(self, rank):
+        with self._lock:
+            self._done.add(rank)
+            self._left.setdefault(rank, (0, "its program has ended", time.monotonic()))
+            if len(self._done) == len(self._names):
+                self._settled.set()
+
+    def _note_unheard(self, peer, how):
+        # The other end cannot know better, so both say the same.
+        if peer.rank is not None and peer.rank not in self._done:
+            here = self._names[self._rank]
+            why = (
+                f"has not been heard by {here} {how}: it is stopped, or cut off from it"
+            )
+            self._note(peer.rank, why)
 
     def _note(self, rank, why):
         """Notes what has failed first, and tells the others."""
@@ -196,12 +255,13 @@ class Heartbeat:
                 return
             self.failure = f"{self._names[rank]} {why}"
         self._tell({"failed": rank, "why": why})
-        self._failed.set()
-        self._fail(self.failure)
         # Daemon, as the process may well end before.
         timer = threading.Timer(END_S, self._end)
         timer.daemon = True
         timer.start()
+        self._failed.set()
+        self._settled.set()
+        self._fail(self.failure)
 
     def _end(self):
         if self._inside:
@@ -214,16 +274,31 @@ class Heartbeat:
             self._tell(message, without=source)
 
     def _tell(self, message, without=None):
+        line = json.dumps(message).encode() + b"\n"
         with self._lock:
-            for key in self._selector.get_map().values():
+            for key in [*self._selector.get_map().values()]:
                 known = key.data is not None and key.data.rank is not None
-                if known and key.fileobj is not without:
-                    self._send(key.fileobj, message)
+                # Of one that does not take them, beats would only pile up.
+                waits = known and "beat" in message and key.data.unsent
+                if known and key.fileobj is not without and not waits:
+                    self._send(key, line)
 
-    def _send(self, connection, message):
-        # What a silent host does not take fills its buffer, and is lost with it.
-        with contextlib.suppress(OSError):
-            connection.sendall(json.dumps(message).encode() + b"\n")
+    def _send(self, key, line):
+        """Sends what the other end takes, and keeps the rest."""
+        peer = key.data
+        with self._lock:
+            peer.unsent += line
+            try:
+                peer.unsent = peer.unsent[key.fileobj.send(peer.unsent) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                # What ends the connection is seen where something is received.
+                peer.unsent = b""
+            events = selectors.EVENT_READ
+            if peer.unsent:
+                events |= selectors.EVENT_WRITE
+            self._selector.modify(key.fileobj, events, peer)
 
     def _drop(self, connection):
         with self._lock:

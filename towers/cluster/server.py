@@ -15,8 +15,12 @@ from towers.keras_adapter import runtime
 _TENSORFLOW_S = 10.0
 # From when a collective has failed to when the heartbeat knows why.
 _PATIENCE_S = SILENT_S + 3
+# How long a program that is at its end waits for those of the other hosts.
+_LEAVE_S = 60.0
 
 _joined: tuple[Membership, Heartbeat] | None = None
+# How many `together` this process is in, one inside the other.
+_depth = 0
 
 
 def join_as_started(
@@ -78,14 +82,9 @@ def join(membership: Membership) -> None:
     else:
         heartbeat.connect(runtime.read_key("heartbeat", SILENT_S))
     _joined = membership, heartbeat
-    atexit.register(_leave)
-
-
-def _leave():
-    # Another host may still be fetching this one's part of the last sum.
-    if failure() is None:
-        with contextlib.suppress(Exception):
-            runtime.wait_for_all("leave", _TENSORFLOW_S)
+    if _depth > 0:
+        heartbeat.enter()
+    atexit.register(heartbeat.finish, _LEAVE_S)
 
 
 def joined() -> Membership | None:
@@ -105,20 +104,31 @@ def together() -> Iterator[None]:
     Raises:
         HostFailedError: Another host has failed.
     """
-    if _joined is None:
-        yield
-        return
-    _, heartbeat = _joined
-    heartbeat.enter()
+    global _depth
+    _depth += 1
     try:
+        if _depth == 1 and _joined is not None:
+            _joined[1].enter()
+            _check()
         yield
     except BaseException as error:
         # Of what TensorFlow raises where a collective ends.
-        if runtime.is_collective_error(error):
-            heartbeat.wait_for_failure(_PATIENCE_S)
-        heartbeat.leave(error)
-        if heartbeat.failure is None or isinstance(error, HostFailedError):
-            raise
-        raise HostFailedError(f"{heartbeat.failure}, so this host ends.") from None
-    else:
-        heartbeat.leave(None)
+        if _joined is not None and runtime.is_collective_error(error):
+            _joined[1].wait_for_failure(_PATIENCE_S)
+        _leave(error)
+        if not isinstance(error, HostFailedError):
+            _check()
+        raise
+    _leave(None)
+
+
+def _leave(error):
+    global _depth
+    _depth -= 1
+    if _depth == 0 and _joined is not None:
+        _joined[1].leave(error)
+
+
+def _check():
+    if (failed := failure()) is not None:
+        raise HostFailedError(f"{failed}, so this host ends.") from None

@@ -29,6 +29,7 @@ import warnings
 import tensorflow as tf
 
 from towers import input_pipeline
+from towers.cluster import server
 from towers.cluster.heartbeat import HostFailedError
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.resume import ResumeError
@@ -54,9 +55,10 @@ def main(settings: Settings) -> int:
     job = None
     try:
         startup.end()
-        job = assemble(settings)
-        with job.data.blaming():
-            run(job)
+        with server.together():
+            job = assemble(settings)
+            with job.data.blaming():
+                run(job)
     except Stopped as stopped:
         return stopped.code
     except KeyboardInterrupt as stop:
