@@ -57,6 +57,75 @@ class _Peer:
     unsent: bytes = b""
 
 
+class _Connections:
+    """Those of a host, which none of the others can block.
+
+    Attributes:
+        selector: Waits for them; its data are a `_Peer`, `None` of what listens.
+        lock: Is held by whoever changes something.
+    """
+
+    def __init__(self):
+        self.selector, self.lock = selectors.DefaultSelector(), threading.RLock()
+
+    def keys(self) -> list[selectors.SelectorKey]:
+        """Returns those to others."""
+        keys = [*self.selector.get_map().values()]
+        return [key for key in keys if key.data is not None]
+
+    def add(self, connection: socket.socket, rank: int | None) -> None:
+        """Adds one to a host, if its number is known."""
+        connection.setblocking(False)
+        with self.lock:
+            self.selector.register(connection, selectors.EVENT_READ, _Peer(rank))
+
+    def accept(self, server: socket.socket) -> None:
+        """Adds one that begins, unless there are too many of strangers."""
+        # Whoever connects may have gone again.
+        with contextlib.suppress(OSError):
+            connection, _ = server.accept()
+            strangers = [key for key in self.keys() if key.data.rank is None]
+            if len(strangers) < _MOST_STRANGERS:
+                self.add(connection, None)
+            else:
+                connection.close()
+
+    def tell(
+        self, message: Mapping[str, Any], without: socket.socket | None = None
+    ) -> None:
+        """Sends a message to all hosts but one."""
+        line = json.dumps(message).encode() + b"\n"
+        with self.lock:
+            for key in self.keys():
+                known = key.data.rank is not None and key.fileobj is not without
+                # Of one that does not take them, beats would only pile up.
+                if known and not ("beat" in message and key.data.unsent):
+                    self.send(key, line)
+
+    def send(self, key: selectors.SelectorKey, line: bytes) -> None:
+        """Sends what the other end takes, and keeps the rest."""
+        peer = key.data
+        with self.lock:
+            peer.unsent += line
+            try:
+                peer.unsent = peer.unsent[key.fileobj.send(peer.unsent) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                # What ends the connection is seen where something is received.
+                peer.unsent = b""
+            events = selectors.EVENT_READ
+            if peer.unsent:
+                events |= selectors.EVENT_WRITE
+            self.selector.modify(key.fileobj, events, peer)
+
+    def drop(self, connection: socket.socket) -> None:
+        """Closes one."""
+        with self.lock:
+            self.selector.unregister(connection)
+        connection.close()
+
+
 class Heartbeat:
     """This host's part in it.
 
@@ -77,7 +146,8 @@ class Heartbeat:
         self._rank, self._names, self._fail = rank, names, fail
         self.failure: str | None = None
         self._failed = threading.Event()
-        self._selector, self._lock = selectors.DefaultSelector(), threading.RLock()
+        self._connections = _Connections()
+        self._lock = self._connections.lock
         self._secret = ""
         # By host, which call it has left by an error, and why.
         self._left: dict[int, tuple[int, str, float]] = {}
@@ -93,7 +163,7 @@ class Heartbeat:
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
         )
         self._secret = os.urandom(16).hex()
-        self._selector.register(server, selectors.EVENT_READ, None)
+        self._connections.selector.register(server, selectors.EVENT_READ, None)
         self._start()
         return json.dumps([address, server.getsockname()[1], self._secret])
 
@@ -101,8 +171,8 @@ class Heartbeat:
         """Connects to the first host, which has returned this from `listen`."""
         address, port, secret = json.loads(told)
         connection = socket.create_connection((address, port), timeout=SILENT_S)
-        self._register(connection, 0)
-        self._tell({"rank": self._rank, "secret": secret})
+        self._connections.add(connection, 0)
+        self._connections.tell({"rank": self._rank, "secret": secret})
         self._start()
 
     def enter(self) -> None:
@@ -117,7 +187,9 @@ class Heartbeat:
             self._inside = False
         if error is not None and self.failure is None:
             why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            self._tell({"host": self._rank, "left": self._calls, "why": why})
+            self._connections.tell(
+                {"host": self._rank, "left": self._calls, "why": why}
+            )
 
     def finish(self, seconds: float) -> bool:
         """Is told that this host's program is at its end; waits for those of others.
@@ -126,7 +198,7 @@ class Heartbeat:
             Whether all are, within so many seconds.
         """
         self._note_done(self._rank)
-        self._tell({"done": self._rank})
+        self._connections.tell({"done": self._rank})
         self._settled.wait(seconds)
         return len(self._done) == len(self._names)
 
@@ -138,47 +210,31 @@ class Heartbeat:
     def _start(self):
         threading.Thread(target=self._run, name="towers-heartbeat", daemon=True).start()
 
-    def _register(self, connection, rank):
-        connection.setblocking(False)
-        with self._lock:
-            self._selector.register(connection, selectors.EVENT_READ, _Peer(rank))
-
-    def _accept(self, server):
-        # Whoever connects may have gone again.
-        with contextlib.suppress(OSError):
-            connection, _ = server.accept()
-            peers = [key.data for key in self._selector.get_map().values()]
-            strangers = [peer for peer in peers if peer and peer.rank is None]
-            if len(strangers) < _MOST_STRANGERS:
-                self._register(connection, None)
-            else:
-                connection.close()
-
     def _run(self):
         next_s = time.monotonic()
         while True:
-            for key, events in self._selector.select(next_s - time.monotonic()):
+            for key, events in self._connections.selector.select(
+                next_s - time.monotonic()
+            ):
                 if key.data is None:
-                    self._accept(key.fileobj)
+                    self._connections.accept(key.fileobj)
                     continue
                 if events & selectors.EVENT_WRITE:
-                    self._send(key, b"")
+                    self._connections.send(key, b"")
                 if events & selectors.EVENT_READ:
                     self._receive(key.fileobj, key.data)
             if (now_s := time.monotonic()) >= next_s:
                 next_s = now_s + BEAT_S
-                self._tell({"beat": 1})
+                self._connections.tell({"beat": 1})
                 self._check(now_s)
 
     def _check(self, now_s):
         """Looks for hosts that are silent, or that others wait for in vain."""
-        for key in [*self._selector.get_map().values()]:
+        for key in self._connections.keys():
             peer = key.data
-            if peer is None:
-                continue
             peer.silent += 1
             if peer.silent * BEAT_S > SILENT_S:
-                self._drop(key.fileobj)
+                self._connections.drop(key.fileobj)
                 self._note_unheard(peer, f"for {SILENT_S:.0f} s")
         for rank, (call, why, left_s) in [*self._left.items()]:
             waits = self._inside and (self._calls == call or rank in self._done)
@@ -193,13 +249,13 @@ class Heartbeat:
         except ConnectionError:
             data = b""
         except OSError as error:
-            self._drop(connection)
+            self._connections.drop(connection)
             self._note_unheard(peer, f"({error.strerror})")
             return
         if not data or len(peer.buffer) > _MOST_BYTES:
             # Who has said that it is done may go, unless it is waited for.
             may_go = peer.rank in self._done and not self._inside
-            self._drop(connection)
+            self._connections.drop(connection)
             if peer.rank is not None and not may_go:
                 _, why, _ = self._left.get(peer.rank, (0, "", 0.0))
                 self._note(peer.rank, f"has ended: {why}" if why else "has ended")
@@ -211,7 +267,7 @@ class Heartbeat:
                 self._hear(connection, peer, dict(json.loads(line)))
             except (ValueError, TypeError, LookupError, RecursionError):
                 # No host of ours.
-                self._drop(connection)
+                self._connections.drop(connection)
                 return
 
     def _hear(self, connection, peer, message: Mapping[str, Any]):
@@ -254,7 +310,7 @@ class Heartbeat:
             if self.failure is not None:
                 return
             self.failure = f"{self._names[rank]} {why}"
-        self._tell({"failed": rank, "why": why})
+        self._connections.tell({"failed": rank, "why": why})
         # Daemon, as the process may well end before.
         timer = threading.Timer(END_S, self._end)
         timer.daemon = True
@@ -271,36 +327,4 @@ class Heartbeat:
 
     def _pass_on(self, source, message):
         if self._rank == 0:
-            self._tell(message, without=source)
-
-    def _tell(self, message, without=None):
-        line = json.dumps(message).encode() + b"\n"
-        with self._lock:
-            for key in [*self._selector.get_map().values()]:
-                known = key.data is not None and key.data.rank is not None
-                # Of one that does not take them, beats would only pile up.
-                waits = known and "beat" in message and key.data.unsent
-                if known and key.fileobj is not without and not waits:
-                    self._send(key, line)
-
-    def _send(self, key, line):
-        """Sends what the other end takes, and keeps the rest."""
-        peer = key.data
-        with self._lock:
-            peer.unsent += line
-            try:
-                peer.unsent = peer.unsent[key.fileobj.send(peer.unsent) :]
-            except BlockingIOError:
-                pass
-            except OSError:
-                # What ends the connection is seen where something is received.
-                peer.unsent = b""
-            events = selectors.EVENT_READ
-            if peer.unsent:
-                events |= selectors.EVENT_WRITE
-            self._selector.modify(key.fileobj, events, peer)
-
-    def _drop(self, connection):
-        with self._lock:
-            self._selector.unregister(connection)
-        connection.close()
+            self._connections.tell(message, without=source)

@@ -58,8 +58,7 @@ class Hosts:
     def until(self, holds):
         """Waits for what holds of the ranks of those that are connected."""
         for _ in range(LIMIT_S * 100):
-            keys = [*self.first._selector.get_map().values()]
-            if holds([key.data.rank for key in keys if key.data is not None]):
+            if holds([key.data.rank for key in self.first._connections.keys()]):
                 return
             threading.Event().wait(0.01)
         raise AssertionError("it never holds")
@@ -265,9 +264,9 @@ def test_who_takes_nothing_blocks_nobody_and_gets_whole_lines():
     slow = hosts.stand_in(2)
     # More than the buffers of both ends hold.
     why, count = "x" * 200_000, 60
-    hosts.first._tell({"beat": 1})
+    hosts.first._connections.tell({"beat": 1})
     for _ in range(count):
-        hosts.first._tell({"host": 0, "left": 0, "why": why})
+        hosts.first._connections.tell({"host": 0, "left": 0, "why": why})
     # The others are as quick as before.
     hosts.stand_in(1).close()
     assert hosts.failure(0) == "host 1 has ended"
