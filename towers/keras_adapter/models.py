@@ -95,7 +95,9 @@ def compute_loss(
 
 def total_of_added_loss(model: keras.Model, loss: tf.Tensor) -> tf.Tensor:
     """Returns a loss that a layer added as the scalar that Keras makes of it."""
-    return model._aggregate_additional_loss(loss)
+    # TensorFlow's trainer divides it, besides, by the replicas that synchronized layers
+    # run in; a tower's part is weighted already.
+    return Trainer._aggregate_additional_loss(model, loss)
 
 
 def symbolic_build(model: keras.Model, data: Any) -> None:

@@ -397,11 +397,15 @@ def _():
 @contract(
     "_aggregate_additional_loss",
     "total_of_added_loss",
-    "makes of a loss that a layer has added a floating scalar",
+    "makes of a loss that a layer has added a floating scalar, in replicas, too",
 )
 def _():
-    total = models.total_of_added_loss(_compiled(), tf.constant([1, 2]))
+    model = _compiled()
+    total = models.total_of_added_loss(model, tf.constant([1, 2]))
     assert total.dtype == tf.float32 and float(total) == 3
+    replicas = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    in_each = replicas.run(models.total_of_added_loss, (model, tf.constant([1, 2])))
+    assert [*map(float, in_each.values)] == [3, 3]
 
 
 def _symbols():
