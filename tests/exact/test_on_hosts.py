@@ -1,12 +1,10 @@
 """Exact cases on several hosts, against plain Keras on one device."""
 
-import concurrent.futures
 import json
-import socket
 
 import pytest
 
-from tests import warm
+from tests import hosts
 from tests.exact import combinations, table
 from tests.exact.test_exact_cases import RUNS, is_slow, number_of
 
@@ -31,27 +29,10 @@ def run(layout, builder, names, folder, timeout_s):
     """Runs cases on hosts; returns a record of each, by name."""
     file, listed = folder / "found.jsonl", folder / "names.txt"
     listed.write_text("\n".join(names))
-    addresses = ",".join(f"127.0.0.1:{port}" for port in _free_ports(len(layout)))
-    towers = ",".join(map(str, layout))
-    arguments = addresses, towers, builder, file, listed
-
-    def host(rank):
-        done = warm.run("tests.exact.on_hosts", rank, *arguments, timeout_s=timeout_s)
-        return done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
-
-    with concurrent.futures.ThreadPoolExecutor(len(layout)) as hosts:
-        ended = [*hosts.map(host, range(len(layout)))]
-    assert [code for code, _ in ended] == [0] * len(layout), ended
+    arguments = builder, file, listed
+    hosts.run("tests.exact.on_hosts", layout, *arguments, timeout_s=timeout_s)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     return {f"{each['group']}/{each['case']}": each for each in records}
-
-
-def _free_ports(count):
-    opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in opened]
-    for each in opened:
-        each.close()
-    return ports
 
 
 def _check(found, names):

@@ -1,0 +1,93 @@
+"""tf-keras's tests of correctness under distribution, with towers in its place."""
+
+import itertools
+import json
+
+import pytest
+
+from tests import hosts
+from tests.variants import slow
+
+# One host with two towers; hosts with one tower each, two each, and one beside two.
+LAYOUTS = (2,), (1, 1), (2, 2), (1, 2)
+BUILDERS = "parameter_server", "replicated"
+INPUTS = [
+    {"use_numpy": numpy, "use_validation_data": validation}
+    for numpy, validation in itertools.product((True, False), repeat=2)
+]
+
+DNN = (
+    "test_dnn_correctness",
+    "test_dnn_correctness_with_partial_last_batch_eval",
+    "test_dnn_correctness_with_partial_last_batch",
+)
+CNN = (
+    "test_cnn_correctness",
+    "test_cnn_with_batch_norm_correctness",
+    "test_cnn_with_sync_batch_norm_correctness",
+    "test_cnn_correctness_with_partial_last_batch_eval",
+    "test_cnn_with_batch_norm_correctness_and_partial_last_batch_eval",
+)
+EMBEDDING = (
+    "test_embedding_model_correctness",
+    "test_embedding_time_distributed_model_correctness",
+)
+LSTM = (
+    "test_lstm_model_correctness",
+    "test_lstm_model_correctness_mixed_precision",
+)
+# Each runs in every layout, by both builders, with other inputs in each layout.
+TESTS = {
+    "TestDistributionStrategyDnnCorrectness": DNN,
+    "TestDistributionStrategyDnnCorrectnessWithSubclassedModel": DNN,
+    "DistributionStrategyEmbeddingModelCorrectnessTest": EMBEDDING,
+    "DistributionStrategySiameseEmbeddingModelCorrectnessTest": (
+        "test_siamese_embedding_model_correctness",
+    ),
+    "DistributionStrategyCnnCorrectnessTest": CNN,
+    "DistributionStrategyGruModelCorrectnessTest": ("test_gru_model_correctness",),
+    "DistributionStrategyLstmModelCorrectnessTest": LSTM,
+}
+# These have inputs of their own.
+ALONE = (
+    "TestDistributionStrategyDnnCorrectness.test_dnn_with_dynamic_learning_rate",
+    "TestDistributionStrategyDnnCorrectnessWithSubclassedModel"
+    ".test_dnn_with_dynamic_learning_rate",
+    "TestDistributionStrategyDnnMetricCorrectness.test_simple_dnn_metric_correctness",
+    "TestDistributionStrategyDnnMetricEvalCorrectness"
+    ".test_identity_model_metric_eval_correctness",
+)
+QUICK = "DistributionStrategyEmbeddingModelCorrectnessTest." + EMBEDDING[0]
+
+
+def _runs(layout, builder):
+    first = LAYOUTS.index(layout)
+    names = [f"{group}.{name}" for group, of_it in TESTS.items() for name in of_it]
+    for k, name in enumerate(names):
+        yield name, builder, INPUTS[(first + k) % len(INPUTS)]
+    for name in ALONE:
+        yield name, builder, {}
+
+
+@pytest.mark.parametrize(
+    ("layout", "runs"),
+    [
+        pytest.param((1, 1), [(QUICK, "replicated", INPUTS[2])], id="quick"),
+        *(
+            slow(layout, [*_runs(layout, builder)], id=f"{layout} {builder}")
+            for layout in LAYOUTS
+            for builder in BUILDERS
+        ),
+    ],
+)
+def test_hosts_are_correct(layout, runs, tmp_path):
+    file, listed = tmp_path / "found.jsonl", tmp_path / "runs.json"
+    listed.write_text(json.dumps(runs))
+    module = "tests.tf_keras_correctness.on_hosts"
+    hosts.run(module, layout, file, listed, timeout_s=900)
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [each for each in found if "error" in each] == []
+    assert [each["run"] for each in found] == json.loads(listed.read_text())
+    # Only tests of metrics know what is right, and have nothing to compare with.
+    compared = [each["compared"] > 0 for each in found]
+    assert compared == ["Metric" not in name for name, _, _ in runs]
