@@ -95,8 +95,9 @@ def _argmax(keras_argmax, x, axis=None, keepdims=False):
 
 
 def _call(keras_call, layer, inputs, training=None, mask=None):
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if training and layer.synchronized and mask is not None and replicas > 1:
+    # Towers run as replicas where they talk to others, of this host or another.
+    replica = tf.distribute.has_strategy()
+    if training and layer.synchronized and mask is not None and replica:
         # Keras would leave the other towers out.
         raise ValueError(
             f"The layer '{layer.name}' has synchronized=True and gets a mask, with "

@@ -154,7 +154,7 @@ def run_in_replica_context(
         with tf.name_scope("tower_0"), tf.device(calls[0].device):
             everything = whole()
             if hosts.index > 0 and traced is not None:
-                return [traced.idle(tf.zeros([], tf.int32)) for _ in calls]
+                return [_idle(traced, smallest) for _ in calls]
             result = (traced or tower)(*everything.arguments)
         if traced is None:
             size, fraction = everything.size, everything.fraction
@@ -162,19 +162,20 @@ def run_in_replica_context(
                 # Without a graph, all hosts compute it, and the first one's counts.
                 result, size, fraction = without_rows(result), 0, tf.zeros([])
             return [result._replace(size=size, fraction=fraction)]
-        idle = [traced.idle(tf.zeros([], tf.int32)) for _ in calls[1:]]
-        weights = [(everything.size, everything.fraction)]
-        weights += [(0, tf.zeros([]))] * len(idle)
-        return [
-            one._replace(size=tf.convert_to_tensor(size), fraction=fraction)
-            for one, (size, fraction) in zip([result, *idle], weights, strict=True)
-        ]
+        size = tf.convert_to_tensor(everything.size)
+        result = result._replace(size=size, fraction=everything.fraction)
+        return [result, *(_idle(traced, smallest) for _ in calls[1:])]
 
     if isinstance(smallest, int):
         results = together() if smallest > 0 else alone()
     else:
         results = tf.cond(smallest > 0, together, alone)
     return [result._replace(tower=k) for k, result in enumerate(results)]
+
+
+def _idle(traced, none):
+    none = tf.convert_to_tensor(none)
+    return traced.idle(none)._replace(size=none, fraction=tf.zeros([]))
 
 
 def _replicated(tower, calls, hosts):
