@@ -16,6 +16,9 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
     towers:BUILDER              variable_update=BUILDER of multi_gpu_model
     one_device                  Keras fit, one device, the whole batch
     mirrored, mirrored_loop     MirroredStrategy: Keras fit; a loop by hand, no metrics
+    hosts, hosts:BUILDER        towers on hosts of one tower each, in processes
+    multi_worker_loop           MultiWorkerMirroredStrategy in processes: a loop by
+                                hand, no metrics
     jax                         Keras fit on JAX, DataParallel (needs jax)
     ddp                         PyTorch DistributedDataParallel, a loop by hand, no
                                 metrics, on mlp, resnet20 and transformer_lm (needs

@@ -36,6 +36,10 @@ KINDS = {
     ),
     "mirrored": Kind("Keras fit, MirroredStrategy", "keras_fit"),
     "mirrored_loop": Kind("MirroredStrategy, loop by hand", "mirrored_loop"),
+    "hosts": Kind("Towers, a host each", "hosts_fit", ways=(), suffixes=True),
+    "multi_worker_loop": Kind(
+        "MultiWorkerMirroredStrategy, loop by hand", "multi_worker_loop"
+    ),
     "jax": Kind("Keras fit, JAX DataParallel", "jax_fit"),
     "ddp": Kind(
         "PyTorch DistributedDataParallel",

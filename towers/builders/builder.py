@@ -101,7 +101,8 @@ class Builder:
         self.pieces.copies.stale = True
 
     def broadcast_variables(self) -> None:
-        """Gives copies of the variables, if there are any, their values."""
+        """Gives copies of the variables, on any host, the first host's values."""
+        self.pieces.copies.follow_first_host()
         self.pieces.copies.broadcast()
 
     def copies(self) -> list[tf.Variable]:

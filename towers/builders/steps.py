@@ -79,6 +79,8 @@ class TrainStep:
         outputs, sums, packed, told = self._reduce(data, outputs)
         loss = outputs.measured.loss
         with self._together(told), self._unless_stopped(data, loss, sums, packed):
+            if told is not None:
+                self.pieces.context.agreement.set_learning_rate(told)
             # In this order, as on one device: layers assign before the optimizer does.
             self.pieces.state.assign_state(outputs.state)
             if sums:
@@ -198,15 +200,20 @@ def train_function(
 
     steps, eagerly = context.model.steps_per_execution, context.model.run_eagerly
     train = loop.train_function(create, place, step, steps, eagerly, context.prefetch)
-    broadcast = copies.broadcast
+    follow, broadcast = copies.follow_first_host, copies.broadcast
     if not eagerly:
+        follow = tf.function(follow, autograph=False)
         broadcast = tf.function(broadcast, autograph=False)
 
     def function(iterator):
+        # What callbacks do between two batches, they do on all hosts.
+        if copies.stale and context.plan.hosts.count > 1:
+            with scope():
+                follow()
         if copies.differ():
             with scope():
                 broadcast()
-            copies.stale = False
+        copies.stale = False
         if context.callbacks_may_write:
             context.found.proofs.forget()
         context.timers.reads(iterator)

@@ -16,10 +16,12 @@ import tensorflow as tf
 from towers.collectives import batch
 from towers.collectives.hosts import OneHost
 from towers.devices import HOST
+from towers.keras_adapter.optimizers import learning_rate_variable
 
-# What a host says of a batch: its rows, a digest of its first example, a wish to stop.
-_ROWS, _DIGEST, _STOP = range(3)
-_NUMBERS = 3
+# What a host says of a batch: its rows, a digest of its first example, a wish to stop,
+# and the learning rate, which a callback may have changed.
+_ROWS, _DIGEST, _STOP, _RATE = range(4)
+_NUMBERS = 4
 # Numbers up to here are added as floats without rounding.
 _MOST = 2**16
 
@@ -51,9 +53,9 @@ class Agreement:
         left_a_batch: Whether `fit` has stopped at a batch that it has begun.
     """
 
-    def __init__(self, hosts: OneHost):
-        """Takes the hosts that train together."""
-        self._hosts, self._names = hosts, hosts.names
+    def __init__(self, hosts: OneHost, model: keras.Model):
+        """Takes the hosts that train a model together."""
+        self._hosts, self._names, self._model = hosts, hosts.names, model
         self._heard: np.ndarray | None = None
         self.left_a_batch = False
         with tf.init_scope(), tf.device(HOST):
@@ -79,8 +81,11 @@ class Agreement:
         """
         with tf.device(HOST), tf.name_scope("agreement"):
             rows = tf.cast(batch.batch_size(data) % _MOST, tf.float32)
-            mine = tf.stack([rows, _digest(data), self._wish.value()])
-            return self._placed(mine)
+            rate = self._learning_rate()
+            rate = tf.zeros([]) if rate is None else tf.cast(rate.value, tf.float32)
+            return self._placed(
+                tf.stack([rows, _digest(data), self._wish.value(), rate])
+            )
 
     @contextlib.contextmanager
     def before(self, told: tf.Tensor) -> Iterator[None]:
@@ -99,6 +104,23 @@ class Agreement:
             )
         with tf.control_dependencies([checked]):
             yield
+
+    def set_learning_rate(self, told: tf.Tensor) -> None:
+        """Gives the optimizer the first host's learning rate, if it is a variable.
+
+        `told` is as for `before`.
+        """
+        rate = self._learning_rate()
+        if rate is not None:
+            rate.assign(tf.cast(told[0, _RATE], rate.dtype))
+
+    def _learning_rate(self):
+        """The variable, which a schedule has not."""
+        optimizer = self._model.optimizer
+        while hasattr(optimizer, "inner_optimizer"):
+            optimizer = optimizer.inner_optimizer
+        rate = None if optimizer is None else learning_rate_variable(optimizer)
+        return rate if isinstance(rate, keras.Variable) else None
 
     @contextlib.contextmanager
     def stops(self, model: keras.Model) -> Iterator[None]:
@@ -148,7 +170,7 @@ class Agreement:
         Raises:
             SignalReceived: A host stops because of a signal.
         """
-        told = self._placed(tf.constant([0.0, 0.0, max(wish, self.wish)]))
+        told = self._placed(tf.constant([0.0, 0.0, max(wish, self.wish), 0.0]))
         (told,) = self._hosts.sum([told], "end of an epoch")
         found = int(told.numpy()[:, _STOP].max())
         if found > _STOP_TRAINING:

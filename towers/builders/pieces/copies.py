@@ -65,8 +65,7 @@ class Copies:
         return copy[: len(self._context.model.trainable_variables)]
 
     def broadcast(self) -> None:
-        """Gives all copies the values of the first host's variables."""
-        self.follow_first_host()
+        """Gives all copies the values of the model's own variables."""
         originals = [variable.value for variable in self._originals]
         if not originals:
             return
@@ -104,8 +103,7 @@ class Copies:
     def differ(self) -> bool:
         """Tells whether the copies may have other values than the model's variables."""
         written = self.stale or self._context.callbacks_may_write
-        several = bool(self._originals) or self._context.plan.hosts.count > 1
-        return several and written
+        return bool(self._originals) and written
 
     def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
         """Assigns what layers assign to trainable variables; see `StateCombiner`."""

@@ -1,0 +1,51 @@
+"""A contender: towers on several hosts, of one tower each, in Keras's `fit`."""
+
+import sys
+
+from .. import works
+from ..worker import Clock, Job, tensorflow_memory_mb
+from .hosts import divide_threads, start_followers
+from .keras_fit import fit
+
+
+def run(job: Job, clock: Clock) -> None:
+    """Trains until the clock stops it."""
+    addresses = start_followers(_follow, job)
+    clock.memory_mb = tensorflow_memory_mb
+    clock.start()
+    model, data = _build(job, 0, addresses)
+    fit(model, data, clock)
+
+
+def _follow(job, rank, addresses):
+    model, data = _build(job, rank, addresses)
+    model.fit(data, steps_per_epoch=sys.maxsize, verbose=0)
+
+
+def _build(job, rank, addresses):
+    import tensorflow as tf
+
+    from towers import devices, multi_gpu_model
+    from towers.cluster import server
+    from towers.cluster.membership import Membership
+
+    divide_threads(job)
+    placed = devices.configure(1)
+    names = tuple(f"host {k}" for k in range(job.towers))
+    server.join(Membership(rank, tuple(addresses), names))
+    data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
+    data = data.prefetch(tf.data.AUTOTUNE)
+    contender = job.parsed
+    model = multi_gpu_model(
+        works.build(job.work),
+        placed.towers,
+        variable_update=contender.way or "parameter_server",
+    )
+    model.compile(
+        works.optimizer(job.work),
+        works.loss(),
+        metrics=["accuracy"],
+        steps_per_execution=contender.steps_per_call,
+        jit_compile=True if contender.xla else "auto",
+    )
+    return model, data
