@@ -84,7 +84,7 @@ def test_hosts_are_correct(layout, runs, tmp_path):
     file, listed = tmp_path / "found.jsonl", tmp_path / "runs.json"
     listed.write_text(json.dumps(runs))
     module = "tests.tf_keras_correctness.on_hosts"
-    hosts.run(module, layout, file, listed, timeout_s=900)
+    hosts.run(module, layout, file, listed, timeout_s=1800)
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert [each for each in found if "error" in each] == []
     assert [each["run"] for each in found] == json.loads(listed.read_text())
