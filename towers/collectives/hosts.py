@@ -55,10 +55,13 @@ class OneHost:
         """Puts together the rows that the hosts have of a nest of tensors.
 
         Args:
-            tensors: Dense tensors; `None` and scalars stay.
+            tensors: Dense tensors of numbers; `None` and scalars stay.
             start: Which row the first one of this host is.
             total: Number of rows of all hosts.
             purpose: As for `sum`.
+
+        Raises:
+            ValueError: A tensor is of another kind.
         """
         return tensors
 
@@ -136,6 +139,12 @@ class Cluster(OneHost):
         def rows(tensor):
             if tensor is None or tensor.shape.rank == 0:
                 return tensor
+            if not isinstance(tensor, tf.Tensor) or tensor.dtype == tf.string:
+                raise ValueError(
+                    f"Received {purpose} of type {type(tensor).__name__}, "
+                    f"{tensor.dtype.name}, on {self.count} hosts; expected dense "
+                    "tensors of numbers, as others cannot be sent between hosts."
+                )
             return self._placed(tensor, start, total, purpose)
 
         with tf.device(HOST), tf.name_scope("hosts"):

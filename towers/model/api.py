@@ -146,6 +146,7 @@ def multi_gpu_model(
     stays = moved and home != towers[0]
     nccl = arguments.nccl_fits(towers)
     hosts = this_host()
+    arguments.check_hosts(hosts.count, variable_update)
     agreement = Agreement(hosts, model) if hosts.count > 1 else None
     ways = functools.partial(auto.candidates, towers, nccl, stays=stays)
 

@@ -125,6 +125,15 @@ def check_split_ratios(ratios: Any, towers: int) -> tuple[int, ...]:
     return found
 
 
+def check_hosts(count: int, variable_update: str) -> None:
+    """Checks that several hosts can update the variables that way."""
+    if count > 1 and variable_update == "asynchronous":
+        raise ValueError(
+            f"Received variable_update='asynchronous' on {count} hosts, which wait for "
+            "one another in each step; use 'parameter_server' or 'replicated'."
+        )
+
+
 def check_max_staleness(bound: Any, variable_update: str) -> None:
     """Checks the bound."""
     if variable_update != "asynchronous":

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from towers.collectives import hosts
+from towers.model import arguments
 from towers.plan import Plan
 
 TYPES = [
@@ -82,6 +83,21 @@ def test_rows_are_placed(dtype, known):
     assert found.shape == (33, 3) and found.dtype == value.dtype
     np.testing.assert_array_equal(found[20:22], value)
     assert not np.any(found[:20]) and not np.any(found[22:])
+
+
+@pytest.mark.parametrize(
+    "rows", [tf.constant(["text"]), tf.ragged.constant([[1], [2, 3]])]
+)
+def test_what_cannot_be_sent_is_refused(rows):
+    with pytest.raises(ValueError, match=r"outputs of type .* on 3 hosts; expected"):
+        _Alone().gather(rows, 0, 3, "outputs")
+
+
+def test_asynchronous_is_for_one_host():
+    arguments.check_hosts(1, "asynchronous")
+    arguments.check_hosts(2, "replicated")
+    with pytest.raises(ValueError, match="'asynchronous' on 2 hosts"):
+        arguments.check_hosts(2, "asynchronous")
 
 
 def test_sizes_that_are_not_known_are_few():
