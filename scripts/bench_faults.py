@@ -84,6 +84,7 @@ class Generation:
             "TOWERS_COORDINATOR": f"127.0.0.1:{port}",
             "TOWERS_GENERATION": str(number),
             "TOWERS_HOST_COUNT": str(HOSTS),
+            "TOWERS_JOIN_SECONDS": "30",
             "TOWERS_TOKEN": "fault",
         }
         model = "mlp"

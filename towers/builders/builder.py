@@ -105,6 +105,10 @@ class Builder:
         self.pieces.copies.follow_first_host()
         self.pieces.copies.broadcast()
 
+    def follow_first_host(self) -> None:
+        """Gives the model the values of the first host's variables."""
+        self.pieces.copies.follow_first_host()
+
     def copies(self) -> list[tf.Variable]:
         """Returns the copies of the variables, if there are any."""
         return self.pieces.copies.variables()

@@ -230,11 +230,15 @@ class Evaluation:
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates one global batch, as for `TrainStep`; returns metrics by name."""
-        pieces, loss = self.pieces, self.pieces.loss
+        pieces = self.pieces
         # Targets are not cut.
         batch.check_rows(data)
         pieces.creator.create_variables(data)
-        data = keras.utils.unpack_x_y_sample_weight(data)
+        with self._together(data):
+            return self._evaluate(keras.utils.unpack_x_y_sample_weight(data))
+
+    def _evaluate(self, data):
+        pieces, loss = self.pieces, self.pieces.loss
         measured = None
         if loss.evaluates_on_towers() and loss.place_loss("test") == "tower":
             try:
@@ -279,8 +283,15 @@ class Evaluation:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         batch.check_rows((x,))
         self.pieces.creator.create_for_prediction(x)
-        _, outputs, _ = self._forward("predict", (x, None, None))
+        with self._together(x):
+            _, outputs, _ = self._forward("predict", (x, None, None))
         return outputs
+
+    def _together(self, data):
+        agreement = self.pieces.context.agreement
+        if agreement is None:
+            return contextlib.nullcontext()
+        return agreement.evaluates(data)
 
     def _forward(self, step, data):
         """Runs the towers forward; returns results, outputs, and the batch they saw."""

@@ -3,8 +3,11 @@
 import atexit
 import contextlib
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
+
+import keras
 
 from towers.cluster import binding, environment, rendezvous
 from towers.cluster.heartbeat import SILENT_S, Heartbeat, HostFailedError
@@ -84,7 +87,16 @@ def join(membership: Membership) -> None:
     _joined = membership, heartbeat
     if _depth > 0:
         heartbeat.enter()
+    _share_seed()
     atexit.register(heartbeat.finish, _LEAVE_S)
+
+
+def _share_seed():
+    """Has all hosts draw the same random numbers, unless the user sets a seed."""
+    if _joined[0].rank == 0:
+        runtime.write_key("seed", str(secrets.randbelow(2**32)))
+    if runtime.random_seed() is None:
+        keras.utils.set_random_seed(int(runtime.read_key("seed", SILENT_S)))
 
 
 def joined() -> Membership | None:

@@ -22,6 +22,7 @@ __all__ = [
     "join_cluster",
     "nccl_sums",
     "own_devices",
+    "random_seed",
     "read_key",
     "wait_for_all",
     "write_key",
@@ -89,6 +90,11 @@ def own_devices() -> list[str]:
 def is_initialized() -> bool:
     """Tells whether TensorFlow has its devices, so that it can join no cluster."""
     return context.context()._initialized
+
+
+def random_seed() -> int | None:
+    """Returns what `tf.random.set_seed` was told last, if anything."""
+    return context.global_seed()
 
 
 def join_cluster(addresses: Sequence[str], index: int, heartbeat_s: float) -> None:

@@ -23,11 +23,13 @@ from towers.keras_adapter.optimizers import learning_rate_variable
 _ROWS, _DIGEST, _STOP, _RATE = range(4)
 _NUMBERS = 4
 # Numbers up to here are added as floats without rounding.
-_MOST = 2**16
+_MOST, _PRIME = 2**16, 65521
 
 
 # What a host may wish, beside the number of a signal: no end, or that of `fit`.
 _GO_ON, _STOP_TRAINING = 0, 1
+# Of the sums for each batch of an evaluation, and at its end.
+_EVALUATED = "evaluated batch"
 
 
 class HostsDifferError(ValueError):
@@ -123,6 +125,26 @@ class Agreement:
         return rate if isinstance(rate, keras.Variable) else None
 
     @contextlib.contextmanager
+    def evaluates(self, data: Any) -> Iterator[None]:
+        """Inside, all hosts evaluate, or predict for, the same batch, as `before`."""
+        with tf.device(HOST), tf.name_scope("agreement"):
+            # No host stops within an evaluation, which would be of fewer examples.
+            told = self.of_batch(data) * tf.constant([1.0, 1.0, 0.0])
+        (told,) = self._hosts.sum([told], _EVALUATED)
+        with self.before(told):
+            yield
+
+    def end_evaluation(self) -> None:
+        """Is told that there are no more batches; there must be none on any host.
+
+        Raises:
+            HostsDifferError: A host has one.
+        """
+        none = self._placed(tf.zeros([_NUMBERS]))
+        (told,) = self._hosts.sum([none], _EVALUATED)
+        self._check_batches(told.numpy())
+
+    @contextlib.contextmanager
     def stops(self, model: keras.Model) -> Iterator[None]:
         """Inside, a call of training in which a host stops ends as the data's end does.
 
@@ -164,6 +186,10 @@ class Agreement:
                         "arguments."
                     )
 
+    def any(self, value: bool) -> bool:
+        """Tells whether something holds on any host."""
+        return any(self._hosts.tell_all(bool(value)))
+
     def meet(self, wish: int = _GO_ON) -> bool:
         """Tells whether any host wishes to stop, as all find out together.
 
@@ -195,9 +221,9 @@ class Agreement:
         for k, row in enumerate(heard):
             if row[_ROWS] != heard[0, _ROWS]:
                 raise HostsDifferError(
-                    f"{self._names[0]} has a batch of {int(heard[0, _ROWS])} examples "
-                    f"where {self._names[k]} has one of {int(row[_ROWS])}; give all "
-                    "hosts the same global batches, in the same order."
+                    f"{self._names[0]} has {_batch_of(heard[0])} where "
+                    f"{self._names[k]} has {_batch_of(row)}; give all hosts the same "
+                    "global batches, in the same order."
                 )
             if row[_DIGEST] != heard[0, _DIGEST]:
                 raise HostsDifferError(
@@ -239,7 +265,7 @@ def _digest(data):
         if tensor is None or tensor.shape.rank is None:
             continue
         # Rows are cheap to take; all of a batch may be large.
-        flat = tf.reshape(tensor[:1] if tensor.shape.rank else tensor, [-1])[:256]
+        flat = tf.reshape(tensor[:2] if tensor.shape.rank else tensor, [-1])[:256]
         if flat.dtype == tf.string:
             numbers = tf.strings.to_hash_bucket_fast(flat, _MOST)
         elif flat.dtype.size in _INTEGERS and flat.dtype.is_floating:
@@ -249,10 +275,16 @@ def _digest(data):
         numbers = tf.cast(numbers, tf.int64)
         places = tf.range(1, tf.size(numbers, tf.int64) + 1, dtype=tf.int64)
         total = total * 31 + tf.reduce_sum(numbers * places)
-    return tf.cast(tf.math.floormod(total, _MOST), tf.float32)
+    # A prime: of whole numbers as floats, the last 16 bits are all zero.
+    return tf.cast(tf.math.floormod(total, _PRIME), tf.float32)
 
 
 _INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+def _batch_of(said):
+    rows = int(said[_ROWS])
+    return f"a batch of {rows} examples" if rows else "none"
 
 
 def _short(value):

@@ -100,12 +100,7 @@ class FitCall:
         Raises:
             HostsDifferError: They were given different arguments.
         """
-        plain = {
-            name: value
-            for name, value in self.options.items()
-            if isinstance(value, int | float | None) and name != "verbose"
-        }
-        agreement.check_same("fit", plain)
+        agreement.check_same("fit", numbers(self.options) | {"method": "fit"})
         self.agreement = agreement
         self._behind.append(FollowHosts(agreement))
 
@@ -146,6 +141,15 @@ class FitCall:
         finally:
             for callback in added:
                 given.callbacks.remove(callback)
+
+
+def numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those arguments of a loop's method that all hosts have to be given."""
+    return {
+        name: value
+        for name, value in options.items()
+        if isinstance(value, int | float | None) and name != "verbose"
+    }
 
 
 @contextlib.contextmanager

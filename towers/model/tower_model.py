@@ -20,10 +20,13 @@ from towers.cluster import server
 from towers.loop import listeners
 from towers.model.compared import compared
 from towers.model.first_call import FirstCall
-from towers.model.fit_call import FitCall
+from towers.model.fit_call import FitCall, numbers
 from towers.model.variable_update import VariableUpdate
 from towers.numerics import not_finite
 from towers.tower.errors import explained_shapes
+
+# Beside `fit`, whose `FitCall` sees to it.
+_OF_MANY_BATCHES = "evaluate", "predict"
 
 
 class TowerModel(wrapt.CallableObjectProxy):
@@ -106,13 +109,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         make = functools.partial(builder.train_function, step_scope)
         made = compared(make, lambda: builder, step_scope)
 
-        agreement = builder.context.agreement
-
         def train(iterator):
-            stops = contextlib.nullcontext()
-            if agreement is not None:
-                stops = agreement.stops(self)
-            with self._explained(), stops:
+            with self._explained(), _stops(self):
                 return made(iterator)
 
         if guard is None:
@@ -150,7 +148,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             setattr(self, name, kept)
 
             def function(data):
-                with self._explained():
+                with self._explained(), _stops(self):
                     return made(data)
 
             return function
@@ -175,13 +173,16 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._reset_if_changed()
         fit, update = type(self.__wrapped__).fit, self._self_update
         call = FitCall(self, fit, args, kwargs, update.create_variables)
-        if (agreement := self.builder.context.agreement) is not None:
-            call.follow_hosts(agreement)
+        agreement = self.builder.context.agreement
         before, self._self_call = self._self_call, call
         may_write = listeners.may_change_variables(call.callbacks)
-        self.builder.context.callbacks_may_write = may_write
         try:
             with server.together():
+                if agreement is not None:
+                    call.follow_hosts(agreement)
+                    # All follow the first host where one of them has to.
+                    may_write = agreement.any(may_write)
+                self.builder.context.callbacks_may_write = may_write
                 # No name for the builder: it goes when another one is chosen.
                 return call.run(notes_place=self.builder.guard is not None)
         finally:
@@ -194,7 +195,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         if self._self_call is not None and self._self_call.skips is not None:
             return {}  # of an epoch that is skipped
         self._reset_if_changed()
-        return type(self.__wrapped__).evaluate(self, *args, **kwargs)
+        with _together(self, "evaluate", args, kwargs):
+            return type(self.__wrapped__).evaluate(self, *args, **kwargs)
 
     def reset_metrics(self) -> None:
         """Begins an epoch; see `keras.Model`."""
@@ -222,10 +224,41 @@ class TowerModel(wrapt.CallableObjectProxy):
         return self.__wrapped__.__reduce__()
 
 
+def _stops(parallel):
+    agreement = parallel.builder.context.agreement
+    if agreement is None:
+        return contextlib.nullcontext()
+    return agreement.stops(parallel)
+
+
+@contextlib.contextmanager
+def _together(parallel, name, args, kwargs):
+    """Inside, all hosts run a method of the loop, with the first one's variables.
+
+    Of methods that take many batches, they compare what they were given, and end
+    together.
+    """
+    agreement, many = parallel.builder.context.agreement, name in _OF_MANY_BATCHES
+    with server.together():
+        if agreement is None or name == "train_on_batch":
+            yield
+            return
+        if many:
+            given = {f"argument {k}": each for k, each in enumerate(args)} | kwargs
+            given = {**numbers(given), "method": name}
+            given["number of variables"] = len(parallel.variables)
+            agreement.check_same(name, given)
+        parallel.builder.follow_first_host()
+        yield
+        if many:
+            agreement.end_evaluation()
+
+
 def _loop_method(name):
     def method(self, *args, **kwargs):
         self._reset_if_changed()
-        return getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
+        with _together(self, name, args, kwargs):
+            return getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
 
     method.__name__ = name
     method.__doc__ = f"See `keras.Model.{name}`."

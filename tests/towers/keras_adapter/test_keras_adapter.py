@@ -894,6 +894,9 @@ assert not runtime.is_initialized()
 runtime.join_cluster(["127.0.0.1:" + sys.argv[1]], 0, heartbeat_s=10)
 assert runtime.is_initialized()
 assert runtime.own_devices() == ["/job:worker/replica:0/task:0/device:CPU:0"]
+assert runtime.random_seed() is None
+tf.random.set_seed(5)
+assert runtime.random_seed() == 5
 runtime.write_key("key", "value")
 assert runtime.read_key("key", 1) == "value"
 order = tf.Variable(0.0)
@@ -914,7 +917,7 @@ print("as expected", flush=True)
 @contract(
     "tensorflow.python.eager.context",
     "join_cluster, collective_sum, write_key, read_key, wait_for_all, "
-    "abort_collectives",
+    "abort_collectives, random_seed",
     "joins a cluster, adds over its tasks, keeps keys, and aborts",
 )
 @contract("_initialized", "is_initialized", "tells whether TensorFlow has its devices")

@@ -1,0 +1,250 @@
+"""What each of several hosts does in turn: a process that tests start several of.
+
+    python -m tests.towers.cluster.on_hosts RANK ADDRESSES NAMES
+
+Prints a line of JSON for each name: what was found, or the error.
+"""
+
+import json
+import os
+import signal
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import towers
+from towers.cluster import server
+from towers.cluster.heartbeat import HostFailedError
+from towers.cluster.membership import Membership
+from towers.program.ending import ANOTHER_FAILED
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(40, 3)).astype("float32"), rng.normal(size=(40, 1))
+
+
+def model(optimizer="adam", **options):
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    parallel = towers.multi_gpu_model(plain, gpus=1)
+    parallel.compile(optimizer, "mse", metrics=["mae"], **options)
+    return parallel
+
+
+def found(parallel):
+    """What all hosts must have alike."""
+    sums = [float(np.abs(each).sum()) for each in parallel.get_weights()]
+    return [int(parallel.optimizer.iterations), *sums]
+
+
+class At(keras.callbacks.Callback):
+    """Does something when a batch has ended."""
+
+    def __init__(self, batch, do):
+        super().__init__()
+        self.batch, self.do = batch, do
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch >= self.batch:
+            self.do(self.model)
+
+
+def stops(rank, **options):
+    """The second host stops after the fourth batch."""
+    parallel = model(**options)
+
+    def stop(model):
+        model.stop_training = True
+
+    callbacks = [At(3, stop)] if rank == 1 else []
+    parallel.fit(
+        *(X, Y), batch_size=4, epochs=3, shuffle=False, callbacks=callbacks, verbose=0
+    )
+    return found(parallel)
+
+
+def stops_early(rank):
+    """What it waits for is another number on each host, but for what all know."""
+    parallel = model()
+    callback = keras.callbacks.EarlyStopping("loss", min_delta=9.0 * (1 - rank))
+    parallel.fit(X, Y, batch_size=8, epochs=4, callbacks=[callback], verbose=0)
+    return found(parallel)
+
+
+def trains_twice(rank):
+    """Nobody has set a seed: data are shuffled, and weights begin, as on the first."""
+    parallel = model()
+    parallel.fit(X, Y, batch_size=8, verbose=0)
+    first = found(parallel)
+    parallel.compile(keras.optimizers.SGD(0.1), "mse")
+    parallel.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    return [*first, *found(parallel)]
+
+
+def fits(rank, size=None, factor=1.0, epochs=1):
+    parallel = model()
+    parallel.fit(
+        *(factor * X, Y), batch_size=size or 8, epochs=epochs, shuffle=False, verbose=0
+    )
+
+
+def evaluates(rank, rows=40, batch_size=8, factor=1.0):
+    """The first host's variables count, whoever has changed its own."""
+    parallel = model()
+    for variable in parallel.weights:
+        variable.assign_add(tf.fill(variable.shape, float(rank)))
+    values = parallel.evaluate(
+        factor * X[:rows], Y[:rows], batch_size=batch_size, verbose=0
+    )
+    plain = keras.models.clone_model(parallel.__wrapped__)
+    plain.set_weights(parallel.get_weights())
+    plain.compile(loss="mse", metrics=["mae"])
+    np.testing.assert_allclose(values, plain.evaluate(X, Y, verbose=0), rtol=1e-5)
+    return [*map(float, values)]
+
+
+def predicts(rank, rows=40, factor=1.0):
+    parallel = model()
+    outputs = parallel.predict(factor * X[:rows], batch_size=16, verbose=0)
+    expected = keras.ops.convert_to_numpy(parallel.__wrapped__(X))
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5)
+    return float(np.abs(outputs).sum())
+
+
+def of_batches(rank, factor=1.0):
+    parallel = model()
+    for variable in parallel.weights:
+        variable.assign_add(tf.fill(variable.shape, float(rank)))
+    values = [*map(float, parallel.test_on_batch(X[:5], Y[:5]))]
+    values.append(float(np.sum(parallel.predict_on_batch(X[:7]))))
+    values += map(float, parallel.train_on_batch(factor * X[:3], Y[:3]))
+    return values + found(parallel)
+
+
+def raises(where):
+    def do(rank):
+        """The second host has an error, which the first one is told."""
+
+        def fail(*_):
+            raise RuntimeError(f"an error in {where}")
+
+        class Data(keras.utils.PyDataset):
+            def __len__(self):
+                return 5
+
+            def __getitem__(self, k):
+                if rank == 1 and where == "data" and k == 3:
+                    fail()
+                return X[:8], Y[:8]
+
+        parallel = model()
+        if rank == 1 and where == "loss":
+            parallel.compile("adam", fail)
+        callbacks = [At(2, fail)] if rank == 1 and where == "callback" else []
+        parallel.fit(Data(), epochs=3, callbacks=callbacks, verbose=0)
+
+    return do
+
+
+def harmed(kind, victim, where):
+    number = getattr(signal, kind)
+
+    def do(rank):
+        """A host is harmed in the middle of something."""
+
+        def harm(*_):
+            if rank == victim:
+                os.kill(os.getpid(), number)
+
+        class Traced(keras.layers.Layer):
+            def call(self, x):
+                if where == "tracing" and not isinstance(x, keras.KerasTensor):
+                    harm()
+                return x
+
+        plain = keras.Sequential(
+            [keras.Input((3,)), Traced(), keras.layers.Dense(1)],
+        )
+        parallel = towers.multi_gpu_model(plain, gpus=1)
+        parallel.compile("adam", "mse")
+        at = {
+            "training": "on_train_batch_end",
+            "validation": "on_test_batch_end",
+            "predict": "on_predict_batch_end",
+        }
+        callback = keras.callbacks.LambdaCallback()
+        if where in at:
+            setattr(callback, at[where], harm)
+        if where == "predict":
+            parallel.predict(X, batch_size=4, callbacks=[callback], verbose=0)
+        else:
+            parallel.fit(
+                *(X, Y),
+                batch_size=4,
+                epochs=1000,
+                validation_data=(X, Y),
+                callbacks=[callback],
+                verbose=0,
+            )
+
+    return do
+
+
+def differ(function, name, first, second):
+    """Each host calls a function with another value of an argument."""
+    return lambda rank: function(rank, **{name: [first, second][rank]})
+
+
+DO = {
+    "stops": stops,
+    "stops, 3 steps": lambda rank: stops(rank, steps_per_execution=3),
+    "stops, eager": lambda rank: stops(rank, run_eagerly=True),
+    "stops early": stops_early,
+    "trains twice": trains_twice,
+    "evaluates": evaluates,
+    "predicts": predicts,
+    "of batches": of_batches,
+    "other epochs": differ(fits, "epochs", 2, 3),
+    "other batches": differ(fits, "size", 8, 10),
+    "other examples": differ(fits, "factor", 1.0, 2.0),
+    "other rows to evaluate": differ(evaluates, "rows", 40, 33),
+    "fewer batches to evaluate": differ(evaluates, "rows", 40, 32),
+    "other examples to evaluate": differ(evaluates, "factor", 1.0, 2.0),
+    "other arguments to evaluate": differ(evaluates, "batch_size", 8, 10),
+    "fewer batches to predict": differ(predicts, "rows", 32, 40),
+    "other examples to predict": differ(predicts, "factor", 1.0, 2.0),
+    "other examples in a batch": differ(of_batches, "factor", 1.0, 2.0),
+    "evaluates or predicts": lambda rank: [evaluates, predicts][rank](rank),
+    **{f"raises in {each}": raises(each) for each in ("callback", "data", "loss")},
+    **{
+        f"{kind} {victim} {where}": harmed(kind, victim, where)
+        for kind in ("SIGKILL", "SIGSTOP")
+        for victim in range(2)
+        for where in ("training", "tracing", "validation", "predict")
+    },
+}
+
+
+def main(rank, addresses, *names):
+    """Does what the names say."""
+    rank, addresses = int(rank), tuple(addresses.split(","))
+    towers.configure(num_gpus=1)
+    called = tuple(f"host {k}" for k in range(len(addresses)))
+    server.join(Membership(rank, addresses, called))
+    for name in names:
+        code = 0
+        try:
+            record = {"found": DO[name](rank)}
+        except Exception as error:
+            record = {"error": type(error).__name__, "said": str(error)}
+            code = ANOTHER_FAILED if isinstance(error, HostFailedError) else 1
+        print(json.dumps({"name": name, **record}), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    done = main(*sys.argv[1:])
+    # TensorFlow's server would take seconds to end.
+    os._exit(done)

@@ -1,0 +1,126 @@
+"""Hosts that stay together: they stop, differ and fail together, in real processes."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.towers.cluster import on_hosts
+from towers.program.ending import ANOTHER_FAILED
+
+ROOT = Path(__file__).parents[3]
+HOSTS, LIMIT_S, WHOLE_S = 2, 30, 300
+
+pytestmark = pytest.mark.slow
+
+
+def start(*names):
+    """Starts hosts that do what the names say."""
+    opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(HOSTS)]
+    addresses = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in opened)
+    for each in opened:
+        each.close()
+    return [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.towers.cluster.on_hosts"),
+                *(str(rank), addresses, *names),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(HOSTS)
+    ]
+
+
+def ends(processes):
+    """Waits for hosts; returns of each its exit code, and the records by name."""
+
+    def end(process):
+        try:
+            said, errors = process.communicate(timeout=WHOLE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(process.communicate()) from None
+        lines = [line for line in said.splitlines() if line.startswith("{")]
+        records = [json.loads(line) for line in lines]
+        return process.returncode, {each["name"]: each for each in records}, errors
+
+    with concurrent.futures.ThreadPoolExecutor(HOSTS) as pool:
+        return [*pool.map(end, processes)]
+
+
+def test_hosts_stop_train_and_evaluate_alike():
+    names = (
+        *("stops", "stops, 3 steps", "stops, eager", "stops early", "trains twice"),
+        *("evaluates", "predicts", "of batches"),
+    )
+    (_, first, errors), (_, second, _) = ends(start(*names))
+    assert [*first] == [*names], errors[-2000:]
+    assert first == second
+    assert all("found" in each for each in first.values()), first
+    stopped = {name: first[name]["found"][0] for name in names[:3]}
+    assert stopped == {"stops": 4, "stops, 3 steps": 6, "stops, eager": 4}
+    # The first host asks for too much, and stops after its second epoch.
+    assert first["stops early"]["found"][0] == 10
+
+
+def test_hosts_that_differ_say_so():
+    names = [name for name in on_hosts.DO if name.startswith(("other ", "fewer "))]
+    names.append("evaluates or predicts")
+    (_, first, errors), (_, second, _) = ends(start(*names))
+    assert [*first] == [*names], errors[-2000:]
+    # Each host calls it by what it does itself.
+    first.pop(names[-1]), second.pop(names[-1])
+    assert first == second
+    names.pop()
+    kinds = {name: each.get("error") for name, each in first.items()}
+    assert kinds == dict.fromkeys(names, "HostsDifferError"), first
+    assert "has none" in first["fewer batches to evaluate"]["said"]
+
+
+@pytest.mark.parametrize("where", ["callback", "data", "loss"])
+def test_an_error_of_one_host_ends_all(where):
+    name = f"raises in {where}"
+    (code, first, _), (_, second, _) = ends(start(name))
+    assert (code, first[name]["error"]) == (ANOTHER_FAILED, "HostFailedError")
+    assert "host 1 has" in first[name]["said"]
+    assert f"an error in {where}" in first[name]["said"]
+    assert f"an error in {where}" in second[name]["said"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in on_hosts.DO if name.startswith("SIG")]
+)
+def test_a_host_that_is_killed_or_stopped_ends_all(name):
+    kind, victim = name.split()[0], int(name.split()[1])
+    processes = start(name)
+    harmed = processes[victim]
+    while True:
+        _, status = os.waitpid(harmed.pid, os.WUNTRACED)
+        if os.WIFSTOPPED(status) or os.WIFSIGNALED(status):
+            break
+    since_s = time.monotonic()
+    other = processes[1 - victim]
+    try:
+        said, errors = other.communicate(timeout=WHOLE_S)
+    finally:
+        if kind == "SIGSTOP":
+            os.kill(harmed.pid, signal.SIGKILL)
+            os.waitpid(harmed.pid, 0)
+        harmed.returncode = -signal.SIGKILL
+        harmed.communicate()
+    # Of a bound that is promised.
+    assert time.monotonic() - since_s < LIMIT_S
+    assert other.returncode == ANOTHER_FAILED, (said, errors[-2000:])
+    assert f"host {victim} has" in said + errors
