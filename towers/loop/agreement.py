@@ -129,7 +129,7 @@ class Agreement:
         """Inside, all hosts evaluate, or predict for, the same batch, as `before`."""
         with tf.device(HOST), tf.name_scope("agreement"):
             # No host stops within an evaluation, which would be of fewer examples.
-            told = self.of_batch(data) * tf.constant([1.0, 1.0, 0.0])
+            told = self.of_batch(data) * tf.constant([1.0, 1.0, 0.0, 0.0])
         (told,) = self._hosts.sum([told], _EVALUATED)
         with self.before(told):
             yield

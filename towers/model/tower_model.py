@@ -27,6 +27,7 @@ from towers.tower.errors import explained_shapes
 
 # Beside `fit`, whose `FitCall` sees to it.
 _OF_MANY_BATCHES = "evaluate", "predict"
+_NOTHING = contextlib.nullcontext()
 
 
 class TowerModel(wrapt.CallableObjectProxy):
@@ -108,9 +109,10 @@ class TowerModel(wrapt.CallableObjectProxy):
         step_scope, guard = self._self_update.step_scope, builder.guard
         make = functools.partial(builder.train_function, step_scope)
         made = compared(make, lambda: builder, step_scope)
+        several = builder.context.agreement is not None
 
         def train(iterator):
-            with self._explained(), _stops(self):
+            with self._explained(), _stops(self) if several else _NOTHING:
                 return made(iterator)
 
         if guard is None:

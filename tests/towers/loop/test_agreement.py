@@ -1,5 +1,6 @@
 """What hosts tell one another with a batch, with hosts of which one runs here."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,7 +15,7 @@ class Host(OneHost):
     count, names = 2, ("host 0", "host 1")
 
     def __init__(self, index=0):
-        self.index, self.other, self.values = index, tf.zeros([2, 3]), None
+        self.index, self.other, self.values = index, tf.zeros([2, 4]), None
 
     def sum(self, tensors, purpose):
         return [tensors[0] + self.other]
@@ -24,7 +25,7 @@ class Host(OneHost):
 
 
 class Model:
-    stop_training = False
+    stop_training, optimizer = False, None
 
 
 X = np.arange(12, dtype="float32").reshape(4, 3)
@@ -32,7 +33,7 @@ X = np.arange(12, dtype="float32").reshape(4, 3)
 
 @pytest.fixture
 def both():
-    return [Agreement(Host(k)) for k in range(2)]
+    return [Agreement(Host(k), Model()) for k in range(2)]
 
 
 def tensors(data):
@@ -117,12 +118,12 @@ def test_a_digest_tells_batches_apart(both, first, second):
 
 def test_an_evaluation_ends_for_all_together(both):
     agreement = both[0]
-    agreement._hosts.other = both[1].of_batch(tensors(X)) * [1.0, 1.0, 0.0]
+    agreement._hosts.other = both[1].of_batch(tensors(X)) * [1.0, 1.0, 0.0, 0.0]
     with agreement.stops(Model()), agreement.evaluates(tensors(X)):
         pass
     with pytest.raises(HostsDifferError, match="host 0 has none where host 1 has a"):
         agreement.end_evaluation()
-    agreement._hosts.other = tf.zeros([2, 3])
+    agreement._hosts.other = tf.zeros([2, 4])
     agreement.end_evaluation()
 
 
@@ -134,3 +135,15 @@ def test_other_arguments(both):
         both[0].check_same("fit", {"epochs": 2})
     hosts.values = False
     assert both[0].any(True) and not both[0].any(False)
+
+
+def test_the_first_hosts_learning_rate_is_everybodys(both):
+    models = []
+    for agreement, rate in zip(both, (0.1, 0.3), strict=True):
+        models.append(Model())
+        models[-1].optimizer = keras.optimizers.SGD(rate)
+        agreement._model = models[-1]
+    told = tf.add_n([agreement.of_batch(tensors(X)) for agreement in both])
+    for agreement, model in zip(both, models, strict=True):
+        agreement.set_learning_rate(told)
+        assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
