@@ -7,6 +7,7 @@ import pytest
 from tests import hosts
 from tests.exact import combinations, table
 from tests.exact.test_exact_cases import RUNS, is_slow, number_of
+from tests.variants import for_the_report, slow
 
 # What each host has: one tower each, two each, and one beside two.
 LAYOUTS = (1, 1), (2, 2), (1, 2)
@@ -56,8 +57,10 @@ def test_hosts_equal_one_device(tmp_path):
 QUICK = [str(case) for case in table.CASES if not is_slow(case)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "builder"), WAYS)
+@pytest.mark.parametrize(
+    ("layout", "builder"),
+    [for_the_report(*way) for way in WAYS[:-1]] + [slow(*WAYS[-1])],
+)
 def test_quick_cases_of_all_ways(layout, builder, tmp_path):
     _check(run(layout, builder, QUICK, tmp_path, 900), QUICK)
 
@@ -70,8 +73,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "builder"), WAYS)
+@pytest.mark.parametrize(("layout", "builder"), [for_the_report(*way) for way in WAYS])
 def test_other_cases(layout, builder, tmp_path):
     mine = WAYS.index((layout, builder))
     names = [name for name in OTHERS if number_of(name) % len(WAYS) == mine]

@@ -6,10 +6,12 @@ import json
 import pytest
 
 from tests import hosts
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 
 # One host with two towers; hosts with one tower each, two each, and one beside two.
 LAYOUTS = (2,), (1, 1), (2, 2), (1, 2)
+# The others take half an hour.
+OFTEN = ((2,), "replicated"), ((1, 2), "parameter_server")
 BUILDERS = "parameter_server", "replicated"
 INPUTS = [
     {"use_numpy": numpy, "use_validation_data": validation}
@@ -74,9 +76,10 @@ def _runs(layout, builder):
     [
         pytest.param((1, 1), [(QUICK, "replicated", INPUTS[2])], id="quick"),
         *(
-            slow(layout, [*_runs(layout, builder)], id=f"{layout} {builder}")
-            for layout in LAYOUTS
-            for builder in BUILDERS
+            (slow if way in OFTEN else for_the_report)(
+                way[0], [*_runs(*way)], id=f"{way[0]} {way[1]}"
+            )
+            for way in itertools.product(LAYOUTS, BUILDERS)
         ),
     ],
 )

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from towers.program import words
 from towers.program.ending import ANOTHER_FAILED
 
 BEAT_S = 1.0
@@ -186,7 +187,9 @@ class Heartbeat:
         with self._lock:
             self._inside = False
         if error is not None and self.failure is None:
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            said = words.error_line(error, [type(error).__name__, "Error:"])
+            why = said if "Error" in said else f"{type(error).__name__}: {said}"
+            why = why[:300]
             self._connections.tell(
                 {"host": self._rank, "left": self._calls, "why": why}
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.towers.cluster import on_hosts
+from tests.variants import for_the_report, slow
 from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[3]
@@ -99,8 +100,12 @@ def test_an_error_of_one_host_ends_all(where):
     assert f"an error in {where}" in second[name]["said"]
 
 
+KILLED = [name for name in on_hosts.DO if name.startswith("SIG")]
+OFTEN = KILLED[0], KILLED[-1]
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in on_hosts.DO if name.startswith("SIG")]
+    "name", [(slow if name in OFTEN else for_the_report)(name) for name in KILLED]
 )
 def test_a_host_that_is_killed_or_stopped_ends_all(name):
     kind, victim = name.split()[0], int(name.split()[1])
