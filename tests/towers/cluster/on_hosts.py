@@ -154,7 +154,7 @@ def harmed(kind, victim, where):
     def do(rank):
         """A host is harmed in the middle of something."""
 
-        def harm(*_):
+        def harm(*_, **__):
             if rank == victim:
                 os.kill(os.getpid(), number)
 
