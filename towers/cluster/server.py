@@ -121,7 +121,7 @@ def together() -> Iterator[None]:
     try:
         if _depth == 1 and _joined is not None:
             _joined[1].enter()
-            _check()
+            check()
         yield
     except BaseException as error:
         # Of what TensorFlow raises where a collective ends.
@@ -129,7 +129,7 @@ def together() -> Iterator[None]:
             _joined[1].wait_for_failure(_PATIENCE_S)
         _leave(error)
         if not isinstance(error, HostFailedError):
-            _check()
+            check()
         raise
     _leave(None)
 
@@ -141,6 +141,12 @@ def _leave(error):
         _joined[1].leave(error)
 
 
-def _check():
+def check(wait: bool = False) -> None:
+    """Raises a `HostFailedError` if a host has failed.
+
+    `wait` tells that one has, of which it may take seconds to hear more.
+    """
+    if wait and _joined is not None:
+        _joined[1].wait_for_failure(_PATIENCE_S)
     if (failed := failure()) is not None:
         raise HostFailedError(f"{failed}, so this host ends.") from None

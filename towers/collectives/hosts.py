@@ -8,6 +8,7 @@ import collections
 import functools
 import json
 import os
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ T = TypeVar("T")
 # As in PyTorch's DistributedDataParallel (Li et al. 2020): large enough for the
 # network, small enough to begin while the rest of the gradients are computed.
 _BUCKET_BYTES = 25 * 2**20
+# How often a host that waits for another looks whether one has failed.
+_LOOK_S = 1.0
 # Integers are added as parts of 16 bits in the buffer of the floats: a sum of their own
 # would take as long as the whole buffer. It is exact for up to 256 hosts.
 _SHIFTS, _MASK, MOST_HOSTS = (0, 16, 32, 48), 2**16 - 1, 256
@@ -195,18 +198,27 @@ class Cluster(OneHost):
         self._told += 1
         key = f"broadcast/{self._told}"
         if self.index == 0:
-            runtime.write_key(key, json.dumps(value))
+            _write(key, value)
             return value
-        return json.loads(runtime.read_key(key, self._timeout_s))
+        return self._read(key)
 
     def tell_all(self, value: T) -> list[T]:
         """See `OneHost`."""
         self._told += 1
-        runtime.write_key(f"tell/{self._told}/{self.index}", json.dumps(value))
-        return [
-            json.loads(runtime.read_key(f"tell/{self._told}/{k}", self._timeout_s))
-            for k in range(self.count)
-        ]
+        _write(f"tell/{self._told}/{self.index}", value)
+        return [self._read(f"tell/{self._told}/{k}") for k in range(self.count)]
+
+    def _read(self, key):
+        """Waits for what another host writes, as long as no host has failed."""
+        until_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return json.loads(runtime.read_key(key, _LOOK_S))
+            except tf.errors.OpError as error:
+                late = isinstance(error, tf.errors.DeadlineExceededError)
+                server.check(wait=not late)
+                if not late or time.monotonic() > until_s:
+                    raise
 
     def _sum_dense(self, tensors, purpose):
         sums = [None] * len(tensors)
@@ -263,6 +275,15 @@ class Cluster(OneHost):
         whole = _of_bits(whole, rows)
         whole.set_shape([known, *rows.shape[1:]])
         return whole
+
+
+def _write(key, value):
+    try:
+        runtime.write_key(key, json.dumps(value))
+    except tf.errors.OpError:
+        # It is the first host that keeps what is written.
+        server.check(wait=True)
+        raise
 
 
 def _buckets(tensors: Sequence[tf.Tensor]) -> Iterator[list[int]]:

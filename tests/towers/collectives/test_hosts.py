@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from towers.cluster import server
+from towers.cluster.heartbeat import HostFailedError
 from towers.collectives import hosts
+from towers.keras_adapter import runtime
 from towers.model import arguments
 from towers.plan import Plan
 
@@ -144,3 +147,20 @@ def test_a_plan_numbers_the_towers_of_all_hosts():
     )
     # Of a small batch, the first towers of all get the rows.
     assert plan.sizes(1) == [0, 0]
+
+
+def test_a_host_that_waits_hears_of_a_failure(monkeypatch):
+    """Otherwise it would wait for what a host that has ended was to write."""
+
+    def nothing(key, timeout_s):
+        raise tf.errors.DeadlineExceededError(None, None, f"no {key}")
+
+    def failed(wait):
+        raise HostFailedError("host 0 has ended")
+
+    monkeypatch.setattr(runtime, "read_key", nothing)
+    with pytest.raises(tf.errors.DeadlineExceededError):
+        hosts.Cluster(["a", "b"], 1, timeout_s=0.0).broadcast(None)
+    monkeypatch.setattr(server, "check", failed)
+    with pytest.raises(HostFailedError):
+        hosts.Cluster(["a", "b"], 1, timeout_s=600.0).broadcast(None)
