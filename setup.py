@@ -92,6 +92,8 @@ setup(
         "plots": PLOTS,
         "report": REPORT,
         "profile": PROFILE,
+        # Starts hosts on its cluster: towers launch --launcher=ray.
+        "ray": ["ray[default,train]>=2.60,<3"],
         # Makes the site of `make docs`.
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2"],
         # What peers in scripts/bench_towers.py need, and its plot.

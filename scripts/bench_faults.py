@@ -3,11 +3,13 @@
     python -m scripts.bench_faults --faults=10
 
 Two processes of two towers each train a small model, deterministically. One is killed,
-stopped or asked to end, finds a bad record, or (the first) cannot write any more. It is
-measured when the other one has ended; both are started again, and it is measured when
-they train. The end has to have the bits of a run that nobody disturbed.
+stopped or asked to end, finds a bad record, is cut off from the network, or (the first)
+cannot write any more. It is measured when the other one has ended; both are started
+again, and it is measured when they train. The end has to have the bits of a run that
+nobody disturbed.
 """
 
+import functools
 import hashlib
 import io
 import os
@@ -23,6 +25,7 @@ import zipfile
 import h5py
 
 from scripts.faults.run import at_random
+from tests import network
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HOSTS, LIMIT_S = 2, 240
@@ -31,7 +34,8 @@ FLAGS = (
     *("--variable_update=parameter_server", "--train_epochs=3", "--save_steps=7"),
 )
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
-KINDS = *SIGNALS, "bad data", "full disk"
+CUT = "cut network"
+KINDS = *SIGNALS, "bad data", "full disk", CUT
 
 # What --model names where data are to become bad, and what makes them so.
 MODEL = """
@@ -74,6 +78,10 @@ class Generation:
         """Starts them; `number` counts generations, and `kind` is of the fault."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
+        self.network, host = None, "127.0.0.1"
+        if kind == CUT:
+            self.network = network.Network(HOSTS).__enter__()
+            host = self.network.addresses[0]
         self._start_s = time.monotonic()
         self._logs = [
             model_dir.with_name(f"{model_dir.name}.{number}.{k}") for k in range(HOSTS)
@@ -81,7 +89,7 @@ class Generation:
         environ = {
             "CUDA_VISIBLE_DEVICES": "-1",
             "PYTHONUNBUFFERED": "1",
-            "TOWERS_COORDINATOR": f"127.0.0.1:{port}",
+            "TOWERS_COORDINATOR": f"{host}:{port}",
             "TOWERS_GENERATION": str(number),
             "TOWERS_HOST_COUNT": str(HOSTS),
             "TOWERS_JOIN_SECONDS": "30",
@@ -97,7 +105,10 @@ class Generation:
             self.faults.append(log.with_suffix(f".fault{rank}"))
             environ["FAULT"] = str(self.faults[rank])
             with open(log, "wb") as file:
-                process = subprocess.Popen(
+                start = subprocess.Popen
+                if self.network:
+                    start = functools.partial(self.network.start, rank)
+                process = start(
                     [*command, f"--model_dir={model_dir}"],
                     cwd=ROOT,
                     env=os.environ | environ | {"TOWERS_HOST_RANK": str(rank)},
@@ -127,6 +138,11 @@ class Generation:
                 process.wait()
                 codes.append("hangs")
         return codes
+
+    def leave(self) -> None:
+        """Takes the network down, if there is one."""
+        if self.network:
+            self.network.__exit__()
 
     def said(self, rank: int) -> str:
         """Returns the last sentence of a host."""
@@ -159,6 +175,7 @@ def run_alone(model_dir, kind) -> tuple[float, str | None]:
     hosts = Generation(model_dir, 0, kind)
     first_s = hosts.first_step_s()
     codes = hosts.end(*range(HOSTS))
+    hosts.leave()
     whole_s, found = time.monotonic() - start_s, digest(model_dir)
     print(
         f"undisturbed: codes {codes}, {first_s:.1f} s to the first step, "
@@ -178,6 +195,8 @@ def try_one(model_dir, kind, rank, at_s, wanted) -> bool:
     elif kind == "full disk":
         _, most = resource.prlimit(victim.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (0, most))
+    elif kind == CUT:
+        hosts.network.cut(rank)
     else:
         hosts.faults[rank].touch()
     others = [k for k in range(HOSTS) if k != rank]
@@ -186,6 +205,7 @@ def try_one(model_dir, kind, rank, at_s, wanted) -> bool:
     if kind == "stop":
         victim.send_signal(signal.SIGCONT)
     codes += hosts.end(rank)
+    hosts.leave()
     said = hosts.said(others[0])
     next_s, again, number = 0.0, [], 0
     while not (model_dir / "model.keras").exists() and number < 3:
@@ -193,6 +213,7 @@ def try_one(model_dir, kind, rank, at_s, wanted) -> bool:
         hosts = Generation(model_dir, number, kind)
         next_s = hosts.first_step_s()
         again = hosts.end(*range(HOSTS))
+        hosts.leave()
     equal = digest(model_dir) == wanted is not None
     print(
         f"| {kind} | {rank} | {at_s:.1f} s | {seconds:.1f} s | {codes} | "

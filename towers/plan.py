@@ -19,6 +19,30 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
+class Share:
+    """What a host computes of each batch; for whoever makes its batches.
+
+    Attributes:
+        split_ratios: How much of a batch each tower of all hosts gets.
+        first: Index of the first tower of this host.
+        end: Index behind its last one.
+    """
+
+    split_ratios: tuple[int, ...]
+    first: int
+    end: int
+
+    def bounds(self, total: tf.Tensor | int) -> tuple[Any, Any]:
+        """Returns this host's first row of a batch of `total`, and that behind it."""
+        bounds = batch.split_bounds(total, self.split_ratios)[self.first : self.end]
+        return bounds[0][0], bounds[-1][1]
+
+    def of_batch(self, x: Any, first: Any, total: Any, mark: Any) -> batch.Part:
+        """Says which rows of a batch x has; see `batch.Part`."""
+        return batch.Part(x, *(tf.cast(n, tf.int32) for n in (first, total, mark)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Tower:
     """One computation of the model, for its own rows of each batch.
 
@@ -117,6 +141,12 @@ class Plan:
         """Number of towers, of all hosts."""
         return len(self.split_ratios)
 
+    @property
+    def share(self) -> "Share":
+        """What this host computes of each batch."""
+        first = self.towers[0].index
+        return Share(self.split_ratios, first, first + len(self.towers))
+
     def bounds(self, total: tf.Tensor | int) -> list[tuple[Any, Any]]:
         """Computes where the local batches of this host's towers start and end.
 
@@ -126,9 +156,9 @@ class Plan:
         Returns:
             One pair (start, end) for each tower; see `batch.split_bounds`.
         """
-        first = self.towers[0].index
+        share = self.share
         bounds = batch.split_bounds(total, self.split_ratios)
-        return bounds[first : first + len(self.towers)]
+        return bounds[share.first : share.end]
 
     def gather(self, rows: T, total: tf.Tensor | int, purpose: str) -> T:
         """Puts together what the towers of all hosts have of a global batch.
@@ -138,10 +168,7 @@ class Plan:
             total: Number of examples of the global batch.
             purpose: See `OneHost.gather`.
         """
-        if self.hosts.count == 1:
-            return rows
-        (start, _), *_ = self.bounds(total)
-        return self.hosts.gather(rows, start, total, purpose)
+        return self.hosts.gather(rows, total, purpose)
 
     def sizes(self, total: tf.Tensor | int) -> list[Any]:
         """Computes the sizes of the local batches of this host's towers."""

@@ -1,6 +1,7 @@
 """Decides whether a source is kept, as what, and where."""
 
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 from absl import logging
@@ -23,6 +24,7 @@ def cached(
     deterministic: bool = False,
     image_shape: tuple[int, ...] | None = None,
     recipe: str = "none",
+    room: Callable[[str | None, bool], tuple[float, float]] = space.room,
 ) -> Source:
     """Keeps the examples of a source in memory or on disk, if they fit.
 
@@ -48,6 +50,7 @@ def cached(
             as encoded files. None: there is no such size.
         recipe: what becomes of the images. `image_shape` counts only if the recipe
             resizes before it does anything random; see ``recipes.takes_whole``.
+        room: as ``space.room``; hosts that train together have to decide alike.
 
     Returns:
         A source of the same examples, or the source itself. A line in the log says
@@ -68,7 +71,7 @@ def cached(
     shape = _pixels_shape(source, image_shape)
     if cache == "disk" and (shape is None or source.table_sizes):
         raise _no_pixels(source)
-    plan = _plan(source, cache, folder, deterministic, shape)
+    plan = _plan(source, cache, shape, *room(folder, deterministic))
     kept_as = "numbers" if len(source.image_shape) == 1 else _CALLED[plan.what]
     place = {"memory": "kept in memory", "disk": f"kept in {folder}"}
     note = f"{words.size(plan.size)} of {kept_as} {place.get(plan.where, 'not kept')}"
@@ -122,12 +125,11 @@ def _no_pixels(source: Source) -> ValueError:
 def _plan(
     source: Source,
     cache: str,
-    folder: str | None,
-    deterministic: bool,
     shape: tuple[int, ...] | None,
+    memory: float,
+    disk: float,
 ) -> _Plan:
     files, pixels, splits = space.encoded_bytes(source), None, dict(source.splits)
-    memory, disk = space.room(folder, deterministic)
     if shape is not None:
         # To count is to read all of it.
         if None in splits.values() and (

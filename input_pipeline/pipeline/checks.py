@@ -28,6 +28,13 @@ def check(pipeline: Any) -> None:
             "by Python, which its workers cannot run: expected TFRecord files, to "
             "which towers.input_pipeline.convert turns any source"
         )
+    service = pipeline.data_service is not None
+    if service and pipeline.share is not None and not pipeline.deterministic:
+        raise ValueError(
+            f"data_service is {pipeline.data_service} on several hosts, whose workers "
+            "would give each host other batches: expected deterministic=True, or no "
+            "data service, as each host decodes its own rows only"
+        )
     if pipeline.group_by_length and not source.has_padding:
         raise ValueError(
             f"group_by_length is True, but {source.name} has no padded rows "

@@ -5,8 +5,7 @@ copying it to the devices and making floats of it are left to whoever iterates.
 """
 
 import dataclasses
-import hashlib
-import os
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,13 +14,13 @@ import tensorflow as tf
 
 from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
-from towers.input_pipeline.pipeline import epochs, lengths
+from towers.input_pipeline.pipeline import epochs, facts, lengths
 from towers.input_pipeline.pipeline.advice import stage_advice
 from towers.input_pipeline.pipeline.checks import check
+from towers.input_pipeline.pipeline.rows import Rows, Share
 from towers.input_pipeline.pipeline.scaling import Scaling
 from towers.input_pipeline.pipeline.stages import THREADS, Stages
 from towers.input_pipeline.sources import Source
-from towers.input_pipeline.sources.base import StreamSource
 
 _TOKENS_AT_ONCE = 2**17
 
@@ -82,6 +81,10 @@ class Pipeline:
             batch is as long as its longest row, rounded up to a multiple of an eighth
             of the rows' length, so that there are eight lengths at most. The order is
             still a function of the seed and the epoch.
+        most_batches: how many batches to give at most. None: all.
+        share: which rows of each batch to make, where several hosts train together; the
+            towers of a host get no others. All hosts then have the same batches, in the
+            same order, whatever `deterministic` is. None: all rows.
 
     Raises:
         ValueError: there is no such split or recipe, a number is too small, images
@@ -107,6 +110,8 @@ class Pipeline:
     ram_budget_mb: int | None = None
     tricks: Tricks = ALL_TRICKS
     group_by_length: bool = False
+    most_batches: int | None = None
+    share: Share | None = None
 
     def __post_init__(self):
         if self.training is None:
@@ -134,6 +139,8 @@ class Pipeline:
             uses it to make a dataset that starts elsewhere.
         """
         dataset = self._with_length(self._all())
+        if self.most_batches is not None:
+            dataset = dataset.take(self.most_batches)
         dataset.pipeline = self
         return dataset
 
@@ -143,25 +150,12 @@ class Pipeline:
 
         A run that goes on in the middle of an epoch needs the same.
         """
-        paths = self.source.origin.files(self.split)
-        # Wherever they lie: a run may go on elsewhere.
-        names = " ".join(map(os.path.basename, paths)).encode()
-        stream, target = isinstance(self.source, StreamSource), self.source.target
-        return {
-            "dataset": self.source.name.partition(":")[0]
-            if paths
-            else self.source.name,
-            "files": f"{len(paths)} ({hashlib.sha256(names).hexdigest()[:8]})",
-            "split": self.split,
-            "batch size": self.batch_size,
-            # Also those that are passed over: the others keep their places.
-            "examples": self.source.size_of_all(self.split),
-            "seed": self.seed,
-            "classes": target.names or target.size,
-            "kept in memory": self.source.origin is not self.source,
-            "shuffle_mb": self.shuffle_mb if stream else None,
-            "grouped by length": self.group_by_length or None,
-        }
+        return facts.order(self)
+
+    @property
+    def makes(self) -> dict[str, Any]:
+        """What decides what becomes of a record; hosts have to have the same."""
+        return facts.makes(self)
 
     def _all(self):
         if self.data_service is not None:
@@ -174,9 +168,22 @@ class Pipeline:
             # Here, as batches are made of what several workers send.
             of_each = self.source.target.kind in ("tags", "tokens")
             dataset = lengths.shorten(dataset, of_each)
+        if self.share is not None:
+            # A batch is shortened for all of its rows.
+            rows = Rows(self.share, self.batch_size)
+            say = rows.of_whole if self._rows is None else rows.say
+            say = tf.autograph.experimental.do_not_convert(say)
+            dataset = dataset.map(say, name="rows")
         if self.data_service is not None:
             return dataset.prefetch(tf.data.AUTOTUNE)
         return self.finish(dataset)
+
+    @functools.cached_property
+    def _rows(self):
+        """What takes rows of raw records, if not all are to be made."""
+        if self.share is None or self.group_by_length:
+            return None
+        return Rows(self.share, self.batch_size)
 
     def _with_length(self, dataset):
         # flat_map does not know its length; progress bars want it.
@@ -210,7 +217,8 @@ class Pipeline:
             threads: of the pipeline's own; None shares TensorFlow's.
         """
         options = tf.data.Options()
-        options.deterministic = self.deterministic
+        # Hosts count rows.
+        options.deterministic = self.deterministic or self.share is not None
         # Threads of its own, so that towers on the CPU and input do not queue up
         # behind one another; an operation by itself is too small to divide.
         options.threading.max_intra_op_parallelism = 1
@@ -231,7 +239,7 @@ class Pipeline:
         )
         stages = Stages(
             self.source,
-            self.batch_size,
+            self._rows_given,
             self.image_shape,
             recipe,
             self.tricks,
@@ -257,7 +265,13 @@ class Pipeline:
                 buffer_mb=self.shuffle_mb,
                 start=start,
             )
-        return batches.map(lambda numbers, records: (seeds[2], numbers, records))
+        if self._rows is not None:
+            batches = batches.map(self._rows.take)
+        return batches.map(lambda numbers, *records: (seeds[2], numbers, *records))
+
+    @property
+    def _rows_given(self):
+        return self.batch_size if self._rows is None else self._rows.count
 
     @property
     def _rows_at_once(self) -> int:
@@ -300,7 +314,7 @@ class Pipeline:
             warnings.simplefilter("ignore", UserWarning)
             dataset = dataset.apply(distribute)
         # Each worker's last batch may be short.
-        return dataset.rebatch(self.batch_size)
+        return dataset.rebatch(self._rows_given)
 
     def _epochs(self, build: Callable) -> tf.data.Dataset:
         return epochs.in_turn(

@@ -19,10 +19,14 @@ _FEW_CORES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """What becomes of raw records; see ``Pipeline`` for the attributes."""
+    """What becomes of raw records; see ``Pipeline`` for the attributes.
+
+    Attributes:
+        rows: those that come of each batch, the last one of an epoch excepted.
+    """
 
     source: Source
-    batch_size: int
+    rows: int
     image_shape: tuple[int, ...]
     recipe: Recipe
     tricks: Tricks
@@ -32,7 +36,8 @@ class Stages:
         """The names of the stages, in order, and the datasets that end behind each.
 
         Args:
-            raw: the first: batches of (augmentation seed, numbers, raw records).
+            raw: the first: batches of (augmentation seed, numbers, raw records), and
+                of what is to stand beside the rows, if anything.
         """
         recipe, auto = self.recipe, tf.data.AUTOTUNE
         # By the batch: to start an operation takes longer than a small record does.
@@ -47,17 +52,17 @@ class Stages:
             # The short last batch stays: every example is seen once in an epoch. To
             # copy in parallel costs more than it gains, but for many cores.
             copies = auto if THREADS > _FEW_CORES else None
-            dataset = dataset.batch(self.batch_size, num_parallel_calls=copies)
+            dataset = dataset.batch(self.rows, num_parallel_calls=copies)
             stages.append(("batch", dataset))
         dataset = dataset.map(self._many(), num_parallel_calls=auto, name="augment")
         if self.source.input_kind == "tokens":
             # Several batches came at once.
-            dataset = dataset.rebatch(self.batch_size)
+            dataset = dataset.rebatch(self.rows)
         return [*stages, ("augment", dataset)]
 
     def _parse(self) -> Callable:
         @tf.autograph.experimental.do_not_convert
-        def parse(seed, numbers, records):
+        def parse(seed, numbers, records, *beside):
             images, labels = self.source.parse(records)
             if self.source.target.kind != "tokens":  # which are what they are
                 assert_good(images, labels, self.source.target)
@@ -68,7 +73,7 @@ class Stages:
                 u = draws.uniform(seed, numbers, self.recipe.draws)
             else:
                 u = tf.zeros([tf.size(numbers), 1])
-            return images, u, labels
+            return images, u, labels, *beside
 
         return parse
 
@@ -81,7 +86,7 @@ class Stages:
         fits = self.source.image_shape[:2] == (height, width)
 
         @tf.autograph.experimental.do_not_convert
-        def one(image, u, label):
+        def one(image, u, label, *beside):
             window = recipe.window and (lambda shape: recipe.window(shape, u))
             if not self.source.encoded:
                 if window is not None:
@@ -109,7 +114,7 @@ class Stages:
                 label = tf.ensure_shape(label, [height, width])
             if recipe.one is not None:
                 image, label = self._changed(recipe.one, image, label, u)
-            return tf.ensure_shape(image, self.image_shape), u, label
+            return tf.ensure_shape(image, self.image_shape), u, label, *beside
 
         return one
 
@@ -144,7 +149,7 @@ class Stages:
         recipe, size = self.recipe, self.image_shape[:-1]
 
         @tf.autograph.experimental.do_not_convert
-        def many(images, u, labels):
+        def many(images, u, labels, *beside):
             if size:
                 images = augment.resize(images, *size, antialias=recipe.antialias)
                 if self._of_masks:
@@ -157,6 +162,7 @@ class Stages:
             weights = self.source.target.weights(labels)
             if self.source.target.kind == "tokens" and self.source.has_padding:
                 weights = tf.cast(images != 0, tf.float32)
-            return (images, labels) if weights is None else (images, labels, weights)
+            weights = () if weights is None else (weights,)
+            return images, labels, *weights, *beside
 
         return many

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -19,6 +19,28 @@ from towers.input_pipeline.sources.files.record import FAULTS, BadRecordError, R
 from towers.program import voice
 
 _AT_ONCE = 256
+
+
+class Hosts(Protocol):
+    """Those that look at the records together, each at a part of them.
+
+    Attributes:
+        count: how many there are.
+        index: which of them this one is.
+    """
+
+    count: int
+    index: int
+
+    def tell_all(self, value: Any) -> list[Any]:
+        """Returns what each has told: anything that JSON can hold."""
+
+
+class _Alone:
+    count, index = 1, 0
+
+    def tell_all(self, value):
+        return [value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +69,7 @@ def inspect(
     splits: Sequence[str],
     most: int,
     known: Sequence[Quarantine] = (),
+    hosts: Hosts | None = None,
 ) -> Quarantine:
     """Reads and decodes all records of a source, and notes which are bad.
 
@@ -58,24 +81,38 @@ def inspect(
         splits: those to look at.
         most: bad records to accept.
         known: what was found earlier. If one is of this source, and no file has changed
-            since, nothing is read.
+            since, nothing is read. Of several hosts, the first one's counts.
+        hosts: those that call this together, and look at a part of the records each.
+            They all get the same. None: there are no others.
 
     Raises:
         BadRecordError: there are more bad records than that, or no good one in a split.
     """
-    key = fingerprint(source)
-    for found in known:
-        if found.fingerprint == key and [*found.splits] == [*splits]:
-            _check_count(source, [*itertools.chain(*found.bad.values())], most)
-            return found
+    hosts, key = hosts or _Alone(), fingerprint(source)
+    same = [
+        dataclasses.asdict(found)
+        for found in known
+        if found.fingerprint == key and [*found.splits] == [*splits]
+    ]
+    if same := hosts.tell_all(same[:1])[0]:
+        found = _from_json(same[0])
+        _check_count(source, [*itertools.chain(*found.bad.values())], most)
+        return found
     bad, good = {}, {}
     for split in splits:
         for path in source.files(split) if source.labels_need_checking else ():
             if next(source.walk(path), None) is None:
                 voice.warn(f"{path} holds no record.")
-        bad[split], good[split] = [], _count_if_good(source, split)
-        if good[split] is None:
-            bad[split], good[split] = _sort(source, split, most)
+        counts = hosts.tell_all(_count_if_good(source, split, hosts))
+        if None not in counts:
+            bad[split], good[split] = [], sum(counts)
+        else:
+            some, count = _sort(source, split, most, hosts)
+            some = [dataclasses.asdict(record) for record in some]
+            told = hosts.tell_all([some, count])
+            every = [_record(each) for some, _ in told for each in some]
+            bad[split] = sorted(every, key=lambda record: record.number)
+            good[split] = sum(count for _, count in told)
             _check_count(source, [*itertools.chain(*bad.values())], most)
         if not good[split]:
             raise BadRecordError(
@@ -103,21 +140,20 @@ def read(path: str) -> list[Quarantine]:
 
 
 def _from_json(found: dict[str, Any]) -> Quarantine:
-    bad = {
-        split: [
-            Record(**{**each, "gap": each["gap"] and tuple(each["gap"])})
-            for each in some
-        ]
-        for split, some in found.pop("bad").items()
-    }
+    bad = {split: [*map(_record, some)] for split, some in found.pop("bad").items()}
     return Quarantine(bad=bad, **found)
 
 
+def _record(each: dict[str, Any]) -> Record:
+    return Record(**{**each, "gap": each["gap"] and tuple(each["gap"])})
+
+
 @tf.autograph.experimental.do_not_convert
-def _count_if_good(source: Source, split: str) -> int | None:
-    """How many records a split has, or None where one is bad."""
+def _count_if_good(source: Source, split: str, hosts: Hosts) -> int | None:
+    """How many records of a split are this host's to look at; None if one is bad."""
     try:
-        if not all(map(source.is_whole, source.files(split))):
+        paths = source.files(split)[hosts.index :: hosts.count]
+        if not all(map(source.is_whole, paths)):
             return None
     except (OSError, tf.errors.OpError):  # of a file that is not there
         return None
@@ -134,7 +170,8 @@ def _count_if_good(source: Source, split: str) -> int | None:
         return decode_image(source.load(image), source.image_shape), label
 
     auto = tf.data.AUTOTUNE
-    examples = source.batches(split, _AT_ONCE).map(parse, auto).unbatch()
+    batches = source.batches(split, _AT_ONCE).shard(hosts.count, hosts.index)
+    examples = batches.map(parse, auto).unbatch()
     if source.encoded:
         examples = examples.map(decode, auto)
     try:
@@ -145,8 +182,10 @@ def _count_if_good(source: Source, split: str) -> int | None:
         return None
 
 
-def _sort(source: Source, split: str, most: int) -> tuple[list[Record], int]:
-    """The bad records of a split, and how many good ones there are.
+def _sort(
+    source: Source, split: str, most: int, hosts: Hosts
+) -> tuple[list[Record], int]:
+    """The bad records of this host's files of a split, and how many good ones.
 
     It looks no further where there are more bad ones than `most`.
     """
@@ -164,7 +203,8 @@ def _sort(source: Source, split: str, most: int) -> tuple[list[Record], int]:
 
     bad, count = [], 0
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for some, good in pool.map(of_file, source.files(split)):
+        paths = source.files(split)[hosts.index :: hosts.count]
+        for some, good in pool.map(of_file, paths):
             bad, count = bad + some, count + good
             if _count(bad) > most:
                 pool.shutdown(cancel_futures=True)

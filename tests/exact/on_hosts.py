@@ -1,12 +1,15 @@
 """Runs exact cases on one of several hosts: a process that tests start several of.
 
-    python -m tests.exact.on_hosts RANK ADDRESSES TOWERS BUILDER FILE CASES
+    python -m tests.exact.on_hosts RANK ADDRESSES TOWERS BUILDER FILE CASES GIVEN
 
 ADDRESSES and TOWERS have an entry for each host, with commas between. CASES is a file
-with a name in each line. The first host compares with one device, and appends a record
-for each case to FILE.
+with a name in each line. GIVEN says what hosts are given of a batch: "whole", its own
+"rows" only, or one and the other "in turns". The first host compares with one device,
+and appends a record for each case to FILE.
 """
 
+import dataclasses
+import functools
 import json
 import os
 import sys
@@ -14,25 +17,55 @@ import sys
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
+import tensorflow as tf
 
 import towers
 from tests.exact import oracle, table
-from towers.cluster import server
+from towers.cluster import process_group
 from towers.cluster.membership import Membership
+from towers.collectives import batch
 from towers.collectives.hosts import this_host
+from towers.plan import Share
 
 
-def main(rank, addresses, counts, builder, file, names):
+@dataclasses.dataclass(frozen=True)
+class InRows:
+    """Data of which each host is given its rows, as `input_pipeline.Pipeline` does."""
+
+    whole: tf.data.Dataset
+    share: Share | None = None
+    order, makes = {}, {}
+
+    def dataset(self):
+        data = self.whole if self.share is None else self.whole.map(self._rows)
+        data.pipeline = self
+        return data
+
+    def _rows(self, *data):
+        total = batch.batch_size(data)
+        first, end = self.share.bounds(total)
+        x, *others = batch.take(data, first, end)
+        return self.share.of_batch(x, first, total, 1), *others
+
+
+def _in_rows(make, batches):
+    return InRows(make(batches)).dataset()
+
+
+def main(rank, addresses, counts, builder, file, names, given):
     """Runs the cases, one after another, as all other hosts do."""
     rank, addresses = int(rank), tuple(addresses.split(","))
     counts = [*map(int, counts.split(","))]
     towers.configure(num_gpus=max(counts[rank], 2))
     called = tuple(f"host {k}" for k in range(len(addresses)))
-    server.join(Membership(rank, addresses, called))
+    process_group.join(Membership(rank, addresses, called))
     cases = {str(case): case for case in table.ALL}
+    make = oracle.dataset
     with open(names) as lines:
         wanted = [cases[line.strip()] for line in lines]
-    for case in wanted:
+    for k, case in enumerate(wanted):
+        rows = given == "rows" or (given == "in turns" and k % 2)
+        oracle.dataset = functools.partial(_in_rows, make) if rows else make
         options = dict(case.options)
         if ratios := options.get("split_ratios"):
             each = [ratios[k % len(ratios)] for k in range(sum(counts))]
@@ -65,6 +98,3 @@ def main(rank, addresses, counts, builder, file, names):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    sys.stdout.flush()
-    # TensorFlow's server would take seconds to end.
-    os._exit(0)

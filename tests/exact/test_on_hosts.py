@@ -26,11 +26,11 @@ FIRST = (
 )
 
 
-def run(layout, builder, names, folder, timeout_s):
+def run(layout, builder, names, folder, timeout_s, given="whole"):
     """Runs cases on hosts; returns a record of each, by name."""
     file, listed = folder / "found.jsonl", folder / "names.txt"
     listed.write_text("\n".join(names))
-    arguments = builder, file, listed
+    arguments = builder, file, listed, given
     hosts.run("tests.exact.on_hosts", layout, *arguments, timeout_s=timeout_s)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     return {f"{each['group']}/{each['case']}": each for each in records}
@@ -51,7 +51,7 @@ def _check(found, names):
 
 
 def test_hosts_equal_one_device(tmp_path):
-    _check(run((1, 2), "parameter_server", FIRST, tmp_path, 120), FIRST)
+    _check(run((1, 2), "parameter_server", FIRST, tmp_path, 120, "in turns"), FIRST)
 
 
 QUICK = [str(case) for case in table.CASES if not is_slow(case)]
@@ -78,3 +78,11 @@ def test_other_cases(layout, builder, tmp_path):
     mine = WAYS.index((layout, builder))
     names = [name for name in OTHERS if number_of(name) % len(WAYS) == mine]
     _check(run(layout, builder, names, tmp_path, 1800), names)
+
+
+@pytest.mark.parametrize(
+    ("layout", "builder"),
+    [slow(*WAYS[-1])] + [for_the_report(*way) for way in WAYS[:-1]],
+)
+def test_quick_cases_of_hosts_that_are_given_their_rows(layout, builder, tmp_path):
+    _check(run(layout, builder, QUICK, tmp_path, 900, "rows"), QUICK)

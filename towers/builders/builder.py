@@ -102,7 +102,7 @@ class Builder:
 
     def broadcast_variables(self) -> None:
         """Gives copies of the variables, on any host, the first host's values."""
-        self.pieces.copies.follow_first_host()
+        self.follow_first_host()
         self.pieces.copies.broadcast()
 
     def follow_first_host(self) -> None:

@@ -39,7 +39,7 @@ class Pieces:
         self.comparison = comparison = RowComparison(context, reader, batches)
         self.executor = TowerExecutor(context, reader, batches, comparison)
         self.state = StateCombiner(context, self.copies)
-        self.metrics = MetricSink(context)
+        self.metrics = MetricSink(context, batches)
         self.loss = LossAndGradients(
             context, batches, self.executor, self.metrics, self.state
         )

@@ -13,6 +13,7 @@ from towers.builders.guard import Guard
 from towers.collectives import batch
 from towers.devices import is_gpu
 from towers.loop.agreement import Agreement
+from towers.loop.host_times import HostTimes
 from towers.loop.timers import StepTimers
 from towers.plan import Plan
 from towers.program import voice
@@ -93,7 +94,14 @@ class Context:
 
     def __post_init__(self):
         if self.timers is None:
-            self.timers = StepTimers(len(self.plan.towers))
+            self.timers = StepTimers(len(self.plan.towers), self._host_times())
+
+    def _host_times(self):
+        hosts = self.plan.hosts
+        if hosts.count == 1:
+            return None
+        mine = sum(tower.ratio for tower in self.plan.towers)
+        return HostTimes(hosts, mine / sum(self.plan.split_ratios))
 
     def of_each_tower(self) -> "Context":
         """Returns the context of a tower by itself; see `Plan.of_each_tower`."""

@@ -32,13 +32,14 @@ class VariableCreator:
         # What is not known when the graph is built, it checks where the batch is cut.
         batch.check_rows(batch.specs(data))
         model, home = self.context.model, self.context.plan.home
+        rows = batch.rows_given(data)
         if not model.run_eagerly:
             with tf.init_scope(), tf.device(home):
-                build.from_symbols(model, data, self.context.preprocess)
+                build.from_symbols(model, rows, self.context.preprocess)
         elif any(isinstance(t, tf.TypeSpec) for t in tf.nest.flatten(data)):
             # A run goes on in an epoch, of which metrics are to be restored.
             with eager.aside(model, builds=True), tf.init_scope(), tf.device(home):
-                build.from_symbols(model, data, self.context.preprocess)
+                build.from_symbols(model, rows, self.context.preprocess)
         else:
             self._create_eagerly(data)
         if is_gpu(home):
@@ -53,6 +54,7 @@ class VariableCreator:
         if model.run_eagerly:
             self._create_eagerly((x, None, None))
         elif not model.built:
+            x = batch.rows_given(x)
             if preprocess is not None:
                 x, *_ = preprocess.spec((x, None, None), training=False)
             with tf.init_scope(), tf.device(self.context.plan.home):

@@ -9,7 +9,7 @@ and what in it, is found out afterwards; see `numerics`.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -73,7 +73,7 @@ class Guard:
     @contextlib.contextmanager
     def before(
         self,
-        data: Any,
+        data: Callable[[], Any],
         loss: tf.Tensor,
         gradients: Sequence[reduce.Gradient],
         optimizer: keras.optimizers.Optimizer | None,
@@ -84,7 +84,7 @@ class Guard:
         What computes the step raises a `tf.errors.OutOfRangeError` then.
 
         Args:
-            data: The batch: a nest of tensors.
+            data: Returns the whole batch: a nest of tensors.
             loss: Its loss, a scalar.
             gradients: Its gradient for each trainable variable, scaled.
             optimizer: What is to apply them.
@@ -121,6 +121,7 @@ class Guard:
             self._stopped.tower, self._stopped.values = tower, values
 
     def _stop(self, skips, data, optimizer):
+        data = data()
         some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
         tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
         catch = functools.partial(self._catch, optimizer, some)

@@ -80,7 +80,9 @@ class TrainStep:
         loss = outputs.measured.loss
         with self._together(told), self._unless_stopped(data, loss, sums, packed):
             if told is not None:
-                self.pieces.context.agreement.set_learning_rate(told)
+                self.pieces.context.agreement.hear(
+                    told, self.pieces.context.timers.hosts
+                )
             # In this order, as on one device: layers assign before the optimizer does.
             self.pieces.state.assign_state(outputs.state)
             if sums:
@@ -96,7 +98,9 @@ class TrainStep:
         """
         model, plan = self.pieces.context.model, self.pieces.context.plan
         agreement = self.pieces.context.agreement
-        told = None if agreement is None else agreement.of_batch(data)
+        timers, told = self.pieces.context.timers, None
+        if agreement is not None:
+            told = agreement.of_batch(data, timers.hosts)
         gradients = [result.gradients for result in outputs.results]
         if outputs.direct:
             with tf.device(plan.home):
@@ -114,7 +118,10 @@ class TrainStep:
 
             def over_hosts(sums):
                 nonlocal outputs, told
-                outputs, (sums, told) = outputs.sum_over(plan.hosts, (sums, told))
+                more = sums, told
+                outputs, (sums, told) = timers.over_hosts(
+                    lambda: outputs.sum_over(plan.hosts, more, sums), sums
+                )
                 return sums
 
         with tf.name_scope("reduce"):
@@ -138,8 +145,10 @@ class TrainStep:
             # Towers share memory and cores: to look at the sums is the least work. And
             # all hosts have the same sums, so that all find the same.
             packed = ()
+        # All hosts stop together, and look at the whole batch.
+        whole = functools.partial(self.pieces.batches.whole, data)
         return context.guard.before(
-            data, loss, gradients, context.model.optimizer, packed
+            whole, loss, gradients, context.model.optimizer, packed
         )
 
 
@@ -298,7 +307,7 @@ class Evaluation:
         x, pieces, context = data[0], self.pieces, self.pieces.context
         rules = context.rules(step, x)
         forward = functools.partial(passes.forward, context.model, False, rules)
-        local, seen = pieces.batches.preprocess_batch(data, training=False)
+        local, seen = pieces.loss.prepare(data, training=False)
         local_x = [each[0] for each in local or pieces.batches.place((x,))]
         values = pieces.reader.read_variables()
         towers = TowerFunction(forward, rules)

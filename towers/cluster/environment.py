@@ -1,7 +1,7 @@
 """Finds this process's place among the hosts, in what a launcher says of it.
 
 That is the environment: of `python -m towers.launch`, of anything that sets TF_CONFIG,
-such as Kubernetes, or of Slurm's `srun`.
+such as Kubernetes, or of Slurm's `srun`. Ray Train answers its workers instead.
 """
 
 import math
@@ -9,8 +9,8 @@ import os
 import re
 from collections.abc import Mapping
 
-from towers.cluster import tf_config
 from towers.cluster.addresses import is_address
+from towers.cluster.launchers import ray_train, tf_config
 from towers.cluster.membership import JOIN_SECONDS, Place
 from towers.program.voice import warn
 
@@ -18,6 +18,8 @@ _RANK, _COUNT = "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT"
 _COORDINATOR, _TOKEN = "TOWERS_COORDINATOR", "TOWERS_TOKEN"
 _SECONDS, _GENERATION = "TOWERS_JOIN_SECONDS", "TOWERS_GENERATION"
 _INTERFACE, _TF_CONFIG = "TOWERS_INTERFACE", "TF_CONFIG"
+REPORTS = "TOWERS_REPORTS"
+"""Names a file descriptor where `towers.train` writes a line of JSON for each epoch."""
 # Ports from here on are below those that Linux gives to whoever asks for any.
 _SLURM_PORTS = 15_000
 
@@ -27,9 +29,9 @@ Environ = Mapping[str, str]
 def find(environ: Environ = os.environ) -> Place | None:
     """Finds this process's place among several hosts; `None` if it is alone.
 
-    What `TOWERS_HOST_RANK` and its kin say counts before `TF_CONFIG`, and that before
-    Slurm's variables. `TOWERS_COORDINATOR`, `TOWERS_TOKEN`, `TOWERS_INTERFACE` and
-    `TOWERS_JOIN_SECONDS` are for all of them.
+    What `TOWERS_HOST_RANK` and its kin say counts first, then what Ray Train says, then
+    `TF_CONFIG`, then Slurm's variables. `TOWERS_COORDINATOR`, `TOWERS_TOKEN`,
+    `TOWERS_INTERFACE` and `TOWERS_JOIN_SECONDS` are for all of them.
 
     Args:
         environ: The environment.
@@ -39,6 +41,10 @@ def find(environ: Environ = os.environ) -> Place | None:
     """
     if environ.get(_RANK) or environ.get(_COUNT):
         place = _of_towers(environ)
+    elif ray_train.is_worker():
+        # Before TF_CONFIG, as Ray may have picked the ports there long ago; and before
+        # Slurm, which may have started Ray.
+        place = _of_ray(environ)
     elif environ.get(_TF_CONFIG, "").strip() not in ("", "{}"):
         place = _of_tf_config(environ)
     elif environ.get("SLURM_STEP_ID"):
@@ -86,6 +92,16 @@ def _of_towers(environ: Environ) -> Place:
     return Place(rank, count, coordinator, generation=generation, **_common(environ))
 
 
+def _of_ray(environ: Environ) -> Place:
+    """The place of a worker of Ray Train's."""
+    rank, count, coordinator, token = ray_train.read()
+    common = _common(environ)
+    common["token"] = common["token"] or token
+    generation = _number(environ, _GENERATION, 0, default=0)
+    coordinator = _coordinator(environ, coordinator)
+    return Place(rank, count, coordinator, generation=generation, **common)
+
+
 def _of_tf_config(environ: Environ) -> Place:
     """The place that TF_CONFIG says: the chief is first, if there is one."""
     try:
@@ -104,7 +120,7 @@ def _of_tf_config(environ: Environ) -> Place:
         raise ValueError(f"{_TF_CONFIG} has {len(chiefs)} chiefs; expected at most 1.")
     addresses = (*chiefs, *workers)
     rank = index if kind == "chief" else len(chiefs) + index
-    # The first host's own port is free until TensorFlow's server takes it.
+    # The first host's own port is free until the hosts have met.
     return Place(
         *(rank, len(addresses), _coordinator(environ, addresses[0])),
         addresses=addresses,

@@ -1,10 +1,10 @@
 """Tells all hosts, within seconds, that one of them has failed, and why.
 
-Each host keeps a connection to the first one, beside TensorFlow's own, and a thread
+Each host keeps a connection to the first one, beside its links, and a thread
 that sends a beat now and then. A process that ends closes its connection, whatever
 ended it; a process that is stopped, or out of reach, is silent. The first host passes
-on what was first. TensorFlow would report whichever host's connection broke first: it
-may be that of a host that ended because of another.
+on what was first. Of the links, whichever broke first would tell: it may be that of a
+host that ended because of another.
 """
 
 import contextlib
@@ -132,6 +132,7 @@ class Heartbeat:
 
     Attributes:
         failure: What has failed, as a sentence; `None` as long as nothing has.
+        describe: Says what this host does, in what JSON can hold, if another asks.
     """
 
     def __init__(
@@ -146,6 +147,9 @@ class Heartbeat:
         """
         self._rank, self._names, self._fail = rank, names, fail
         self.failure: str | None = None
+        self.describe: Callable[[], Any] = lambda: None
+        # What hosts have answered, by number, since this one has asked.
+        self._answers: dict[int, Any] = {}
         self._failed = threading.Event()
         self._connections = _Connections()
         self._lock = self._connections.lock
@@ -204,6 +208,19 @@ class Heartbeat:
         self._connections.tell({"done": self._rank})
         self._settled.wait(seconds)
         return len(self._done) == len(self._names)
+
+    def ask(self, seconds: float) -> dict[int, Any]:
+        """Asks all hosts what they do.
+
+        Returns:
+            What those have said that answered within so many seconds, by number.
+        """
+        self._answers = {self._rank: self.describe()}
+        self._connections.tell({"ask": self._rank})
+        until_s = time.monotonic() + seconds
+        while len(self._answers) < len(self._names) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        return dict(self._answers)
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Waits until it is known what has failed; `None` if that does not come."""
@@ -285,6 +302,12 @@ class Heartbeat:
                 time.monotonic(),
             )
             self._pass_on(connection, message)
+        elif "ask" in message:
+            self._pass_on(connection, message)
+            self._connections.tell({"does": self._rank, "said": self.describe()})
+        elif "does" in message:
+            self._pass_on(connection, message)
+            self._answers[message["does"]] = message["said"]
         elif "done" in message:
             self._pass_on(connection, message)
             self._note_done(message["done"])

@@ -1,9 +1,13 @@
-"""What a process knows of the hosts that train together: two frozen values."""
+"""What a process knows of the hosts that train together."""
 
 import dataclasses
 
 # As torchrun's `join_timeout`.
 JOIN_SECONDS = 600.0
+
+
+class HostsDifferError(ValueError):
+    """Hosts that train together were not given the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +22,8 @@ class Place:
         join_seconds: How long to wait for the others.
         interface: The network interface or address for what hosts send one another;
             `None` for the one that reaches the coordinator.
-        addresses: Of each host, "host:port" for TensorFlow's server, where that is
-            known before they meet, as by TF_CONFIG.
+        addresses: Of each host, "host:port" where it listens for the others, if that
+            is known before they meet, as by TF_CONFIG.
         generation: How often all hosts have started anew.
     """
 
@@ -39,17 +43,25 @@ class Membership:
 
     Attributes:
         rank: The number of this host among the hosts, from 0.
-        addresses: Of each host, "host:port" for TensorFlow's server.
+        addresses: Of each host, "host:port" where it listens for the others.
         names: What to call each in sentences, such as "host 1 (nodeB, pid 4711)".
         generation: How often all hosts have started anew.
+        token: As of `Place`.
     """
 
     rank: int
     addresses: tuple[str, ...]
     names: tuple[str, ...]
     generation: int = 0
+    token: str | None = dataclasses.field(default=None, repr=False)
 
     @property
     def count(self) -> int:
         """How many hosts there are."""
         return len(self.addresses)
+
+    @property
+    def count_here(self) -> int:
+        """How many of them are on this machine, by their addresses."""
+        machines = [address.rpartition(":")[0] for address in self.addresses]
+        return machines.count(machines[self.rank])

@@ -7,13 +7,50 @@ and what that weighs in the loss, is the builders' business.
 import collections
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from towers.program import words
+
+
+class Part(NamedTuple):
+    """The inputs of a host that is given only some rows of a global batch.
+
+    It stands in the place of x. Targets and weights beside it have the same rows.
+
+    Attributes:
+        x: The inputs, a nest of tensors.
+        first: Which row of the global batch the first one is: an int32 scalar.
+        total: Number of rows of the global batch, another.
+        mark: Tells the global batch from others, a number from 0 to 65520.
+    """
+
+    x: Any
+    first: tf.Tensor
+    total: tf.Tensor
+    mark: tf.Tensor
+
+
+def part_of(batch: Any) -> Part | None:
+    """Returns the inputs of a batch of which this host is given only some rows.
+
+    `None` if it is given the whole batch. `batch` is x, (x, y) or (x, y, weights).
+    """
+    x = batch
+    if isinstance(batch, tuple | list) and batch and not isinstance(batch, Part):
+        x = batch[0]
+    return x if isinstance(x, Part) else None
+
+
+def rows_given(batch: Any) -> Any:
+    """Returns a batch as it is given to this host, without what says which rows."""
+    part = part_of(batch)
+    if part is None:
+        return batch
+    return part.x if part is batch else type(batch)((part.x, *batch[1:]))
 
 
 def cut(total: int, split_ratios: Sequence[int]) -> list[int]:
@@ -74,7 +111,7 @@ def split_bounds(
 
 
 def batch_size(batch: Any) -> int | tf.Tensor:
-    """Returns the number of examples in a batch.
+    """Returns the number of examples in a batch, also of those that others are given.
 
     Args:
         batch: A nest of tensors whose first dimensions are the examples; `None`
@@ -86,6 +123,9 @@ def batch_size(batch: Any) -> int | tf.Tensor:
     Raises:
         ValueError: If the batch holds no tensor.
     """
+    if (part := part_of(batch)) is not None:
+        total = tf.get_static_value(part.total)
+        return part.total if total is None else int(total)
     tensors = [t for t in tf.nest.flatten(batch) if t is not None]
     if not tensors:
         raise ValueError(
@@ -131,9 +171,8 @@ def check_rows(batch: Any) -> None:
     Raises:
         ValueError: If they differ; `tf.errors.InvalidArgumentError` from the graph.
     """
-    tensors = {
-        name: t for name, t in _named(batch) if t is not None and not _is_scalar(t)
-    }
+    parts = _named(rows_given(batch))
+    tensors = {name: t for name, t in parts if t is not None and not _is_scalar(t)}
     # Of a spec, only what it says.
     sizes = {
         name: batch_size(t)
@@ -320,7 +359,7 @@ def local_spec(batch: Any, rows: int | None) -> Any:
             tensor.row_splits.dtype,
         )
 
-    return tf.nest.map_structure(spec, batch)
+    return tf.nest.map_structure(spec, rows_given(batch))
 
 
 def fractions(

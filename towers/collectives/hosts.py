@@ -5,32 +5,32 @@ meet in the same sums, one after another. With one host no operation is made.
 """
 
 import collections
+import copy
 import functools
 import json
+import mmap
 import os
-import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from towers.cluster import server
+from towers.cluster import process_group
+from towers.cluster.communicator import Communicator, aligned
 from towers.devices import HOST
-from towers.keras_adapter import runtime
 
 T = TypeVar("T")
 
 # As in PyTorch's DistributedDataParallel (Li et al. 2020): large enough for the
 # network, small enough to begin while the rest of the gradients are computed.
 _BUCKET_BYTES = 25 * 2**20
-# How often a host that waits for another looks whether one has failed.
-_LOOK_S = 1.0
-# Integers are added as parts of 16 bits in the buffer of the floats: a sum of their own
-# would take as long as the whole buffer. It is exact for up to 256 hosts.
-_SHIFTS, _MASK, MOST_HOSTS = (0, 16, 32, 48), 2**16 - 1, 256
-_OF_SIZE = {tf.float32: tf.int32, tf.float64: tf.int64}
+# The types in which gradients may travel.
+COMPRESSIONS = {
+    "none": None,
+    "fp16": np.dtype(tf.float16.as_numpy_dtype),
+    "bf16": np.dtype(tf.bfloat16.as_numpy_dtype),
+}
 
 
 class OneHost:
@@ -44,22 +44,33 @@ class OneHost:
 
     count, index, names = 1, 0, ("this host",)
 
-    def sum(self, tensors: T, purpose: str) -> T:
+    def compressing(self, compression: str) -> "OneHost":
+        """Returns the same hosts, that compress what `sum` may compress.
+
+        Args:
+            compression: A key of `COMPRESSIONS`.
+        """
+        return self
+
+    def sum(
+        self, tensors: T, purpose: str, compressible: Sequence[tf.Tensor] = ()
+    ) -> T:
         """Adds a nest of tensors over all hosts.
 
         Args:
             tensors: Tensors, `tf.IndexedSlices` or `None`. All but the rows of slices
                 have the same shapes on all hosts.
             purpose: What they are, in a word; the same on all hosts.
+            compressible: Which of the tensors may travel rounded, if of floats of at
+                most 32 bits.
         """
         return tensors
 
-    def gather(self, tensors: T, start: Any, total: Any, purpose: str) -> T:
+    def gather(self, tensors: T, total: Any, purpose: str) -> T:
         """Puts together the rows that the hosts have of a nest of tensors.
 
         Args:
             tensors: Dense tensors of numbers; `None` and scalars stay.
-            start: Which row the first one of this host is.
             total: Number of rows of all hosts.
             purpose: As for `sum`.
 
@@ -67,6 +78,14 @@ class OneHost:
             ValueError: A tensor is of another kind.
         """
         return tensors
+
+    def overlaps(self, size: int) -> bool:
+        """Tells whether sums of so many bytes begin before all bytes are computed."""
+        return False
+
+    def stack(self, tensor: tf.Tensor, purpose: str) -> tf.Tensor:
+        """Stacks what each host has of a tensor: the first axis is the hosts'."""
+        return self.gather(tensor[tf.newaxis], self.count, purpose)
 
     def first(self, tensors: Sequence[tf.Tensor], purpose: str) -> list[tf.Tensor]:
         """Returns what the first host has of tensors, to the bit.
@@ -102,41 +121,59 @@ ONE_HOST = OneHost()
 
 
 class Cluster(OneHost):
-    """Hosts that TensorFlow's collectives connect."""
+    """Hosts that are connected.
 
-    def __init__(self, names: Sequence[str], index: int, timeout_s: float):
-        """Takes the place of this host among those of a cluster that it has joined.
+    Attributes:
+        wire: The type in which gradients travel; `None` for their own.
+    """
 
-        `timeout_s` is how long it waits for what another host tells.
-        """
-        self.names, self.count = tuple(names), len(names)
-        self.index, self._timeout_s = index, timeout_s
-        self._told = 0
+    def __init__(self, names: Sequence[str], index: int, communicator: Communicator):
+        """Takes the place of this host among others that it has joined."""
+        self.names, self.count, self.index = tuple(names), len(names), index
+        self._communicator = communicator
+        self.wire: np.dtype | None = None
         with tf.init_scope(), tf.device(HOST):
-            # All sums take it, and so run in the order in which they were made.
+            # All collectives write it, and so run in the order in which they were made.
             self._order = tf.Variable(0.0, trainable=False, name="order_of_collectives")
 
-    def sum(self, tensors: T, purpose: str) -> T:
+    def compressing(self, compression: str) -> "Cluster":
+        """See `OneHost`."""
+        same = copy.copy(self)
+        same.wire = COMPRESSIONS[compression]
+        return same
+
+    def sum(
+        self, tensors: T, purpose: str, compressible: Sequence[tf.Tensor] = ()
+    ) -> T:
         """See `OneHost`. Numbers of 16 bits are added in float32."""
         # Slices are no composites here, as their rows differ between hosts.
         flat = tf.nest.flatten(tensors)
-        slices = [
-            i for i, each in enumerate(flat) if isinstance(each, tf.IndexedSlices)
-        ]
-        dense = [
-            i for i, each in enumerate(flat) if each is not None and i not in slices
-        ]
+        dense, may_round = [], {*map(id, compressible)}
         with tf.device(HOST), tf.name_scope("hosts"):
-            if slices:
-                joined = self._join_slices([flat[i] for i in slices], purpose)
-                for i, each in zip(slices, joined, strict=True):
-                    flat[i] = each
-            sums = self._sum_dense([flat[i] for i in dense], purpose)
-        for i, each in zip(dense, sums, strict=True):
-            flat[i] = each
+            for i, each in enumerate(flat):
+                if isinstance(each, tf.IndexedSlices):
+                    flat[i] = self._join(each, f"{purpose} {i}")
+                elif each is not None:
+                    dense.append(i)
+            wide = [_widened(flat[i]) for i in dense]
+            wires = [self.wire if id(flat[i]) in may_round else None for i in dense]
+            for places in _buckets(wide, wires):
+                parts = [wide[k] for k in places]
+                # One bucket of a purpose is told from the next by its place.
+                name = f"{purpose} {places[0]}"
+                total = self._sum_one(tf.concat(parts, 0), name, wires[places[0]])
+                totals = tf.split(total, [part.shape[0] for part in parts])
+                for k, part in zip(places, totals, strict=True):
+                    like = flat[dense[k]]
+                    part = tf.cast(tf.reshape(part, like.shape), like.dtype)
+                    flat[dense[k]] = part
         return tf.nest.pack_sequence_as(tensors, flat)
 
-    def gather(self, tensors: T, start: Any, total: Any, purpose: str) -> T:
+    def overlaps(self, size: int) -> bool:
+        """See `OneHost`."""
+        return size > _BUCKET_BYTES
+
+    def gather(self, tensors: T, total: Any, purpose: str) -> T:
         """See `OneHost`."""
 
         def rows(tensor):
@@ -148,27 +185,32 @@ class Cluster(OneHost):
                     f"{tensor.dtype.name}, on {self.count} hosts; expected dense "
                     "tensors of numbers, as others cannot be sent between hosts."
                 )
-            return self._placed(tensor, start, total, purpose)
+            whole = self._rows(tensor, purpose)
+            known = total if isinstance(total, int) else None
+            whole.set_shape([known, *tensor.shape[1:]])
+            return whole
 
         with tf.device(HOST), tf.name_scope("hosts"):
             return tf.nest.map_structure(rows, tensors)
 
     def first(self, tensors: Sequence[tf.Tensor], purpose: str) -> list[tf.Tensor]:
         """See `OneHost`."""
-        values = list(tensors)
+
+        def send(*arrays):
+            if self.index > 0:
+                arrays = [
+                    aligned(each.size, each.dtype).reshape(each.shape)
+                    for each in arrays
+                ]
+            for each in arrays:
+                self._communicator.broadcast(_as_bytes(each), purpose)
+            return arrays
+
         with tf.device(HOST), tf.name_scope("hosts"):
-            bits = [*map(bits_of, tensors)]
-            for places in _buckets(bits):
-                sent = [tf.reshape(bits[i], [-1]) for i in places]
-                buffer = tf.concat(sent, 0)
-                if self.index > 0:
-                    buffer = tf.zeros_like(buffer)
-                total = self._sum_one(buffer, f"{purpose} {places[0]}")
-                parts = tf.split(total, [part.shape[0] for part in sent])
-                for i, part in zip(places, parts, strict=True):
-                    shaped = tf.reshape(part, tensors[i].shape)
-                    values[i] = _of_bits(shaped, tensors[i])
-        return values
+            sent = self._meet(send, tensors, [each.dtype for each in tensors])
+        for each, like in zip(sent, tensors, strict=True):
+            each.set_shape(like.shape)
+        return sent
 
     def send_files(self, folder: str | None, to: str) -> str | None:
         """See `OneHost`."""
@@ -182,119 +224,99 @@ class Cluster(OneHost):
             os.makedirs(folder, exist_ok=True)
         for name, size in zip(*told[1:], strict=True):
             path = os.path.join(folder, name)
-            # Of whole numbers, which are sent as they are.
-            content = np.zeros(-(-size // 4), np.int32)
-            if self.index == 0:
-                with open(path, "rb") as file:
-                    file.readinto(memoryview(content).cast("B")[:size])
-            (content,) = self.first([tf.constant(content)], "file")
-            if self.index > 0:
-                with open(path, "wb") as file:
-                    file.write(memoryview(content.numpy()).cast("B")[:size])
+            mode, access = ("rb", mmap.ACCESS_READ), ("w+b", mmap.ACCESS_WRITE)
+            mode, access = mode if self.index == 0 else access
+            with open(path, mode) as file:
+                if self.index > 0:
+                    file.truncate(size)
+                if size:
+                    with (
+                        mmap.mmap(file.fileno(), size, access=access) as mapped,
+                        memoryview(mapped) as content,
+                        process_group.explained(),
+                    ):
+                        self._communicator.broadcast(content, "file")
         return folder
 
     def broadcast(self, value: T) -> T:
         """See `OneHost`."""
-        self._told += 1
-        key = f"broadcast/{self._told}"
-        if self.index == 0:
-            _write(key, value)
-            return value
-        return self._read(key)
+        return self._tell(value if self.index == 0 else None, "what is broadcast")[0]
 
     def tell_all(self, value: T) -> list[T]:
         """See `OneHost`."""
-        self._told += 1
-        _write(f"tell/{self._told}/{self.index}", value)
-        return [self._read(f"tell/{self._told}/{k}") for k in range(self.count)]
+        return self._tell(value, "what each host tells")
 
-    def _read(self, key):
-        """Waits for what another host writes, as long as no host has failed."""
-        until_s = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                return json.loads(runtime.read_key(key, _LOOK_S))
-            except tf.errors.OpError as error:
-                late = isinstance(error, tf.errors.DeadlineExceededError)
-                server.check(wait=not late)
-                if not late or time.monotonic() > until_s:
-                    raise
+    def _tell(self, value, purpose):
+        with process_group.explained():
+            told = self._communicator.all_gather(json.dumps(value).encode(), purpose)
+        return [json.loads(bytes(each)) for each in told]
 
-    def _sum_dense(self, tensors, purpose):
-        sums = [None] * len(tensors)
-        floats = [*map(_as_floats, tensors)]
-        for places in _buckets(floats):
-            parts = [floats[i] for i in places]
-            # One bucket of a purpose is told from the next by its place.
-            total = self._sum_one(tf.concat(parts, 0), f"{purpose} {places[0]}")
-            totals = tf.split(total, [part.shape[0] for part in parts])
-            for i, part in zip(places, totals, strict=True):
-                sums[i] = _of_floats(part, tensors[i])
-        return sums
+    def _sum_one(self, buffer, purpose, wire):
+        """Adds a flat buffer."""
+        # There is nothing to be gained with doubles.
+        wire = wire if buffer.dtype == tf.float32 else None
 
-    def _sum_one(self, buffer, purpose):
-        """Adds a buffer, whose size the graph may have to find out."""
-        size = buffer.shape.num_elements()
-        if size is None:
-            size = tf.size(buffer, tf.int64)
-        key = _key(f"{purpose} {buffer.dtype.name}", size)
-        return runtime.collective_sum(buffer, self.count, key, self._order.handle)
+        def add(array):
+            return [self._communicator.all_reduce(array, purpose, wire)]
 
-    def _join_slices(self, slices, purpose):
-        """Joins the rows of all hosts, variable by variable, the first host's first."""
-        mine = tf.stack([tf.size(each.indices, tf.int64) for each in slices])
-        counts = tf.scatter_nd([[self.index]], [mine], [self.count, len(slices)])
-        counts = self._sum_one(tf.reshape(counts, [-1]), f"rows of {purpose}")
-        counts = tf.reshape(counts, [self.count, len(slices)])
-        starts = tf.reduce_sum(counts[: self.index], axis=0)
-        totals = tf.reduce_sum(counts, axis=0)
-        joined = []
-        for k, each in enumerate(slices):
-            name = f"{purpose} {k}"
-            place = starts[k], totals[k]
-            joined.append(
-                tf.IndexedSlices(
-                    self._placed(each.values, *place, f"values of {name}"),
-                    self._placed(each.indices, *place, f"indices of {name}"),
-                    each.dense_shape,
-                )
-            )
-        return joined
+        (total,) = self._meet(add, [buffer], [buffer.dtype])
+        total.set_shape(buffer.shape)
+        return total
 
-    def _placed(self, rows, start, total, purpose):
-        """Adds zeros and the rows of this host, at their place among those of all."""
-        wide, start = bits_of(rows), tf.cast(start, tf.int64)
-        room = tf.cast(_rounded_up(total), tf.int64)
-        before = tf.stack([start, room - start - tf.shape(wide, tf.int64)[0]])
-        others = tf.zeros([wide.shape.rank - 1, 2], tf.int64)
-        placed = tf.pad(wide, tf.concat([[before], others], axis=0))
-        known = total if isinstance(total, int) else None
-        placed.set_shape([known, *wide.shape[1:]])
-        flat = self._sum_one(tf.reshape(placed, [-1]), f"{purpose} {wide.shape[1:]}")
-        whole = tf.reshape(flat, tf.shape(placed))[:total]
-        whole = _of_bits(whole, rows)
-        whole.set_shape([known, *rows.shape[1:]])
+    def _rows(self, rows, purpose):
+        """Puts the rows of all hosts together, the first host's first."""
+
+        def gather(array):
+            parts = self._communicator.all_gather(_as_bytes(array), purpose)
+            # They lie side by side in one array.
+            whole = parts[0].obj.view(array.dtype)
+            return [whole.reshape(-1, *array.shape[1:])]
+
+        (whole,) = self._meet(gather, [rows], [rows.dtype])
+        whole.set_shape([None, *rows.shape[1:]])
         return whole
 
+    def _join(self, slices, purpose):
+        """Joins the rows of all hosts, the first host's first."""
+        return tf.IndexedSlices(
+            self._rows(slices.values, f"values of {purpose}"),
+            self._rows(slices.indices, f"indices of {purpose}"),
+            slices.dense_shape,
+        )
 
-def _write(key, value):
-    try:
-        runtime.write_key(key, json.dumps(value))
-    except tf.errors.OpError:
-        # It is the first host that keeps what is written.
-        server.check(wait=True)
-        raise
+    def _meet(
+        self,
+        function: Callable[..., Sequence[np.ndarray]],
+        inputs: Sequence[tf.Tensor],
+        types: Sequence[tf.DType],
+    ) -> list[tf.Tensor]:
+        """Calls a function of arrays at this place in the order of collectives."""
+
+        def call(order, *arrays):
+            try:
+                return [order, *function(*arrays)]
+            except Exception as error:
+                # TensorFlow would log the whole traceback, twice.
+                raise error.with_traceback(None) from None
+
+        # It has a side effect, and waits for the one before.
+        inputs = [self._order.read_value(), *inputs]
+        order, *results = tf.numpy_function(call, inputs, [tf.float32, *types])
+        self._order.assign(tf.ensure_shape(order, []))
+        return results
 
 
-def _buckets(tensors: Sequence[tf.Tensor]) -> Iterator[list[int]]:
+def _buckets(
+    tensors: Sequence[tf.Tensor], wires: Sequence[np.dtype | None]
+) -> Iterator[list[int]]:
     """Yields the places of tensors of one type that are added in one buffer.
 
     The last gradients come first, as the backward pass computes them first.
     """
     by_type = collections.defaultdict(list)
     for i in reversed(range(len(tensors))):
-        by_type[tensors[i].dtype].append(i)
-    for dtype, every in by_type.items():
+        by_type[tensors[i].dtype, wires[i]].append(i)
+    for (dtype, _), every in by_type.items():
         places, size = [], 0
         for i in every:
             places.append(i)
@@ -306,71 +328,22 @@ def _buckets(tensors: Sequence[tf.Tensor]) -> Iterator[list[int]]:
             yield places
 
 
-def _as_floats(tensor):
-    """A flat tensor of floats to add; of an integer, its four parts of 16 bits."""
+def _widened(tensor):
+    """A flat tensor of a type that NumPy adds, and that loses nothing."""
     flat = tf.reshape(tensor, [-1])
-    if flat.dtype.is_floating:
-        return flat if flat.dtype == tf.float64 else tf.cast(flat, tf.float32)
-    flat = tf.cast(flat, tf.int64)
-    parts = [
-        tf.bitwise.bitwise_and(tf.bitwise.right_shift(flat, shift), _MASK)
-        for shift in _SHIFTS
-    ]
-    return tf.cast(tf.concat(parts, 0), tf.float32)
+    if not flat.dtype.is_floating:
+        return tf.cast(flat, tf.int64)
+    return flat if flat.dtype == tf.float64 else tf.cast(flat, tf.float32)
 
 
-def _of_floats(total, like):
-    """What `_as_floats` made of a tensor, added up."""
-    if not like.dtype.is_floating:
-        parts = tf.split(tf.cast(total, tf.int64), len(_SHIFTS))
-        # As integers are added, what is too large is lost.
-        total = tf.add_n(
-            tf.bitwise.left_shift(part, shift)
-            for part, shift in zip(parts, _SHIFTS, strict=True)
-        )
-    return tf.cast(tf.reshape(total, like.shape), like.dtype)
-
-
-def bits_of(rows: tf.Tensor) -> tf.Tensor:
-    """Returns rows as a type of which nothing is lost when zeros are added."""
-    if rows.dtype in _OF_SIZE:
-        # Of floats, minus zero would become zero.
-        return tf.bitcast(rows, _OF_SIZE[rows.dtype])
-    return tf.cast(rows, tf.float32 if rows.dtype.is_floating else tf.int64)
-
-
-def _of_bits(whole, rows):
-    if rows.dtype in _OF_SIZE:
-        return tf.bitcast(whole, rows.dtype)
-    return tf.cast(whole, rows.dtype)
-
-
-def _rounded_up(rows: Any) -> Any:
-    """A size of which there are few: TensorFlow keeps a record of each that it adds.
-
-    Of a number that is known there are few already. Of others, there are eight between
-    a power of two and the next.
-    """
-    if isinstance(rows, int):
-        return rows
-    rows = tf.cast(rows, tf.int64)
-    powers = tf.constant([2**k for k in range(4, 62)], tf.int64)
-    bits = tf.reduce_sum(tf.cast(rows >= powers, tf.int64))
-    unit = tf.bitwise.left_shift(tf.ones([], tf.int64), bits)
-    return -(-rows // unit) * unit
-
-
-def _key(purpose: str, size: Any) -> Any:
-    """A key that belongs to a purpose and a size: a counter could differ by host."""
-    first = zlib.crc32(purpose.encode())
-    key = (first + size * 2654435761) % (2**31 - 1)
-    return key if isinstance(key, int) else tf.cast(key, tf.int32)
+def _as_bytes(array):
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 @functools.cache
-def this_host(timeout_s: float = 600.0) -> OneHost:
+def this_host() -> OneHost:
     """Returns this process's place among the hosts that it trains with."""
-    membership = server.joined()
+    membership = process_group.joined()
     if membership is None:
         return ONE_HOST
-    return Cluster(membership.names, membership.rank, timeout_s)
+    return Cluster(membership.names, membership.rank, process_group.communicator())

@@ -343,8 +343,7 @@ def combine_totals(
         else:
             combined.append(tf.add_n(values))
     for i, extreme in extremes.items() if hosts.count > 1 else ():
-        each = combined[i][tf.newaxis]
-        each = hosts.gather(each, hosts.index, hosts.count, f"extreme {i}")
+        each = hosts.stack(combined[i], f"extreme {i}")
         combined[i] = extreme(each, axis=0)
     sums = [None if i in extremes else total for i, total in enumerate(combined)]
     sums = hosts.sum(sums, "totals")

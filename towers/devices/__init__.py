@@ -6,7 +6,7 @@ it in words.
 """
 
 from towers.devices.configuration import Devices, configure
-from towers.devices.listing import table
+from towers.devices.listing import rows, table
 from towers.devices.names import HOST, is_gpu, resolve
 
-__all__ = ["HOST", "Devices", "configure", "is_gpu", "resolve", "table"]
+__all__ = ["HOST", "Devices", "configure", "is_gpu", "resolve", "rows", "table"]

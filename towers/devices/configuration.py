@@ -2,17 +2,17 @@
 
 `configure` decides which GPUs are visible, how their memory is taken and what
 stands in for GPUs where there are none. It must come before anything runs on
-TensorFlow, and leaves TensorFlow uninitialised, so that collectives between hosts
-can still be set up after it.
+TensorFlow, and leaves TensorFlow uninitialised.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.cluster import server
+from towers.cluster import process_group
 from towers.devices import nvml
 from towers.devices.names import HOST
 from towers.devices.wish import Wish
@@ -76,9 +76,8 @@ def configure(
             kernel for it.
         log_device_placement: Whether TensorFlow logs the device of every operation.
         hosts: "auto" to train together with the other processes that a launcher has
-            started, if it has started others: `towers.launch`, Slurm, or what sets
-            TF_CONFIG. It waits for them, and TensorFlow is initialised then. None: this
-            process trains alone.
+            started, if it has started others: `towers.launch`, Slurm, Ray Train, or
+            what sets TF_CONFIG. It waits for them. None: this process trains alone.
 
     Returns:
         The devices. `towers` has one device string for each tower.
@@ -95,6 +94,7 @@ def configure(
         gpu_split,
         local_parameter_device,
     )
+    joined = process_group.join_as_started(hosts) if hosts is not None else None
     startup.prepare_gpus()
     with startup.quiet_gpus():
         gpus = tf.config.list_physical_devices("GPU")
@@ -106,13 +106,12 @@ def configure(
         towers, physical = _name_gpus(gpus, chosen, gpu_split)
         memory, note = _memory_in_words(wish), ""
     else:
-        towers = _set_up_cpus((num_gpus or 1) * gpu_split)
+        hosts_here = joined.count_here if joined else 1
+        towers = _set_up_cpus((num_gpus or 1) * gpu_split, hosts_here)
         physical, memory = (), Devices.memory
         note = _stand_in_note(len(towers), wish)
     tf.config.set_soft_device_placement(soft_placement)
     tf.debugging.set_log_device_placement(log_device_placement)
-    if hosts is not None:
-        server.join_as_started(hosts)
     on_first = local_parameter_device == "gpu"
     if local_parameter_device is None:
         # To and from the host, they would take longer than a step.
@@ -225,7 +224,7 @@ def _name_gpus(
     )
 
 
-def _set_up_cpus(count: int) -> tuple[str, ...]:
+def _set_up_cpus(count: int, hosts_here: int) -> tuple[str, ...]:
     """Splits the CPU into at least `count` logical CPUs and names that many."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     existing = len(tf.config.get_logical_device_configuration(cpu) or [None])
@@ -235,12 +234,13 @@ def _set_up_cpus(count: int) -> tuple[str, ...]:
             tf.config.set_logical_device_configuration(cpu, parts)
         except RuntimeError as error:
             raise _too_late(f"{count} logical CPUs") from error
-        _divide_threads(count)
+    if existing < count or hosts_here > 1:
+        _divide_threads(count * hosts_here)
     return tuple(f"/device:CPU:{index}" for index in range(count))
 
 
 def _divide_threads(towers: int) -> None:
-    """Gives each tower its part of the cores, unless the user has divided them.
+    """Gives each tower on this machine its part of the cores, unless the user has.
 
     Otherwise each operation of each tower would spread over all cores, and towers that
     run side by side would wait for one another there: a step of a small network then
@@ -250,7 +250,9 @@ def _divide_threads(towers: int) -> None:
     chosen = threads.get_intra_op_parallelism_threads()
     if not (chosen or "TF_NUM_INTRAOP_THREADS" in os.environ):
         cores = os.cpu_count() or 1
-        threads.set_intra_op_parallelism_threads(max(1, cores // towers))
+        # Once TensorFlow is initialised, its threads stay.
+        with contextlib.suppress(RuntimeError):
+            threads.set_intra_op_parallelism_threads(max(1, cores // towers))
 
 
 def _too_late(wish: str) -> RuntimeError:

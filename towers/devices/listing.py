@@ -13,15 +13,20 @@ from towers.devices.configuration import Devices
 from towers.program import words
 
 _WIDTH = 100
-_RIGHT_ALIGNED = "tower", "smi", "memory", "local batch"
+_RIGHT_ALIGNED = "tower", "host", "smi", "memory", "local batch"
 
 
-def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str:
+def table(
+    devices: Devices,
+    per_tower_batch: Sequence[int] | None = None,
+    hosts: Mapping[str, Sequence[Mapping[str, str]]] | None = None,
+) -> str:
     """Describes the towers in plain text of at most 100 columns.
 
     Args:
         devices: What `configure` returned.
         per_tower_batch: Each tower's local batch, in examples.
+        hosts: With several hosts, what `rows` has returned on each, by its name.
 
     Returns:
         Lines without a final newline: a row for each tower, then the home of the
@@ -30,18 +35,21 @@ def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str
     Raises:
         ValueError: If there is not one local batch for each tower.
     """
-    if per_tower_batch is not None and len(per_tower_batch) != len(devices.towers):
-        raise ValueError(
-            f"per_tower_batch has {words.count(len(per_tower_batch), 'size')} for "
-            f"{words.count(len(devices.towers), 'tower')}; give one for each tower."
-        )
-    rows = _gpu_rows(devices) if devices.physical else _cpu_rows(devices)
+    every = rows(devices, per_tower_batch)
+    if hosts:
+        every = [
+            {"tower": "", "host": str(k), **row}
+            for k, mine in enumerate(hosts.values())
+            for row in mine
+        ]
+        for tower, row in enumerate(every):
+            row["tower"] = str(tower)
+    lines = _aligned(every)
+    if hosts:
+        lines += _wrapped(f"{words.count(len(hosts), 'host')}: {', '.join(hosts)}.")
     if per_tower_batch is not None:
-        for row, size in zip(rows, per_tower_batch, strict=True):
-            row["local batch"] = str(size)
-    lines = _aligned(rows)
-    if per_tower_batch is not None:
-        size = words.count(sum(per_tower_batch), "example")
+        total = sum(int(row["local batch"]) for row in every)
+        size = words.count(total, "example")
         lines += _wrapped(f"Each step takes {size}: the sum of the local batches.")
     lines += _wrapped(f"Variables live on {devices.home}, {_home_in_words(devices)}.")
     if devices.physical:
@@ -49,6 +57,22 @@ def table(devices: Devices, per_tower_batch: Sequence[int] | None = None) -> str
     if devices.note:
         lines += _wrapped(f"Note: {devices.note}")
     return "\n".join(lines)
+
+
+def rows(
+    devices: Devices, per_tower_batch: Sequence[int] | None = None
+) -> list[dict[str, str]]:
+    """Returns the table's cells by column, a row for each tower; as for `table`."""
+    if per_tower_batch is not None and len(per_tower_batch) != len(devices.towers):
+        raise ValueError(
+            f"per_tower_batch has {words.count(len(per_tower_batch), 'size')} for "
+            f"{words.count(len(devices.towers), 'tower')}; give one for each tower."
+        )
+    found = _gpu_rows(devices) if devices.physical else _cpu_rows(devices)
+    if per_tower_batch is not None:
+        for row, size in zip(found, per_tower_batch, strict=True):
+            row["local batch"] = str(size)
+    return found
 
 
 def _home_in_words(devices: Devices) -> str:
@@ -110,13 +134,15 @@ def _cpu_model() -> str:
 
 
 def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Sets rows of equal keys out in columns, the model cut to what fits."""
-    cells = [{key: key for key in rows[0]}, *rows]
+    """Sets rows out in columns, the model cut to what fits."""
+    # A host without GPUs tells less of its towers.
+    keys = [*max(rows, key=len)]
+    cells = [{key: key for key in keys}, *rows]
     cells = [
-        {key: text.encode("ascii", "replace").decode() for key, text in row.items()}
+        {key: row.get(key, "").encode("ascii", "replace").decode() for key in keys}
         for row in cells
     ]
-    widths = {key: max(len(row[key]) for row in cells) for key in rows[0]}
+    widths = {key: max(len(row[key]) for row in cells) for key in keys}
     too_wide = sum(widths.values()) + 2 * (len(widths) - 1) - _WIDTH
     if too_wide > 0:
         widths["model"] = max(widths["model"] - too_wide, len("model"))

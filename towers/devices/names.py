@@ -6,13 +6,14 @@ Everything else works on the strings alone, so that logical CPUs can test it.
 import re
 from collections.abc import Sequence
 
+import tensorflow as tf
+
 from towers.devices.wish import check_unique, is_int
-from towers.keras_adapter import runtime
 
 HOST = "/device:CPU:0"
 
 _DEVICE = re.compile(
-    r"(?:/job:\w+/replica:0/task:\d+)?/?(?:device:)?(CPU|GPU):(\d+)", re.IGNORECASE
+    r"(?:/job:localhost/replica:0/task:0)?/?(?:device:)?(CPU|GPU):(\d+)", re.IGNORECASE
 )
 
 
@@ -77,8 +78,12 @@ def _canonical(text: str) -> str | None:
 
 
 def _logical_devices() -> list[str]:
-    """Lists this process's CPUs and GPUs, without the job that a cluster names."""
-    names = (name.rpartition("/")[2] for name in runtime.own_devices())
+    """Lists this process's CPUs and GPUs.
+
+    In a cluster the names carry a job and the other hosts' devices are listed
+    too: without the job these are repeats, dropped here.
+    """
+    names = (d.name.rpartition("/")[2] for d in tf.config.list_logical_devices())
     return [d for d in dict.fromkeys(f"/{name}" for name in names) if _canonical(d)]
 
 

@@ -1,9 +1,12 @@
 """Says what is wrong with this machine if training does not start or is slow.
 
     python -m towers.doctor --model_dir=runs/mine
+    python -m towers.doctor --hosts=node0:8476,node1:8476
 
 It prints a line for each check: "ok", "note" (good to know) or "wrong", with what was
 found, what was expected and what to do. It trains nothing and leaves no files.
+With --hosts, which is run on each host at the same time, it checks names, ports,
+versions, clocks and the network between them.
 Exit codes: 0 nothing is wrong; 1 error; 2 something is wrong; 130 stopped by Ctrl-C.
 """
 
@@ -33,7 +36,13 @@ def main(argv: Sequence[str]) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see towers/_start.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        found = say(checks(options), options.json)
+        if options.hosts is None:
+            found = say(checks(options), options.json)
+        else:
+            found = say(between_hosts(options), options.json)
+    except ValueError as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{_PROGRAM}: Stopped by Ctrl-C.", file=sys.stderr)
         return 130
@@ -65,9 +74,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="Number of towers. Default: all GPUs; without a GPU, 2 logical CPUs.",
     )
     parser.add_argument(
+        "--hosts",
+        help="Check hosts instead of this machine: the address of each, such as "
+        "node0:8476,node1:8476, or auto in a process that a launcher has started. Run "
+        "it on each of them at the same time, with the same TOWERS_TOKEN.",
+    )
+    parser.add_argument(
+        "--host_rank",
+        type=int,
+        help="With --hosts: which of them this one is, from 0. Default: the one that "
+        "is on this machine.",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="Print JSON instead of lines."
     )
     options = parser.parse_args(argv)
+    if options.host_rank is not None and options.hosts in (None, "auto"):
+        raise ValueError(
+            f"Received --host_rank={options.host_rank} without addresses in --hosts; "
+            "expected both, or neither."
+        )
     if options.num_gpus is not None and options.num_gpus < 1:
         raise ValueError(
             f"Received --num_gpus={options.num_gpus}; expected at least 1."
@@ -103,6 +129,18 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
     yield "open files", host.open_files
     yield "memory", host.memory
     yield "cores", host.cores
+
+
+def between_hosts(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
+    """The checks of several hosts, as `checks`.
+
+    Raises:
+        ValueError: The flags name no hosts.
+    """
+    # Without NumPy, the doctor can still look at this machine.
+    from towers.doctor import hosts
+
+    yield from hosts.Hosts(hosts.place(options.hosts, options.host_rank)).checks()
 
 
 def say(named: Iterator[tuple[str, Check]], as_json: bool) -> list[tuple[str, Finding]]:

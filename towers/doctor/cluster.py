@@ -5,8 +5,8 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 
-from towers.cluster import tf_config
 from towers.cluster.addresses import split
+from towers.cluster.launchers import tf_config
 from towers.doctor.finding import Finding, note, ok, wrong
 from towers.program import words
 
@@ -24,7 +24,7 @@ def check(environ: Mapping[str, str] = os.environ, resolve_s: float = 5.0) -> Fi
         return wrong(str(error), received=text)
     addresses = [each for listed in cluster.values() for each in listed]
     found = f"{words.count(len(addresses), 'task')}, this one is {kind} {index}"
-    doubts = _unknown(addresses, resolve_s)
+    doubts = unknown(addresses, resolve_s)
     if kind != tf_config.OUTSIDE:
         doubts += _taken(cluster[kind][index])
     if doubts:
@@ -32,7 +32,7 @@ def check(environ: Mapping[str, str] = os.environ, resolve_s: float = 5.0) -> Fi
     return ok(found, cluster=cluster)
 
 
-def _unknown(addresses: Sequence[str], limit_s: float) -> list[str]:
+def unknown(addresses: Sequence[str], limit_s: float) -> list[str]:
     """Says which hosts' names cannot be resolved here."""
     hosts = dict.fromkeys(split(address)[0] for address in addresses)
     unknown = set(hosts)

@@ -28,18 +28,22 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from towers.cluster import process_group
+from towers.cluster.heartbeat import HostFailedError
+from towers.collectives.hosts import this_host
 from towers.devices import Devices
 from towers.find_batch_size import search
 from towers.find_batch_size.search_flags import Search
 from towers.input_pipeline import free_memory
 from towers.program import startup
 from towers.program.commands import quieten
+from towers.program.ending import ANOTHER_FAILED
 from towers.train.job import check_reduction
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
@@ -85,7 +89,10 @@ def main(settings: Search) -> int:
     # It is for JSON; a model of the user's may print.
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            probe(settings, tell)
+            with process_group.together():
+                probe(settings, tell)
+        except HostFailedError:
+            return ANOTHER_FAILED  # which says why
         except Exception as error:  # whatever it is, the search says it
             traceback.print_exc()
             if shortage := no_memory(f"{type(error).__name__}: {error}"):
@@ -107,14 +114,14 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
         ValueError: If any input is bad.
     """
     devices = configure_devices(settings)
-    ratios = split_ratios(settings, devices)
+    ratios, towers = of_all_hosts(split_ratios(settings, devices), devices.towers)
     check_reduction(settings, devices)
     unit = search.unit(ratios)
     settings = settings.but(batch_size=max(settings.batch_size // unit, 1) * unit)
     gpus = bool(devices.physical)
     tell(
         batch_size=settings.batch_size,
-        towers=devices.towers,
+        towers=towers,
         split_ratios=ratios,
         memory="GPU" if gpus else "process",
         note=devices.note,
@@ -152,6 +159,20 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
         examples_per_sec=settings.batch_size / step_s,
         step_ms=1000 * step_s,
         peak_memory_mb=peak_memory_mb(devices),
+    )
+
+
+def of_all_hosts(
+    ratios: Sequence[int], towers: Sequence[str]
+) -> tuple[list[int], list[str]]:
+    """Returns the ratios and the names of the towers of all hosts, of this one's."""
+    every = this_host().tell_all([[*ratios], [*towers]])
+    if len(every) == 1:
+        return [*ratios], [*towers]
+    named = enumerate(names for _, names in every)
+    return (
+        [ratio for mine, _ in every for ratio in mine],
+        [f"host {k} {name}" for k, names in named for name in names],
     )
 
 
@@ -240,7 +261,8 @@ def limit_memory(limit_mb: int | None) -> None:
     taken_mb = _of_process_mb("VmData")
     if limit_mb is None:
         # So that the kernel ends no other process.
-        limit_mb = taken_mb + _SHARE_OF_FREE * free_memory() / 2**20
+        free = free_memory() / this_host().count
+        limit_mb = taken_mb + _SHARE_OF_FREE * free / 2**20
     elif limit_mb <= taken_mb:
         raise ValueError(
             f"Received --memory_limit_mb={limit_mb}; expected at least "

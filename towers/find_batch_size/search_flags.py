@@ -19,6 +19,7 @@ _PROBE = {"module_name": "Each size"}
 class Search(Settings):
     """What to train, and which batch sizes to try; flags say what each means."""
 
+    hosts: int | None = None
     max_batch_size: int | None = None
     plot: str | None = None
     json: bool = False
@@ -66,17 +67,14 @@ flags.DEFINE_integer(
     **_PROBE,
 )
 
+command_line.define_hosts()
+
 
 def read(argv: Sequence[str], doc: str) -> Search:
     """Reads the flags, and checks them, as `towers.train.flags.read` does."""
-    ours = command_line.below(each["module_name"] for each in (_SEARCH, _PROBE))
-    command_line.read(
-        argv,
-        doc,
-        {**ours, **train_flags.groups(train_flags.MAIN)},
-        {**ours, **train_flags.groups()},
-        example="--model=cnn",
-    )
+    own = [each["module_name"] for each in (_SEARCH, _PROBE)]
+    ours = command_line.below([*own, command_line.HOSTS])
+    train_flags.read_with(ours, argv, doc)
     search = checks.check(command_line.settings(Search))
     check_plot(search.plot, "batch_size.png", "batch_size.svg")
     return search

@@ -21,6 +21,11 @@ def compile_config(model: keras.Model) -> Any:
     return getattr(model, "_compile_config", None)
 
 
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Returns what `compile` was given last, by name; nothing before the first."""
+    return getattr(compile_config(model), "config", {})
+
+
 def compiled_loss(model: keras.Model) -> Any:
     """Returns Keras's `CompileLoss`, the sum of all compiled losses, or `None`.
 

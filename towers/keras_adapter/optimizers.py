@@ -25,7 +25,12 @@ def iterations_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable
 
 
 def learning_rate_variable(optimizer: Any) -> Any:
-    """Returns the variable that holds an optimizer's learning rate, or its schedule."""
+    """Returns the variable that holds an optimizer's learning rate, or its schedule.
+
+    It is that of the innermost optimizer, where others wrap it.
+    """
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
     return optimizer._learning_rate
 
 

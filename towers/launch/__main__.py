@@ -7,7 +7,8 @@
 What follows -- are flags of towers.train, a Python file or -m and a module, each with
 arguments, or a command. If one host fails, all end, and --max_restarts allows a new
 start from the last checkpoint. With --host_rank, each machine runs one launcher, and
-TOWERS_TOKEN has the same secret on all of them.
+TOWERS_TOKEN has the same secret on all of them. With --launcher=ray, Ray Train starts
+the hosts on the nodes of its cluster.
 Exit codes: 0 done; 75 another host failed; 130 stopped by Ctrl-C; 143 by SIGTERM; else
 that of the host that failed first, with 128 and its number for a signal.
 """
@@ -28,7 +29,12 @@ def main(argv: Sequence[str]) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see towers/_start.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return supervisor.run(arguments.read(argv, __doc__), os.environ)
+        options = arguments.read(argv, __doc__)
+        if options.launcher == "ray":
+            from towers.launch.on_ray import driver  # imports Ray
+
+            return driver.run(options)
+        return supervisor.run(options, os.environ)
     except KeyboardInterrupt:
         return 130  # before there was anything to stop
     except (ValueError, OSError) as error:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import math
 import re
@@ -32,6 +33,9 @@ class Options:
         fail_seconds: How long they may take to end when one has failed.
         max_restarts: How often all are started anew.
         log_dir: Where the output of hosts other than the first goes; `None` to choose.
+        launcher: "local" to start processes of its own, "ray" for Ray Train.
+        num_cpus: CPUs that Ray reserves for each host.
+        placement_strategy: How Ray spreads the hosts over its nodes.
     """
 
     least: int
@@ -45,6 +49,9 @@ class Options:
     fail_seconds: float = 30.0
     max_restarts: int = 0
     log_dir: str | None = None
+    launcher: str = "local"
+    num_cpus: int = 1
+    placement_strategy: str = "PACK"
 
 
 # Each flag's value, as the help names it, its type, and what it is for.
@@ -91,9 +98,28 @@ _FLAGS = {
         "Folder for host1.log and so on, the output of hosts other than the first. "
         "Default: the --model_dir after --, else a temporary folder.",
     ),
+    "launcher": (
+        *("local|ray", str),
+        "local: start processes here. ray: start them by Ray Train, on its cluster, or "
+        "on one that is started here.",
+    ),
+    "num_cpus": (
+        *("N", int),
+        "With --launcher=ray: number of CPUs that Ray reserves for each host.",
+    ),
+    "placement_strategy": (
+        *("NAME", str),
+        "With --launcher=ray: how it spreads hosts over nodes: PACK, SPREAD, "
+        "STRICT_PACK or STRICT_SPREAD.",
+    ),
 }
 # torchrun's, where it has them.
-_DEFAULTS = {"join_seconds": JOIN_SECONDS, "fail_seconds": 30.0, "max_restarts": 0}
+_DEFAULTS = {
+    **{"join_seconds": JOIN_SECONDS, "fail_seconds": 30.0, "max_restarts": 0},
+    **{"launcher": "local", "num_cpus": 1, "placement_strategy": "PACK"},
+}
+# Ray's words.
+_PLACEMENTS = "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"
 
 
 def read(argv: Sequence[str], doc: str) -> Options:
@@ -134,7 +160,8 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     parser = Parser("towers.launch", doc)
     for name, (value, kind, text) in _FLAGS.items():
         default = _DEFAULTS.get(name)
-        said = f"{text} Default: {default:g}." if default is not None else text
+        shown = f"{default:g}" if isinstance(default, float) else default
+        said = f"{text} Default: {shown}." if default is not None else text
         parser.add_argument(
             f"--{name}", metavar=value, type=kind, default=default, help=said
         )
@@ -153,7 +180,7 @@ def _hosts(text: str | None) -> tuple[int, int]:
 
 
 def _check(found: dict, least: int, most: int) -> None:
-    for name, bound in (("num_gpus", 1), ("max_restarts", 0)):
+    for name, bound in (("num_gpus", 1), ("num_cpus", 1), ("max_restarts", 0)):
         if found[name] is not None and found[name] < bound:
             raise ValueError(
                 f"Received --{name}={found[name]}; expected at least {bound}."
@@ -162,6 +189,18 @@ def _check(found: dict, least: int, most: int) -> None:
         if not 0 < found[name] < math.inf:
             raise ValueError(
                 f"Received --{name}={found[name]:g}; expected a number of seconds."
+            )
+    if found["launcher"] == "ray":
+        return _check_ray(found)
+    if found["launcher"] != "local":
+        raise ValueError(
+            f"Received --launcher={found['launcher']}; expected local or ray."
+        )
+    for name in ("num_cpus", "placement_strategy"):
+        if found[name] != _DEFAULTS[name]:
+            raise ValueError(
+                f"Received --{name}={found[name]} without --launcher=ray; expected "
+                "both or neither."
             )
     rank = found["host_rank"]
     for name in ("coordinator", "interface"):
@@ -188,10 +227,30 @@ def _check(found: dict, least: int, most: int) -> None:
         )
 
 
+def _check_ray(found: dict) -> None:
+    for name in ("host_rank", "coordinator", "log_dir"):
+        if found[name] is not None:
+            raise ValueError(
+                f"Received --{name} with --launcher=ray; expected neither, as Ray "
+                "chooses the nodes, and keeps what hosts write."
+            )
+    if found["placement_strategy"] not in _PLACEMENTS:
+        raise ValueError(
+            f"Received --placement_strategy={found['placement_strategy']}; expected "
+            f"{', '.join(_PLACEMENTS[:-1])} or {_PLACEMENTS[-1]}."
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(
+            "Received --launcher=ray, but Ray is not installed; run: pip install "
+            "'keras-towers[ray]'"
+        )
+
+
 def _command(theirs: Sequence[str], found: dict) -> tuple[tuple[str, ...], dict]:
     """Returns what a host runs, and what else that says of the launch."""
     first = theirs[0] if theirs else "--"
-    if first == "-m" or first.endswith(".py"):
+    # A flag, too, may end with .py, such as --model=mine.py.
+    if re.fullmatch(r"-m|[^-].*\.py", first):
         return (sys.executable, *theirs), _log_dir(theirs, found)
     if not first.startswith("-"):
         return tuple(theirs), _log_dir(theirs, found)

@@ -2,11 +2,9 @@
 
 import dataclasses
 import queue
-import re
 import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from towers.launch.host import Host
 from towers.launch.strays import Strays
@@ -60,7 +58,6 @@ class Generation:
         self._stood: list[Host] = []  # had to be ended
         self._asleep: list[Host] = []  # were stopped when another one failed
         self._stopped: int | None = None
-        self._killed_before = _killed_for_memory()
 
     def run(self) -> Outcome:
         """Waits until all have ended, and sees to it once one has failed."""
@@ -73,16 +70,16 @@ class Generation:
                 ways.pop(0)()
                 limit = time.monotonic() + _TERM_SECONDS if ways else None
                 continue
-            if isinstance(event, Host):
-                self._running.discard(event)
-                if event.code and not self._stood:
-                    self._failed.append(event)
-                    # While hosts stop, the first one may still be saving.
-                    if event.code not in STOPPED and limit is None:
-                        limit = time.monotonic() + self._fail_seconds
-                        self._wake()
-            else:
+            if isinstance(event, int):
                 self._pass_on(event)
+                continue
+            self._running.discard(event)
+            if event.code and not self._stood:
+                self._failed.append(event)
+                # While hosts stop, the first one may still be saving.
+                if event.code not in STOPPED and limit is None:
+                    limit = time.monotonic() + self._fail_seconds
+                    self._wake()
         self._strays.end(_LAST_WORDS_S)
         for host in self._hosts:
             host.all_is_shown(_LAST_WORDS_S)
@@ -118,7 +115,7 @@ class Generation:
         )
         if first is not None:
             what = "was stopped" if first.code in STOPPED else "failed first"
-            said = f"{what}: {self._how(first)}"
+            said = f"{what}: {first.how}"
         elif self._asleep:
             first = self._asleep[0]
             said = "stood still, stopped as by SIGSTOP, until others had found that"
@@ -139,20 +136,3 @@ class Generation:
         log = f" (see {first.log})" if first.log else ""
         said = f"Host {first.rank} (pid {first.pid}) {said}{log}."
         return Outcome(code or 1, first.rank, said, self._stopped)
-
-    def _how(self, host: Host) -> str:
-        if host.code > 0:
-            return f"exit code {host.code}"
-        name = signal.Signals(-host.code).name
-        if host.code == -signal.SIGKILL and _killed_for_memory() > self._killed_before:
-            return f"{name}, by the kernel for want of memory"
-        return name
-
-
-def _killed_for_memory() -> int:
-    """How many processes the kernel has killed for want of memory; 0 if unknown."""
-    try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)
-    except OSError:
-        found = None
-    return int(found[1]) if found else 0

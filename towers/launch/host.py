@@ -1,11 +1,13 @@
 """One host of a run: a process with a session of its own, and where its output goes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 import psutil
@@ -29,6 +31,7 @@ class Host:
         environ: Mapping[str, str],
         log: str | None,
         ended: Callable[["Host"], None],
+        pass_fds: Sequence[int] = (),
     ):
         """Starts it.
 
@@ -38,13 +41,15 @@ class Host:
             environ: Its environment.
             log: See above; what is there stays. Errors are shown, too.
             ended: Is called in another thread once it has ended.
+            pass_fds: File descriptors that it inherits.
 
         Raises:
             ValueError: It cannot be started.
         """
         self.rank, self.log = rank, log
+        self._killed_before = _killed_for_memory()
         # A session: a terminal's Ctrl-C comes from the launcher, and so once.
-        options = {"env": environ, "start_new_session": True}
+        options = {"env": environ, "start_new_session": True, "pass_fds": pass_fds}
         if log is None:
             self._process = _started(command, **options)
         else:
@@ -70,6 +75,16 @@ class Host:
     def code(self) -> int | None:
         """Its exit code, negative for a signal; `None` while it runs."""
         return self._process.returncode
+
+    @property
+    def how(self) -> str:
+        """How it has ended, in words."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        name = signal.Signals(-self.code).name
+        if self.code == -signal.SIGKILL and _killed_for_memory() > self._killed_before:
+            return f"{name}, by the kernel for want of memory"
+        return name
 
     @property
     def is_stopped(self) -> bool:
@@ -133,6 +148,15 @@ def _write(file: IO, line: bytes) -> None:
             file.write(line)
     except OSError:
         pass
+
+
+def _killed_for_memory() -> int:
+    """How many processes the kernel has killed for want of memory; 0 if unknown."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)
+    except OSError:
+        found = None
+    return int(found[1]) if found else 0
 
 
 def _thread(target: Callable, *args) -> threading.Thread:

@@ -8,6 +8,8 @@ import contextlib
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 
@@ -25,9 +27,10 @@ class Strays:
         mark: What to add to the environment of a host.
     """
 
-    def __init__(self):
-        self.mark = {_NAME: f"{os.getpid()}-{secrets.token_hex(8)}"}
-        self._pipe: int | None = None
+    def __init__(self, mark: str | None = None):
+        """Makes a new mark, or takes the value of one."""
+        self.mark = {_NAME: mark or f"{os.getpid()}-{secrets.token_hex(8)}"}
+        self._watcher: subprocess.Popen | None = None
 
     def processes(self) -> list[psutil.Process]:
         """Lists the processes that run."""
@@ -57,33 +60,23 @@ class Strays:
     def watch(self, seconds: float) -> None:
         """Has a process of its own end them all when this one has gone.
 
-        To be called before there are threads.
-
         Args:
             seconds: How long they may take after SIGTERM, before SIGKILL.
         """
-        receive, self._pipe = os.pipe()
-        if os.fork():
-            os.close(receive)
-            return
-        os.close(self._pipe)
-        try:
-            self._wait_and_end(receive, seconds)
-        finally:
-            os._exit(0)
+        # A new process, as a fork of one with threads is not safe. Whoever reads this
+        # one's output sees its end.
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-P", __file__, self.mark[_NAME], str(seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
-    def _wait_and_end(self, receive: int, seconds: float) -> None:
-        os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        # Whoever reads the launcher's output sees its end.
-        nobody = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):
-            os.dup2(nobody, number)
-        while os.read(receive, 1):
-            pass
-        self.signal(signal.SIGTERM)
-        self.end(seconds)
+    def stop_watching(self) -> None:
+        """Has the watching process end them now, and waits for it."""
+        if self._watcher is not None:
+            self._watcher.communicate()
 
 
 def _has(process: psutil.Process, mark: Mapping[str, str]) -> bool:
@@ -95,3 +88,16 @@ def _has(process: psutil.Process, mark: Mapping[str, str]) -> bool:
         )
     except (psutil.Error, OSError):
         return False  # somebody else's, or gone
+
+
+def _main(mark: str, seconds: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.read()  # until nobody can write any more
+    strays = Strays(mark)
+    strays.signal(signal.SIGTERM)
+    strays.end(float(seconds))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

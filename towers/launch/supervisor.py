@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from towers.cluster import addresses, environment
 from towers.cluster.membership import Place
-from towers.launch import gpus
+from towers.launch import gpus, signals
 from towers.launch.arguments import Options
 from towers.launch.generation import STOPPED, Events, Generation, Outcome
 from towers.launch.host import Host
@@ -25,7 +25,7 @@ _LONGEST_PAUSE_S = 60
 _TIMES = 3
 _USAGE = 2
 # What hosts get for each signal: they have nothing to do with a terminal that goes.
-_SIGNALS = {
+SIGNALS = {
     **{each: each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)},
     signal.SIGHUP: signal.SIGTERM,
 }
@@ -39,10 +39,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     """
     supervisor = Supervisor(options, environ)
     supervisor.strays.watch(options.fail_seconds)
-    for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            # Such a queue may be filled while it is read.
-            signal.signal(number, lambda n, _: supervisor.events.put(_SIGNALS[n]))
+    signals.listen(SIGNALS, lambda n: supervisor.events.put(SIGNALS[n]))
     try:
         return supervisor.run()
     finally:
@@ -99,13 +96,13 @@ class Supervisor:
             if outcome.said and outcome.stopped is None:
                 say(outcome.said)
             last = generation == self._options.max_restarts
-            if last or not _may_go_on(outcome):
+            if last or not may_go_on(outcome):
                 break
             slot = None if outcome.rank is None else self._slot(outcome.rank)
             firsts.append(slot)
             if firsts[-_TIMES:] == [slot] * _TIMES:
                 self._leave_out(slot)
-            if number := self._pause(generation + 1):
+            if number := pause(self.events, generation + 1, self._options.max_restarts):
                 return 128 + number
         return outcome.code
 
@@ -122,20 +119,6 @@ class Supervisor:
             f"Host {rank} was the first to fail {_TIMES} times running, and is left "
             f"out: {words.count(len(self._slots), 'host')} go on{later}."
         )
-
-    def _pause(self, restart: int) -> int | None:
-        """Waits before a restart; returns the signal that forbids it, if one comes."""
-        seconds = min(_LONGEST_PAUSE_S, 2 ** (restart - 1))
-        say(
-            f"All hosts start again in {seconds} s "
-            f"(restart {restart} of {self._options.max_restarts})."
-        )
-        try:
-            while (number := self.events.get(timeout=seconds)) == signal.SIGUSR1:
-                pass
-            return number
-        except queue.Empty:
-            return None
 
     def _start(self, generation: int) -> list[Host]:
         options = self._options
@@ -189,10 +172,22 @@ class Supervisor:
         say(f"{said}.")
 
 
-def _may_go_on(outcome: Outcome) -> bool:
+def may_go_on(outcome: Outcome) -> bool:
     """Tells whether a restart may help."""
     wrong = outcome.code not in (0, _USAGE, *STOPPED)
     return wrong and outcome.stopped is None
+
+
+def pause(events: Events, restart: int, most: int) -> int | None:
+    """Waits before a restart; returns the signal that forbids it, if one comes."""
+    seconds = min(_LONGEST_PAUSE_S, 2 ** (restart - 1))
+    say(f"All hosts start again in {seconds} s (restart {restart} of {most}).")
+    try:
+        while (number := events.get(timeout=seconds)) == signal.SIGUSR1:
+            pass
+        return number
+    except queue.Empty:
+        return None
 
 
 def _token(environ: Mapping[str, str]) -> str:

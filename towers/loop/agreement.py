@@ -5,7 +5,7 @@ anything before all have heard it.
 """
 
 import contextlib
-import json
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,10 +13,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.cluster.membership import HostsDifferError
 from towers.collectives import batch
 from towers.collectives.hosts import OneHost
 from towers.devices import HOST
 from towers.keras_adapter.optimizers import learning_rate_variable
+from towers.loop import alike
+from towers.loop.host_times import HostTimes, measure_latency
 
 # What a host says of a batch: its rows, a digest of its first example, a wish to stop,
 # and the learning rate, which a callback may have changed.
@@ -30,10 +33,6 @@ _MOST, _PRIME = 2**16, 65521
 _GO_ON, _STOP_TRAINING = 0, 1
 # Of the sums for each batch of an evaluation, and at its end.
 _EVALUATED = "evaluated batch"
-
-
-class HostsDifferError(ValueError):
-    """Hosts that train together were not given the same."""
 
 
 class SignalReceived(Exception):
@@ -75,8 +74,12 @@ class Agreement:
     def wish(self, value: int) -> None:
         self._wish.assign(float(value))
 
-    def of_batch(self, data: Any) -> tf.Tensor:
+    def of_batch(self, data: Any, times: HostTimes | None = None) -> tf.Tensor:
         """Returns what this host says of a batch, to be added up over hosts.
+
+        Args:
+            data: The batch.
+            times: What it has measured of the last step, if anything.
 
         Returns:
             A tensor of shape (hosts, numbers), zeros but for this host's row.
@@ -85,9 +88,10 @@ class Agreement:
             rows = tf.cast(batch.batch_size(data) % _MOST, tf.float32)
             rate = self._learning_rate()
             rate = tf.zeros([]) if rate is None else tf.cast(rate.value, tf.float32)
-            return self._placed(
-                tf.stack([rows, _digest(data), self._wish.value(), rate])
-            )
+            said = tf.stack([rows, _digest(data), self._wish.value(), rate])
+            if times is not None:
+                said = tf.concat([said, times.latest()], axis=0)
+            return self._placed(said)
 
     @contextlib.contextmanager
     def before(self, told: tf.Tensor) -> Iterator[None]:
@@ -107,20 +111,24 @@ class Agreement:
         with tf.control_dependencies([checked]):
             yield
 
-    def set_learning_rate(self, told: tf.Tensor) -> None:
-        """Gives the optimizer the first host's learning rate, if it is a variable.
+    def hear(self, told: tf.Tensor, times: HostTimes | None = None) -> None:
+        """Does what the hosts that go on with a batch have said.
 
-        `told` is as for `before`.
+        The optimizer gets the first host's learning rate, if it is a variable.
+
+        Args:
+            told: As for `before`.
+            times: What `of_batch` was given.
         """
         rate = self._learning_rate()
         if rate is not None:
             rate.assign(tf.cast(told[0, _RATE], rate.dtype))
+        if times is not None:
+            times.hear(told[:, _NUMBERS:])
 
     def _learning_rate(self):
         """The variable, which a schedule has not."""
         optimizer = self._model.optimizer
-        while hasattr(optimizer, "inner_optimizer"):
-            optimizer = optimizer.inner_optimizer
         rate = None if optimizer is None else learning_rate_variable(optimizer)
         return rate if isinstance(rate, keras.Variable) else None
 
@@ -160,31 +168,19 @@ class Agreement:
                 raise
             self._check_batches(self._heard)
             self.left_a_batch = model.stop_training = True
+            # Keras takes it for the end of the data. `fit` puts an end to this.
+            warnings.filterwarnings("ignore", "Your input ran out of data")
             if (number := int(self._heard[:, _STOP].max())) > _STOP_TRAINING:
                 raise SignalReceived(number) from None
             raise
 
-    def check_same(self, what: str, value: Mapping[str, Any]) -> None:
-        """Refuses hosts that were given different values.
+    def check_alike(self, value: Mapping[str, Any]) -> None:
+        """Refuses hosts that were given different values; see `alike.check`."""
+        alike.check(self._hosts, value)
 
-        Args:
-            what: What they are of, such as "fit".
-            value: Names, and values that JSON can hold.
-
-        Raises:
-            HostsDifferError: On all hosts alike.
-        """
-        first, *others = self._hosts.tell_all(dict(value))
-        for k, other in enumerate(others, start=1):
-            for name in [*first, *(other.keys() - first.keys())]:
-                mine, theirs = first.get(name), other.get(name)
-                if mine != theirs:
-                    raise HostsDifferError(
-                        f"{self._names[0]} was given {_short(mine)} as {name} of "
-                        f"{what}, and {self._names[k]} {_short(theirs)}; hosts that "
-                        "train together have to run the same program with the same "
-                        "arguments."
-                    )
+    def measure_latency(self) -> None:
+        """Measures it once in a process, as all hosts do; see `HostTimes`."""
+        measure_latency(self._hosts)
 
     def any(self, value: bool) -> bool:
         """Tells whether something holds on any host."""
@@ -205,7 +201,7 @@ class Agreement:
 
     def _placed(self, mine):
         return tf.scatter_nd(
-            [[self._hosts.index]], [mine], [self._hosts.count, _NUMBERS]
+            [[self._hosts.index]], [mine], [self._hosts.count, mine.shape[0]]
         )
 
     def _end(self, told):
@@ -260,6 +256,9 @@ class FollowHosts(keras.callbacks.Callback):
 
 def _digest(data):
     """A number that tells nearly all batches apart, of their first examples."""
+    if (part := batch.part_of(data)) is not None:
+        # Hosts are given other rows of it.
+        return tf.cast(part.mark, tf.float32)
     total = tf.zeros([], tf.int64)
     for tensor in tf.nest.flatten(data, expand_composites=True):
         if tensor is None or tensor.shape.rank is None:
@@ -285,8 +284,3 @@ _INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 def _batch_of(said):
     rows = int(said[_ROWS])
     return f"a batch of {rows} examples" if rows else "none"
-
-
-def _short(value):
-    text = json.dumps(value)
-    return text if len(text) < 100 else f"{text[:97]}..."

@@ -12,8 +12,8 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +21,9 @@ import tensorflow as tf
 from towers.devices import HOST
 from towers.keras_adapter.graphs import is_stateful, run_independently
 from towers.keras_adapter.runtime import is_deterministic
+from towers.loop.host_times import HostTimes
+
+T = TypeVar("T")
 
 _SCOPE = "phases"
 
@@ -53,9 +56,14 @@ class Totals(NamedTuple):
 
 
 class StepTimers:
-    """Adds up the phases of a builder's steps."""
+    """Adds up the phases of a builder's steps.
 
-    def __init__(self, towers: int):
+    Attributes:
+        hosts: The same of all hosts, if there are several.
+    """
+
+    def __init__(self, towers: int, hosts: HostTimes | None = None):
+        self.hosts = hosts
         with tf.init_scope(), tf.device(HOST):
             zeros = tf.zeros([5 + towers], tf.float64)
             self._totals = tf.Variable(zeros, trainable=False)
@@ -118,18 +126,36 @@ class StepTimers:
         if self._times is not None:
             self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 
+    def over_hosts(
+        self, add: Callable[[], tuple[T, Any]], gradients: Sequence[Any]
+    ) -> tuple[T, Any]:
+        """Calls what adds gradients over hosts, and measures how long that takes.
+
+        Args:
+            add: Returns something, and the sums.
+            gradients: Of this host.
+        """
+        if self._times is None or self.hosts is None:
+            return add()
+        self.hosts.note_size(gradients)
+        begun = timestamp_after(gradients)
+        found, sums = add()
+        self._times["summed"] = begun, timestamp_after(sums)
+        return found, sums
+
     def add(self, parts: Sequence[float]) -> None:
         """Adds what any thread has measured, in the order of `Totals`."""
         with self._lock:
             self._added += parts
 
-    def _add(self, fetched, begun, placed, computed, done, received=None):
+    def _add(self, fetched, begun, placed, computed, done, received=None, summed=None):
         with tf.name_scope(_SCOPE), tf.device(HOST):
             last = self._last.read_value()
             # Of the time since the last step, that in which batches were fetched.
             ends = tf.minimum(fetched[:, 1:], begun)
             spans = _positive(ends - tf.maximum(fetched[:, :-1], last))
             waited, copied = tf.unstack(tf.reduce_sum(spans, axis=0))
+            between = begun - last - waited - copied
             begun = tf.maximum(begun, last)
             if received is not None:
                 placed = tf.maximum(placed, received)
@@ -149,7 +175,14 @@ class StepTimers:
                 *(each - placed for each in computed),
                 *idle,
             ]
-            self._totals.assign_add(tf.stack([_positive(part) for part in parts]))
+            parts = [_positive(part) for part in parts]
+            self._totals.assign_add(tf.stack(parts))
+            if self.hosts is not None and summed is not None:
+                steps, *spent, reduced = parts[:5]
+                added = _positive(summed[1] - summed[0])
+                between = tf.where(last > 0, _positive(between), 0.0)
+                others = [added, _positive(reduced - added), between]
+                self.hosts.note([steps, *spent, *others])
             self._last.assign(done)
 
 

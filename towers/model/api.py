@@ -12,7 +12,7 @@ from towers._deprecated import accepts_old_names
 from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.builders.strategies import STRATEGIES
-from towers.collectives.hosts import this_host
+from towers.collectives.hosts import COMPRESSIONS, this_host
 from towers.devices import is_gpu
 from towers.layers import variables
 from towers.loop.agreement import Agreement
@@ -37,6 +37,7 @@ def multi_gpu_model(
     strict: bool = True,
     packed: bool | None = None,
     all_reduce_alg: str = "auto",
+    gradient_compression: str = "none",
     choice_file: str | None = None,
     max_staleness: int | None = None,
     preprocess: Callable[[Any, Any, bool], tuple[Any, Any]] | None = None,
@@ -97,6 +98,9 @@ def multi_gpu_model(
         all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
             "device"; by "ring", each device a part; by "nccl", on several GPUs. "auto"
             is the first GPU, or else the CPU.
+        gradient_compression: How gradients travel between hosts: "none" as they are;
+            "fp16" or "bf16" rounded to 16 bits, which is inexact and takes half the
+            bytes, for slow networks. Rows of sparse gradients are not rounded.
         choice_file: File in which "auto" keeps its choice. If the file exists, "auto"
             makes the same choice again.
         max_staleness: With "asynchronous", the most updates by other towers between a
@@ -145,7 +149,10 @@ def multi_gpu_model(
     home = arguments.find_home(home, model, variable_update, towers)
     stays = moved and home != towers[0]
     nccl = arguments.nccl_fits(towers)
-    hosts = this_host()
+    arguments.check_choice(
+        "gradient_compression", gradient_compression, list(COMPRESSIONS)
+    )
+    hosts = this_host().compressing(gradient_compression)
     arguments.check_hosts(hosts.count, variable_update)
     agreement = Agreement(hosts, model) if hosts.count > 1 else None
     ways = functools.partial(auto.candidates, towers, nccl, stays=stays)

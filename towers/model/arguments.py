@@ -12,7 +12,6 @@ from towers import devices
 from towers.builders.guard import Guard
 from towers.collectives import reduce
 from towers.devices import is_gpu
-from towers.keras_adapter import runtime
 from towers.model.tower_model import TowerModel
 from towers.tower.build import overrides
 from towers.tower.preprocess import Preprocess
@@ -105,7 +104,7 @@ def check_all_reduce(
 def nccl_fits(towers: Sequence[str]) -> bool:
     """Tells whether each of several towers has a GPU of its own, which none shares."""
     gpus = len(tf.config.get_visible_devices("GPU"))
-    unsplit = gpus == sum(map(is_gpu, runtime.own_devices()))
+    unsplit = gpus == len(tf.config.list_logical_devices("GPU"))
     return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))
 
 

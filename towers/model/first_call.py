@@ -68,7 +68,8 @@ class FirstCall:
         Raises:
             tf.errors.OpError: What is raised without XLA, and by the simplest way, too.
         """
-        update, ways = self._update, self._update.ways()
+        update = self._update
+        ways = _of_all_hosts(update.ways(), update.builder.plan.hosts)
         made_for, recalled = self._start(ways)
         compiles, begun_s = update.builder.compiles_update, self._clock()
         logs = self._train_or_fall_back()
@@ -227,6 +228,12 @@ class FirstCall:
             self._function = self._make_function(update.builder)
         update.builder.mark_copies_stale()
         return trials
+
+
+def _of_all_hosts(ways, hosts):
+    """Those that each host has, of which towers and libraries may differ."""
+    told = hosts.tell_all([[*way] for way in ways])
+    return [way for way in ways if all([*way] in each for each in told)]
 
 
 def _why(error):

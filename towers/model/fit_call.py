@@ -3,15 +3,19 @@
 import contextlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.loop import listeners
+from towers.loop import described, listeners
 from towers.loop.agreement import Agreement, FollowHosts
 from towers.model import auto, fit_data
+
+# What a host shows of it is its own.
+_OF_A_HOST = ("verbose",)
 
 
 class FitCall:
@@ -61,6 +65,8 @@ class FitCall:
     def run(self, notes_place: bool) -> Any:
         """Calls `fit`, with what callbacks do around it; notes its `place` if asked."""
         with contextlib.ExitStack() as stack:
+            if self.agreement is not None:
+                stack.enter_context(warnings.catch_warnings())
             for callback in self.callbacks:
                 if hasattr(callback, "around_fit"):
                     stack.enter_context(callback.around_fit(self))
@@ -100,7 +106,11 @@ class FitCall:
         Raises:
             HostsDifferError: They were given different arguments.
         """
-        agreement.check_same("fit", numbers(self.options) | {"method": "fit"})
+        agreement.check_alike(given("fit", self.options, self.model.__wrapped__))
+        agreement.measure_latency()
+        share = self.model.builder.plan.share
+        for name, value in self.options.items():
+            self.options[name] = fit_data.of_host(value, share)
         self.agreement = agreement
         self._behind.append(FollowHosts(agreement))
 
@@ -143,13 +153,30 @@ class FitCall:
                 given.callbacks.remove(callback)
 
 
-def numbers(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those arguments of a loop's method that all hosts have to be given."""
-    return {
+def given(
+    method: str, options: Mapping[str, Any], model: keras.Model | None
+) -> dict[str, Any]:
+    """Describes a call of a method of the loop by what all hosts have to be given.
+
+    Args:
+        method: Its name.
+        options: Its arguments, by name.
+        model: The user's model; `None` if it has been compared.
+    """
+    numbers = {
         name: value
         for name, value in options.items()
-        if isinstance(value, int | float | None) and name != "verbose"
+        if isinstance(value, int | float) and name not in _OF_A_HOST
     }
+    data = [options.get(name) for name in ("x", "y", "sample_weight")]
+    data = [each for each in data if each is not None]
+    found = {"method": method, f"{method}()": numbers}
+    if model is not None:
+        found |= described.of_model(model)
+    found["the data"] = described.of_data(data[0] if len(data) == 1 else data)
+    if (validation := options.get("validation_data")) is not None:
+        found["the validation data"] = described.of_data(validation)
+    return found
 
 
 @contextlib.contextmanager

@@ -1,11 +1,14 @@
 """What `fit` is given to train on: how many batches, and of which size."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from towers.plan import Share
 
 
 def batch_size(options: Mapping[str, Any]) -> int | None:
@@ -32,6 +35,24 @@ def count(options: Mapping[str, Any]) -> int | None:
     if (examples := _examples(options)) is None:
         return None
     return math.ceil(examples / batch_size(options))
+
+
+def of_host(data: Any, share: Share) -> Any:
+    """Returns data of which a host is given its rows only, where they can tell these.
+
+    Args:
+        data: What `fit` or another method is given. What
+            `towers.input_pipeline.make_dataset` has made can tell.
+        share: What the host computes of each batch.
+    """
+    pipeline = getattr(data, "pipeline", None)
+    if pipeline is None or pipeline.share is not None:
+        return data
+    known = getattr(data, "of_host", None)
+    if known is None or known.pipeline.share != share:
+        # Kept, as it counts epochs.
+        data.of_host = dataclasses.replace(pipeline, share=share).dataset()
+    return data.of_host
 
 
 def is_arrays(options: Mapping[str, Any]) -> bool:

@@ -16,11 +16,12 @@ import wrapt
 
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
-from towers.cluster import server
+from towers.cluster import process_group
 from towers.loop import listeners
+from towers.model import fit_data
 from towers.model.compared import compared
 from towers.model.first_call import FirstCall
-from towers.model.fit_call import FitCall, numbers
+from towers.model.fit_call import FitCall, given
 from towers.model.variable_update import VariableUpdate
 from towers.numerics import not_finite
 from towers.tower.errors import explained_shapes
@@ -179,7 +180,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         before, self._self_call = self._self_call, call
         may_write = listeners.may_change_variables(call.callbacks)
         try:
-            with server.together():
+            with process_group.together():
                 if agreement is not None:
                     call.follow_hosts(agreement)
                     # All follow the first host where one of them has to.
@@ -197,7 +198,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         if self._self_call is not None and self._self_call.skips is not None:
             return {}  # of an epoch that is skipped
         self._reset_if_changed()
-        with _together(self, "evaluate", args, kwargs):
+        with _together(self, "evaluate", args, kwargs) as (args, kwargs):
             return type(self.__wrapped__).evaluate(self, *args, **kwargs)
 
     def reset_metrics(self) -> None:
@@ -238,20 +239,25 @@ def _together(parallel, name, args, kwargs):
     """Inside, all hosts run a method of the loop, with the first one's variables.
 
     Of methods that take many batches, they compare what they were given, and end
-    together.
+    together. Yields the arguments, with data that each reads its own rows of.
     """
     agreement, many = parallel.builder.context.agreement, name in _OF_MANY_BATCHES
-    with server.together():
+    with process_group.together():
         if agreement is None or name == "train_on_batch":
-            yield
+            yield args, kwargs
             return
         if many:
-            given = {f"argument {k}": each for k, each in enumerate(args)} | kwargs
-            given = {**numbers(given), "method": name}
-            given["number of variables"] = len(parallel.variables)
-            agreement.check_same(name, given)
+            model = parallel.__wrapped__
+            method = inspect.signature(getattr(type(model), name))
+            options = method.bind(parallel, *args, **kwargs).arguments
+            # Within `fit`, hosts have compared the model.
+            inside = parallel._self_call is not None
+            agreement.check_alike(given(name, options, None if inside else model))
+            share = parallel.builder.plan.share
+            args = [fit_data.of_host(each, share) for each in args]
+            kwargs = {k: fit_data.of_host(each, share) for k, each in kwargs.items()}
         parallel.builder.follow_first_host()
-        yield
+        yield args, kwargs
         if many:
             agreement.end_evaluation()
 
@@ -259,7 +265,7 @@ def _together(parallel, name, args, kwargs):
 def _loop_method(name):
     def method(self, *args, **kwargs):
         self._reset_if_changed()
-        with _together(self, name, args, kwargs):
+        with _together(self, name, args, kwargs) as (args, kwargs):
             return getattr(type(self.__wrapped__), name)(self, *args, **kwargs)
 
     method.__name__ = name

@@ -1,13 +1,15 @@
 """Says what a step's time goes to."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
 
 from towers.loop import listeners
+from towers.loop.host_times import HostTotals
 from towers.loop.timers import StepTimers, Totals
+from towers.monitoring.bottleneck import hosts
 from towers.monitoring.steps import Calls
 
 # The parts of a step, in the order in which they come.
@@ -18,6 +20,11 @@ _WORDS = {
     "reduce": "reducing and applying",
     "python": "in Python",
 }
+# With several hosts, these as well.
+_OF_HOSTS = {
+    "hosts": "waiting for other hosts",
+    "network": "adding over hosts",
+}
 
 
 class Split(NamedTuple):
@@ -26,30 +33,57 @@ class Split(NamedTuple):
     Attributes:
         totals: What the graph has measured of them.
         calls_s: Time inside the calls of training that made them.
+        hosts: What all hosts have told; empty with one host.
+        index: Which of them this one is.
     """
 
     totals: Totals
     calls_s: float
+    hosts: Sequence[HostTotals] = ()
+    index: int = 0
 
     def since(self, before: "Split") -> "Split":
         """Returns what has come in addition to an earlier split."""
-        return Split(self.totals.since(before.totals), self.calls_s - before.calls_s)
+        of_hosts = map(HostTotals.since, self.hosts, before.hosts)
+        return Split(
+            self.totals.since(before.totals),
+            self.calls_s - before.calls_s,
+            [*of_hosts],
+            self.index,
+        )
 
     @property
     def parts_ms(self) -> dict[str, float]:
         """Milliseconds of a step by part, which add up to the step; empty without one.
 
         The parts are "input", "copy", "compute", "reduce" and "python": what is left of
-        the calls, in which Python calls the graph.
+        the calls, in which Python calls the graph. With several hosts, "hosts" and
+        "network" are no part of "reduce": waiting for the gradients of others, and
+        adding them.
         """
         steps, *seconds = self.totals[:5]
         if not steps:
             return {}
         seconds = [max(each, 0.0) for each in seconds]
         seconds.append(max(self.calls_s - sum(seconds), 0.0))
-        return {
+        parts = {
             name: 1000 * each / steps
             for name, each in zip(_WORDS, seconds, strict=True)
+        }
+        return parts | self._of_hosts(parts["reduce"])
+
+    def _of_hosts(self, reduce_ms):
+        """What of adding and updating hosts take to add."""
+        if not self.hosts:
+            return {}
+        mine, added = self.hosts[self.index], 0.0
+        if mine.steps:
+            added = min(1000 * mine.sum_s / mine.steps, reduce_ms)
+        network = min(1000 * mine.network_s / mine.steps, added) if added else 0.0
+        return {
+            "reduce": reduce_ms - added,
+            "hosts": added - network,
+            "network": network,
         }
 
     @property
@@ -110,7 +144,13 @@ class StepTime(keras.callbacks.Callback):
         """The time of the run's steps so far; `None` before the first."""
         if self._timers is None:
             return None
-        return Split(self._timers.totals().since(self._before), self._calls_s)
+        return self._now().since(self._before)._replace(calls_s=self._calls_s)
+
+    def _now(self):
+        times = self._timers.hosts
+        if times is None:
+            return Split(self._timers.totals(), 0.0)
+        return Split(self._timers.totals(), 0.0, times.totals(), times.index)
 
     def measured(self) -> dict[str, float]:
         """Returns milliseconds per step since the last call, by part and by tower.
@@ -128,7 +168,17 @@ class StepTime(keras.callbacks.Callback):
             **({"waiting": parts["input"] / step_ms} if step_ms else {}),
             **{f"step_ms/{name}": ms for name, ms in parts.items()},
             **{f"step_ms/tower_{k}": ms for k, ms in enumerate(towers)},
+            **hosts.scalars(self._timers.hosts, found.hosts),
         }
+
+    def hosts_text(self, rate: float | None) -> list[str]:
+        """Says what each of several hosts did, a line each.
+
+        `rate` is the number of examples per second of all, if it is known.
+        """
+        if not (self.split and self.split.hosts):
+            return []
+        return hosts.lines(self._timers.hosts, self.split.hosts, rate)
 
     def busy(self) -> list[float]:
         """Returns the share of the time in which each tower computes."""
@@ -146,7 +196,8 @@ class StepTime(keras.callbacks.Callback):
         parts = self.split and self.split.parts_ms
         if not parts:
             return None
-        said = {name: f"{parts[name]:,.1f} {words}" for name, words in _WORDS.items()}
+        words = {**_WORDS, **_OF_HOSTS}
+        said = {name: f"{ms:,.1f} {words[name]}" for name, ms in parts.items()}
         towers = ", ".join(f"{ms:,.1f}" for ms in self.split.towers_ms)
         said["compute"] += f" (by tower: {towers})"
         return f"{sum(parts.values()):,.1f} ms: {', '.join(said.values())}"
@@ -159,7 +210,8 @@ class StepTime(keras.callbacks.Callback):
 
     def _start(self, timers):
         """Counts from here on, by what a builder measures."""
-        self._timers, self._before = timers, timers.totals()
+        self._timers = timers
+        self._before = self._now()
         self._calls_s, self._told = 0.0, None
 
 

@@ -18,13 +18,15 @@ class Watch:
         throughput: How fast is it?
         starvation: What does a step's time go to, and what is it bound by?
         devices: What do the devices have to do?
-        fractions: The part of a full batch that each tower gets.
+        fractions: The part of a full batch that each tower of this host gets.
+        first_tower: The number of the first of them among those of all hosts.
     """
 
     throughput: Throughput
     starvation: Starvation
     devices: DeviceReport
     fractions: Sequence[float]
+    first_tower: int = 0
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
@@ -44,9 +46,12 @@ class Watch:
                 f"  tower {k}: {self.throughput.text(part)}, computing {busy:.0%} of "
                 "the time"
                 for k, (part, busy) in enumerate(
-                    zip(self.fractions, self.starvation.busy(), strict=False)
+                    zip(self.fractions, self.starvation.busy(), strict=False),
+                    self.first_tower,
                 )
             ]
+        rate = self.throughput.examples_per_sec
+        lines += [f"  {each}" for each in self.starvation.hosts_text(rate)]
         if step := self.starvation.text():
             lines.append(f"a step: {step}")
         return "\n".join([*lines, self.devices.text()])

@@ -67,9 +67,11 @@ def explain(
     """
     raw = keras.utils.unpack_x_y_sample_weight(stopped.data)
     recorded = _record(builder, stopped, raw)
-    devices = builder.plan.devices
+    own = builder.plan.devices
+    # Also what towers of other hosts have computed is computed here.
+    devices = [own[k % len(own)] for k in range(builder.plan.count)]
     if stopped.tower is not None:
-        devices = [devices[stopped.tower]]
+        devices = [own[stopped.tower]]
     origin = search.search(builder.model, recorded, devices)
     row = ""
     if origin.source == "data":
@@ -124,6 +126,6 @@ def _record(builder, stopped, raw):
         [tf.convert_to_tensor(value) for value in values],
         ratios,
         stopped.tower or 0,
-        len(builder.plan.devices),
+        builder.plan.count,
         builder.loss_placed == "gathered",
     )

@@ -3,29 +3,34 @@
     python -m towers.parity --model=resnet20 --dataset=digits --num_gpus=2
 
 The flags are those of towers.train. --parity_steps sets the number of steps to compare.
-The last step has a short batch, which does not divide evenly among the towers.
+The last step has a short batch, which does not divide evenly among the towers. With
+--hosts, the towers are those of several hosts, on this machine.
 Exit codes: 0 equal; 1 error; 2 not equal; 130 stopped by Ctrl-C.
 """
 
 if __name__ == "__main__":
     # Before TensorFlow is imported, below.
+    from towers.parity import check_flags
     from towers.program import startup
-    from towers.train import checks, flags
 
     _settings = startup.begin(
-        "towers.parity",
-        lambda argv: checks.check_not_mixed(flags.read(argv, __doc__)),
+        "towers.parity", lambda argv: check_flags.read(argv, __doc__)
     )
 
+import itertools
 import sys
 from typing import Any
 
 import tensorflow as tf
 
+from towers.cluster import process_group
+from towers.cluster.heartbeat import HostFailedError
 from towers.collectives import batch
-from towers.devices import table
+from towers.collectives.hosts import this_host
+from towers.devices import rows, table
 from towers.parity import check_parity
 from towers.program import ending
+from towers.program.commands import fail
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data, open_data
@@ -47,7 +52,8 @@ def check(settings: Settings) -> int:
         ValueError: If any input is bad.
     """
     devices = configure_devices(settings)
-    ratios = split_ratios(settings, devices)
+    ratios, hosts = split_ratios(settings, devices), this_host()
+    every = hosts.tell_all([*ratios])
     mine = my_model.load(settings)
     opened = open_data(settings.but(eval_dataset=None), mine)
     settings = opened.settings
@@ -58,11 +64,16 @@ def check(settings: Settings) -> int:
     data = opened.prepare()
     with tf.device(devices.home):
         compile_model(setup, model, data.examples)
-    print(table(devices, batch.cut(settings.batch_size, ratios)), flush=True)
+    sizes = iter(batch.cut(settings.batch_size, [*itertools.chain(*every)]))
+    of_hosts = [[*itertools.islice(sizes, len(each))] for each in every]
+    local = of_hosts[hosts.index]
+    told = hosts.tell_all(rows(devices, local))
+    several = dict(zip(hosts.names, told, strict=True)) if len(told) > 1 else None
+    print(table(devices, local, several), flush=True)
     asked = settings.variable_update
     parity = check_parity(
         model,
-        read_batches(setup, data, len(devices.towers)),
+        read_batches(setup, data, sum(map(len, every))),
         devices.towers,
         # To choose, auto would have to train.
         variable_update="parameter_server" if asked == "auto" else asked,
@@ -97,5 +108,15 @@ def read_batches(setup: Setup, data: Data | OwnData, towers: int) -> list[Any]:
     return batches
 
 
+def main(settings: Settings) -> int:
+    """Checks, on all hosts together if there are several; returns the exit code."""
+    try:
+        with process_group.together():
+            return check(settings)
+    except HostFailedError as error:
+        fail(error, "towers.parity")
+        return ending.ANOTHER_FAILED
+
+
 if __name__ == "__main__":
-    sys.exit(ending.run("towers.parity", lambda: check(_settings)))
+    sys.exit(ending.run("towers.parity", lambda: main(_settings)))

@@ -35,7 +35,7 @@ def judge(trials: Trials, setting: Setting) -> tuple[Row, ...]:
     """Compares towers with one device: a row for each thing compared."""
     theirs = list(trials.on_one_device(setting))
     rounding = _rounding(trials, setting)
-    found = differences(trials.on_towers(setting), theirs)
+    found = trials.agreed(differences(trials.on_towers(setting), theirs))
     rows = compare(theirs, found, rounding, trials.tolerance)
     for disturbance in DISTURBANCES:
         if is_equal(rows):
@@ -43,6 +43,7 @@ def judge(trials: Trials, setting: Setting) -> tuple[Row, ...]:
         # Rounding may have carried the input of a ReLU over zero in this run only. What
         # is more than rounding is there in any.
         again = differences(trials.on_towers(setting, disturbance), theirs)
+        again = trials.agreed(again)
         found = list(map(min, found, again))
         rows = compare(theirs, found, rounding, trials.tolerance)
     return rows

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from towers import devices
 from towers._deprecated import accepts_old_names
+from towers.collectives.hosts import this_host
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
 from towers.model.api import multi_gpu_model
@@ -42,6 +44,8 @@ def check_parity(
 
     If towers differ, the function tries to find out why. It tries again with
     `synchronized=True` on BatchNormalization layers, and without random layers.
+
+    Several hosts all call it, with the same model and batches.
 
     The model is left as it was, except for variables that training creates.
 
@@ -82,17 +86,18 @@ def check_parity(
 
 def _compare(model, batches, towers, options, tolerance):
     """Compares towers with one device; `options` are those of `multi_gpu_model`."""
+    # Of the towers of all hosts.
+    ratios = [*itertools.chain(*this_host().tell_all([*options["split_ratios"]]))]
     batches = [tf.nest.map_structure(_tensor, each) for each in batches]
     if tolerance is None:
         tolerance = 1e-2 if _computes_in_16_bits(model) else 1e-5
-    ratios = options["split_ratios"]
     make_parallel = functools.partial(multi_gpu_model, model, towers, **options)
     with quietly(), in_place(model):
         try:
             # What is wrong now is the model; later, it is the other arguments.
             multi_gpu_model(model, towers)
         except ValueError as error:
-            return Parity(False, (str(error),), towers=len(towers))
+            return Parity(False, (str(error),), towers=len(ratios))
         make_parallel().builder.create_variables(batches[0])
         with unchanged(model):
             found = _check(Trials(model, batches, make_parallel, tolerance), ratios)

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.collectives.hosts import this_host
 from towers.keras_adapter.layers import (
     has_training_argument,
     layers_of,
@@ -145,8 +146,13 @@ class Trials:
             plain = list(self.on_one_device(setting))
             runs = (self.on_one_device(setting, each) for each in DISTURBANCES)
             found = [differences(run, plain) for run in runs]
-            self._rounding[setting] = [max(each) for each in zip(*found, strict=True)]
+            most = [max(each) for each in zip(*found, strict=True)]
+            self._rounding[setting] = self.agreed(most)
         return self._rounding[setting]
+
+    def agreed(self, found: list[Any]) -> list[Any]:
+        """Returns what the first host has found, for all hosts to try the same."""
+        return this_host().broadcast(found)
 
     @functools.cached_property
     def batch_norms(self) -> list[keras.layers.Layer]:
@@ -178,8 +184,10 @@ class Trials:
         """Ids of the variables that training on one device changes."""
         for _ in self.on_one_device(Setting()):
             pass
-        now = zip(variables.of(self.model), self._start, strict=True)
-        return {id(v) for v, start in now if not np.array_equal(v.numpy(), start)}
+        every = variables.of(self.model)
+        now = enumerate(zip(every, self._start, strict=True))
+        changed = [k for k, (v, start) in now if not np.array_equal(v.numpy(), start)]
+        return {id(every[k]) for k in self.agreed(changed)}
 
     def _train(self, trainer, disturbance):
         variables.assign(self.model, self._start)

@@ -19,6 +19,23 @@ T = TypeVar("T")
 Groups = Mapping[str, Iterable[flags.Flag]]
 
 
+HOSTS = "Hosts"
+"""The heading above what `define_hosts` defines."""
+
+
+def define_hosts() -> None:
+    """Defines --hosts, for programs that start hosts."""
+    if "hosts" not in flags.FLAGS:
+        flags.DEFINE_integer(
+            "hosts",
+            None,
+            "Number of hosts to start on this machine, whose towers train together. "
+            "Default: one.",
+            lower_bound=1,
+            module_name=HOSTS,
+        )
+
+
 def read(
     argv: Sequence[str],
     doc: str,

@@ -54,6 +54,22 @@ def read_randaugment(parts: Sequence[str] | None) -> tuple[int, int] | None:
     )
 
 
+def on_hosts(hosts: int, num_gpus: int | None, log_dir: str | None = None) -> list[str]:
+    """Returns how a command line begins that starts hosts; "-m", a module... follow.
+
+    Args:
+        hosts: How many, on this machine.
+        num_gpus: GPUs of each, if that is asked for.
+        log_dir: Folder for the output of hosts other than the first.
+    """
+    command = [sys.executable, "-m", "towers.launch", f"--hosts={hosts}"]
+    if num_gpus is not None:
+        command.append(f"--num_gpus={num_gpus}")
+    if log_dir is not None:
+        command.append(f"--log_dir={log_dir}")
+    return [*command, "--"]
+
+
 def check_plot(path: str | None, *examples: str) -> None:
     """Checks the value of --plot.
 

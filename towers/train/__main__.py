@@ -29,8 +29,9 @@ import warnings
 import tensorflow as tf
 
 from towers import input_pipeline
-from towers.cluster import server
+from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
+from towers.cluster.membership import HostsDifferError
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.signals import Stopped
@@ -44,6 +45,9 @@ from towers.train.run import run
 from towers.train.settings import Settings
 
 _PROGRAM = "towers.train"
+_IN_A_SENTENCE = (
+    *(HostsDifferError, ModelError, ResumeError, SaveError, UnknownMonitorError),
+)
 
 
 def main(settings: Settings) -> int:
@@ -55,7 +59,7 @@ def main(settings: Settings) -> int:
     job = None
     try:
         startup.end()
-        with server.together():
+        with process_group.together():
             job = assemble(settings)
             with job.data.blaming():
                 run(job)
@@ -79,7 +83,7 @@ def main(settings: Settings) -> int:
         )
         hint = "" if skips else "; to train without it, give --bad_records=skip"
         return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
-    except (ModelError, ResumeError, SaveError, UnknownMonitorError) as error:
+    except _IN_A_SENTENCE as error:
         return fail(error, _PROGRAM)
     except (ValueError, OSError, tf.errors.OpError) as error:
         # While setting up, what goes wrong is the user's input, and said in one

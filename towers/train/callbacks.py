@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from towers import devices
 from towers.lifecycle.checkpoints.best import Monitor
 from towers.lifecycle.stop_at_step import StopAtStep
 from towers.loop import listeners
@@ -19,7 +18,7 @@ from towers.monitoring.throughput import Throughput
 from towers.monitoring.watch import Watch
 from towers.train import checks
 from towers.train.job import Job
-from towers.train.outputs import files, model_size
+from towers.train.outputs import files, model_size, reports
 from towers.train.outputs.versions import versions
 from towers.train.parts import model as model_parts
 from towers.train.parts.task import better
@@ -72,6 +71,8 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         callbacks.append(keras.callbacks.CSVLogger(path, append=True))
     if settings.max_train_steps is not None:
         callbacks.append(StopAtStep(settings.max_train_steps))
+    if (descriptor := reports.wanted()) is not None:
+        callbacks.append(reports.Reports(descriptor, lambda: job.checkpoint.latest))
     if lines:
         callbacks.append(Lines(settings.log_steps, rate=watch.throughput.text))
     return callbacks
@@ -158,6 +159,7 @@ def make_watch(job: Job) -> Watch:
         Starvation(job.settings.log_steps, advice=job.data.advice),
         DeviceReport(job.devices),
         fractions,
+        job.parallel.builder.plan.towers[0].index,
     )
 
 
@@ -175,7 +177,7 @@ def make_tensorboard(
     texts = {
         "flags": job.settings.as_text(),
         "model": model_size.summary_text(job.model),
-        "devices": devices.table(job.devices, job.sizes),
+        "devices": job.table,
         "versions": found,
     }
     return TensorBoard(
@@ -207,7 +209,7 @@ def hyper_parameters(job: Job) -> dict[str, bool | int | float | str]:
     values = {name: getattr(job.settings, name) for name in _HYPER_PARAMETERS}
     given = {name: value for name, value in values.items() if value is not None}
     return {
-        "towers": len(job.devices.towers),
+        "towers": len(job.towers),
         **{n: ",".join(v) if isinstance(v, tuple) else v for n, v in given.items()},
     }
 

@@ -7,7 +7,7 @@ those of `Settings`. Nothing else reads absl's FLAGS: `read` returns settings.
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
@@ -234,6 +234,10 @@ HELPS = {
             "on one device. ring: in parts, on all devices. nccl: by NCCL, on several "
             "GPUs."
         ),
+        "gradient_compression": (
+            "How gradients travel between hosts. none: as they are. fp16, bf16: in 16 "
+            "bits, which is inexact and takes half the bytes, for slow networks."
+        ),
         "max_staleness": (
             "With --variable_update=asynchronous, the largest number of updates by "
             "other towers after a tower has read the variables and before it updates "
@@ -349,8 +353,16 @@ for _heading, _texts in HELPS.items():
 
 def read(argv: Sequence[str], doc: str) -> Settings:
     """Reads the flags of towers.train, as `command_line.read`, and checks them."""
-    command_line.read(argv, doc, groups(MAIN), groups(), example="--model=cnn")
+    read_with({}, argv, doc)
     return checks.check(settings())
+
+
+def read_with(
+    ours: Mapping[str, list[flags.Flag]], argv: Sequence[str], doc: str
+) -> None:
+    """Reads a program's own flags, by their headings, with those of towers.train."""
+    shown, every = ({**ours, **groups(names)} for names in (MAIN, None))
+    command_line.read(argv, doc, shown, every, example="--model=cnn")
 
 
 def settings() -> Settings:

@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import itertools
 import os
 import shutil
 import tempfile
@@ -10,12 +11,14 @@ from typing import Any
 
 import keras
 
+from towers import devices
 from towers.collectives import batch
 from towers.collectives.hosts import this_host
 from towers.devices import Devices
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
+from towers.loop import alike
 from towers.model.arguments import check_all_reduce
 from towers.model.tower_model import TowerModel
 from towers.program import words
@@ -49,6 +52,7 @@ class Job:
         from_logits: Whether the model returns logits, as it was tried before training.
         class_weight: How much each class counts, as `fit` takes it.
         notes: What was done to the model before it trains, and how classes count.
+        hosts: With several hosts, by name what each has told of its towers.
     """
 
     settings: Settings
@@ -61,6 +65,7 @@ class Job:
     from_logits: bool
     class_weight: Mapping[int, float] | None = None
     notes: Sequence[str] = ()
+    hosts: Mapping[str, Sequence[Mapping[str, str]]] | None = None
 
     @property
     def model_dir(self) -> str:
@@ -71,6 +76,22 @@ class Job:
     def sizes(self) -> list[int]:
         """Examples of a full batch that each tower of this host gets."""
         return self.parallel.builder.plan.sizes(self.settings.batch_size)
+
+    @property
+    def towers(self) -> list[str]:
+        """The devices of the towers of all hosts, in words."""
+        if not self.hosts:
+            return [*self.devices.towers]
+        return [
+            f"host {k} {row['device']}"
+            for k, rows in enumerate(self.hosts.values())
+            for row in rows
+        ]
+
+    @property
+    def table(self) -> str:
+        """Describes the devices of all hosts; see `towers.devices.table`."""
+        return devices.table(self.devices, self.sizes, self.hosts)
 
     def task_logs(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Returns what the task logs beside what Keras does; see `Task.logs`."""
@@ -114,19 +135,20 @@ def assemble(settings: Settings) -> Job:
     """
     checks.check_model_dir(settings)
     # Before the data, which TensorFlow may be asked to read.
-    devices = configure_devices(settings)
+    found = configure_devices(settings)
+    alike.check(this_host(), settings.of_all_hosts())
     settings = _of_this_host(settings)
     model_dir = settings.absolute_model_dir
     folder = os.path.join(model_dir, "checkpoints")
-    _check_sizes(settings, split_ratios(settings, devices))
-    check_reduction(settings, devices)
+    _check_sizes(settings, split_ratios(settings, found))
+    check_reduction(settings, found)
     mine = my_model.load(settings)
     opened = data_parts.open_data(settings, mine)
     settings = opened.settings
     setup = setup_parts.of(settings, opened.facts, mine)
     if not settings.clean:
         continued.check_classes(folder, setup)
-    model = model_parts.build_model(setup, devices.home)
+    model = model_parts.build_model(setup, found.home)
     if not settings.eval_only:
         model_parts.check_can_be_saved(setup, model)
     if not settings.clean:
@@ -136,8 +158,9 @@ def assemble(settings: Settings) -> Job:
 
     known = os.path.join(model_dir, BAD_RECORDS)
     data = opened.prepare([] if settings.clean else quarantine.read(known))
+    alike.check(this_host(), {"the data set": _described(setup.facts, data)})
     parallel = model_parts.build_towers(
-        setup, model, devices, data.examples, model_dir=model_dir
+        setup, model, found, data.examples, model_dir=model_dir
     )
     # Before a checkpoint: loss and metrics are made of the model as it is now.
     logits = model_parts.returns_logits(model, setup)
@@ -147,9 +170,10 @@ def assemble(settings: Settings) -> Job:
     if not settings.clean:
         continued.restore(settings, checkpoint, folder, model)
     job = Job(
-        *(settings, data, setup, devices, model, parallel, checkpoint, logits),
+        *(settings, data, setup, found, model, parallel, checkpoint, logits),
         notes=notes,
     )
+    job = dataclasses.replace(job, hosts=_of_all_hosts(job))
     if not (settings.eval_only or job.is_finished):
         job = _ready_to_train(job)
     # Built now: whatever that finds wrong is the user's input, too.
@@ -167,6 +191,32 @@ def _ready_to_train(job):
     )
 
 
+def _of_all_hosts(job):
+    """What each host tells of its towers, by name; `None` with one host."""
+    hosts = this_host()
+    if hosts.count == 1:
+        return None
+    told = hosts.tell_all(devices.rows(job.devices, job.sizes))
+    return dict(zip(hosts.names, told, strict=True))
+
+
+def _described(facts, data):
+    """What hosts compare of the data, of which each may have files of its own."""
+    target = facts.target
+    names = target and target.names
+    return {
+        "name": facts.name,
+        "number of examples": data.examples,
+        "number of bad records": data.bad_records,
+        "shape of an example": str(facts.input_shape),
+        "kind of target": target and target.kind,
+        "number of outputs": target and target.size,
+        "names of outputs": names and [*map(str, names)],
+        "vocabulary size": facts.vocabulary_size,
+        "table sizes": facts.table_sizes and dict(facts.table_sizes),
+    }
+
+
 def _of_this_host(settings):
     """Settings by which only the first host writes in --model_dir."""
     if this_host().index == 0:
@@ -178,6 +228,7 @@ def _of_this_host(settings):
 
 def _check_sizes(settings, ratios):
     """Checks that no tower is idle in each step; that one is in the last may be."""
+    ratios = [*itertools.chain(*this_host().tell_all([*ratios]))]
     idle = batch.cut(settings.batch_size, ratios).count(0)
     if idle:
         raise ValueError(

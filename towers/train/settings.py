@@ -48,6 +48,14 @@ PREPROCESSING = "preprocessing.json"
 # Of a run, these say what to do now; flags.txt, which describes the run, omits them.
 _OF_THE_START = ("clean", "eval_only", "checkpoint")
 
+# Of several hosts, each may have its own; all other flags are the same on all.
+OF_A_HOST = (
+    *("num_gpus", "gpu_indices", "gpu_split", "split_ratios", "allow_growth"),
+    *("gpu_memory_limit_mb", "local_parameter_device", "soft_placement"),
+    *("log_device_placement", "ram_budget_mb", "prefetch"),
+    *("data_dir", "cache_dir", "model_dir"),
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -131,6 +139,7 @@ class Settings:
     # Towers.
     variable_update: Literal["auto", *BUILDERS] = "auto"
     all_reduce_alg: Literal["auto", *ALL_REDUCE_ALGS] = "auto"
+    gradient_compression: Literal["none", "fp16", "bf16"] = "none"
     max_staleness: int | None = None
     local_parameter_device: Literal["cpu", "gpu"] | None = None
     split_ratios: tuple[str, ...] | None = None
@@ -267,6 +276,11 @@ class Settings:
             f"Received {self.as_flag('class_weight')}; expected balanced, or a class "
             "and its weight each, such as --class_weight=cat:1,owl:5."
         )
+
+    def of_all_hosts(self) -> dict[str, Any]:
+        """Returns those that have to be the same on all hosts, as flags and values."""
+        names = [name for name in NAMES if name not in OF_A_HOST]
+        return {f"--{name}": getattr(self, name) for name in names}
 
     def as_flag(self, name: str) -> str:
         """Returns one of them as it is given, such as "--model=cnn"."""

@@ -26,13 +26,13 @@ def _build(job, rank, addresses):
     import tensorflow as tf
 
     from towers import devices, multi_gpu_model
-    from towers.cluster import server
+    from towers.cluster import process_group
     from towers.cluster.membership import Membership
 
     divide_threads(job)
     placed = devices.configure(1)
     names = tuple(f"host {k}" for k in range(job.towers))
-    server.join(Membership(rank, tuple(addresses), names))
+    process_group.join(Membership(rank, tuple(addresses), names))
     data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
     data = data.prefetch(tf.data.AUTOTUNE)
     contender = job.parsed

@@ -1,5 +1,7 @@
 """A contender: `MirroredStrategy` in a loop written by hand, without metrics."""
 
+from collections.abc import Iterator
+
 import tensorflow as tf
 
 from towers import devices
@@ -10,18 +12,27 @@ from ..worker import Clock, Job, leave_threads, tensorflow_memory_mb
 
 def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
-    import keras
-
     leave_threads()
     placed = devices.configure(job.towers)
     strategy = tf.distribute.MirroredStrategy(placed.towers)
+    clock.memory_mb = tensorflow_memory_mb
+    clock.start()
+    for _ in steps(job, strategy):
+        clock.call_ended()
+
+
+def steps(job: Job, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Trains under a strategy of as many replicas as the job has towers.
+
+    Yields after each step.
+    """
+    import keras
+
     share = tf.data.Dataset.from_tensors(works.batch(job.work, 1)).repeat()
     data = strategy.distribute_datasets_from_function(
         lambda _: share.prefetch(tf.data.AUTOTUNE)
     )
     examples = works.WORKS[job.work].examples * job.towers
-    clock.memory_mb = tensorflow_memory_mb
-    clock.start()
     with strategy.scope():
         model = works.build(job.work)
         optimizer = works.optimizer(job.work)
@@ -45,4 +56,4 @@ def run(job: Job, clock: Clock) -> None:
     for x, y in data:
         # As `fit` does, it waits for the loss.
         step(x, y).numpy()
-        clock.call_ended()
+        yield

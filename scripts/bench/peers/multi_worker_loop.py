@@ -3,7 +3,6 @@
 import json
 import os
 
-from .. import works
 from ..worker import Clock, Job, tensorflow_memory_mb
 from .hosts import divide_threads, start_followers
 
@@ -23,38 +22,14 @@ def _follow(job, rank, addresses):
 
 
 def _steps(job, rank, addresses):
-    """Yields after each step."""
+    """Trains; yields after each step."""
     import tensorflow as tf
+
+    from .mirrored_loop import steps
 
     task = {"type": "worker", "index": rank}
     os.environ["TF_CONFIG"] = json.dumps(
         {"cluster": {"worker": addresses}, "task": task}
     )
     divide_threads(job)
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    share = tf.data.Dataset.from_tensors(works.batch(job.work, 1)).repeat()
-    data = strategy.distribute_datasets_from_function(
-        lambda _: share.prefetch(tf.data.AUTOTUNE)
-    )
-    examples = works.WORKS[job.work].examples * job.towers
-    with strategy.scope():
-        model = works.build(job.work)
-        optimizer = works.optimizer(job.work)
-        optimizer.build(model.trainable_variables)
-        loss = works.loss(reduction="sum")
-
-    def replica_step(x, y):
-        with tf.GradientTape() as tape:
-            value = loss(y, model(x, training=True)) / examples
-        variables = model.trainable_variables
-        optimizer.apply(tape.gradient(value, [v.value for v in variables]), variables)
-        return value
-
-    @tf.function
-    def step(x, y):
-        return strategy.reduce("sum", strategy.run(replica_step, (x, y)), axis=None)
-
-    for x, y in data:
-        # As `fit` does, it waits for the loss.
-        step(x, y).numpy()
-        yield
+    return steps(job, tf.distribute.MultiWorkerMirroredStrategy())

@@ -1,5 +1,9 @@
 """Bad records of every kind, in every source: named, or passed over and counted."""
 
+import concurrent.futures
+import json
+import threading
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -452,6 +456,51 @@ def test_what_tfds_has_to_write_again(few_digits):
     with pytest.raises(ValueError, match="it is written again") as caught:
         source.without(found.bad, found.splits)
     assert str(caught.value).startswith(f"{path}: record 0 ")
+
+
+class Host:
+    """One of two hosts, each in a thread."""
+
+    count = 2
+
+    def __init__(self, index, meets, told):
+        self.index, self.meets, self.told = index, meets, told
+
+    def tell_all(self, value):
+        self.told[self.index] = json.dumps(value)
+        self.meets.wait()
+        told = [json.loads(each) for each in self.told]
+        self.meets.wait()
+        return told
+
+
+@pytest.mark.parametrize("bad", [True, slow(False)])
+def test_hosts_look_at_a_part_each(write, example, monkeypatch, bad):
+    record = example(image__encoded=b"no image", image__class__label=0)
+    source, _, _ = write(*[record] * bad)
+    looked_at = []
+    check = quarantines.check_records
+
+    def noted(source, path, split):
+        looked_at.append(path)
+        return check(source, path, split)
+
+    monkeypatch.setattr(quarantines, "check_records", noted)
+    alone = quarantines.inspect(source, ["train"], 3)
+    assert len(looked_at) == 2 * bad
+    looked_at.clear()
+    # What only the first host knows counts for all.
+    meets, told = threading.Barrier(2, timeout=60), [None, None]
+    for known in ([], [alone]):
+        with concurrent.futures.ThreadPoolExecutor(2) as hosts:
+            found = hosts.map(
+                lambda k, known=known: quarantines.inspect(
+                    source, ["train"], 3, [] if k else known, Host(k, meets, told)
+                ),
+                range(2),
+            )
+            assert [*found] == [alone, alone]
+    assert sorted(looked_at) == source.files("train")[: 2 * bad]
 
 
 def test_more_than_asked_for(write, example):

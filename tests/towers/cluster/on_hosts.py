@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -17,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import towers
-from towers.cluster import server
+from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
 from towers.cluster.membership import Membership
 from towers.program.ending import ANOTHER_FAILED
@@ -59,9 +60,17 @@ def stops(rank, **options):
         model.stop_training = True
 
     callbacks = [At(3, stop)] if rank == 1 else []
-    parallel.fit(
-        *(X, Y), batch_size=4, epochs=3, shuffle=False, callbacks=callbacks, verbose=0
-    )
+    with warnings.catch_warnings():
+        # That the data have ended is not so.
+        warnings.simplefilter("error", UserWarning)
+        parallel.fit(
+            *(X, Y),
+            batch_size=4,
+            epochs=3,
+            shuffle=False,
+            callbacks=callbacks,
+            verbose=0,
+        )
     return found(parallel)
 
 
@@ -83,8 +92,8 @@ def trains_twice(rank):
     return [*first, *found(parallel)]
 
 
-def fits(rank, size=None, factor=1.0, epochs=1):
-    parallel = model()
+def fits(rank, size=None, factor=1.0, epochs=1, **compiled):
+    parallel = model(**compiled)
     parallel.fit(
         *(factor * X, Y), batch_size=size or 8, epochs=epochs, shuffle=False, verbose=0
     )
@@ -207,6 +216,7 @@ DO = {
     "predicts": predicts,
     "of batches": of_batches,
     "other epochs": differ(fits, "epochs", 2, 3),
+    "other optimizer": differ(fits, "optimizer", "sgd", "adam"),
     "other batches": differ(fits, "size", 8, 10),
     "other examples": differ(fits, "factor", 1.0, 2.0),
     "other rows to evaluate": differ(evaluates, "rows", 40, 33),
@@ -232,7 +242,7 @@ def main(rank, addresses, *names):
     rank, addresses = int(rank), tuple(addresses.split(","))
     towers.configure(num_gpus=1)
     called = tuple(f"host {k}" for k in range(len(addresses)))
-    server.join(Membership(rank, addresses, called))
+    process_group.join(Membership(rank, addresses, called))
     for name in names:
         code = 0
         try:
@@ -245,6 +255,4 @@ def main(rank, addresses, *names):
 
 
 if __name__ == "__main__":
-    done = main(*sys.argv[1:])
-    # TensorFlow's server would take seconds to end.
-    os._exit(done)
+    sys.exit(main(*sys.argv[1:]))

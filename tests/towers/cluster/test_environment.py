@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,45 @@ ENVIRONMENTS = {
 def test_what_an_environment_says(name):
     environ, place = ENVIRONMENTS[name]
     assert environment.find(environ) == place
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("local", "address"), [(2, "127.0.0.1"), (1, "127.0.0.2")])
+def test_a_worker_of_ray_train(monkeypatch, rank, local, address):
+    """Before TF_CONFIG, whose ports Ray has picked, and before Slurm."""
+    sent = []
+
+    def broadcast(data):
+        sent.append(data)
+        return sent[0] or ("node0:8476", "secret")
+
+    class Context:
+        get_world_rank = staticmethod(lambda: rank)
+        get_world_size = staticmethod(lambda: 2)
+        get_local_world_size = staticmethod(lambda: local)
+
+    collective = types.SimpleNamespace(broadcast_from_rank_zero=broadcast)
+    train = types.SimpleNamespace(get_context=Context, collective=collective)
+    util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2")
+    ray = types.SimpleNamespace(train=train, util=util)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    place = environment.find(SLURM | tf_config() | {"TOWERS_JOIN_SECONDS": "7"})
+    assert (place.rank, place.count, place.join_seconds) == (rank, 2, 7)
+    if rank:
+        assert (place.coordinator, place.token) == ("node0:8476", "secret")
+    else:
+        assert re.fullmatch(rf"{address}:\d+", place.coordinator)
+        assert sent == [(place.coordinator, place.token)] and len(place.token) == 32
+
+
+def test_the_program_that_asks_ray_train_is_alone(monkeypatch):
+    def outside():
+        raise RuntimeError("outside of a training function")
+
+    train = types.SimpleNamespace(get_context=outside)
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    assert environment.find({}) is None
 
 
 CONTRADICTIONS = {

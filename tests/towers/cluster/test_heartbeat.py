@@ -98,6 +98,17 @@ def test_all_others_hear_of_an_end_and_of_the_first_alone():
     assert hosts.failures[0].empty()
 
 
+def test_hosts_say_what_they_do():
+    hosts = Hosts(4)
+    others = [hosts.join(rank) for rank in (1, 2)]
+    hosts.stand_in(3)
+    for rank, each in enumerate([hosts.first, *others]):
+        each.describe = lambda rank=rank: ["gradients", f"does {rank}"]
+    # The last one is silent.
+    expected = {rank: ["gradients", f"does {rank}"] for rank in range(3)}
+    assert others[0].ask(0.2) == hosts.first.ask(0.2) == expected
+
+
 def test_an_end_of_the_first_host():
     hosts = Hosts(2)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -110,7 +110,7 @@ def test_all_learn_the_same():
         name, port = addresses.split(address)
         assert name == "127.0.0.1"
         with socket.socket() as server:
-            server.bind((name, port))  # free, for TensorFlow's server
+            server.bind((name, port))  # free, for the host to listen
 
 
 def test_the_addresses_of_tf_config_are_kept():

@@ -1,14 +1,17 @@
-"""What hosts send one another, as far as one process can tell."""
+"""What hosts send one another; they are threads here."""
 
+import threading
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.cluster import server
-from towers.cluster.heartbeat import HostFailedError
+from tests.towers.cluster.in_threads import communicators, on_each
+from tests.variants import slow
+from towers.cluster.membership import HostsDifferError
 from towers.collectives import hosts
-from towers.keras_adapter import runtime
-from towers.model import arguments
+from towers.model import api, arguments
 from towers.plan import Plan
 
 TYPES = [
@@ -23,15 +26,28 @@ TYPES = [
 ]
 
 
-class _Alone(hosts.Cluster):
+def _together(function, count=2):
+    """Calls a function with the place of each of several hosts."""
+    names = [f"host {k}" for k in range(count)]
+    with communicators(count) as every:
+        places = [hosts.Cluster(names, k, comm) for k, comm in enumerate(every)]
+        found = on_each(places, lambda _, place: function(place))
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return found
+
+
+class _Counting(hosts.Cluster):
     """A host of which nobody else has anything: what it sums is what it has."""
 
-    def __init__(self, count=3, index=1):
-        super().__init__([f"host {k}" for k in range(count)], index, timeout_s=1.0)
+    def __init__(self):
+        super().__init__(["host 0", "host 1", "host 2"], 1, communicator=None)
         self.sums = []
 
-    def _sum_one(self, buffer, purpose):
-        self.sums.append((purpose, buffer.dtype.name, buffer.shape))
+    def _sum_one(self, buffer, purpose, wire):
+        name = buffer.dtype.name if wire is None else f"{buffer.dtype.name} as {wire}"
+        self.sums.append((purpose, name, *buffer.shape))
         return tf.identity(buffer)
 
     def tell_all(self, value):
@@ -39,53 +55,74 @@ class _Alone(hosts.Cluster):
 
 
 def _values(dtype):
-    numbers = np.array([[0, 1, 2], [3, 100, 250]])
+    numbers = np.array([[0, 1, 2], [3, 100, 120]])
     return tf.cast(tf.constant(numbers), dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_sum_keeps_type_and_value(dtype):
     value = _values(dtype)
-    (found,) = _Alone().sum([value], "test")
-    assert found.dtype == value.dtype and found.shape == value.shape
-    np.testing.assert_array_equal(found, value)
+    for (found,) in _together(lambda place: place.sum([value], "test")):
+        assert found.dtype == value.dtype and found.shape == value.shape
+        np.testing.assert_array_equal(found, value + value)
 
 
-@pytest.mark.parametrize("least", [-(2**63), -1, 2**40 + 3])
+@pytest.mark.parametrize("least", [-(2**62), -1, 2**40 + 3])
 def test_integers_are_added_as_integers(least):
-    (found,) = _Alone().sum([tf.constant(least, tf.int64)], "test")
-    assert int(found) == least
+    value = tf.constant(least, tf.int64)
+    for (found,) in _together(lambda place: place.sum([value], "test")):
+        assert int(found) == 2 * least
 
 
-def test_one_buffer_for_all_but_float64():
-    alone = _Alone()
-    nest = {"loss": tf.ones([]), "state": [tf.ones([2], tf.int64), None]}
-    nest |= {"wide": tf.ones([3], tf.float64)}
+def test_one_buffer_for_each_type():
+    alone = _Counting()
+    nest = {"loss": tf.ones([]), "state": [tf.ones([2], tf.int32), None]}
+    nest |= {"wide": tf.ones([3], tf.float64), "half": tf.ones([4], tf.float16)}
     found = alone.sum(nest, "step")
-    assert [(dtype, *shape) for _, dtype, shape in alone.sums] == [
+    assert sorted(each[1:] for each in alone.sums) == [
+        ("float32", 5),
         ("float64", 3),
-        ("float32", 9),
+        ("int64", 2),
     ]
     tf.nest.assert_same_structure(found, nest)
 
 
+def test_gradients_alone_are_compressed():
+    alone = _Counting().compressing("bf16")
+    gradients = [tf.ones([5]), tf.ones([6], tf.float16)]
+    alone.sum([tf.ones([]), gradients, tf.ones([2])], "step", gradients)
+    assert sorted(each[1:] for each in alone.sums) == [
+        ("float32", 3),
+        ("float32 as bfloat16", 11),
+    ]
+
+
 def test_buckets_begin_with_the_last_gradients(monkeypatch):
     monkeypatch.setattr(hosts, "_BUCKET_BYTES", 40)
-    alone = _Alone()
+    alone = _Counting()
     alone.sum([tf.ones([10]), tf.ones([4]), tf.ones([3]), tf.ones([3])], "step")
-    assert [shape[0] for _, _, shape in alone.sums] == [10, 10]
+    assert [size for _, _, size in alone.sums] == [10, 10]
     assert len({purpose for purpose, *_ in alone.sums}) == 2
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("dtype", [*TYPES, "bool"])
-def test_rows_are_placed(dtype, known):
-    value, alone = _values(dtype), _Alone()
-    start, total = (20, 33) if known else (tf.constant(20), tf.constant(33))
-    found = alone.gather(value, start, total, "rows")
-    assert found.shape == (33, 3) and found.dtype == value.dtype
-    np.testing.assert_array_equal(found[20:22], value)
-    assert not np.any(found[:20]) and not np.any(found[22:])
+def test_rows_are_gathered(dtype, graph):
+    """Of hosts that have different numbers of them, or none."""
+    value = _values(dtype)
+    # In a graph each blocks a thread of TensorFlow's, of which there are few.
+    count, total = (2, 1) if graph else (3, 3)
+
+    def gather(place):
+        def function():
+            return place.gather(value[: place.index], total, "rows")
+
+        return (tf.function(function, autograph=False) if graph else function)()
+
+    for found in _together(gather, count):
+        assert found.shape == (total, 3) and found.dtype == value.dtype
+        want = tf.concat([value[:k] for k in range(count)], 0)
+        np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +130,73 @@ def test_rows_are_placed(dtype, known):
 )
 def test_what_cannot_be_sent_is_refused(rows):
     with pytest.raises(ValueError, match=r"outputs of type .* on 3 hosts; expected"):
-        _Alone().gather(rows, 0, 3, "outputs")
+        _Counting().gather(rows, 3, "outputs")
+
+
+def test_minus_zero_and_nan_are_broadcast_to_the_bit():
+    value = np.array([-0.0, np.nan, np.inf, 1e-45], np.float32)
+
+    def first(place):
+        mine = [value if place.index == 0 else np.ones_like(value), np.ones([0, 2])]
+        return place.first([*map(tf.constant, mine)], "variables")
+
+    for found, empty in _together(first):
+        assert found.numpy().tobytes() == value.tobytes() and empty.shape == (0, 2)
+
+
+def test_rows_of_slices_are_joined():
+    def add(place):
+        k = place.index
+        slices = tf.IndexedSlices(
+            tf.fill([k + 1, 2], float(k)), tf.range(k + 1), tf.constant([9, 2])
+        )
+        return place.sum([slices, tf.ones([])], "step")
+
+    for slices, one in _together(add):
+        np.testing.assert_array_equal(slices.values, [[0, 0], [1, 1], [1, 1]])
+        np.testing.assert_array_equal(slices.indices, [0, 0, 1])
+        assert int(one) == 2
+
+
+def test_sums_in_a_graph_run_in_their_order():
+    """Nothing but the order tells the second from the first."""
+
+    def add(place):
+        def step(i, x):
+            sums = place.sum([x], "one"), place.sum([x + 1], "another")
+            return i + 1, tf.add_n([each for (each,) in sums])
+
+        @tf.function(autograph=False)
+        def function(x):
+            return tf.while_loop(lambda i, _: i < 3, step, [0, x])[1]
+
+        return [float(function(tf.ones([]))) for _ in range(5)]
+
+    assert _together(add) == [[4 * (4 * (4 + 2) + 2) + 2.0] * 5] * 2
+
+
+def test_what_each_tells():
+    told = _together(lambda place: place.tell_all({"rank": place.index}), count=3)
+    assert told == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+    assert _together(lambda place: place.broadcast(place.index)) == [0, 0]
+
+
+def test_files_are_sent(tmp_path):
+    folder = tmp_path / "0" / "checkpoint"
+    folder.mkdir(parents=True)
+    content = {"empty": b"", "odd": b"abc", "large": bytes(range(256)) * 5000}
+    for name, data in content.items():
+        (folder / name).write_bytes(data)
+
+    def send(place):
+        own = str(folder) if place.index == 0 else None
+        return place.send_files(own, str(tmp_path / str(place.index)))
+
+    for k, found in enumerate(_together(send, count=3)):
+        assert found == str(tmp_path / str(k) / "checkpoint")
+        files = (tmp_path / str(k) / "checkpoint").iterdir()
+        assert {each.name: each.read_bytes() for each in files} == content
+    assert _together(lambda place: place.send_files(None, "")) == [None, None]
 
 
 def test_asynchronous_is_for_one_host():
@@ -103,41 +206,8 @@ def test_asynchronous_is_for_one_host():
         arguments.check_hosts(2, "asynchronous")
 
 
-def test_sizes_that_are_not_known_are_few():
-    rounded = {int(hosts._rounded_up(tf.constant(n))) for n in range(1, 4096)}
-    assert len(rounded) < 90
-    for n in (1, 15, 16, 17, 1000, 4095):
-        assert n <= int(hosts._rounded_up(tf.constant(n))) <= n + n // 8 + 1
-
-
-def test_minus_zero_and_nan_are_broadcast_to_the_bit():
-    value = tf.constant([-0.0, np.nan, np.inf, 1e-45])
-    (found,) = _Alone(index=0).first([value], "variables")
-    assert found.numpy().tobytes() == value.numpy().tobytes()
-    # Others have what the first sends: here, nobody does.
-    (found,) = _Alone(index=1).first([value], "variables")
-    assert not found.numpy().tobytes().strip(b"\0")
-
-
-def test_rows_of_slices_are_joined():
-    slices = tf.IndexedSlices(
-        tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([5, 0]), tf.constant([9, 2])
-    )
-    (found,) = _Alone().sum([slices], "step")
-    np.testing.assert_array_equal(found.values, slices.values)
-    np.testing.assert_array_equal(found.indices, slices.indices)
-
-
-def test_a_key_belongs_to_a_purpose_a_type_and_a_size():
-    known, found = hosts._key("gradients float32", 70), tf.constant(70, tf.int64)
-    assert known == int(hosts._key("gradients float32", found)) < 2**31
-    others = {hosts._key("gradients float32", n) for n in range(1000)}
-    assert len(others) == 1000
-    assert known != hosts._key("state float32", 70)
-
-
 def test_a_plan_numbers_the_towers_of_all_hosts():
-    plan = Plan.of(["/device:CPU:0", "/device:CPU:1"], (1, 2), "", hosts=_Alone())
+    plan = Plan.of(["/device:CPU:0", "/device:CPU:1"], (1, 2), "", hosts=_Counting())
     assert [tower.index for tower in plan.towers] == [2, 3]
     assert plan.count == 6 and plan.split_ratios == (1, 2) * 3
     assert plan.sizes(18) == [2, 4]
@@ -149,18 +219,54 @@ def test_a_plan_numbers_the_towers_of_all_hosts():
     assert plan.sizes(1) == [0, 0]
 
 
-def test_a_host_that_waits_hears_of_a_failure(monkeypatch):
-    """Otherwise it would wait for what a host that has ended was to write."""
+class _Alone:
+    """A communicator of hosts of which the others have nothing."""
 
-    def nothing(key, timeout_s):
-        raise tf.errors.DeadlineExceededError(None, None, f"no {key}")
+    def __init__(self):
+        self.sums, self.begun = [], threading.Event()
 
-    def failed(wait):
-        raise HostFailedError("host 0 has ended")
+    def all_reduce(self, array, purpose, wire):
+        self.sums.append(array.size)
+        # After what hosts agree on, the first gradients.
+        if len(self.sums) == 2:
+            self.begun.set()
+        return array
 
-    monkeypatch.setattr(runtime, "read_key", nothing)
-    with pytest.raises(tf.errors.DeadlineExceededError):
-        hosts.Cluster(["a", "b"], 1, timeout_s=0.0).broadcast(None)
-    monkeypatch.setattr(server, "check", failed)
-    with pytest.raises(HostFailedError):
-        hosts.Cluster(["a", "b"], 1, timeout_s=600.0).broadcast(None)
+    def all_gather(self, data, purpose):
+        return [memoryview(data), memoryview(data)]
+
+    def broadcast(self, data, purpose):
+        pass
+
+
+@pytest.mark.parametrize("layers", [0, slow(100)])
+def test_the_last_gradients_travel_while_others_are_computed(monkeypatch, layers):
+    """Also where there are so many layers that towers are functions of their own."""
+    monkeypatch.setattr(hosts, "_BUCKET_BYTES", 32)
+    comm, found = _Alone(), []
+    place = hosts.Cluster(["host 0", "host 1"], 0, comm)
+    monkeypatch.setattr(api, "this_host", lambda: place)
+
+    def wait(gradient):
+        # A bound for a test that fails: the sum would come after this.
+        found.append(comm.begun.wait(20))
+        return gradient
+
+    @tf.custom_gradient
+    def identity(x):
+        def backward(gradient):
+            # If it had a side effect, nothing would come before its end.
+            waited = tf.numpy_function(wait, [gradient], gradient.dtype, stateful=False)
+            return tf.ensure_shape(waited, gradient.shape)
+
+        return tf.identity(x), backward
+
+    first = [keras.layers.Dense(4) for _ in range(1 + layers)]
+    last = [keras.layers.Lambda(identity), keras.layers.Dense(5)]
+    model = keras.Sequential([keras.Input((3,)), *first, *last])
+    parallel = api.multi_gpu_model(model, gpus=1, strict=False)
+    parallel.compile("sgd", "mse")
+    # The other host has no batch.
+    with pytest.raises(HostsDifferError):
+        parallel.train_on_batch(np.ones((4, 3)), np.ones((4, 5)))
+    assert found == [True] and comm.sums[1] == 4 * 5 + 5

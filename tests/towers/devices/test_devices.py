@@ -13,9 +13,10 @@ from tensorflow.python.eager import context
 
 from tests import warm
 from towers import devices
+from towers.cluster import process_group
+from towers.cluster.membership import Membership
 from towers.devices import listing, nvml
 from towers.devices.nvml import Gpu
-from towers.keras_adapter import runtime
 from towers.model import arguments
 
 
@@ -581,6 +582,21 @@ def test_table_fits_whatever_the_model(environ):
     assert text.count("100000") == 12
 
 
+def test_table_of_all_hosts():
+    made = devices.Devices(towers=("/device:CPU:0", "/device:CPU:1"), home="/CPU:0")
+    first = devices.rows(made, [8, 7])
+    # It has a GPU, of which more is known.
+    second = [{**first[0], "smi": "3", "local batch": "17"}]
+    hosts = {"host 0 (a, pid 1)": first, "host 1 (b, pid 2)": second}
+    head, *lines = devices.table(made, [8, 7], hosts).splitlines()
+    assert head.split()[:2] == ["tower", "host"] and "smi" in head
+    assert [line.split()[:2] for line in lines[:3]] == [
+        *(["0", "0"], ["1", "0"], ["2", "1"])
+    ]
+    assert lines[3] == "2 hosts: host 0 (a, pid 1), host 1 (b, pid 2)."
+    assert lines[4].startswith("Each step takes 32 examples")
+
+
 def test_table_wants_a_local_batch_for_each_tower():
     made = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
     with pytest.raises(ValueError, match="has 1 size for 2 towers"):
@@ -604,14 +620,14 @@ def test_table_wants_a_local_batch_for_each_tower():
 def test_nccl_needs_a_whole_gpu_for_each_tower(machine, monkeypatch, wish, fits):
     machine(8)
     towers = devices.configure(**wish).towers
-    monkeypatch.setattr(runtime, "own_devices", lambda: [*towers, "/device:CPU:0"])
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
     assert arguments.nccl_fits(towers) is fits
 
 
 def test_nccl_does_not_fit_towers_of_two_kinds(machine, monkeypatch):
     machine(8)
     towers = devices.configure(2).towers
-    monkeypatch.setattr(runtime, "own_devices", lambda: [*towers, "/device:CPU:0"])
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
     assert not arguments.nccl_fits([towers[0], "/device:CPU:0"])
 
 
@@ -631,6 +647,25 @@ def test_towers_divide_the_cores(machine, monkeypatch, towers, cores, expected):
     machine(0)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     devices.configure(towers)
+    assert _threads() == expected
+
+
+@pytest.mark.parametrize(
+    ("towers", "addresses", "expected"),
+    [
+        (1, ("10.0.0.1:1", "10.0.0.2:1"), 0),
+        (1, ("10.0.0.2:2", "10.0.0.1:1", "10.0.0.2:1"), 4),
+        (2, ("127.0.0.1:1", "127.0.0.1:2"), 2),
+    ],
+)
+def test_hosts_on_a_machine_divide_its_cores(
+    machine, monkeypatch, towers, addresses, expected
+):
+    machine(0)
+    joined = Membership(0, addresses, addresses)
+    monkeypatch.setattr(process_group, "join_as_started", lambda hosts: joined)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    devices.configure(towers, hosts="auto")
     assert _threads() == expected
 
 

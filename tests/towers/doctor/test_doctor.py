@@ -17,7 +17,7 @@ import psutil
 import pytest
 import tensorflow as tf
 
-from towers.cluster import tf_config
+from towers.cluster.launchers import tf_config
 from towers.doctor import __main__ as doctor
 from towers.doctor import cluster, devices, gpus, host, process, settings, versions
 from towers.doctor.devices import Probe

@@ -5,8 +5,10 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import types
 from concurrent import futures
+from unittest import mock
 
 import pytest
 from absl.testing import flagsaver
@@ -396,3 +398,39 @@ def test_a_signal_ends_the_probe(tmp_path, number, code, cause, first):
     else:
         assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([{"fits": True, "peak_memory_mb": 30.0}], {"peak_memory_mb": 30.0}),
+        ([{"fits": False, "why": "OOM"}], {"fits": False, "why": "OOM"}),
+        ([{"error": "bad"}, {"fits": False, "why": "OOM"}], {"fits": False}),
+        ([{}, {}], {"peak_memory_mb": 20.0}),
+    ],
+)
+def test_what_hosts_tell_is_put_together(others, expected):
+    first = {"batch_size": 8, "fits": True, "peak_memory_mb": 20.0}
+    found = processes.of_all_hosts(first, others)
+    assert found.items() >= expected.items() and found["batch_size"] == 8
+    # The first one, which has only heard of it, says nothing.
+    found = processes.of_all_hosts({"batch_size": 8}, others)
+    assert (found.get("fits") is False) == ("why" in expected or "fits" in expected)
+
+
+def test_hosts_try_a_size_together(monkeypatch):
+    def launch(command, **options):
+        folder = next(each for each in command if each.startswith("--log_dir="))
+        with open(f"{folder.removeprefix('--log_dir=')}/host1.log", "w") as log:
+            log.write('a warning\n{"fits": false, "why": "OOM when allocating"}\n')
+        said = '{"batch_size": 32}\n'
+        return subprocess.CompletedProcess(command, 75, said, "")
+
+    started = mock.Mock(side_effect=launch)
+    monkeypatch.setattr(processes.subprocess, "run", started)
+    told = processes.run(read("--hosts=2", "--num_gpus=3", "--model=mlp"), 32)
+    assert told == {"batch_size": 32, "fits": False, "why": "OOM when allocating"}
+    command = started.call_args.args[0]
+    assert command[1:5] == ["-m", "towers.launch", "--hosts=2", "--num_gpus=3"]
+    assert command[6:9] == ["--", "-m", "towers.find_batch_size.probe"]
+    assert "--hosts=2" not in command[9:]

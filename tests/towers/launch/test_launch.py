@@ -16,7 +16,7 @@ import pytest
 
 from tests.terminal import read_all
 from tests.variants import slow
-from towers.launch import arguments, generation, gpus, supervisor
+from towers.launch import arguments, generation, gpus, host, supervisor
 from towers.launch.strays import Strays
 from towers.program.ending import ANOTHER_FAILED
 
@@ -153,14 +153,14 @@ def test_the_first_to_fail_is_named(launched, tmp_path, end, code, how):
 
 
 def test_memory_is_named_where_the_kernel_says_so(launched, monkeypatch):
-    counts = iter([5, 6])
-    monkeypatch.setattr(generation, "_killed_for_memory", lambda: next(counts))
+    counts = iter([5, 5, 6])
+    monkeypatch.setattr(host, "_killed_for_memory", lambda: next(counts))
     _, (_, err) = launched(RANK + "os.kill(os.getpid(), 9) if rank else None")
     assert "failed first: SIGKILL, by the kernel for want of memory (see" in err
 
 
 def test_the_kernels_count_is_read():
-    assert generation._killed_for_memory() >= 0
+    assert host._killed_for_memory() >= 0
     if Path("/proc/vmstat").exists():
         assert "oom_kill " in Path("/proc/vmstat").read_text()
 
@@ -328,10 +328,11 @@ def launch(*words, **options):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(
         [sys.executable, "-m", "towers.launch", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
         **{**pipes, **options},
     )
-    limit = threading.Timer(TIMEOUT_S, process.kill)
+    # It says then what each of its threads does.
+    limit = threading.Timer(TIMEOUT_S, process.send_signal, [signal.SIGABRT])
     limit.start()
     with process:
         yield process
@@ -358,9 +359,24 @@ def test_signals_are_passed_on_each_time(tmp_path):
         # A terminal that goes away is a reason to end.
         process.send_signal(signal.SIGHUP)
         assert process.stdout.readline() == "second 15\n"
-        _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 143
+        _, err = process.communicate(timeout=2 * TIMEOUT_S)
+    assert process.returncode == 143, (err, (tmp_path / "host1.log").read_text())
     assert "start again" not in err and "failed" not in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs numbers of threads")
+def test_a_signal_that_another_thread_gets_is_heard(tmp_path):
+    """The kernel may choose any thread, and the main one waits meanwhile."""
+    command = "--hosts=1", "--", sys.executable, "-SE", "-c", ASKED
+    with launch(*command) as process:
+        assert process.stdout.readline() == "ready\n"
+        threads = {*map(int, os.listdir(f"/proc/{process.pid}/task"))} - {process.pid}
+        for said in ("first 2", "second 2"):
+            # To a thread's number: to its process, but by way of this thread.
+            os.kill(max(threads), signal.SIGINT)
+            assert process.stdout.readline() == f"{said}\n"
+        process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
 
 
 def test_a_launcher_that_is_killed_takes_all_with_it(tmp_path):
@@ -434,6 +450,12 @@ WRONG = {
     "--hosts=2 --coordinator=a:1": "Received --coordinator without --host_rank",
     "--hosts=2 --interface=lo": "Received --interface without --host_rank",
     "--hosts=2:3 --host_rank=1 --coordinator=a:1": "Received --hosts=2:3 with",
+    "--hosts=2 --launcher=mpi": "Received --launcher=mpi; expected local or ray.",
+    "--hosts=2 --num_cpus=2": "Received --num_cpus=2 without --launcher=ray; expected",
+    "--hosts=2 --launcher=ray --host_rank=0": "Received --host_rank with --laun",
+    "--hosts=2 --launcher=ray --log_dir=x": "Received --log_dir with --launcher=ray",
+    "--hosts=2 --launcher=ray --placement_strategy=x": "expected PACK, SPREAD, STRICT",
+    "--hosts=2 --launcher=ray --num_cpus=0": "Received --num_cpus=0; expected at least",
     "--hosts=2 --model=cnn": "Received --model before --; expected flags of towers",
     "--hsots=2": "Received --hsots, but there is no such flag (did you mean --hosts?)",
 }
@@ -445,6 +467,19 @@ def test_wrong_flags_are_one_sentence(words):
         read(words)
     assert WRONG[words] in str(caught.value)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_ray_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"not installed; run: pip install 'keras-to"):
+        read("--hosts=2 --launcher=ray -- my.py")
+
+
+def test_arguments_for_ray(monkeypatch):
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: name)
+    options = read("--hosts=2:4 --launcher=ray --num_cpus=3", "--", "my.py")
+    assert (options.launcher, options.num_cpus) == ("ray", 3)
+    assert (options.least, options.most, options.placement_strategy) == (2, 4, "PACK")
 
 
 def test_no_token_for_several_machines():
@@ -489,11 +524,13 @@ assert "tensorflow" not in sys.modules
 
 
 def test_flags_of_towers_train(tmp_path):
-    folder = f"--model_dir={tmp_path}"
+    mine = tmp_path / "mine.py"
+    mine.write_text("def build(input_shape, num_outputs): pass")
+    folder, model = f"--model_dir={tmp_path}", f"--model={mine}"
     asked = [
         ["--hosts=2", "--num_gpus=2", "--", folder],
         ["--hosts=2", "--", folder, "--num_gpus=3"],
-        ["--hosts=2", "--num_gpus=2", "--", folder],
+        ["--hosts=2", "--num_gpus=2", "--", model, folder],
         ["--hosts=2", "--", "--gpu_indices=0,1"],
     ]
     done = subprocess.run(

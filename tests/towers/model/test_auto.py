@@ -18,8 +18,9 @@ from towers import multi_gpu_model
 from towers.builders.builder import Builder
 from towers.builders.pieces.reducer import AllReduce
 from towers.builders.strategies import STRATEGIES
+from towers.collectives.hosts import OneHost
 from towers.loop import loop
-from towers.model import auto, variable_update
+from towers.model import auto, first_call, variable_update
 from towers.model.auto import Choice
 from towers.model.replayable import ReplayableBatches
 from towers.model.tower_model import TowerModel
@@ -855,3 +856,16 @@ def test_other_errors_are_not_taken_for_those_of_xla():
 
     with pytest.raises(tf.errors.InvalidArgumentError):
         _fit("parameter_server", 1, lambda: [Fails()])
+
+
+def test_hosts_try_what_all_of_them_can():
+    """A host with one tower has fewer ways than one with several GPUs."""
+    ways = [Choice("replicated", "nccl"), Choice("parameter_server", "auto")]
+
+    class Hosts(OneHost):
+        def tell_all(self, value):
+            assert json.loads(json.dumps(value)) == value
+            return [value, [[*ways[1]]]]
+
+    assert first_call._of_all_hosts(ways, Hosts()) == ways[1:]
+    assert first_call._of_all_hosts(ways, OneHost()) == ways

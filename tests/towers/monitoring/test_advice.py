@@ -174,6 +174,11 @@ def test_what_is_kept_is_not_to_be_kept_again():
                 advice=stage_advice(kept_already, flags=True),
             ),
             devices=types.SimpleNamespace(physical=(), towers=()),
+            parallel=types.SimpleNamespace(
+                builder=types.SimpleNamespace(
+                    plan=types.SimpleNamespace(towers=[types.SimpleNamespace(index=0)])
+                )
+            ),
         )
         assert cures in make_watch(job).starvation._words()["read"]
 

@@ -20,10 +20,11 @@ from tensorflow.data.experimental import service
 from tests import warm
 from tests.variants import slow
 from towers import multi_gpu_model
+from towers.cluster import process_group
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
-from towers.monitoring.stall import questions
+from towers.monitoring.stall import hosts, questions
 from towers.monitoring.stall.callback import Stall
 from towers.train import checks
 from towers.train.settings import Settings
@@ -722,3 +723,26 @@ def test_flags(tmp_path):
 def test_what_does_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         Stall(**options)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (("step 0", ""), "the network, as all hosts are in the collective 'step 0'"),
+        (
+            (None, "waits for the callback Slow"),
+            "host 1, which waits for the callback Slow, in the collective 'step 0'",
+        ),
+        (
+            ("digests", ""),
+            "host 1, which is in the collective 'digests', in the collective 'step 0'",
+        ),
+        (None, "host 1, which does not answer, in the collective 'step 0'"),
+    ],
+)
+def test_hosts_that_are_waited_for(monkeypatch, told, said):
+    answers = {"host 0": ("step 0", "computes"), "host 1": told}
+    monkeypatch.setattr(process_group, "ask_all", lambda seconds: answers)
+    assert hosts.waited_for(1.0) is None
+    monkeypatch.setattr(process_group, "collective", lambda: "step 0")
+    assert hosts.waited_for(1.0) == said

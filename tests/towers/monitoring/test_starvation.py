@@ -463,6 +463,8 @@ def test_a_disk_that_is_slow(tmp_path):
 class Phases:
     """Steps that take and wait as they are told."""
 
+    hosts = None
+
     def __init__(self):
         self.steps, self.input_s, self.iterator = 0, 0.0, None
 

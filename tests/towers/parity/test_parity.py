@@ -7,6 +7,7 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
 from tests import warm
 from tests.towers.train.runs import read_settings
@@ -14,7 +15,7 @@ from tests.variants import slow
 from towers import input_pipeline, multi_gpu_model
 from towers.collectives import reduce
 from towers.parity import __main__ as parity_program
-from towers.parity import check_parity
+from towers.parity import check_flags, check_parity
 from towers.parity.report import (
     DIFFERS,
     EQUAL,
@@ -534,6 +535,32 @@ def test_command_equal(data_dir, tmp_path):
     assert "loss        step 2" in done.stdout
     assert done.stdout.endswith("Equal: 3 towers give the numbers of one device.\n")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_command_on_hosts(tmp_path):
+    done = run(
+        *("--hosts=2", "--num_gpus=2", "--model=mlp", "--batch_size=14"),
+        *("--dataset=synthetic:4x4x1:3:64", "--parity_steps=2"),
+        code=0,
+    )
+    assert "2 hosts: host 0 (" in done.stdout
+    assert "Equal: 4 towers give the numbers of one device." in done.stdout
+
+
+def test_hosts_are_started(monkeypatch):
+    started = mock.Mock()
+    monkeypatch.setattr(check_flags.os, "execv", started)
+    argv = ["towers.parity", "--hosts=2", "--num_gpus=3", "--model=mlp"]
+    for environ, count in ({}, 1), ({"TOWERS_HOST_RANK": "0"}, 1):
+        with flagsaver.flagsaver():
+            found = check_flags.read(argv, "What it is for.", environ)
+        assert (found.hosts, started.call_count) == (2, count)
+    _, command = started.call_args.args
+    assert command[1:] == [
+        *("-m", "towers.launch", "--hosts=2", "--num_gpus=3", "--"),
+        *("-m", "towers.parity", *argv[1:]),
+    ]
 
 
 @pytest.mark.parametrize(("equal", "code"), [(True, 0), (False, 2)])

@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import json
+import os
 import signal
 import types
 from unittest import mock
@@ -23,7 +25,7 @@ from towers.numerics.not_finite import NotFinite
 from towers.train import __main__ as train
 from towers.train import checks
 from towers.train import run as train_run
-from towers.train.outputs import files
+from towers.train.outputs import files, reports
 from towers.train.outputs import start as first_lines
 from towers.train.outputs import summary as last_lines
 from towers.train.parts import data as data_parts
@@ -381,3 +383,18 @@ def test_a_path_need_not_be_utf_8(tmp_path):
     files._write(job, "flags.txt", text)
     assert files.read(job, "flags.txt") == text
     assert b"r\xfcn" in (tmp_path / "flags.txt").read_bytes()
+
+
+def test_who_asks_hears_of_each_epoch(monkeypatch):
+    assert reports.wanted({}) is None
+    read, write = os.pipe()
+    monkeypatch.setenv("TOWERS_REPORTS", str(write))
+    callback = reports.Reports(reports.wanted(), lambda: "checkpoints/ckpt-3-0")
+    callback.on_epoch_end(2, {"loss": np.float32(0.5)})
+    assert json.loads(os.read(read, 1000)) == {
+        "metrics": {"epoch": 3, "loss": 0.5},
+        "checkpoint": "checkpoints/ckpt-3-0",
+    }
+    os.close(read)
+    callback.on_epoch_end(3, {})  # nobody listens any more
+    os.close(write)

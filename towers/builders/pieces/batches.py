@@ -27,7 +27,32 @@ class LocalBatches:
         batch.check_rows(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
         bounds = self.context.plan.bounds(batch.batch_size(data))
+        if batch.part_of(data) is not None:
+            first, end = bounds[0][0], bounds[-1][1]
+            data = batch.rows_given(data)
+            tf.debugging.assert_equal(batch.batch_size(data), end - first)
+            bounds = [(start - first, end - first) for start, end in bounds]
         return [batch.take(data, start, end) for start, end in bounds]
+
+    def of_host(self, x: Any, rows: Any) -> Any:
+        """Returns those rows of whole tensors that x has, which this host is given."""
+        if batch.part_of(x) is None:
+            return rows
+        return batch.take(rows, *self.context.plan.share.bounds(batch.batch_size(x)))
+
+    def whole(self, data: Any, inputs: bool = True) -> Any:
+        """Returns a whole batch, also where this host is given only some rows of it.
+
+        Args:
+            data: (x, y, sample_weight), as it is given.
+            inputs: Whether x is needed; `None` stands for it otherwise, if it would
+                have to travel.
+        """
+        part = batch.part_of(data)
+        if part is None:
+            return data
+        rows = (part.x if inputs else None, *data[1:])
+        return self.context.plan.gather(rows, batch.batch_size(data), "batch")
 
     def fractions(self, data: Any) -> list[tf.Tensor]:
         """Returns the part of the global batch that each local batch is."""
@@ -69,7 +94,7 @@ class LocalBatches:
         """
         plan = self.context.plan
         if self.context.preprocess is None:
-            return local_batches, lambda: data
+            return local_batches, functools.partial(self.whole, data)
         if local_batches is None:
             local_batches = self.place(data)
         data = tf.nest.map_structure(batch.as_tensor, data)

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.collectives import packing
-from towers.collectives.hosts import bits_of
 from towers.devices import HOST
 from towers.keras_adapter.optimizers import learning_rate_variable
 from towers.keras_adapter.variables import swapped_values, take_identity
@@ -86,9 +85,7 @@ class Copies:
         of_model = variables.of(self._context.model)
         with tf.device(HOST), tf.name_scope("first_host"):
             values = [tf.convert_to_tensor(variable.value) for variable in of_model]
-            digest = hosts.gather(
-                _digest(values)[tf.newaxis], hosts.index, hosts.count, "digests"
-            )
+            digest = hosts.stack(_digest(values), "digests")
 
             def follow():
                 received = hosts.first(values, "variables")
@@ -139,11 +136,20 @@ class Copies:
         return copies
 
 
+_BITS = {
+    **{tf.float32: tf.int32, tf.float64: tf.int64},
+    **{tf.float16: tf.int16, tf.bfloat16: tf.int16},
+}
+
+
 def _digest(values):
     """A number that tells nearly all values apart."""
     odd, total = 1, tf.zeros([], tf.int64)
     for value in values:
-        bits = tf.reduce_sum(tf.cast(bits_of(value), tf.int64))
+        if (bits := _BITS.get(value.dtype)) is not None:
+            # Minus zero is not zero.
+            value = tf.bitcast(value, bits)
+        bits = tf.reduce_sum(tf.cast(value, tf.int64))
         # Of two values that are exchanged, too.
         odd = odd * 6364136223846793005 % 2**62 | 1
         total += bits * odd
@@ -152,6 +158,4 @@ def _digest(values):
 
 def _is_learning_rate(variable: keras.Variable, optimizer: Any) -> bool:
     # It is changed from outside all the time, and small.
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
     return variable is learning_rate_variable(optimizer)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -148,7 +149,8 @@ class TowerExecutor:
         fractions = plan.fractions(sizes, size)
         if local_batches is None:
             local_batches = self.batches.place(whole)
-        like = whole if self.context.preprocess is None else local_batches[0]
+        given = self.context.preprocess is None and batch.part_of(whole) is None
+        like = whole if given else local_batches[0]
         return _Batch(whole, local_batches, size, sizes, fractions, like)
 
     def _call(self, towers, k, values, rows, size, fraction):
@@ -164,9 +166,13 @@ class TowerExecutor:
             *batch.specs(towers.extra),
         ]
         # Passes over a gathered loss's towers are merged only where both are copied.
+        # And the results of a function come all at once, no gradient before the last.
+        weights = self.context.model.trainable_variables
+        size = sum(math.prod(each.shape) * 4 for each in weights)
         noinline = (
             len(layers_of(self.context.model)) > _MANY_LAYERS
             and self.context.found.loss_placed != "gathered"
+            and not self.context.plan.hosts.overlaps(size)
         )
         on_gpus = self.context.plan.on_gpus
         return Traced(towers.function, specs, xla, noinline, on_gpus)

@@ -40,19 +40,23 @@ class StepOutputs(NamedTuple):
     measured: Measured
     direct: Sequence[Sequence[tf.Tensor | tf.IndexedSlices | None]]
 
-    def sum_over(self, hosts: OneHost, more: Any = None) -> tuple["StepOutputs", Any]:
+    def sum_over(
+        self, hosts: OneHost, more: Any = None, compressible: Sequence[Any] = ()
+    ) -> tuple["StepOutputs", Any]:
         """Adds what is not yet that of all hosts, and a nest of tensors besides.
+
+        `compressible` is as for `OneHost.sum`.
 
         Returns:
             The outputs of all hosts, and the sums of `more`.
         """
         if self.direct:
             # Each host has seen the outputs of all.
-            return self, hosts.sum(more, "step")
+            return self, hosts.sum(more, "step", compressible)
         loss, of_outputs, changes, refused = self.measured
         # In one sum: each takes its time, however little it adds.
         parts = loss, of_outputs, changes, self.state, more
-        loss, of_outputs, changes, state, more = hosts.sum(parts, "step")
+        loss, of_outputs, changes, state, more = hosts.sum(parts, "step", compressible)
         measured = Measured(loss, of_outputs, changes, refused)
         return self._replace(state=state, measured=measured), more
 
@@ -109,7 +113,9 @@ class LossAndGradients:
         are to see, as it was given.
         """
         if self.context.preprocess is None:
-            return local_batches, lambda: data
+            inputs = build.overrides(self.context.model, "compute_loss")
+            seen = functools.partial(self.batches.whole, data, inputs)
+            return local_batches, seen
         given = local_batches or self.batches.place(data)
         local_batches, seen = self.batches.preprocess_batch(data, training, given)
         pairs = zip(local_batches, given, strict=True)
@@ -249,6 +255,7 @@ class LossAndGradients:
         loss, state, for_outputs, for_losses, direct = self._at_home(
             seen, x, results, rules, inputs.scale
         )
+        for_outputs = self.batches.of_host(x, for_outputs)
         carried = self.batches.place((x, for_outputs))
         if local_batches:
             # The same rows as on the way forward.

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from towers.analysis.rules import Rules
 from towers.builders.context import Context
+from towers.builders.pieces.batches import LocalBatches
 from towers.collectives import batch, reduce
 from towers.keras_adapter.layers import TAGS, set_tag
 from towers.keras_adapter.models import (
@@ -45,6 +46,7 @@ class MetricSink:
     """Computes at home what Keras computes of whole batches."""
 
     context: Context
+    batches: LocalBatches
 
     def gather(self, results: Sequence[TowerResult], total: int | tf.Tensor) -> Any:
         """Joins the towers' outputs, and their tags, at home: one row an example.
@@ -131,8 +133,7 @@ class MetricSink:
             The metrics' results, by name.
         """
         model = self.context.model
-        x, y, sample_weight = data
-        size = batch.batch_size(x)
+        size = batch.batch_size(data)
         with tf.device(self.context.plan.home), tf.name_scope("metrics"):
             loss_tracker(model).update_state(measured.loss, sample_weight=size)
             if measured.of_outputs:
@@ -142,8 +143,10 @@ class MetricSink:
                 for tracker, loss in zip(trackers, measured.of_outputs, strict=True):
                     tracker.update_state(loss, sample_weight=count)
             if measured.changes is None:
+                x, y, sample_weight = self._whole(data)
                 return model.compute_metrics(x, y, gather(), sample_weight)
             if measured.refused:
+                _, y, sample_weight = self._whole(data)
                 self._update(measured.refused, y, gather(), sample_weight)
             others = {id(v) for metric in measured.refused for v in metric.variables}
             variables = metrics.variables_of(model)
@@ -151,6 +154,10 @@ class MetricSink:
                 if change is not None and id(variable) not in others:
                     variable.assign_add(change)
             return model.get_metrics_result()
+
+    def _whole(self, data):
+        inputs = build.overrides(self.context.model, "compute_metrics")
+        return self.batches.whole(data, inputs)
 
     def _update(self, wanted, y, outputs, sample_weight):
         """Updates some of the compiled metrics, as Keras updates all."""

@@ -78,9 +78,7 @@ def _largest(plan, gradients, places):
         return {}
     mine = [overwritten.largest([each[i] for each in gradients]) for i in places]
     parts = [tf.reshape(value, [-1]) for value in mine]
-    rows = tf.concat(parts, axis=0)[tf.newaxis]
-    hosts = plan.hosts
-    every = hosts.gather(rows, hosts.index, hosts.count, "largest of gradients")
+    every = plan.hosts.stack(tf.concat(parts, axis=0), "largest of gradients")
     found = tf.split(tf.reduce_max(every, axis=0), [part.shape[0] for part in parts])
     return {
         i: overwritten.total(tf.reshape(value, like.shape))

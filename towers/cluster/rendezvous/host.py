@@ -42,7 +42,7 @@ class Host:
         generation: How often it has started anew.
         node: The name of its machine.
         pid: Its process.
-        address: "host:port" for TensorFlow's server.
+        address: "host:port" where it listens for the others.
         versions: Of Python, TensorFlow, Keras and Towers.
     """
 
@@ -69,7 +69,7 @@ class Host:
 
 
 def own_address(place: Place, reached_by: str, held: contextlib.ExitStack) -> str:
-    """Returns where TensorFlow's server of this host shall listen.
+    """Returns where this host shall listen for the others.
 
     Args:
         place: The host's.
@@ -121,7 +121,9 @@ def _by(hosts, value) -> dict[Any, str]:
 def membership(place: Place, listed: dict[str, list[str]]) -> Membership:
     """Returns what a host knows, by what the first host has told all."""
     listed = {name: tuple(listed[name]) for name in ("addresses", "names")}
-    return Membership(place.rank, **listed, generation=place.generation)
+    return Membership(
+        place.rank, **listed, generation=place.generation, token=place.token
+    )
 
 
 @functools.cache

@@ -119,13 +119,13 @@ class Meeting:
         note = loop.call_later(QUIET_S, self._say_who_is_missing)
         try:
             await self._until(self._are_all_here, self._place.join_seconds)
-            return await self._end_of_it()
+            return await self._end_of_it(server)
         finally:
             note.cancel()
             server.close()
             await within(ANSWER_S, *(channel.close() for channel in self._guests))
 
-    async def _end_of_it(self) -> Membership:
+    async def _end_of_it(self, server: asyncio.Server) -> Membership:
         if error := self._what_is_wrong():
             await self._fail(error)
         hosts = sorted([self._own, *self._guests.values()], key=lambda each: each.rank)
@@ -139,6 +139,8 @@ class Meeting:
         if gone := [guests[each] for each in guests.keys() - self._acknowledged]:
             names = joined(each.name for each in gone)
             await self._fail(HostsMissingError(f"Gone while the hosts met: {names}."))
+        # This port may be the one where hosts connect next.
+        server.close()
         await self._tell({"go": True})
         return membership(self._place, listed)
 

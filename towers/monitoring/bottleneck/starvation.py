@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from towers._deprecated import accepts_old_names
 from towers.loop import listeners
-from towers.monitoring.bottleneck import tfdata_stats
+from towers.monitoring.bottleneck import hosts, tfdata_stats
 from towers.monitoring.bottleneck.verdict import bound_by, verdict
 from towers.monitoring.step_time import StepTime
 from towers.monitoring.steps import Interval
@@ -162,7 +162,10 @@ class Starvation(StepTime):
         if not any(parts.values()):
             return False
         self._bound = bound_by(parts, before)
-        self.verdict = verdict(parts, self._bound, found, self._words())
+        said = [verdict(parts, self._bound, found, self._words())]
+        if (times := self._timers.hosts) is not None:
+            said.append(hosts.sentence(times, split.hosts))
+        self.verdict = "; ".join(filter(None, said))
         return True
 
     def _words(self):

@@ -30,6 +30,8 @@ _TOOK = {
     "copy": "copying to towers took {}",
     "reduce": "reducing and applying took {}",
     "python": "Python took {}",
+    "hosts": "waiting for other hosts took {}",
+    "network": "adding over hosts took {}",
 }
 _TRY = {
     "copy": "a larger batch of smaller examples, or more steps in a call, in which the "
@@ -37,7 +39,10 @@ _TRY = {
     "reduce": "another --variable_update, XLA, or a larger batch",
     "python": "a larger batch, or more steps in a call (--steps_per_loop, "
     "steps_per_execution)",
+    "network": "a larger batch, or a faster network between hosts",
 }
+
+_KINDS = {"python": "Python", "hosts": "other-hosts"}
 
 
 def bound_by(
@@ -47,7 +52,8 @@ def bound_by(
 
     Args:
         parts_ms: Milliseconds of a step by part, which add up to more than 0: "input",
-            "compute", "copy", "reduce" and "python".
+            "compute", "copy", "reduce" and "python"; with several hosts "hosts" and
+            "network", too.
         before: What steps were bound by in the interval before.
 
     Returns:
@@ -57,7 +63,8 @@ def bound_by(
     return tuple(
         name
         for name in _TOOK
-        if (largest_ms - parts_ms[name]) / step_ms
+        if name in parts_ms
+        and (largest_ms - parts_ms[name]) / step_ms
         <= (_STILL_CLOSE if name in before else _CLOSE)
     )
 
@@ -90,7 +97,7 @@ def verdict(
             if "input" in bound and "python" not in bound:
                 cause += f", so try {_TRY['python']}"
         tips.insert(0, cause)
-    kinds = [name.capitalize() if name == "python" else name for name in bound]
+    kinds = [_KINDS.get(name, name) for name in bound]
     kind = " and ".join(f"{name}-" for name in kinds) + "bound"
     return "; ".join([f"{kind}: {', '.join(said)}", *tips])
 

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import keras
 
 from towers._deprecated import accepts_old_names
+from towers.cluster import process_group
 from towers.keras_adapter.models import batches_done, builds_graph, called_callback
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.run_state import SaveFirst
 from towers.loop import listeners
 from towers.model.fit_call import FitCall
-from towers.monitoring.stall import questions
+from towers.monitoring.stall import hosts, questions
 from towers.program.voice import say, warn
 
 STALLED = 4
@@ -173,8 +174,19 @@ class Stall(keras.callbacks.Callback):
     # Watching.
 
     def _watch(self, over):
+        process_group.does_meanwhile(self._does)
         while not over.wait(min(1.0, self._seconds / 4)):
             self.check()
+        process_group.does_meanwhile(None)
+
+    def _does(self):
+        """What to tell another host that waits."""
+        frames = self._fit.frames()
+        if frames is None:
+            return "has ended its training"
+        if reason := _reason(frames):
+            return f"waits for {reason}"
+        return "computes, or waits for its input"
 
     def check(self) -> None:
         """Looks at the clock, and says so if there is a stall.
@@ -220,7 +232,9 @@ class Stall(keras.callbacks.Callback):
             self._stalled = heard
 
     def _ask(self, testing):
-        """Asks devices and input; returns what is waited for."""
+        """Asks hosts, devices and input; returns what is waited for."""
+        if found := hosts.waited_for(self._patience_s):
+            return found
         computes = {
             each: functools.partial(questions.compute, each) for each in self._devices
         }

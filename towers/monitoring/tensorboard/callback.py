@@ -136,7 +136,9 @@ class TensorBoard(keras.callbacks.Callback):
                 if value is not None:
                     tf.summary.scalar(tag, value)
             # Of those of a run that goes on, TensorBoard shows the first.
-            summaries = [layout_summary(self._metrics)]
+            plan = getattr(getattr(self.model, "builder", None), "plan", None)
+            several = plan is not None and plan.hosts.count > 1
+            summaries = [layout_summary(self._metrics, several)]
             if self._hparams:
                 summaries += hparams_summaries(
                     self._log_dir, self._hparams, self._metrics

@@ -26,11 +26,29 @@ _PAGE = {
     },
 }
 
+# Of several hosts.
+_OF_HOSTS = {
+    "Do hosts wait for one another?": {
+        "Milliseconds of a step that each host waits for others": [
+            "step_ms/host_.*/waits_for_others"
+        ],
+        "Milliseconds that each host holds up others": [
+            "step_ms/host_.*/holds_up_others"
+        ],
+        "Milliseconds that each host computes": ["step_ms/host_.*/compute"],
+        "Milliseconds of a step, adding over hosts": ["step_ms/(network|hosts)$"],
+        "MB of gradients added over hosts per second": ["hosts/mb_per_sec$"],
+    },
+}
 
-def layout_summary(metrics: Iterable[str] = ("accuracy",)) -> bytes:
+
+def layout_summary(
+    metrics: Iterable[str] = ("accuracy",), several_hosts: bool = False
+) -> bytes:
     """Returns the layout as a summary, to be written as it is.
 
-    The metrics are those of the logs, by name: each gets a chart.
+    The metrics are those of the logs, by name: each gets a chart. With several hosts,
+    there are charts of these as well.
     """
     charts = {
         name.replace("_", " ").capitalize(): [f"epoch_{name}$"] for name in metrics
@@ -38,6 +56,7 @@ def layout_summary(metrics: Iterable[str] = ("accuracy",)) -> bytes:
     first, *others = _PAGE.items()
     title, (loss, *learning) = first[0], first[1].items()
     page = {title: dict([loss, *charts.items(), *learning]), **dict(others)}
+    page |= _OF_HOSTS if several_hosts else {}
     categories = [
         layout_pb2.Category(
             title=title,

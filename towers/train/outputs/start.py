@@ -2,7 +2,6 @@
 
 import os
 
-from towers import devices
 from towers.input_pipeline.sources.base import StreamSource
 from towers.program import words
 from towers.train import continued
@@ -16,7 +15,7 @@ def text(job: Job) -> str:
     """Says what will run where."""
     data, settings = job.data, job.settings
     lines = [
-        devices.table(job.devices, job.sizes),
+        job.table,
         f"Model {settings.model}: {model_size.size_text(job.model)}.",
         *job.notes,
         _data_line(job),

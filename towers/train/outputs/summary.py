@@ -31,7 +31,7 @@ def summarise(
         "parameters": job.model.count_params(),
         "epochs": job.epoch,
         "steps": job.step,
-        "towers": list(job.devices.towers),
+        "towers": job.towers,
         "batch_size": job.settings.batch_size,
         "model": os.path.join(job.model_dir, "model.keras"),
         "checkpoint": job.checkpoint.latest,

@@ -5,12 +5,15 @@ import dataclasses
 import functools
 import itertools
 import math
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers import input_pipeline
+from towers.collectives.hosts import this_host
+from towers.input_pipeline.cache import space
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.quarantine import Quarantine
 from towers.program.commands import read_randaugment
@@ -127,8 +130,8 @@ class Data:
     @functools.cached_property
     def evaluation(self) -> tf.data.Dataset:
         """What to evaluate on, in order."""
-        data = self._open(*self.evaluated, training=False)
-        return own_data.first(data, self.settings.eval_steps)
+        most = self.settings.eval_steps
+        return self._open(*self.evaluated, training=False, most_batches=most)
 
     @property
     def advice(self) -> Mapping[str, str]:
@@ -239,8 +242,18 @@ def prepare_data(opened: Opened, known: Sequence[Quarantine] = ()) -> Data:
         evaluated = (source, "test") if "test" in source.splits else None
     return Data(
         *(settings, source, opened.facts, evaluated, opened.image_shape, found),
-        *scale.choose(settings, source),
+        *_scaling(settings, source),
     )
+
+
+def _scaling(settings, source):
+    """How rows are scaled, and a note on it: as the first host finds."""
+    hosts, found = this_host(), None
+    if hosts.index == 0:
+        scaling, note = scale.choose(settings, source)
+        found = scaling and scaling.to_json(), note
+    scaling, note = hosts.broadcast(found)
+    return scaling and input_pipeline.Scaling.from_json(scaling), note
 
 
 def _look_at_records(
@@ -266,7 +279,8 @@ def _look_at_records(
         for split in {tuple(source.files(split)): split for split in splits}.values():
             input_pipeline.scan_labels(source, split)
         return source, []
-    found = quarantine.inspect(source, splits, settings.max_bad_records, known)
+    most, hosts = settings.max_bad_records, this_host()
+    found = quarantine.inspect(source, splits, most, known, hosts)
     return source.without(found.bad, found.splits), [found]
 
 
@@ -292,4 +306,16 @@ def _cached(data: Data, source: input_pipeline.Source) -> input_pipeline.Source:
             settings.deterministic,
             data.image_shape if pays else None,
             settings.recipe,
+            _room,
         )
+
+
+def _room(folder: str | None, deterministic: bool) -> tuple[float, float]:
+    """What each host may take to keep examples, of the least that one has.
+
+    Hosts on one machine divide what is there.
+    """
+    mine = [socket.gethostname(), *space.room(folder, deterministic)]
+    machines, *sizes = zip(*this_host().tell_all(mine), strict=True)
+    count = 1 if deterministic else max(map(machines.count, machines))
+    return tuple(min(size) / count for size in sizes)

@@ -1,0 +1,42 @@
+"""What decides which records a pipeline's batches have, and what becomes of these."""
+
+import hashlib
+import os
+from typing import Any
+
+from towers.input_pipeline.sources.base import StreamSource
+
+
+def order(pipeline: Any) -> dict[str, Any]:
+    """See ``Pipeline.order``."""
+    source, split = pipeline.source, pipeline.split
+    paths = source.origin.files(split)
+    # Wherever they lie: a run may go on elsewhere.
+    names = " ".join(map(os.path.basename, paths)).encode()
+    stream, target = isinstance(source, StreamSource), source.target
+    return {
+        "dataset": source.name.partition(":")[0] if paths else source.name,
+        "files": f"{len(paths)} ({hashlib.sha256(names).hexdigest()[:8]})",
+        "split": split,
+        "batch size": pipeline.batch_size,
+        # Also those that are passed over: the others keep their places.
+        "examples": source.size_of_all(split),
+        "seed": pipeline.seed,
+        "classes": target.names or target.size,
+        "kept in memory": source.origin is not source,
+        "shuffle_mb": pipeline.shuffle_mb if stream else None,
+        "grouped by length": pipeline.group_by_length or None,
+    }
+
+
+def makes(pipeline: Any) -> dict[str, Any]:
+    """See ``Pipeline.makes``."""
+    measured = pipeline.scaling, {**pipeline.source.vocabularies}
+    return {
+        "image_shape": pipeline.image_shape,
+        "recipe": pipeline.recipe,
+        "randaugment": pipeline.randaugment,
+        "what was measured of the data": hashlib.sha256(
+            repr(measured).encode()
+        ).hexdigest()[:8],
+    }

@@ -1,0 +1,1 @@
+"""What launchers of others say of a process's place among hosts."""

@@ -1,0 +1,44 @@
+"""Where the launcher and its hosts on Ray's workers leave messages for one another.
+
+All messages stay, in order, for whoever comes later. Each is a name and values:
+
+    began     generation, rank, count, pid      a worker has started its host
+    ended     generation, rank, code, how       that has ended
+    lost      rank, why                         Ray has lost a worker
+    done      why                               Ray has ended the run, if by an error
+    signal    generation, rank, number          the launcher has one for this host
+    report    generation                        the first host reports: all have to
+    over      generation, error                 all have ended: the workers may, too
+"""
+
+import asyncio
+from typing import Any
+
+import ray
+
+
+@ray.remote(num_cpus=0)
+class Desk:
+    """Keeps messages."""
+
+    def __init__(self):
+        self._messages: list[tuple] = []
+        self._generations = 0
+        self._more = asyncio.Condition()
+
+    async def tell(self, *message: Any) -> None:
+        """Leaves a message."""
+        async with self._more:
+            self._messages.append(message)
+            self._more.notify_all()
+
+    async def after(self, count: int) -> list[tuple]:
+        """Returns all messages but the first ones, once there are any."""
+        async with self._more:
+            await self._more.wait_for(lambda: len(self._messages) > count)
+            return self._messages[count:]
+
+    async def next_generation(self) -> int:
+        """Returns the number of a generation that begins, from 0."""
+        self._generations += 1
+        return self._generations - 1

@@ -1,0 +1,304 @@
+"""Asks Ray Train for the hosts of a run, and watches over them."""
+
+import contextlib
+import os
+import queue
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+# Ray reads this as it is imported: hosts stay in the launcher's folder.
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+
+import ray
+import ray.train
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from towers.launch import signals
+from towers.launch.arguments import Options
+from towers.launch.generation import Events, Generation, Outcome
+from towers.launch.on_ray import worker
+from towers.launch.on_ray.desk import Desk
+from towers.launch.supervisor import SIGNALS, may_go_on, pause, say
+from towers.program import words
+from towers.program.ending import ANOTHER_FAILED
+
+# What hosts get for each signal: Ray's processes, and so they, may ignore SIGINT.
+_SIGNALS = {**SIGNALS, signal.SIGINT: signal.SIGTERM}
+
+
+def run(options: Options) -> int:
+    """Has Ray start the hosts, and returns the exit code once all have ended.
+
+    Raises:
+        ValueError: Ray has no place for them, or ended them for a reason of its own.
+    """
+    _connect(options)
+    try:
+        return Driver(options).run()
+    except ray.exceptions.RayError as error:
+        raise ValueError(f"Ray ended the run: {_first_line(error)}.") from error
+
+
+def _connect(options):
+    """Connects to the cluster that there is, or starts one on this machine."""
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address != "local":
+        try:
+            ray.init(address=address)
+            return
+        except ConnectionError:
+            if address != "auto":
+                raise
+    # For this run only; Ray would leave one in the home directory.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # Hosts on one machine share its CPUs.
+    cpus = max(options.most * options.num_cpus, os.cpu_count() or 1)
+    ray.init(address="local", num_cpus=cpus)
+
+
+class RemoteHost:
+    """A host on one of Ray's workers, as a `Generation` knows hosts.
+
+    Attributes:
+        generation: The number of its generation.
+        rank: Its number among the hosts.
+        pid: The number of its process, on its node.
+        code: Its exit code, negative for a signal; `None` while it runs.
+        how: How it has ended, in words.
+        log: Its file; Ray keeps what it writes.
+        is_lost: Whether Ray has ended it, or found that it has gone.
+        is_stopped: Whether it stands still, which Ray does not tell.
+    """
+
+    log = None
+    is_stopped = False
+
+    def __init__(self, generation: int, rank: int, tell):
+        self.generation, self.rank, self.pid = generation, rank, 0
+        self.code: int | None = None
+        self.how, self.is_lost = "", False
+        self._tell = tell
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal."""
+        if self.code is None:
+            self._tell("signal", self.generation, self.rank, int(number))
+
+    def all_is_shown(self, seconds: float) -> None:
+        """Does nothing: Ray shows what it writes."""
+
+
+class _Nothing:
+    """Hosts on Ray's workers look after what they have started themselves."""
+
+    def end(self, seconds: float) -> None:
+        pass
+
+    def signal(self, number: int) -> None:
+        pass
+
+
+class Driver:
+    """A run on Ray: its generations, until Ray has ended it."""
+
+    def __init__(self, options: Options):
+        """Takes over what is asked for."""
+        self._options = options
+        here = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        self._desk = Desk.options(scheduling_strategy=here).remote()
+        # Of signals, hosts that have ended, generations that begin, and what Ray says.
+        self._events: Events = queue.SimpleQueue()
+        self._hosts: list[RemoteHost] = []
+        # Whether Ray has ended the last ones, none of which was to blame.
+        self._is_cut = False
+        self._resources = {"CPU": options.num_cpus}
+        # Without GPUs, --num_gpus is for logical CPUs, which share those of the node.
+        if ray.cluster_resources().get("GPU"):
+            self._resources["GPU"] = options.num_gpus or 1
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        trainer = self._trainer()
+        for target, *args in ((self._listen,), (self._fit, trainer)):
+            threading.Thread(target=target, args=args, daemon=True).start()
+        signals.listen(_SIGNALS, lambda number: self._events.put(_SIGNALS[number]))
+        outcome = Outcome()
+        while True:
+            event = self._next()
+            if isinstance(event, str):
+                return self._end(outcome, event)
+            if isinstance(event, int) and event != signal.SIGUSR1:
+                return 128 + event  # Ray ends what is there
+            if isinstance(event, list):
+                outcome = self._generation(event)
+
+    def _next(self):
+        """Waits for the next generation, the end, or a signal."""
+        try:
+            return self._events.get(timeout=self._options.join_seconds)
+        except queue.Empty:
+            raise ValueError(
+                f"Ray found no place for {words.count(self._options.least, 'host')} "
+                f"with {_in_words(self._resources)} each within "
+                f"{self._options.join_seconds:g} s; its cluster has "
+                f"{_in_words(ray.cluster_resources())}: expected fewer hosts, a "
+                "smaller --num_cpus or --num_gpus, or more nodes."
+            ) from None
+
+    def _generation(self, hosts: Sequence[RemoteHost]) -> Outcome:
+        """Watches over hosts until all have ended, and lets Ray go on."""
+        options = self._options
+        generation = Generation(hosts, self._events, _Nothing(), options.fail_seconds)
+        outcome = generation.run()
+        lost = any(host.is_lost for host in hosts)
+        self._is_cut = lost and outcome.rank is None
+        if self._is_cut:
+            say("Ray has ended all hosts.")
+        elif outcome.said and outcome.stopped is None:
+            say(outcome.said)
+        if lost:
+            return outcome  # Ray knows
+        number, error = hosts[0].generation, outcome.said or None
+        if not may_go_on(outcome):
+            error = None
+        elif number < options.max_restarts:
+            event = pause(self._events, number + 1, options.max_restarts)
+            if isinstance(event, int):
+                error, outcome = None, Outcome(128 + event, stopped=event)
+            elif event is not None:
+                self._events.put(event)  # Ray has lost a worker meanwhile, and knows
+                return outcome
+        self._tell("over", number, error)
+        return outcome
+
+    def _end(self, outcome: Outcome, why: str) -> int:
+        if why and (self._is_cut or not outcome.code):
+            raise ValueError(f"Ray ended the run: {why}.")
+        return outcome.code
+
+    def _tell(self, *message):
+        ray.get(self._desk.tell.remote(*message))
+
+    def _fit(self, trainer):
+        """Runs Ray Train, in a thread: in the main one, it would take Ctrl-C."""
+        why = ""
+        try:
+            trainer.fit()
+        except Exception as error:
+            why = _first_line(error)
+        with contextlib.suppress(ray.exceptions.RayError):  # its cluster has gone
+            self._tell("done", why)
+
+    def _listen(self):
+        """Makes events of the messages that are for the launcher."""
+        does = {"began": self._began, "ended": self._ended, "lost": self._lost}
+        seen, why = 0, None
+        while why is None:
+            try:
+                messages = ray.get(self._desk.after.remote(seen))
+            except ray.exceptions.RayError as error:
+                messages = [("done", _first_line(error))]  # its cluster has gone
+            seen += len(messages)
+            for name, *values in messages:
+                if name in does:
+                    does[name](*values)
+                elif name == "done":
+                    (why,) = values
+        self._lose_all()
+        self._events.put(why)
+
+    def _began(self, generation, rank, count, pid):
+        if not self._hosts or self._hosts[0].generation != generation:
+            self._lose_all()
+            self._hosts = [RemoteHost(generation, k, self._tell) for k in range(count)]
+            self._events.put([*self._hosts])
+        self._hosts[rank].pid = pid
+
+    def _ended(self, generation, rank, code, how):
+        if generation == self._hosts[0].generation:
+            self._put(self._hosts[rank], code, how)
+
+    def _lost(self, rank, why):
+        if rank < len(self._hosts) and self._hosts[rank].code is None:
+            self._hosts[rank].is_lost = True
+            self._put(self._hosts[rank], 1, f"Ray lost its worker ({why})")
+
+    def _lose_all(self):
+        """Takes for ended what Ray has ended since it lost a worker."""
+        for host in self._hosts:
+            if host.code is None:
+                host.is_lost = True
+                self._put(host, ANOTHER_FAILED, "ended by Ray")
+
+    def _put(self, host, code, how):
+        if host.code is None:
+            host.code, host.how = code, how
+            self._events.put(host)
+
+    def _trainer(self):
+        options, desk = self._options, self._desk
+        few, many = options.least, options.most
+        folder = os.getcwd()
+        if ray.get_runtime_context().runtime_env.get("working_dir"):
+            folder = None  # Ray has copied it, and workers begin there
+        environ = {"TOWERS_JOIN_SECONDS": f"{options.join_seconds:g}"}
+        if options.interface is not None:
+            environ["TOWERS_INTERFACE"] = options.interface
+        model_dir = options.log_dir and os.path.abspath(options.log_dir)
+        work = worker.Work(
+            *(desk, options.command, sys.executable, folder, environ, model_dir)
+        )
+        return DataParallelTrainer(
+            lambda: worker.run(work),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=many if few == many else (few, many),
+                use_gpu="GPU" in self._resources,
+                resources_per_worker=self._resources,
+                placement_strategy=options.placement_strategy,
+            ),
+            run_config=ray.train.RunConfig(
+                **_storage(model_dir),
+                failure_config=ray.train.FailureConfig(options.max_restarts),
+                callbacks=[_Losses(desk)],
+            ),
+        )
+
+
+class _Losses(ray.train.UserCallback):
+    """Tells, from Ray's controller, which workers it has lost."""
+
+    def __init__(self, desk):
+        self._desk = desk
+
+    def after_exception(self, run_context, worker_exceptions):
+        """Tells it."""
+        for rank, error in worker_exceptions.items():
+            self._desk.tell.remote("lost", rank, _first_line(error))
+
+
+def _storage(model_dir):
+    """Where Ray has its notes: what it is told of a run lies where the run is."""
+    if model_dir is None:
+        return {}
+    # Checkpoints that it remembers of an earlier run may have gone.
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(model_dir, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME))
+    folder, name = os.path.split(model_dir)
+    return {"storage_path": folder, "name": name}
+
+
+def _first_line(error):
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].removesuffix(".")
+
+
+def _in_words(resources):
+    found = [f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU")]
+    return " and ".join(each for each in found if not each.startswith("0 ")) or "none"
