@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 # Below it are numbers that tell batches apart: floats hold them exactly.
-_PRIME = 65521
+_PRIME, _FACTOR = 65521, 40503
 # What stands beside each row: the first one's place in its batch, how many rows the
 # batch has, what tells it from others, and which of the rows beside it to take.
 _FIRST, _TOTAL, _MARK, _BEGIN, _COUNT = range(5)
@@ -115,5 +115,6 @@ class Rows:
 
 
 def _hashed(numbers: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-    """Numbers that tell what is at which place."""
-    return (numbers % _PRIME * (places % _PRIME + 1) + numbers // _PRIME) % _PRIME
+    """Numbers that tell what is at which place, scattered also for small ones."""
+    mixed = (numbers % _PRIME + numbers // _PRIME + places % _PRIME * _FACTOR) % _PRIME
+    return mixed * mixed % _PRIME * mixed % _PRIME

@@ -148,9 +148,13 @@ def raises(where):
                     fail()
                 return X[:8], Y[:8]
 
+        def loss(targets, outputs):
+            if rank == 1 and where == "loss":
+                fail()
+            return keras.losses.mean_squared_error(targets, outputs)
+
         parallel = model()
-        if rank == 1 and where == "loss":
-            parallel.compile("adam", fail)
+        parallel.compile("adam", loss)
         callbacks = [At(2, fail)] if rank == 1 and where == "callback" else []
         parallel.fit(Data(), epochs=3, callbacks=callbacks, verbose=0)
 
