@@ -1,13 +1,15 @@
 """Collectives between hosts: all-reduce, all-gather and broadcast.
 
 Each host sends and receives as few bytes of a large array as there can be: around a
-ring (Patarasu and Yuan 2009), or by recursive halving and doubling if the hosts are a
+ring (Patarasuk and Yuan 2009), or by recursive halving and doubling if the hosts are a
 power of two, which takes fewer messages. Small arrays travel by recursive doubling
 (Thakur, Rabenseifner and Gropp 2005). The order of the additions depends on nothing but
 the number of hosts, and all get the same bits.
 """
 
+import itertools
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,29 +48,40 @@ class Communicator:
     def all_reduce(
         self, array: np.ndarray, purpose: str, wire: np.dtype | None = None
     ) -> np.ndarray:
-        """Returns the sum of an array over all hosts.
+        """Returns the sum of an array over all hosts; see `grouped_all_reduce`."""
+        return self.grouped_all_reduce([array], purpose, wire)[0]
+
+    def grouped_all_reduce(
+        self,
+        arrays: Sequence[np.ndarray],
+        purpose: str,
+        wire: np.dtype | None = None,
+    ) -> list[np.ndarray]:
+        """Returns the sums of arrays over all hosts, in as few messages as of one.
 
         Args:
-            array: Of numbers; of the same shape and type on all hosts.
-            purpose: What it is, in words; the same on all hosts.
-            wire: The type in which large arrays travel. It is added in its own type,
-                and what a host sends on is rounded. `None`: the array's own.
+            arrays: Of numbers of one type; of the same shapes and type on all hosts.
+            purpose: What they are, in words; the same on all hosts.
+            wire: The type in which large arrays travel. They are added in their own
+                type, and what a host sends on is rounded. `None`: their own.
 
         Raises:
             LinkError: A host has ended, or is out of reach.
             HostsDifferError: A host is in another collective.
         """
-        flat = np.ascontiguousarray(array).reshape(-1)
-        if not flat.size:
-            return array
+        flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+        size, wire = sum(each.size for each in flat), wire or flat[0].dtype
         with self._lock:
-            if flat.nbytes <= _SMALL_BYTES or self._count == 1:
-                total = self._double(flat, purpose)
+            if size * flat[0].itemsize <= _SMALL_BYTES or self._count == 1:
+                totals = self._double_grouped(flat, purpose)
             elif self._count == self._power:
-                total = self._halve(flat, purpose, wire or flat.dtype)
+                totals = self._halve(flat, size, purpose, wire)
             else:
-                total = self._reduce_in_ring(flat, purpose, wire or flat.dtype)
-        return total.reshape(array.shape)
+                totals = self._reduce_in_ring(flat, size, purpose, wire)
+        return [
+            total.reshape(array.shape)
+            for total, array in zip(totals, arrays, strict=True)
+        ]
 
     def all_gather(self, data: bytes | memoryview, purpose: str) -> list[memoryview]:
         """Returns the bytes that each host has, of any number; as `all_reduce`."""
@@ -137,48 +150,53 @@ class Communicator:
             exchange(purpose, beyond, mine)
         return total
 
-    def _halve(self, array, purpose, wire):
+    def _double_grouped(self, arrays, purpose):
+        joined = np.concatenate(arrays)
+        total = self._double(joined, purpose) if joined.size else joined
+        return np.split(total, np.cumsum([each.size for each in arrays])[:-1])
+
+    def _halve(self, arrays, size, purpose, wire):
         """Adds ever smaller parts with ever nearer hosts, then collects the sums."""
-        total = aligned(array.size, array.dtype)
-        source, begin, end, step = array, 0, array.size, self._power // 2
+        totals = [aligned(each.size, each.dtype) for each in arrays]
+        source, begin, end, step = arrays, 0, size, self._power // 2
         done = []
         while step:
             middle = (begin + end) // 2
-            kept, given = slice(begin, middle), slice(middle, end)
+            kept, given = (begin, middle), (middle, end)
             if self._rank & step:
                 kept, given = given, kept
             partner = self._rank ^ step
-            into = _blocks(source[kept], total[kept], wire)
-            self.links.exchange(
-                purpose, partner, _sent(source[given], wire), partner, into
-            )
+            into = _blocks(_cut(source, *kept), _cut(totals, *kept), wire)
+            sent = _sent(_cut(source, *given), wire)
+            self.links.exchange(purpose, partner, sent, partner, into)
             done.append((partner, kept, given))
-            source, begin, end, step = total, kept.start, kept.stop, step // 2
-        _round(total[kept], wire)
+            source, (begin, end), step = totals, kept, step // 2
+        _round(_cut(totals, begin, end), wire)
         for partner, kept, given in reversed(done):
-            into = _received(total[given], wire)
-            self.links.exchange(
-                purpose, partner, _sent(total[kept], wire), partner, into
-            )
-        return total
+            into = _received(_cut(totals, *given), wire)
+            sent = _sent(_cut(totals, *kept), wire)
+            self.links.exchange(purpose, partner, sent, partner, into)
+        return totals
 
-    def _reduce_in_ring(self, array, purpose, wire):
+    def _reduce_in_ring(self, arrays, size, purpose, wire):
         """Adds part by part around the ring, and sends the sums around it."""
         count, rank = self._count, self._rank
-        total = aligned(array.size, array.dtype)
-        edges = [array.size * k // count for k in range(count + 1)]
-        parts = [slice(*edges[k : k + 2]) for k in range(count)]
-        # In the first step, the array's own part; then what was added before.
-        for step, source in enumerate([array] + [total] * (count - 2)):
-            mine, theirs = (parts[(rank - step - k) % count] for k in (0, 1))
-            into = _blocks(array[theirs], total[theirs], wire)
-            self._around(purpose, _sent(source[mine], wire), into)
-        _round(total[parts[(rank + 1) % count]], wire)
+        totals = [aligned(each.size, each.dtype) for each in arrays]
+        edges = [size * k // count for k in range(count + 1)]
+        # In the first step, the arrays' own parts; then what was added before.
+        for step, source in enumerate([arrays] + [totals] * (count - 2)):
+            mine, theirs = ((rank - step - k) % count for k in (0, 1))
+            mine, theirs = edges[mine : mine + 2], edges[theirs : theirs + 2]
+            into = _blocks(_cut(arrays, *theirs), _cut(totals, *theirs), wire)
+            self._around(purpose, _sent(_cut(source, *mine), wire), into)
+        last = (rank + 1) % count
+        _round(_cut(totals, *edges[last : last + 2]), wire)
         for step in range(count - 1):
-            mine, theirs = (parts[(rank + 1 - step - k) % count] for k in (0, 1))
-            into = _received(total[theirs], wire)
-            self._around(purpose, _sent(total[mine], wire), into)
-        return total
+            mine, theirs = ((rank + 1 - step - k) % count for k in (0, 1))
+            mine, theirs = edges[mine : mine + 2], edges[theirs : theirs + 2]
+            into = _received(_cut(totals, *theirs), wire)
+            self._around(purpose, _sent(_cut(totals, *mine), wire), into)
+        return totals
 
     def _around(self, purpose, sent, into):
         # Hosts have parts of different sizes; all know which are empty.
@@ -187,49 +205,70 @@ class Communicator:
         self.links.exchange(purpose, to, sent, source, into)
 
 
+def _cut(arrays, begin, end):
+    """The numbers from one place to another, as if the arrays lay side by side."""
+    parts, first = [], 0
+    for each in arrays:
+        start, stop = max(begin - first, 0), min(end - first, each.size)
+        if start < stop:
+            parts.append(each[start:stop])
+        first += each.size
+    return parts
+
+
 def _whole(view):
     return Message(len(view), [view])
 
 
-def _round(array, wire):
+def _round(parts, wire):
     """Rounds what others will get rounded, so that all hosts have the same bits."""
-    if wire != array.dtype:
-        array[:] = array.astype(wire)
+    for part in parts:
+        if wire != part.dtype:
+            part[:] = part.astype(wire)
 
 
-def _sent(array, wire):
-    """What is sent of an array, in the type in which it travels."""
-    if wire == array.dtype:
-        return _whole(_bytes(array))
-    size = _BLOCK_BYTES // wire.itemsize
-    starts = range(0, array.size, size)
-    blocks = (_bytes(array[start : start + size].astype(wire)) for start in starts)
-    return Message(array.size * wire.itemsize, blocks)
+def _sent(parts, wire):
+    """What is sent of arrays, in the type in which it travels."""
+    blocks = (
+        _bytes(block if wire == block.dtype else block.astype(wire))
+        for part in parts
+        for block in _in_blocks(part, wire)
+    )
+    return Message(_size(parts, wire), blocks)
 
 
-def _received(array, wire):
+def _received(parts, wire):
     """What is filled with numbers that are kept as they are."""
-    if wire == array.dtype:
-        return _whole(_bytes(array))
-    return _blocks(None, array, wire)
+    if all(wire == part.dtype for part in parts):
+        return Message(_size(parts, wire), map(_bytes, parts))
+    return _blocks([None] * len(parts), parts, wire)
 
 
-def _blocks(added, total, wire):
-    """What is filled with numbers that are added to an array, or kept as they are."""
-    size = _BLOCK_BYTES // wire.itemsize
+def _blocks(added, totals, wire):
+    """What is filled with numbers that are added to arrays, or kept as they are."""
 
     def parts():
-        block = np.empty(min(size, total.size), wire)
-        for start in range(0, total.size, size):
-            place = slice(start, min(start + size, total.size))
-            received = block[: place.stop - start]
-            yield _bytes(received)
-            if added is None:
-                total[place] = received
-            else:
-                np.add(added[place], received, out=total[place])
+        memory = np.empty(_BLOCK_BYTES // wire.itemsize, wire)
+        for mine, total in zip(added, totals, strict=True):
+            mine = itertools.repeat(None) if mine is None else _in_blocks(mine, wire)
+            for own, into in zip(mine, _in_blocks(total, wire), strict=False):
+                received = memory[: into.size]
+                yield _bytes(received)
+                if own is None:
+                    into[:] = received
+                else:
+                    np.add(own, received, out=into)
 
-    return Message(total.size * wire.itemsize, parts())
+    return Message(_size(totals, wire), parts())
+
+
+def _in_blocks(array, wire):
+    size = _BLOCK_BYTES // wire.itemsize
+    return (array[start : start + size] for start in range(0, array.size, size))
+
+
+def _size(parts, wire):
+    return sum(part.size for part in parts) * wire.itemsize
 
 
 def aligned(size: int, dtype: np.dtype) -> np.ndarray:

@@ -14,16 +14,19 @@ from typing import NamedTuple
 
 from towers.cluster import addresses
 from towers.cluster.membership import HostsDifferError, Membership
+from towers.cluster.shared_memory import SharedMemoryConnection, read, share
 from towers.program import words
 
 # Every message tells how many bytes follow, and what they are.
 _HEAD, _NAMED = struct.Struct("<Q56s"), 56
 # Most bytes that one call of the system takes: others may have to wait so long.
 _MOST_BYTES = 2**20
+# Fewer bytes are sent together with their head.
+_SMALL_BYTES = 2**12
 # All have met, so it takes milliseconds.
 _CONNECT_S, _GREET_S, _AGAIN_S = 60.0, 10.0, 0.02
 _GREETING = struct.Struct(">8sI16s")
-_MAGIC, _CODE = b"towers-2", hashlib.sha256().digest_size
+_MAGIC, _CODE = b"towers-3", hashlib.sha256().digest_size
 
 
 class LinkError(ConnectionError):
@@ -60,7 +63,7 @@ class Links:
         """Connects to no host yet."""
         self._membership, self._names = membership, membership.names
         self.rank, self.count = membership.rank, membership.count
-        self._to: dict[int, socket.socket] = {}
+        self._to: dict[int, socket.socket | SharedMemoryConnection] = {}
         self._aborted: str | None = None
         # What is written to one end wakes whoever waits at the other.
         self._woken, self._wakes = socket.socketpair()
@@ -100,8 +103,17 @@ class Links:
                         f"{listed} did not connect within {_CONNECT_S:g} s."
                     ) from None
                 self._welcome(connection, missing)
-        for connection in self._to.values():
+        # All do this in the same order, so that nobody waits in a circle.
+        for peer, connection in sorted(self._to.items()):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if connection.getpeername()[0] == connection.getsockname()[0]:
+                connection.settimeout(max(until_s - time.monotonic(), 0.001))
+                try:
+                    shared = share(connection)
+                except OSError as error:
+                    name = self._names[peer]
+                    raise LinkError(f"{name} cannot be reached: {error}.") from error
+                self._to[peer] = shared or connection
             connection.setblocking(False)
 
     def exchange(
@@ -131,8 +143,10 @@ class Links:
         name = purpose.encode()[:_NAMED]
         outgoing = incoming = iter(())
         if to is not None:
-            head = memoryview(_HEAD.pack(sent.size, name))
-            outgoing = itertools.chain([head], sent.parts)
+            outgoing = itertools.chain([_HEAD.pack(sent.size, name)], sent.parts)
+            if sent.size <= _SMALL_BYTES:
+                outgoing = [b"".join(outgoing)]
+            outgoing = map(memoryview, outgoing)
             self.moved_bytes += sent.size
         if source is not None:
             incoming = self._checked(source, _HEAD.pack(into.size, name), into.parts)
@@ -203,6 +217,8 @@ class Links:
         for peer, event in ((to, select.POLLOUT), (source, select.POLLIN)):
             if peer is not None:
                 connection = self._to[peer]
+                if isinstance(connection, SharedMemoryConnection):
+                    event = select.POLLIN
                 events[connection] = events.get(connection, 0) | event
         poll = select.poll()
         for connection, event in events.items():
@@ -246,7 +262,7 @@ class Links:
         """Shows the other end that this host has the token, and sees that it has."""
         nonce = secrets.token_bytes(16)
         connection.sendall(_GREETING.pack(_MAGIC, self.rank, nonce))
-        answer = _read(connection, 16 + _CODE)
+        answer = read(connection, 16 + _CODE)
         key = nonce + answer[:16]
         if not hmac.compare_digest(answer[16:], self._code(peer, key)):
             raise LinkError("the other end has another token")
@@ -256,11 +272,11 @@ class Links:
         """Takes a connection, if it is from a host that is missing."""
         connection.settimeout(_GREET_S)
         try:
-            magic, peer, nonce = _GREETING.unpack(_read(connection, _GREETING.size))
+            magic, peer, nonce = _GREETING.unpack(read(connection, _GREETING.size))
             if magic == _MAGIC and peer in missing:
                 own = secrets.token_bytes(16)
                 connection.sendall(own + self._code(self.rank, nonce + own))
-                code = _read(connection, _CODE)
+                code = read(connection, _CODE)
                 if hmac.compare_digest(code, self._code(peer, nonce + own)):
                     self._to[peer] = connection
                     return
@@ -288,13 +304,3 @@ def _listening(address, port, until_s):
                     f"{error.strerror}."
                 ) from error
         time.sleep(_AGAIN_S)
-
-
-def _read(connection, count):
-    parts = b""
-    while len(parts) < count:
-        part = connection.recv(count - len(parts))
-        if not part:
-            raise LinkError("the other end has closed the connection")
-        parts += part
-    return parts

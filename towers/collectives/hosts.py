@@ -25,6 +25,8 @@ T = TypeVar("T")
 # As in PyTorch's DistributedDataParallel (Li et al. 2020): large enough for the
 # network, small enough to begin while the rest of the gradients are computed.
 _BUCKET_BYTES = 25 * 2**20
+# Tensors of as many numbers are added where they lie.
+_LARGE = 2**14
 # The types in which gradients may travel.
 COMPRESSIONS = {
     "none": None,
@@ -158,11 +160,10 @@ class Cluster(OneHost):
             wide = [_widened(flat[i]) for i in dense]
             wires = [self.wire if id(flat[i]) in may_round else None for i in dense]
             for places in _buckets(wide, wires):
-                parts = [wide[k] for k in places]
                 # One bucket of a purpose is told from the next by its place.
                 name = f"{purpose} {places[0]}"
-                total = self._sum_one(tf.concat(parts, 0), name, wires[places[0]])
-                totals = tf.split(total, [part.shape[0] for part in parts])
+                parts = [wide[k] for k in places]
+                totals = self._sum_bucket(parts, name, wires[places[0]])
                 for k, part in zip(places, totals, strict=True):
                     like = flat[dense[k]]
                     part = tf.cast(tf.reshape(part, like.shape), like.dtype)
@@ -251,17 +252,27 @@ class Cluster(OneHost):
             told = self._communicator.all_gather(json.dumps(value).encode(), purpose)
         return [json.loads(bytes(each)) for each in told]
 
-    def _sum_one(self, buffer, purpose, wire):
-        """Adds a flat buffer."""
+    def _sum_bucket(self, tensors, purpose, wire):
+        """Adds flat tensors of one type."""
         # There is nothing to be gained with doubles.
-        wire = wire if buffer.dtype == tf.float32 else None
+        wire = wire if tensors[0].dtype == tf.float32 else None
+        sizes = [each.shape[0] for each in tensors]
+        # To join large ones would copy them twice; many small ones take time each.
+        large = [k for k, size in enumerate(sizes) if size >= _LARGE]
+        small = [k for k, size in enumerate(sizes) if size < _LARGE]
+        joined = [tf.concat([tensors[k] for k in small], 0)] if small else []
+        buffers = [tensors[k] for k in large] + joined
 
-        def add(array):
-            return [self._communicator.all_reduce(array, purpose, wire)]
+        def add(*arrays):
+            return self._communicator.grouped_all_reduce(arrays, purpose, wire)
 
-        (total,) = self._meet(add, [buffer], [buffer.dtype])
-        total.set_shape(buffer.shape)
-        return total
+        totals = self._meet(add, buffers, [each.dtype for each in buffers])
+        for total, like in zip(totals, buffers, strict=True):
+            total.set_shape(like.shape)
+        if small:
+            totals[-1:] = tf.split(totals[-1], [sizes[k] for k in small])
+        placed = dict(zip(large + small, totals, strict=True))
+        return [placed[k] for k in range(len(tensors))]
 
     def _rows(self, rows, purpose):
         """Puts the rows of all hosts together, the first host's first."""

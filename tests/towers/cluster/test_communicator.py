@@ -46,6 +46,27 @@ def test_sums_of_any_size(count):
             np.testing.assert_array_equal(total, want[np.newaxis])
 
 
+@pytest.mark.parametrize("wire", [None, "float16"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_sums_of_many_arrays(count, wire):
+    """As of one array, with as many messages; some have nothing."""
+    wire = wire and np.dtype(wire)
+    for sizes in ([3, 0, 5], [0], [70_000, 3, 0, 300_001, 1]):
+        arrays = [np.arange(size, dtype=np.float32) % 100 for size in sizes]
+
+        def add(rank, comm, arrays=arrays):
+            found = comm.grouped_all_reduce(arrays, "test", wire)
+            moved = comm.links.moved_bytes
+            comm.all_reduce(np.concatenate(arrays), "test", wire)
+            assert comm.links.moved_bytes == 2 * moved
+            return found
+
+        with communicators(count) as hosts:
+            for found in on_each(hosts, add):
+                for total, array in zip(found, arrays, strict=True):
+                    np.testing.assert_array_equal(total, count * array)
+
+
 @pytest.mark.parametrize("size", [100, 100_003])
 @pytest.mark.parametrize("count", [3, 5])
 def test_all_hosts_get_the_same_bits_each_time(count, size):

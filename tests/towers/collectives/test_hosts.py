@@ -45,10 +45,11 @@ class _Counting(hosts.Cluster):
         super().__init__(["host 0", "host 1", "host 2"], 1, communicator=None)
         self.sums = []
 
-    def _sum_one(self, buffer, purpose, wire):
-        name = buffer.dtype.name if wire is None else f"{buffer.dtype.name} as {wire}"
-        self.sums.append((purpose, name, *buffer.shape))
-        return tf.identity(buffer)
+    def _sum_bucket(self, tensors, purpose, wire):
+        name = tensors[0].dtype.name
+        name = name if wire is None else f"{name} as {wire}"
+        self.sums.append((purpose, name, sum(each.shape[0] for each in tensors)))
+        return [*map(tf.identity, tensors)]
 
     def tell_all(self, value):
         return [value] * self.count
@@ -65,6 +66,14 @@ def test_a_sum_keeps_type_and_value(dtype):
     for (found,) in _together(lambda place: place.sum([value], "test")):
         assert found.dtype == value.dtype and found.shape == value.shape
         np.testing.assert_array_equal(found, value + value)
+
+
+def test_large_and_small_tensors_are_added_together():
+    sizes = [3, hosts._LARGE + 1, 0, 5, hosts._LARGE]
+    values = [tf.range(size, dtype=tf.float32)[:, tf.newaxis] for size in sizes]
+    for found in _together(lambda place: place.sum(values, "test")):
+        for total, value in zip(found, values, strict=True):
+            np.testing.assert_array_equal(total, 2 * value)
 
 
 @pytest.mark.parametrize("least", [-(2**62), -1, 2**40 + 3])
@@ -225,12 +234,12 @@ class _Alone:
     def __init__(self):
         self.sums, self.begun = [], threading.Event()
 
-    def all_reduce(self, array, purpose, wire):
-        self.sums.append(array.size)
+    def grouped_all_reduce(self, arrays, purpose, wire):
+        self.sums.append(sum(array.size for array in arrays))
         # After what hosts agree on, the first gradients.
         if len(self.sums) == 2:
             self.begun.set()
-        return array
+        return arrays
 
     def all_gather(self, data, purpose):
         return [memoryview(data), memoryview(data)]
