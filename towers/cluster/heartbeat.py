@@ -153,6 +153,7 @@ class Heartbeat:
         self._failed = threading.Event()
         self._connections = _Connections()
         self._lock = self._connections.lock
+        self._answered = threading.Condition(self._lock)
         self._secret = ""
         # By host, which call it has left by an error, and why.
         self._left: dict[int, tuple[int, str, float]] = {}
@@ -217,10 +218,10 @@ class Heartbeat:
         """
         self._answers = {self._rank: self.describe()}
         self._connections.tell({"ask": self._rank})
-        until_s = time.monotonic() + seconds
-        while len(self._answers) < len(self._names) and time.monotonic() < until_s:
-            time.sleep(0.05)
-        return dict(self._answers)
+        with self._answered:
+            every = len(self._names)
+            self._answered.wait_for(lambda: len(self._answers) == every, seconds)
+            return dict(self._answers)
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Waits until it is known what has failed; `None` if that does not come."""
@@ -307,7 +308,9 @@ class Heartbeat:
             self._connections.tell({"does": self._rank, "said": self.describe()})
         elif "does" in message:
             self._pass_on(connection, message)
-            self._answers[message["does"]] = message["said"]
+            with self._answered:
+                self._answers[message["does"]] = message["said"]
+                self._answered.notify_all()
         elif "done" in message:
             self._pass_on(connection, message)
             self._note_done(message["done"])
