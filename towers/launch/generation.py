@@ -90,6 +90,9 @@ class Generation:
             self._stopped = number
         for host in self._running:
             host.signal(number)
+            if number != signal.SIGUSR1:
+                # One that stands still, as by SIGSTOP, would never hear of it.
+                host.signal(signal.SIGCONT)
 
     def _wake(self) -> None:
         """Lets hosts go on that were stopped: they find that others have gone."""

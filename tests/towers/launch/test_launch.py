@@ -323,14 +323,19 @@ sys.exit(128 + second)
 
 
 @contextlib.contextmanager
-def launch(*words, **options):
-    """Starts the launcher as users do."""
+def launch(*words, hangup=signal.SIG_DFL, **options):
+    """Starts the launcher as users do; `hangup` is what SIGHUP is to it at first."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "towers.launch", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
-        **{**pipes, **options},
-    )
+    # These tests may run by nohup, whose children ignore SIGHUP.
+    of_tests = signal.signal(signal.SIGHUP, hangup)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "towers.launch", *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
+            **{**pipes, **options},
+        )
+    finally:
+        signal.signal(signal.SIGHUP, of_tests)
     # It says then what each of its threads does.
     limit = threading.Timer(TIMEOUT_S, process.send_signal, [signal.SIGABRT])
     limit.start()
@@ -348,7 +353,15 @@ def wait_for_line(log, line):
         os.killpg(tail.pid, signal.SIGKILL)
 
 
-def test_signals_are_passed_on_each_time(tmp_path):
+@pytest.fixture
+def by_nohup():
+    """Has this process ignore SIGHUP, as if somebody had run the tests by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_signals_are_passed_on_each_time(tmp_path, by_nohup):
     command = "--hosts=2", f"--log_dir={tmp_path}", "--max_restarts=3", "--"
     with launch(*command, sys.executable, "-SE", "-c", ASKED) as process:
         assert process.stdout.readline() == "ready\n"
@@ -362,6 +375,40 @@ def test_signals_are_passed_on_each_time(tmp_path):
         _, err = process.communicate(timeout=2 * TIMEOUT_S)
     assert process.returncode == 143, (err, (tmp_path / "host1.log").read_text())
     assert "start again" not in err and "failed" not in err
+
+
+def test_by_nohup_a_terminal_that_goes_away_ends_nobody():
+    command = "--hosts=1", "--", sys.executable, "-SE", "-c", ASKED
+    with launch(*command, hangup=signal.SIG_IGN) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        for said in ("first 2", "second 2"):
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == f"{said}\n"
+        process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+
+
+ASKS_WHILE_ONE_IS_STOPPED = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+if os.environ["TOWERS_HOST_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    children = f"/proc/{os.getppid()}/task/{os.getppid()}/children"
+    while True:
+        pids = open(children).read().split()
+        if any(") T " in open(f"/proc/{pid}/stat").read() for pid in pids): break
+    os.kill(os.getppid(), signal.SIGTERM)
+signal.pause()
+"""
+
+
+def test_a_host_that_was_stopped_hears_that_it_is_to_end(tmp_path):
+    code = ASKS_WHILE_ONE_IS_STOPPED
+    command = "--hosts=2", f"--log_dir={tmp_path}", "--", sys.executable, "-SE", "-c"
+    exit_code, _, _ = run(*command, code)
+    assert exit_code == 143
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs numbers of threads")
