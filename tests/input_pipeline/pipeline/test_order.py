@@ -118,7 +118,7 @@ def test_every_record_comes_once(source, recipe, deterministic):
     ("source", "training"),
     [
         ("photos", True),
-        ("arrays", True),
+        slow("arrays", True),
         ("arrays", False),
         slow("photos", False),
         slow("raw", True),

@@ -89,7 +89,7 @@ OPTIONS = {"image_shape": (6, 6, 3), "recipe": "cifar", "seed": 3}
         # The last batch has 3 rows, and the last host none of them.
         ("photos", 5, (1, 1, 1, 1), (3, 1)),
         # Of 3 rows, the second host has one, of 4 none.
-        ("arrays", 4, (1, 1, 5, 5, 5), (1, 1, 3)),
+        slow("arrays", 4, (1, 1, 5, 5, 5), (1, 1, 3)),
         slow("photos", 4, (1, 1, 5, 5, 5), (1, 1, 3)),
         slow("photos", 5, (2, 3, 3), (1, 1, 1)),
         slow("arrays", 5, (2, 3, 3), (1, 1, 1)),
@@ -101,7 +101,7 @@ def test_hosts_have_the_rows_of_one(source, size, ratios, layout):
     check(pipeline, ratios, layout)
 
 
-@pytest.mark.parametrize("start", [0, 10])
+@pytest.mark.parametrize("start", [slow(0), 10])
 def test_epochs_without_a_gap(arrays, start):
     pipeline = Pipeline(
         arrays, "train", batch_size=5, repeat=True, start_record=start, seed=1

@@ -53,7 +53,7 @@ CHOSEN = ["price", "color", "size", "shop"]
 @pytest.mark.parametrize(
     ("kind", "cache"),
     [
-        ("csv", "none"),
+        slow("csv", "none"),
         ("csv", "memory"),
         ("parquet", "none"),
         slow("parquet", "memory"),
@@ -91,7 +91,7 @@ def test_text_that_is_named_becomes_ids(tmp_path, kind, cache):
     np.testing.assert_allclose(tf.reduce_mean(scaled["dense"], axis=0), 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", slow("parquet")])
 def test_only_the_training_data_has_words_and_others_are_0(tmp_path, kind):
     specs = [
         _write(tmp_path, "train.csv", count=6),

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.variants import slow
 from towers.input_pipeline import text
 
 TEXTS = ["", "a", "Straße", "日本語", "😀😀", "a\0b\0", "é" * 40, "\0", "line\nline"]
@@ -86,7 +87,7 @@ def _buckets(sequences, boundaries, batch_size):
 
 
 @pytest.mark.parametrize("boundaries", [[3], [2, 5, 9], (1, 30)])
-@pytest.mark.parametrize("batch_size", [1, 4, 100])
+@pytest.mark.parametrize("batch_size", [slow(1), 4, slow(100)])
 def test_buckets_hold_similar_lengths(boundaries, batch_size):
     rng = np.random.default_rng(0)
     lengths = [0, 1, 2, 3, 5, 9, 30, *rng.integers(0, 20, 40)]

@@ -13,12 +13,13 @@ from tests.towers.cluster.in_threads import (
     memberships,
     on_each,
 )
+from tests.variants import slow
 from towers.cluster import communicator as module
 from towers.cluster.communicator import Communicator
 from towers.cluster.links import LinkError, Links
 from towers.cluster.membership import HostsDifferError
 
-COUNTS = (1, 2, 3, 4, 5, 7)
+COUNTS = (1, 2, 3, 4, 5, slow(7))
 
 
 @pytest.mark.parametrize("count", COUNTS)
