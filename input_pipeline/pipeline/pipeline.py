@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
@@ -21,6 +22,7 @@ from towers.input_pipeline.pipeline.rows import Rows, Share
 from towers.input_pipeline.pipeline.scaling import Scaling
 from towers.input_pipeline.pipeline.stages import THREADS, Stages
 from towers.input_pipeline.sources import Source
+from towers.input_pipeline.sources.base import StreamSource
 
 _TOKENS_AT_ONCE = 2**17
 
@@ -142,7 +144,19 @@ class Pipeline:
         if self.most_batches is not None:
             dataset = dataset.take(self.most_batches)
         dataset.pipeline = self
+        if self.share is not None and self.reads_whole:
+            logging.info(self.reads_whole)
         return dataset
+
+    @property
+    def reads_whole(self) -> str:
+        """Says why each of several hosts reads all records, in a sentence or not."""
+        source, why = self.source, ""
+        if isinstance(source, StreamSource):
+            # Sources run Python to read some rows only.
+            service = "workers of a data service cannot read some rows only"
+            why = service if self.data_service else source.reads_whole(self.split)
+        return why and f"Each host reads all of {source.name}, as {why}."
 
     @property
     def order(self) -> dict[str, Any]:
@@ -250,6 +264,8 @@ class Pipeline:
     def _raw(self, seeds, start):
         """Batches of (augmentation seed, numbers, raw records) of one epoch."""
         order = seeds[:2] if self.training else None
+        take = None if self._rows is None else self._rows.take
+        late = take is not None and self.data_service is not None
         if self.group_by_length:
             grouped = lengths.grouped(
                 self.source.size_of_all(self.split), self.batch_size
@@ -264,9 +280,10 @@ class Pipeline:
                 seeds=order,
                 buffer_mb=self.shuffle_mb,
                 start=start,
+                take=None if late else take,
             )
-        if self._rows is not None:
-            batches = batches.map(self._rows.take)
+        if late:
+            batches = batches.map(take)
         return batches.map(lambda numbers, *records: (seeds[2], numbers, *records))
 
     @property

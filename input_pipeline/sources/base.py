@@ -2,8 +2,10 @@
 
 import abc
 import copy
+import dataclasses
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -20,6 +22,7 @@ _LEAST_BYTES = 256
 
 # `columns` is a dict of tensors, by name.
 InputKind = Literal["image", "row", "tokens", "columns"]
+Take = Callable[[tf.Tensor, Any], tuple]
 
 
 class Source(abc.ABC):
@@ -121,6 +124,7 @@ class Source(abc.ABC):
         seeds: tf.Tensor | None = None,
         buffer_mb: int = 0,
         start: int | tf.Tensor = 0,
+        take: Take | None = None,
     ) -> tf.data.Dataset:
         """Raw records of one epoch, in order, by the batch.
 
@@ -131,15 +135,18 @@ class Source(abc.ABC):
             buffer_mb: memory for drawing the next record from, where the source cannot
                 jump to any.
             start: records of that order to pass over, at the least cost.
+            take: of numbers and raw records of a batch, returns those of the rows that
+                are needed, at least one, and anything else. Other records are not read,
+                unless a stream ``reads_whole``. None: all are needed.
 
         Returns:
-            A dataset of (int64 numbers [B], raw records with B rows). A record's number
-            is its own, in whatever order it comes.
+            A dataset of (int64 numbers [B], raw records with B rows), or of what `take`
+            returns. A record's number is its own, in whatever order it comes.
         """
-        return self._batches(split, batch_size, seeds, buffer_mb, start)
+        return self._batches(split, batch_size, seeds, buffer_mb, start, take)
 
     @abc.abstractmethod
-    def _batches(self, split, batch_size, seeds, buffer_mb, start):
+    def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
         """Does what ``batches`` says."""
 
     @abc.abstractmethod
@@ -261,11 +268,38 @@ class Source(abc.ABC):
         raise NotImplementedError(f"{self.name} has no labels to check in {path}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the records of a split lie.
+
+    Attributes:
+        records: as ``StreamSource.records``, with a tensor that says where each is.
+        read: reads the records at B such places.
+    """
+
+    records: Callable[[tf.Tensor | None], tf.data.Dataset]
+    read: Callable[[tf.Tensor], Any]
+
+
 class StreamSource(Source):
     """A source that is read from front to back, several files at once.
 
     Its order is that of the files, shuffled, and of a buffer of records.
+
+    Attributes:
+        why_whole: what ``reads_whole`` says of all splits.
     """
+
+    why_whole: str
+
+    def reads_whole(self, split: str) -> str:
+        """Why all records are read, in a clause; empty if it has their ``places``."""
+        del split
+        return self.why_whole
+
+    def places(self, split: str) -> Places:
+        """Where the records of a split lie; only if it does not ``reads_whole``."""
+        raise NotImplementedError(f"{self.name}: {self.reads_whole(split)}")
 
     @abc.abstractmethod
     def records(
@@ -283,11 +317,14 @@ class StreamSource(Source):
     def record_bytes(self, split: str) -> float:
         """What a raw record takes, more or less."""
 
-    def _batches(self, split, batch_size, seeds, buffer_mb, start):
-        if seeds is None:
-            records = self.records(split)
-        else:
-            records = self.records(split, seeds[0])
+    def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
+        # Places of records come in the order of records.
+        places = None
+        if take is not None and not self.reads_whole(split):
+            places = self.places(split)
+        draw = places.records if places else functools.partial(self.records, split)
+        records = draw(None if seeds is None else seeds[0])
+        if seeds is not None:
             # Still encoded: that takes far less memory than pixels.
             record_bytes = max(self.record_bytes(split), _LEAST_BYTES)
             buffer = int(buffer_mb * 2**20 / record_bytes)
@@ -295,7 +332,14 @@ class StreamSource(Source):
             records = records.shuffle(
                 max(buffer, 1), seed=seeds[1], reshuffle_each_iteration=False
             )
-        return self._pass_over(records, split).skip(start).batch(batch_size)
+        batches = self._pass_over(records, split).skip(start).batch(batch_size)
+        batches = batches if take is None else batches.map(take)
+        if places is None:
+            return batches
+        return batches.map(
+            lambda numbers, found, *beside: (numbers, places.read(found), *beside),
+            tf.data.AUTOTUNE,
+        )
 
 
 class IndexedSource(Source):
@@ -316,7 +360,7 @@ class IndexedSource(Source):
             places = tf.random.experimental.index_shuffle(places, seeds, count - 1)
         return places + first
 
-    def _batches(self, split, batch_size, seeds, buffer_mb, start):
+    def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
         del buffer_mb
         count = self.size_of_all(split)
 
@@ -325,9 +369,11 @@ class IndexedSource(Source):
             return found, found
 
         if not self.passed_over.get(split):
-            return tf.data.Dataset.range(start, count, batch_size).map(numbers)
-        each = tf.data.Dataset.range(0, count, batch_size).map(numbers).unbatch()
-        return self._pass_over(each, split).skip(start).batch(batch_size)
+            batches = tf.data.Dataset.range(start, count, batch_size).map(numbers)
+        else:
+            each = tf.data.Dataset.range(0, count, batch_size).map(numbers).unbatch()
+            batches = self._pass_over(each, split).skip(start).batch(batch_size)
+        return batches if take is None else batches.map(take)
 
 
 def fingerprint(source: Source) -> str:

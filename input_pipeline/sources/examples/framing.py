@@ -6,20 +6,21 @@ a byte (`byte_offsets`, TensorFlow 2.21) is lost when a graph is written down.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.sources.files.record import Record, fault_of
 
+HEADER = 12
 _AROUND = 16
-_HEADER = 12
 
 
 def walk(path: str) -> Iterator[Record]:
@@ -62,7 +63,7 @@ def walk(path: str) -> Iterator[Record]:
 def is_whole(path: str) -> bool:
     """Tells whether a file ends where a record does, by their lengths alone."""
     end = 0
-    for offset, length in _places(path):
+    for offset, length in headers(path):
         end = offset + length + _AROUND
     return end == _size(path)
 
@@ -79,21 +80,50 @@ def readable(path: str, bad: Collection[Record]) -> list[tuple[int, int, int]]:
     found = []
     if 0 in left:  # it may not even be there
         return found
-    for number, (offset, length) in enumerate(_places(path, ends)):
+    for number, (offset, length) in enumerate(headers(path, ends)):
         if number in left:
             break
         if number not in ends:
-            found.append((number, offset + _HEADER, length))
+            found.append((number, offset + HEADER, length))
     return found
 
 
-def _places(path, ends=()):
-    """Offset and length of each record; where the length is wrong, `ends` knows."""
-    size, offset, number = _size(path), 0, 0
+def begins(path: str, begin: int, most: int) -> tuple[np.ndarray, int]:
+    """Byte offsets of records, by their lengths alone.
+
+    Behind a wrong length there may be none: reading that record is an error.
+
+    Args:
+        path: of the file.
+        begin: where the first one begins.
+        most: how many at most.
+
+    Returns:
+        int64 offsets [N], and where the record behind these begins.
+    """
+    size = _size(path)
+    found = [*itertools.islice(headers(path, begin=begin), most)]
+    end = min(sum(found[-1]) + _AROUND, size) if found else size
+    # TensorFlow takes a header that is cut off for the end.
+    offsets = [offset for offset, _ in found if offset + HEADER <= size]
+    return np.array(offsets, np.int64), np.int64(end)
+
+
+def headers(
+    path: str, ends: Mapping[int, int] = {}, begin: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Offset and length of each record, of whose bytes it reads no others.
+
+    Args:
+        path: of the file.
+        ends: by their numbers, where records end whose length is wrong.
+        begin: where the first record begins.
+    """
+    size, offset, number = _size(path), begin, 0
     with _open(path) as file:
         while offset < size:
             file.seek(offset)
-            header = file.read(_HEADER).ljust(_HEADER, b"\0")
+            header = file.read(HEADER).ljust(HEADER, b"\0")
             (length,) = struct.unpack("<Q", header[:8])
             yield offset, length
             offset = ends[number] if number in ends else offset + length + _AROUND
@@ -105,12 +135,12 @@ def _bad(record, offset, message, read_offset):
     size = _size(record.path)
     with _open(record.path) as file:
         file.seek(offset)
-        header = file.read(_HEADER)
+        header = file.read(HEADER)
     end = offset + struct.unpack("<Q", header[:8])[0] + _AROUND
     if "truncated" in message:
         return record.with_fault("corrupted: truncated", gap=(offset, size))
     # TensorFlow says where: at the data, or at the length before them.
-    if re.search(rf"\b{read_offset + _HEADER}\b", message):
+    if re.search(rf"\b{read_offset + HEADER}\b", message):
         fault = "corrupted: its data have another checksum"
         return record.with_fault(fault, gap=(offset, end))
     fault = "corrupted: its length has another checksum"
@@ -159,8 +189,11 @@ def _from(path, offset):
 
 
 def _open(path):
-    # TensorFlow's own is slow, where it is not needed.
-    return tf.io.gfile.GFile(path, "rb") if "://" in path else open(path, "rb")
+    # TensorFlow's own is slow, where it is not needed. Without a buffer, as a header is
+    # a few bytes of what it would read.
+    if "://" in path:
+        return tf.io.gfile.GFile(path, "rb")
+    return open(path, "rb", buffering=0)
 
 
 def _size(path):

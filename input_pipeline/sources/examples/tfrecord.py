@@ -1,6 +1,7 @@
 """``tfrecord:GLOB``: TFRecord files of tf.Examples with an image and a label."""
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -9,15 +10,24 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources.examples import framing
+from towers.input_pipeline.sources.base import Places
+from towers.input_pipeline.sources.examples import framing, record_index
 from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_kind
-from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE, StreamFiles
+from towers.input_pipeline.sources.examples.record_index import RecordIndex
+from towers.input_pipeline.sources.files.file_source import (
+    LABELS_AT_ONCE,
+    StreamFiles,
+    numbered,
+)
 from towers.input_pipeline.sources.files.record import FILE, Record
 
 # What `convert` writes beside the files. The mark stays as it first was, so that files
 # of before are known.
 INFO = "dataset_info.json"
 CONVERTER = "input_pipeline.convert"
+
+# Makes numbers and raw records, or places, of a file's place in a split and its path.
+_Reader = Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
 
 
 class TFRecordSource(ExampleFiles, StreamFiles):
@@ -39,6 +49,9 @@ class TFRecordSource(ExampleFiles, StreamFiles):
 
     def __init__(self, pattern: str, **options: Any):
         super().__init__(pattern, **options)
+        self._index = {
+            split: RecordIndex(paths) for split, paths in self._files.items()
+        }
         info = _read_info(self._all_files())
         if info:
             self._take_over(info, options.get("num_classes"))
@@ -73,26 +86,59 @@ class TFRecordSource(ExampleFiles, StreamFiles):
     def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
         return tf.data.TFRecordDataset(path)
 
-    def _reader(self, split: str) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
+    def _reader(self, split: str) -> _Reader:
         """See ``StreamFiles``; goes around what cannot be read."""
-        gaps = [record for record in self.passed_over.get(split, ()) if record.gap]
-        read_whole = super()._reader(split)
-        if not gaps:
-            return read_whole
-        damaged, ends, places = self._damaged(split, gaps)
 
-        def read(file, path):
-            of_file = places[ends[file] : ends[file + 1]]
+        def pieces(_, path, rows):
             # With its table, a damaged file is read as a whole, and taken apart.
             path_if_any = tf.data.Dataset.from_tensors(path).take(
-                tf.shape(of_file, tf.int64)[0]
+                tf.shape(rows, tf.int64)[0]
             )
-            pieces = path_if_any.map(tf.io.read_file).flat_map(
-                lambda content: tf.data.Dataset.from_tensor_slices(of_file).map(
+            return path_if_any.map(tf.io.read_file).flat_map(
+                lambda content: tf.data.Dataset.from_tensor_slices(rows).map(
                     lambda row: (row[0], tf.strings.substr(content, row[1], row[2]))
                 )
             )
-            return read_whole(file, path).take(-1 + damaged[file]).concatenate(pieces)
+
+        return self._around(split, super()._reader(split), pieces)
+
+    def reads_whole(self, split: str) -> str:
+        """See ``StreamSource.reads_whole``."""
+        record_bytes = functools.partial(self.record_bytes, split)
+        return self._index[split].reads_whole(record_bytes)
+
+    def places(self, split: str) -> Places:
+        """See ``StreamSource.places``."""
+        index = self._index[split]
+
+        def whole(file, _):
+            return numbered(file, index.of_file(file))
+
+        def pieces(file, _, rows):
+            places = record_index.at(file, rows[:, 1] - framing.HEADER)
+            return tf.data.Dataset.from_tensor_slices((rows[:, 0], places))
+
+        read = self._around(split, whole, pieces)
+        return Places(functools.partial(self._interleaved, split, read), index.read)
+
+    def _around(self, split: str, read_whole: _Reader, pieces: Callable) -> _Reader:
+        """Reads damaged files around what cannot be read.
+
+        Args:
+            split: one of ``splits``.
+            read_whole: reads all others.
+            pieces: does the same by a file's place in the split, its path, and rows of
+                what can be read: int64 number, byte offset and length of the data.
+        """
+        gaps = [record for record in self.passed_over.get(split, ()) if record.gap]
+        if not gaps:
+            return read_whole
+        damaged, ends, table = self._damaged(split, gaps)
+
+        def read(file, path):
+            rows = table[ends[file] : ends[file + 1]]
+            whole = read_whole(file, path).take(-1 + damaged[file])
+            return whole.concatenate(pieces(file, path, rows))
 
         return read
 

@@ -208,13 +208,19 @@ class StreamFiles(FileSource, StreamSource):
         self, split: str, shuffle_seed: tf.Tensor | None = None
     ) -> tf.data.Dataset:
         """See ``StreamSource.records``."""
+        return self._interleaved(split, self._reader(split), shuffle_seed)
+
+    def _interleaved(
+        self, split: str, read: Callable, shuffle_seed: tf.Tensor | None
+    ) -> tf.data.Dataset:
+        """What `read` makes of each file, several files at once."""
         paths = self.files(split)
         # Not by `enumerate`, which counts anew in each worker of a service.
         files = tf.data.Dataset.from_tensor_slices((np.arange(len(paths)), paths))
         files = shuffle_all(files, len(paths), shuffle_seed)
 
         records = files.interleave(
-            self._reader(split),
+            read,
             cycle_length=min(len(paths), _CYCLE_LENGTH),
             # Changing files for each record costs more than reading a small one.
             block_length=_BLOCK_LENGTH,
@@ -225,12 +231,7 @@ class StreamFiles(FileSource, StreamSource):
     def _reader(self, split: str) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
         """Makes numbers and raw records of a file's place in a split and its path."""
         del split
-
-        def read(file, path):
-            numbers = tf.data.Dataset.range(file * FILE, (file + 1) * FILE)
-            return tf.data.Dataset.zip((numbers, self._read(path)))
-
-        return read
+        return lambda file, path: numbered(file, self._read(path))
 
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""
@@ -240,6 +241,12 @@ class StreamFiles(FileSource, StreamSource):
             first = self.records(split).take(_SAMPLE).ignore_errors()
             lengths = [len(record) for _, record in first.as_numpy_iterator()]
         return sum(lengths) / max(len(lengths), 1)
+
+
+def numbered(file: tf.Tensor, records: tf.data.Dataset) -> tf.data.Dataset:
+    """Numbers and records of a split's file, of which its place there is given."""
+    numbers = tf.data.Dataset.range(file * FILE, (file + 1) * FILE)
+    return tf.data.Dataset.zip((numbers, records))
 
 
 def shuffle_all(

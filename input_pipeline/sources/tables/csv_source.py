@@ -51,6 +51,7 @@ class CSVSource(StreamFiles):
 
     kind = "csv"
     encoded = False
+    why_whole = "nothing but the text tells where a line ends"
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class ParquetSource(FileSource, StreamSource):
 
     kind = "parquet"
     in_graph = False
+    why_whole = "a group of rows is read as a whole"
 
     def __init__(
         self,

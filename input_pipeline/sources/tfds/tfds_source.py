@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import functools
 import itertools
 import os
 import textwrap
@@ -13,13 +14,14 @@ from typing import Any
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from towers.input_pipeline.sources.base import Source, StreamSource
+from towers.input_pipeline.sources.base import Places, Source, StreamSource
 from towers.input_pipeline.sources.examples import framing
+from towers.input_pipeline.sources.examples.record_index import RecordIndex
 from towers.input_pipeline.sources.files.record import FAULTS, Record, fault_of
 from towers.input_pipeline.sources.files.splits import held_out
 from towers.input_pipeline.sources.tables import categories
 from towers.input_pipeline.sources.targets import TargetKind
-from towers.input_pipeline.sources.tfds import columns, features, network
+from towers.input_pipeline.sources.tfds import columns, features, network, order
 
 _CYCLE_LENGTH = 16
 # Records whose texts are looked at together.
@@ -131,6 +133,7 @@ class TFDSSource(StreamSource):
         self._num_shards = num_shards
         self._asked = {"train": train_split, "test": eval_split}
         self._shard = shard
+        self._asked_config, self._index = read_config is not None, {}
         self.reads = (*self.reads, train_split, eval_split, shard)
         self._read_config = read_config or tfds.ReadConfig(
             interleave_cycle_length=_CYCLE_LENGTH,
@@ -255,6 +258,31 @@ class TFDSSource(StreamSource):
 
         return records.map(numbered)
 
+    def reads_whole(self, split: str) -> str:
+        """See ``StreamSource.reads_whole``."""
+        if self._builder.info.file_format is not tfds.core.FileFormat.TFRECORD:
+            return "they are no TFRecord files"
+        if self._asked_config or len({*map(os.path.dirname, self.files(split))}) > 1:
+            return "TFDS alone knows their order"
+        record_bytes = functools.partial(self.record_bytes, split)
+        return self._index_of(split).reads_whole(record_bytes)
+
+    def places(self, split: str) -> Places:
+        """See ``StreamSource.places``."""
+        parts, index = self._info(split).file_instructions, self._index_of(split)
+
+        def records(shuffle_seed):
+            found = order.named_places(parts, index, self._read_config, shuffle_seed)
+            return found.map(lambda name, place: (_number(name), place))
+
+        return Places(records, functools.partial(index.read, parse=self._deserialized))
+
+    def _index_of(self, split: str) -> RecordIndex:
+        # One for each split, as it knows what it has found.
+        parts = self._info(split).file_instructions
+        paths = [os.fspath(part.filename) for part in parts]
+        return self._index.setdefault(split, RecordIndex(paths))
+
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""
         file = self._info(split).file_instructions[0]
@@ -266,8 +294,6 @@ class TFDSSource(StreamSource):
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
-        decoders = self._features.decoders()
-        read = decoders.extract_features(self._builder.info.features)
         parts = None
         if split is not None:
             parts = [
@@ -283,13 +309,16 @@ class TFDSSource(StreamSource):
             record = dataclasses.replace(record, number=int(_number(name)))
             if not record.fault:
                 try:
-                    raw = read.deserialize_example(
-                        record.raw, decoders=decoders.decoders
-                    )
-                    record = record.with_raw(raw)
+                    record = record.with_raw(self._deserialized(record.raw))
                 except FAULTS as error:
                     record = record.with_fault(fault_of(error))
             yield record
+
+    def _deserialized(self, record: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The features that are read, of a serialized record."""
+        decoders = self._features.decoders()
+        read = decoders.extract_features(self._builder.info.features)
+        return read.deserialize_example(record, decoders=decoders.decoders)
 
     def is_whole(self, path: str) -> bool:
         """See ``Source.is_whole``."""

@@ -96,7 +96,9 @@ class Data:
 
     def notes(self) -> Sequence[str]:
         """Says what was decided about the data without being asked for."""
-        return [*self.source.notes, *filter(None, [self.scaling_note])]
+        several = this_host().count > 1
+        reading = self.training.pipeline.reads_whole if several else ""
+        return [*self.source.notes, *filter(None, [self.scaling_note, reading])]
 
     def blaming(self) -> contextlib.AbstractContextManager[None]:
         """Inside, an error of the input names the record that is bad."""
