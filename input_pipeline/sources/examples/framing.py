@@ -1,8 +1,8 @@
 """Where the records of a TFRecord file lie, and which of them cannot be read.
 
 A record is its length (8 bytes), a checksum of that (4), the data, a checksum of them
-(4). TensorFlow's reader gives up a file at the first error, and its own way to begin at
-a byte (`byte_offsets`, TensorFlow 2.21) is lost when a graph is written down.
+(4). TensorFlow's reader gives up a file at the first error. Its own way to begin at a
+byte (`byte_offsets`) is lost when a dataset is written down, but not in a function.
 """
 
 import contextlib
