@@ -70,9 +70,13 @@ class Communicator:
             HostsDifferError: A host is in another collective.
         """
         flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
-        size, wire = sum(each.size for each in flat), wire or flat[0].dtype
+        size, own = sum(each.size for each in flat), flat[0].dtype
+        wire = wire or own
+        if wire != own:
+            # Those of another type would be as many bytes.
+            purpose = f"{wire.name} of {purpose}"
         with self._lock:
-            if size * flat[0].itemsize <= _SMALL_BYTES or self._count == 1:
+            if size * own.itemsize <= _SMALL_BYTES or self._count == 1:
                 totals = self._double_grouped(flat, purpose)
             elif self._count == self._power:
                 totals = self._halve(flat, size, purpose, wire)

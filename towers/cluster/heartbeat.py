@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from towers.cluster import addresses
+from towers.cluster.links import LinkError
 from towers.program import words
 from towers.program.ending import ANOTHER_FAILED
 
@@ -81,15 +83,14 @@ class _Connections:
             self.selector.register(connection, selectors.EVENT_READ, _Peer(rank))
 
     def accept(self, server: socket.socket) -> None:
-        """Adds one that begins, unless there are too many of strangers."""
+        """Adds one that begins; of too many strangers, the oldest has to go."""
         # Whoever connects may have gone again.
         with contextlib.suppress(OSError):
             connection, _ = server.accept()
-            strangers = [key for key in self.keys() if key.data.rank is None]
-            if len(strangers) < _MOST_STRANGERS:
-                self.add(connection, None)
-            else:
-                connection.close()
+            self.add(connection, None)
+        strangers = [key for key in self.keys() if key.data.rank is None]
+        for key in strangers[: max(len(strangers) - _MOST_STRANGERS, 0)]:
+            self.drop(key.fileobj)
 
     def tell(
         self, message: Mapping[str, Any], without: socket.socket | None = None
@@ -155,6 +156,7 @@ class Heartbeat:
         self._lock = self._connections.lock
         self._answered = threading.Condition(self._lock)
         self._secret = ""
+        self._server: socket.socket | None = None
         # By host, which call it has left by an error, and why.
         self._left: dict[int, tuple[int, str, float]] = {}
         # Which call this host is in, counted from 1, and since when.
@@ -165,18 +167,29 @@ class Heartbeat:
 
     def listen(self, address: str) -> str:
         """Waits for the other hosts at an address; they need what this returns."""
-        server = socket.create_server(
-            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
-        )
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family)
         self._secret = os.urandom(16).hex()
-        self._connections.selector.register(server, selectors.EVENT_READ, None)
+        told = json.dumps([address, self._server.getsockname()[1], self._secret])
+        self._connections.selector.register(self._server, selectors.EVENT_READ, None)
         self._start()
-        return json.dumps([address, server.getsockname()[1], self._secret])
+        return told
 
     def connect(self, told: str) -> None:
-        """Connects to the first host, which has returned this from `listen`."""
+        """Connects to the first host, which has returned this from `listen`.
+
+        Raises:
+            LinkError: It cannot be reached there.
+        """
         address, port, secret = json.loads(told)
-        connection = socket.create_connection((address, port), timeout=SILENT_S)
+        try:
+            connection = socket.create_connection((address, port), timeout=SILENT_S)
+        except OSError as error:
+            raise LinkError(
+                f"{self._names[self._rank]} cannot connect to {self._names[0]} at "
+                f"{addresses.joined(address, port)}: {error}; open all ports between "
+                "the hosts."
+            ) from error
         self._connections.add(connection, 0)
         self._connections.tell({"rank": self._rank, "secret": secret})
         self._start()
@@ -234,9 +247,9 @@ class Heartbeat:
     def _run(self):
         next_s = time.monotonic()
         while True:
-            for key, events in self._connections.selector.select(
-                next_s - time.monotonic()
-            ):
+            ready = self._connections.selector.select(next_s - time.monotonic())
+            # What listens comes last: it may close some of the others.
+            for key, events in sorted(ready, key=lambda each: each[0].data is None):
                 if key.data is None:
                     self._connections.accept(key.fileobj)
                     continue
@@ -296,6 +309,10 @@ class Heartbeat:
             if not hmac.compare_digest(str(message["secret"]), self._secret):
                 raise ValueError("a stranger")
             peer.rank = range(len(self._names))[message["rank"]]
+            known = {key.data.rank for key in self._connections.keys()} - {None}
+            if len(known) == len(self._names) - 1:
+                # Nobody else has to come.
+                self._connections.drop(self._server)
         elif "left" in message:
             self._left[message["host"]] = (
                 message["left"],

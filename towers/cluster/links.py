@@ -6,10 +6,11 @@ import hmac
 import itertools
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Generator, Iterable
 from typing import NamedTuple
 
 from towers.cluster import addresses
@@ -25,6 +26,8 @@ _MOST_BYTES = 2**20
 _SMALL_BYTES = 2**12
 # All have met, so it takes milliseconds.
 _CONNECT_S, _GREET_S, _AGAIN_S = 60.0, 10.0, 0.02
+# Connections that have not shown yet that a host made them.
+_MOST_STRANGERS = 100
 _GREETING = struct.Struct(">8sI16s")
 _MAGIC, _CODE = b"towers-3", hashlib.sha256().digest_size
 
@@ -93,27 +96,17 @@ class Links:
             # A host waits for those before it only, so nobody waits in a circle.
             for peer in sorted(peer for peer in peers if peer < self.rank):
                 self._to[peer] = self._dial(peer, until_s)
-            while missing := {*peers} - self._to.keys():
-                server.settimeout(max(until_s - time.monotonic(), 0.001))
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    listed = ", ".join(self._names[peer] for peer in sorted(missing))
-                    raise LinkError(
-                        f"{listed} did not connect within {_CONNECT_S:g} s."
-                    ) from None
-                self._welcome(connection, missing)
+            self._admit(server, {*peers} - self._to.keys(), until_s)
         # All do this in the same order, so that nobody waits in a circle.
         for peer, connection in sorted(self._to.items()):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if connection.getpeername()[0] == connection.getsockname()[0]:
-                connection.settimeout(max(until_s - time.monotonic(), 0.001))
-                try:
-                    shared = share(connection)
-                except OSError as error:
-                    name = self._names[peer]
-                    raise LinkError(f"{name} cannot be reached: {error}.") from error
-                self._to[peer] = shared or connection
+            connection.settimeout(max(until_s - time.monotonic(), 0.001))
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if connection.getpeername()[0] == connection.getsockname()[0]:
+                    self._to[peer] = share(connection) or connection
+            except OSError as error:
+                name = self._names[peer]
+                raise LinkError(f"{name} cannot be reached: {error}.") from error
             connection.setblocking(False)
 
     def exchange(
@@ -268,27 +261,89 @@ class Links:
             raise LinkError("the other end has another token")
         connection.sendall(self._code(self.rank, key))
 
-    def _welcome(self, connection, missing):
-        """Takes a connection, if it is from a host that is missing."""
-        connection.settimeout(_GREET_S)
-        try:
-            magic, peer, nonce = _GREETING.unpack(read(connection, _GREETING.size))
-            if magic == _MAGIC and peer in missing:
-                own = secrets.token_bytes(16)
-                connection.sendall(own + self._code(self.rank, nonce + own))
-                code = read(connection, _CODE)
-                if hmac.compare_digest(code, self._code(peer, nonce + own)):
-                    self._to[peer] = connection
-                    return
-        except OSError:
-            pass
-        # A stranger.
-        connection.close()
+    def _admit(self, server, missing: Collection[int], until_s: float) -> None:
+        """Takes the connections of hosts that are missing.
+
+        It listens to all that connect at once, so a silent stranger delays no host.
+        """
+        with contextlib.ExitStack() as opened:
+            selector = opened.enter_context(selectors.DefaultSelector())
+            selector.register(server, selectors.EVENT_READ)
+            opened.callback(_close_strangers, selector, 0)
+            while waits_for := sorted({*missing} - self._to.keys()):
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    listed = ", ".join(self._names[peer] for peer in waits_for)
+                    raise LinkError(
+                        f"{listed} did not connect within {_CONNECT_S:g} s."
+                    )
+                ready = [key for key, _ in selector.select(left_s)]
+                for key in ready:
+                    if key.fileobj is not server:
+                        _continue(selector, key)
+                if any(key.fileobj is server for key in ready):
+                    # Whoever connects may have gone again.
+                    with contextlib.suppress(OSError):
+                        connection, _ = server.accept()
+                        connection.setblocking(False)
+                        visit = self._welcome(connection, missing)
+                        next(visit)
+                        selector.register(connection, selectors.EVENT_READ, visit)
+                    _close_strangers(selector, _MOST_STRANGERS)
+
+    def _welcome(self, connection, missing) -> Generator[None, None, None]:
+        """Takes a connection from a host that is missing.
+
+        It yields whenever it waits for bytes.
+
+        Raises:
+            OSError: A stranger connected, or has gone.
+        """
+        greeting = yield from _arriving(connection, _GREETING.size)
+        magic, peer, nonce = _GREETING.unpack(greeting)
+        if magic != _MAGIC or peer not in missing or peer in self._to:
+            raise LinkError("a stranger connected")
+        own = secrets.token_bytes(16)
+        connection.sendall(own + self._code(self.rank, nonce + own))
+        code = yield from _arriving(connection, _CODE)
+        if not hmac.compare_digest(code, self._code(peer, nonce + own)):
+            raise LinkError("the other end has another token")
+        self._to[peer] = connection
 
     def _code(self, rank, key):
         token = (self._membership.token or "").encode()
         place = struct.pack(">II", rank, self._membership.generation)
         return hmac.digest(token, place + key, "sha256")
+
+
+def _arriving(connection, count) -> Generator[None, None, bytes]:
+    """Returns so many bytes; yields whenever it waits for some."""
+    data = b""
+    while len(data) < count:
+        yield
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("the other end has closed the connection")
+        data += part
+    return data
+
+
+def _continue(selector, key):
+    """Goes on with a visit that has received something."""
+    try:
+        next(key.data)
+    except StopIteration:
+        selector.unregister(key.fileobj)
+    except OSError:
+        selector.unregister(key.fileobj)
+        key.fileobj.close()
+
+
+def _close_strangers(selector, most):
+    """Closes the oldest connections of strangers, so that no more than some stay."""
+    strangers = [key for key in selector.get_map().values() if key.data is not None]
+    for key in strangers[: max(len(strangers) - most, 0)]:
+        selector.unregister(key.fileobj)
+        key.fileobj.close()
 
 
 def _listening(address, port, until_s):

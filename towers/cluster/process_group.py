@@ -90,6 +90,8 @@ def join(membership: Membership) -> None:
     if runtime.random_seed() is None:
         keras.utils.set_random_seed(seed)
     atexit.register(heartbeat.finish, _LEAVE_S)
+    # The end of a process that this one has forked is not that of the host.
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(heartbeat.finish))
 
 
 def joined() -> Membership | None:

@@ -1,5 +1,6 @@
 """Collectives between hosts, which are threads here."""
 
+import contextlib
 import socket
 import threading
 
@@ -169,6 +170,16 @@ def test_what_is_not_the_same_is_said():
     )
 
 
+def test_hosts_that_round_differently_are_told():
+    """They would take the bytes of one type for as many of the other."""
+    wires = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+    ones = np.ones(100_000, np.float32)
+    with communicators(2) as hosts:
+        found = on_each(hosts, lambda k, comm: comm.all_reduce(ones, "sum", wires[k]))
+    assert [type(each) for each in found] == [HostsDifferError] * 2
+    assert "exchanges float16 of sum (100,000 bytes) where" in str(found[0])
+
+
 def test_a_host_that_ends_ends_the_others():
     with communicators(3) as hosts:
 
@@ -242,6 +253,40 @@ def test_strangers_are_turned_away(monkeypatch):
     assert isinstance(ring_of_other, LinkError)
     assert not answer
     second.close()
+
+
+@pytest.mark.parametrize("most", [2, 100])
+def test_silent_strangers_delay_no_host(monkeypatch, most):
+    """However many have connected before it, and say nothing or a part of it."""
+    monkeypatch.setattr("towers.cluster.links._CONNECT_S", 5.0)
+    monkeypatch.setattr("towers.cluster.links._MOST_STRANGERS", most)
+    first, second = (Links(each) for each in memberships(2, token="secret"))
+    address = first.own_address, int(first._membership.addresses[0].split(":")[1])
+    strangers, are_there = [], threading.Event()
+
+    def disturb():
+        while len(strangers) < 8:
+            try:
+                strangers.append(socket.create_connection(address))
+            except ConnectionRefusedError:
+                continue
+            if len(strangers) % 2:
+                strangers[-1].sendall(b"towers")
+        are_there.set()
+
+    def come():
+        are_there.wait()
+        return Communicator(second)
+
+    hosts = in_threads([lambda: Communicator(first), disturb, come])[::2]
+    for found in on_each(hosts, lambda _, comm: comm.all_reduce(np.ones(2), "sum")):
+        assert found.tolist() == [2, 2]
+    # Nobody speaks to them any more.
+    for each in strangers:
+        with each:
+            each.settimeout(30)
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b""
 
 
 def test_a_port_in_use_is_said(monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 
 from towers.cluster import heartbeat
 from towers.cluster.heartbeat import Heartbeat
+from towers.cluster.links import LinkError
 from towers.program.ending import ANOTHER_FAILED
 
 # A test waits that long for what has to come, and does not wait for what must not.
@@ -193,15 +194,38 @@ def test_a_host_that_is_none(rank):
 
 
 def test_many_strangers(monkeypatch):
+    """The oldest has to go, so they keep no host out."""
     monkeypatch.setattr(heartbeat, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(heartbeat, "SILENT_S", 3600.0)
     hosts = Hosts(2)
-    strangers = [hosts.connect() for _ in range(3)]
-    assert hosts.connect().recv(1) == b""
-    for each in strangers:
-        each.close()
-    hosts.until(lambda ranks: not ranks)
+    strangers = [hosts.connect() for _ in range(4)]
+    assert strangers[0].recv(1) == b""
     hosts.stand_in(1).close()
     assert hosts.failure(0) == "host 1 has ended"
+    for each in strangers:
+        each.close()
+
+
+def test_once_all_are_there_nobody_listens():
+    hosts = Hosts(3)
+    hosts.connect().close()
+    connections = [hosts.stand_in(1), hosts.stand_in(2)]
+    # It stops in the thread that has heard of the last one.
+    assert connections[1].recv(4) == b'{"be'
+    with pytest.raises(ConnectionRefusedError):
+        hosts.connect()
+    connections[1].close()
+    assert hosts.failure(0) == "host 2 has ended"
+    connections[0].close()
+
+
+def test_a_first_host_that_cannot_be_reached():
+    with socket.socket() as holds:
+        holds.bind(("127.0.0.1", 0))
+        port = holds.getsockname()[1]
+        told = json.dumps(["127.0.0.1", port, "secret"])
+        with pytest.raises(LinkError, match=rf"host 0 at 127.0.0.1:{port}: .*refused"):
+            Heartbeat(1, ["host 0", "host 1"], print).connect(told)
 
 
 def test_who_waits_where_another_has_left_ends():
@@ -218,7 +242,7 @@ def test_who_waits_where_another_has_left_ends():
 
 
 def test_all_may_leave_by_an_error_and_go_on():
-    hosts = Hosts(2)
+    hosts = Hosts(3)
     one = hosts.join(1)
     for each in hosts.first, one:
         each.enter()
@@ -227,7 +251,7 @@ def test_all_may_leave_by_an_error_and_go_on():
     for each in hosts.first, one:
         each.enter()
     # What is told then is told after all that could have been told before.
-    connection = hosts.stand_in(1)
+    connection = hosts.stand_in(2)
     connection.sendall(line(host=1, left=2, why="OSError: new"))
     assert hosts.failure(0) == "host 1 has left what the others are in: OSError: new"
     for each in hosts.first, one:
@@ -278,17 +302,17 @@ def test_who_is_done_may_go_while_others_work_alone():
 
 
 def test_who_takes_nothing_blocks_nobody_and_gets_whole_lines():
-    hosts = Hosts(3)
+    hosts = Hosts(4)
     hosts.join(1)
     slow = hosts.stand_in(2)
     # More than the buffers of both ends hold.
-    why, count = "x" * 200_000, 60
+    why, count = "x" * 50_000, 240
     hosts.first._connections.tell({"beat": 1})
     for _ in range(count):
         hosts.first._connections.tell({"host": 0, "left": 0, "why": why})
     # The others are as quick as before.
-    hosts.stand_in(1).close()
-    assert hosts.failure(0) == "host 1 has ended"
+    hosts.stand_in(3).close()
+    assert hosts.failure(0) == "host 3 has ended"
     # All lines come, and each is whole.
     with slow.makefile() as lines:
         heard = [json.loads(next(lines)) for _ in range(2)]
@@ -300,16 +324,16 @@ def test_who_takes_nothing_blocks_nobody_and_gets_whole_lines():
 
 def test_what_this_process_sleeps_through_is_no_silence(monkeypatch):
     """As SIGSTOP does, and SIGCONT, or a function in C that keeps Python's lock."""
-    hosts = Hosts(2)
+    hosts = Hosts(3)
     hosts.join(1)
     clock, slept = heartbeat.time.monotonic, [0.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock() + slept[0])
     slept[0] = 3600.0
-    connection = hosts.stand_in(1)
+    connection = hosts.stand_in(2)
     with connection.makefile() as lines:
         assert [json.loads(next(lines)) for _ in range(2)] == [{"beat": 1}] * 2
     connection.close()
-    assert hosts.failure(0) == hosts.failure(1) == "host 1 has ended"
+    assert hosts.failure(0) == hosts.failure(1) == "host 2 has ended"
 
 
 STUCK = """

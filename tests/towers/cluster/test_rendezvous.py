@@ -435,3 +435,18 @@ def test_what_was_changed_reflected_or_made_with_another_token_is_refused():
             await other.receive()
 
     asyncio.run(body())
+
+
+def test_no_stranger_has_the_first_host_keep_much():
+    """Nothing proves who sends, before all of a message is there."""
+
+    async def body():
+        one, other, wire = await ends("secret")
+        wire.feed_data((2**14 + 1).to_bytes(4))
+        with pytest.raises(channel.StrangerError, match="16,385 bytes"):
+            await other.receive()
+        # The first host has more to tell.
+        await other.send({"names": ["host"] * 2**14})
+        assert len((await one.receive())["names"]) == 2**14
+
+    asyncio.run(body())

@@ -132,3 +132,46 @@ def test_a_host_that_is_killed_or_stopped_ends_all(name):
     assert time.monotonic() - since_s < LIMIT_S
     assert other.returncode == ANOTHER_FAILED, (said, errors[-2000:])
     assert f"host {victim} has" in said + errors
+
+
+def test_the_end_of_a_fork_is_not_that_of_its_host():
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=WHOLE_S,
+    )
+    assert json.loads(done.stdout) == {"child": 0, "done": []}
+
+
+_FORKS = """
+import json, os, sys, threading
+
+from tests.towers.cluster.in_threads import memberships
+from towers.cluster import process_group
+from towers.cluster.communicator import Communicator
+from towers.cluster.heartbeat import Heartbeat
+from towers.cluster.links import Links
+
+first, second = memberships(2)
+other = Heartbeat(1, second.names, print)
+
+def join():
+    told = Communicator(Links(second)).all_gather(b"", "addresses")[0]
+    other.connect(json.loads(bytes(told))[0])
+
+joins = threading.Thread(target=join)
+joins.start()
+process_group.join(first)
+joins.join()
+if not (child := os.fork()):
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+# What the child may have said comes before this answer.
+assert other.ask(30).keys() == {0, 1}
+print(json.dumps({"child": status, "done": sorted(other._done)}))
+sys.stdout.flush()
+os._exit(0)
+"""

@@ -16,8 +16,9 @@ from typing import Any
 
 _GREETING = b"towers-1"
 _NONCE, _CODE, _LENGTH = 16, hashlib.sha256().digest_size, 4
-# 1,024 hosts take 100 KB.
-_LONGEST = 2**20
+# What the first host tells of 1,024 hosts takes 100 KB. What others tell is short, and
+# the first host keeps no more of a stranger's.
+_LONGEST, _LONGEST_HEARD = 2**20, 2**14
 
 
 class StrangerError(OSError):
@@ -98,7 +99,7 @@ class Channel:
             StrangerError: It is longer than a host's.
         """
         length = int.from_bytes(await self._read(_LENGTH))
-        if length > _LONGEST:
+        if length > (_LONGEST_HEARD if self._listens else _LONGEST):
             raise StrangerError(f"a message of {length:,} bytes came")
         code = await self._read(_CODE)
         payload = await self._read(length)
