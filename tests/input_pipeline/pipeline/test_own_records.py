@@ -45,7 +45,7 @@ def bytes_read():
         return int(dict(line.split(":") for line in lines)["rchar"])
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("hosts", [slow(2), 4])
 def test_a_host_reads_its_part_of_the_bytes(write, hosts):
     source = write()
     whole = sum(map(os.path.getsize, source.files("train")))
@@ -61,7 +61,7 @@ def test_a_host_reads_its_part_of_the_bytes(write, hosts):
 @pytest.mark.parametrize(
     "options",
     [
-        {"recipe": "cifar", "start_record": 16, "start_epoch": 1},
+        slow({"recipe": "cifar", "start_record": 16, "start_epoch": 1}),
         slow({"recipe": "cifar"}),
         slow({"training": False}),
         slow({"shuffle_mb": 0, "start_record": 5}),
@@ -103,7 +103,8 @@ def test_around_bad_records(write, place):
     found = quarantine.inspect(source, ["train"], 10)
     assert len(found.bad["train"]) == 2
     good = source.without(found.bad, found.splits)
-    pipeline = Pipeline(good, "train", start_record=3, **OPTIONS)
+    options = {"start_record": 3, "start_epoch": 1, "recipe": "cifar", **OPTIONS}
+    pipeline = Pipeline(good, "train", **options)
     check(pipeline, (1, 1), (1, 1))
 
 
@@ -125,6 +126,7 @@ def test_a_damaged_record_is_named_by_who_reads_it(write, place):
         assert fault.startswith(f"{path}: record 20 ") and "corrupted" in fault
 
 
+@pytest.mark.slow
 def test_a_file_that_is_gone_is_named(write):
     source = write()
     path = source.files("train")[2]
