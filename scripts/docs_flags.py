@@ -44,7 +44,10 @@ def read(text: str) -> Groups:
     for line in text.splitlines():
         if heading := re.fullmatch(r"([A-Z]\w.*|options|positional arguments):", line):
             members = groups.setdefault(heading[1].capitalize(), {})
-        elif members is not None and (entry := re.match(r"  (\S.*?)(\s{2,}|$)", line)):
+        # Meanings begin in column 24, a single blank after the longest names.
+        elif members is not None and (
+            entry := re.match(r"  (\S.*?)(\s{2,}|$|(?<=^.{23}) (?=[A-Z]\w+ ))", line)
+        ):
             name = entry[1]
             members[name] = line[entry.end() :].strip()
         elif members is not None and name and line.strip():

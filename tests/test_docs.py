@@ -192,3 +192,14 @@ def test_code_runs(name, tmp_path):
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_flag_as_long_as_its_column():
+    text = (
+        "Devices:\n  --gpu_memory_limit_mb Most memory, in MB.\n  --hosts N  Number.\n"
+    )
+    found = docs_flags.read(text)["Devices"]
+    assert found == {
+        "--gpu_memory_limit_mb": "Most memory, in MB.",
+        "--hosts N": "Number.",
+    }

@@ -77,8 +77,9 @@ def _own(listed):
         return mine[0]
     which = "several" if mine else "none"
     raise ValueError(
-        f"Received --hosts={','.join(listed)}, of which {which} are on this machine; "
-        "expected --host_rank as well, the place of this host in that list, from 0."
+        f"Received --hosts={','.join(listed)}, but {which} of these addresses are on "
+        "this machine; expected --host_rank as well, the place of this host in that "
+        "list, from 0."
     )
 
 

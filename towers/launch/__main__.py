@@ -1,4 +1,4 @@
-"""Starts the hosts of a run, on this machine or one on each, and watches over them.
+"""Starts the hosts of a run, all on this machine or one on each, and watches them.
 
     python -m towers.launch --hosts=2 -- --model=resnet20 --num_gpus=1
     python -m towers.launch --hosts=2 -- my_script.py --its_flag=1
@@ -6,8 +6,8 @@
 
 What follows -- are flags of towers.train, a Python file or -m and a module, each with
 arguments, or a command. If one host fails, all end, and --max_restarts allows a new
-start from the last checkpoint. With --host_rank, each machine runs one launcher, and
-TOWERS_TOKEN has the same secret on all of them. With --launcher=ray, Ray Train starts
+start from the last checkpoint. With --host_rank, each machine runs one launcher; set
+TOWERS_TOKEN to the same secret on all of them. With --launcher=ray, Ray Train starts
 the hosts on the nodes of its cluster.
 Exit codes: 0 done; 75 another host failed; 130 stopped by Ctrl-C; 143 by SIGTERM; else
 that of the host that failed first, with 128 and its number for a signal.

@@ -58,8 +58,8 @@ class Options:
 _FLAGS = {
     "hosts": (
         *("N", str),
-        "Number of hosts. 2:4 begins with 4, and leaves a host out that was the first "
-        "to fail three times running, while 2 remain.",
+        "Number of hosts. 2:4 starts 4, and leaves out a host that fails first three "
+        "times in a row, as long as 2 remain.",
     ),
     "num_gpus": (
         *("N", int),
@@ -82,12 +82,12 @@ _FLAGS = {
     ),
     "join_seconds": (
         *("S", float),
-        "Number of seconds that hosts wait for one another at the start.",
+        "Number of seconds for which hosts wait for one another at the start.",
     ),
     "fail_seconds": (
         *("S", float),
-        "Number of seconds that hosts have to end by themselves when one has failed, "
-        "before they are ended.",
+        "Number of seconds in which hosts may end by themselves when one has failed; "
+        "then the launcher ends them.",
     ),
     "max_restarts": (
         *("N", int),
@@ -100,8 +100,8 @@ _FLAGS = {
     ),
     "launcher": (
         *("local|ray", str),
-        "local: start processes here. ray: start them by Ray Train, on its cluster, or "
-        "on one that is started here.",
+        "local: start processes here. ray: have Ray Train start them, on its cluster "
+        "or on one started here.",
     ),
     "num_cpus": (
         *("N", int),

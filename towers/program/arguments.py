@@ -5,6 +5,9 @@ import re
 
 from towers.program.suggestions import unknown_flag
 
+_KINDS = {"int": "a whole number", "float": "a number"}
+_BAD_VALUE = re.compile(rf"argument (\S+): invalid ({'|'.join(_KINDS)}) value: '(.*)'")
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that says in one sentence what is wrong.
@@ -33,4 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """Raises a ValueError."""
+        if found := _BAD_VALUE.fullmatch(message):
+            flag, kind, value = found.groups()
+            raise ValueError(f"Received {flag}={value}; expected {_KINDS[kind]}.")
         raise ValueError(f"{message}; see --help.")

@@ -81,8 +81,11 @@ def test_which_host_this_one_is(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--hosts=127.0.0.1:1,127.0.0.1:2"], "of which several are on this machine"),
-        (["--hosts=203.0.113.1:1,203.0.113.2:2"], "of which none are on this machine"),
+        (["--hosts=127.0.0.1:1,127.0.0.1:2"], "several of these addresses are on this"),
+        (
+            ["--hosts=203.0.113.1:1,203.0.113.2:2"],
+            "none of these addresses are on this",
+        ),
         (["--hosts=a"], "expected an address with a port for each of two hosts"),
         (["--hosts=a:1,a:1"], "expected an address with a port for each of two"),
         (["--hosts=a:1,b:1", "--host_rank=2"], "expected 0 to 1"),

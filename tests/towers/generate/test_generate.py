@@ -149,7 +149,7 @@ def test_the_command_writes_a_text(model_dir):
         ("--temperature=nan", "--temperature=nan; expected at least 0"),
         ("--top_k=0", "--top_k=0; expected at least 1"),
         ("--max_tokens=0", "--max_tokens=0; expected at least 1"),
-        ("--max_tokens=x", "invalid int value: 'x'; see --help"),
+        ("--max_tokens=x", "Received --max_tokens=x; expected a whole number"),
         ("--seed=4294967296", "--seed=4294967296; expected less than 4294967296, at"),
         ("--promt=x", r"no such flag \(did you mean --prompt\?\)"),
         ("--checkpoint=best", "has no best.keras; expected the model_dir of a run"),

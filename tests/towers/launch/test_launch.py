@@ -488,7 +488,7 @@ WRONG = {
     "--hosts=3:2": "Received --hosts=3:2; expected",
     "--hosts=x": "Received --hosts=x; expected",
     "--hosts=2 --num_gpus=0": "Received --num_gpus=0; expected at least 1.",
-    "--hosts=2 --num_gpus=x": "invalid int value: 'x'; see --help.",
+    "--hosts=2 --num_gpus=x": "Received --num_gpus=x; expected a whole number.",
     "--hosts=2 --max_restarts=-1": "Received --max_restarts=-1; expected at least 0.",
     "--hosts=2 --fail_seconds=0": "Received --fail_seconds=0; expected a number of",
     "--hosts=2 --join_seconds=nan": "Received --join_seconds=nan; expected a number",

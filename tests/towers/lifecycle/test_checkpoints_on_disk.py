@@ -4,12 +4,13 @@ import gc
 import os
 import re
 import shutil
+import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.lifecycle.checkpoints import store
+from towers.lifecycle.checkpoints import manager, store
 from towers.lifecycle.checkpoints.store import Contents, DamagedError, Position
 
 
@@ -80,3 +81,13 @@ def test_what_is_not_read_back_is_said_once(tmp_path, monkeypatch):
     said = str(caught.value)
     assert said.startswith("it is not read back as it was written: ")
     assert "choose" not in said and not said.endswith(".")
+
+
+def test_a_host_that_saves_nothing_says_who_does(tmp_path, monkeypatch):
+    """That nothing was saved would alarm, and its copy of a checkpoint is temporary."""
+    hosts = types.SimpleNamespace(index=1, names=("host 0", "host 1"))
+    monkeypatch.setattr(manager, "this_host", lambda: hosts)
+    checkpoints = manager.CheckpointManager(str(tmp_path), 1, None, "stop")
+    assert checkpoints.tell_latest() == "host 0 saves"
+    checkpoints.latest = "/tmp/towers-x/ckpt-1-0"
+    assert checkpoints.tell_latest() == "host 0 saves"

@@ -71,6 +71,8 @@ class CheckpointManager:
 
     def tell_latest(self, clause: str = "the last checkpoint is {}") -> str:
         """Says which checkpoint is the latest, if there is one, as a clause."""
+        if self._received:
+            return f"{self._hosts.names[0]} saves"
         return clause.format(self.latest) if self.latest else "nothing was saved yet"
 
     # Reading.
