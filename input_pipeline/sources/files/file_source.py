@@ -1,6 +1,7 @@
 """Files of records, which their names sort into splits."""
 
 import abc
+import contextlib
 import itertools
 import math
 import os
@@ -14,7 +15,7 @@ import tensorflow as tf
 from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.bad_records import read_labels
-from towers.input_pipeline.sources.files.record import FILE, BadRecordError
+from towers.input_pipeline.sources.files.record import FAULTS, FILE, BadRecordError
 from towers.input_pipeline.sources.files.splits import HELD_OUT, held_out
 from towers.input_pipeline.specs import no_files
 
@@ -237,9 +238,11 @@ class StreamFiles(FileSource, StreamSource):
         """See ``StreamSource.record_bytes``."""
         with tf.init_scope():  # the pipeline asks while its graph is built
             # Of all files, around what cannot be read; a bad record is not for this to
-            # say.
-            first = self.records(split).take(_SAMPLE).ignore_errors()
-            lengths = [len(record) for _, record in first.as_numpy_iterator()]
+            # say. A file that is not there is an error each time.
+            first, lengths = iter(self.records(split)), []
+            for _ in range(_SAMPLE):
+                with contextlib.suppress(StopIteration, *FAULTS):
+                    lengths.append(len(next(first)[1].numpy()))
         return sum(lengths) / max(len(lengths), 1)
 
 
