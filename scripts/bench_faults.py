@@ -92,7 +92,7 @@ class Generation:
             "TOWERS_COORDINATOR": f"{host}:{port}",
             "TOWERS_GENERATION": str(number),
             "TOWERS_HOST_COUNT": str(HOSTS),
-            "TOWERS_JOIN_SECONDS": "30",
+            "TOWERS_JOIN_SECONDS": "20",
             "TOWERS_TOKEN": "fault",
         }
         model = "mlp"
