@@ -155,6 +155,15 @@ def multi_gpu_model(
     hosts = this_host().compressing(gradient_compression)
     arguments.check_hosts(hosts.count, variable_update)
     agreement = Agreement(hosts, model) if hosts.count > 1 else None
+    if agreement is not None:
+        given = {
+            "variable_update": variable_update,
+            "loss_placement": loss_placement,
+            "strict": strict,
+            "gradient_compression": gradient_compression,
+            "check_numerics": bool(check_numerics),
+        }
+        agreement.check_alike({"multi_gpu_model()": given})
     ways = functools.partial(auto.candidates, towers, nccl, stays=stays)
 
     def make(choice: Choice) -> Builder:

@@ -27,9 +27,9 @@ rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(40, 3)).astype("float32"), rng.normal(size=(40, 1))
 
 
-def model(optimizer="adam", **options):
+def model(optimizer="adam", way=None, **options):
     plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    parallel = towers.multi_gpu_model(plain, gpus=1)
+    parallel = towers.multi_gpu_model(plain, gpus=1, **way or {})
     parallel.compile(optimizer, "mse", metrics=["mae"], **options)
     return parallel
 
@@ -221,6 +221,7 @@ DO = {
     "of batches": of_batches,
     "other epochs": differ(fits, "epochs", 2, 3),
     "other optimizer": differ(fits, "optimizer", "sgd", "adam"),
+    "other way": differ(fits, "way", {}, {"gradient_compression": "fp16"}),
     "other batches": differ(fits, "size", 8, 10),
     "other examples": differ(fits, "factor", 1.0, 2.0),
     "other rows to evaluate": differ(evaluates, "rows", 40, 33),

@@ -38,8 +38,8 @@ def test_a_host_that_is_late_is_named_with_its_reason():
     said = hosts.sentence(times, times.totals())
     assert said == (
         "hosts: host 1 (b) holds up the others for 30.0 ms of a step of 36.0: it "
-        "waits for input for 31.0 ms, others for 1.0; adding 2.0 MB over 3 hosts takes "
-        "2.0 ms (1,000 MB/s)"
+        "waits for input 30.0 ms longer than the others; adding 2.0 MB over 3 hosts "
+        "takes 2.0 ms (1,000 MB/s)"
     )
     for part, why in (("compute", "computes"), ("copy", "copies to its towers")):
         times = heard([told(**{part: 50, "sum": 3}), *[told(sum=52)] * 2])

@@ -54,17 +54,16 @@ def sentence(times: HostTimes, hosts: Sequence[HostTotals]) -> str | None:
 
 
 def _why(hosts, latest):
-    """What a host does for longer than others, and how long."""
+    """What a host does for longer than the others, and how much longer."""
 
     def others_ms(part):
         found = [_ms(each, part) for k, each in enumerate(hosts) if k != latest]
         return sum(found) / len(found)
 
-    part = max(_WHY, key=lambda part: _ms(hosts[latest], part) - others_ms(part))
-    return (
-        f"it {_WHY[part]} for {_ms(hosts[latest], part):,.1f} ms, others for "
-        f"{others_ms(part):,.1f}"
-    )
+    longer = {part: _ms(hosts[latest], part) - others_ms(part) for part in _WHY}
+    part = max(longer, key=longer.__getitem__)
+    others = "the other" if len(hosts) == 2 else "the others"
+    return f"it {_WHY[part]} {longer[part]:,.1f} ms longer than {others}"
 
 
 def _of_network(times, hosts):
