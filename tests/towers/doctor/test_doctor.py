@@ -177,13 +177,20 @@ def test_a_disk_that_cannot_be_written_to(report, tmp_path, options, error):
     assert f"{folder / 'run'}: 100 MB, as for" in checks["model_dir"]["text"]
 
 
-@pytest.mark.parametrize("flags", [("--nonsense",), ("runs/mine",), ("--num_gpus=x",)])
-def test_unknown_flags(flags, capsys):
-    assert doctor.main(flags) == 1
+@pytest.mark.parametrize(
+    ("flag", "ends"),
+    [
+        ("--nonsense", "; see --help.\n"),
+        ("runs/mine", "; see --help.\n"),
+        ("--num_gpus=x", ": Received --num_gpus=x; expected a whole number.\n"),
+    ],
+)
+def test_wrong_flags(flag, ends, capsys):
+    assert doctor.main([flag]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("towers.doctor: ")
-    assert printed.err.endswith("; see --help.\n")
+    assert printed.err.endswith(ends)
     assert printed.err.count("\n") == 1
 
 
