@@ -34,7 +34,7 @@ LEFT_S = 5.0
 # Then the process is ended, as it does not do so by itself.
 END_S = 12.0
 _MOST_BYTES = 2**16
-# Connections that have not said yet who they are.
+# Connections that have not said yet who they are, beside those of the hosts.
 _MOST_STRANGERS = 100
 
 
@@ -68,8 +68,9 @@ class _Connections:
         lock: Is held by whoever changes something.
     """
 
-    def __init__(self):
+    def __init__(self, most_strangers: int):
         self.selector, self.lock = selectors.DefaultSelector(), threading.RLock()
+        self._most_strangers = most_strangers
 
     def keys(self) -> list[selectors.SelectorKey]:
         """Returns those to others."""
@@ -89,7 +90,7 @@ class _Connections:
             connection, _ = server.accept()
             self.add(connection, None)
         strangers = [key for key in self.keys() if key.data.rank is None]
-        for key in strangers[: max(len(strangers) - _MOST_STRANGERS, 0)]:
+        for key in strangers[: max(len(strangers) - self._most_strangers, 0)]:
             self.drop(key.fileobj)
 
     def tell(
@@ -152,7 +153,8 @@ class Heartbeat:
         # What hosts have answered, by number, since this one has asked.
         self._answers: dict[int, Any] = {}
         self._failed = threading.Event()
-        self._connections = _Connections()
+        # All hosts may come at once.
+        self._connections = _Connections(_MOST_STRANGERS + len(names))
         self._lock = self._connections.lock
         self._answered = threading.Condition(self._lock)
         self._secret = ""
