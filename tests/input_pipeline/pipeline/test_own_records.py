@@ -146,12 +146,13 @@ def test_records_are_found_once(write, monkeypatch):
 
 @pytest.mark.slow
 def test_of_tfds(tmp_path, monkeypatch):
-    class FewDigits(TowersDigits):
+    # TFDS knows data by such names, each once in a process.
+    class DigitsOfHosts(TowersDigits):
         def _generate_examples(self, digits, indices):
             return super()._generate_examples(digits, indices[::20])
 
     monkeypatch.setattr(record_index, "LEAST_BYTES", 0)
-    builder = FewDigits(data_dir=tmp_path)
+    builder = DigitsOfHosts(data_dir=tmp_path)
     source = TFDSSource(builder, "digits", 4, train_split="train[5:50]")
     source.prepare()
     assert not source.reads_whole("train")

@@ -176,9 +176,9 @@ def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     some = {"a size": [3.0, 5.0], "2a-size": [3001, 5002], "mood": ["so", None]}
     parquet.write_table(pa.table(some), run / "new.parquet")
     again = predicted(run, run / "new.parquet")
-    assert [row["probability"] for row in again] == [
-        row["probability"] for row in found[:2]
-    ]
+    # Of a batch of other size, the last bit may differ.
+    again = [float(row["probability"]) for row in again]
+    np.testing.assert_allclose(again, chances[:2], rtol=1e-5)
     trained = towers.load_model(str(run))
     with pytest.raises(ValueError, match="columns a size, 2a-size, mood; expected a d"):
         trained.predict([[1, 2, "so"]])
