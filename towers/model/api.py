@@ -12,7 +12,7 @@ from towers._deprecated import accepts_old_names
 from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.builders.strategies import STRATEGIES
-from towers.collectives.hosts import COMPRESSIONS, this_host
+from towers.collectives.hosts import COMPRESSIONS, OneHost, this_host
 from towers.devices import is_gpu
 from towers.layers import variables
 from towers.loop.agreement import Agreement
@@ -154,16 +154,14 @@ def multi_gpu_model(
     )
     hosts = this_host().compressing(gradient_compression)
     arguments.check_hosts(hosts.count, variable_update)
-    agreement = Agreement(hosts, model) if hosts.count > 1 else None
-    if agreement is not None:
-        given = {
-            "variable_update": variable_update,
-            "loss_placement": loss_placement,
-            "strict": strict,
-            "gradient_compression": gradient_compression,
-            "check_numerics": bool(check_numerics),
-        }
-        agreement.check_alike({"multi_gpu_model()": given})
+    agreement = _agreement(
+        *(hosts, model),
+        variable_update=variable_update,
+        loss_placement=loss_placement,
+        strict=strict,
+        gradient_compression=gradient_compression,
+        check_numerics=bool(check_numerics),
+    )
     ways = functools.partial(auto.candidates, towers, nccl, stays=stays)
 
     def make(choice: Choice) -> Builder:
@@ -191,3 +189,12 @@ def multi_gpu_model(
         chosen = ways(xla=False, synchronized=False)[0]
     update = VariableUpdate(model, make, chosen, ways, choice_file)
     return TowerModel(update, numerics_file)
+
+
+def _agreement(hosts: OneHost, model: keras.Model, **given: Any) -> Agreement | None:
+    """Returns what keeps several hosts together, once all were given the same."""
+    if hosts.count == 1:
+        return None
+    agreement = Agreement(hosts, model)
+    agreement.check_alike({"multi_gpu_model()": given})
+    return agreement
