@@ -22,16 +22,17 @@ def value_behind(variable: keras.Variable) -> tf.Variable:
 
 
 def put_behind(variable: keras.Variable, value: tf.Variable) -> None:
-    """Has a Keras variable use another `tf.Variable` from now on."""
-    variable._value = value
+    """Has a Keras variable use another `tf.Variable`, of any shape, from now on."""
+    variable._value, variable._shape = value, tuple(value.shape)
 
 
 @contextlib.contextmanager
 def swapped_values(
     variables: Sequence[keras.Variable], values: Sequence[tf.Variable]
 ) -> Iterator[None]:
-    """Inside, Keras variables use other `tf.Variable`s, one for each."""
-    with swapped(variables, "_value", values):
+    """Inside, Keras variables use other `tf.Variable`s, one for each, of any shape."""
+    shapes = [tuple(value.shape) for value in values]
+    with swapped(variables, "_value", values), swapped(variables, "_shape", shapes):
         yield
 
 

@@ -29,6 +29,7 @@ from towers.keras_adapter.optimizers import (
 )
 from towers.keras_adapter.patching import patched
 from towers.keras_adapter.variables import read_once
+from towers.layers import sharded
 
 # cuDNN accepts no smaller one.
 _LEAST_EPSILON = 1.001e-5
@@ -149,7 +150,7 @@ def _apply_gradients(keras_apply_gradients, optimizer, gradients, variables):
     if is_keras_own(type(optimizer).update_step):
         scalars = [iterations_variable(optimizer), learning_rate_variable(optimizer)]
     with read_once([s.value for s in scalars if isinstance(s, keras.Variable)]):
-        keras_apply_gradients(optimizer, gradients, variables)
+        sharded.by_device(keras_apply_gradients, optimizer, gradients, variables)
 
 
 def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate):

@@ -556,6 +556,87 @@ def _():
     assert optimizers.slot_index(optimizer, variable) == 1
 
 
+@contract(
+    "_shape",
+    "put_behind",
+    "is the shape that a variable says it has, and checks what it is assigned for",
+)
+def _():
+    variable, other = keras.Variable([1.0, 1.0]), tf.Variable([1.0, 2.0, 3.0])
+    before = variable.value
+    with variables.swapped_values([variable], [other]):
+        assert variable.shape == (3,)
+        variable.assign([4.0, 5.0, 6.0])
+    assert variable.shape == (2,) and variable.numpy().tolist() == [1, 1]
+    variables.put_behind(variable, other)
+    assert variable.shape == (3,) and before.shape == (2,)
+    assert variable.numpy().tolist() == [4, 5, 6]
+
+
+@contract(
+    "keras.src.backend.tensorflow.optimizer.TFOptimizer",
+    "ADD_SLOT",
+    "creates each slot of a variable by `add_variable_from_reference`",
+)
+def _():
+    asked = []
+    with patched(optimizers.ADD_SLOT, _noting(asked)):
+        _built(keras.optimizers.Adam())
+        _built(keras.optimizers.Ftrl(use_ema=True, gradient_accumulation_steps=2))
+    # Of two variables, two slots each, and then four.
+    assert len(asked) == 4 + 8
+
+
+@contract(
+    "_trainable_variables",
+    "slots_of",
+    "are the variables of an optimizer, in the order of its lists of slots",
+)
+@contract(
+    "_accumulated_gradients",
+    "only_for",
+    "has a slot, or `None`, for each variable, and is emptied as a whole",
+)
+@contract(
+    "_model_variables_moving_average",
+    "only_for",
+    "has the average of each of `_trainable_variables`",
+)
+def _():
+    for options in ({"use_ema": True}, {"gradient_accumulation_steps": 2}):
+        optimizer = keras.optimizers.RMSprop(momentum=0.9, **options)
+        variable = _built(optimizer)
+        slots = optimizers.slots_of(optimizer, variable)
+        assert len(slots) == 3 and all("one" in slot.path for slot in slots)
+        zero = next(v for v in optimizer._trainable_variables if v is not variable)
+        before = [v.numpy() for v in optimizers.slots_of(optimizer, zero)]
+        with optimizers.only_for(optimizer, [variable]):
+            for _ in range(2):
+                optimizer.apply([tf.ones([2])], [variable])
+        after = [v.numpy() for v in optimizers.slots_of(optimizer, zero)]
+        np.testing.assert_array_equal(before, after)
+        assert any(slot.numpy().any() for slot in slots)
+
+
+@contract(
+    "_clip_gradients",
+    "gradients_clipped",
+    "clips the norm of all gradients, as `global_clipnorm` says",
+)
+def _():
+    for options in ({"clipnorm": 1.0}, {"global_clipnorm": 1.0}):
+        optimizer = keras.optimizers.SGD(1.0, **options)
+        variable = _built(optimizer)
+        parts = [tf.constant([3.0, 0.0]), tf.constant([0.0, 4.0])]
+        clipped = optimizers.gradients_clipped(optimizer, parts, [variable, variable])
+        with clipped as gradients:
+            np.testing.assert_allclose(tf.add_n(gradients), [0.6, 0.8], rtol=1e-6)
+            assert optimizer.clipnorm is optimizer.global_clipnorm is None
+        assert {"clipnorm": optimizer.clipnorm} == options or (
+            {"global_clipnorm": optimizer.global_clipnorm} == options
+        )
+
+
 @contract("_cached_value", "read_once", "is what a read of a `tf.Variable` gives")
 def _():
     variable = tf.Variable(1.0)

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.layers import sharded
 from towers.lifecycle.checkpoints import store
 from towers.program.voice import warn
 
@@ -106,6 +107,8 @@ def copies(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
 def _copy(variable):
     # What is in the host's memory already is not copied: TensorFlow does that when it
     # is next written to. This takes a third of the time of `tf.identity`.
+    if sharded.of(variable) is not None:
+        return variable.numpy()
     variable = variable.value
     read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     return np.asarray(read)
