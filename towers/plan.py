@@ -1,11 +1,11 @@
-"""The plan of a run, a value: hosts, towers, and where variables live.
+"""The plan of a run, a value: hosts, towers, stages, and where variables live.
 
 Whoever computes asks the plan where. It makes no operation but to tell which rows.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -14,6 +14,7 @@ import tensorflow as tf
 from towers.collectives import batch
 from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.devices import is_gpu
+from towers.layers.pipeline import ONE_STAGE, Pipeline
 
 T = TypeVar("T")
 
@@ -46,9 +47,11 @@ class Share:
 class Tower:
     """One computation of the model, for its own rows of each batch.
 
+    Towers on the same devices compute micro-batches: in turn, stage by stage.
+
     Attributes:
         index: Its number among the towers of all hosts, from 0.
-        devices: The devices of its stages, in order; so far every tower has one stage.
+        devices: The devices of its stages, in order.
         ratio: How much of a batch it gets, relative to the other towers.
     """
 
@@ -68,54 +71,63 @@ class Plan:
 
     Attributes:
         towers: The towers of this host.
-        home: The device of the variables: updates, losses of gathered outputs and
-            metrics are computed there.
-        merge: The device on which gradients are added.
+        homes: The device of each stage's variables, which are updated there.
+        merges: The device on which each stage's gradients are added.
         on_gpus: Whether a tower is on a GPU.
         packed: Whether parameters and gradients travel in one buffer for each type;
             `None` for where that pays.
         hosts: The hosts that train together.
         split_ratios: How much of a batch each tower of all hosts gets, relative to the
             others.
+        pipeline: The stages of each tower, and the order in which micro-batches go
+            through them.
     """
 
     towers: tuple[Tower, ...]
-    home: str
-    merge: str
+    homes: tuple[str, ...]
+    merges: tuple[str, ...]
     on_gpus: bool
     packed: bool | None
     hosts: OneHost
     split_ratios: tuple[int, ...]
+    pipeline: Pipeline = ONE_STAGE
 
     @classmethod
     def of(
         cls,
-        devices: Sequence[str],
+        devices: Sequence[str | Sequence[str]],
         split_ratios: Sequence[int],
-        home: str,
+        home: str | Sequence[str],
         merge: str | None = None,
         packed: bool | None = None,
         hosts: OneHost = ONE_HOST,
+        pipeline: Pipeline = ONE_STAGE,
     ) -> "Plan":
         """Makes the plan of this host; all hosts call it together.
 
         Args:
-            devices: A device string for each tower of this host.
+            devices: A device string for each tower of this host, or those of its
+                stages.
             split_ratios: How much of a batch each gets, relative to the others.
-            home: See `Plan`.
-            merge: See `Plan`; `home` by default.
+            home: The device of the variables, or that of each stage's.
+            merge: The device that adds gradients; by default where the variables are.
             packed: See `Plan`.
             hosts: See `Plan`.
+            pipeline: See `Plan`.
         """
-        ratios = hosts.tell_all([*split_ratios])
-        first = sum(map(len, ratios[: hosts.index]))
-        pairs = zip(devices, split_ratios, strict=True)
+        count = pipeline.micro_batches
+        ratios = hosts.tell_all([n for n in split_ratios for _ in range(count)])
+        first = itertools.count(sum(map(len, ratios[: hosts.index])))
         towers = tuple(
-            Tower(first + k, (device,), n) for k, (device, n) in enumerate(pairs)
+            Tower(next(first), (each,) if isinstance(each, str) else (*each,), n)
+            for each, n in zip(devices, split_ratios, strict=True)
+            for _ in range(count)
         )
-        on_gpus = any(map(is_gpu, devices))
+        homes = (home,) if isinstance(home, str) else (*home,)
+        merges = (merge,) * len(homes) if merge else homes
+        on_gpus = any(is_gpu(device) for tower in towers for device in tower.devices)
         ratios = tuple(itertools.chain(*ratios))
-        return cls(towers, home, merge or home, on_gpus, packed, hosts, ratios)
+        return cls(towers, homes, merges, on_gpus, packed, hosts, ratios, pipeline)
 
     def of_each_tower(self) -> "Plan":
         """Returns the plan of a tower by itself, on whichever device calls it.
@@ -125,16 +137,57 @@ class Plan:
         return dataclasses.replace(
             self,
             towers=(Tower(0, ("",)),),
-            merge=self.home,
+            merges=self.homes,
             packed=False,
             hosts=ONE_HOST,
             split_ratios=(1,),
         )
 
+    def of_stage(self, stage: int) -> "Plan":
+        """Returns the plan as one stage sees it: each tower has one device."""
+        return dataclasses.replace(
+            self,
+            towers=tuple(
+                dataclasses.replace(tower, devices=(tower.devices[stage],))
+                for tower in self.towers
+            ),
+            homes=(self.homes[stage],),
+            merges=(self.merges[stage],),
+            pipeline=self.pipeline.of_one_stage(),
+        )
+
+    def by_stage(
+        self, variables: Sequence[keras.Variable]
+    ) -> Iterator[tuple[list[int], "Plan"]]:
+        """Yields the places of each stage's variables, and the plan as it sees it."""
+        stages = self.pipeline.stages_of(variables)
+        for stage in range(len(self.homes)):
+            places = [i for i, each in enumerate(stages) if each == stage]
+            if places:
+                yield places, self.of_stage(stage)
+
+    @property
+    def home(self) -> str:
+        """The device of losses of gathered outputs, of metrics, and of what is alone.
+
+        It is that of the last stage's variables, where outputs are made.
+        """
+        return self.homes[-1]
+
+    @property
+    def merge(self) -> str:
+        """The device on which the last stage's gradients are added."""
+        return self.merges[-1]
+
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of each tower."""
         return tuple(tower.device for tower in self.towers)
+
+    @property
+    def replicas(self) -> tuple[Tower, ...]:
+        """The towers with devices of their own: the first micro-batch of each."""
+        return self.towers[:: self.pipeline.micro_batches]
 
     @property
     def count(self) -> int:
@@ -191,7 +244,7 @@ class Plan:
         It is one of the model, its optimizer or its metrics. GPUs have some types only
         in the host's memory; see `layers.variables.move`.
         """
-        return self.home
+        return self.homes[self.pipeline.stage_of(variable)]
 
     def packs(self, device: str) -> bool:
         """Tells whether values travel packed between home and a device.

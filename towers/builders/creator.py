@@ -42,10 +42,11 @@ class VariableCreator:
                 build.from_symbols(model, rows, self.context.preprocess)
         else:
             self._create_eagerly(data)
-        if is_gpu(home):
+        plan = self.context.plan
+        if is_gpu(home) or plan.pipeline.stages > 1:
             # Not all that was created there belongs there.
             with tf.init_scope():
-                variables.move(model, home)
+                variables.move(model, plan.home_of)
         self.copies.create()
 
     def create_for_prediction(self, x: Any) -> None:

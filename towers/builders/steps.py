@@ -101,7 +101,9 @@ class TrainStep:
         timers, told = self.pieces.context.timers, None
         if agreement is not None:
             told = agreement.of_batch(data, timers.hosts)
-        gradients = [result.gradients for result in outputs.results]
+        # Of micro-batches, one has the gradients of all.
+        of_towers = [r for r in outputs.results if r.gradients] or outputs.results
+        gradients = [result.gradients for result in of_towers]
         if outputs.direct:
             with tf.device(plan.home):
                 _refuse_direct(model, outputs.direct[0])
@@ -125,7 +127,7 @@ class TrainStep:
                 return sums
 
         with tf.name_scope("reduce"):
-            sources = [plan.devices[result.tower] for result in outputs.results]
+            sources = [result.tower for result in of_towers]
             sums = self.reducer.sum_gradients(
                 gradients, sources, packed.append, over_hosts
             )

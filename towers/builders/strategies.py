@@ -48,7 +48,7 @@ def replicated(context: Context, all_reduce_alg: str = "auto") -> Builder:
     """
 
     def compose():
-        copies = Copies(context, context.plan.devices[1:])
+        copies = Copies(context, context.plan.replicas[1:])
         pieces = Pieces(context, copies)
         reader = CopyReader(context, pieces.reader, copies)
         return pieces, TrainStep(pieces, reader, AllReduce(context, all_reduce_alg))

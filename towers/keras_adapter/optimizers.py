@@ -75,11 +75,13 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def slots_of(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+    optimizer: keras.optimizers.Optimizer,
+    variable: keras.Variable,
+    of_any_shape: bool = False,
 ) -> list[keras.Variable]:
     """Returns the variables of an optimizer that are shaped like one of a model's.
 
-    Keras's optimizers have a list for each kind of slot, in the order of the variables
+    With `of_any_shape`, these are all that it has for that variable. Keras's optimizers have a list for each kind of slot, in the order of the variables
     that they were built with. There are none before that.
     """
     optimizer = innermost(optimizer)
@@ -93,7 +95,9 @@ def slots_of(
         slot = slots[index]
         if name in ("_trainable_variables", "_variables"):
             continue
-        if isinstance(slot, keras.Variable) and slot.shape == variable.shape:
+        if isinstance(slot, keras.Variable) and (
+            of_any_shape or slot.shape == variable.shape
+        ):
             found.append(slot)
     return found
 

@@ -68,10 +68,10 @@ class Target:
     def _dispatch(self, before):
         @functools.wraps(before)
         def dispatch(*args, **kwargs):
-            patches = self._of_thread.__dict__.get("stack") or self._of_all
-            if not patches:
-                return before(*args, **kwargs)
-            return patches[-1](before, *args, **kwargs)
+            function = before
+            for patch in self._of_thread.__dict__.get("stack") or self._of_all:
+                function = functools.partial(patch, function)
+            return function(*args, **kwargs)
 
         return dispatch
 
@@ -83,8 +83,8 @@ def patched(
     """Inside, calls of a function go to another one.
 
     Patches nest: the innermost of a thread is called, with the function that it
-    stands in for, then the arguments of the call. With `all_threads`, calls in other
-    threads go there, too.
+    stands in for, which is the patch around it, then the arguments of the call. With
+    `all_threads`, calls in other threads go there, too.
     """
     target.enter(by, all_threads)
     try:

@@ -1,7 +1,7 @@
 """All variables that training changes: moved, their values kept and given back."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -38,15 +38,16 @@ def seed_ids(model: keras.Model) -> set[int]:
     }
 
 
-def move(model: keras.Model, home: str) -> None:
-    """Moves the variables `of` a model to a device.
+def move(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:
+    """Moves the variables `of` a model to their devices.
 
     If that is a GPU, random seeds go to the host, where TensorFlow reads them, and so
     do types that GPUs do not have.
     """
-    seeded = seed_ids(model) if is_gpu(home) else ()
+    seeds = seed_ids(model)
     for variable in of(model):
-        old = variable.value
+        old, home = variable.value, home_of(variable)
+        seeded = seeds if is_gpu(home) else ()
         hosted = id(variable) in seeded or (is_gpu(home) and old.dtype in NOT_ON_GPUS)
         where = HOST if hosted else home
         if old.device.endswith(where):

@@ -166,8 +166,7 @@ def multi_gpu_model(
 
     def make(choice: Choice) -> Builder:
         where = towers[0] if choice.variable_update == "replicated" else home
-        variables.move(model, where)
-        merge = where
+        merge = None
         if cpu_merge is False:
             merge = towers[0]
         elif cpu_merge and is_gpu(where):
@@ -178,6 +177,7 @@ def multi_gpu_model(
         if choice.variable_update == "asynchronous":
             options["max_staleness"] = max_staleness
         plan = Plan.of(towers, split_ratios, where, merge, packed, hosts)
+        variables.move(model, plan.home_of)
         context = Context(
             model, plan, loss_placement, strict, preprocess, prefetch, guard, agreement
         )

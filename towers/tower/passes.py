@@ -21,6 +21,7 @@ from towers.keras_adapter.models import (
     losses_recorded,
     total_of_added_loss,
 )
+from towers.layers.labels import gradient_tape
 from towers.layers.seeds import own_seeds
 from towers.tower import metrics
 from towers.tower.errors import ModelError
@@ -131,7 +132,7 @@ def forward_backward(
     """
     with (
         rules.reading(local_batch, own_seeds(model, state)),
-        tf.GradientTape() as tape,
+        gradient_tape() as tape,
         stateless(model, params, state, tape) as scope,
     ):
         result = _forward(model, True, rules, scope, local_batch[0], fraction)
@@ -292,7 +293,7 @@ def taped_forward(
         What `forward` returns in training, of the same arguments; and a function that
         does, once, what `backward` does, of `output_gradients` and `loss_gradients`.
     """
-    with tf.GradientTape() as tape, stateless(model, params, state, tape) as scope:
+    with gradient_tape() as tape, stateless(model, params, state, tape) as scope:
         result = _forward(model, True, rules, scope, x, fraction)
 
     def back(output_gradients, loss_gradients):
@@ -325,7 +326,7 @@ def probe(
     Returns:
         Outputs, tags and gradients, and nothing else.
     """
-    with tf.GradientTape() as tape, stateless(model, params, state, tape) as scope:
+    with gradient_tape() as tape, stateless(model, params, state, tape) as scope:
         result = _forward(model, training, Rules(1), scope, x, fraction)
         floats = [
             tf.cast(output, tf.float32)

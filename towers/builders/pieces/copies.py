@@ -7,7 +7,7 @@ they may have been changed from outside, the other copies are made anew: at the 
 that may change them (`listeners.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +19,7 @@ from towers.devices import HOST
 from towers.keras_adapter.optimizers import learning_rate_variable
 from towers.keras_adapter.variables import swapped_values, take_identity
 from towers.layers import variables
+from towers.plan import Tower
 
 
 class Copies:
@@ -28,9 +29,9 @@ class Copies:
         stale: Whether the model's own variables may have other values.
     """
 
-    def __init__(self, context: Context, devices: Sequence[str] = ()):
-        """Creates none yet; there will be one on each of the devices."""
-        self._context, self._devices = context, devices
+    def __init__(self, context: Context, towers: Sequence[Tower] = ()):
+        """Creates none yet; there will be one for each of these towers."""
+        self._context, self._towers = context, towers
         self.stale = True
         # The variables that towers have copies of, trainable ones first, and for each
         # tower but the first the copies.
@@ -39,7 +40,7 @@ class Copies:
 
     def create(self) -> None:
         """Creates the copies, unless they exist."""
-        if self._originals or not self._devices:
+        if self._originals or not self._towers:
             return
         model = self._context.model
         optimizer = model.optimizer
@@ -48,16 +49,16 @@ class Copies:
             *(optimizer.variables if optimizer is not None else ()),
         ]
         with tf.init_scope():
-            self._copies = [*map(self._copy, self._devices)]
+            self._copies = [*map(self._copy, self._towers)]
         self.stale = False
 
     def variables(self) -> list[tf.Variable]:
         """Returns the copies of all towers."""
         return [copy for copies in self._copies for copy in copies]
 
-    def by_device(self) -> Iterator[tuple[str, Sequence[tf.Variable]]]:
-        """Yields each tower's device and copies; nothing before any training."""
-        return zip(self._devices, self._copies, strict=False)
+    def of_towers(self) -> Sequence[Sequence[tf.Variable]]:
+        """Returns the copies of each tower; none before any training."""
+        return self._copies
 
     def trainable(self, copy: Sequence[Any]) -> Sequence[Any]:
         """Returns what a copy, or a list in its order, has of trainable variables."""
@@ -65,17 +66,16 @@ class Copies:
 
     def broadcast(self) -> None:
         """Gives all copies the values of the model's own variables."""
-        originals = [variable.value for variable in self._originals]
-        if not originals:
-            return
-        with tf.device(self._context.plan.home):
-            values = [tf.convert_to_tensor(original) for original in originals]
-            buffers = packing.pack(values)
-        for device, copies in self.by_device():
-            with tf.device(device):
-                received = packing.unpack(buffers, values)
-                for copy, value in zip(copies, received, strict=True):
-                    copy.assign(value)
+        for places, plan in self._context.plan.by_stage(self._originals):
+            with tf.device(plan.home):
+                originals = [self._originals[i].value for i in places]
+                values = [tf.convert_to_tensor(original) for original in originals]
+                buffers = packing.pack(values)
+            for tower, copies in zip(plan.replicas[1:], self._copies, strict=False):
+                with tf.device(tower.device):
+                    received = packing.unpack(buffers, values)
+                    for i, value in zip(places, received, strict=True):
+                        copies[i].assign(value)
 
     def follow_first_host(self) -> None:
         """Gives the model, its optimizer and metrics the values of the first host's."""
@@ -104,11 +104,11 @@ class Copies:
 
     def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
         """Assigns what layers assign to trainable variables; see `StateCombiner`."""
-        for device, copies in self.by_device():
-            with tf.device(device), tf.name_scope("state"):
-                # The trainable ones come first in both.
-                for copy, value in zip(copies, self.trainable(state), strict=False):
-                    if value is not None:
+        for copies in self._copies:
+            # The trainable ones come first in both.
+            for copy, value in zip(copies, self.trainable(state), strict=False):
+                if value is not None:
+                    with tf.device(copy.device), tf.name_scope("state"):
                         copy.assign(value)
 
     def update(self, updates: Sequence[Callable[[], None]]) -> None:
@@ -117,19 +117,21 @@ class Copies:
         Each of `updates` applies it, with the gradients of one of these towers.
         """
         optimizer = self._context.model.optimizer
-        for k, (device, copy) in enumerate(self.by_device(), start=1):
-            with tf.device(device), tf.name_scope(f"apply_{k}"):
+        for k, (tower, copy) in enumerate(
+            zip(self._towers, self._copies, strict=False), start=1
+        ):
+            with tf.device(tower.device), tf.name_scope(f"apply_{k}"):
                 for variable, mine in zip(self._originals, copy, strict=True):
                     if _is_learning_rate(variable, optimizer):
                         mine.assign(variable.value)
                 with swapped_values(self._originals, copy):
                     updates[k - 1]()
 
-    def _copy(self, device):
-        copies = []
+    def _copy(self, tower):
+        copies, pipeline = [], self._context.plan.pipeline
         for variable in self._originals:
             original = variable.value
-            with tf.device(device):
+            with tf.device(tower.devices[pipeline.stage_of(variable)]):
                 copy = tf.Variable(original, name=variable.name, dtype=original.dtype)
             take_identity(copy, original)
             copies.append(copy)

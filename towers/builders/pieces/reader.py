@@ -60,27 +60,42 @@ class VariableReader:
         tables = ()
         if look_up and self.context.looks_up:
             tables = embeddings.tables(model)
-        with tf.device(plan.home), tf.name_scope("read"):
-            trainable = model.trainable_variables
-            read = [v.value for v in trainable if id(v) not in tables]
-            read = iter(placing.read(read, plan.home))
-            params = [None if id(v) in tables else next(read) for v in trainable]
-            others = [v.value for v in model.non_trainable_variables]
-            state = placing.read(others, plan.home)
-            sent = [*(params if send_params else ()), *state]
-            buffers = packing.pack(sent) if any(map(plan.packs, plan.devices)) else []
+        trainable = model.trainable_variables
+        variables = [*trainable, *model.non_trainable_variables]
+        wanted = [v for v in variables if id(v) not in tables]
+        # What copies stand in for need not travel.
+        kept = () if send_params else {id(v) for v in trainable}
+        read = [{} for _ in plan.replicas]
+        for places, of_stage in plan.by_stage(wanted):
+            of_stage_read = self._read([wanted[i] for i in places], of_stage, kept)
+            for values, more in zip(read, of_stage_read, strict=True):
+                values.update(more)
         values = []
-        for tower in plan.towers:
-            mine = Values(params, state)
-            if plan.packs(tower.device):
-                with tf.device(tower.device), tf.name_scope("read"):
-                    received = packing.unpack(buffers, sent)
-                of_state = len(sent) - len(state)
-                mine = Values(received[:of_state] or params, received[of_state:])
+        for k, tower in enumerate(plan.towers):
+            mine = read[k // plan.pipeline.micro_batches]
+            found = [mine.get(id(variable)) for variable in variables]
+            params, state = found[: len(trainable)], found[len(trainable) :]
             with tf.device(HOST):
-                seeded = seeds.of_tower(model, mine.state, tower.index)
-            values.append(mine._replace(state=seeded))
+                state = seeds.of_tower(model, state, tower.index)
+            values.append(Values(params, state))
         return values
+
+    def _read(self, variables, plan, kept):
+        """Reads the variables of a stage; yields their values by id, for each tower."""
+        ids = [id(variable) for variable in variables]
+        with tf.device(plan.home), tf.name_scope("read"):
+            at_home = placing.read([v.value for v in variables], plan.home)
+            sent = [None if i in kept else v for i, v in zip(ids, at_home, strict=True)]
+            devices = [tower.device for tower in plan.replicas]
+            buffers = packing.pack(sent) if any(map(plan.packs, devices)) else []
+        for device in devices:
+            values = at_home
+            if plan.packs(device):
+                with tf.device(device), tf.name_scope("read"):
+                    received = packing.unpack(buffers, sent)
+                pairs = zip(received, at_home, strict=True)
+                values = [mine if mine is not None else home for mine, home in pairs]
+            yield dict(zip(ids, values, strict=True))
 
 
 @dataclasses.dataclass
@@ -95,8 +110,12 @@ class CopyReader:
         """Returns the values that towers train on."""
         # Tables, too, are copied: those at home could be updated by home only.
         values = self.home.read_variables(look_up=False, send_params=False)
-        for k, (device, copy) in enumerate(self.copies.by_device(), start=1):
-            with tf.device(device), tf.name_scope("read"):
-                params = placing.read(self.copies.trainable(copy), device)
-            values[k] = values[k]._replace(params=params)
+        count = self.context.plan.pipeline.micro_batches
+        for k, copy in enumerate(self.copies.of_towers(), start=1):
+            params = []
+            for variable in self.copies.trainable(copy):
+                with tf.device(variable.device), tf.name_scope("read"):
+                    params += placing.read([variable], variable.device)
+            for j in range(k * count, (k + 1) * count):
+                values[j] = values[j]._replace(params=params)
         return values

@@ -27,7 +27,7 @@ class Reducer(abc.ABC):
     def sum_gradients(
         self,
         gradients: Sequence[Sequence[reduce.Gradient]],
-        sources: Sequence[str],
+        towers: Sequence[int],
         seen: Seen | None = None,
         over_hosts: Callable[[Sequence[reduce.Gradient]], Any] | None = None,
     ) -> list[list[reduce.Gradient]]:
@@ -35,32 +35,56 @@ class Reducer(abc.ABC):
 
         Args:
             gradients: Lists of gradients; see `TowerResult.gradients`.
-            sources: The devices that they are on.
+            towers: Which towers of this host have them.
             seen: Is told of what has travelled packed; see `reduce.all_reduce`.
             over_hosts: Adds this host's sums to those of others, if there are others.
 
         Returns:
             The sums, once for each copy of the variables.
         """
-        plan, largest = self.context.plan, overwritten.places(self.context.model)
+        model = self.context.model
+        variables, largest = model.trainable_variables, overwritten.places(model)
         if over_hosts is None:
-            return self._sum(plan, gradients, sources, largest, seen)
+
+            def add(plan, places):
+                part = [[each[i] for i in places] for each in gradients]
+                sources = [plan.devices[k] for k in towers]
+                of_part = {j for j, i in enumerate(places) if i in largest}
+                return self._sum(plan, part, sources, of_part, _of(places, seen))
+
+            return self._by_stage(variables, add)
         with tf.device(HOST):
-            overwriting = _largest(plan, gradients, largest)
-        gradients = [
-            [None if i in overwriting else g for i, g in enumerate(each)]
-            for each in gradients
-        ]
-        if any(map(plan.packs, sources)):
-            ends = plan.merge, plan.merge
-            mine = reduce.sum_packed(gradients, sources, *ends, seen=seen)
-        else:
+            overwriting = _largest(self.context.plan, gradients, largest)
+
+        def mine(plan, places):
+            part = [
+                [None if i in overwriting else g[i] for i in places] for g in gradients
+            ]
+            sources = [plan.devices[k] for k in towers]
+            if any(map(plan.packs, sources)):
+                ends = plan.merge, plan.merge
+                return [reduce.sum_packed(part, sources, *ends, seen=_of(places, seen))]
             with tf.device(plan.merge):
-                mine = reduce.sum_gradients(gradients)
-        sums = over_hosts(mine)
-        return self._copies(
-            plan, [overwriting.get(i, total) for i, total in enumerate(sums)]
+                return [reduce.sum_gradients(part)]
+
+        (sums,) = self._by_stage(variables, mine)
+        sums = over_hosts(sums)
+        sums = [overwriting.get(i, total) for i, total in enumerate(sums)]
+        return self._by_stage(
+            variables,
+            lambda plan, places: self._copies(plan, [sums[i] for i in places]),
         )
+
+    def _by_stage(self, variables, function):
+        """Puts together what a function returns for each stage: lists of gradients."""
+        found = []
+        for places, plan in self.context.plan.by_stage(variables):
+            for k, each in enumerate(function(plan, places)):
+                if k == len(found):
+                    found.append([None] * len(variables))
+                for i, gradient in zip(places, each, strict=True):
+                    found[k][i] = gradient
+        return found
 
     @abc.abstractmethod
     def _sum(self, plan, gradients, sources, largest, seen):
@@ -69,6 +93,15 @@ class Reducer(abc.ABC):
     @abc.abstractmethod
     def _copies(self, plan, sums):
         """Returns sums once for each copy of the variables."""
+
+
+def _of(places, seen):
+    """Tells `seen` of places among all variables, instead of those of a stage."""
+    if seen is None:
+        return None
+    return lambda packed: seen(
+        packed._replace(places=[places[i] for i in packed.places])
+    )
 
 
 def _largest(plan, gradients, places):
@@ -116,12 +149,14 @@ class AllReduce(Reducer):
             self.algorithm = "device" if is_gpu(self.context.plan.home) else "cpu"
 
     def _sum(self, plan, gradients, sources, largest, seen):
+        targets = [tower.device for tower in plan.replicas]
         return reduce.all_reduce(
-            gradients, sources, plan.devices, self.algorithm, largest, seen
+            gradients, sources, targets, self.algorithm, largest, seen
         )
 
     def _copies(self, plan, sums):
-        return reduce.all_reduce([sums], [HOST], plan.devices, "cpu")
+        targets = [tower.device for tower in plan.replicas]
+        return reduce.all_reduce([sums], [HOST], targets, "cpu")
 
 
 @dataclasses.dataclass

@@ -1,0 +1,122 @@
+"""Which part of a model each operation of a traced tower was made for.
+
+An operation that a layer makes belongs to the layer's part, and the operations of its
+gradient do, too. All others, such as an addition between two layers or the loss, belong
+to the last of the parts that they take something from; see `phases.py`.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from towers.keras_adapter.layers import LAYER_CALL
+from towers.keras_adapter.patching import patched
+
+
+class Labels:
+    """Notes, while a tower is traced, what each operation was made for.
+
+    Attributes:
+        parts: The part of each operation that a layer of one has made, by name.
+        backward: The names of the operations of the gradient.
+    """
+
+    def __init__(self, layers: Mapping[int, int]):
+        """Notes nothing yet; `layers` has the part of each layer, by its `id`."""
+        self.parts: dict[str, int] = {}
+        self.backward: set[str] = set()
+        self._layers = layers
+        self._within = False
+
+    @contextlib.contextmanager
+    def noting_layers(self) -> Iterator[None]:
+        """Inside, a tower is traced."""
+
+        def call(original, layer, *args, **kwargs):
+            part = self._layers.get(id(layer))
+            if part is None or self._within:
+                return original(layer, *args, **kwargs)
+            self._within = True
+            try:
+                with _made() as made:
+                    return original(layer, *args, **kwargs)
+            finally:
+                self._within = False
+                self.parts.update((op.name, part) for op in made)
+
+        before, _here.labels = _here.labels, self
+        try:
+            with patched(LAYER_CALL, call):
+                yield
+        finally:
+            _here.labels = before
+
+    @contextlib.contextmanager
+    def noting_gradients(self) -> Iterator[None]:
+        """Inside, gradients are computed."""
+        with _made() as made:
+            yield
+        self.backward.update(op.name for op in made)
+
+
+@contextlib.contextmanager
+def _made() -> Iterator[list[tf.Operation]]:
+    """Fills in the operations that are made inside."""
+    graph, made = tf.compat.v1.get_default_graph(), []
+    before = len(graph.get_operations())
+    try:
+        yield made
+    finally:
+        made.extend(graph.get_operations()[before:])
+
+
+class _Here(threading.local):
+    labels: Labels | None = None
+
+
+_here = _Here()
+
+
+def gradient_tape() -> "tf.GradientTape | GraphTape":
+    """Returns a tape for a tower, which tells parts apart if somebody notes them."""
+    labels = _here.labels
+    return tf.GradientTape() if labels is None else GraphTape(labels)
+
+
+class GraphTape:
+    """What stands in for a `tf.GradientTape` where a graph is traced.
+
+    It places each operation of the gradient with the operation that it is the gradient
+    of, which a tape does not tell.
+    """
+
+    def __init__(self, labels: Labels):
+        self._labels = labels
+
+    def __enter__(self) -> "GraphTape":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def watch(self, tensors: Any) -> None:
+        """Does nothing: a graph knows what everything was computed from."""
+
+    def stop_recording(self) -> contextlib.AbstractContextManager:
+        """Does nothing: what is not asked for costs nothing."""
+        return contextlib.nullcontext()
+
+    def gradient(self, targets: Any, sources: Any, output_gradients: Any = None) -> Any:
+        """Returns gradients, in the structure of the sources; see `tf.gradients`."""
+        flat = tf.nest.flatten(sources)
+        with self._labels.noting_gradients():
+            found = tf.compat.v1.gradients(
+                tf.nest.flatten(targets),
+                flat,
+                output_gradients and tf.nest.flatten(output_gradients),
+                colocate_gradients_with_ops=True,
+            )
+        return tf.nest.pack_sequence_as(sources, found)

@@ -1,0 +1,154 @@
+"""The stages of a tower: which layers run on which of its devices, and in which order.
+
+A stage is a part of a model that has a device of its own. A layer that is called twice
+stays on its stage. A layer without weights that nobody places goes with its inputs.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from towers.keras_adapter.optimizers import slots_of
+
+SCHEDULES = ("1f1b", "gpipe")
+RECOMPUTE = ("none", "stage", "layer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How the devices of a tower share the model.
+
+    Attributes:
+        stages: Number of devices of a tower.
+        micro_batches: Parts of a tower's batch that go through the stages.
+        schedule: "gpipe": all parts forward, then all backward (Huang et al. 2019).
+            "1f1b": a part goes backward as soon as it can, so a stage holds the
+            activations of few parts (PipeDream-Flush, Narayanan et al. 2021).
+        recompute: What is computed again for the gradient, instead of being kept: see
+            `RECOMPUTE`.
+        model: The model.
+        layers: The stage of each layer that is placed, by its `id`.
+    """
+
+    stages: int = 1
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    model: keras.Model | None = None
+    layers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        """Whether a tower computes its whole batch at once, on one device."""
+        return self.stages == 1 and self.micro_batches == 1 and self.recompute == "none"
+
+    def of_one_stage(self) -> "Pipeline":
+        """Returns what one stage knows of it: its micro-batches."""
+        return Pipeline(micro_batches=self.micro_batches)
+
+    def stage_of(self, variable: keras.Variable) -> int:
+        """Returns the stage of a variable; see `stages_of`."""
+        return self.stages_of([variable])[0]
+
+    def stages_of(self, variables: Sequence[keras.Variable]) -> list[int]:
+        """Returns the stages of variables of the model, its optimizer or its metrics.
+
+        A weight is on the stage of its layer, and an optimizer's slot on that of its
+        weight. What belongs to no layer, such as a metric's, is on the last stage.
+        """
+        if self.stages == 1:
+            return [0] * len(variables)
+        known = {
+            id(weight): self.layers[id(layer)]
+            for layer in placeable(self.model)
+            if id(layer) in self.layers
+            for weight in layer.weights
+        }
+        optimizer = getattr(self.model, "optimizer", None)
+        if optimizer is not None:
+            for weight in self.model.trainable_variables:
+                for slot in slots_of(optimizer, weight, of_any_shape=True):
+                    if id(weight) in known:
+                        known[id(slot)] = known[id(weight)]
+        return [known.get(id(variable), self.stages - 1) for variable in variables]
+
+
+ONE_STAGE = Pipeline()
+
+
+def placeable(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """Yields the layers that may be placed: the model's, and those of models in it."""
+    for layer in getattr(model, "layers", ()):
+        if isinstance(layer, keras.layers.InputLayer):
+            continue
+        if isinstance(layer, keras.Model) and layer.layers:
+            yield from placeable(layer)
+        else:
+            yield layer
+
+
+def placed(
+    model: keras.Model, placement: Mapping[str, int], stages: int
+) -> dict[int, int]:
+    """Returns the stage of each layer that a placement names, by its `id`.
+
+    Args:
+        model: A built model.
+        placement: Stages by regular expressions for names of layers; the first that
+            matches a whole name counts.
+        stages: Number of stages.
+
+    Raises:
+        ValueError: A layer with weights has no stage, a stage has no layer, or an
+            expression is wrong.
+    """
+    found, unmatched = {}, []
+    for pattern, stage in placement.items():
+        _check(pattern, stage, stages)
+    layers = [*placeable(model)]
+    for layer in layers:
+        names = (layer.name, getattr(layer, "path", layer.name))
+        for pattern, stage in placement.items():
+            if any(re.fullmatch(pattern, name) for name in names):
+                found[id(layer)] = stage
+                break
+        else:
+            if layer.weights:
+                unmatched.append(layer.name)
+    if unmatched:
+        raise ValueError(
+            f"Received a placement that names no stage for {_listed(unmatched)}; "
+            "expected one for each layer that has weights, so add them."
+        )
+    for stage in range(stages):
+        if stage not in found.values():
+            raise ValueError(
+                f"Received a placement that puts no layer on stage {stage} of "
+                f"{stages}; expected one at least, of "
+                f"{_listed([layer.name for layer in layers])}."
+            )
+    return found
+
+
+def _check(pattern: Any, stage: Any, stages: int) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"Received placement={{{pattern!r}: ...}}; expected a regular expression "
+            f"for names of layers, but {error}."
+        ) from error
+    if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages:
+        raise ValueError(
+            f"Received placement={{{pattern!r}: {stage!r}}} with stages={stages}; "
+            f"expected a stage from 0 to {stages - 1}."
+        )
+
+
+def _listed(names: Sequence[str], most: int = 20) -> str:
+    listed = ", ".join(names[:most])
+    more = len(names) - most
+    return f"{listed} and {more} more" if more > 0 else listed

@@ -1,0 +1,1 @@
+"""A tower on several devices: its graph cut into phases, and their schedule."""

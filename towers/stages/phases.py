@@ -1,0 +1,294 @@
+"""Cuts the graph of a traced tower into phases: what one part computes at a time.
+
+A part is a stage, or a layer. A phase is a function. It takes what earlier phases, of
+this part or of others, have made, and returns what later ones need. So the phases of
+several micro-batches may run side by side, and in any order that the data allow.
+"""
+
+import collections
+import dataclasses
+import graphlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.analysis.layer_calls import key
+from towers.keras_adapter.graphs import GraphDef, keep_functions
+from towers.layers.labels import Labels
+
+Key = tuple[int, str]
+
+_FEED = "towers_feed_"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Place:
+    """Where an operation stands: what is of one place is computed together.
+
+    Attributes:
+        level: The order of phases: a phase takes nothing from a later level.
+        part: The part of the model that it belongs to: a stage, or a layer.
+        backward: Whether it is of the gradient.
+    """
+
+    level: int
+    part: int
+    backward: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """What one part computes at a time.
+
+    Attributes:
+        place: Where its operations stand.
+        takes: The keys of the tensors that it is called with.
+        makes: The keys of those that it returns.
+        function: Computes the one from the other.
+    """
+
+    place: Place
+    takes: Sequence[Key]
+    makes: Sequence[Key]
+    function: Callable[..., Sequence[tf.Tensor]]
+
+
+def cut(
+    graph: tf.Graph,
+    outputs: Sequence[tf.Tensor],
+    labels: Labels,
+    given: Mapping[Key, int | None],
+    captured: Mapping[Key, tf.Tensor],
+    recompute: bool = False,
+) -> list[Phase]:
+    """Cuts a graph into phases.
+
+    Args:
+        graph: The graph of a traced tower.
+        outputs: What it returns.
+        labels: What its operations were made for.
+        given: The keys of what it is called with, each with the part that has it, if
+            any does.
+        captured: The keys of what it takes from outside, and that.
+        recompute: Whether a part computes again, on the way back, what it has made on
+            the way forward (Chen et al. 2016). It then keeps what it was called with.
+
+    Returns:
+        The phases, in an order in which they may run.
+    """
+    order = _in_order(outputs, {*given, *captured})
+    places = _Places(order, labels, given).places
+    members = collections.defaultdict(dict)
+    for op in order:
+        if (place := places.get(op.name)) is not None:
+            members[place][op.name] = op
+    if recompute:
+        for place in members:
+            if place.backward:
+                members[place] = _with_forward(order, members[place], places, place)
+    made = {key(t) for t in outputs}
+    for inside in members.values():
+        for op in inside.values():
+            # What is computed again comes from itself.
+            made.update(key(t) for t in op.inputs if t.op.name not in inside)
+    parts = _Parts(graph, made, captured)
+    return [parts.phase(place, members[place], places) for place in sorted(members)]
+
+
+def _with_forward(order, members, places, place):
+    """The operations of a backward phase, with those that it computes again."""
+    inside = set(members)
+    for op in reversed(order):
+        if op.name not in inside:
+            continue
+        for tensor in op.inputs:
+            of = places.get(tensor.op.name)
+            if of is not None and not of.backward and of.part == place.part:
+                inside.add(tensor.op.name)
+    return {op.name: op for op in order if op.name in inside}
+
+
+def _in_order(outputs, given):
+    """The operations behind `outputs`, each behind those that it takes from."""
+    given = {name.partition(":")[0] for _, name in given}
+    before, by_name, waiting = {}, {}, [t.op for t in outputs]
+    while waiting:
+        op = waiting.pop()
+        if op.name in by_name or op.name in given:
+            continue
+        by_name[op.name] = op
+        sources = [*(t.op for t in op.inputs), *op.control_inputs]
+        before[op.name] = [each.name for each in sources if each.name not in given]
+        waiting += sources
+    names = graphlib.TopologicalSorter(before).static_order()
+    return [by_name[name] for name in names]
+
+
+class _Places:
+    """Finds where each operation stands; constants stand nowhere: each phase has them.
+
+    A part's place is on the level of its number, on the way back in reverse. Where a
+    part takes something from a later one, as a layer does that is called twice, it has
+    another place, on a level behind that.
+    """
+
+    def __init__(self, order, labels, given):
+        self.places: dict[str, Place] = {}
+        self._labels, self._given = labels, given
+        movable = [op for op in order if op.type != "Const"]
+        behind = set()
+        for op in movable:
+            if op.name in labels.backward or any(
+                t.op.name in behind for t in op.inputs
+            ):
+                behind.add(op.name)
+        forward = [op for op in movable if op.name not in behind]
+        backward = [op for op in movable if op.name in behind]
+        for op in forward:
+            part = self._part(op)
+            if part is not None:
+                self._put(op, part, part, False)
+        self._put_where_needed(order, forward)
+        self._deepest = max(place.level for place in self.places.values())
+        for op in backward:
+            part, level = self._of_gradient(op)
+            if part is not None:
+                self._put(op, part, level, True)
+        self._put_where_needed(order, backward)
+
+    def _put(self, op, part, level, backward):
+        for each in self._taken(op):
+            same = (each.part, each.backward) == (part, backward)
+            level = max(level, each.level + (not same))
+        self.places[op.name] = Place(level, part, backward)
+
+    def _taken(self, op):
+        found = (self.places.get(tensor.op.name) for tensor in op.inputs)
+        return [place for place in found if place is not None]
+
+    def _part(self, op):
+        if (part := self._labels.parts.get(op.name)) is not None:
+            return part
+        if taken := self._taken(op):
+            return max(taken).part
+        parts = [self._given.get(key(tensor)) for tensor in op.inputs]
+        return max((s for s in parts if s is not None), default=None)
+
+    def _of_gradient(self, op):
+        """The part of an operation of the gradient, and its level if nothing waits."""
+        for name in _colocated(op):
+            place = self.places.get(name)
+            if place is not None and not place.backward:
+                return place.part, 2 * self._deepest + 1 - place.level
+            part = self._given.get((id(op.graph), f"{name}:0"))
+            if part is not None:
+                return part, 2 * self._deepest + 1 - part
+        if taken := self._taken(op):
+            last = max(taken)
+            level = last.level if last.backward else 2 * self._deepest + 1 - last.level
+            return last.part, level
+        return None, 0
+
+    def _put_where_needed(self, order, wanted):
+        """Puts what depends on no layer where it is needed first."""
+        needed = collections.defaultdict(set)
+        names = {op.name for op in wanted}
+        for op in reversed(order):
+            if op.name in names and op.name not in self.places:
+                first = sorted(needed[op.name])[:2]
+                clear = len(first) == 1 or (first and first[0].level < first[1].level)
+                # On the first level nothing else is computed, so all may take it.
+                self.places[op.name] = first[0] if clear else Place(0, 0)
+            if place := self.places.get(op.name):
+                for tensor in op.inputs:
+                    needed[tensor.op.name].add(place)
+
+
+def _colocated(op):
+    try:
+        groups = op.get_attr("_class")
+    except ValueError:
+        return []
+    return [g.decode().removeprefix("loc:@") for g in groups]
+
+
+@dataclasses.dataclass
+class _Parts:
+    """Makes phases of the operations of a graph.
+
+    Attributes:
+        graph: The graph.
+        wanted: The keys of what phases take from others, or the tower returns.
+        captured: See `cut`.
+    """
+
+    graph: tf.Graph
+    wanted: set[Key]
+    captured: Mapping[Key, tf.Tensor]
+
+    def phase(
+        self,
+        place: Place,
+        members: Mapping[str, tf.Operation],
+        places: Mapping[str, Place],
+    ) -> Phase:
+        """Makes the phase of some operations; those of other places are made again."""
+        part, takes, captured, constants = GraphDef(), {}, {}, {}
+
+        def name(tensor):
+            if tensor.op.name in members:
+                return tensor.name
+            if tensor.op.type == "Const":
+                constants[tensor.op.name] = tensor.op
+                return tensor.name
+            outside = key(tensor)
+            feeds = captured if outside in self.captured else takes
+            if outside not in feeds:
+                feeds[outside] = f"{_FEED}{len(takes) + len(captured)}:0", tensor
+            return feeds[outside][0]
+
+        for op in members.values():
+            inputs = [name(tensor) for tensor in op.inputs]
+            inputs += [f"^{c.name}" for c in op.control_inputs if c.name in members]
+            _add(part, op, inputs)
+        for op in constants.values():
+            _add(part, op, ())
+        keep_functions(part, self.graph)
+        makes = {
+            key(tensor): tensor
+            for op in members.values()
+            if places[op.name] == place
+            for tensor in op.outputs
+            if key(tensor) in self.wanted
+        }
+
+        def function(*values):
+            fed = {feed: self.captured[key(t)] for feed, t in captured.values()}
+            feeds = (feed for feed, _ in takes.values())
+            fed.update(zip(feeds, values, strict=True))
+            names = [tensor.name for tensor in makes.values()]
+            found = tf.graph_util.import_graph_def(part, fed, names, name="")
+            for tensor, like in zip(found, makes.values(), strict=True):
+                tensor.set_shape(like.shape)
+            return found
+
+        specs = [tf.TensorSpec(t.shape, t.dtype) for _, t in takes.values()]
+        return Phase(place, [*takes], [*makes], traced(function, *specs))
+
+
+def traced(function: Callable[..., Any], *specs: tf.TypeSpec) -> Callable[..., Any]:
+    """Traces a function that stays one: it begins when all that it takes is there."""
+    with tf.device(None):
+        function = tf.function(
+            function, autograph=False, experimental_attributes={"_noinline": True}
+        )
+        return function.get_concrete_function(*specs)
+
+
+def _add(part, op, inputs):
+    node = part.node.add()
+    node.CopyFrom(op.node_def)
+    node.attr.pop("_class", None)
+    del node.input[:]
+    node.input.extend(inputs)
