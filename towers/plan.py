@@ -98,7 +98,7 @@ class Plan:
         devices: Sequence[str | Sequence[str]],
         split_ratios: Sequence[int],
         home: str | Sequence[str],
-        merge: str | None = None,
+        merges: Sequence[str] | None = None,
         packed: bool | None = None,
         hosts: OneHost = ONE_HOST,
         pipeline: Pipeline = ONE_STAGE,
@@ -110,7 +110,8 @@ class Plan:
                 stages.
             split_ratios: How much of a batch each gets, relative to the others.
             home: The device of the variables, or that of each stage's.
-            merge: The device that adds gradients; by default where the variables are.
+            merges: The device that adds each stage's gradients; by default where its
+                variables are.
             packed: See `Plan`.
             hosts: See `Plan`.
             pipeline: See `Plan`.
@@ -124,7 +125,7 @@ class Plan:
             for _ in range(count)
         )
         homes = (home,) if isinstance(home, str) else (*home,)
-        merges = (merge,) * len(homes) if merge else homes
+        merges = homes if merges is None else (*merges,)
         on_gpus = any(is_gpu(device) for tower in towers for device in tower.devices)
         ratios = tuple(itertools.chain(*ratios))
         return cls(towers, homes, merges, on_gpus, packed, hosts, ratios, pipeline)

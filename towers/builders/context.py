@@ -111,7 +111,8 @@ class Context:
     @property
     def xla(self) -> bool:
         """Whether XLA compiles towers and update."""
-        return bool(self.found.asked_xla) and not self.model.run_eagerly
+        alone = self.plan.pipeline.alone
+        return alone and bool(self.found.asked_xla) and not self.model.run_eagerly
 
     @property
     def compiles_update(self) -> bool:
@@ -121,7 +122,8 @@ class Context:
         to start than to run; a CPU is not.
         """
         if self.found.asked_xla is None:
-            return is_gpu(self.plan.home) and not self.model.run_eagerly
+            alone = self.plan.pipeline.alone
+            return alone and is_gpu(self.plan.home) and not self.model.run_eagerly
         return self.xla
 
     @property

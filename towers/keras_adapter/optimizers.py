@@ -81,8 +81,9 @@ def slots_of(
 ) -> list[keras.Variable]:
     """Returns the variables of an optimizer that are shaped like one of a model's.
 
-    With `of_any_shape`, these are all that it has for that variable. Keras's optimizers have a list for each kind of slot, in the order of the variables
-    that they were built with. There are none before that.
+    With `of_any_shape`, these are all that it has for that variable. Keras's optimizers
+    have a list for each kind of slot, in the order of the variables that they were
+    built with. There are none before that.
     """
     optimizer = innermost(optimizer)
     if not optimizer.built:

@@ -5,6 +5,8 @@ stays on its stage. A layer without weights that nobody places goes with its inp
 """
 
 import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -61,19 +63,45 @@ class Pipeline:
         """
         if self.stages == 1:
             return [0] * len(variables)
-        known = {
-            id(weight): self.layers[id(layer)]
-            for layer in placeable(self.model)
-            if id(layer) in self.layers
-            for weight in layer.weights
-        }
+        stages = self._of_weights(self.layers)
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None:
             for weight in self.model.trainable_variables:
                 for slot in slots_of(optimizer, weight, of_any_shape=True):
-                    if id(weight) in known:
-                        known[id(slot)] = known[id(weight)]
-        return [known.get(id(variable), self.stages - 1) for variable in variables]
+                    stages[id(slot)] = stages.get(id(weight), self.stages - 1)
+        return [stages.get(id(variable), self.stages - 1) for variable in variables]
+
+    @property
+    def parts(self) -> dict[int, int]:
+        """The part of each placed layer, by its `id`; see `stages/phases.py`.
+
+        It is the layer's stage. Where layers are computed again one by one, each layer
+        is a part.
+        """
+        if self.recompute != "layer":
+            return dict(self.layers)
+        in_order = sorted(self.layers, key=self.layers.get)
+        return {layer: part for part, layer in enumerate(in_order)}
+
+    @property
+    def stages_of_parts(self) -> list[int]:
+        """The stage of each part."""
+        if self.recompute != "layer":
+            return [*range(self.stages)]
+        return sorted(self.layers.values())
+
+    def parts_of(self, variables: Sequence[keras.Variable]) -> list[int | None]:
+        """Returns the part of each variable of the model, `None` if it has none."""
+        parts = self._of_weights(self.parts)
+        return [parts.get(id(variable)) for variable in variables]
+
+    def _of_weights(self, of_layers):
+        return {
+            id(weight): of_layers[id(layer)]
+            for layer in placeable(self.model)
+            if id(layer) in of_layers
+            for weight in layer.weights
+        }
 
 
 ONE_STAGE = Pipeline()
@@ -131,6 +159,61 @@ def placed(
                 f"{_listed([layer.name for layer in layers])}."
             )
     return found
+
+
+def balanced(model: keras.Model, stages: int) -> dict[int, int]:
+    """Divides layers, in their order, so that stages have as equal weights as can be.
+
+    Args:
+        model: A built model.
+        stages: Number of stages.
+
+    Returns:
+        The stage of each layer that has weights, by its `id`.
+
+    Raises:
+        ValueError: The model has fewer such layers than stages.
+    """
+    layers = [layer for layer in placeable(model) if layer.weights]
+    if len(layers) < stages:
+        raise ValueError(
+            f"Received stages={stages} for the model '{model.name}', which has "
+            f"{len(layers)} layers with weights; expected at least as many layers."
+        )
+    sizes = [layer.count_params() for layer in layers]
+    ends = best_cut(sizes, stages)
+    return {
+        id(layer): sum(k >= end for end in ends[:-1]) for k, layer in enumerate(layers)
+    }
+
+
+def best_cut(costs: Sequence[float], stages: int) -> list[int]:
+    """Cuts a list so that the largest sum of a piece is as small as can be.
+
+    >>> best_cut([5, 1, 1, 1, 4], 2)
+    [2, 5]
+
+    Args:
+        costs: Positive numbers, at least as many as there are stages.
+        stages: Number of pieces, none of them empty.
+
+    Returns:
+        Where each piece ends.
+    """
+    before = [0, *itertools.accumulate(costs)]
+    # For each number of costs: the largest sum of the best pieces, and where they end.
+    best = [(total, [end]) for end, total in enumerate(before)]
+    for pieces in range(2, stages + 1):
+        best = [
+            min(
+                (max(best[cut][0], before[end] - before[cut]), [*best[cut][1], end])
+                for cut in range(pieces - 1, end)
+            )
+            if end >= pieces
+            else (math.inf, [])
+            for end in range(len(before))
+        ]
+    return best[-1][1]
 
 
 def _check(pattern: Any, stage: Any, stages: int) -> None:

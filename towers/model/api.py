@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -38,6 +38,11 @@ def multi_gpu_model(
     packed: bool | None = None,
     all_reduce_alg: str = "auto",
     gradient_compression: str = "none",
+    stages: int = 1,
+    placement: str | Mapping[str, int] = "auto",
+    micro_batches: int = 1,
+    pipeline_schedule: str = "1f1b",
+    recompute: str = "none",
     choice_file: str | None = None,
     max_staleness: int | None = None,
     preprocess: Callable[[Any, Any, bool], tuple[Any, Any]] | None = None,
@@ -101,6 +106,22 @@ def multi_gpu_model(
         gradient_compression: How gradients travel between hosts: "none" as they are;
             "fp16" or "bf16" rounded to 16 bits, which is inexact and takes half the
             bytes, for slow networks. Rows of sparse gradients are not rounded.
+        stages: Number of devices of each tower. If there are several, the model is
+            divided among them. So 4 GPUs with `stages=2` make 2 towers. A layer's
+            weights, their gradients and their optimizer slots are on its stage's
+            device. The model has to be built.
+        placement: The stage of each layer: a dict of regular expressions for names of
+            layers, such as `{"block_[0-5]": 0, ".*": 1}`, of which the first that
+            matches a whole name counts. A layer without weights that none matches goes
+            with its inputs. "auto" divides the layers in their order.
+        micro_batches: Number of parts of a tower's batch that go through its stages one
+            after another, so that stages work at the same time. Each part is computed
+            as the batch of a tower is. Without stages, it saves memory.
+        pipeline_schedule: "gpipe": all parts go forward, and then backward. "1f1b": a
+            part goes backward as soon as it can, so that a stage keeps the activations
+            of at most as many parts as there are stages.
+        recompute: What is computed again for the gradient, instead of being kept:
+            "none", each "stage", or each "layer" of those that are placed.
         choice_file: File in which "auto" keeps its choice. If the file exists, "auto"
             makes the same choice again.
         max_staleness: With "asynchronous", the most updates by other towers between a
@@ -132,7 +153,12 @@ def multi_gpu_model(
     placements, updates = ["auto", "gathered", "tower"], ["auto", *sorted(STRATEGIES)]
     arguments.check_choice("loss_placement", loss_placement, placements)
     arguments.check_choice("variable_update", variable_update, updates)
-    towers = devices.resolve(gpus)
+    of_towers = arguments.grouped(devices.resolve(gpus), stages)
+    towers = [each[0] for each in of_towers]
+    pipeline = arguments.check_pipeline(
+        model, stages, placement, micro_batches, pipeline_schedule, recompute
+    )
+    arguments.check_updates_stages(pipeline, variable_update)
     split_ratios = arguments.check_split_ratios(split_ratios, len(towers))
     if all_reduce_alg != "auto":
         arguments.check_all_reduce(all_reduce_alg, variable_update, towers)
@@ -146,6 +172,8 @@ def multi_gpu_model(
     home = local_parameter_device
     if home is None and cpu_relocation:
         home = "cpu"
+    if home is None and stages > 1:
+        home = towers[0]
     home = arguments.find_home(home, model, variable_update, towers)
     stays = moved and home != towers[0]
     nccl = arguments.nccl_fits(towers)
@@ -157,6 +185,9 @@ def multi_gpu_model(
     agreement = _agreement(
         *(hosts, model),
         variable_update=variable_update,
+        stages=stages,
+        micro_batches=micro_batches,
+        recompute=recompute,
         loss_placement=loss_placement,
         strict=strict,
         gradient_compression=gradient_compression,
@@ -166,17 +197,18 @@ def multi_gpu_model(
 
     def make(choice: Choice) -> Builder:
         where = towers[0] if choice.variable_update == "replicated" else home
-        merge = None
+        homes = (where,) * stages if where != towers[0] else of_towers[0]
+        merges = None
         if cpu_merge is False:
-            merge = towers[0]
+            merges = of_towers[0]
         elif cpu_merge and is_gpu(where):
-            merge = devices.HOST
+            merges = (devices.HOST,) * stages
         options = {}
         if choice.variable_update == "replicated":
             options["all_reduce_alg"] = choice.all_reduce_alg
         if choice.variable_update == "asynchronous":
             options["max_staleness"] = max_staleness
-        plan = Plan.of(towers, split_ratios, where, merge, packed, hosts)
+        plan = Plan.of(of_towers, split_ratios, homes, merges, packed, hosts, pipeline)
         variables.move(model, plan.home_of)
         context = Context(
             model, plan, loss_placement, strict, preprocess, prefetch, guard, agreement

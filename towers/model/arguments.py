@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,8 @@ from towers import devices
 from towers.builders.guard import Guard
 from towers.collectives import reduce
 from towers.devices import is_gpu
+from towers.layers import pipeline as pipelines
+from towers.layers.pipeline import Pipeline
 from towers.model.tower_model import TowerModel
 from towers.tower.build import overrides
 from towers.tower.preprocess import Preprocess
@@ -181,6 +183,76 @@ def check_preprocess(preprocess: Any) -> Preprocess:
             "`preprocess(x, y, training)` that returns x and y."
         )
     return Preprocess(preprocess)
+
+
+def grouped(devices: Sequence[str], stages: Any) -> list[tuple[str, ...]]:
+    """Returns the devices of each tower: as many as there are stages."""
+    _check_count("stages", stages)
+    if len(devices) % stages:
+        raise ValueError(
+            f"Received stages={stages} for {len(devices)} devices; expected a number "
+            "of stages that divides that of the devices, as each tower takes one for "
+            "each stage."
+        )
+    firsts = range(0, len(devices), stages)
+    return [tuple(devices[k : k + stages]) for k in firsts]
+
+
+def check_pipeline(
+    model: keras.Model,
+    stages: int,
+    placement: Any,
+    micro_batches: Any,
+    schedule: Any,
+    recompute: Any,
+) -> Pipeline:
+    """Returns how the devices of a tower share the model; see `multi_gpu_model`."""
+    _check_count("micro_batches", micro_batches)
+    for name, value, known in (
+        ("pipeline_schedule", schedule, pipelines.SCHEDULES),
+        ("recompute", recompute, pipelines.RECOMPUTE),
+    ):
+        if value not in known:
+            raise ValueError(f"Received {name}={value!r}; expected one of {[*known]}.")
+    if placement != "auto" and not isinstance(placement, Mapping):
+        raise ValueError(
+            f"Received placement={placement!r}; expected 'auto', or stages by regular "
+            "expressions for names of layers, such as {'block_[0-5]': 0, '.*': 1}."
+        )
+    given = {"micro_batches": micro_batches, "schedule": schedule}
+    given |= {"stages": stages, "recompute": recompute, "model": model}
+    if stages == 1 and placement != "auto":
+        raise ValueError(
+            "Received a placement with stages=1; expected stages=2 or more, or no "
+            "placement."
+        )
+    if stages == 1 and recompute == "none":
+        return Pipeline(**given)
+    if not model.built:
+        raise ValueError(
+            f"Received the model '{model.name}', which is not built, with "
+            f"stages={stages} and recompute='{recompute}'; expected a model that has "
+            "its weights, so call it once, or its build()."
+        )
+    if placement == "auto":
+        layers = pipelines.balanced(model, stages)
+    else:
+        layers = pipelines.placed(model, placement, stages)
+    return Pipeline(**given, layers=layers)
+
+
+def check_updates_stages(pipeline: Pipeline, variable_update: str) -> None:
+    """Checks that variables can be updated that way by towers with stages."""
+    if variable_update == "asynchronous" and not pipeline.alone:
+        raise ValueError(
+            "Received variable_update='asynchronous' with stages, micro_batches or "
+            "recompute; expected 'parameter_server' or 'replicated'."
+        )
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"Received {name}={value!r}; expected an integer from 1.")
 
 
 def _home_of(model: keras.Model, towers: Sequence[str]) -> str:

@@ -7,15 +7,16 @@ several micro-batches may run side by side, and in any order that the data allow
 
 import collections
 import dataclasses
+import functools
 import graphlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import GraphDef, keep_functions
 from towers.layers.labels import Labels
+from towers.tower.traced import nothing_like
 
 Key = tuple[int, str]
 
@@ -37,21 +38,58 @@ class Place:
     backward: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
 class Phase:
     """What one part computes at a time.
 
     Attributes:
         place: Where its operations stand.
-        takes: The keys of the tensors that it is called with.
-        makes: The keys of those that it returns.
-        function: Computes the one from the other.
+        takes: The tensors that it is called with, by their keys.
+        makes: Those that it returns.
     """
 
-    place: Place
-    takes: Sequence[Key]
-    makes: Sequence[Key]
-    function: Callable[..., Sequence[tf.Tensor]]
+    def __init__(
+        self,
+        place: Place,
+        takes: Mapping[Key, tf.Tensor],
+        makes: Mapping[Key, tf.Tensor],
+        function: Callable[..., Sequence[tf.Tensor]],
+    ):
+        """Traces the function, which computes what it makes from what it takes."""
+        self.place, self.takes, self.makes = place, takes, makes
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in takes.values()]
+        self._function = _traced(function, *self._specs)
+
+    def __call__(
+        self, values: Sequence[tf.Tensor], size: tf.Tensor | None = None
+    ) -> Sequence[tf.Tensor]:
+        """Adds a call to the graph being built, on the device of the scope.
+
+        Args:
+            values: Those of `takes`.
+            size: Number of rows, if there may be none, for which nothing is computed.
+        """
+        if size is None:
+            return self._function(*values)
+        return self._guarded(size, *values)
+
+    @functools.cached_property
+    def _guarded(self):
+        def guarded(size, *values):
+            def nothing():
+                return [nothing_like(like, size) for like in self.makes.values()]
+
+            return tf.cond(size > 0, lambda: self._function(*values), nothing)
+
+        return _traced(guarded, tf.TensorSpec([], tf.int32), *self._specs)
+
+
+def _traced(function, *specs):
+    """Traces a function that stays one: it begins when all that it takes is there."""
+    with tf.device(None):
+        function = tf.function(
+            function, autograph=False, experimental_attributes={"_noinline": True}
+        )
+        return function.get_concrete_function(*specs)
 
 
 def cut(
@@ -273,17 +311,8 @@ class _Parts:
                 tensor.set_shape(like.shape)
             return found
 
-        specs = [tf.TensorSpec(t.shape, t.dtype) for _, t in takes.values()]
-        return Phase(place, [*takes], [*makes], traced(function, *specs))
-
-
-def traced(function: Callable[..., Any], *specs: tf.TypeSpec) -> Callable[..., Any]:
-    """Traces a function that stays one: it begins when all that it takes is there."""
-    with tf.device(None):
-        function = tf.function(
-            function, autograph=False, experimental_attributes={"_noinline": True}
-        )
-        return function.get_concrete_function(*specs)
+        tensors = {outside: tensor for outside, (_, tensor) in takes.items()}
+        return Phase(place, tensors, makes, function)
 
 
 def _add(part, op, inputs):

@@ -1,96 +1,106 @@
-"""In which order the stages of a tower compute the phases of its micro-batches.
+"""In which order the stages of a tower take their turns at its micro-batches.
 
-The order is made by acting out a step: each stage takes one of the phases that could
-begin next. What counts as a phase's duration is one on the way forward, and two on the
-way back, which computes about twice as much.
+The order is made by acting out a step: each stage takes one of the turns that could
+begin next. A turn counts one on the way forward, and two on the way back, which
+computes about twice as much.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from towers.tower.parts.phases import Place
-
 
 class Turn(NamedTuple):
-    """One phase of one micro-batch.
+    """What a stage computes at once of a micro-batch.
 
     Attributes:
-        begins: When, in durations of a forward phase.
+        stage: The stage.
+        backward: Whether it is on the way back.
+    """
+
+    stage: int
+    backward: bool = False
+
+    @property
+    def duration(self) -> int:
+        """How long it takes, in turns on the way forward."""
+        return 2 if self.backward else 1
+
+
+class Slot(NamedTuple):
+    """A turn of a micro-batch, and when it comes.
+
+    Attributes:
+        begins: When, in turns on the way forward.
         micro_batch: Number of the micro-batch.
-        phase: Index of the phase.
+        turn: Index of the turn.
     """
 
     begins: float
     micro_batch: int
-    phase: int
+    turn: int
 
 
-def order(places: Sequence[Place], micro_batches: int, schedule: str) -> list[Turn]:
-    """Returns the turns of all stages, in an order in which each may begin.
+def order(turns: Sequence[Turn], micro_batches: int, schedule: str) -> list[Slot]:
+    """Returns the turns of all micro-batches, in an order in which each may begin.
 
     Args:
-        places: Those of the phases, in the order of each micro-batch.
+        turns: Those of each micro-batch, in order.
         micro_batches: How many there are.
-        schedule: "gpipe" or "1f1b"; see `Pipeline`.
+        schedule: "gpipe" or "1f1b"; see `layers.pipeline.Pipeline`.
 
     Returns:
-        The turns. Those of one stage are to run in this order.
+        The turns. Those of one stage are to be taken in this order.
     """
-    return _Pipeline(places, micro_batches, schedule).run()
+    return _Step(turns, micro_batches, schedule).act_out()
 
 
-class _Pipeline:
+class _Step:
     """A step that is acted out."""
 
-    def __init__(self, places, micro_batches, schedule):
-        self._places = places
+    def __init__(self, turns, micro_batches, schedule):
+        self._turns, self._gpipe = turns, schedule == "gpipe"
         self._next = [0] * micro_batches
-        self._free = [0.0] * micro_batches
-        self._idle = dict.fromkeys((place.part for place in places), 0.0)
-        self._deepest = max(p.level for p in places if not p.backward)
-        self._released = [*map(self._release, places)]
-        self._first_back = [*(p.backward for p in places), True].index(True)
-        self._limited = schedule == "1f1b" and self._first_back < len(places)
-        self._forward_first = schedule == "gpipe"
+        self._ready = [0.0] * micro_batches
+        self._idle = dict.fromkeys((turn.stage for turn in turns), 0.0)
+        self._forward = [turn.backward for turn in [*turns, Turn(0, True)]].index(True)
+        self._released = [self._last_use(k) for k in range(self._forward)]
 
-    def run(self):
-        turns = []
-        while waiting := [m for m, n in enumerate(self._next) if n < len(self._places)]:
-            turn = min((t for m in waiting if (t := self._turn(m))), key=self._urgency)
-            place = self._places[turn.phase]
-            ends = turn.begins + (2 if place.backward else 1)
-            self._free[turn.micro_batch] = self._idle[place.part] = ends
-            self._next[turn.micro_batch] += 1
-            turns.append(turn)
-        return sorted(turns)
+    def act_out(self):
+        slots = []
+        while waiting := [m for m, k in enumerate(self._next) if k < len(self._turns)]:
+            possible = [self._slot(m) for m in waiting if self._may(self._next[m])]
+            slot = min(possible, key=self._urgency)
+            turn = self._turns[slot.turn]
+            ends = slot.begins + turn.duration
+            self._ready[slot.micro_batch] = self._idle[turn.stage] = ends
+            self._next[slot.micro_batch] += 1
+            slots.append(slot)
+        return sorted(slots)
 
-    def _turn(self, micro_batch):
-        phase = self._next[micro_batch]
-        place = self._places[phase]
-        if self._limited and not place.backward and self._is_full(phase, place):
-            return None
-        begins = max(self._free[micro_batch], self._idle[place.part])
-        if self._forward_first and place.backward:
-            # A stage goes back when it has been through all micro-batches.
-            if min(self._next) < self._first_back:
-                return None
-        return Turn(begins, micro_batch, phase)
+    def _slot(self, micro_batch):
+        k = self._next[micro_batch]
+        idle = self._idle[self._turns[k].stage]
+        return Slot(max(self._ready[micro_batch], idle), micro_batch, k)
 
-    def _urgency(self, turn):
-        backward = self._places[turn.phase].backward
-        return turn.begins, backward == self._forward_first, turn.micro_batch
+    def _urgency(self, slot):
+        wanted_last = self._turns[slot.turn].backward == self._gpipe
+        return slot.begins, wanted_last, slot.micro_batch
 
-    def _release(self, place):
-        """The phase that is the last to need what a forward phase has made."""
-        back = 2 * self._deepest + 1 - place.level
-        of_stage = [
-            k
-            for k, each in enumerate(self._places)
-            if each.backward and each.part == place.part and each.level >= back
+    def _may(self, k):
+        if self._gpipe:
+            return k < self._forward or min(self._next) >= self._forward
+        if k >= self._forward or self._forward == len(self._turns):
+            return True
+        # As many hold activations as there are turns from here to the way back.
+        held = sum(k < each <= self._released[k] for each in self._next)
+        return held < self._forward - k
+
+    def _last_use(self, k):
+        """The turn that is the last to need what a turn on the way forward has made."""
+        stage, mirrored = self._turns[k].stage, len(self._turns) - 1 - k
+        uses = [
+            j
+            for j, turn in enumerate(self._turns)
+            if turn == (stage, True) and j >= mirrored
         ]
-        return of_stage[0] if of_stage else len(self._places) - 1
-
-    def _is_full(self, phase, place):
-        """Whether a stage holds activations of as many as there are levels behind."""
-        held = sum(phase < n <= self._released[phase] for n in self._next)
-        return held >= self._deepest + 1 - place.level
+        return uses[0] if uses else len(self._turns) - 1

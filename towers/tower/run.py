@@ -41,6 +41,14 @@ class TowerCall(NamedTuple):
     fraction: tf.Tensor
     arguments: Sequence[Any]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is known to have no examples, so that it may be left out.
+
+        The first of all towers always has an example, unless there is none at all.
+        """
+        return self.index > 0 and isinstance(self.size, int) and self.size == 0
+
 
 @contextlib.contextmanager
 def without_auto_control_deps() -> Iterator[None]:
@@ -74,9 +82,7 @@ def run(
     """
     results = []
     for k, (tower, call) in enumerate(zip(towers, calls, strict=True)):
-        known = isinstance(call.size, int)
-        # The first of all towers always has an example, unless there is none at all.
-        idle = call.index > 0 and known and call.size == 0
+        known, idle = isinstance(call.size, int), call.is_idle
         if idle and (results or k + 1 < len(calls)):
             continue
         with tf.name_scope(f"tower_{k}"), tf.device(call.device):

@@ -11,6 +11,7 @@ from towers.analysis import effects
 from towers.analysis.rules import NoRuleError
 from towers.collectives.placing import where_its_input_is
 from towers.layers import embeddings, seeds
+from towers.layers.labels import Labels
 from towers.tower.errors import ModelError, UntraceableError
 from towers.tower.passes import TowerResult
 from towers.tower.scope import TABLE
@@ -26,6 +27,7 @@ class Traced:
         xla: bool,
         noinline: bool,
         on_gpu: bool = False,
+        labels: Labels | None = None,
     ):
         """Traces `tower`.
 
@@ -39,6 +41,7 @@ class Traced:
                 copies it into the step's graph, once for each device, and optimises
                 them all together: a longer start for a slightly faster step.
             on_gpu: Whether the tower is to run on a GPU.
+            labels: Notes what operations are made for, if anything does.
 
         Raises:
             ModelError: If the model needs to know the number of examples.
@@ -54,6 +57,8 @@ class Traced:
                     elsewhere.enter_context(embeddings.at_home(on_gpu))
                 if on_gpu and not xla:
                     elsewhere.enter_context(seeds.on_the_host())
+                if labels is not None:
+                    elsewhere.enter_context(labels.noting_layers())
                 self._concrete = _trace(tower, *specs, **options)
         except (TypeError, ValueError) as error:
             if isinstance(error, ModelError | NoRuleError) or "None" not in str(error):
@@ -100,6 +105,18 @@ class Traced:
         return effects.of(self._concrete.graph.get_operations())
 
     @property
+    def graph(self) -> tf.Graph:
+        """Its graph."""
+        return self._concrete.graph
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        """What stands in the graph for the arguments, in order."""
+        flat = tf.nest.flatten(self.specs, expand_composites=True)
+        count = sum(spec is not None for spec in flat)
+        return self._concrete.graph.inputs[:count]
+
+    @property
     def returned(self) -> TowerResult:
         """What a call returns, in shapes and types."""
         return self._concrete.structured_outputs
@@ -110,16 +127,26 @@ class Traced:
         The scalar `none` is 0 when the tower is idle. A constant would make the graph
         believe that this tower never has examples.
         """
-
-        def nothing(tensor):
-            if tensor is None:
-                return None
-            sizes = [none if size is None else size for size in tensor.shape]
-            text = tensor.dtype == tf.string
-            value = tf.constant("") if text else tf.cast(none, tensor.dtype)
-            return tf.fill(tf.stack(sizes) if sizes else [], value)
-
+        nothing = functools.partial(nothing_like, none=none)
         return tf.nest.map_structure(nothing, self.returned, expand_composites=True)
+
+
+def nothing_like(tensor: tf.Tensor | None, none: tf.Tensor) -> tf.Tensor | None:
+    """Returns zeros like a tensor, without rows where their number is not known.
+
+    `none` is 0; see `Traced.idle`.
+    """
+    if tensor is None:
+        return None
+    if tensor.dtype == tf.variant:
+        return tf.raw_ops.EmptyTensorList(
+            element_shape=-1, max_num_elements=none, element_dtype=tf.float32
+        )
+    shape = [None] if tensor.shape.rank is None else tensor.shape
+    sizes = [none if size is None else size for size in shape]
+    text = tensor.dtype == tf.string
+    value = tf.constant("") if text else tf.cast(none, tensor.dtype)
+    return tf.fill(tf.stack(sizes) if sizes else [], value)
 
 
 class Sized:

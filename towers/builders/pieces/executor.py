@@ -17,9 +17,12 @@ from towers.builders.pieces.reader import Values, VariableReader
 from towers.builders.pieces.sizes import TraceSizes
 from towers.collectives import batch
 from towers.keras_adapter.layers import layers_of
+from towers.layers import overwritten
+from towers.layers.labels import Labels
 from towers.loop import loop
 from towers.plan import Plan
 from towers.program import words
+from towers.stages.staged import StagedTower
 from towers.tower import eager
 from towers.tower.errors import ModelError, UntraceableError
 from towers.tower.passes import TowerResult
@@ -158,7 +161,7 @@ class TowerExecutor:
         tower = self.context.plan.towers[k]
         return TowerCall(tower.index, tower.device, size, fraction, arguments)
 
-    def _trace(self, towers, values, data, rows=None, xla=False):
+    def _trace(self, towers, values, data, rows=None, xla=False, labels=None):
         specs = [
             *batch.specs(values[0]),
             batch.local_spec(data.like, rows),
@@ -175,7 +178,7 @@ class TowerExecutor:
             and not self.context.plan.hosts.overlaps(size)
         )
         on_gpus = self.context.plan.on_gpus
-        return Traced(towers.function, specs, xla, noinline, on_gpus)
+        return Traced(towers.function, specs, xla, noinline, on_gpus, labels)
 
     def _in_graph(self, towers, values, data):
         """Traces a tower; returns what runs all of them, and the values they take."""
@@ -185,14 +188,21 @@ class TowerExecutor:
         sizes = TraceSizes.of(context, data.like, data.size, xla)
         if context.together:
             sizes = sizes.any_size()
-        trace = functools.partial(self._trace, towers, values, data)
+        labels = None
+        if not context.plan.pipeline.alone:
+            self._check_pipeline()
+            labels, sizes = Labels(context.plan.pipeline.parts), sizes.any_size()
+        trace = functools.partial(self._trace, towers, values, data, labels=labels)
         traced = sizes.trace_first(trace)
         if traced.needs_tables:
             context.found.reads_tables = True
             values = self.reader.read_variables()
-            trace = functools.partial(self._trace, towers, values, data)
+            labels = labels and Labels(context.plan.pipeline.parts)
+            trace = functools.partial(self._trace, towers, values, data, labels=labels)
             traced = sizes.trace_first(trace)
         self._check_traced(traced, None if sizes.only else towers.rules)
+        if labels is not None:
+            return functools.partial(self._in_stages, traced, labels), values
 
         def execute(calls, everything):
             if context.together:
@@ -202,6 +212,32 @@ class TowerExecutor:
             return run(sizes.trace_all(trace, traced), calls)
 
         return execute, values
+
+    def _in_stages(self, traced, labels, calls, everything):
+        """Runs towers stage by stage, each with its micro-batches."""
+        del everything
+        context, plan = self.context, self.context.plan
+        tower = StagedTower(traced, labels, plan.pipeline, context.variables)
+        largest, count = overwritten.places(context.model), plan.pipeline.micro_batches
+        results = []
+        for k in range(0, len(calls), count):
+            mine = [*enumerate(calls)][k : k + count]
+            if busy := [(k, call) for k, call in mine if not call.is_idle]:
+                devices = plan.towers[k].devices
+                results += tower.run(busy, devices, largest)
+        if not results:
+            # A host without rows takes part all the same.
+            results = run([traced], calls[:1])
+        return results
+
+    def _check_pipeline(self):
+        context = self.context
+        if context.together:
+            raise ModelError(
+                f"Model '{context.model.name}' has layers that talk to one another "
+                "across towers, by synchronized=True, which stages and micro-batches "
+                "do not compute at the same time; expected synchronized=False."
+            )
 
     def _together(self, function, traced, calls, everything, total):
         """Runs towers whose layers talk to one another, and to those of other hosts."""

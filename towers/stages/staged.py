@@ -1,0 +1,178 @@
+"""Runs a tower on several devices, or by several micro-batches, in one graph.
+
+A tower is traced once, as any. Its graph is cut into phases, which are functions; the
+graph of a step calls them for each micro-batch, each on its stage's device. Nothing but
+the data, and the turns of each device, says what waits for what.
+"""
+
+import collections
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.analysis.layer_calls import key
+from towers.collectives import reduce
+from towers.layers import overwritten
+from towers.layers.labels import Labels
+from towers.layers.pipeline import Pipeline
+from towers.stages import phases
+from towers.stages.phases import Phase
+from towers.stages.schedule import Turn, order
+from towers.tower.passes import TowerResult
+from towers.tower.run import TowerCall, without_auto_control_deps
+from towers.tower.traced import Traced
+
+
+class StagedTower:
+    """A traced tower, cut into phases.
+
+    Attributes:
+        traced: The whole of it.
+        turns: What stages compute at once, in the order of one micro-batch.
+    """
+
+    def __init__(
+        self, traced: Traced, labels: Labels, pipeline: Pipeline, weights: Sequence[Any]
+    ):
+        """Cuts a tower.
+
+        Args:
+            traced: The tower. It takes values of variables first.
+            labels: What its operations were made for.
+            pipeline: How its devices share the model.
+            weights: The variables, in the order in which it takes their values.
+        """
+        self.traced, self._pipeline = traced, pipeline
+        graph, self._takes = traced.graph, traced.inputs
+        parts = pipeline.parts_of(weights)
+        taken = [key(tensor) for tensor in self._takes]
+        with_weights = (
+            part
+            for part, spec in zip(parts, tf.nest.flatten(traced.specs), strict=False)
+            if spec is not None
+        )
+        given = dict.fromkeys(taken) | dict(zip(taken, with_weights, strict=False))
+        self._returned = tf.nest.flatten(traced.returned, expand_composites=True)
+        made = phases.cut(
+            graph,
+            [tensor for tensor in self._returned if tensor is not None],
+            labels,
+            given,
+            {key(inside): outside for outside, inside in graph.captures},
+            pipeline.recompute != "none",
+        )
+        stages = pipeline.stages_of_parts
+        self.turns: list[Turn] = []
+        self._phases: list[list[Phase]] = []
+        for phase in made:
+            turn = Turn(stages[phase.place.part], phase.place.backward)
+            if not self.turns or self.turns[-1] != turn:
+                self.turns.append(turn)
+                self._phases.append([])
+            self._phases[-1].append(phase)
+
+    def run(
+        self,
+        calls: Sequence[tuple[int, TowerCall]],
+        devices: Sequence[str],
+        largest: Collection[int] = (),
+    ) -> list[TowerResult]:
+        """Adds the turns of one tower's micro-batches to the graph being built.
+
+        Args:
+            calls: What each micro-batch is to compute, with the number of its tower.
+            devices: That of each stage.
+            largest: Places of gradients of which the largest is taken, and no sum.
+
+        Returns:
+            The results of the micro-batches. The first one has the gradients of all.
+        """
+        step = _Step(self.traced.returned, calls, devices, {*largest})
+        for micro_batch, (_, call) in enumerate(calls):
+            values = tf.nest.flatten([*call.arguments], expand_composites=True)
+            step.give(micro_batch, self._takes, [v for v in values if v is not None])
+        with without_auto_control_deps():
+            for slot in order(self.turns, len(calls), self._pipeline.schedule):
+                for phase in self._phases[slot.turn]:
+                    step.add(slot.micro_batch, self.turns[slot.turn].stage, phase)
+        return step.results()
+
+
+class _Step:
+    """A tower's part of the graph of a step, as far as it is built."""
+
+    def __init__(self, returned, calls, devices, largest):
+        self._returned, self._calls, self._devices = returned, calls, devices
+        # By key, each dense gradient's sum so far. Those of 16 bits are added in 32.
+        self._sums = {
+            key(gradient): None
+            for i, gradient in enumerate(returned.gradients)
+            if isinstance(gradient, tf.Tensor) and i not in largest
+        }
+        self._largest = largest
+        self._made = [{} for _ in calls]
+        self._last = collections.defaultdict(list)
+
+    def give(self, micro_batch, takes, values):
+        """Is given what a micro-batch's tower is called with."""
+        self._made[micro_batch].update(zip(map(key, takes), values, strict=True))
+
+    def add(self, micro_batch, stage, phase):
+        """Adds a phase of a micro-batch."""
+        k, call = self._calls[micro_batch]
+        made = self._made[micro_batch]
+        # The first of all towers always has an example, unless there is none at all.
+        known = call.index == 0 or isinstance(call.size, int)
+        with (
+            tf.name_scope(f"tower_{k}"),
+            tf.device(self._devices[stage]),
+            tf.control_dependencies(self._last[stage]),
+        ):
+            values = phase(
+                [made[each] for each in phase.takes], None if known else call.size
+            )
+            if values:
+                self._last[stage] = [values[0].op]
+            for each, value in zip(phase.makes, values, strict=True):
+                if each in self._sums:
+                    self._add(each, value)
+                else:
+                    made[each] = value
+
+    def _add(self, gradient, value):
+        before = self._sums[gradient]
+        if len(self._calls) > 1 and value.dtype.size < 4:
+            value = tf.cast(value, tf.float32)
+        self._sums[gradient] = value if before is None else before + value
+
+    def results(self):
+        """Returns what the micro-batches have made."""
+        results = []
+        for (k, call), made in zip(self._calls, self._made, strict=True):
+
+            def of(tensor, made=made):
+                return None if tensor is None else made.get(key(tensor))
+
+            result = tf.nest.map_structure(of, self._returned, expand_composites=True)
+            about = {"size": call.size, "fraction": call.fraction, "tower": k}
+            results.append(result._replace(**about))
+        gradients = [
+            self._gradient(i, like, [result.gradients[i] for result in results])
+            for i, like in enumerate(self._returned.gradients)
+        ]
+        first, *others = results
+        others = [result._replace(gradients=()) for result in others]
+        return [first._replace(gradients=gradients), *others]
+
+    def _gradient(self, i, like, found):
+        """The gradient of all micro-batches, also where it was not added as it came."""
+        if like is None:
+            return None
+        if isinstance(like, tf.Tensor) and key(like) in self._sums:
+            return tf.cast(self._sums[key(like)], like.dtype)
+        parts = tf.nest.flatten(found[0], expand_composites=True)
+        with tf.device(parts[0].device):
+            return (
+                overwritten.largest(found) if i in self._largest else reduce.add(found)
+            )
