@@ -5,6 +5,7 @@ stays on its stage. A layer without weights that nobody places goes with its inp
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -31,21 +32,34 @@ class Pipeline:
             activations of few parts (PipeDream-Flush, Narayanan et al. 2021).
         recompute: What is computed again for the gradient, instead of being kept: see
             `RECOMPUTE`.
+        placement: Stages by regular expressions for names of layers, or "auto".
         model: The model.
-        layers: The stage of each layer that is placed, by its `id`.
     """
 
     stages: int = 1
     micro_batches: int = 1
     schedule: str = "1f1b"
     recompute: str = "none"
+    placement: str | Mapping[str, int] = "auto"
     model: keras.Model | None = None
-    layers: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def alone(self) -> bool:
         """Whether a tower computes its whole batch at once, on one device."""
         return self.stages == 1 and self.micro_batches == 1 and self.recompute == "none"
+
+    @functools.cached_property
+    def layers(self) -> Mapping[int, int]:
+        """The stage of each layer that is placed, by its `id`; the model is built.
+
+        Raises:
+            ValueError: The placement does not fit the model.
+        """
+        if self.stages == 1 and self.recompute != "layer":
+            return {}
+        if self.placement == "auto":
+            return balanced(self.model, self.stages)
+        return placed(self.model, self.placement, self.stages)
 
     def of_one_stage(self) -> "Pipeline":
         """Returns what one stage knows of it: its micro-batches."""
@@ -61,8 +75,8 @@ class Pipeline:
         A weight is on the stage of its layer, and an optimizer's slot on that of its
         weight. What belongs to no layer, such as a metric's, is on the last stage.
         """
-        if self.stages == 1:
-            return [0] * len(variables)
+        if self.stages == 1 or not self.model.built:
+            return [self.stages - 1] * len(variables)
         stages = self._of_weights(self.layers)
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None:
@@ -107,7 +121,7 @@ class Pipeline:
 ONE_STAGE = Pipeline()
 
 
-def placeable(model: keras.Model) -> Iterator[keras.layers.Layer]:
+def placeable(model: keras.Model | None) -> Iterator[keras.layers.Layer]:
     """Yields the layers that may be placed: the model's, and those of models in it."""
     for layer in getattr(model, "layers", ()):
         if isinstance(layer, keras.layers.InputLayer):

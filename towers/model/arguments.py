@@ -219,26 +219,16 @@ def check_pipeline(
             f"Received placement={placement!r}; expected 'auto', or stages by regular "
             "expressions for names of layers, such as {'block_[0-5]': 0, '.*': 1}."
         )
-    given = {"micro_batches": micro_batches, "schedule": schedule}
-    given |= {"stages": stages, "recompute": recompute, "model": model}
     if stages == 1 and placement != "auto":
         raise ValueError(
             "Received a placement with stages=1; expected stages=2 or more, or no "
             "placement."
         )
-    if stages == 1 and recompute == "none":
-        return Pipeline(**given)
-    if not model.built:
-        raise ValueError(
-            f"Received the model '{model.name}', which is not built, with "
-            f"stages={stages} and recompute='{recompute}'; expected a model that has "
-            "its weights, so call it once, or its build()."
-        )
-    if placement == "auto":
-        layers = pipelines.balanced(model, stages)
-    else:
-        layers = pipelines.placed(model, placement, stages)
-    return Pipeline(**given, layers=layers)
+    found = Pipeline(stages, micro_batches, schedule, recompute, placement, model)
+    if model.built:
+        # It says what does not fit.
+        _ = found.layers
+    return found
 
 
 def check_updates_stages(pipeline: Pipeline, variable_update: str) -> None:

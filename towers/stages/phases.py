@@ -302,7 +302,11 @@ class _Parts:
         }
 
         def function(*values):
-            fed = {feed: self.captured[key(t)] for feed, t in captured.values()}
+            graph = tf.compat.v1.get_default_graph()
+            fed = {
+                feed: graph.capture(self.captured[key(tensor)])
+                for feed, tensor in captured.values()
+            }
             feeds = (feed for feed, _ in takes.values())
             fed.update(zip(feeds, values, strict=True))
             names = [tensor.name for tensor in makes.values()]
