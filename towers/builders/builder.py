@@ -82,6 +82,10 @@ class Builder:
         """Creates what Keras creates late; see `VariableCreator.create_variables`."""
         self.pieces.creator.create_variables(data)
 
+    def build_optimizer(self) -> None:
+        """Creates the optimizer's variables; see `VariableCreator.build_optimizer`."""
+        self.pieces.creator.build_optimizer()
+
     def preprocess_batch(self, data: Any, training: bool) -> Any:
         """Returns the whole batch as the loss sees it; see `LocalBatches`."""
         _, whole = self.pieces.batches.preprocess_batch(data, training)

@@ -14,6 +14,11 @@ from towers.keras_adapter.patching import Target
 SGD_UPDATE_STEP = Target(keras.optimizers.SGD, "update_step", unless_replaced=True)
 """`SGD.update_step(gradient, variable, learning_rate)`."""
 
+ADAGRAD_UPDATE_STEP = Target(
+    keras.optimizers.Adagrad, "update_step", unless_replaced=True
+)
+"""`Adagrad.update_step(gradient, variable, learning_rate)`."""
+
 APPLY_GRADIENTS = Target(
     BaseOptimizer, "_backend_apply_gradients", unless_replaced=True
 )
@@ -55,6 +60,13 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def accumulator(
+    optimizer: keras.optimizers.Adagrad, variable: keras.Variable
+) -> keras.Variable:
+    """Returns what Adagrad has added up of the squares of a variable's gradients."""
+    return optimizer._accumulators[slot_index(optimizer, variable)]
 
 
 def slot_index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
@@ -111,11 +123,13 @@ def gradients_clipped(
 ) -> Iterator[Sequence[Any]]:
     """Inside, an optimizer clips no norms; yields gradients whose norms it has clipped.
 
-    The gradients of a variable that is there several times are clipped together.
+    The gradients of a variable that is there several times are clipped together. Sparse
+    ones stay sparse, with the numbers that Keras gets, which makes them dense.
     """
     before = optimizer.clipnorm, optimizer.global_clipnorm
     if optimizer.global_clipnorm:
-        gradients = optimizer._clip_gradients(gradients)
+        gradients, _ = tf.clip_by_global_norm(gradients, optimizer.global_clipnorm)
+        gradients = [*map(_each_row_once, gradients)]
     elif optimizer.clipnorm:
         gradients, places = list(gradients), {}
         for i, variable in enumerate(variables):
@@ -130,6 +144,15 @@ def gradients_clipped(
         yield gradients
     finally:
         optimizer.clipnorm, optimizer.global_clipnorm = before
+
+
+def _each_row_once(gradient):
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    with tf.device(gradient.values.device):
+        rows, places = tf.unique(gradient.indices)
+        values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
 @contextlib.contextmanager

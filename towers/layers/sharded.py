@@ -123,6 +123,42 @@ class ShardedVariable:
             )
         ]
 
+    def look_up(self, ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Looks up rows where the shards lie.
+
+        Args:
+            ids: A vector of numbers of rows, from 0.
+
+        Returns:
+            For each shard, the rows that it has, or its columns of all rows, and their
+            numbers as it counts them. `join` puts them together.
+        """
+        each = [ids] * len(self.shards)
+        if self.axis == 0 and len(self.shards) > 1:
+            each = tf.dynamic_partition(ids, self.owners(ids), len(self.shards))
+        found = []
+        for shard, mine, start in zip(self.shards, each, self.starts, strict=True):
+            with tf.device(shard.device):
+                mine = mine - start if self.axis == 0 and start else tf.identity(mine)
+                found.append((tf.gather(shard, mine), mine))
+        return found
+
+    def join(self, ids: tf.Tensor, rows: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Puts rows that were looked up in the order of their ids, where it is called.
+
+        Args:
+            ids: What `look_up` was given.
+            rows: What it has found.
+        """
+        if len(rows) == 1:
+            return rows[0]
+        if self.axis == 1:
+            return tf.concat(rows, axis=1)
+        places = tf.range(tf.size(ids))
+        return tf.dynamic_stitch(
+            tf.dynamic_partition(places, self.owners(ids), len(self.shards)), rows
+        )
+
     def owners(self, rows: tf.Tensor) -> tf.Tensor:
         """Tells, in int32, which shard has each row, or number of a flattened value."""
         owners = tf.zeros_like(rows, tf.int32)
@@ -137,6 +173,14 @@ class ShardedVariable:
         for shard, part in zip(self.shards, parts, strict=True):
             with tf.device(shard.device):
                 shard.assign(part)
+
+    def assign_add(self, value: Any) -> None:
+        """Adds to each shard its part of a value, which may be cut alike."""
+        self.assign(_whole(self) + _whole(value))
+
+    def assign_sub(self, value: Any) -> None:
+        """Takes from each shard its part of a value."""
+        self.assign(_whole(self) - _whole(value))
 
     def numpy(self) -> np.ndarray:
         """Returns the whole value."""
@@ -224,6 +268,12 @@ def cut(
         put_behind(each, ShardedVariable(shards, whole.shape, axis))
 
 
+def join(variable: keras.Variable, device: str) -> None:
+    """Has a variable that is cut be a `tf.Variable` again, on a device."""
+    cut_up = value_behind(variable)
+    put_behind(variable, _shard(cut_up.numpy(), device, cut_up))
+
+
 def _shard(value, device, like):
     with tf.init_scope(), tf.device(device):
         name = like.name.partition(":")[0]
@@ -269,6 +319,17 @@ def targets(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
     return [variable for variable in variables for _ in places(variable)]
 
 
+def devices(variables: Sequence[keras.Variable]) -> dict[int, str]:
+    """Returns the device of each of `targets` that is a shard, by its place there."""
+    found, i = {}, 0
+    for variable in variables:
+        for place in places(variable):
+            if of(variable) is not None:
+                found[i] = place.device
+            i += 1
+    return found
+
+
 def expand(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> list[Any]:
     """Makes gradients of `targets` of those of whole variables."""
     expanded = []
@@ -279,6 +340,21 @@ def expand(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> lis
         else:
             expanded += sharded.split(gradient)
     return expanded
+
+
+def norm(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | None:
+    """Returns what stands in for a shard's gradient elsewhere: its norm, a scalar.
+
+    It is finite if the gradient is, as the largest number is taken out before others
+    are squared.
+    """
+    if gradient is None:
+        return None
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    with tf.device(values.device):
+        values = tf.cast(values, tf.float32)
+        largest = tf.maximum(tf.reduce_max(tf.abs(values)), 1e-30)
+        return largest * tf.norm(values / largest)
 
 
 def apply(
@@ -292,7 +368,8 @@ def apply(
 
     Args:
         optimizer: The user's, built with these variables.
-        gradients: One for each of `targets`: dense, sparse or `None`.
+        gradients: One for each of `targets`: dense, sparse or `None`. For a shard that
+            is updated elsewhere, the gradient's `norm`.
         variables: Trainable variables.
     """
     optimizer.apply(gradients, targets(variables))
@@ -320,6 +397,8 @@ def by_device(
         return
     with optimizers.gradients_clipped(optimizer, gradients, variables) as gradients:
         for place, members in groups.items():
+            if place is not None and gradients[members[0]].shape.rank == 0:
+                continue  # It is updated elsewhere.
             mine = [gradients[i] for i in members], [variables[i] for i in members]
             with (
                 _shards_behind(optimizer, mine[1], place),
@@ -350,6 +429,12 @@ def refuse_others(optimizer: keras.optimizers.Optimizer) -> str | None:
     if inner.gradient_accumulation_steps and (inner.clipnorm or inner.global_clipnorm):
         return "an optimizer that clips the norm of gradients that it accumulates"
     return None
+
+
+def _whole(value):
+    """A value in the host's memory."""
+    with tf.device(HOST):
+        return tf.convert_to_tensor(value)
 
 
 def _is_array(value):

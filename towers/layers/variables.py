@@ -11,6 +11,7 @@ from towers.devices import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of, own_seed_generators
 from towers.keras_adapter.models import compiled_loss
 from towers.keras_adapter.variables import put_behind, take_identity
+from towers.layers import sharded
 
 # Variables of these types exist on no GPU.
 NOT_ON_GPUS = frozenset(
@@ -39,13 +40,15 @@ def seed_ids(model: keras.Model) -> set[int]:
 
 
 def move(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:
-    """Moves the variables `of` a model to their devices.
+    """Moves the variables `of` a model to their devices, but for those that are cut.
 
     If that is a GPU, random seeds go to the host, where TensorFlow reads them, and so
     do types that GPUs do not have.
     """
     seeds = seed_ids(model)
     for variable in of(model):
+        if sharded.of(variable) is not None:
+            continue
         old, home = variable.value, home_of(variable)
         seeded = seeds if is_gpu(home) else ()
         hosted = id(variable) in seeded or (is_gpu(home) and old.dtype in NOT_ON_GPUS)
@@ -78,7 +81,7 @@ def beside(model: keras.Model, graph: tf.Graph | None) -> list[tf.Variable]:
 
     The graph is that in which the step was traced, if it was.
     """
-    own = {id(variable.value) for variable in of(model)}
+    own = {id(place) for variable in of(model) for place in sharded.places(variable)}
     used = getattr(graph, "variables", ())
     return [variable for variable in used if id(variable) not in own]
 

@@ -14,7 +14,7 @@ from towers.builders.context import Context
 from towers.builders.strategies import STRATEGIES
 from towers.collectives.hosts import COMPRESSIONS, OneHost, this_host
 from towers.devices import is_gpu
-from towers.layers import variables
+from towers.layers import tables, variables
 from towers.loop.agreement import Agreement
 from towers.model import arguments, auto
 from towers.model.auto import Choice
@@ -48,6 +48,7 @@ def multi_gpu_model(
     preprocess: Callable[[Any, Any, bool], tuple[Any, Any]] | None = None,
     prefetch: int | None = None,
     check_numerics: bool | str | os.PathLike = False,
+    shard_embeddings: str = "none",
 ) -> TowerModel:
     """Makes a model train, evaluate and predict on several devices.
 
@@ -141,6 +142,12 @@ def multi_gpu_model(
             `NotFiniteStep` says where the value came from. If it is a path, the batch
             and the variables are written there; see `towers.numerics.locate`. By
             default there is no check.
+        shard_embeddings: How the tables of Keras's `Embedding` layers lie on the
+            towers' devices, with their optimizer slots. "none": like all other
+            variables. "rows", "columns": each is divided over all devices. "auto":
+            small ones are whole on one device, large ones are divided by rows, and all
+            devices have about as many bytes. Towers look up rows where they lie, and
+            rows are updated there.
 
     Returns:
         A model that computes on towers.
@@ -182,6 +189,7 @@ def multi_gpu_model(
     )
     hosts = this_host().compressing(gradient_compression)
     arguments.check_hosts(hosts.count, variable_update)
+    arguments.check_sharding(shard_embeddings, variable_update, hosts.count)
     agreement = _agreement(
         *(hosts, model),
         variable_update=variable_update,
@@ -209,9 +217,18 @@ def multi_gpu_model(
         if choice.variable_update == "asynchronous":
             options["max_staleness"] = max_staleness
         plan = Plan.of(of_towers, split_ratios, homes, merges, packed, hosts, pipeline)
+        if shard_embeddings == "none":
+            tables.bring_home(model, plan.home_of)
+        elif model.built:
+            # Before all else moves, as a table may not fit there.
+            placed = tables.layout(
+                model, plan.all_devices, shard_embeddings, plan.home_of
+            )
+            tables.put(placed, None)
         variables.move(model, plan.home_of)
         context = Context(
-            model, plan, loss_placement, strict, preprocess, prefetch, guard, agreement
+            *(model, plan, loss_placement, strict, preprocess, prefetch, guard),
+            *(agreement, shard_embeddings),
         )
         return STRATEGIES[choice.variable_update](context, **options)
 

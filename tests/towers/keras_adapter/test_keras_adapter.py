@@ -619,9 +619,22 @@ def _():
 
 
 @contract(
-    "_clip_gradients",
+    "_accumulators",
+    "accumulator",
+    "has the sums of squares of Adagrad, in the order of the variables",
+)
+def _():
+    optimizer = keras.optimizers.Adagrad(initial_accumulator_value=0.5)
+    variable = _built(optimizer)
+    optimizer.apply([tf.constant([1.0, 2.0])], [variable])
+    found = optimizers.accumulator(optimizer, variable)
+    assert "one" in found.path and found.numpy().tolist() == [1.5, 4.5]
+
+
+@contract(
+    "keras.optimizers.Optimizer(clipnorm, global_clipnorm)",
     "gradients_clipped",
-    "clips the norm of all gradients, as `global_clipnorm` says",
+    "clip the norm of each gradient, and of all gradients",
 )
 def _():
     for options in ({"clipnorm": 1.0}, {"global_clipnorm": 1.0}):

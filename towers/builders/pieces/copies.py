@@ -18,7 +18,7 @@ from towers.collectives import packing
 from towers.devices import HOST
 from towers.keras_adapter.optimizers import learning_rate_variable
 from towers.keras_adapter.variables import swapped_values, take_identity
-from towers.layers import variables
+from towers.layers import sharded, variables
 from towers.plan import Tower
 
 
@@ -44,9 +44,14 @@ class Copies:
             return
         model = self._context.model
         optimizer = model.optimizer
+        # What is cut is on several devices as it is.
         self._originals = [
-            *model.trainable_variables,
-            *(optimizer.variables if optimizer is not None else ()),
+            variable
+            for variable in [
+                *model.trainable_variables,
+                *(optimizer.variables if optimizer is not None else ()),
+            ]
+            if sharded.of(variable) is None
         ]
         with tf.init_scope():
             self._copies = [*map(self._copy, self._towers)]
@@ -60,9 +65,13 @@ class Copies:
         """Returns the copies of each tower; none before any training."""
         return self._copies
 
-    def trainable(self, copy: Sequence[Any]) -> Sequence[Any]:
-        """Returns what a copy, or a list in its order, has of trainable variables."""
-        return copy[: len(self._context.model.trainable_variables)]
+    def trainable(self, copy: Sequence[tf.Variable]) -> list[tf.Variable | None]:
+        """Returns a copy of each trainable variable, `None` of those that are cut."""
+        copies = iter(copy)
+        return [
+            next(copies) if sharded.of(variable) is None else None
+            for variable in self._context.model.trainable_variables
+        ]
 
     def broadcast(self) -> None:
         """Gives all copies the values of the model's own variables."""
@@ -105,9 +114,9 @@ class Copies:
     def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
         """Assigns what layers assign to trainable variables; see `StateCombiner`."""
         for copies in self._copies:
-            # The trainable ones come first in both.
-            for copy, value in zip(copies, self.trainable(state), strict=False):
-                if value is not None:
+            # The trainable ones come first in the state.
+            for copy, value in zip(self.trainable(copies), state, strict=False):
+                if copy is not None and value is not None:
                     with tf.device(copy.device), tf.name_scope("state"):
                         copy.assign(value)
 

@@ -12,7 +12,7 @@ from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.collectives import reduce
 from towers.devices import HOST, is_gpu
-from towers.layers import overwritten
+from towers.layers import overwritten, sharded
 from towers.tower.passes import TowerResult
 
 Seen = Callable[[reduce.Packed], Any]
@@ -33,6 +33,8 @@ class Reducer(abc.ABC):
     ) -> list[list[reduce.Gradient]]:
         """Adds the towers' gradients.
 
+        Those of shards are added where the shards lie.
+
         Args:
             gradients: Lists of gradients; see `TowerResult.gradients`.
             towers: Which towers of this host have them.
@@ -40,10 +42,30 @@ class Reducer(abc.ABC):
             over_hosts: Adds this host's sums to those of others, if there are others.
 
         Returns:
-            The sums, once for each copy of the variables.
+            The sums, once for each copy of the variables. Only the first has those of
+            shards; in the others, the sum's norm stands in for it.
         """
+        model, mine = self.context.model, {}
+        for i, device in sharded.devices(model.trainable_variables).items():
+            with tf.device(device):
+                mine[i] = reduce.add([each[i] for each in gradients])
+        if not mine:
+            return self._sum_whole(gradients, towers, seen, over_hosts)
+        others = [
+            [None if i in mine else g for i, g in enumerate(each)] for each in gradients
+        ]
+        sums = self._sum_whole(others, towers, seen, over_hosts)
+        norms = {i: sharded.norm(gradient) for i, gradient in mine.items()}
+        return [
+            [(norms if k else mine).get(i, total) for i, total in enumerate(each)]
+            for k, each in enumerate(sums)
+        ]
+
+    def _sum_whole(self, gradients, towers, seen, over_hosts):
+        """Adds those of variables that are not cut."""
         model = self.context.model
-        variables, largest = model.trainable_variables, overwritten.places(model)
+        variables = sharded.targets(model.trainable_variables)
+        largest = overwritten.places(model)
         if over_hosts is None:
 
             def add(plan, places):

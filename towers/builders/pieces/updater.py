@@ -9,7 +9,7 @@ import tensorflow as tf
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.collectives import reduce
-from towers.layers import fused
+from towers.layers import fused, sharded
 from towers.tower.errors import ModelError
 
 
@@ -34,7 +34,7 @@ class Updater:
 
         def update(gradients):
             with fused.updates():
-                model.optimizer.apply(gradients, model.trainable_variables)
+                sharded.apply(model.optimizer, gradients, model.trainable_variables)
 
         if gradients and all(each is None for each in gradients):
             raise ModelError(
@@ -42,7 +42,10 @@ class Updater:
                 "that depends on one, so look for integers, argmax or stop_gradient "
                 "between the variables and the outputs."
             )
-        if context.xla or (context.compiles_update and self._may_compile(gradients)):
+        # XLA compiles for one device.
+        cut = sharded.devices(model.trainable_variables)
+        wanted = context.xla or context.compiles_update
+        if wanted and not cut and (context.xla or self._may_compile(gradients)):
             update = tf.function(update, autograph=False, jit_compile=True)
         update(gradients)
 
