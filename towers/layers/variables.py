@@ -39,21 +39,25 @@ def seed_ids(model: keras.Model) -> set[int]:
     }
 
 
-def move(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:
-    """Moves the variables `of` a model to their devices, but for those that are cut.
+def move(model: keras.Model, home_of: Callable[[keras.Variable], str | None]) -> None:
+    """Moves the variables `of` a model to their devices.
 
     If that is a GPU, random seeds go to the host, where TensorFlow reads them, and so
-    do types that GPUs do not have.
+    do types that GPUs do not have. What is in shards becomes whole.
+
+    Args:
+        model: The model.
+        home_of: Returns the device of a variable, `None` if it is where it belongs.
     """
     seeds = seed_ids(model)
     for variable in of(model):
-        if sharded.of(variable) is not None:
-            continue
         old, home = variable.value, home_of(variable)
+        if home is None:
+            continue
         seeded = seeds if is_gpu(home) else ()
         hosted = id(variable) in seeded or (is_gpu(home) and old.dtype in NOT_ON_GPUS)
         where = HOST if hosted else home
-        if old.device.endswith(where):
+        if old.device.endswith(where) and sharded.of(variable) is None:
             continue
         with tf.device(where):
             new = tf.Variable(
@@ -81,7 +85,7 @@ def beside(model: keras.Model, graph: tf.Graph | None) -> list[tf.Variable]:
 
     The graph is that in which the step was traced, if it was.
     """
-    own = {id(place) for variable in of(model) for place in sharded.places(variable)}
+    own = {id(variable.value) for variable in of(model)}
     used = getattr(graph, "variables", ())
     return [variable for variable in used if id(variable) not in own]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from towers.loop import described, listeners
 from towers.loop.agreement import Agreement, FollowHosts
@@ -77,7 +78,8 @@ class FitCall:
         """Creates the optimizer's variables, if the model has its own."""
         model = self.model
         if model.built and not model.optimizer.built:
-            model.builder.build_optimizer()
+            with tf.device(model.builder.plan.home):
+                model.optimizer.build(model.trainable_variables)
 
     def train_calls(self) -> int:
         """Returns how many calls of training there will be, at a guess."""
