@@ -32,8 +32,10 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
                                 (needs tf_keras, tabulate, msgpack, msgpack-numpy,
                                 pyzmq, tqdm, and --tensorpack_dir)
 
-Behind towers and one_device: +xla compiles with XLA, @N trains N steps a call, as in
-towers:parameter_server+xla@10. The first step is then the first N.
+Behind towers, /auto, /rows or /columns divides embedding tables over the devices, as in
+towers:parameter_server/rows. Behind towers and one_device, +xla compiles with XLA, @N
+trains N steps a call, as in towers:parameter_server+xla@10. The first step is then the
+first N.
 """
 
 import importlib.util

@@ -186,6 +186,13 @@ class Plan:
         return tuple(tower.device for tower in self.towers)
 
     @property
+    def all_devices(self) -> tuple[str, ...]:
+        """The devices of all stages of all towers, each once."""
+        return tuple(
+            dict.fromkeys(device for tower in self.towers for device in tower.devices)
+        )
+
+    @property
     def replicas(self) -> tuple[Tower, ...]:
         """The towers with devices of their own: the first micro-batch of each."""
         return self.towers[:: self.pipeline.micro_batches]

@@ -60,7 +60,7 @@ KINDS = {
     ),
 }
 _FORM = re.compile(
-    r"(?P<name>\w+)(:(?P<way>\w+))?(?P<xla>\+xla)?(@(?P<steps>[1-9]\d*))?"
+    r"(?P<name>\w+)(:(?P<way>\w+))?(/(?P<tables>auto|rows|columns))?(?P<xla>\+xla)?(@(?P<steps>[1-9]\d*))?"
 )
 
 
@@ -74,6 +74,7 @@ class Contender:
         way: How variables are updated; None if that is not said.
         xla: Whether XLA was asked for.
         steps_per_call: Steps that one call of the compiled function trains.
+        tables: How embedding tables lie on the towers' devices.
     """
 
     text: str
@@ -81,6 +82,7 @@ class Contender:
     way: str | None
     xla: bool
     steps_per_call: int
+    tables: str = "none"
 
     @property
     def kind(self) -> Kind:
@@ -90,7 +92,8 @@ class Contender:
     @property
     def label(self) -> str:
         """What tables call it."""
-        parts = [self.kind.label, self.way, "XLA" if self.xla else None]
+        tables = None if self.tables == "none" else f"tables: {self.tables}"
+        parts = [self.kind.label, self.way, tables, "XLA" if self.xla else None]
         if self.steps_per_call > 1:
             parts.append(f"{self.steps_per_call} steps a call")
         return ", ".join(part for part in parts if part)
@@ -123,12 +126,18 @@ def parse(text: str) -> Contender:
             f"The contender {text!r} has +xla or @STEPS_A_CALL, which only "
             f"{', '.join(n for n, k in KINDS.items() if k.suffixes)} understand."
         )
+    if match["tables"] and match["name"] != "towers":
+        raise ValueError(
+            f"The contender {text!r} has tables behind a slash, which only towers "
+            "understand."
+        )
     return Contender(
         text,
         match["name"],
         match["way"],
         bool(match["xla"]),
         int(match["steps"] or 1),
+        match["tables"] or "none",
     )
 
 

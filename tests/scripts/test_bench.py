@@ -50,6 +50,8 @@ def test_a_contender_is_read(text, name, way, xla, steps):
         "towers@0",
         "towers@ten",
         "towers@10+xla",
+        "towers/cells",
+        "one_device/rows",
         "one_device:replicated",
         "mirrored@10",
         "jax+xla",
@@ -66,6 +68,8 @@ def test_what_is_no_contender_is_said_in_a_line(text):
 
 
 def test_labels_say_what_is_particular():
+    assert contenders.parse("towers:replicated/rows").tables == "rows"
+    assert contenders.parse("towers/auto").label == "Towers, tables: auto"
     label = contenders.parse("towers:replicated+xla@10").label
     assert label == "Towers, replicated, XLA, 10 steps a call"
     assert contenders.parse("mirrored").label == "Keras fit, MirroredStrategy"

@@ -18,7 +18,6 @@ from towers.builders.asynchronous.training import Asynchronous
 from towers.builders.common import Pieces
 from towers.builders.context import Context, Found
 from towers.builders.steps import Evaluation, Scope, TrainStep
-from towers.layers import variables
 from towers.tower.compare import BatchWanted
 
 
@@ -83,6 +82,10 @@ class Builder:
         """Creates what Keras creates late; see `VariableCreator.create_variables`."""
         self.pieces.creator.create_variables(data)
 
+    def build_optimizer(self) -> None:
+        """Creates the optimizer's variables; see `VariableCreator.build_optimizer`."""
+        self.pieces.creator.build_optimizer()
+
     def preprocess_batch(self, data: Any, training: bool) -> Any:
         """Returns the whole batch as the loss sees it; see `LocalBatches`."""
         _, whole = self.pieces.batches.preprocess_batch(data, training)
@@ -109,10 +112,6 @@ class Builder:
     def follow_first_host(self) -> None:
         """Gives the model the values of the first host's variables."""
         self.pieces.copies.follow_first_host()
-
-    def move_variables(self) -> None:
-        """Moves variables home that were created elsewhere."""
-        variables.move(self.model, self.pieces.copies.home_of)
 
     def copies(self) -> list[tf.Variable]:
         """Returns the copies of the variables, if there are any."""

@@ -69,6 +69,7 @@ class Context:
             anything.
         prefetch: Batches that are fetched and placed ahead of a call of one step.
         guard: Stops a step of training that is not finite, if anything does.
+        shard_embeddings: How embedding tables are cut; see `tables.py`.
         agreement: Keeps hosts at the same batch, if there are several.
         timers: Measure what the time of the steps of training goes to.
         callbacks_may_write: Whether a callback that may change variables runs between
@@ -86,6 +87,7 @@ class Context:
     prefetch: int = 0
     guard: Guard | None = None
     agreement: Agreement | None = None
+    shard_embeddings: str = "none"
     timers: StepTimers | None = None
     callbacks_may_write: bool = False
     usual_rows: int | None = None

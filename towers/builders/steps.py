@@ -18,7 +18,7 @@ from towers.builders.pieces.metrics import Measured
 from towers.builders.pieces.reader import CopyReader, TowerInputs, VariableReader
 from towers.builders.pieces.reducer import Reducer
 from towers.collectives import batch, reduce
-from towers.layers import overwritten
+from towers.layers import overwritten, sharded
 from towers.loop import loop
 from towers.tower import passes
 from towers.tower.errors import ModelError
@@ -142,7 +142,7 @@ class TrainStep:
         context, plan = self.pieces.context, self.pieces.context.plan
         if context.guard is None:
             return contextlib.nullcontext()
-        gradients = self.reducer.together(sums)
+        gradients = sums[0] if sums else []
         if plan.hosts.count > 1 or not any(map(plan.packs, plan.devices)):
             # Towers share memory and cores: to look at the sums is the least work. And
             # all hosts have the same sums, so that all find the same.
@@ -166,11 +166,12 @@ def _once(hosts, gradients):
 
 def _refuse_direct(model, direct):
     """Refuses what only Keras's float8 could do, where a loss calls the model."""
+    variables = sharded.targets(model.trainable_variables)
     for i in overwritten.places(model):
         if direct[i] is not None:
             raise ModelError(
                 f"The loss of model '{model.name}' uses the variable "
-                f"'{model.trainable_variables[i].path}' past the model's outputs, "
+                f"'{variables[i].path}' past the model's outputs, "
                 "which is to be overwritten with its gradient; expected a loss that "
                 "does not call layers in float8."
             )

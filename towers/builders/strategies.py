@@ -13,7 +13,7 @@ from towers.builders.common import Pieces
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.builders.pieces.reader import CopyReader
-from towers.builders.pieces.reducer import AllReduce, ReduceScatter, SumAtHome
+from towers.builders.pieces.reducer import AllReduce, SumAtHome
 from towers.builders.steps import TrainStep
 
 
@@ -33,11 +33,7 @@ def parameter_server(context: Context) -> Builder:
     return Builder("parameter_server", context, compose)
 
 
-def replicated(
-    context: Context,
-    all_reduce_alg: str = "auto",
-    shard_optimizer_state: bool = False,
-) -> Builder:
+def replicated(context: Context, all_reduce_alg: str = "auto") -> Builder:
     """Every tower has a copy of the variables, and updates it.
 
     Each step, every tower computes its part of the gradient with its own copy; the
@@ -49,19 +45,13 @@ def replicated(
         context: Its plan has the first tower's device as home.
         all_reduce_alg: How gradients are added: a key of `reduce.ALGORITHMS`, or
             "auto".
-        shard_optimizer_state: Whether each tower updates a part of the parameters
-            instead, and has the optimizer's state of that part alone; then gradients
-            are reduce-scattered, and parameters gathered.
     """
 
     def compose():
-        copies = Copies(context, context.plan.replicas[1:], shard_optimizer_state)
+        copies = Copies(context, context.plan.replicas[1:])
         pieces = Pieces(context, copies)
         reader = CopyReader(context, pieces.reader, copies)
-        reducer = AllReduce(context, all_reduce_alg)
-        if copies.shards is not None:
-            reducer = ReduceScatter(context, copies.shards)
-        return pieces, TrainStep(pieces, reader, reducer)
+        return pieces, TrainStep(pieces, reader, AllReduce(context, all_reduce_alg))
 
     return Builder("replicated", context, compose)
 

@@ -3,7 +3,8 @@
 A tower gets the model's variables as values. For an embedding that would be the whole
 table in each step: TensorFlow copies a table that is updated row by row whenever it is
 read, and a tower on another device needs a copy. So, while a tower is traced,
-Keras's `Embedding` looks up its rows in the variable itself, on the device that has it.
+Keras's `Embedding` looks up its rows in the variable itself, on the device that has it,
+or in its shards, on theirs.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from towers.keras_adapter.layers import (
     stateless_scope_here,
 )
 from towers.keras_adapter.patching import patched
+from towers.layers import sharded
 
 
 def tables(model: keras.Model) -> set[int]:
@@ -34,6 +36,12 @@ def tables(model: keras.Model) -> set[int]:
         for layer in layers_of(model)
         if _is_plain(layer) and embedding_table(layer).trainable
     }
+
+
+def cut_tables(model: keras.Model) -> set[int]:
+    """Returns those of `tables` that are in shards; see `tables.py`."""
+    variables = {id(v): v for v in model.trainable_variables}
+    return {i for i in tables(model) if sharded.of(variables[i]) is not None}
 
 
 @contextlib.contextmanager

@@ -21,8 +21,10 @@ from towers.keras_adapter.layers import (
     renormalizes,
 )
 from towers.keras_adapter.optimizers import (
+    ADAGRAD_UPDATE_STEP,
     APPLY_GRADIENTS,
     SGD_UPDATE_STEP,
+    accumulator,
     iterations_variable,
     learning_rate_variable,
     slot_index,
@@ -60,11 +62,14 @@ def updates() -> Iterator[None]:
     an `update_step` of its own might assign them, and reads for itself.
 
     Keras's SGD with momentum updates a variable in one kernel. It fits float32 and
-    dense gradients. Elsewhere, and in subclasses, the optimizer is Keras's own.
+    dense gradients. Keras's Adagrad takes the root of all of a table for a sparse
+    gradient, where its rows are enough. Elsewhere, and in subclasses, the optimizer is
+    Keras's own.
     """
     with (
         patched(APPLY_GRADIENTS, _apply_gradients),
         patched(SGD_UPDATE_STEP, _update_step),
+        patched(ADAGRAD_UPDATE_STEP, _adagrad_step),
     ):
         yield
 
@@ -176,3 +181,19 @@ def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate
         # Each of Keras's own operations locks the variable, too.
         use_locking=True,
     )
+
+
+def _adagrad_step(keras_update_step, optimizer, gradient, variable, learning_rate):
+    if not (
+        type(optimizer) is keras.optimizers.Adagrad
+        and isinstance(gradient, tf.IndexedSlices)
+        and variable.dtype == gradient.dtype
+    ):
+        return keras_update_step(optimizer, gradient, variable, learning_rate)
+    values, rows = gradient.values, gradient.indices
+    squares = accumulator(optimizer, variable).value
+    # As Keras does, each duplicate by itself, and then all with the sum of squares.
+    squares.scatter_add(tf.IndexedSlices(tf.square(values), rows))
+    root = tf.sqrt(tf.gather(squares, rows) + optimizer.epsilon)
+    change = tf.cast(learning_rate, values.dtype) * values / root
+    variable.scatter_sub(tf.IndexedSlices(change, rows))

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from towers.keras_adapter.layers import layers_of
+from towers.layers import sharded
 
 _FLOAT8 = [
     f"{of}_{what}"
@@ -29,8 +30,8 @@ _FLOAT8 = [
 
 
 def places(model: keras.Model) -> frozenset[int]:
-    """Returns the indices of such variables among a model's trainable ones."""
-    variables = model.trainable_variables
+    """Returns the indices of the gradients of a model's trainable variables."""
+    variables = sharded.targets(model.trainable_variables)
     return frozenset(i for i, v in enumerate(variables) if v.overwrite_with_gradient)
 
 

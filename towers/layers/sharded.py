@@ -33,7 +33,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.devices import HOST
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.optimizers import ADD_SLOT
 from towers.keras_adapter.patching import patched
@@ -43,161 +42,7 @@ from towers.keras_adapter.variables import (
     take_identity,
     value_behind,
 )
-
-
-class ShardedVariable:
-    """What stands behind a `keras.Variable`: its value in shards, on several devices.
-
-    Attributes:
-        shards: A `tf.Variable` for each device, in order.
-        shape: That of the whole value.
-        axis: How it is cut: 0 into rows, 1 into columns, `None` into ranges of the
-            flattened value, each a shard of rank 1.
-        ends: Where each shard ends on that axis, or in the flattened value.
-    """
-
-    def __init__(
-        self, shards: Sequence[tf.Variable], shape: Sequence[int], axis: int | None
-    ):
-        self.shards, self.axis = tuple(shards), axis
-        self.shape = tf.TensorShape(shape)
-        sizes = [shard.shape[axis or 0] for shard in self.shards]
-        self.ends = tuple(itertools.accumulate(sizes))
-        first = self.shards[0]
-        self.dtype, self.name, self.trainable = first.dtype, first.name, first.trainable
-        # An optimizer knows the variable, and each shard, by the same.
-        take_identity(self, first)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Where each shard begins; see `ends`."""
-        return (0, *self.ends[:-1])
-
-    @property
-    def device(self) -> str:
-        """The device of the first shard."""
-        return self.shards[0].device
-
-    @property
-    def _shared_name(self) -> str:
-        # TensorFlow's checkpoints ask for it, and Keras for that of what is behind.
-        return self.name.partition(":")[0]
-
-    def split(self, value: Any) -> list[Any]:
-        """Cuts a whole value, or a gradient, into those of the shards, where it is.
-
-        Args:
-            value: An array, a tensor, or `tf.IndexedSlices`, of which each shard's have
-                rows as the shard counts them.
-        """
-        if isinstance(value, tf.IndexedSlices):
-            return self._split_rows(value)
-        if self.axis is None:
-            value = value.reshape(-1) if _is_array(value) else tf.reshape(value, [-1])
-        bounds = zip(self.starts, self.ends, strict=True)
-        columns = (slice(None),) * (self.axis or 0)
-        return [value[(*columns, slice(start, end))] for start, end in bounds]
-
-    def _split_rows(self, gradient):
-        # Duplicates stay apart, as optimizers square each by itself.
-        values, places = gradient.values, gradient.indices
-        if self.axis == 1:
-            return [
-                _slices(part, places, shard)
-                for part, shard in zip(self.split(values), self.shards, strict=True)
-            ]
-        if self.axis is None:
-            size = self.shape.num_elements() // self.shape[0]
-            places = places[:, None] * size + tf.range(size, dtype=places.dtype)
-            values, places = tf.reshape(values, [-1]), tf.reshape(places, [-1])
-        owners, count = self.owners(places), len(self.shards)
-        values = tf.dynamic_partition(values, owners, count)
-        places = tf.dynamic_partition(places, owners, count)
-        return [
-            _slices(*mine, shard)
-            for *mine, shard in zip(
-                values,
-                (each - start for each, start in zip(places, self.starts, strict=True)),
-                self.shards,
-                strict=True,
-            )
-        ]
-
-    def owners(self, rows: tf.Tensor) -> tf.Tensor:
-        """Tells, in int32, which shard has each row, or number of a flattened value."""
-        owners = tf.zeros_like(rows, tf.int32)
-        for end in self.ends[:-1]:
-            owners += tf.cast(rows >= end, tf.int32)
-        return owners
-
-    def assign(self, value: Any, **_: Any) -> None:
-        """Gives each shard its part of a whole value."""
-        self._each(tf.Variable.assign, value)
-
-    def assign_add(self, value: Any, **_: Any) -> None:
-        """Adds to each shard its part of a whole value."""
-        self._each(tf.Variable.assign_add, value)
-
-    def assign_sub(self, value: Any, **_: Any) -> None:
-        """Subtracts from each shard its part of a whole value."""
-        self._each(tf.Variable.assign_sub, value)
-
-    def scatter_add(self, rows: tf.IndexedSlices) -> None:
-        """Adds to rows, each where it is."""
-        self._each(tf.Variable.scatter_add, rows)
-
-    def scatter_sub(self, rows: tf.IndexedSlices) -> None:
-        """Subtracts from rows, each where it is."""
-        self._each(tf.Variable.scatter_sub, rows)
-
-    def scatter_update(self, rows: tf.IndexedSlices) -> None:
-        """Assigns rows, each where it is."""
-        self._each(tf.Variable.scatter_update, rows)
-
-    def _each(self, change, value):
-        """Changes each shard by its part of a whole value."""
-        with tf.device(HOST):
-            parts = self.split(value)
-        for shard, part in zip(self.shards, parts, strict=True):
-            with tf.device(shard.device):
-                getattr(shard, change.__name__)(part)
-
-    def numpy(self) -> np.ndarray:
-        """Returns the whole value."""
-        whole = np.concatenate([each.numpy() for each in self.shards], self.axis or 0)
-        return whole.reshape(self.shape)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.numpy().astype(dtype or self.dtype.as_numpy_dtype, copy=False)
-
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        # The whole value may not fit where it is wanted.
-        with tf.device(HOST):
-            whole = tf.concat([*self.shards], axis=self.axis or 0)
-            return tf.cast(tf.reshape(whole, self.shape), dtype or self.dtype)
-
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {"VARIABLE_VALUE": tf.convert_to_tensor(self)}
-
-    def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
-        self.assign(restored["VARIABLE_VALUE"])
-
-
-def _slices(values, places, shard):
-    shape = tf.constant(shard.shape.as_list(), places.dtype)
-    return tf.IndexedSlices(values, places, shape)
-
-
-def _operator(name):
-    def of_value(self, *others):
-        return getattr(tf.convert_to_tensor(self), name)(*others)
-
-    return of_value
-
-
-# Keras's own have `value` compute these.
-for _name in ("__getitem__", "__neg__", "__abs__", "__mul__", "__add__", "__sub__"):
-    setattr(ShardedVariable, _name, _operator(_name))
+from towers.layers.sharded_variable import ShardedVariable
 
 
 def of(variable: keras.Variable) -> ShardedVariable | None:
@@ -248,6 +93,12 @@ def cut(
         put_behind(each, ShardedVariable(shards, whole.shape, axis))
 
 
+def join(variable: keras.Variable, device: str) -> None:
+    """Has a variable that is cut be a `tf.Variable` again, on a device."""
+    cut_up = value_behind(variable)
+    put_behind(variable, _shard(cut_up.numpy(), device, cut_up))
+
+
 def _shard(value, device, like):
     with tf.init_scope(), tf.device(device):
         name = like.name.partition(":")[0]
@@ -293,6 +144,17 @@ def targets(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
     return [variable for variable in variables for _ in places(variable)]
 
 
+def devices(variables: Sequence[keras.Variable]) -> dict[int, str]:
+    """Returns the device of each of `targets` that is a shard, by its place there."""
+    found, i = {}, 0
+    for variable in variables:
+        for place in places(variable):
+            if of(variable) is not None:
+                found[i] = place.device
+            i += 1
+    return found
+
+
 def expand(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> list[Any]:
     """Makes gradients of `targets` of those of whole variables."""
     expanded = []
@@ -303,6 +165,21 @@ def expand(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> lis
         else:
             expanded += sharded.split(gradient)
     return expanded
+
+
+def norm(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | None:
+    """Returns what stands in for a shard's gradient elsewhere: its norm, a scalar.
+
+    It is finite if the gradient is, as the largest number is taken out before others
+    are squared.
+    """
+    if gradient is None:
+        return None
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    with tf.device(values.device):
+        values = tf.cast(values, tf.float32)
+        largest = tf.maximum(tf.reduce_max(tf.abs(values)), 1e-30)
+        return largest * tf.norm(values / largest)
 
 
 def apply(
@@ -316,7 +193,8 @@ def apply(
 
     Args:
         optimizer: The user's, built with these variables.
-        gradients: One for each of `targets`: dense, sparse or `None`.
+        gradients: One for each of `targets`: dense, sparse or `None`. For a shard that
+            is updated elsewhere, the gradient's `norm`.
         variables: Trainable variables.
     """
     optimizer.apply(gradients, targets(variables))
@@ -344,6 +222,8 @@ def by_device(
         return
     with optimizers.gradients_clipped(optimizer, gradients, variables) as gradients:
         for place, members in groups.items():
+            if place is not None and gradients[members[0]].shape.rank == 0:
+                continue  # It is updated elsewhere.
             mine = [gradients[i] for i in members], [variables[i] for i in members]
             with (
                 _shards_behind(optimizer, mine[1], place),
@@ -371,12 +251,6 @@ def refuse_others(optimizer: keras.optimizers.Optimizer) -> str | None:
     inner = optimizers.innermost(optimizer)
     if not optimizers.is_elementwise(inner):
         return f"{type(inner).__name__}, which looks at whole variables"
-    if isinstance(inner, keras.optimizers.Nadam):
-        return "Nadam, which counts how often it is applied, not the steps"
     if inner.gradient_accumulation_steps and (inner.clipnorm or inner.global_clipnorm):
         return "an optimizer that clips the norm of gradients that it accumulates"
     return None
-
-
-def _is_array(value):
-    return isinstance(value, np.ndarray)

@@ -39,25 +39,21 @@ def seed_ids(model: keras.Model) -> set[int]:
     }
 
 
-def move(model: keras.Model, home_of: Callable[[keras.Variable], str | None]) -> None:
-    """Moves the variables `of` a model to their devices.
+def move(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:
+    """Moves the variables `of` a model to their devices, but for those that are cut.
 
     If that is a GPU, random seeds go to the host, where TensorFlow reads them, and so
-    do types that GPUs do not have. What is in shards becomes whole.
-
-    Args:
-        model: The model.
-        home_of: Returns the device of a variable, `None` if it is where it belongs.
+    do types that GPUs do not have.
     """
     seeds = seed_ids(model)
     for variable in of(model):
-        old, home = variable.value, home_of(variable)
-        if home is None:
+        if sharded.of(variable) is not None:
             continue
+        old, home = variable.value, home_of(variable)
         seeded = seeds if is_gpu(home) else ()
         hosted = id(variable) in seeded or (is_gpu(home) and old.dtype in NOT_ON_GPUS)
         where = HOST if hosted else home
-        if old.device.endswith(where) and sharded.of(variable) is None:
+        if old.device.endswith(where):
             continue
         with tf.device(where):
             new = tf.Variable(
@@ -85,7 +81,7 @@ def beside(model: keras.Model, graph: tf.Graph | None) -> list[tf.Variable]:
 
     The graph is that in which the step was traced, if it was.
     """
-    own = {id(variable.value) for variable in of(model)}
+    own = {id(place) for variable in of(model) for place in sharded.places(variable)}
     used = getattr(graph, "variables", ())
     return [variable for variable in used if id(variable) not in own]
 

@@ -14,7 +14,7 @@ from towers.builders.context import Context
 from towers.builders.strategies import STRATEGIES
 from towers.collectives.hosts import COMPRESSIONS, OneHost, this_host
 from towers.devices import is_gpu
-from towers.layers import variables
+from towers.layers import tables, variables
 from towers.loop.agreement import Agreement
 from towers.model import arguments, auto
 from towers.model.auto import Choice
@@ -37,7 +37,6 @@ def multi_gpu_model(
     strict: bool = True,
     packed: bool | None = None,
     all_reduce_alg: str = "auto",
-    shard_optimizer_state: bool = False,
     gradient_compression: str = "none",
     stages: int = 1,
     placement: str | Mapping[str, int] = "auto",
@@ -49,6 +48,7 @@ def multi_gpu_model(
     preprocess: Callable[[Any, Any, bool], tuple[Any, Any]] | None = None,
     prefetch: int | None = None,
     check_numerics: bool | str | os.PathLike = False,
+    shard_embeddings: str = "none",
 ) -> TowerModel:
     """Makes a model train, evaluate and predict on several devices.
 
@@ -104,10 +104,6 @@ def multi_gpu_model(
         all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
             "device"; by "ring", each device a part; by "nccl", on several GPUs. "auto"
             is the first GPU, or else the CPU.
-        shard_optimizer_state: With "replicated", whether each tower has the optimizer's
-            variables of a part of the parameters only, such as Adam's moments, and
-            updates that part. The numbers are the same; saved models and checkpoints,
-            too.
         gradient_compression: How gradients travel between hosts: "none" as they are;
             "fp16" or "bf16" rounded to 16 bits, which is inexact and takes half the
             bytes, for slow networks. Rows of sparse gradients are not rounded.
@@ -146,6 +142,12 @@ def multi_gpu_model(
             `NotFiniteStep` says where the value came from. If it is a path, the batch
             and the variables are written there; see `towers.numerics.locate`. By
             default there is no check.
+        shard_embeddings: How the tables of Keras's `Embedding` layers lie on the
+            towers' devices, with their optimizer slots. "none": like all other
+            variables. "rows", "columns": each is divided over all devices. "auto":
+            small ones are whole on one device, large ones are divided by rows, and all
+            devices have about as many bytes. Towers look up rows where they lie, and
+            rows are updated there.
 
     Returns:
         A model that computes on towers.
@@ -167,8 +169,6 @@ def multi_gpu_model(
     split_ratios = arguments.check_split_ratios(split_ratios, len(towers))
     if all_reduce_alg != "auto":
         arguments.check_all_reduce(all_reduce_alg, variable_update, towers)
-    if shard_optimizer_state:
-        arguments.check_sharding(variable_update, all_reduce_alg, this_host().count)
     if max_staleness is not None:
         arguments.check_max_staleness(max_staleness, variable_update)
     prefetch = arguments.check_prefetch(prefetch, towers)
@@ -189,6 +189,7 @@ def multi_gpu_model(
     )
     hosts = this_host().compressing(gradient_compression)
     arguments.check_hosts(hosts.count, variable_update)
+    arguments.check_sharding(shard_embeddings, variable_update, hosts.count)
     agreement = _agreement(
         *(hosts, model),
         variable_update=variable_update,
@@ -213,13 +214,21 @@ def multi_gpu_model(
         options = {}
         if choice.variable_update == "replicated":
             options["all_reduce_alg"] = choice.all_reduce_alg
-            options["shard_optimizer_state"] = shard_optimizer_state
         if choice.variable_update == "asynchronous":
             options["max_staleness"] = max_staleness
         plan = Plan.of(of_towers, split_ratios, homes, merges, packed, hosts, pipeline)
+        if shard_embeddings == "none":
+            tables.bring_home(model, plan.home_of)
+        elif model.built:
+            # Before all else moves, as a table may not fit there.
+            placed = tables.layout(
+                model, plan.all_devices, shard_embeddings, plan.home_of
+            )
+            tables.put(placed, None)
         variables.move(model, plan.home_of)
         context = Context(
-            model, plan, loss_placement, strict, preprocess, prefetch, guard, agreement
+            *(model, plan, loss_placement, strict, preprocess, prefetch, guard),
+            *(agreement, shard_embeddings),
         )
         return STRATEGIES[choice.variable_update](context, **options)
 

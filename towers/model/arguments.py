@@ -13,6 +13,7 @@ from towers.builders.guard import Guard
 from towers.collectives import reduce
 from towers.devices import is_gpu
 from towers.layers import pipeline as pipelines
+from towers.layers import tables
 from towers.layers.pipeline import Pipeline
 from towers.model.tower_model import TowerModel
 from towers.tower.build import overrides
@@ -103,26 +104,6 @@ def check_all_reduce(
         )
 
 
-def check_sharding(variable_update: str, algorithm: str, hosts: int) -> None:
-    """Checks that the optimizer's state can be sharded."""
-    if variable_update != "replicated":
-        raise ValueError(
-            f"Received shard_optimizer_state=True with variable_update="
-            f"'{variable_update}'; each tower updates its part of the parameters in a "
-            "copy of its own, so give variable_update='replicated' as well."
-        )
-    if algorithm != "auto":
-        raise ValueError(
-            f"Received all_reduce_alg='{algorithm}' with shard_optimizer_state=True, "
-            "where no tower gets all sums; leave it out."
-        )
-    if hosts > 1:
-        raise ValueError(
-            f"Received shard_optimizer_state=True on {hosts} hosts; optimizer state is "
-            "sharded over the towers of one host only, so leave it out."
-        )
-
-
 def nccl_fits(towers: Sequence[str]) -> bool:
     """Tells whether each of several towers has a GPU of its own, which none shares."""
     gpus = len(tf.config.get_visible_devices("GPU"))
@@ -152,6 +133,24 @@ def check_hosts(count: int, variable_update: str) -> None:
         raise ValueError(
             f"Received variable_update='asynchronous' on {count} hosts, which wait for "
             "one another in each step; use 'parameter_server' or 'replicated'."
+        )
+
+
+def check_sharding(way: Any, variable_update: str, hosts: int) -> None:
+    """Checks that tables can lie on several devices; see `multi_gpu_model`."""
+    check_choice("shard_embeddings", way, tables.WAYS)
+    if way == "none":
+        return
+    if variable_update == "asynchronous":
+        raise ValueError(
+            f"Received shard_embeddings='{way}' with variable_update='asynchronous', "
+            "whose towers update all of a model at home; use 'parameter_server' or "
+            "'replicated'."
+        )
+    if hosts > 1:
+        raise ValueError(
+            f"Received shard_embeddings='{way}' on {hosts} hosts, but tables can lie "
+            "on the devices of one host only; use shard_embeddings='none', or one host."
         )
 
 

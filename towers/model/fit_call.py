@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from towers.loop import described, listeners
 from towers.loop.agreement import Agreement, FollowHosts
@@ -78,8 +77,7 @@ class FitCall:
         """Creates the optimizer's variables, if the model has its own."""
         model = self.model
         if model.built and not model.optimizer.built:
-            with tf.device(model.builder.plan.home):
-                model.optimizer.build(model.trainable_variables)
+            model.builder.build_optimizer()
 
     def train_calls(self) -> int:
         """Returns how many calls of training there will be, at a guess."""

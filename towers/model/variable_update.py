@@ -13,6 +13,7 @@ from towers.collectives import batch
 from towers.devices import HOST
 from towers.keras_adapter.models import compile_config
 from towers.keras_adapter.runtime import is_deterministic
+from towers.layers import variables
 from towers.model.auto import Choice
 from towers.model.replayable import ReplayableBatches
 from towers.tower.errors import explained_leaks
@@ -113,7 +114,7 @@ class VariableUpdate:
         self.xla = self.builder.xla = self.xla_wish.wanted(self.builder.say)
         self.chosen = self._ways is None
         # A step count, a learning rate and means were created where the user was.
-        self.builder.move_variables()
+        variables.move(self.model, self.builder.plan.home_of)
         return True
 
     def expect_change(self) -> None:

@@ -44,10 +44,11 @@ class TowerResult(NamedTuple):
         metrics: What it adds to the variables of compiled metrics; see `metrics.py`.
         losses: This tower's parts of the losses that layers add (regularizers,
             `add_loss`): scalars. Empty from `forward_backward`, whose loss holds them.
-        gradients: One part for each trainable variable: of the loss's gradient, sparse
-            ones sparse, `None` where the loss does not depend on the variable. Of a
-            variable that is overwritten with its gradient, each use's, stacked; see
-            `overwritten.py`. Empty from `forward`.
+        gradients: One part for each trainable variable, or each shard of it (see
+            `sharded.targets`): of the loss's gradient, sparse ones sparse, `None` where
+            the loss does not depend on the variable. Of a variable that is overwritten
+            with its gradient, each use's, stacked; see `overwritten.py`. Empty from
+            `forward`.
         size: Number of examples in the local batch: an int or a scalar tensor. `run`
             fills it in.
         fraction: Size of the local batch over that of the global batch: a float32

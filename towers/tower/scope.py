@@ -15,7 +15,7 @@ from towers.collectives import reduce
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.models import compiled_loss
 from towers.keras_adapter.variables import value_behind
-from towers.layers import embeddings, fused, overwritten, seeds
+from towers.layers import embeddings, fused, overwritten, seeds, sharded
 from towers.layers.variables import seed_ids
 from towers.tower.errors import ModelError
 
@@ -49,7 +49,7 @@ class TowerScope(keras.StatelessScope):
         ]
         super().__init__(mapping, collect_losses=True)
         # By id of the variable: the values that it was assigned, in order, and the rows
-        # that were looked up, with their indices.
+        # that were looked up, with their indices, for each shard if it has some.
         self._assigned = collections.defaultdict(list)
         self._looked_up = collections.defaultdict(list)
         # What each use of a variable got that is to be overwritten with its gradient.
@@ -64,13 +64,21 @@ class TowerScope(keras.StatelessScope):
         inner = tf.compat.v1.get_default_graph() is not self._graph
         if inner or id(variable) not in self._tables:
             return None
-        with tf.device(value_behind(variable).device):
-            ids = embeddings.not_negative(ids, value_behind(variable))
-            rows = tf.gather(value_behind(variable), ids)
+        table = value_behind(variable)
+        if (cut := sharded.of(variable)) is not None:
+            flat = tf.reshape(embeddings.not_negative(ids, table), [-1])
+            found = cut.look_up(flat)
+        else:
+            with tf.device(table.device):
+                found_ids = embeddings.not_negative(ids, table)
+                found = [(tf.gather(table, found_ids), found_ids)]
         if self._tape is not None:
-            self._tape.watch(rows)
-        self._looked_up[id(variable)].append((rows, ids))
-        return rows
+            self._tape.watch([rows for rows, _ in found])
+        self._looked_up[id(variable)].append(found)
+        if cut is None:
+            return found[0][0]
+        rows = cut.join(flat, [rows for rows, _ in found])
+        return tf.reshape(rows, [*_sizes(ids), variable.shape[1]])
 
     def get_current_value(self, variable):
         """Reads a variable, and keeps apart the uses of one; see `overwritten.py`."""
@@ -116,6 +124,7 @@ class TowerScope(keras.StatelessScope):
     ) -> list[tf.Tensor | tf.IndexedSlices | None]:
         """Returns each trainable variable's gradient: of all values that it has had.
 
+        Of a variable that is cut, it is that of each shard; see `sharded.targets`.
         `seeds` are the gradients of the targets, 1 where there are none.
         """
         variables, params = self._model.trainable_variables, self._params
@@ -124,7 +133,7 @@ class TowerScope(keras.StatelessScope):
             for variable, param in zip(variables, params, strict=True)
         ]
         looked_up = [self._looked_up[id(variable)] for variable in variables]
-        rows = [[rows for rows, _ in each] for each in looked_up]
+        rows = [[[rows for rows, _ in shards] for shards in each] for each in looked_up]
         used = [self._used[id(variable)] for variable in variables]
         of_values, of_rows, of_uses = self._tape.gradient(
             targets, [values, rows, used], seeds
@@ -132,23 +141,27 @@ class TowerScope(keras.StatelessScope):
         gradients = []
         for i, variable in enumerate(variables):
             if variable.overwrite_with_gradient:
-                gradients.append(overwritten.stack([*of_values[i], *of_uses[i]]))
+                uses = overwritten.stack([*of_values[i], *of_uses[i]])
+                if uses is not None:
+                    uses.set_shape([uses.shape[0], *params[i].shape])
+                gradients.append(uses)
                 continue
-            if any(gradient is None for gradient in of_rows[i]):
+            if any(each.count(None) == len(each) for each in of_rows[i]):
                 # It got lost, as in `vectorized_map`: the table itself is needed.
                 tf.identity(params[i])
-            tables = [
-                _of_table(variable, gradient, ids)
-                for gradient, (_, ids) in zip(of_rows[i], looked_up[i], strict=True)
-            ]
-            gradients.append(reduce.add([*of_values[i], *tables]))
-        for variable, gradient, param in zip(variables, gradients, params, strict=True):
-            # TensorFlow does not always infer it, and an idle tower has to know it.
-            if isinstance(gradient, tf.IndexedSlices):
-                gradient.values.set_shape([None, *param.shape[1:]])
-            elif gradient is not None:
-                uses = [gradient.shape[0]] if variable.overwrite_with_gradient else []
-                gradient.set_shape([*uses, *param.shape])
+            whole = reduce.add(of_values[i])
+            for k, (place, of_place) in enumerate(
+                zip(
+                    sharded.places(variable),
+                    sharded.expand([variable], [whole]),
+                    strict=True,
+                )
+            ):
+                tables = [
+                    _of_table(place, mine[k], shards[k][1])
+                    for mine, shards in zip(of_rows[i], looked_up[i], strict=True)
+                ]
+                gradients.append(_shaped(reduce.add([of_place, *tables]), place))
         return gradients
 
     def new_state(self, rules: Rules) -> list[tf.Tensor | None]:
@@ -246,14 +259,30 @@ def stateless(
         ) from error
 
 
-def _of_table(variable, gradient, ids):
-    """The gradient of a table, from that of its rows `ids`."""
+def _of_table(table, gradient, ids):
+    """The gradient of a table, or a shard, from that of its rows `ids`."""
     if gradient is None:
         return None
     with tf.device(ids.device):
         indices = tf.reshape(ids, [-1])
     return tf.IndexedSlices(
-        values=tf.reshape(gradient, [-1, *variable.shape[1:]]),
+        values=tf.reshape(gradient, [-1, *table.shape[1:]]),
         indices=indices,
-        dense_shape=tf.constant(list(variable.shape), ids.dtype),
+        dense_shape=tf.constant(list(table.shape), ids.dtype),
     )
+
+
+def _shaped(gradient, variable):
+    """A gradient of known shape, which TensorFlow does not always infer."""
+    # An idle tower has to know it.
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient.values.set_shape([None, *variable.shape[1:]])
+    elif gradient is not None:
+        gradient.set_shape(variable.shape)
+    return gradient
+
+
+def _sizes(tensor):
+    """The sizes of a tensor's axes, those that are known as integers."""
+    sizes = tf.shape(tensor)
+    return [sizes[i] if n is None else n for i, n in enumerate(tensor.shape)]

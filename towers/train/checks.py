@@ -275,6 +275,12 @@ def _check_towers(settings: Settings) -> None:
             "order of updates is left to chance; expected one of them, so use "
             "--variable_update=parameter_server."
         )
+    if settings.shard_embeddings != "none" and settings.asynchronous:
+        raise ValueError(
+            f"Received {settings.as_flag('shard_embeddings')} and "
+            "--variable_update=asynchronous, whose towers update all of a model at "
+            "home; expected one of them, so use --variable_update=parameter_server."
+        )
     if any(not index.isdigit() for index in settings.gpu_indices or []):
         raise ValueError(
             f"Received {settings.as_flag('gpu_indices')}; expected numbers of GPUs, "

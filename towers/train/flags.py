@@ -243,6 +243,12 @@ HELPS = {
             "other towers after a tower has read the variables and before it updates "
             "them. Default: no limit."
         ),
+        "shard_embeddings": (
+            "How the tables of embeddings lie on the towers' devices, with their "
+            "optimizer slots. none: like all other variables. rows, columns: each is "
+            "divided over all devices. auto: small ones are whole on one device, large "
+            "ones are divided by rows."
+        ),
         "local_parameter_device": (
             "Device where the variables are, and where gradients are added. gpu: the "
             "first tower's device. Default: gpu if towers are on GPUs, else cpu."

@@ -14,7 +14,7 @@ import keras
 from towers import devices
 from towers.collectives import batch
 from towers.collectives.hosts import this_host
-from towers.devices import Devices
+from towers.devices import HOST, Devices
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
@@ -148,7 +148,9 @@ def assemble(settings: Settings) -> Job:
     setup = setup_parts.of(settings, opened.facts, mine)
     if not settings.clean:
         continued.check_classes(folder, setup)
-    model = model_parts.build_model(setup, found.home)
+    # A table that is to be divided may be larger than the device that is home.
+    divided = settings.shard_embeddings != "none"
+    model = model_parts.build_model(setup, HOST if divided else found.home)
     if not settings.eval_only:
         model_parts.check_can_be_saved(setup, model)
     if not settings.clean:

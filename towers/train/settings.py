@@ -141,6 +141,7 @@ class Settings:
     all_reduce_alg: Literal["auto", *ALL_REDUCE_ALGS] = "auto"
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
     max_staleness: int | None = None
+    shard_embeddings: Literal["none", "auto", "rows", "columns"] = "none"
     local_parameter_device: Literal["cpu", "gpu"] | None = None
     split_ratios: tuple[str, ...] | None = None
     loss_placement: Literal["auto", "tower", "gathered"] = "auto"

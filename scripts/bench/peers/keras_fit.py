@@ -30,7 +30,12 @@ def run(job: Job, clock: Clock) -> None:
         if contender.name == "towers":
             # What `--variable_update` says by default.
             way = contender.way or "auto"
-            model = multi_gpu_model(model, placed.towers, variable_update=way)
+            model = multi_gpu_model(
+                model,
+                placed.towers,
+                variable_update=way,
+                shard_embeddings=contender.tables,
+            )
         model.compile(
             works.optimizer(job.work),
             works.loss(),

@@ -18,6 +18,7 @@ from towers.builders.pieces.reducer import StateCombiner
 from towers.collectives import batch, reduce
 from towers.collectives.hosts import OneHost
 from towers.keras_adapter.models import compiled_loss
+from towers.layers import sharded
 from towers.tower import build, passes
 from towers.tower.passes import TowerResult
 
@@ -273,7 +274,8 @@ class LossAndGradients:
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
         ]
-        direct = [[*map(reduce.add, direct)]]
+        direct = [*map(reduce.add, direct)]
+        direct = [sharded.expand(model.trainable_variables, direct)]
         return StepOutputs(results, state, Measured(loss), direct)
 
     def _at_home(self, seen, x, results, rules, scale):
@@ -338,7 +340,12 @@ class _Home(keras.StatelessScope):
         # Of each trainable variable, all values that it has.
         self.values = [[variable.value] for variable in model.trainable_variables]
         self._place = {id(variable): i for i, variable in enumerate(self._variables)}
-        super().__init__()
+        cut = [v for v in model.trainable_variables if sharded.of(v) is not None]
+        whole = [(variable, tf.convert_to_tensor(variable)) for variable in cut]
+        for variable, value in whole:
+            tape.watch(value)
+            self.values[self._place[id(variable)]] = [value]
+        super().__init__(whole)
         for variable, value in zip(self._variables, state, strict=True):
             if value is not None:
                 self.add_update((variable, value))

@@ -1,16 +1,17 @@
 """Reads what towers compute with: the variables' values, for each tower."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+import keras
 import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.collectives import packing, placing
 from towers.devices import HOST
-from towers.layers import embeddings, seeds
+from towers.layers import embeddings, seeds, sharded
 
 
 class Values(NamedTuple):
@@ -45,26 +46,34 @@ class VariableReader:
     context: Context
 
     def read_variables(
-        self, look_up: bool = True, send_params: bool = True
+        self,
+        tables: Callable[[keras.Model], Collection[int]] = embeddings.tables,
+        send_params: bool = True,
     ) -> list[Values]:
         """Reads the variables at home, and hands each tower their values.
 
         Args:
-            look_up: Whether towers may look up rows of tables that stay at home.
+            tables: Returns the ids of tables that may stay where they are, for towers
+                to look up rows.
             send_params: Whether towers need the parameters, and not the state alone.
 
         Returns:
             The values for each tower. The random seeds among them are its own.
         """
         model, plan = self.context.model, self.context.plan
-        tables = ()
-        if look_up and self.context.looks_up:
-            tables = embeddings.tables(model)
+        tables = tables(model) if self.context.looks_up else ()
+        if any(id(v) not in tables and sharded.of(v) for v in model.variables):
+            line = (
+                f"Each tower of model '{model.name}' reads all shards of its tables in "
+                "each step, as the model uses a table otherwise than to look up rows, "
+                "runs eagerly or by XLA, or has synchronized layers."
+            )
+            self.context.say([line])
         trainable = model.trainable_variables
         variables = [*trainable, *model.non_trainable_variables]
         wanted = [v for v in variables if id(v) not in tables]
         # What copies stand in for need not travel.
-        kept = () if send_params else {id(v) for v in trainable}
+        kept = () if send_params else {id(v) for v in trainable if not sharded.of(v)}
         read = [{} for _ in plan.replicas]
         for places, of_stage in plan.by_stage(wanted):
             of_stage_read = self._read([wanted[i] for i in places], of_stage, kept)
@@ -108,14 +117,16 @@ class CopyReader:
 
     def read_variables(self) -> list[Values]:
         """Returns the values that towers train on."""
-        # Tables, too, are copied: those at home could be updated by home only.
-        values = self.home.read_variables(look_up=False, send_params=False)
+        # Tables at home, too, are copied, as home alone could update them.
+        cut = embeddings.cut_tables
+        values = self.home.read_variables(cut, send_params=False)
         count = self.context.plan.pipeline.micro_batches
         for k, copy in enumerate(self.copies.of_towers(), start=1):
-            params = []
-            for variable in self.copies.trainable(copy):
-                with tf.device(variable.device), tf.name_scope("read"):
-                    params += placing.read([variable], variable.device)
+            params = list(values[k * count].params)
+            for i, variable in enumerate(self.copies.trainable(copy)):
+                if variable is not None:
+                    with tf.device(variable.device), tf.name_scope("read"):
+                        (params[i],) = placing.read([variable], variable.device)
             for j in range(k * count, (k + 1) * count):
                 values[j] = values[j]._replace(params=params)
         return values

@@ -163,7 +163,11 @@ def build_towers(
         model,
         gpus=devices.towers,
         # What was not asked for may be chosen.
-        local_parameter_device=devices.home if devices.local_parameter_device else None,
+        local_parameter_device=(
+            devices.home
+            if devices.local_parameter_device or settings.shard_embeddings != "none"
+            else None
+        ),
         variable_update=settings.variable_update,
         split_ratios=split_ratios(settings, devices),
         loss_placement=settings.loss_placement,
@@ -177,6 +181,7 @@ def build_towers(
             _returned(model, setup.facts).shape[-1] if is_one_hot(setup) else None,
         ),
         prefetch=settings.prefetch,
+        shard_embeddings=settings.shard_embeddings,
         check_numerics=settings.check_numerics != "off"
         and model_dir is not None
         and os.path.join(model_dir, NOT_FINITE),

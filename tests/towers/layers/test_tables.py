@@ -1,0 +1,365 @@
+"""Embedding tables over devices: where they lie, what travels, and the numbers."""
+
+import collections
+import functools
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import executed, oracle
+from tests.towers.layers import test_lookup as lookup
+from tests.variants import slow
+from towers import multi_gpu_model
+from towers.callbacks import Checkpoint
+from towers.layers import sharded, tables
+
+DEVICES = [f"/device:CPU:{i}" for i in range(3)]
+WAYS = "rows", "columns"
+
+
+def _towers(way, towers=3, **options):
+    return lambda model: multi_gpu_model(
+        model, gpus=towers, shard_embeddings=way, **options
+    )
+
+
+def _devices(variable):
+    return [
+        place.device[place.device.rindex("/device") :]
+        for place in sharded.places(variable)
+    ]
+
+
+# Where tables lie.
+
+
+def _several(rows=(37, 5, 4096), **options):
+    inputs = keras.Input((4,), dtype="int32")
+    names = "abcdefgh"
+    found = [
+        keras.layers.Embedding(count, 128, name=name, **options)(inputs % count)
+        for name, count in zip(names, rows, strict=False)
+    ]
+    mean = keras.layers.GlobalAveragePooling1D()(keras.layers.Concatenate()(found))
+    return keras.Model(inputs, keras.layers.Dense(1)(mean))
+
+
+def _layout(model, way, devices=DEVICES, home="/device:CPU:3"):
+    placed = tables.layout(model, devices, way, lambda _: home)
+    return {each.variable.path[0]: (each.axis, len(each.devices)) for each in placed}
+
+
+def test_rows_and_columns_are_cut_evenly():
+    model = _several()
+    assert _layout(model, "rows") == dict.fromkeys("abc", (0, 3))
+    assert _layout(model, "columns") == dict.fromkeys("abc", (1, 3))
+
+
+def test_auto_balances_bytes():
+    # One is larger than what a device is to have; it leaves the others as they are.
+    assert _layout(_several(), "auto") == {"a": (0, 1), "b": (0, 1), "c": (0, 3)}
+    # Of four of a size, three fit, and one more would be half as much again.
+    even = _several((3000,) * 6)
+    assert _layout(even, "auto") == dict.fromkeys("abcdef", (0, 1))
+    odd = _several((3000,) * 4)
+    assert _layout(odd, "auto") != dict.fromkeys("abcd", (0, 1))
+    placed = tables.layout(odd, DEVICES, "auto", lambda _: DEVICES[0])
+    tables.put(placed, None)
+    held = tables.bytes_by_device(odd)
+    assert max(held.values()) <= 1.05 * sum(held.values()) / 3
+    # Small tables are whole, whatever that means for the balance.
+    assert {n for _, n in _layout(_several((9, 700)), "auto").values()} == {1}
+
+
+def test_what_takes_a_table_as_a_whole_leaves_it_at_home(caplog):
+    model = lookup._after(
+        lookup._embedding(embeddings_regularizer="l2", name="regularized")
+    )
+    parallel = _towers("rows")(model)
+    parallel.compile("sgd", "mse")
+    parallel.train_on_batch(lookup._ids(), lookup._targets())
+    assert sharded.of(model.trainable_variables[0]) is None
+    assert "regularized/embeddings stays on" in caplog.text
+    assert "whole: its regularizer takes it as a whole." in caplog.text
+
+
+def test_lamb_is_refused_or_has_its_tables_at_home(caplog):
+    def train(way):
+        model = _several()
+        parallel = _towers(way)(model)
+        parallel.compile(keras.optimizers.Lamb(), "mse")
+        parallel.train_on_batch(np.ones((4, 4), "int32"), np.ones((4, 1), "float32"))
+        return model
+
+    with pytest.raises(ValueError, match="Received shard_embeddings='rows' with Lamb"):
+        train("rows")
+    assert sharded.of(train("auto").trainable_variables[0]) is None
+    assert "where all variables are, because of Lamb" in caplog.text
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"expected one of .*'columns'"):
+        _towers("cells")(_several())
+    with pytest.raises(ValueError, match="whose towers update all of a model at home"):
+        _towers("rows", variable_update="asynchronous")(_several())
+
+
+def test_tables_come_home_again():
+    model = _several()
+    parallel = _towers("rows")(model)
+    parallel.compile(keras.optimizers.Adagrad(), "mse")
+    x, y = np.ones((4, 4), "int32"), np.ones((4, 1), "float32")
+    parallel.train_on_batch(x, y)
+    table, slots = model.trainable_variables[0], model.optimizer.variables
+    assert _devices(table) == DEVICES
+    assert [_devices(slot) for slot in slots if slot.shape == table.shape] == [DEVICES]
+    before = table.numpy()
+    parallel = multi_gpu_model(model, gpus=2)
+    np.testing.assert_array_equal(table.numpy(), before)
+    parallel.train_on_batch(x, y)
+    assert all(sharded.of(each) is None for each in [table, *slots])
+    assert (table.numpy() != before).any()
+
+
+# What travels.
+
+
+@functools.cache
+def _executed(way, update, optimizer="SGD"):
+    name = f"sharded_{way}_{update}_{optimizer}"
+    model = lookup._after(lookup._embedding(name=f"table_{name}"), name=name)
+    parallel = _towers(way, 2, variable_update=update)(model)
+    parallel.compile(getattr(keras.optimizers, optimizer)(0.1), "mse")
+    x, y = lookup._ids(8), lookup._targets(8)
+    nodes = executed.run(lambda: parallel.train_on_batch(x, y), name)
+    return nodes, sharded.of(model.trainable_variables[0])
+
+
+@pytest.mark.parametrize("update", ["parameter_server", slow("replicated")])
+@pytest.mark.parametrize("way", WAYS)
+def test_only_ids_and_rows_travel(way, update):
+    nodes, cut = _executed(way, update)
+    kinds = collections.Counter(
+        (node.op, device)
+        for device, each in nodes.items()
+        for node in each
+        if node.op.startswith(("ResourceGather", "ResourceScatter"))
+    )
+    # Both towers look up rows on both devices; each updates its own.
+    assert kinds == {
+        (kind, device): count
+        for kind, count in (("ResourceGather", 2), ("ResourceScatterSub", 1))
+        for device in DEVICES[:2]
+    }
+    assert _uses(nodes, cut) == {"ResourceGather", "ResourceScatterSub"}
+
+
+def test_adagrad_reads_and_writes_rows_alone():
+    # Keras takes the root of all sums of squares.
+    nodes, cut = _executed("rows", "parameter_server", "Adagrad")
+    update = {"ResourceScatterAdd", "ResourceScatterSub"}
+    assert _uses(nodes, cut) == {"ResourceGather", *update}
+
+
+def _uses(nodes, cut):
+    """The kinds of operations on what has the shape of a shard."""
+    shapes = {tuple(shard.shape) for shard in cut.shards}
+    handles = {
+        node.name
+        for each in nodes.values()
+        for node in each
+        for shape in node.attr["_handle_shapes"].list.shape
+        if node.op == "_Arg" and tuple(d.size for d in shape.dim) in shapes
+    }
+    assert handles
+    return {
+        node.op
+        for each in nodes.values()
+        for node in each
+        if handles & {name.split(":")[0] for name in node.input}
+    }
+
+
+# The numbers.
+
+QUICK = ("several", "rows"), ("several", "columns"), ("tied", "rows")
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        (case, way) if (case, way) in QUICK else slow(case, way)
+        for case in lookup.CASES
+        for way in WAYS
+    ],
+)
+def test_towers_equal_one_device(case, way):
+    assert lookup._equal(lookup._run(case, _towers(way)), lookup._expected(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("several", {"variable_update": "replicated"}),
+        slow("tied", {"variable_update": "replicated"}),
+        slow("several", {"packed": True, "local_parameter_device": DEVICES[2]}),
+        slow("several", {"loss_placement": "gathered"}),
+        slow("tied", {"loss_placement": "gathered"}),
+        slow("several", {"check_numerics": True}),
+        slow("several", {"split_ratios": (1, 2, 1)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", [WAYS[0], slow(WAYS[1])])
+def test_whatever_the_builder_does(case, options, way):
+    found = lookup._run(case, _towers(way, **options), evaluated=False)
+    assert lookup._equal(found, lookup._expected(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
+    ids=str,
+)
+def test_however_it_is_compiled(options):
+    found = lookup._run("several", _towers("rows"), evaluated=False, **options)
+    assert lookup._equal(found, lookup._expected("several"))
+
+
+OPTIMIZERS = {
+    "clipped together": lambda: keras.optimizers.SGD(0.1, 0.9, global_clipnorm=0.1),
+    "clipped": lambda: keras.optimizers.Adagrad(0.1, clipnorm=0.05),
+    "accumulated": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+    "decayed": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "averaged": lambda: keras.optimizers.RMSprop(
+        0.01, use_ema=True, ema_overwrite_frequency=2
+    ),
+}
+
+
+QUICK_UPDATES = (
+    ("clipped together", "rows", "replicated"),
+    ("clipped", "rows", "parameter_server"),
+    ("accumulated", "columns", "replicated"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "update"),
+    [
+        each if each in QUICK_UPDATES else slow(*each)
+        for each in itertools.product(
+            OPTIMIZERS, WAYS, ["parameter_server", "replicated"]
+        )
+    ],
+)
+def test_sparse_updates(name, way, update):
+    case = "repeated ids"
+    options = {"optimizer": OPTIMIZERS[name], "batch_size": 4, "evaluated": False}
+    expected = lookup._run(case, lambda model: model, run_eagerly=True, **options)
+    towers = _towers(way, variable_update=update)
+    assert lookup._equal(lookup._run(case, towers, **options), expected)
+
+
+class Combined(keras.layers.Layer):
+    """Looks up rows of several ids, and combines those that are not masked."""
+
+    def __init__(self, combiner, **options):
+        super().__init__(**options)
+        self.combiner = combiner
+        self.embedding = lookup._embedding(mask_zero=True)
+
+    def call(self, ids):
+        rows = self.embedding(ids)
+        weights = keras.ops.cast(self.embedding.compute_mask(ids), rows.dtype)
+        weights = weights * (1 + keras.ops.cast(ids % 3, rows.dtype))
+        total = keras.ops.einsum("bi,bid->bd", weights, rows)
+        if self.combiner == "sum":
+            return total
+        power = 1 if self.combiner == "mean" else 2
+        size = keras.ops.sum(weights**power, axis=1, keepdims=True)
+        return total / keras.ops.maximum(size ** (1 / power), 1e-6)
+
+
+@pytest.mark.parametrize("combiner", [slow("sum"), slow("mean"), "sqrtn"])
+@pytest.mark.parametrize("way", [slow("rows"), "columns"])
+def test_combiners(combiner, way, monkeypatch):
+    def make():
+        inputs = keras.Input((lookup.STEPS,), dtype="int32")
+        rows = Combined(combiner)(inputs)
+        return keras.Model(inputs, keras.layers.Dense(3)(rows))
+
+    monkeypatch.setitem(lookup.CASES, combiner, (make, lookup._MASKED))
+    expected = lookup._run(combiner, lambda model: model, run_eagerly=True)
+    assert lookup._equal(lookup._run(combiner, _towers(way)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["parameter_server", "replicated"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision(policy, update):
+    keras.config.set_dtype_policy(policy)
+    options = {"evaluated": False}
+    expected = lookup._run("plain", _towers("none"), **options)
+    found = lookup._run("plain", _towers("rows", variable_update=update), **options)
+    assert oracle.largest_difference(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize("way", [slow(WAYS[0]), WAYS[1]])
+def test_saved_and_continued_with_another_layout(way, tmp_path):
+    x, y = lookup._ids(), lookup._targets()
+
+    def make():
+        keras.utils.set_random_seed(7)
+        model = lookup._after(lookup._embedding())
+        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+        return model
+
+    def fit(trained, epochs, *callbacks):
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        trained.fit(data, epochs=epochs, verbose=0, callbacks=[*callbacks])
+
+    plain, cut, other = make(), make(), make()
+    fit(plain, 3)
+    fit(_towers(way)(cut), 1, Checkpoint(tmp_path / "run"))
+    cut.save(tmp_path / "cut.keras")
+    opened = keras.saving.load_model(tmp_path / "cut.keras")
+    fit(opened, 2)
+    # From the checkpoint: rows over two devices, then a table at home.
+    fit(_towers("rows", 2)(other), 2, Checkpoint(tmp_path / "run"))
+    last = make()
+    fit(multi_gpu_model(last, gpus=2), 3, Checkpoint(tmp_path / "run"))
+    for found in (opened, last):
+        values = [[*m.variables, *m.optimizer.variables] for m in (found, plain)]
+        ours, theirs = ([v.numpy() for v in each] for each in values)
+        assert oracle.largest_difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "callbacks", [(), slow((keras.callbacks.SwapEMAWeights,))], ids=str
+)
+def test_averages_take_the_place_of_weights(callbacks):
+    def run(wrap):
+        keras.utils.set_random_seed(7)
+        model = lookup._after(lookup._embedding())
+        trained = wrap(model)
+        trained.compile(
+            keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse"
+        )
+        trained.fit(
+            *(lookup._ids(), lookup._targets()),
+            epochs=2,
+            verbose=0,
+            shuffle=False,
+            batch_size=8,
+            validation_data=(lookup._ids(), lookup._targets()),
+            callbacks=[make() for make in callbacks],
+        )
+        return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+
+    ours, theirs = run(_towers("rows")), run(lambda model: model)
+    assert oracle.largest_difference(ours, theirs) < 1e-5

@@ -1,0 +1,199 @@
+"""The sharded variable: what stands behind a `keras.Variable`, in parts on devices.
+
+See `sharded.py`, which makes and updates them.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.devices import HOST
+from towers.keras_adapter.variables import take_identity
+
+
+class ShardedVariable:
+    """What stands behind a `keras.Variable`: its value in shards, on several devices.
+
+    Attributes:
+        shards: A `tf.Variable` for each device, in order.
+        shape: That of the whole value.
+        axis: How it is cut: 0 into rows, 1 into columns, `None` into ranges of the
+            flattened value, each a shard of rank 1.
+        ends: Where each shard ends on that axis, or in the flattened value.
+    """
+
+    def __init__(
+        self, shards: Sequence[tf.Variable], shape: Sequence[int], axis: int | None
+    ):
+        self.shards, self.axis = tuple(shards), axis
+        self.shape = tf.TensorShape(shape)
+        sizes = [shard.shape[axis or 0] for shard in self.shards]
+        self.ends = tuple(itertools.accumulate(sizes))
+        first = self.shards[0]
+        self.dtype, self.name, self.trainable = first.dtype, first.name, first.trainable
+        # An optimizer knows the variable, and each shard, by the same.
+        take_identity(self, first)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each shard begins; see `ends`."""
+        return (0, *self.ends[:-1])
+
+    @property
+    def device(self) -> str:
+        """The device of the first shard."""
+        return self.shards[0].device
+
+    @property
+    def _shared_name(self) -> str:
+        # TensorFlow's checkpoints ask for it, and Keras for that of what is behind.
+        return self.name.partition(":")[0]
+
+    def split(self, value: Any) -> list[Any]:
+        """Cuts a whole value, or a gradient, into those of the shards, where it is.
+
+        Args:
+            value: An array, a tensor, or `tf.IndexedSlices`, of which each shard's have
+                rows as the shard counts them.
+        """
+        if isinstance(value, tf.IndexedSlices):
+            return self._split_rows(value)
+        if self.axis is None:
+            value = value.reshape(-1) if _is_array(value) else tf.reshape(value, [-1])
+        bounds = zip(self.starts, self.ends, strict=True)
+        columns = (slice(None),) * (self.axis or 0)
+        return [value[(*columns, slice(start, end))] for start, end in bounds]
+
+    def _split_rows(self, gradient):
+        # Duplicates stay apart, as optimizers square each by itself.
+        values, places = gradient.values, gradient.indices
+        if self.axis == 1:
+            return [
+                _slices(part, places, shard)
+                for part, shard in zip(self.split(values), self.shards, strict=True)
+            ]
+        if self.axis is None:
+            size = self.shape.num_elements() // self.shape[0]
+            places = places[:, None] * size + tf.range(size, dtype=places.dtype)
+            values, places = tf.reshape(values, [-1]), tf.reshape(places, [-1])
+        owners, count = self.owners(places), len(self.shards)
+        values = tf.dynamic_partition(values, owners, count)
+        places = tf.dynamic_partition(places, owners, count)
+        return [
+            _slices(*mine, shard)
+            for *mine, shard in zip(
+                values,
+                (each - start for each, start in zip(places, self.starts, strict=True)),
+                self.shards,
+                strict=True,
+            )
+        ]
+
+    def look_up(self, ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Looks up rows where the shards lie.
+
+        Args:
+            ids: A vector of numbers of rows, from 0.
+
+        Returns:
+            For each shard, the rows that it has, or its columns of all rows, and their
+            numbers as it counts them. `join` puts them together.
+        """
+        each = [ids] * len(self.shards)
+        if self.axis == 0 and len(self.shards) > 1:
+            each = tf.dynamic_partition(ids, self.owners(ids), len(self.shards))
+        found = []
+        for shard, mine, start in zip(self.shards, each, self.starts, strict=True):
+            with tf.device(shard.device):
+                mine = mine - start if self.axis == 0 and start else tf.identity(mine)
+                found.append((tf.gather(shard, mine), mine))
+        return found
+
+    def join(self, ids: tf.Tensor, rows: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Puts rows that were looked up in the order of their ids, where it is called.
+
+        Args:
+            ids: What `look_up` was given.
+            rows: What it has found.
+        """
+        if len(rows) == 1:
+            return rows[0]
+        if self.axis == 1:
+            return tf.concat(rows, axis=1)
+        places = tf.range(tf.size(ids))
+        return tf.dynamic_stitch(
+            tf.dynamic_partition(places, self.owners(ids), len(self.shards)), rows
+        )
+
+    def owners(self, rows: tf.Tensor) -> tf.Tensor:
+        """Tells, in int32, which shard has each row, or number of a flattened value."""
+        owners = tf.zeros_like(rows, tf.int32)
+        for end in self.ends[:-1]:
+            owners += tf.cast(rows >= end, tf.int32)
+        return owners
+
+    def assign(self, value: Any, **_: Any) -> None:
+        """Gives each shard its part of a whole value."""
+        with tf.device(HOST):
+            parts = self.split(value)
+        for shard, part in zip(self.shards, parts, strict=True):
+            with tf.device(shard.device):
+                shard.assign(part)
+
+    def assign_add(self, value: Any) -> None:
+        """Adds to each shard its part of a value, which may be cut alike."""
+        self.assign(_whole(self) + _whole(value))
+
+    def assign_sub(self, value: Any) -> None:
+        """Takes from each shard its part of a value."""
+        self.assign(_whole(self) - _whole(value))
+
+    def numpy(self) -> np.ndarray:
+        """Returns the whole value."""
+        whole = np.concatenate([each.numpy() for each in self.shards], self.axis or 0)
+        return whole.reshape(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.numpy().astype(dtype or self.dtype.as_numpy_dtype, copy=False)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        # The whole value may not fit where it is wanted.
+        with tf.device(HOST):
+            whole = tf.concat([*self.shards], axis=self.axis or 0)
+            return tf.cast(tf.reshape(whole, self.shape), dtype or self.dtype)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {"VARIABLE_VALUE": tf.convert_to_tensor(self)}
+
+    def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
+        self.assign(restored["VARIABLE_VALUE"])
+
+
+def _slices(values, places, shard):
+    shape = tf.constant(shard.shape.as_list(), places.dtype)
+    return tf.IndexedSlices(values, places, shape)
+
+
+def _operator(name):
+    def of_value(self, *others):
+        return getattr(tf.convert_to_tensor(self), name)(*others)
+
+    return of_value
+
+
+# Keras's own have `value` compute these.
+for _name in ("__getitem__", "__neg__", "__abs__", "__mul__", "__add__", "__sub__"):
+    setattr(ShardedVariable, _name, _operator(_name))
+
+
+def _whole(value):
+    """A value in the host's memory."""
+    with tf.device(HOST):
+        return tf.convert_to_tensor(value)
+
+
+def _is_array(value):
+    return isinstance(value, np.ndarray)
