@@ -23,6 +23,11 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
     ddp                         PyTorch DistributedDataParallel, a loop by hand, no
                                 metrics, on mlp, resnet20 and transformer_lm (needs
                                 torch)
+    pipeline:M                  towers: the devices are stages of one, with M
+                                micro-batches
+    micro_batches:M             towers: one device, with M micro-batches
+    torch_pipeline:M            torch.distributed.pipelining, 1F1B, on transformer_lm
+                                (needs torch)
     tf_cnn:MODE                 tf_cnn_benchmarks on input that stays on the devices, no
                                 metrics, not on embedding; parameter_server, replicated
                                 or independent, which never synchronizes (needs

@@ -46,6 +46,11 @@ KINDS = {
         "torch_ddp",
         works=("mlp", "resnet20", "transformer_lm"),
     ),
+    "pipeline": Kind("Towers, a pipeline of stages", "keras_fit", ways=()),
+    "micro_batches": Kind("Towers, micro-batches on one device", "keras_fit", ways=()),
+    "torch_pipeline": Kind(
+        "PyTorch pipeline", "torch_pipeline", ways=(), works=("transformer_lm",)
+    ),
     "tf_cnn": Kind(
         "tf_cnn_benchmarks",
         "tf_cnn",

@@ -13,7 +13,7 @@ def run(job: Job, clock: Clock) -> None:
     from towers import devices, multi_gpu_model
 
     contender = job.parsed
-    if contender.name != "towers":
+    if contender.name in ("one_device", "mirrored"):
         leave_threads()
     placed = devices.configure(job.towers)
     data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
@@ -36,6 +36,14 @@ def run(job: Job, clock: Clock) -> None:
                 variable_update=way,
                 shard_embeddings=contender.tables,
             )
+        elif contender.name == "pipeline":
+            stages, parts = job.towers, int(contender.way)
+            model = multi_gpu_model(
+                model, placed.towers, stages=stages, micro_batches=parts
+            )
+        elif contender.name == "micro_batches":
+            parts = int(contender.way)
+            model = multi_gpu_model(model, placed.towers[:1], micro_batches=parts)
         model.compile(
             works.optimizer(job.work),
             works.loss(),

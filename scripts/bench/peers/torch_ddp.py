@@ -7,6 +7,7 @@ steps a turn has, so that they, too, rest between turns. Host memory is the sum 
 import itertools
 import os
 import tempfile
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -18,6 +19,16 @@ from ..worker import Clock, Job, host_mb
 
 def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
+    train(job, clock, _build)
+
+
+def train(
+    job: Job, clock: Clock, build: Callable[[int, Job], Callable[[], None]]
+) -> None:
+    """Trains by a process a device.
+
+    `build` makes the function that trains a step, of the number of a process.
+    """
     processes = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -26,7 +37,7 @@ def run(job: Job, clock: Clock) -> None:
             pipe, other = processes.Pipe()
             pipes.append(pipe)
             process = processes.Process(
-                target=_follow, args=(rank, job, store, other), daemon=True
+                target=_follow, args=(rank, job, store, other, build), daemon=True
             )
             process.start()
             other.close()
@@ -34,18 +45,18 @@ def run(job: Job, clock: Clock) -> None:
         clock.on_turn = lambda calls: [pipe.send(calls) for pipe in pipes]
         clock.memory_mb = lambda: _most([_memory_mb(0), *(p.recv() for p in pipes)])
         clock.start()
-        step = _build(0, job)
+        step = build(0, job)
         while True:
             step()
             clock.call_ended()
 
 
-def _follow(rank, job, store, pipe):
+def _follow(rank, job, store, pipe, build):
     """Is one of the other processes."""
     _join_group(rank, job, store)
     step = None
     for calls in iter(pipe.recv, 0):
-        step = step or _build(rank, job)
+        step = step or build(rank, job)
         for _ in range(calls):
             step()
         pipe.send(_memory_mb(rank))
@@ -75,7 +86,7 @@ def _build(rank, job):
     """Builds a replica, and returns the function that trains a step."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    build = {"mlp": _mlp, "resnet20": _resnet20, "transformer_lm": _LanguageModel}
+    build = {"mlp": _mlp, "resnet20": _resnet20, "transformer_lm": LanguageModel}
     network = build[job.work]().to(device)
     model = nn.parallel.DistributedDataParallel(network)
     optimizer = torch.optim.SGD(
@@ -119,7 +130,7 @@ def _mlp():
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], works.WORKS["mlp"].classes))
 
 
-class _LanguageModel(nn.Module):
+class LanguageModel(nn.Module):
     """A decoder as `models.text.transformer_lm`, with its positions."""
 
     def __init__(self):
