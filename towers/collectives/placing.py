@@ -1,6 +1,8 @@
 """Places what TensorFlow would put on another device than the one it comes from."""
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -17,6 +19,46 @@ def where_its_input_is(operation: tf.Operation) -> str:
     if operation.type == "Identity" and not operation.device:
         return operation.inputs[0].device
     return operation.device
+
+
+@contextlib.contextmanager
+def updates(device: str, stages: int) -> Iterator[None]:
+    """Inside, an optimizer updates variables where they are.
+
+    With one stage that is a device. With several, each operation is placed where the
+    largest of its inputs is; `device` is for those without one. In eager execution all
+    are placed there.
+    """
+
+    def place(operation):
+        if operation.device:
+            return operation.device
+        placed = [(_elements(t), _device(t)) for t in operation.inputs]
+        return max((each for each in placed if each[1]), default=(0, device))[1]
+
+    if stages == 1 or tf.executing_eagerly():
+        with tf.device(device):
+            yield
+        return
+    with tf.device(None), tf.compat.v1.device(place):
+        yield
+
+
+def _device(tensor):
+    if tensor.device:
+        return tensor.device
+    # What reads a variable, or takes it from outside, has no device of its own.
+    if tensor.op.type == "ReadVariableOp":
+        return _device(tensor.op.inputs[0])
+    captures = getattr(tensor.graph, "captures", ())
+    return next((_device(out) for out, inside in captures if inside is tensor), "")
+
+
+def _elements(tensor):
+    # A handle of a variable stands for its value.
+    if tensor.dtype == tf.resource:
+        return math.inf
+    return tensor.shape.num_elements() or 0
 
 
 def read(variables: Sequence[tf.Variable], device: str) -> list[tf.Tensor]:

@@ -42,6 +42,13 @@ _ELEMENTWISE = (
 )
 
 
+SUM_OVER_REPLICAS = Target(TFOptimizer, "_all_reduce_sum_gradients")
+"""`TFOptimizer._all_reduce_sum_gradients(gradients_and_variables)`.
+
+It sends all gradients through one operation, on one device.
+"""
+
+
 def iterations_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Returns the variable that counts an optimizer's steps."""
     return optimizer._iterations

@@ -518,6 +518,28 @@ def _():
     assert [len(args) for args in each] == [4, 4]
 
 
+@contract(
+    "TFOptimizer, _all_reduce_sum_gradients",
+    "SUM_OVER_REPLICAS",
+    "returns pairs of a gradient and a variable, as it gets them, without replicas",
+)
+def _():
+    seen = []
+
+    def keep(original, optimizer, pairs):
+        for given, returned in zip(pairs, original(optimizer, pairs), strict=True):
+            assert given[1] is returned[1]
+            assert given[0].numpy().tolist() == returned[0].numpy().tolist()
+        seen.append(pairs)
+        return pairs
+
+    optimizer = keras.optimizers.SGD()
+    _built(optimizer)
+    with patched(optimizers.SUM_OVER_REPLICAS, keep):
+        optimizer.apply([tf.ones([2]), tf.ones([2])])
+    assert len(seen) == 1
+
+
 # Variables.
 
 

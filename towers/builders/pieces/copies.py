@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from towers.builders.context import Context
-from towers.collectives import packing
+from towers.collectives import packing, placing
 from towers.devices import HOST
 from towers.keras_adapter.optimizers import learning_rate_variable
 from towers.keras_adapter.variables import swapped_values, take_identity
@@ -129,7 +129,9 @@ class Copies:
         for k, (tower, copy) in enumerate(
             zip(self._towers, self._copies, strict=False), start=1
         ):
-            with tf.device(tower.device), tf.name_scope(f"apply_{k}"):
+            stages = self._context.plan.pipeline.stages
+            where = placing.updates(tower.device, stages)
+            with where, tf.name_scope(f"apply_{k}"):
                 for variable, mine in zip(self._originals, copy, strict=True):
                     if _is_learning_rate(variable, optimizer):
                         mine.assign(variable.value)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
-from towers.collectives import reduce
+from towers.collectives import placing, reduce
 from towers.layers import fused, sharded
 from towers.tower.errors import ModelError
 
@@ -22,7 +22,8 @@ class Updater:
 
     def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
         """Applies the optimizer, with the summed gradients for each copy."""
-        with tf.device(self.context.plan.home), tf.name_scope("apply"):
+        plan = self.context.plan
+        with placing.updates(plan.home, plan.pipeline.stages), tf.name_scope("apply"):
             self._apply_optimizer(sums[0])
         self.copies.update(
             [functools.partial(self._apply_optimizer, each) for each in sums[1:]]
