@@ -24,6 +24,7 @@ from towers.keras_adapter.optimizers import (
     ADAGRAD_UPDATE_STEP,
     APPLY_GRADIENTS,
     SGD_UPDATE_STEP,
+    SUM_OVER_REPLICAS,
     accumulator,
     iterations_variable,
     learning_rate_variable,
@@ -61,6 +62,9 @@ def updates() -> Iterator[None]:
     TensorFlow sees that it is all the same, and computes it once. A subclass that has
     an `update_step` of its own might assign them, and reads for itself.
 
+    There are no replicas to add gradients of, which Keras would send through one
+    operation, on one device.
+
     Keras's SGD with momentum updates a variable in one kernel. It fits float32 and
     dense gradients. Keras's Adagrad takes the root of all of a table for a sparse
     gradient, where its rows are enough. Elsewhere, and in subclasses, the optimizer is
@@ -68,6 +72,7 @@ def updates() -> Iterator[None]:
     """
     with (
         patched(APPLY_GRADIENTS, _apply_gradients),
+        patched(SUM_OVER_REPLICAS, _as_they_are),
         patched(SGD_UPDATE_STEP, _update_step),
         patched(ADAGRAD_UPDATE_STEP, _adagrad_step),
     ):
@@ -156,6 +161,11 @@ def _apply_gradients(keras_apply_gradients, optimizer, gradients, variables):
         scalars = [iterations_variable(optimizer), learning_rate_variable(optimizer)]
     with read_once([s.value for s in scalars if isinstance(s, keras.Variable)]):
         sharded.by_device(keras_apply_gradients, optimizer, gradients, variables)
+
+
+def _as_they_are(keras_sum, optimizer, gradients_and_variables):
+    del keras_sum, optimizer
+    return gradients_and_variables
 
 
 def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate):

@@ -142,6 +142,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.LayerNorm(works.WIDTH)
 
     def forward(self, tokens):
+        """Returns logits."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
