@@ -5,20 +5,29 @@ A tower cannot create a variable, so all have to exist before one is traced.
 
 import contextlib
 import dataclasses
+import time
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from towers.analysis.rules import NoRuleError, TotalsWanted
 from towers.builders.context import Context
 from towers.builders.pieces.batches import LocalBatches
 from towers.builders.pieces.copies import Copies
 from towers.collectives import batch
 from towers.devices import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.runtime import is_deterministic
 from towers.layers import sharded, tables, variables
+from towers.layers.pipeline import weighted
+from towers.program import words
+from towers.stages.measure import seconds_of_layers
 from towers.tower import build, eager
 from towers.tower.errors import ModelError
+
+# Of a batch, and of other dimensions, whose size is not known.
+_FEW_ROWS = 8
 
 
 @dataclasses.dataclass
@@ -39,12 +48,66 @@ class VariableCreator:
         with self._tables_placed(data):
             self._create(data, rows)
         plan = self.context.plan
+        self._divide_layers(rows)
         if is_gpu(home) or plan.pipeline.stages > 1:
             # Not all that was created there belongs there.
             with tf.init_scope():
                 variables.move(model, plan.home_of)
         self.copies.create()
         self._say_where_tables_lie()
+
+    def _divide_layers(self, data):
+        """Divides layers among stages by the time that each takes, once."""
+        context, plan = self.context, self.context.plan
+        placement, model = plan.pipeline.placement, context.model
+        if not placement.balanced or model.run_eagerly:
+            return
+        placement.balanced = False
+        if is_deterministic():
+            line = (
+                f"The layers of model '{model.name}' are divided among stages by their "
+                "weights, as a deterministic run measures nothing."
+            )
+            context.say([line])
+            return
+        layers = {id(layer): k for k, layer in enumerate(weighted(model))}
+        begun_s = time.perf_counter()
+        try:
+            with tf.init_scope():
+                local = self._local_spec(data)
+                seconds = seconds_of_layers(model, layers, local, plan.devices[0])
+        except (ModelError, NoRuleError, TotalsWanted, tf.errors.OpError) as error:
+            line = (
+                f"The layers of model '{model.name}' are divided among stages by their "
+                f"weights, as they cannot be measured: {words.error_sentence(error)}"
+            )
+            context.say([line])
+            return
+        placement.balance(plan.hosts.broadcast(seconds))
+        taken_s = time.perf_counter() - begun_s
+        line = (
+            f"Measured the layers of model '{model.name}' for {taken_s:.1f} s, to "
+            "divide them among stages."
+        )
+        context.say([line])
+
+    def _local_spec(self, data):
+        """The specs of a micro-batch, as the loss sees it, all sizes known."""
+        context, plan = self.context, self.context.plan
+        data = batch.specs(keras.utils.unpack_x_y_sample_weight(data))
+        if context.preprocess is not None:
+            data = context.preprocess.spec(data, training=True)
+        known = [s.shape[0] for s in tf.nest.flatten(data) if s is not None]
+        total = context.usual_rows or known[0] or _FEW_ROWS * plan.count
+        rows = max(1, plan.sizes(int(total))[0])
+
+        def local(spec):
+            if spec is None:
+                return None
+            sizes = [_FEW_ROWS if n is None else n for n in spec.shape[1:]]
+            return tf.TensorSpec([rows, *sizes], spec.dtype)
+
+        return tf.nest.map_structure(local, data)
 
     def _create(self, data, rows):
         model, home = self.context.model, self.context.plan.home

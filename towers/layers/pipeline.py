@@ -5,7 +5,6 @@ stays on its stage. A layer without weights that nobody places goes with its inp
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -20,6 +19,53 @@ SCHEDULES = ("1f1b", "gpipe")
 RECOMPUTE = ("none", "stage", "layer")
 
 
+class Placement:
+    """Which layers are on which stage: as asked, or balanced.
+
+    Attributes:
+        model: The model.
+        stages: Number of stages.
+        balanced: Whether layers are divided by their cost, as nothing else was asked.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model | None = None,
+        stages: int = 1,
+        asked: str | Mapping[str, int] = "auto",
+        layers: Mapping[int, int] | None = None,
+    ):
+        """Places nothing yet.
+
+        Args:
+            model: See the attributes.
+            stages: The same.
+            asked: Stages by regular expressions for names of layers, or "auto".
+            layers: The stage of each layer, by its `id`, if that is known.
+        """
+        self.model, self.stages = model, stages
+        self.balanced = asked == "auto" and stages > 1
+        self._asked, self._layers = asked, layers
+
+    @property
+    def layers(self) -> Mapping[int, int]:
+        """The stage of each layer that is placed, by its `id`; the model is built.
+
+        Raises:
+            ValueError: What was asked does not fit the model.
+        """
+        if self._layers is None:
+            if self._asked == "auto":
+                self._layers = balanced(self.model, self.stages)
+            else:
+                self._layers = placed(self.model, self._asked, self.stages)
+        return self._layers
+
+    def balance(self, seconds: Sequence[float]) -> None:
+        """Divides the layers anew, by how long each of those with weights takes."""
+        self._layers = balanced(self.model, self.stages, seconds)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
     """How the devices of a tower share the model.
@@ -32,34 +78,31 @@ class Pipeline:
             activations of few parts (PipeDream-Flush, Narayanan et al. 2021).
         recompute: What is computed again for the gradient, instead of being kept: see
             `RECOMPUTE`.
-        placement: Stages by regular expressions for names of layers, or "auto".
-        model: The model.
+        placement: Which layers are on which stage.
     """
 
     stages: int = 1
     micro_batches: int = 1
     schedule: str = "1f1b"
     recompute: str = "none"
-    placement: str | Mapping[str, int] = "auto"
-    model: keras.Model | None = None
+    placement: Placement = dataclasses.field(default_factory=Placement)
 
     @property
     def alone(self) -> bool:
         """Whether a tower computes its whole batch at once, on one device."""
         return self.stages == 1 and self.micro_batches == 1 and self.recompute == "none"
 
-    @functools.cached_property
+    @property
     def layers(self) -> Mapping[int, int]:
-        """The stage of each layer that is placed, by its `id`; the model is built.
-
-        Raises:
-            ValueError: The placement does not fit the model.
-        """
+        """The stage of each layer that is placed; see `Placement.layers`."""
         if self.stages == 1 and self.recompute != "layer":
             return {}
-        if self.placement == "auto":
-            return balanced(self.model, self.stages)
-        return placed(self.model, self.placement, self.stages)
+        return self.placement.layers
+
+    @property
+    def model(self) -> keras.Model | None:
+        """The model."""
+        return self.placement.model
 
     def of_one_stage(self) -> "Pipeline":
         """Returns what one stage knows of it: its micro-batches."""
@@ -175,20 +218,32 @@ def placed(
     return found
 
 
-def balanced(model: keras.Model, stages: int) -> dict[int, int]:
-    """Divides layers, in their order, so that stages have as equal weights as can be.
+def weighted(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers that are divided among stages: those with weights, in order."""
+    return [layer for layer in placeable(model) if layer.weights]
+
+
+def balanced(
+    model: keras.Model, stages: int, seconds: Sequence[float] | None = None
+) -> dict[int, int]:
+    """Divides layers, in their order, among stages.
+
+    No stage has more weights than in the division into the most equal parts, and 5%.
+    Among these divisions, the slowest stage is as fast as can be.
 
     Args:
         model: A built model.
         stages: Number of stages.
+        seconds: What each of the `weighted` layers takes; by default in proportion to
+            its weights.
 
     Returns:
-        The stage of each layer that has weights, by its `id`.
+        The stage of each `weighted` layer, by its `id`.
 
     Raises:
         ValueError: The model has fewer such layers than stages.
     """
-    layers = [layer for layer in placeable(model) if layer.weights]
+    layers = weighted(model)
     if len(layers) < stages:
         raise ValueError(
             f"Received stages={stages} for the model '{model.name}', which has "
@@ -196,12 +251,21 @@ def balanced(model: keras.Model, stages: int) -> dict[int, int]:
         )
     sizes = [layer.count_params() for layer in layers]
     ends = best_cut(sizes, stages)
+    if seconds is not None:
+        pieces = zip([0, *ends], ends, strict=False)
+        most = 1.05 * max(sum(sizes[start:end]) for start, end in pieces)
+        ends = best_cut(seconds, stages, sizes, most)
     return {
         id(layer): sum(k >= end for end in ends[:-1]) for k, layer in enumerate(layers)
     }
 
 
-def best_cut(costs: Sequence[float], stages: int) -> list[int]:
+def best_cut(
+    costs: Sequence[float],
+    stages: int,
+    sizes: Sequence[float] = (),
+    most: float = math.inf,
+) -> list[int]:
     """Cuts a list so that the largest sum of a piece is as small as can be.
 
     >>> best_cut([5, 1, 1, 1, 4], 2)
@@ -210,17 +274,25 @@ def best_cut(costs: Sequence[float], stages: int) -> list[int]:
     Args:
         costs: Positive numbers, at least as many as there are stages.
         stages: Number of pieces, none of them empty.
+        sizes: Other numbers, as many.
+        most: The most that those of a piece may add up to.
 
     Returns:
         Where each piece ends.
     """
     before = [0, *itertools.accumulate(costs)]
+    sized = [0, *itertools.accumulate(sizes or [0] * len(costs))]
+
+    def cost(start, end):
+        fits = sized[end] - sized[start] <= most
+        return before[end] - before[start] if fits else math.inf
+
     # For each number of costs: the largest sum of the best pieces, and where they end.
-    best = [(total, [end]) for end, total in enumerate(before)]
+    best = [(cost(0, end), [end]) for end in range(len(before))]
     for pieces in range(2, stages + 1):
         best = [
             min(
-                (max(best[cut][0], before[end] - before[cut]), [*best[cut][1], end])
+                (max(best[cut][0], cost(cut, end)), [*best[cut][1], end])
                 for cut in range(pieces - 1, end)
             )
             if end >= pieces

@@ -14,7 +14,7 @@ from towers.collectives import reduce
 from towers.devices import is_gpu
 from towers.layers import pipeline as pipelines
 from towers.layers import tables
-from towers.layers.pipeline import Pipeline
+from towers.layers.pipeline import Pipeline, Placement
 from towers.model.tower_model import TowerModel
 from towers.tower.build import overrides
 from towers.tower.preprocess import Preprocess
@@ -243,7 +243,8 @@ def check_pipeline(
             "Received a placement with stages=1; expected stages=2 or more, or no "
             "placement."
         )
-    found = Pipeline(stages, micro_batches, schedule, recompute, placement, model)
+    places = Placement(model, stages, placement)
+    found = Pipeline(stages, micro_batches, schedule, recompute, places)
     if model.built:
         # It says what does not fit.
         _ = found.layers

@@ -16,8 +16,7 @@ from towers.collectives import reduce
 from towers.layers import overwritten
 from towers.layers.labels import Labels
 from towers.layers.pipeline import Pipeline
-from towers.stages import phases
-from towers.stages.phases import Phase
+from towers.stages.phases import Phase, cut
 from towers.stages.schedule import Turn, order
 from towers.tower.passes import TowerResult
 from towers.tower.run import TowerCall, without_auto_control_deps
@@ -29,7 +28,8 @@ class StagedTower:
 
     Attributes:
         traced: The whole of it.
-        turns: What stages compute at once, in the order of one micro-batch.
+        phases: Its phases, in the order of one micro-batch.
+        turns: What stages compute at once, in the same order.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StagedTower:
         )
         given = dict.fromkeys(taken) | dict(zip(taken, with_weights, strict=False))
         self._returned = tf.nest.flatten(traced.returned, expand_composites=True)
-        made = phases.cut(
+        made = cut(
             graph,
             [tensor for tensor in self._returned if tensor is not None],
             labels,
@@ -63,6 +63,7 @@ class StagedTower:
             pipeline.recompute != "none",
         )
         stages = pipeline.stages_of_parts
+        self.phases = made
         self.turns: list[Turn] = []
         self._phases: list[list[Phase]] = []
         for phase in made:
