@@ -39,6 +39,7 @@ class Found:
             known to pay.
         compiled: Whether XLA is known to compile the model: by training it once.
         graph: The graph that a step of training was last made in, if any.
+        described: Whether it was said which layers are on which stage.
     """
 
     loss_places: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -49,6 +50,7 @@ class Found:
     asked_xla: bool | None = None
     compiled: bool = False
     graph: tf.Graph | None = None
+    described: bool = False
 
     @property
     def loss_placed(self) -> str | None:

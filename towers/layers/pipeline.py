@@ -219,7 +219,7 @@ def placed(
 
 
 def weighted(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns the layers that are divided among stages: those with weights, in order."""
+    """Returns what is divided among stages: the layers with weights, in order."""
     return [layer for layer in placeable(model) if layer.weights]
 
 

@@ -54,16 +54,34 @@ def order(turns: Sequence[Turn], micro_batches: int, schedule: str) -> list[Slot
     return _Step(turns, micro_batches, schedule).act_out()
 
 
+def held(turns: Sequence[Turn], micro_batches: int, schedule: str) -> list[int]:
+    """Returns how many micro-batches' activations each turn's are kept of, at most."""
+    step, most = _Step(turns, micro_batches, schedule), [0] * len(turns)
+    now = [0] * len(turns)
+    for slot in step.act_out():
+        if slot.turn < step.forward:
+            now[slot.turn] += 1
+            most[slot.turn] = max(most[slot.turn], now[slot.turn])
+        for k in range(step.forward):
+            now[k] -= step.released[k] == slot.turn
+    return most
+
+
 class _Step:
-    """A step that is acted out."""
+    """A step that is acted out.
+
+    Attributes:
+        forward: How many turns are on the way forward.
+        released: For each of these, the turn that is the last to need what it makes.
+    """
 
     def __init__(self, turns, micro_batches, schedule):
         self._turns, self._gpipe = turns, schedule == "gpipe"
         self._next = [0] * micro_batches
         self._ready = [0.0] * micro_batches
         self._idle = dict.fromkeys((turn.stage for turn in turns), 0.0)
-        self._forward = [turn.backward for turn in [*turns, Turn(0, True)]].index(True)
-        self._released = [self._last_use(k) for k in range(self._forward)]
+        self.forward = [turn.backward for turn in [*turns, Turn(0, True)]].index(True)
+        self.released = [self._last_use(k) for k in range(self.forward)]
 
     def act_out(self):
         slots = []
@@ -88,12 +106,12 @@ class _Step:
 
     def _may(self, k):
         if self._gpipe:
-            return k < self._forward or min(self._next) >= self._forward
-        if k >= self._forward or self._forward == len(self._turns):
+            return k < self.forward or min(self._next) >= self.forward
+        if k >= self.forward or self.forward == len(self._turns):
             return True
         # As many hold activations as there are turns from here to the way back.
-        held = sum(k < each <= self._released[k] for each in self._next)
-        return held < self._forward - k
+        held = sum(k < each <= self.released[k] for each in self._next)
+        return held < self.forward - k
 
     def _last_use(self, k):
         """The turn that is the last to need what a turn on the way forward has made."""

@@ -73,6 +73,24 @@ class StagedTower:
                 self._phases.append([])
             self._phases[-1].append(phase)
 
+    def kept(self) -> list[list[tf.Tensor]]:
+        """Returns what each turn makes, or takes from others, for the way back."""
+        wanted = {
+            each
+            for phase in self.phases
+            if phase.place.backward
+            for each in phase.takes
+        }
+        given = {*map(key, self._takes)}
+        found = []
+        for turn, phases in zip(self.turns, self._phases, strict=True):
+            mine = {}
+            for phase in phases if not turn.backward else ():
+                mine |= phase.makes | phase.takes
+            kept = {k: t for k, t in mine.items() if k in wanted and k not in given}
+            found.append([*kept.values()])
+        return found
+
     def run(
         self,
         calls: Sequence[tuple[int, TowerCall]],

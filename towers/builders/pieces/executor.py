@@ -22,6 +22,7 @@ from towers.layers.labels import Labels
 from towers.loop import loop
 from towers.plan import Plan
 from towers.program import words
+from towers.stages import table
 from towers.stages.staged import StagedTower
 from towers.tower import eager
 from towers.tower.errors import ModelError, UntraceableError
@@ -202,6 +203,8 @@ class TowerExecutor:
             traced = sizes.trace_first(trace)
         self._check_traced(traced, None if sizes.only else towers.rules)
         if labels is not None:
+            if towers.training and context.usual_rows:
+                self._describe_stages(trace)
             return functools.partial(self._in_stages, traced, labels), values
 
         def execute(calls, everything):
@@ -229,6 +232,19 @@ class TowerExecutor:
             # A host without rows takes part all the same.
             results = run([traced], calls[:1])
         return results
+
+    def _describe_stages(self, trace):
+        """Says which layers are on which stage, and what memory they take."""
+        context, pipeline = self.context, self.context.plan.pipeline
+        if context.found.described or pipeline.stages == 1:
+            return
+        context.found.described = True
+        labels = Labels(pipeline.parts)
+        # Only where the number of examples is known, all sizes are.
+        rows = max(1, context.plan.sizes(context.usual_rows)[0])
+        traced = trace(rows=rows, labels=labels)
+        tower = StagedTower(traced, labels, pipeline, context.variables)
+        context.say(table.lines(tower, pipeline, rows))
 
     def _check_pipeline(self):
         context = self.context

@@ -1,0 +1,98 @@
+"""Describes the stages of a tower: their layers, and the memory that they take."""
+
+import math
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from towers.keras_adapter.optimizers import slots_of
+from towers.layers.pipeline import Pipeline, weighted
+from towers.program import words
+from towers.stages.schedule import held
+from towers.stages.staged import StagedTower
+
+
+def lines(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[str]:
+    """Returns a table of the stages of a tower.
+
+    Args:
+        tower: The tower, as it trains.
+        pipeline: How its devices share the model.
+        rows: Examples of a micro-batch.
+    """
+    model = pipeline.model
+    weights, slots = _bytes_of_weights(pipeline)
+    activations = activation_bytes(tower, pipeline, rows)
+    cells = [("stage", "layers", "weights", "gradients and slots", "activations")]
+    for stage in range(pipeline.stages):
+        names = [
+            layer.name
+            for layer in weighted(model)
+            if pipeline.layers.get(id(layer)) == stage
+        ]
+        sizes = weights[stage], weights[stage] + slots[stage], activations[stage]
+        cells.append((str(stage), _listed(names), *map(words.size, sizes)))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    first = (
+        f"Stages of model '{model.name}', with "
+        f"{words.count(pipeline.micro_batches, 'micro-batch', 'micro-batches')} of "
+        f"{words.count(rows, 'example')}, schedule {pipeline.schedule}, recompute "
+        f"{pipeline.recompute}:"
+    )
+    return [
+        first,
+        *(
+            "  ".join(
+                cell.ljust(n) for cell, n in zip(row, widths, strict=True)
+            ).rstrip()
+            for row in cells
+        ),
+    ]
+
+
+def activation_bytes(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[int]:
+    """Returns the bytes that each stage keeps for the way back, at most.
+
+    Args:
+        tower: The tower, as it trains.
+        pipeline: How its devices share the model.
+        rows: Examples of a micro-batch, where the graph does not know it.
+    """
+    kept = [0] * pipeline.stages
+    at_most = held(tower.turns, pipeline.micro_batches, pipeline.schedule)
+    for turn, count, made in zip(tower.turns, at_most, tower.kept(), strict=True):
+        kept[turn.stage] += count * sum(_bytes(tensor, rows) for tensor in made)
+    return kept
+
+
+def _bytes(tensor, rows):
+    if tensor.dtype in (tf.resource, tf.variant, tf.string):
+        return 0
+    sizes = [rows if n is None else n for n in tensor.shape]
+    return math.prod(sizes) * tensor.dtype.size
+
+
+def _bytes_of_weights(pipeline):
+    """For each stage, the bytes of weights, and those of the optimizer's slots."""
+    model = pipeline.model
+    weights, slots = [0] * pipeline.stages, [0] * pipeline.stages
+    for variable, stage in zip(
+        model.variables, pipeline.stages_of(model.variables), strict=True
+    ):
+        weights[stage] += _size(variable)
+    for variable in model.trainable_variables:
+        (stage,) = pipeline.stages_of([variable])
+        if model.optimizer is not None:
+            slots[stage] += sum(map(_size, slots_of(model.optimizer, variable)))
+    return weights, slots
+
+
+def _size(variable: keras.Variable) -> int:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) < 3:
+        return ", ".join(names)
+    return f"{names[0]} to {names[-1]} ({len(names)})"
