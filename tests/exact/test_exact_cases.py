@@ -213,7 +213,7 @@ def later(case, builder):
 @pytest.mark.parametrize(("case", "builder"), RUNS)
 def test_towers_equal_one_device(case, builder):
     if builder == "asynchronous":
-        case = _alone(case)
+        case = alone(case)
 
     def wrap(model):
         return towers.multi_gpu_model(
@@ -225,7 +225,7 @@ def test_towers_equal_one_device(case, builder):
     assert found["verdict"] == case.verdict, found
 
 
-def _alone(case):
+def alone(case):
     """The case on one tower, to which what several cannot cut is the whole."""
     options = {name: v for name, v in case.options.items() if name != "split_ratios"}
     # Some are refused whatever the number of towers.

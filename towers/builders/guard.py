@@ -7,6 +7,7 @@ one kernel a buffer, beside the reduction, and only scalars go to the host. Whic
 and what in it, is found out afterwards; see `numerics`.
 """
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -148,23 +149,32 @@ class Guard:
 
 
 def _joined(gradients):
-    """Gradients as fewer tensors, on the device of the first."""
+    """Gradients as fewer tensors, each where it is."""
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    small = [part for part in parts if (part.shape.num_elements() or _MANY) < _MANY]
-    large = [part for part in parts if (part.shape.num_elements() or _MANY) >= _MANY]
-    with tf.device(parts[0].device):
-        return packing.pack(small) + large
+    small = collections.defaultdict(list)
+    large = []
+    for part in parts:
+        few = (part.shape.num_elements() or _MANY) < _MANY
+        (small[part.device] if few else large).append(part)
+    joined = []
+    for device, together in small.items():
+        with tf.device(device):
+            joined += packing.pack(together)
+    return joined + large
 
 
 def sum_is_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Tells whether the sum of all numbers is finite: one pass over each tensor.
 
     If it is, each of them is; if not, it may be that only the sum overflows. The
-    tensors are of floating types, all on one device.
+    tensors are of floating types, and are summed where they are.
     """
     wide = tf.float64 if any(t.dtype == tf.float64 for t in tensors) else tf.float32
+    sums = []
+    for tensor in tensors:
+        with tf.device(tensor.device):
+            sums.append(tf.reduce_sum(tf.cast(tensor, wide)))
     with tf.device(tensors[0].device):
-        sums = [tf.reduce_sum(tf.cast(tensor, wide)) for tensor in tensors]
         return tf.math.is_finite(tf.add_n(sums))
 
 

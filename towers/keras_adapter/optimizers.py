@@ -107,6 +107,14 @@ def slots_of(
     optimizer = innermost(optimizer)
     if not optimizer.built:
         return []
+    # Of those that a `keras.optimizers.MultiOptimizer` has, each has its own variables.
+    if several := getattr(optimizer, "optimizers", ()):
+        return [
+            slot
+            for each in several
+            if any(variable is own for own in each._trainable_variables)
+            for slot in slots_of(each, variable, of_any_shape)
+        ]
     own, index = optimizer._trainable_variables, slot_index(optimizer, variable)
     found = []
     for name, slots in vars(optimizer).items():

@@ -57,9 +57,18 @@ class Labels:
     @contextlib.contextmanager
     def noting_gradients(self) -> Iterator[None]:
         """Inside, gradients are computed."""
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
         with _made() as made:
             yield
         self.backward.update(op.name for op in made)
+        # A loop is given the lists that it is to keep its values in for its gradient.
+        waiting = [*graph.get_operations()[:before]]
+        while waiting:
+            for tensor in waiting.pop().inputs:
+                if tensor.op.name in self.backward:
+                    self.backward.remove(tensor.op.name)
+                    waiting.append(tensor.op)
 
 
 @contextlib.contextmanager

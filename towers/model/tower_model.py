@@ -24,7 +24,7 @@ from towers.model.first_call import FirstCall
 from towers.model.fit_call import FitCall, given
 from towers.model.variable_update import VariableUpdate
 from towers.numerics import not_finite
-from towers.tower.errors import explained_shapes
+from towers.tower.errors import explained_shapes, explained_stages
 
 # Beside `fit`, whose `FitCall` sees to it.
 _OF_MANY_BATCHES = "evaluate", "predict"
@@ -162,10 +162,15 @@ class TowerModel(wrapt.CallableObjectProxy):
     make_test_function = functools.partialmethod(_make_compared, "test")
     make_predict_function = functools.partialmethod(_make_compared, "predict")
 
+    @contextlib.contextmanager
     def _explained(self):
-        if len(self.builder.plan.devices) == 1:
-            return contextlib.nullcontext()
-        return explained_shapes(self.__wrapped__)
+        plan, model = self.builder.plan, self.__wrapped__
+        with contextlib.ExitStack() as explained:
+            if len(plan.devices) > 1:
+                explained.enter_context(explained_shapes(model))
+            if plan.pipeline.stages > 1:
+                explained.enter_context(explained_stages(model))
+            yield
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """See `keras.Model.fit`; with a `towers.callbacks.Checkpoint`, it goes on.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
+from towers.analysis import effects
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import GraphDef, keep_functions
 from towers.layers.labels import Labels
@@ -142,7 +143,9 @@ def _with_forward(order, members, places, place):
             continue
         for tensor in op.inputs:
             of = places.get(tensor.op.name)
-            if of is not None and not of.backward and of.part == place.part:
+            mine = of is not None and not of.backward and of.part == place.part
+            # What Python computes, and may compute otherwise, is done once.
+            if mine and not any(effects.of([tensor.op])):
                 inside.add(tensor.op.name)
     return {op.name: op for op in order if op.name in inside}
 
@@ -215,14 +218,17 @@ class _Places:
 
     def _of_gradient(self, op):
         """The part of an operation of the gradient, and its level if nothing waits."""
-        for name in _colocated(op):
+        taken = self._taken(op)
+        # A sum stands where the last gradient comes from; TensorFlow puts it with any.
+        is_sum = op.type == "AddN" and taken and max(taken).backward
+        for name in () if is_sum else _colocated(op):
             place = self.places.get(name)
             if place is not None and not place.backward:
                 return place.part, 2 * self._deepest + 1 - place.level
             part = self._given.get((id(op.graph), f"{name}:0"))
             if part is not None:
                 return part, 2 * self._deepest + 1 - part
-        if taken := self._taken(op):
+        if taken:
             last = max(taken)
             level = last.level if last.backward else 2 * self._deepest + 1 - last.level
             return last.part, level

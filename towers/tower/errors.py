@@ -61,6 +61,30 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def explained_stages(model: keras.Model) -> Iterator[None]:
+    """Inside, a model runs in stages; an error that a stage has lost is a sentence.
+
+    TensorFlow cancels what waits for a function that fails, on all devices, before it
+    hears how the function has failed.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ModelError: Where a stage has failed, and it is not known how.
+    """
+    try:
+        yield
+    except tf.errors.CancelledError as error:
+        raise ModelError(
+            f"A stage of model '{model.name}' has failed, and TensorFlow hands on only "
+            "that the others were cancelled; so look for the first 'aborting with "
+            "status' among what it prints, with TF_CPP_MIN_LOG_LEVEL=1 in the "
+            "environment, or pass stages=1 to multi_gpu_model."
+        ) from error
+
+
+@contextlib.contextmanager
 def explained_leaks(model: keras.Model) -> Iterator[None]:
     """Inside, a step is traced; an error about a tensor that it kept is a sentence.
 

@@ -124,6 +124,7 @@ class TowerExecutor:
         data = self._split(whole, local_batches)
         unread = not towers.rules.complete
         if context.model.run_eagerly:
+            self._say_eager()
             if unread:
                 self._prove(towers, values, data)
             execute = functools.partial(self._take_turns, towers, data.size)
@@ -254,6 +255,22 @@ class TowerExecutor:
                 "across towers, by synchronized=True, which stages and micro-batches "
                 "do not compute at the same time; expected synchronized=False."
             )
+        if context.found.asked_xla:
+            line = (
+                f"XLA does not compile model '{context.model.name}', as "
+                "multi_gpu_model() was given stages, micro_batches or recompute."
+            )
+            context.say([line])
+
+    def _say_eager(self):
+        context, pipeline = self.context, self.context.plan.pipeline
+        if pipeline.stages > 1 or pipeline.recompute != "none":
+            line = (
+                f"Model '{context.model.name}' runs eagerly, so each tower computes on "
+                "its first device, and keeps all that its gradient needs; stages and "
+                "recompute are for graphs."
+            )
+            context.say([line])
 
     def _together(self, function, traced, calls, everything, total):
         """Runs towers whose layers talk to one another, and to those of other hosts."""

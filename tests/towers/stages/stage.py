@@ -1,0 +1,40 @@
+"""A small tower, traced and cut."""
+
+import functools
+
+import tensorflow as tf
+
+from towers.layers.labels import Labels
+from towers.layers.pipeline import Pipeline
+from towers.stages import phases
+from towers.stages.staged import StagedTower
+from towers.tower import passes
+from towers.tower.traced import Traced
+
+
+def cut(model, stages, monkeypatch, placement="auto", recompute="none"):
+    """Traces and cuts a tower that returns outputs, and a sum's gradients.
+
+    Returns:
+        The tower, and its phases.
+    """
+    pipeline = Pipeline(stages, 2, "1f1b", recompute, placement, model)
+    labels = Labels(pipeline.parts)
+    x = [tf.TensorSpec(each.shape, each.dtype) for each in model.inputs]
+    specs = [
+        [tf.TensorSpec(v.shape, v.dtype) for v in model.trainable_variables],
+        [tf.TensorSpec(v.shape, v.dtype) for v in model.non_trainable_variables],
+        x[0] if len(x) == 1 else x,
+        tf.TensorSpec([], tf.float32),
+    ]
+    function = functools.partial(passes.probe, model, True)
+    traced = Traced(function, specs, False, False, labels=labels)
+    made, original = [], phases.cut
+    variables = [*model.trainable_variables, *model.non_trainable_variables]
+
+    def noted(*arguments):
+        made.extend(original(*arguments))
+        return made
+
+    monkeypatch.setattr(phases, "cut", noted)
+    return StagedTower(traced, labels, pipeline, variables), made

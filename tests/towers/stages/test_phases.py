@@ -1,0 +1,139 @@
+"""What is computed together: phases, cut from the graph of a tower."""
+
+import re
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.towers.stages import stage
+from towers.stages.schedule import Turn
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    def cut(model, stages, *options):
+        return stage.cut(model, stages, monkeypatch, *options)
+
+    return cut
+
+
+def dense(name, units=6):
+    return layers.Dense(units, activation="tanh", name=name)
+
+
+def chain(*names):
+    return keras.Sequential([keras.Input([6]), *map(dense, names)])
+
+
+def there_and_back(*stages):
+    return [*map(Turn, stages), *(Turn(k, True) for k in reversed(stages))]
+
+
+def of(tensors):
+    """The scopes that tensors come from: layers' names, and those of gradients."""
+    scopes = (tensor.op.name.split("/")[-2:] for tensor in tensors)
+    # A tower calls layers once more than the model did.
+    return {re.sub(r"_\d+$", "", scope[0]) for scope in scopes if len(scope) > 1}
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_each_stage_has_a_phase_forward_and_one_backward(cut, stages, recompute):
+    tower, phases = cut(chain(*"abcd"), stages, "auto", recompute)
+    assert tower.turns == there_and_back(*range(stages))
+    assert [phase.place.level for phase in phases] == [*range(2 * stages)]
+
+
+def test_phases_hand_on_activations_and_their_gradients_alone(cut):
+    _, phases = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1})
+    first, second, second_back, first_back = phases
+
+    def handed(source, target):
+        return [t for key, t in target.takes.items() if key in source.makes]
+
+    assert of(handed(first, second)) == {"b"}
+    assert of(handed(second_back, first_back)) == {"MatMul_grad"}
+    assert len(handed(second_back, first_back)) == 1
+    # What the gradient needs of the way forward is where it is needed.
+    assert handed(first, first_back) and handed(second, second_back)
+    assert not handed(second, first_back)
+    assert handed(first, second_back) == handed(first, second)
+
+
+def test_what_is_computed_again_is_not_kept(cut):
+    _, phases = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1}, "stage")
+    first, second, second_back, first_back = phases
+    assert of(first.makes.values()) == {"b"}
+    assert not first.makes.keys() & first_back.takes.keys()
+    assert first.makes.keys() <= second_back.takes.keys()
+
+
+def test_layers_are_computed_again_one_by_one(cut):
+    tower, phases = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1}, "layer")
+    assert tower.turns == there_and_back(0, 1)
+    assert [phase.place.part for phase in phases] == [0, 1, 2, 3, 3, 2, 1, 0]
+    forward = phases[:4]
+    assert [of(phase.makes.values()) for phase in forward[:3]] == [{n} for n in "abc"]
+
+
+def skipping():
+    given = keras.Input([6])
+    first = dense("a")(given)
+    second = dense("b")(first)
+    third = dense("c")(layers.Add()([second, given, first]))
+    return keras.Model(given, dense("d")(layers.Concatenate()([third, first, given])))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_skip_connections_cost_no_turn(cut, stages):
+    tower, _ = cut(skipping(), stages)
+    assert tower.turns == there_and_back(*range(stages))
+
+
+def test_a_shared_layer_takes_another_turn(cut):
+    given, first, second = keras.Input([6]), dense("a"), dense("b")
+    model = keras.Model(given, second(first(second(first(given)))))
+    tower, _ = cut(model, 2)
+    assert tower.turns == there_and_back(0, 1, 0, 1)
+
+
+def test_stages_in_another_order_than_layers(cut):
+    tower, _ = cut(chain(*"abcd"), 3, {"a|c": 2, "b": 0, "d": 1})
+    assert tower.turns == there_and_back(2, 0, 2, 1)
+
+
+def test_several_inputs_and_outputs(cut):
+    one, two = keras.Input([6]), keras.Input([6])
+    left, right = dense("a")(one), dense("b")(two)
+    both = layers.Concatenate()([left, right])
+    model = keras.Model([one, two], [dense("c")(both), dense("d")(left)])
+    tower, _ = cut(model, 2)
+    assert tower.turns == there_and_back(0, 1)
+
+
+def test_a_loop_runs_on_the_way_forward(cut):
+    # It is given the lists that it is to keep, by its gradient.
+    loops = [layers.SimpleRNN(4, return_sequences=True), layers.SimpleRNN(4)]
+    _, phases = cut(keras.Sequential([keras.Input([5, 4]), *loops]), 2)
+    kinds = [{t.op.type for t in phase.makes.values()} for phase in phases]
+    loop = {"StatelessWhile", "While"}
+    assert [bool(kind & loop) for kind in kinds[:2]] == [True, True]
+    handed = phases[0].makes.keys() & phases[1].takes.keys()
+    assert [phases[0].makes[key].shape for key in handed] == [[None, 5, 4]]
+
+
+class Python(layers.Layer):
+    """Calls Python."""
+
+    def call(self, x):
+        found = tf.py_function(lambda x: 2 * x, [x], tf.float32)
+        return tf.ensure_shape(found, x.shape)
+
+
+def test_python_is_not_called_again(cut):
+    every = [dense("a"), Python(), dense("b"), dense("c")]
+    model = keras.Sequential([keras.Input([6]), *every])
+    _, phases = cut(model, 2, {"a|b|python": 0, "c": 1}, "stage")
+    assert "EagerPyFunc" in {t.op.type for t in phases[-1].takes.values()}
