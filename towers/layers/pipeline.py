@@ -195,7 +195,8 @@ def placed(
         _check(pattern, stage, stages)
     layers = [*placeable(model)]
     for layer in layers:
-        names = (layer.name, getattr(layer, "path", layer.name))
+        # One that is not built has no path.
+        names = (layer.name, getattr(layer, "path", None) or layer.name)
         for pattern, stage in placement.items():
             if any(re.fullmatch(pattern, name) for name in names):
                 found[id(layer)] = stage

@@ -640,6 +640,22 @@ def _():
         assert any(slot.numpy().any() for slot in slots)
 
 
+def test_each_optimizer_of_several_has_slots_of_its_own():
+    several = getattr(keras.optimizers, "MultiOptimizer", None)
+    if several is None:
+        pytest.skip("this Keras has none")
+    one, two = keras.Variable([1.0], name="one"), keras.Variable([1.0], name="two")
+    adam = keras.optimizers.Adam()
+    chosen = {id(one): adam, id(two): keras.optimizers.SGD(momentum=0.9)}
+    optimizer = several(lambda variable: chosen[id(variable)])
+    optimizer.build([one, two])
+    slots = [
+        optimizers.slots_of(optimizer, each, of_any_shape=True) for each in (one, two)
+    ]
+    assert [len(each) for each in slots] == [2, 1]
+    assert all("one" in slot.path for slot in slots[0])
+
+
 @contract(
     "_accumulators",
     "accumulator",

@@ -64,7 +64,7 @@ def test_phases_hand_on_activations_and_their_gradients_alone(cut):
 
 def test_what_is_computed_again_is_not_kept(cut):
     _, phases = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1}, "stage")
-    first, second, second_back, first_back = phases
+    first, _, second_back, first_back = phases
     assert of(first.makes.values()) == {"b"}
     assert not first.makes.keys() & first_back.takes.keys()
     assert first.makes.keys() <= second_back.takes.keys()

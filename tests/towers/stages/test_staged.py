@@ -1,0 +1,173 @@
+"""Where stages run, and what travels between them: looked up in what was executed."""
+
+import collections
+import itertools
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests import executed
+from towers import multi_gpu_model
+from towers.keras_adapter.graphs import function_definition
+from towers.tower.errors import ModelError
+
+_numbers = itertools.count(5000)
+CPU = [f"/device:CPU:{k}" for k in range(4)]
+UNITS, ROWS = 8, 12
+# What each layer does on the way forward, and what its gradient does.
+FORWARD = {"MatMul", "BiasAdd", "Tanh"}
+BACKWARD = {"MatMul", "BiasAddGrad", "TanhGrad"}
+
+
+def blocks():
+    sizes = UNITS, UNITS, UNITS, 3
+    every = [
+        layers.Dense(size, activation="tanh", name=f"block_{k}")
+        for k, size in enumerate(sizes)
+    ]
+    inputs = keras.Input([6])
+    return keras.Sequential([inputs, *every], name=f"blocks_{next(_numbers)}")
+
+
+def batch():
+    return np.ones([ROWS, 6], "float32"), np.ones([ROWS, 3], "float32")
+
+
+def step(**options):
+    """Trains once; returns the model, and what ran."""
+    model = blocks()
+    parallel = multi_gpu_model(model, stages=2, micro_batches=2, **options)
+    parallel.compile("adam", "mse")
+    run = executed.run(lambda: parallel.train_on_batch(*batch()), model.name)
+    return model, run
+
+
+def called(nodes):
+    """Yields what phases do: on which device, by which function, and its operations."""
+    for device, found in nodes.items():
+        for node in found:
+            if "PartitionedCall" in node.op and node.name.startswith("tower_"):
+                # TensorFlow makes a copy for each call.
+                name = re.sub(r"_specialized_for_.*", "", node.attr["f"].func.name)
+                yield device, name, function_definition(name).node_def
+
+
+WAYS = [
+    ("parameter_server", 1, "none"),
+    ("parameter_server", 1, "layer"),
+    ("replicated", 2, "none"),
+]
+
+
+@pytest.mark.parametrize(("builder", "towers", "recompute"), WAYS)
+def test_each_layer_is_where_its_stage_is(builder, towers, recompute):
+    model, nodes = step(gpus=2 * towers, variable_update=builder, recompute=recompute)
+    where = collections.defaultdict(lambda: collections.defaultdict(set))
+    for device, _, operations in called(nodes):
+        for operation in operations:
+            if made := re.search(r"block_\d", operation.name):
+                # Nothing in a phase is placed anywhere but where it is called.
+                assert operation.device == ""
+                backward = operation.name.startswith("gradients")
+                where[made[0], backward][operation.op].add(device)
+    for k in range(4):
+        devices = {CPU[2 * tower + k // 2] for tower in range(towers)}
+        for backward, wanted in (False, FORWARD), (True, BACKWARD):
+            ran = where[f"block_{k}", backward]
+            assert wanted <= ran.keys()
+            assert all(ran[op] == devices for op in wanted)
+    for k, layer in enumerate(model.layers):
+        for weight in layer.variables:
+            slots = [
+                slot
+                for slot in model.optimizer.variables
+                if slot.path.endswith(
+                    (f"block_{k}_{weight.name}_momentum", f"{weight.name}_velocity")
+                )
+                and f"block_{k}" in slot.path
+            ]
+            assert len(slots) == 2
+            for variable in [weight, *slots]:
+                assert variable.value.device.endswith(CPU[k // 2])
+
+
+def test_of_each_micro_batch_one_activation_travels_and_one_gradient():
+    _, nodes = step(gpus=2)
+    phases = collections.Counter(
+        (source, target)
+        for source, target, _, name in executed.transfers(nodes)
+        if "PartitionedCall" in name
+    )
+    # `test_phases.py` has what they are.
+    assert phases == {(CPU[0], CPU[1]): 2, (CPU[1], CPU[0]): 2}
+
+
+def test_a_guard_looks_at_gradients_where_they_are():
+    _, nodes = step(gpus=2, check_numerics=True)
+    joined = {
+        device
+        for device, found in nodes.items()
+        for node in found
+        if node.op == "ConcatV2" and node.name.startswith("check_numerics/")
+    }
+    assert joined == {*CPU[:2]}
+
+
+class Fails(layers.Layer):
+    """Fails for some batches."""
+
+    def call(self, x):
+        tf.debugging.assert_less(x, 10.0)
+        return x
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_error_that_a_stage_has_lost_is_a_sentence(first):
+    every = [layers.Dense(6, name="a"), layers.Dense(6, name="b")]
+    every.insert(0 if first else 2, Fails(name="fails"))
+    model = keras.Sequential([keras.Input([6]), *every])
+    parallel = multi_gpu_model(
+        model, 2, stages=2, placement={"a|fails" if first else "a": 0, ".*": 1}
+    )
+    parallel.compile("sgd", "mse")
+    x = np.zeros([4, 6], "float32")
+    parallel.train_on_batch(x, x)
+    with pytest.raises((ModelError, tf.errors.InvalidArgumentError)) as caught:
+        parallel.train_on_batch(x + np.inf, x)
+    # Whichever TensorFlow hears first.
+    sentence = "A stage of model 'sequential' has failed", "assertion failed"
+    assert any(words in str(caught.value) for words in sentence)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"run_eagerly": True}, "so each tower computes on its first device"),
+        ({"jit_compile": True}, "XLA does not compile model"),
+    ],
+)
+def test_what_stages_leave_out_is_said(capsys, options, line):
+    parallel = multi_gpu_model(blocks(), 2, stages=2)
+    parallel.compile("sgd", "mse", **options)
+    for _ in range(2):
+        parallel.train_on_batch(*batch())
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_layers_that_talk_across_towers_are_refused():
+    norm = layers.BatchNormalization(synchronized=True)
+    model = keras.Sequential([keras.Input([6]), layers.Dense(3), norm])
+    parallel = multi_gpu_model(model, 2, stages=2, micro_batches=2)
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ModelError, match="expected synchronized=False"):
+        parallel.train_on_batch(*batch())
+
+
+def test_asynchronous_is_refused():
+    for options in ({"stages": 2}, {"micro_batches": 2}, {"recompute": "layer"}):
+        with pytest.raises(ValueError, match="expected 'parameter_server' or"):
+            multi_gpu_model(blocks(), 2, variable_update="asynchronous", **options)
