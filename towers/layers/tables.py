@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import embedding_table, layers_of
-from towers.layers import embeddings, sharded, variables
+from towers.layers import sharded, variables
 from towers.program import words
 
 WAYS = "none", "auto", "rows", "columns"
@@ -41,17 +41,23 @@ class Placed:
 
 def left_out(model: keras.Model) -> dict[int, str]:
     """Says, by id of its table, why an embedding of a model is left at home."""
-    plain, reasons = embeddings.tables(model), {}
-    for layer in layers_of(model):
-        if not (isinstance(layer, keras.layers.Embedding) and layer.built):
-            continue
+    reasons = {}
+    for layer in _embeddings(model):
         table = embedding_table(layer)
-        if id(table) not in plain:
-            reasons[id(table)] = "it is frozen, adapted, quantized or of its own class"
+        if layer.lora_enabled or layer.quantization_mode or not table.trainable:
+            reasons[id(table)] = "it is frozen, adapted or quantized"
         for part in ("regularizer", "constraint"):
             if getattr(layer, f"embeddings_{part}") is not None:
                 reasons[id(table)] = f"its {part} takes it as a whole"
     return reasons
+
+
+def _embeddings(model):
+    return [
+        layer
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.Embedding) and layer.built
+    ]
 
 
 def layout(
@@ -71,12 +77,9 @@ def layout(
         way: One of `WAYS`, but for "none".
         home_of: Returns the device of each other variable.
     """
-    reasons, plain = left_out(model), embeddings.tables(model)
-    tables = [
-        variable
-        for variable in model.trainable_variables
-        if id(variable) in plain and id(variable) not in reasons
-    ]
+    found = {id(embedding_table(layer)) for layer in _embeddings(model)}
+    wanted = found - left_out(model).keys()
+    tables = [v for v in model.trainable_variables if id(v) in wanted]
     if way != "auto":
         axis = WAYS.index(way) - WAYS.index("rows")
         return [Placed(table, axis, devices) for table in tables]

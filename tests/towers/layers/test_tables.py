@@ -15,6 +15,7 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import sharded, tables
+from towers.models.text.layers import TiedEmbedding
 
 DEVICES = [f"/device:CPU:{i}" for i in range(3)]
 WAYS = "rows", "columns"
@@ -265,6 +266,32 @@ def test_sparse_updates(name, way, update):
     assert lookup._equal(lookup._run(case, towers, **options), expected)
 
 
+class TiedLayers(keras.Model):
+    """A layer of its own class that is called both ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = TiedEmbedding(*lookup.TABLE)
+
+    def call(self, ids):
+        logits = self.embedding(self.embedding(ids), reverse=True)
+        return keras.ops.mean(logits, axis=1)[:, :3]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("update", ["parameter_server", slow("replicated")])
+def test_a_class_of_its_own_reads_its_table_from_all_shards(
+    way, update, monkeypatch, caplog
+):
+    monkeypatch.setitem(lookup.CASES, "own", (TiedLayers, lookup._ids()))
+    adam = functools.partial(keras.optimizers.Adam, 0.01)
+    expected = lookup._run("own", lambda model: model, adam, run_eagerly=True)
+    found = lookup._run("own", _towers(way, variable_update=update), adam)
+    assert lookup._equal(found, expected)
+    assert "reads all shards of its tables in each step" in caplog.text
+    assert "columns over" in caplog.text or way == "rows"
+
+
 class Combined(keras.layers.Layer):
     """Looks up rows of several ids, and combines those that are not masked."""
 
@@ -363,3 +390,13 @@ def test_averages_take_the_place_of_weights(callbacks):
 
     ours, theirs = run(_towers("rows")), run(lambda model: model)
     assert oracle.largest_difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("update", ["parameter_server", "replicated"])
+def test_towers_of_several_stages(way, update):
+    options = {"stages": 2, "micro_batches": 2, "variable_update": update}
+    options["placement"] = {"dense.*": 1, "(?!dense).*": 0}
+    found = lookup._run("plain", _towers(way, 4, **options), evaluated=False)
+    assert lookup._equal(found, lookup._expected("plain"))
