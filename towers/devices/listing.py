@@ -13,13 +13,14 @@ from towers.devices.configuration import Devices
 from towers.program import words
 
 _WIDTH = 100
-_RIGHT_ALIGNED = "tower", "host", "smi", "memory", "local batch"
+_RIGHT_ALIGNED = "tower", "stage", "host", "smi", "memory", "local batch"
 
 
 def table(
     devices: Devices,
     per_tower_batch: Sequence[int] | None = None,
     hosts: Mapping[str, Sequence[Mapping[str, str]]] | None = None,
+    stages: int = 1,
 ) -> str:
     """Describes the towers in plain text of at most 100 columns.
 
@@ -27,31 +28,35 @@ def table(
         devices: What `configure` returned.
         per_tower_batch: Each tower's local batch, in examples.
         hosts: With several hosts, what `rows` has returned on each, by its name.
+        stages: Number of devices of each tower.
 
     Returns:
-        Lines without a final newline: a row for each tower, then the home of the
+        Lines without a final newline: a row for each device, then the home of the
         variables, the numbering of the GPUs and the note.
 
     Raises:
         ValueError: If there is not one local batch for each tower.
     """
-    every = rows(devices, per_tower_batch)
+    every = rows(devices, per_tower_batch, stages)
     if hosts:
         every = [
             {"tower": "", "host": str(k), **row}
             for k, mine in enumerate(hosts.values())
             for row in mine
         ]
-        for tower, row in enumerate(every):
-            row["tower"] = str(tower)
+        for device, row in enumerate(every):
+            row["tower"] = str(device // stages)
     lines = _aligned(every)
     if hosts:
         lines += _wrapped(f"{words.count(len(hosts), 'host')}: {', '.join(hosts)}.")
     if per_tower_batch is not None:
-        total = sum(int(row["local batch"]) for row in every)
+        total = sum(int(row["local batch"]) for row in every[::stages])
         size = words.count(total, "example")
         lines += _wrapped(f"Each step takes {size}: the sum of the local batches.")
-    lines += _wrapped(f"Variables live on {devices.home}, {_home_in_words(devices)}.")
+    home = f"{devices.home}, {_home_in_words(devices)}"
+    if stages > 1 and not devices.local_parameter_device:
+        home = "the device of their layer's stage"
+    lines += _wrapped(f"Variables live on {home}.")
     if devices.physical:
         lines += _wrapped(_numbering(os.environ))
     if devices.note:
@@ -60,18 +65,23 @@ def table(
 
 
 def rows(
-    devices: Devices, per_tower_batch: Sequence[int] | None = None
+    devices: Devices, per_tower_batch: Sequence[int] | None = None, stages: int = 1
 ) -> list[dict[str, str]]:
-    """Returns the table's cells by column, a row for each tower; as for `table`."""
-    if per_tower_batch is not None and len(per_tower_batch) != len(devices.towers):
+    """Returns the table's cells by column, a row for each device; as for `table`."""
+    towers = len(devices.towers) // stages
+    if per_tower_batch is not None and len(per_tower_batch) != towers:
         raise ValueError(
             f"per_tower_batch has {words.count(len(per_tower_batch), 'size')} for "
-            f"{words.count(len(devices.towers), 'tower')}; give one for each tower."
+            f"{words.count(towers, 'tower')}; give one for each tower."
         )
     found = _gpu_rows(devices) if devices.physical else _cpu_rows(devices)
-    if per_tower_batch is not None:
-        for row, size in zip(found, per_tower_batch, strict=True):
-            row["local batch"] = str(size)
+    for k, row in enumerate(found):
+        if stages > 1:
+            found[k] = row = {"tower": str(k // stages), "stage": str(k % stages)} | {
+                name: cell for name, cell in row.items() if name != "tower"
+            }
+        if per_tower_batch is not None:
+            row["local batch"] = str(per_tower_batch[k // stages])
     return found
 
 

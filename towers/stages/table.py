@@ -69,6 +69,8 @@ def activation_bytes(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[
 def _bytes(tensor, rows):
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
+    if tensor.shape.rank is None:
+        return 0
     sizes = [rows if n is None else n for n in tensor.shape]
     return math.prod(sizes) * tensor.dtype.size
 

@@ -50,6 +50,8 @@ _BOUNDS = (
     ("num_classes", 1, None),
     ("sequence_length", 1, None),
     ("gpu_split", 1, None),
+    ("stages", 1, None),
+    ("micro_batches", 1, None),
     ("gpu_memory_limit_mb", 1, None),
     ("steps_per_loop", 1, None),
     ("log_steps", 1, None),
@@ -281,6 +283,7 @@ def _check_towers(settings: Settings) -> None:
             "--variable_update=asynchronous, whose towers update all of a model at "
             "home; expected one of them, so use --variable_update=parameter_server."
         )
+    _check_stages(settings)
     if any(not index.isdigit() for index in settings.gpu_indices or []):
         raise ValueError(
             f"Received {settings.as_flag('gpu_indices')}; expected numbers of GPUs, "
@@ -291,6 +294,36 @@ def _check_towers(settings: Settings) -> None:
             raise ValueError(
                 f"Received {settings.as_flag('split_ratios')}; expected a positive "
                 "integer for each tower, such as --split_ratios=2,3,3."
+            )
+
+
+def _check_stages(settings: Settings) -> None:
+    """Checks how devices share a model."""
+    wanted = [
+        name
+        for name in ("stages", "micro_batches", "recompute")
+        if getattr(settings, name) != getattr(DEFAULTS, name)
+    ]
+    for flag, refused in (
+        ("variable_update", settings.asynchronous),
+        ("enable_xla", settings.enable_xla == "true"),
+    ):
+        if wanted and refused:
+            raise ValueError(
+                f"Received {settings.as_flag(flag)} and {settings.as_flag(wanted[0])}; "
+                "expected one of them, as they do not go together."
+            )
+    if settings.placement and settings.stages == 1:
+        raise ValueError(
+            f"Received {settings.as_flag('placement')} without --stages; expected the "
+            "number of stages as well, such as --stages=2."
+        )
+    for entry in settings.placement or ():
+        pattern, _, stage = entry.rpartition("=")
+        if not pattern or not stage.isdecimal() or int(stage) >= settings.stages:
+            raise ValueError(
+                f"Received {settings.as_flag('placement')}; expected PATTERN=STAGE, "
+                f"with a stage from 0 to {settings.stages - 1}, such as block_[0-5]=0."
             )
 
 

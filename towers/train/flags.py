@@ -249,6 +249,30 @@ HELPS = {
             "divided over all devices. auto: small ones are whole on one device, large "
             "ones are divided by rows."
         ),
+        "stages": (
+            "Number of devices of each tower. The model is divided among them, with "
+            "its gradients and optimizer slots, so that it may be larger than a "
+            "device. 4 GPUs with --stages=2 make 2 towers."
+        ),
+        "placement": (
+            "The stage of each layer: PATTERN=STAGE, separated by commas, such as "
+            "block_[0-5]=0,.*=1. A pattern is a regular expression for the whole name "
+            "of a layer; the first that matches counts. Default: layers are divided in "
+            "their order, by their weights and the time that they take."
+        ),
+        "micro_batches": (
+            "Number of parts of a tower's batch that go through its stages one after "
+            "another, so that stages work at the same time. With one stage, it saves "
+            "memory."
+        ),
+        "pipeline_schedule": (
+            "The order of micro-batches. gpipe: all go forward, then all go backward. "
+            "1f1b: each goes backward as soon as it can, which takes less memory."
+        ),
+        "recompute": (
+            "What to compute again for the gradient, instead of keeping it in memory. "
+            "none, stage: all of a stage. layer: each layer by itself."
+        ),
         "local_parameter_device": (
             "Device where the variables are, and where gradients are added. gpu: the "
             "first tower's device. Default: gpu if towers are on GPUs, else cpu."

@@ -75,13 +75,16 @@ class Job:
     @property
     def sizes(self) -> list[int]:
         """Examples of a full batch that each tower of this host gets."""
-        return self.parallel.builder.plan.sizes(self.settings.batch_size)
+        plan, count = self.parallel.builder.plan, self.settings.micro_batches
+        sizes = plan.sizes(self.settings.batch_size)
+        return [sum(sizes[k : k + count]) for k in range(0, len(sizes), count)]
 
     @property
     def towers(self) -> list[str]:
         """The devices of the towers of all hosts, in words."""
         if not self.hosts:
-            return [*self.devices.towers]
+            replicas = self.parallel.builder.plan.replicas
+            return [" and ".join(tower.devices) for tower in replicas]
         return [
             f"host {k} {row['device']}"
             for k, rows in enumerate(self.hosts.values())
@@ -91,7 +94,8 @@ class Job:
     @property
     def table(self) -> str:
         """Describes the devices of all hosts; see `towers.devices.table`."""
-        return devices.table(self.devices, self.sizes, self.hosts)
+        stages = self.settings.stages
+        return devices.table(self.devices, self.sizes, self.hosts, stages)
 
     def task_logs(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Returns what the task logs beside what Keras does; see `Task.logs`."""
@@ -148,8 +152,8 @@ def assemble(settings: Settings) -> Job:
     setup = setup_parts.of(settings, opened.facts, mine)
     if not settings.clean:
         continued.check_classes(folder, setup)
-    # A table that is to be divided may be larger than the device that is home.
-    divided = settings.shard_embeddings != "none"
+    # What is to be divided may be larger than the device that is home.
+    divided = settings.shard_embeddings != "none" or settings.stages > 1
     model = model_parts.build_model(setup, HOST if divided else found.home)
     if not settings.eval_only:
         model_parts.check_can_be_saved(setup, model)
@@ -198,7 +202,7 @@ def _of_all_hosts(job):
     hosts = this_host()
     if hosts.count == 1:
         return None
-    told = hosts.tell_all(devices.rows(job.devices, job.sizes))
+    told = hosts.tell_all(devices.rows(job.devices, job.sizes, job.settings.stages))
     return dict(zip(hosts.names, told, strict=True))
 
 

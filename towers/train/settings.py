@@ -142,6 +142,11 @@ class Settings:
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
     max_staleness: int | None = None
     shard_embeddings: Literal["none", "auto", "rows", "columns"] = "none"
+    stages: int = 1
+    placement: tuple[str, ...] | None = None
+    micro_batches: int = 1
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    recompute: Literal["none", "stage", "layer"] = "none"
     local_parameter_device: Literal["cpu", "gpu"] | None = None
     split_ratios: tuple[str, ...] | None = None
     loss_placement: Literal["auto", "tower", "gathered"] = "auto"

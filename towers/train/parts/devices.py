@@ -15,7 +15,7 @@ def configure_devices(settings: Settings) -> Devices:
         indices = [int(index) for index in settings.gpu_indices]
     elif num_gpus is None and not tf.config.list_physical_devices("GPU"):
         # Two, so that towers can be seen at work on any machine.
-        num_gpus = len(settings.split_ratios or (1, 1))
+        num_gpus = len(settings.split_ratios or (1, 1)) * settings.stages
     devices = configure(
         num_gpus,
         gpu_indices=indices,
@@ -37,13 +37,20 @@ def configure_devices(settings: Settings) -> Devices:
 
 def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
     """Reads how much of a batch each tower gets, relative to the others."""
-    towers, ratios = len(devices.towers), settings.split_ratios
+    count, stages = len(devices.towers), settings.stages
+    if count % stages:
+        raise ValueError(
+            f"Received {settings.as_flag('stages')} for "
+            f"{words.count(count, 'device')}; "
+            "expected a number that divides that of the devices."
+        )
+    towers, ratios = count // stages, settings.split_ratios
     if not ratios:
         return (1,) * towers
     if len(ratios) != towers:
         raise ValueError(
             f"Received {settings.as_flag('split_ratios')} for "
             f"{words.count(towers, 'tower')}; expected one ratio for each, so give "
-            f"{towers} of them, or --num_gpus={len(ratios)}."
+            f"{towers} of them, or --num_gpus={len(ratios) * stages}."
         )
     return tuple(map(int, ratios))

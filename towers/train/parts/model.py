@@ -141,6 +141,13 @@ def make_preprocess(
     return preprocess
 
 
+def _placement(settings):
+    if not settings.placement:
+        return "auto"
+    pairs = (entry.rpartition("=") for entry in settings.placement)
+    return {pattern: int(stage) for pattern, _, stage in pairs}
+
+
 def build_towers(
     setup: Setup,
     model: keras.Model,
@@ -182,6 +189,11 @@ def build_towers(
         ),
         prefetch=settings.prefetch,
         shard_embeddings=settings.shard_embeddings,
+        stages=settings.stages,
+        placement=_placement(settings),
+        micro_batches=settings.micro_batches,
+        pipeline_schedule=settings.pipeline_schedule,
+        recompute=settings.recompute,
         check_numerics=settings.check_numerics != "off"
         and model_dir is not None
         and os.path.join(model_dir, NOT_FINITE),
