@@ -208,6 +208,12 @@ class Plan:
         first = self.towers[0].index
         return Share(self.split_ratios, first, first + len(self.towers))
 
+    def by_replica(self, results: Sequence[T]) -> list[list[T]]:
+        """Groups towers' results, which know their `tower`, by the towers' devices."""
+        count = self.pipeline.micro_batches
+        groups = itertools.groupby(results, lambda result: result.tower // count)
+        return [[*group] for _, group in groups]
+
     def bounds(self, total: tf.Tensor | int) -> list[tuple[Any, Any]]:
         """Computes where the local batches of this host's towers start and end.
 

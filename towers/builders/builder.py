@@ -143,4 +143,10 @@ class Builder:
 
     @xla.setter
     def xla(self, value: bool | None) -> None:
+        if value and not self.plan.pipeline.alone:
+            line = (
+                f"XLA does not compile model '{self.model.name}', as it computes in "
+                "stages or micro-batches."
+            )
+            self.say([line])
         self.context.found.asked_xla = value

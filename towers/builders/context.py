@@ -39,7 +39,6 @@ class Found:
             known to pay.
         compiled: Whether XLA is known to compile the model: by training it once.
         graph: The graph that a step of training was last made in, if any.
-        described: Whether it was said which layers are on which stage.
     """
 
     loss_places: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -50,7 +49,6 @@ class Found:
     asked_xla: bool | None = None
     compiled: bool = False
     graph: tf.Graph | None = None
-    described: bool = False
 
     @property
     def loss_placed(self) -> str | None:
@@ -98,7 +96,7 @@ class Context:
 
     def __post_init__(self):
         if self.timers is None:
-            self.timers = StepTimers(len(self.plan.towers), self._host_times())
+            self.timers = StepTimers(len(self.plan.replicas), self._host_times())
 
     def _host_times(self):
         hosts = self.plan.hosts

@@ -25,7 +25,8 @@ class Placement:
     Attributes:
         model: The model.
         stages: Number of stages.
-        balanced: Whether layers are divided by their cost, as nothing else was asked.
+        balanced: Whether layers are yet to be divided by the time that they take.
+        described: Whether it was said which layers are on which stage.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Placement:
         """
         self.model, self.stages = model, stages
         self.balanced = asked == "auto" and stages > 1
+        self.described = False
         self._asked, self._layers = asked, layers
 
     @property

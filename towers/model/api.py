@@ -201,7 +201,9 @@ def multi_gpu_model(
         gradient_compression=gradient_compression,
         check_numerics=bool(check_numerics),
     )
-    ways = functools.partial(auto.candidates, towers, nccl, stays=stays)
+    ways = functools.partial(
+        auto.candidates, towers, nccl, stays=stays, in_stages=not pipeline.alone
+    )
 
     def make(choice: Choice) -> Builder:
         where = towers[0] if choice.variable_update == "replicated" else home

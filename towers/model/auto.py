@@ -60,6 +60,7 @@ def candidates(
     xla: bool | None,
     synchronized: bool,
     stays: bool = False,
+    in_stages: bool = False,
 ) -> list[Choice]:
     """Lists what may be chosen, and first what to fall back on.
 
@@ -69,10 +70,11 @@ def candidates(
         xla: Whether XLA is to be used; `None` for what is faster.
         synchronized: Whether towers run together, which XLA cannot compile.
         stays: Whether the variables have to stay where the first tower is not.
+        in_stages: Whether towers compute in stages, which XLA does not compile.
     """
     server = [Choice()]
     gpus = is_gpu(towers[0])
-    if synchronized:
+    if synchronized or in_stages:
         xla = False
     algorithms = []
     if len(towers) > 1 and not stays:

@@ -237,9 +237,9 @@ class TowerExecutor:
     def _describe_stages(self, trace):
         """Says which layers are on which stage, and what memory they take."""
         context, pipeline = self.context, self.context.plan.pipeline
-        if context.found.described or pipeline.stages == 1:
+        if pipeline.placement.described or pipeline.stages == 1:
             return
-        context.found.described = True
+        pipeline.placement.described = True
         labels = Labels(pipeline.parts)
         # Only where the number of examples is known, all sizes are.
         rows = max(1, context.plan.sizes(context.usual_rows)[0])

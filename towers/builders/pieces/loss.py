@@ -99,11 +99,20 @@ class LossAndGradients:
             except NoRuleError as error:
                 self.gather_loss("train", str(error))
             else:
-                self.context.timers.computed([(r.loss, r.gradients) for r in results])
+                self._computed(results)
                 state = self.state.combine_state(results, rules)
                 measured = self.metrics.combine(results, rules)
                 return StepOutputs(results, state, measured, [])
         return self._gathered(data, seen, inputs, local_batches)
+
+    def _computed(self, results):
+        """Tells the timers what each tower has made, of all its micro-batches."""
+        self.context.timers.computed(
+            [
+                [(result.loss, result.gradients) for result in group]
+                for group in self.context.plan.by_replica(results)
+            ]
+        )
 
     def prepare(
         self, data: Any, training: bool, local_batches: Sequence[Any] | None = None
@@ -269,7 +278,7 @@ class LossAndGradients:
             towers = TowerFunction(backward, rules, True, [for_losses])
             whole = x, for_outputs
             back = self.executor.run_towers(towers, inputs.values, whole, carried)
-        self.context.timers.computed([result.gradients for result in back])
+        self._computed(back)
         results = [
             result._replace(gradients=again.gradients)
             for result, again in zip(results, back, strict=True)
