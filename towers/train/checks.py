@@ -11,7 +11,8 @@ from towers.program.commands import (
     read_image_size,
     read_randaugment,
 )
-from towers.train import metrics
+from towers.train import tower_flags
+from towers.train.parts import metrics
 from towers.train.settings import DEFAULT_DATA, DEFAULTS, Settings
 
 MOST_PROFILED_STEPS = 200
@@ -90,7 +91,7 @@ def check(settings: Settings) -> Settings:
     _check_numbers(settings)
     _check_optimizer(settings)
     _check_run(settings)
-    _check_towers(settings)
+    tower_flags.check(settings)
     _check_cache(settings)
     check_data(settings)
     _check_grouping(settings)
@@ -255,76 +256,6 @@ def _check_run(settings: Settings) -> None:
             f"Received --clean and --checkpoint={settings.checkpoint}; expected one of "
             "them, as nothing is left to go on from after --clean."
         )
-
-
-def _check_towers(settings: Settings) -> None:
-    """Checks how variables are updated, and by which towers."""
-    if settings.all_reduce_alg != "auto" and settings.variable_update != "replicated":
-        raise ValueError(
-            f"Received {settings.as_flag('all_reduce_alg')} with "
-            f"{settings.as_flag('variable_update')}; it says how replicated adds "
-            "gradients, so give --variable_update=replicated as well."
-        )
-    if settings.max_staleness is not None and not settings.asynchronous:
-        raise ValueError(
-            f"Received {settings.as_flag('max_staleness')} and "
-            f"{settings.as_flag('variable_update')}, whose towers wait for one "
-            "another; expected --variable_update=asynchronous, or none."
-        )
-    if settings.deterministic and settings.asynchronous:
-        raise ValueError(
-            "Received --deterministic and --variable_update=asynchronous, where the "
-            "order of updates is left to chance; expected one of them, so use "
-            "--variable_update=parameter_server."
-        )
-    if settings.shard_embeddings != "none" and settings.asynchronous:
-        raise ValueError(
-            f"Received {settings.as_flag('shard_embeddings')} and "
-            "--variable_update=asynchronous, whose towers update all of a model at "
-            "home; expected one of them, so use --variable_update=parameter_server."
-        )
-    _check_stages(settings)
-    if any(not index.isdigit() for index in settings.gpu_indices or []):
-        raise ValueError(
-            f"Received {settings.as_flag('gpu_indices')}; expected numbers of GPUs, "
-            "such as --gpu_indices=0,2."
-        )
-    for ratio in settings.split_ratios or []:
-        if not (ratio.isdecimal() and int(ratio)):
-            raise ValueError(
-                f"Received {settings.as_flag('split_ratios')}; expected a positive "
-                "integer for each tower, such as --split_ratios=2,3,3."
-            )
-
-
-def _check_stages(settings: Settings) -> None:
-    """Checks how devices share a model."""
-    wanted = [
-        name
-        for name in ("stages", "micro_batches", "recompute")
-        if getattr(settings, name) != getattr(DEFAULTS, name)
-    ]
-    for flag, refused in (
-        ("variable_update", settings.asynchronous),
-        ("enable_xla", settings.enable_xla == "true"),
-    ):
-        if wanted and refused:
-            raise ValueError(
-                f"Received {settings.as_flag(flag)} and {settings.as_flag(wanted[0])}; "
-                "expected one of them, as they do not go together."
-            )
-    if settings.placement and settings.stages == 1:
-        raise ValueError(
-            f"Received {settings.as_flag('placement')} without --stages; expected the "
-            "number of stages as well, such as --stages=2."
-        )
-    for entry in settings.placement or ():
-        pattern, _, stage = entry.rpartition("=")
-        if not pattern or not stage.isdecimal() or int(stage) >= settings.stages:
-            raise ValueError(
-                f"Received {settings.as_flag('placement')}; expected PATTERN=STAGE, "
-                f"with a stage from 0 to {settings.stages - 1}, such as block_[0-5]=0."
-            )
 
 
 def _check_cache(settings: Settings) -> None:

@@ -13,7 +13,7 @@ from absl import flags
 
 from towers.input_pipeline import data_flags
 from towers.program import command_line
-from towers.train import checks
+from towers.train import checks, tower_flags
 from towers.train.settings import Settings
 
 FLAGS = flags.FLAGS
@@ -222,80 +222,7 @@ HELPS = {
         ),
         "log_device_placement": "Log the device of every operation.",
     },
-    "Towers": {
-        "variable_update": (
-            "How to update the variables. parameter_server: on one device. replicated: "
-            "in a copy on each tower. asynchronous: by each tower, without waiting for "
-            "the others. auto: whichever of the first two is measured to be faster at "
-            "the start."
-        ),
-        "all_reduce_alg": (
-            "How --variable_update=replicated adds gradients. cpu: on the CPU. device: "
-            "on one device. ring: in parts, on all devices. nccl: by NCCL, on several "
-            "GPUs."
-        ),
-        "gradient_compression": (
-            "How gradients travel between hosts. none: as they are. fp16, bf16: in 16 "
-            "bits, which is inexact and takes half the bytes, for slow networks."
-        ),
-        "max_staleness": (
-            "With --variable_update=asynchronous, the largest number of updates by "
-            "other towers after a tower has read the variables and before it updates "
-            "them. Default: no limit."
-        ),
-        "shard_embeddings": (
-            "How the tables of embeddings lie on the towers' devices, with their "
-            "optimizer slots. none: like all other variables. rows, columns: each is "
-            "divided over all devices. auto: small ones are whole on one device, large "
-            "ones are divided by rows."
-        ),
-        "stages": (
-            "Number of devices of each tower. The model is divided among them, with "
-            "its gradients and optimizer slots, so that it may be larger than a "
-            "device. 4 GPUs with --stages=2 make 2 towers."
-        ),
-        "placement": (
-            "The stage of each layer: PATTERN=STAGE, separated by commas, such as "
-            "block_[0-5]=0,.*=1. A pattern is a regular expression for the whole name "
-            "of a layer; the first that matches counts. Default: layers are divided in "
-            "their order, by their weights and the time that they take."
-        ),
-        "micro_batches": (
-            "Number of parts of a tower's batch that go through its stages one after "
-            "another, so that stages work at the same time. With one stage, it saves "
-            "memory."
-        ),
-        "pipeline_schedule": (
-            "The order of micro-batches. gpipe: all go forward, then all go backward. "
-            "1f1b: each goes backward as soon as it can, which takes less memory."
-        ),
-        "recompute": (
-            "What to compute again for the gradient, instead of keeping it in memory. "
-            "none, stage: all of a stage. layer: each layer by itself."
-        ),
-        "local_parameter_device": (
-            "Device where the variables are, and where gradients are added. gpu: the "
-            "first tower's device. Default: gpu if towers are on GPUs, else cpu."
-        ),
-        "split_ratios": (
-            "Relative size of each tower's part of a batch, such as 2,3,3. Default: "
-            "equal parts."
-        ),
-        "loss_placement": (
-            "Where to compute the loss. tower: on the towers. gathered: once, on the "
-            "outputs of all towers. auto: on the towers where that is exact, else "
-            "gathered."
-        ),
-        "strict": (
-            "Refuse a model if towers would compute other numbers than one device."
-        ),
-        "steps_per_loop": "Number of training steps in one call of the graph.",
-        "enable_xla": (
-            "What to compile with XLA. true: towers and update. auto: the towers if "
-            "--variable_update=auto measures that this is faster, and the update if "
-            "the variables are on a GPU. false: nothing."
-        ),
-    },
+    "Towers": tower_flags.HELPS,
     "Output": {
         "model_dir": (
             "Folder for checkpoints, logs and the trained model. If it contains a run, "

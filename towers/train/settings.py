@@ -20,7 +20,7 @@ from towers.input_pipeline.choices import (
     SCALES,
 )
 from towers.models import spec
-from towers.train import metrics
+from towers.train.parts import metrics
 
 # Names alone: what they stand for is imported with TensorFlow. A test compares.
 BUILDERS = ("asynchronous", "parameter_server", "replicated")

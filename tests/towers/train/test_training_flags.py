@@ -17,8 +17,9 @@ from tests.towers.train.runs import (
 )
 from towers import input_pipeline
 from towers.input_pipeline.sources.targets import Target
-from towers.train import callbacks, checks, metrics
+from towers.train import callbacks, checks
 from towers.train import run as train_run
+from towers.train.parts import metrics
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.setup import Setup

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from towers import models
-from towers.train import metrics
+from towers.train.parts import metrics
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.my_model import MyModel
 from towers.train.parts.task import Task, choose

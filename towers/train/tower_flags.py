@@ -1,0 +1,150 @@
+"""The flags of towers.train that say how towers share the work."""
+
+from towers.train.settings import DEFAULTS, Settings
+
+HELPS = {
+    "variable_update": (
+        "How to update the variables. parameter_server: on one device. replicated: "
+        "in a copy on each tower. asynchronous: by each tower, without waiting for "
+        "the others. auto: whichever of the first two is measured to be faster at "
+        "the start."
+    ),
+    "all_reduce_alg": (
+        "How --variable_update=replicated adds gradients. cpu: on the CPU. device: "
+        "on one device. ring: in parts, on all devices. nccl: by NCCL, on several "
+        "GPUs."
+    ),
+    "gradient_compression": (
+        "How gradients travel between hosts. none: as they are. fp16, bf16: in 16 "
+        "bits, which is inexact and takes half the bytes, for slow networks."
+    ),
+    "max_staleness": (
+        "With --variable_update=asynchronous, the largest number of updates by "
+        "other towers after a tower has read the variables and before it updates "
+        "them. Default: no limit."
+    ),
+    "shard_embeddings": (
+        "How the tables of embeddings lie on the towers' devices, with their "
+        "optimizer slots. none: like all other variables. rows, columns: each is "
+        "divided over all devices. auto: small ones are whole on one device, large "
+        "ones are divided by rows."
+    ),
+    "stages": (
+        "Number of devices of each tower. The model is divided among them, with "
+        "its gradients and optimizer slots, so that it may be larger than a "
+        "device. 4 GPUs with --stages=2 make 2 towers."
+    ),
+    "placement": (
+        "The stage of each layer: PATTERN=STAGE, separated by commas, such as "
+        "block_[0-5]=0,.*=1. A pattern is a regular expression for the whole name "
+        "of a layer; the first that matches counts. Default: layers are divided in "
+        "their order, by their weights and the time that they take."
+    ),
+    "micro_batches": (
+        "Number of parts of a tower's batch that go through its stages one after "
+        "another, so that stages work at the same time. With one stage, it saves "
+        "memory."
+    ),
+    "pipeline_schedule": (
+        "The order of micro-batches. gpipe: all go forward, then all go backward. "
+        "1f1b: each goes backward as soon as it can, which takes less memory."
+    ),
+    "recompute": (
+        "What to compute again for the gradient, instead of keeping it in memory. "
+        "none, stage: all of a stage. layer: each layer by itself."
+    ),
+    "local_parameter_device": (
+        "Device where the variables are, and where gradients are added. gpu: the "
+        "first tower's device. Default: gpu if towers are on GPUs, else cpu."
+    ),
+    "split_ratios": (
+        "Relative size of each tower's part of a batch, such as 2,3,3. Default: "
+        "equal parts."
+    ),
+    "loss_placement": (
+        "Where to compute the loss. tower: on the towers. gathered: once, on the "
+        "outputs of all towers. auto: on the towers where that is exact, else "
+        "gathered."
+    ),
+    "strict": ("Refuse a model if towers would compute other numbers than one device."),
+    "steps_per_loop": "Number of training steps in one call of the graph.",
+    "enable_xla": (
+        "What to compile with XLA. true: towers and update. auto: the towers if "
+        "--variable_update=auto measures that this is faster, and the update if "
+        "the variables are on a GPU. false: nothing."
+    ),
+}
+
+
+def check(settings: Settings) -> None:
+    """Checks how variables are updated, and by which towers.
+
+    Raises:
+        ValueError: Flags do not go together.
+    """
+    if settings.all_reduce_alg != "auto" and settings.variable_update != "replicated":
+        raise ValueError(
+            f"Received {settings.as_flag('all_reduce_alg')} with "
+            f"{settings.as_flag('variable_update')}; it says how replicated adds "
+            "gradients, so give --variable_update=replicated as well."
+        )
+    if settings.max_staleness is not None and not settings.asynchronous:
+        raise ValueError(
+            f"Received {settings.as_flag('max_staleness')} and "
+            f"{settings.as_flag('variable_update')}, whose towers wait for one "
+            "another; expected --variable_update=asynchronous, or none."
+        )
+    if settings.deterministic and settings.asynchronous:
+        raise ValueError(
+            "Received --deterministic and --variable_update=asynchronous, where the "
+            "order of updates is left to chance; expected one of them, so use "
+            "--variable_update=parameter_server."
+        )
+    if settings.shard_embeddings != "none" and settings.asynchronous:
+        raise ValueError(
+            f"Received {settings.as_flag('shard_embeddings')} and "
+            "--variable_update=asynchronous, whose towers update all of a model at "
+            "home; expected one of them, so use --variable_update=parameter_server."
+        )
+    _check_stages(settings)
+    if any(not index.isdigit() for index in settings.gpu_indices or []):
+        raise ValueError(
+            f"Received {settings.as_flag('gpu_indices')}; expected numbers of GPUs, "
+            "such as --gpu_indices=0,2."
+        )
+    for ratio in settings.split_ratios or []:
+        if not (ratio.isdecimal() and int(ratio)):
+            raise ValueError(
+                f"Received {settings.as_flag('split_ratios')}; expected a positive "
+                "integer for each tower, such as --split_ratios=2,3,3."
+            )
+
+
+def _check_stages(settings: Settings) -> None:
+    """Checks how devices share a model."""
+    wanted = [
+        name
+        for name in ("stages", "micro_batches", "recompute")
+        if getattr(settings, name) != getattr(DEFAULTS, name)
+    ]
+    for flag, refused in (
+        ("variable_update", settings.asynchronous),
+        ("enable_xla", settings.enable_xla == "true"),
+    ):
+        if wanted and refused:
+            raise ValueError(
+                f"Received {settings.as_flag(flag)} and {settings.as_flag(wanted[0])}; "
+                "expected one of them, as they do not go together."
+            )
+    if settings.placement and settings.stages == 1:
+        raise ValueError(
+            f"Received {settings.as_flag('placement')} without --stages; expected the "
+            "number of stages as well, such as --stages=2."
+        )
+    for entry in settings.placement or ():
+        pattern, _, stage = entry.rpartition("=")
+        if not pattern or not stage.isdecimal() or int(stage) >= settings.stages:
+            raise ValueError(
+                f"Received {settings.as_flag('placement')}; expected PATTERN=STAGE, "
+                f"with a stage from 0 to {settings.stages - 1}, such as block_[0-5]=0."
+            )
