@@ -1,11 +1,13 @@
 """Runs exact cases on one of several hosts: a process that tests start several of.
 
-    python -m tests.exact.on_hosts RANK ADDRESSES TOWERS BUILDER FILE CASES GIVEN
+    python -m tests.exact.on_hosts RANK ADDRESSES TOWERS BUILDER FILE CASES GIVEN \\
+        STAGES MICRO_BATCHES
 
 ADDRESSES and TOWERS have an entry for each host, with commas between. CASES is a file
 with a name in each line. GIVEN says what hosts are given of a batch: "whole", its own
-"rows" only, or one and the other "in turns". The first host compares with one device,
-and appends a record for each case to FILE.
+"rows" only, or one and the other "in turns". Each tower has so many stages, if the
+model has as many layers. The first host compares with one device, and appends a record
+for each case to FILE.
 """
 
 import dataclasses
@@ -21,6 +23,7 @@ import tensorflow as tf
 
 import towers
 from tests.exact import oracle, table
+from tests.exact.layouts import stages_of
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.collectives import batch
@@ -52,11 +55,11 @@ def _in_rows(make, batches):
     return InRows(make(batches)).dataset()
 
 
-def main(rank, addresses, counts, builder, file, names, given):
+def main(rank, addresses, counts, builder, file, names, given, most, micro_batches):
     """Runs the cases, one after another, as all other hosts do."""
     rank, addresses = int(rank), tuple(addresses.split(","))
-    counts = [*map(int, counts.split(","))]
-    towers.configure(num_gpus=max(counts[rank], 2))
+    counts, most = [*map(int, counts.split(","))], int(most)
+    towers.configure(num_gpus=max(counts[rank] * most, 2))
     called = tuple(f"host {k}" for k in range(len(addresses)))
     process_group.join(Membership(rank, addresses, called))
     cases = {str(case): case for case in table.ALL}
@@ -72,9 +75,15 @@ def main(rank, addresses, counts, builder, file, names, given):
             first = sum(counts[:rank])
             options["split_ratios"] = each[first : first + counts[rank]]
 
-        def wrap(model, options=options):
+        def wrap(model, case=case, options=options):
+            stages = stages_of(case, model, most)
             return towers.multi_gpu_model(
-                model, gpus=counts[rank], variable_update=builder, **options
+                model,
+                gpus=counts[rank] * stages,
+                variable_update=builder,
+                stages=stages,
+                micro_batches=int(micro_batches),
+                **options,
             )
 
         if rank == 0:

@@ -6,17 +6,10 @@ import pytest
 
 import towers
 from tests.exact import combinations, oracle
+from tests.exact.layouts import stages_of
 from tests.exact.test_exact_cases import RUNS, alone, is_slow, number_of
 from tests.exact.test_on_hosts import ROUNDED
 from tests.variants import for_the_report, slow
-from towers.layers.pipeline import placeable
-
-# Of models that are built by their data: how many layers have weights.
-BUILT_LATER = {
-    "batches/ragged inputs": 1,
-    "models/not built": 1,
-    "state/BatchNormalization, called for inference": 2,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +37,7 @@ class Layout:
             case = dataclasses.replace(case, expect="expected synchronized=False")
 
         def wrap(model):
-            stages = self.stages_of(case, model)
+            stages = stages_of(case, model, self.stages)
             options = dict(case.options)
             if ratios := options.pop("split_ratios", None):
                 options["split_ratios"] = ratios[: self.towers]
@@ -60,13 +53,6 @@ class Layout:
             )
 
         return oracle.outcome(case, wrap) | {"expected": case.verdict}
-
-    def stages_of(self, case, model):
-        """As many as there can be."""
-        count = BUILT_LATER.get(str(case), self.stages)
-        if model.built:
-            count = sum(bool(layer.weights) for layer in placeable(model))
-        return max(min(self.stages, count), 1)
 
 
 LAYOUTS = [

@@ -26,11 +26,11 @@ FIRST = (
 )
 
 
-def run(layout, builder, names, folder, timeout_s, given="whole"):
+def run(layout, builder, names, folder, timeout_s, given="whole", stages=1, parts=1):
     """Runs cases on hosts; returns a record of each, by name."""
     file, listed = folder / "found.jsonl", folder / "names.txt"
     listed.write_text("\n".join(names))
-    arguments = builder, file, listed, given
+    arguments = builder, file, listed, given, stages, parts
     hosts.run("tests.exact.on_hosts", layout, *arguments, timeout_s=timeout_s)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     return {f"{each['group']}/{each['case']}": each for each in records}
@@ -86,3 +86,17 @@ def test_other_cases(layout, builder, tmp_path):
 )
 def test_quick_cases_of_hosts_that_are_given_their_rows(layout, builder, tmp_path):
     _check(run(layout, builder, QUICK, tmp_path, 900, "rows"), QUICK)
+
+
+@pytest.mark.parametrize("builder", ["parameter_server", "replicated"])
+@pytest.mark.slow
+def test_hosts_of_towers_of_stages(builder, tmp_path):
+    _check(run((1, 1), builder, FIRST, tmp_path, 600, "in turns", 2, 2), FIRST)
+
+
+@pytest.mark.parametrize(
+    ("layout", "builder"),
+    [for_the_report(*way) for way in [((1, 1), "replicated"), ((1, 2), WAYS[0][1])]],
+)
+def test_quick_cases_of_towers_of_stages(layout, builder, tmp_path):
+    _check(run(layout, builder, QUICK, tmp_path, 1800, "whole", 2, 2), QUICK)
