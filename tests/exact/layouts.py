@@ -1,6 +1,8 @@
-"""How many stages the model of an exact case can have."""
+"""How the model of an exact case is divided among stages."""
 
-from towers.layers.pipeline import placeable
+import re
+
+from towers.layers.pipeline import balanced, weighted
 
 # Of models that are built by their data: how many layers have weights.
 BUILT_LATER = {
@@ -10,9 +12,20 @@ BUILT_LATER = {
 }
 
 
-def stages_of(case, model, most):
-    """Returns as many stages as there can be, each of a layer with weights."""
-    count = BUILT_LATER.get(str(case), most)
-    if model.built:
-        count = sum(bool(layer.weights) for layer in placeable(model))
-    return max(min(most, count), 1)
+def in_stages(case, model, most):
+    """Returns arguments of `multi_gpu_model`, for as many stages as there can be.
+
+    Each has a layer with weights. Which ones they are does not hang on the clock.
+    """
+    if not model.built:
+        return {"stages": min(BUILT_LATER.get(str(case), most), most)}
+    layers = weighted(model)
+    stages = max(min(most, len(layers)), 1)
+    if stages == 1:
+        return {}
+    found = balanced(model, stages)
+    # Within a model, names are unique.
+    placement = {
+        re.escape(layer.path or layer.name): found[id(layer)] for layer in layers
+    }
+    return {"stages": stages, "placement": placement}

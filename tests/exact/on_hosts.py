@@ -23,7 +23,7 @@ import tensorflow as tf
 
 import towers
 from tests.exact import oracle, table
-from tests.exact.layouts import stages_of
+from tests.exact.layouts import in_stages
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.collectives import batch
@@ -76,12 +76,11 @@ def main(rank, addresses, counts, builder, file, names, given, most, micro_batch
             options["split_ratios"] = each[first : first + counts[rank]]
 
         def wrap(model, case=case, options=options):
-            stages = stages_of(case, model, most)
+            options = in_stages(case, model, most) | options
             return towers.multi_gpu_model(
                 model,
-                gpus=counts[rank] * stages,
+                gpus=counts[rank] * options.get("stages", 1),
                 variable_update=builder,
-                stages=stages,
                 micro_batches=int(micro_batches),
                 **options,
             )

@@ -6,7 +6,7 @@ import pytest
 
 import towers
 from tests.exact import combinations, oracle
-from tests.exact.layouts import stages_of
+from tests.exact.layouts import in_stages
 from tests.exact.test_exact_cases import RUNS, alone, is_slow, number_of
 from tests.exact.test_on_hosts import ROUNDED
 from tests.variants import for_the_report, slow
@@ -37,14 +37,12 @@ class Layout:
             case = dataclasses.replace(case, expect="expected synchronized=False")
 
         def wrap(model):
-            stages = stages_of(case, model, self.stages)
-            options = dict(case.options)
+            options = in_stages(case, model, self.stages) | case.options
             if ratios := options.pop("split_ratios", None):
                 options["split_ratios"] = ratios[: self.towers]
             return towers.multi_gpu_model(
                 model,
-                gpus=self.towers * stages,
-                stages=stages,
+                gpus=self.towers * options.get("stages", 1),
                 micro_batches=self.micro_batches,
                 pipeline_schedule=self.schedule,
                 recompute=self.recompute,

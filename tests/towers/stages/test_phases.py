@@ -7,16 +7,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.towers.stages import stage
+from tests.towers.stages.stage import cut
 from towers.stages.schedule import Turn
-
-
-@pytest.fixture
-def cut(monkeypatch):
-    def cut(model, stages, *options):
-        return stage.cut(model, stages, monkeypatch, *options)
-
-    return cut
 
 
 def dense(name, units=6):
@@ -40,14 +32,15 @@ def of(tensors):
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_each_stage_has_a_phase_forward_and_one_backward(cut, stages, recompute):
-    tower, phases = cut(chain(*"abcd"), stages, "auto", recompute)
+def test_each_stage_has_a_phase_forward_and_one_backward(stages, recompute):
+    tower = cut(chain(*"abcd"), stages, "auto", recompute)
+    phases = tower.phases
     assert tower.turns == there_and_back(*range(stages))
     assert [phase.place.level for phase in phases] == [*range(2 * stages)]
 
 
-def test_phases_hand_on_activations_and_their_gradients_alone(cut):
-    _, phases = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1})
+def test_phases_hand_on_activations_and_their_gradients_alone():
+    phases = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1}).phases
     first, second, second_back, first_back = phases
 
     def handed(source, target):
@@ -62,16 +55,17 @@ def test_phases_hand_on_activations_and_their_gradients_alone(cut):
     assert handed(first, second_back) == handed(first, second)
 
 
-def test_what_is_computed_again_is_not_kept(cut):
-    _, phases = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1}, "stage")
+def test_what_is_computed_again_is_not_kept():
+    phases = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1}, "stage").phases
     first, _, second_back, first_back = phases
     assert of(first.makes.values()) == {"b"}
     assert not first.makes.keys() & first_back.takes.keys()
     assert first.makes.keys() <= second_back.takes.keys()
 
 
-def test_layers_are_computed_again_one_by_one(cut):
-    tower, phases = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1}, "layer")
+def test_layers_are_computed_again_one_by_one():
+    tower = cut(chain(*"abcd"), 2, {"a|b": 0, "c|d": 1}, "layer")
+    phases = tower.phases
     assert tower.turns == there_and_back(0, 1)
     assert [phase.place.part for phase in phases] == [0, 1, 2, 3, 3, 2, 1, 0]
     forward = phases[:4]
@@ -87,36 +81,36 @@ def skipping():
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_skip_connections_cost_no_turn(cut, stages):
-    tower, _ = cut(skipping(), stages)
+def test_skip_connections_cost_no_turn(stages):
+    tower = cut(skipping(), stages)
     assert tower.turns == there_and_back(*range(stages))
 
 
-def test_a_shared_layer_takes_another_turn(cut):
+def test_a_shared_layer_takes_another_turn():
     given, first, second = keras.Input([6]), dense("a"), dense("b")
     model = keras.Model(given, second(first(second(first(given)))))
-    tower, _ = cut(model, 2)
+    tower = cut(model, 2)
     assert tower.turns == there_and_back(0, 1, 0, 1)
 
 
-def test_stages_in_another_order_than_layers(cut):
-    tower, _ = cut(chain(*"abcd"), 3, {"a|c": 2, "b": 0, "d": 1})
+def test_stages_in_another_order_than_layers():
+    tower = cut(chain(*"abcd"), 3, {"a|c": 2, "b": 0, "d": 1})
     assert tower.turns == there_and_back(2, 0, 2, 1)
 
 
-def test_several_inputs_and_outputs(cut):
+def test_several_inputs_and_outputs():
     one, two = keras.Input([6]), keras.Input([6])
     left, right = dense("a")(one), dense("b")(two)
     both = layers.Concatenate()([left, right])
     model = keras.Model([one, two], [dense("c")(both), dense("d")(left)])
-    tower, _ = cut(model, 2)
+    tower = cut(model, 2)
     assert tower.turns == there_and_back(0, 1)
 
 
-def test_a_loop_runs_on_the_way_forward(cut):
+def test_a_loop_runs_on_the_way_forward():
     # It is given the lists that it is to keep, by its gradient.
     loops = [layers.SimpleRNN(4, return_sequences=True), layers.SimpleRNN(4)]
-    _, phases = cut(keras.Sequential([keras.Input([5, 4]), *loops]), 2)
+    phases = cut(keras.Sequential([keras.Input([5, 4]), *loops]), 2).phases
     kinds = [{t.op.type for t in phase.makes.values()} for phase in phases]
     loop = {"StatelessWhile", "While"}
     assert [bool(kind & loop) for kind in kinds[:2]] == [True, True]
@@ -132,8 +126,8 @@ class Python(layers.Layer):
         return tf.ensure_shape(found, x.shape)
 
 
-def test_python_is_not_called_again(cut):
+def test_python_is_not_called_again():
     every = [dense("a"), Python(), dense("b"), dense("c")]
     model = keras.Sequential([keras.Input([6]), *every])
-    _, phases = cut(model, 2, {"a|b|python": 0, "c": 1}, "stage")
+    phases = cut(model, 2, {"a|b|python": 0, "c": 1}, "stage").phases
     assert "EagerPyFunc" in {t.op.type for t in phases[-1].takes.values()}

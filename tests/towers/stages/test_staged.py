@@ -17,6 +17,7 @@ from towers.tower.errors import ModelError
 
 _numbers = itertools.count(5000)
 CPU = [f"/device:CPU:{k}" for k in range(4)]
+PLACEMENT = {"block_[01]": 0, "block_[23]": 1}
 UNITS, ROWS = 8, 12
 # What each layer does on the way forward, and what its gradient does.
 FORWARD = {"MatMul", "BiasAdd", "Tanh"}
@@ -40,7 +41,8 @@ def batch():
 def step(**options):
     """Trains once; returns the model, and what ran."""
     model = blocks()
-    parallel = multi_gpu_model(model, stages=2, micro_batches=2, **options)
+    options |= {"stages": 2, "placement": PLACEMENT, "micro_batches": 2}
+    parallel = multi_gpu_model(model, **options)
     parallel.compile("adam", "mse")
     run = executed.run(lambda: parallel.train_on_batch(*batch()), model.name)
     return model, run
@@ -151,7 +153,7 @@ def test_an_error_that_a_stage_has_lost_is_a_sentence(first):
     ],
 )
 def test_what_stages_leave_out_is_said(capsys, options, line):
-    parallel = multi_gpu_model(blocks(), 2, stages=2)
+    parallel = multi_gpu_model(blocks(), 2, stages=2, placement=PLACEMENT)
     parallel.compile("sgd", "mse", **options)
     for _ in range(2):
         parallel.train_on_batch(*batch())
