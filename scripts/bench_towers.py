@@ -38,7 +38,8 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
                                 pyzmq, tqdm, and --tensorpack_dir)
 
 Behind towers, /auto, /rows or /columns divides embedding tables over the devices, as in
-towers:parameter_server/rows. Behind towers and one_device, +xla compiles with XLA, @N
+towers:parameter_server/rows; towers:replicated/state has optimizer state in parts.
+Behind towers and one_device, +xla compiles with XLA, @N
 trains N steps a call, as in towers:parameter_server+xla@10. The first step is then the
 first N.
 """

@@ -65,7 +65,7 @@ KINDS = {
     ),
 }
 _FORM = re.compile(
-    r"(?P<name>\w+)(:(?P<way>\w+))?(/(?P<tables>auto|rows|columns))?(?P<xla>\+xla)?(@(?P<steps>[1-9]\d*))?"
+    r"(?P<name>\w+)(:(?P<way>\w+))?(/(?P<sharded>auto|rows|columns|state))?(?P<xla>\+xla)?(@(?P<steps>[1-9]\d*))?"
 )
 
 
@@ -80,6 +80,7 @@ class Contender:
         xla: Whether XLA was asked for.
         steps_per_call: Steps that one call of the compiled function trains.
         tables: How embedding tables lie on the towers' devices.
+        shards_state: Whether each tower has a part of the optimizer's state.
     """
 
     text: str
@@ -88,6 +89,7 @@ class Contender:
     xla: bool
     steps_per_call: int
     tables: str = "none"
+    shards_state: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -98,7 +100,9 @@ class Contender:
     def label(self) -> str:
         """What tables call it."""
         tables = None if self.tables == "none" else f"tables: {self.tables}"
-        parts = [self.kind.label, self.way, tables, "XLA" if self.xla else None]
+        state = "optimizer state in parts" if self.shards_state else None
+        parts = [self.kind.label, self.way, tables, state]
+        parts.append("XLA" if self.xla else None)
         if self.steps_per_call > 1:
             parts.append(f"{self.steps_per_call} steps a call")
         return ", ".join(part for part in parts if part)
@@ -131,10 +135,15 @@ def parse(text: str) -> Contender:
             f"The contender {text!r} has +xla or @STEPS_A_CALL, which only "
             f"{', '.join(n for n, k in KINDS.items() if k.suffixes)} understand."
         )
-    if match["tables"] and match["name"] != "towers":
+    sharded = match["sharded"]
+    if sharded and match["name"] != "towers":
         raise ValueError(
-            f"The contender {text!r} has tables behind a slash, which only towers "
-            "understand."
+            f"The contender {text!r} has /{sharded}, which only towers understand."
+        )
+    if sharded == "state" and match["way"] != "replicated":
+        raise ValueError(
+            f"The contender {text!r} has /state, so it has to be "
+            "towers:replicated/state."
         )
     return Contender(
         text,
@@ -142,7 +151,8 @@ def parse(text: str) -> Contender:
         match["way"],
         bool(match["xla"]),
         int(match["steps"] or 1),
-        match["tables"] or "none",
+        "none" if sharded in (None, "state") else sharded,
+        sharded == "state",
     )
 
 

@@ -794,7 +794,7 @@ def _optimizer(name, **options):
     def make():
         kind = getattr(optimizers, name)
         if name == "LossScaleOptimizer":
-            return kind(_sgd(), **_OPTIMIZERS[name])
+            return kind(options.get("inner", _sgd)(), **_OPTIMIZERS[name])
         if name == "MultiOptimizer":
             biases = {".*bias": optimizers.SGD(1.0)}
             return kind(optimizers.OptimizerMap(_sgd(), biases))
@@ -842,6 +842,15 @@ def _optimizers():
         "schedule": (
             "SGD",
             {"learning_rate": optimizers.schedules.CosineDecay(0.1, 6)},
+        ),
+        # They have variables that they do not list where another one builds them.
+        "LossScaleOptimizer, Nadam": (
+            "LossScaleOptimizer",
+            {"inner": _optimizer("Nadam")},
+        ),
+        "LossScaleOptimizer, Adafactor": (
+            "LossScaleOptimizer",
+            {"inner": _optimizer("Adafactor")},
         ),
     }
     for name, (kind, arguments) in options.items():

@@ -3,7 +3,8 @@
     python -m tests.exact.on_hosts RANK ADDRESSES TOWERS BUILDER FILE CASES GIVEN \\
         STAGES MICRO_BATCHES
 
-ADDRESSES and TOWERS have an entry for each host, with commas between. CASES is a file
+ADDRESSES and TOWERS have an entry for each host, with commas between. BUILDER may be
+"replicated/state", which has optimizer state in shards. CASES is a file
 with a name in each line. GIVEN says what hosts are given of a batch: "whole", its own
 "rows" only, or one and the other "in turns". Each tower has so many stages, if the
 model has as many layers. The first host compares with one device, and appends a record
@@ -75,12 +76,14 @@ def main(rank, addresses, counts, builder, file, names, given, most, micro_batch
             first = sum(counts[:rank])
             options["split_ratios"] = each[first : first + counts[rank]]
 
+        way, _, state = builder.partition("/")
+        options |= {"variable_update": way, "shard_optimizer_state": bool(state)}
+
         def wrap(model, case=case, options=options):
             options = in_stages(case, model, most) | options
             return towers.multi_gpu_model(
                 model,
                 gpus=counts[rank] * options.get("stages", 1),
-                variable_update=builder,
                 micro_batches=int(micro_batches),
                 **options,
             )

@@ -54,6 +54,24 @@ def test_hosts_equal_one_device(tmp_path):
     _check(run((1, 2), "parameter_server", FIRST, tmp_path, 120, "in turns"), FIRST)
 
 
+# Its norm is that of all shards; a scale has to be that of all hosts.
+SHARDED = (
+    *FIRST,
+    "float8/idle towers, clipping and a loss scale",
+    "mixed precision/mixed_float16, overflow on the second tower",
+    "optimizers/EMA, overwrite",
+    "optimizers/Muon",
+    "optimizers/gradient accumulation and clipping",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_host_divides_optimizer_state_among_its_towers(layout, tmp_path):
+    found = run(layout, "replicated/state", SHARDED, tmp_path, 400)
+    _check(found, SHARDED)
+
+
 QUICK = [str(case) for case in table.CASES if not is_slow(case)]
 
 

@@ -52,6 +52,7 @@ def test_a_contender_is_read(text, name, way, xla, steps):
         "towers@10+xla",
         "towers/cells",
         "one_device/rows",
+        "towers/state",
         "one_device:replicated",
         "mirrored@10",
         "jax+xla",
@@ -69,6 +70,7 @@ def test_what_is_no_contender_is_said_in_a_line(text):
 
 def test_labels_say_what_is_particular():
     assert contenders.parse("towers:replicated/rows").tables == "rows"
+    assert contenders.parse("towers:replicated/state").shards_state
     assert contenders.parse("towers/auto").label == "Towers, tables: auto"
     label = contenders.parse("towers:replicated+xla@10").label
     assert label == "Towers, replicated, XLA, 10 steps a call"

@@ -10,7 +10,7 @@ from towers.builders.pieces.loss import LossAndGradients
 from towers.builders.pieces.metrics import MetricSink
 from towers.builders.pieces.reader import VariableReader
 from towers.builders.pieces.reducer import StateCombiner
-from towers.builders.pieces.updater import Updater
+from towers.builders.pieces.updater import ShardedUpdater, Updater
 
 
 class Pieces:
@@ -43,4 +43,5 @@ class Pieces:
         self.loss = LossAndGradients(
             context, batches, self.executor, self.metrics, self.state
         )
-        self.updater = Updater(context, self.copies)
+        sharded = self.copies.shards is not None
+        self.updater = (ShardedUpdater if sharded else Updater)(context, self.copies)

@@ -43,16 +43,15 @@ class VariableCreator:
         """Creates what training needs; `data` is a batch or its `tf.TypeSpec`s."""
         # What is not known when the graph is built, it checks where the batch is cut.
         batch.check_rows(batch.specs(data))
-        model, home = self.context.model, self.context.plan.home
         rows = batch.rows_given(data)
-        with self._tables_placed(data):
+        with self._tables_placed(data), self.copies.creating():
             self._create(data, rows)
         plan = self.context.plan
         self._divide_layers(rows)
-        if is_gpu(home) or plan.pipeline.stages > 1:
+        if is_gpu(plan.home) or plan.pipeline.stages > 1:
             # Not all that was created there belongs there.
             with tf.init_scope():
-                variables.move(model, plan.home_of)
+                variables.move(self.context.model, self.copies.home_of)
         self.copies.create()
         self._say_where_tables_lie()
 
@@ -124,7 +123,8 @@ class VariableCreator:
     def build_optimizer(self) -> None:
         """Creates the optimizer's variables, of a model that is built."""
         model = self.context.model
-        with self._tables_placed(None), tf.device(self.context.plan.home):
+        home = self.context.plan.home
+        with self._tables_placed(None), self.copies.creating(), tf.device(home):
             model.optimizer.build(model.trainable_variables)
 
     def create_for_prediction(self, x: Any) -> None:
@@ -162,7 +162,7 @@ class VariableCreator:
             yield
         self._put_tables()  # of what was built by now
         with tf.init_scope():
-            variables.move(model, context.plan.home_of)
+            variables.move(model, self.copies.home_of)
 
     def _say_where_tables_lie(self):
         context = self.context

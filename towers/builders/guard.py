@@ -76,7 +76,7 @@ class Guard:
         self,
         data: Callable[[], Any],
         loss: tf.Tensor,
-        gradients: Sequence[reduce.Gradient],
+        gradients: Sequence[Sequence[reduce.Gradient]],
         optimizer: keras.optimizers.Optimizer | None,
         packed: Sequence[reduce.Packed] = (),
     ) -> Iterator[None]:
@@ -87,21 +87,23 @@ class Guard:
         Args:
             data: Returns the whole batch: a nest of tensors.
             loss: Its loss, a scalar.
-            gradients: Its gradient for each trainable variable, scaled.
+            gradients: Its gradient for each trainable variable, scaled: lists of what
+                is on one device, which together have all.
             optimizer: What is to apply them.
             packed: How they have travelled, where that is what to look at.
         """
         seen = {i for each in packed for i in each.places}
         others = [
-            gradient
-            for i, gradient in enumerate(gradients)
-            if gradient is not None and i not in seen
+            [g for i, g in enumerate(of_device) if g is not None and i not in seen]
+            for of_device in gradients
         ]
         with tf.name_scope("check_numerics"):
-            parts = _joined(others) if others else []
+            parts = []
             with tf.device(HOST):
-                finite_loss = tf.math.is_finite(loss)
-            good = finite_loss & sum_is_finite(parts) if parts else finite_loss
+                good = finite_loss = tf.math.is_finite(loss)
+            for joined in map(_joined, filter(None, others)):
+                good &= sum_is_finite(joined)
+                parts += joined
             for towers in (buffers for each in packed for buffers in each.parts):
                 good &= sums_are_finite(towers)
             parts += [total for each in packed for total in each.sums]

@@ -142,7 +142,7 @@ class TrainStep:
         context, plan = self.pieces.context, self.pieces.context.plan
         if context.guard is None:
             return contextlib.nullcontext()
-        gradients = sums[0] if sums else []
+        gradients = self.reducer.together(sums)
         if plan.hosts.count > 1 or not any(map(plan.packs, plan.devices)):
             # Towers share memory and cores: to look at the sums is the least work. And
             # all hosts have the same sums, so that all find the same.

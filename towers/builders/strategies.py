@@ -13,7 +13,7 @@ from towers.builders.common import Pieces
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.builders.pieces.reader import CopyReader
-from towers.builders.pieces.reducer import AllReduce, SumAtHome
+from towers.builders.pieces.reducer import AllReduce, ReduceScatter, SumAtHome
 from towers.builders.steps import TrainStep
 
 
@@ -33,7 +33,11 @@ def parameter_server(context: Context) -> Builder:
     return Builder("parameter_server", context, compose)
 
 
-def replicated(context: Context, all_reduce_alg: str = "auto") -> Builder:
+def replicated(
+    context: Context,
+    all_reduce_alg: str = "auto",
+    shard_optimizer_state: bool = False,
+) -> Builder:
     """Every tower has a copy of the variables, and updates it.
 
     Each step, every tower computes its part of the gradient with its own copy; the
@@ -45,13 +49,19 @@ def replicated(context: Context, all_reduce_alg: str = "auto") -> Builder:
         context: Its plan has the first tower's device as home.
         all_reduce_alg: How gradients are added: a key of `reduce.ALGORITHMS`, or
             "auto".
+        shard_optimizer_state: Whether each tower updates a part of the parameters
+            instead, and has the optimizer's state of that part alone; then gradients
+            are reduce-scattered, and parameters gathered.
     """
 
     def compose():
-        copies = Copies(context, context.plan.replicas[1:])
+        copies = Copies(context, context.plan.replicas[1:], shard_optimizer_state)
         pieces = Pieces(context, copies)
         reader = CopyReader(context, pieces.reader, copies)
-        return pieces, TrainStep(pieces, reader, AllReduce(context, all_reduce_alg))
+        reducer = AllReduce(context, all_reduce_alg)
+        if copies.shards is not None:
+            reducer = ReduceScatter(context, copies.shards)
+        return pieces, TrainStep(pieces, reader, reducer)
 
     return Builder("replicated", context, compose)
 

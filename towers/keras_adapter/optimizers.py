@@ -1,14 +1,16 @@
 """Keras optimizers: the variables they read, and the steps that may be patched."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers import base_optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from towers.keras_adapter.layers import is_keras_own
 from towers.keras_adapter.patching import Target
 
 SGD_UPDATE_STEP = Target(keras.optimizers.SGD, "update_step", unless_replaced=True)
@@ -34,11 +36,23 @@ ADD_SLOT = Target(TFOptimizer, "add_variable_from_reference")
 Keras's optimizers create each slot of a variable by it.
 """
 
+CLIP_GRADIENTS = Target(BaseOptimizer, "_clip_gradients", unless_replaced=True)
+"""`BaseOptimizer._clip_gradients(gradients)`, of all variables at once."""
+
+GLOBAL_NORM = Target(base_optimizer, "global_norm", unless_replaced=True)
+"""`global_norm(gradients)`, of which `_clip_gradients` makes use."""
+
+CHECK_FINITE = Target(keras.optimizers.LossScaleOptimizer, "check_finite")
+"""`LossScaleOptimizer.check_finite(gradients)`: whether the step is not skipped."""
+
 # Each number of a variable is updated by itself, whatever the others are.
 _ELEMENTWISE = (
     *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW),
     *(keras.optimizers.Adamax, keras.optimizers.RMSprop, keras.optimizers.Adagrad),
     *(keras.optimizers.Adadelta, keras.optimizers.Ftrl, keras.optimizers.Lion),
+    keras.optimizers.Nadam,
+    # Older versions lack it.
+    *filter(None, [getattr(keras.optimizers, "ScheduleFreeAdamW", None)]),
 )
 
 
@@ -100,34 +114,25 @@ def slots_of(
 ) -> list[keras.Variable]:
     """Returns the variables of an optimizer that are shaped like one of a model's.
 
-    With `of_any_shape`, these are all that it has for that variable. Keras's optimizers
-    have a list for each kind of slot, in the order of the variables that they were
-    built with. There are none before that.
+    With `of_any_shape`, these are all that it has for that variable. There are none
+    before it is built.
     """
-    optimizer = innermost(optimizer)
-    if not optimizer.built:
-        return []
-    # Of those that a `keras.optimizers.MultiOptimizer` has, each has its own variables.
-    if several := getattr(optimizer, "optimizers", ()):
-        return [
-            slot
-            for each in several
-            if any(variable is own for own in each._trainable_variables)
-            for slot in slots_of(each, variable, of_any_shape)
-        ]
-    own, index = optimizer._trainable_variables, slot_index(optimizer, variable)
-    found = []
-    for name, slots in vars(optimizer).items():
-        if not isinstance(slots, list) or len(slots) != len(own):
-            continue
-        slot = slots[index]
-        if name in ("_trainable_variables", "_variables"):
-            continue
-        if isinstance(slot, keras.Variable) and (
-            of_any_shape or slot.shape == variable.shape
-        ):
-            found.append(slot)
-    return found
+    for leaf in updating(optimizer):
+        for i, known in enumerate(leaf._trainable_variables):
+            if known is variable:
+                found = [values[i] for values in _slot_lists(leaf)]
+                found = [each for each in found if isinstance(each, keras.Variable)]
+                return [s for s in found if of_any_shape or s.shape == variable.shape]
+    return []
+
+
+def _slot_lists(optimizer):
+    """Yields the lists that have something for each of the optimizer's variables."""
+    count = len(optimizer._trainable_variables)
+    for name, values in vars(optimizer).items():
+        known = name in ("_trainable_variables", "_variables")
+        if isinstance(values, list) and len(values) == count and not known:
+            yield values
 
 
 @contextlib.contextmanager
@@ -198,3 +203,141 @@ def only_for(
         yield
     finally:
         attributes.update(before)
+
+
+def updating(optimizer: Any) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers that update variables, which others may wrap."""
+    optimizer = innermost(optimizer)
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return [*optimizer.optimizers]
+    return [optimizer]
+
+
+def updating_one(
+    optimizer: Any, variable: keras.Variable
+) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that updates a variable, of which it need not know yet."""
+    optimizer = innermost(optimizer)
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return optimizer._optimizer_map(variable)
+    return optimizer
+
+
+def known_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the variables that an optimizer was built for."""
+    return [*optimizer._trainable_variables]
+
+
+def slots(optimizer: keras.optimizers.Optimizer) -> list[list[keras.Variable]]:
+    """Returns what an optimizer keeps for each of its `known_variables`, of any shape.
+
+    It is in lists, one for each kind of slot, in the order of the variables; `None`
+    stands for a variable without one.
+    """
+    return [
+        [each for each in of_one if isinstance(each, keras.Variable)]
+        for of_one in zip(*_slot_lists(optimizer), strict=True)
+    ] or [[] for _ in optimizer._trainable_variables]
+
+
+def all_variables(optimizer: Any) -> list[keras.Variable]:
+    """Returns an optimizer's variables, and those that it has but does not list.
+
+    Such as the product that Nadam keeps, if another optimizer builds it.
+    """
+    found = {id(variable): variable for variable in optimizer.variables}
+    for each in (optimizer, *updating(optimizer)):
+        own = [v for v in vars(each).values() if isinstance(v, keras.Variable)]
+        found |= {id(variable): variable for variable in own}
+    return [*found.values()]
+
+
+def add_slot_here(
+    optimizer: keras.optimizers.Optimizer,
+    reference: keras.Variable,
+    name: str | None = None,
+    initializer: Any = "zeros",
+) -> keras.Variable:
+    """Creates a slot as `ADD_SLOT` does, on the device of the scope.
+
+    Keras creates it where the variable is.
+    """
+    return BaseOptimizer.add_variable_from_reference(
+        optimizer, reference, name=name, initializer=initializer
+    )
+
+
+def accumulated(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> tuple[keras.Variable | None, int]:
+    """Returns where an optimizer accumulates a variable's gradients, and over how many.
+
+    `None`, and 1, if it does not.
+    """
+    steps = optimizer.gradient_accumulation_steps
+    if not steps:
+        return None, 1
+    sums = optimizer._accumulated_gradients
+    return sums[slot_index(optimizer, variable)], steps
+
+
+def average(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> keras.Variable | None:
+    """Returns an optimizer's moving average of a variable, if it keeps one."""
+    if not optimizer.use_ema:
+        return None
+    return optimizer._model_variables_moving_average[slot_index(optimizer, variable)]
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """Returns what an optimizer divides gradients by, `None` if it leaves them."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.dynamic_scale.value
+    return optimizer.loss_scale_factor
+
+
+def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
+    """Returns the norm of all gradients, as Keras computes it for `global_clipnorm`."""
+    return base_optimizer.global_norm(gradients)
+
+
+def overridden(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """Returns which methods of Keras's optimizers a class of the user's replaces."""
+    return sorted(
+        name
+        for cls in type(optimizer).__mro__
+        if issubclass(cls, BaseOptimizer) and not is_keras_own(cls)
+        for name in vars(cls)
+        if hasattr(BaseOptimizer, name) and not hasattr(object, name)
+    )
+
+
+@contextlib.contextmanager
+def updating_only(optimizer: Any, variables: Collection[int]) -> Iterator[None]:
+    """Inside, an optimizer, and those within it, know of some variables alone.
+
+    `variables` are their ids.
+    """
+    with contextlib.ExitStack() as stack:
+        for leaf in updating(optimizer):
+            known = leaf._trainable_variables
+            mine = [each for each in known if id(each) in variables]
+            stack.enter_context(only_for(leaf, mine))
+        if isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
+            stack.enter_context(_as_many_as(innermost(optimizer), variables))
+        yield
+
+
+@contextlib.contextmanager
+def _as_many_as(optimizer, variables):
+    """Inside, a `MultiOptimizer` wants gradients of some variables, not of all."""
+    before = optimizer._trainable_variables_indices
+    mine = [v for v in optimizer._trainable_variables if id(v) in variables]
+    keys = map(optimizer._var_key, mine)
+    attributes = vars(optimizer)
+    attributes["_trainable_variables_indices"] = {key: before[key] for key in keys}
+    try:
+        yield
+    finally:
+        attributes["_trainable_variables_indices"] = before

@@ -251,6 +251,8 @@ def refuse_others(optimizer: keras.optimizers.Optimizer) -> str | None:
     inner = optimizers.innermost(optimizer)
     if not optimizers.is_elementwise(inner):
         return f"{type(inner).__name__}, which looks at whole variables"
+    if isinstance(inner, keras.optimizers.Nadam):
+        return "Nadam, which counts how often it is applied, not the steps"
     if inner.gradient_accumulation_steps and (inner.clipnorm or inner.global_clipnorm):
         return "an optimizer that clips the norm of gradients that it accumulates"
     return None

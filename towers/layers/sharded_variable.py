@@ -3,6 +3,7 @@
 See `sharded.py`, which makes and updates them.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -137,11 +138,7 @@ class ShardedVariable:
 
     def assign(self, value: Any, **_: Any) -> None:
         """Gives each shard its part of a whole value."""
-        with tf.device(HOST):
-            parts = self.split(value)
-        for shard, part in zip(self.shards, parts, strict=True):
-            with tf.device(shard.device):
-                shard.assign(part)
+        _change(self, "assign", value)
 
     def assign_add(self, value: Any) -> None:
         """Adds to each shard its part of a value, which may be cut alike."""
@@ -175,6 +172,20 @@ class ShardedVariable:
 def _slices(values, places, shard):
     shape = tf.constant(shard.shape.as_list(), places.dtype)
     return tf.IndexedSlices(values, places, shape)
+
+
+def _change(variable, name, value):
+    """Changes each shard by its part of a whole value, where it lies."""
+    with tf.device(HOST):
+        parts = variable.split(value)
+    for shard, part in zip(variable.shards, parts, strict=True):
+        with tf.device(shard.device):
+            getattr(shard, name)(part)
+
+
+# By which Keras changes rows.
+for _name in ("scatter_add", "scatter_sub", "scatter_update"):
+    setattr(ShardedVariable, _name, functools.partialmethod(_change, _name))
 
 
 def _operator(name):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from towers.devices import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of, own_seed_generators
 from towers.keras_adapter.models import compiled_loss
+from towers.keras_adapter.optimizers import all_variables
 from towers.keras_adapter.variables import put_behind, take_identity
 from towers.layers import sharded
 
@@ -25,8 +26,10 @@ NOT_ON_GPUS = frozenset(
 def of(model: keras.Model) -> list[keras.Variable]:
     """Returns all that training changes: of model, optimizer, metrics and loss."""
     found = [*model.variables, *model.metrics_variables]
-    for part in (getattr(model, "optimizer", None), compiled_loss(model)):
-        found += part.variables if part is not None else []
+    if (optimizer := getattr(model, "optimizer", None)) is not None:
+        found += all_variables(optimizer)
+    if (loss := compiled_loss(model)) is not None:
+        found += loss.variables
     return list({id(variable): variable for variable in found}.values())
 
 
@@ -39,17 +42,23 @@ def seed_ids(model: keras.Model) -> set[int]:
     }
 
 
-def move(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:
+def move(model: keras.Model, home_of: Callable[[keras.Variable], str | None]) -> None:
     """Moves the variables `of` a model to their devices, but for those that are cut.
 
     If that is a GPU, random seeds go to the host, where TensorFlow reads them, and so
     do types that GPUs do not have.
+
+    Args:
+        model: The model.
+        home_of: Returns the device of a variable, `None` if it is where it belongs.
     """
     seeds = seed_ids(model)
     for variable in of(model):
         if sharded.of(variable) is not None:
             continue
         old, home = variable.value, home_of(variable)
+        if home is None:
+            continue
         seeded = seeds if is_gpu(home) else ()
         hosted = id(variable) in seeded or (is_gpu(home) and old.dtype in NOT_ON_GPUS)
         where = HOST if hosted else home

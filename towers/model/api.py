@@ -37,6 +37,7 @@ def multi_gpu_model(
     strict: bool = True,
     packed: bool | None = None,
     all_reduce_alg: str = "auto",
+    shard_optimizer_state: bool = False,
     gradient_compression: str = "none",
     stages: int = 1,
     placement: str | Mapping[str, int] = "auto",
@@ -104,6 +105,10 @@ def multi_gpu_model(
         all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
             "device"; by "ring", each device a part; by "nccl", on several GPUs. "auto"
             is the first GPU, or else the CPU.
+        shard_optimizer_state: With "replicated", whether each tower has the optimizer's
+            variables of a part of the parameters only, such as Adam's moments, and
+            updates that part. The numbers are the same; saved models and checkpoints,
+            too.
         gradient_compression: How gradients travel between hosts: "none" as they are;
             "fp16" or "bf16" rounded to 16 bits, which is inexact and takes half the
             bytes, for slow networks. Rows of sparse gradients are not rounded.
@@ -190,6 +195,10 @@ def multi_gpu_model(
     hosts = this_host().compressing(gradient_compression)
     arguments.check_hosts(hosts.count, variable_update)
     arguments.check_sharding(shard_embeddings, variable_update, hosts.count)
+    if shard_optimizer_state:
+        arguments.check_optimizer_shards(
+            variable_update, all_reduce_alg, shard_embeddings
+        )
     agreement = _agreement(
         *(hosts, model),
         variable_update=variable_update,
@@ -199,6 +208,7 @@ def multi_gpu_model(
         loss_placement=loss_placement,
         strict=strict,
         gradient_compression=gradient_compression,
+        shard_optimizer_state=shard_optimizer_state,
         check_numerics=bool(check_numerics),
     )
     ways = functools.partial(
@@ -216,6 +226,7 @@ def multi_gpu_model(
         options = {}
         if choice.variable_update == "replicated":
             options["all_reduce_alg"] = choice.all_reduce_alg
+            options["shard_optimizer_state"] = shard_optimizer_state
         if choice.variable_update == "asynchronous":
             options["max_staleness"] = max_staleness
         plan = Plan.of(of_towers, split_ratios, homes, merges, packed, hosts, pipeline)

@@ -104,6 +104,26 @@ def check_all_reduce(
         )
 
 
+def check_optimizer_shards(variable_update: str, algorithm: str, tables: str) -> None:
+    """Checks that the optimizer's state can be sharded."""
+    if tables != "none":
+        raise ValueError(
+            f"Received shard_optimizer_state=True with shard_embeddings='{tables}', "
+            "which lays out optimizer state in another way; choose one of them."
+        )
+    if variable_update != "replicated":
+        raise ValueError(
+            f"Received shard_optimizer_state=True with variable_update="
+            f"'{variable_update}'; each tower updates its part of the parameters in a "
+            "copy of its own, so give variable_update='replicated' as well."
+        )
+    if algorithm != "auto":
+        raise ValueError(
+            f"Received all_reduce_alg='{algorithm}' with shard_optimizer_state=True, "
+            "where no tower gets all sums; leave it out."
+        )
+
+
 def nccl_fits(towers: Sequence[str]) -> bool:
     """Tells whether each of several towers has a GPU of its own, which none shares."""
     gpus = len(tf.config.get_visible_devices("GPU"))

@@ -114,7 +114,7 @@ class VariableUpdate:
         self.xla = self.builder.xla = self.xla_wish.wanted(self.builder.say)
         self.chosen = self._ways is None
         # A step count, a learning rate and means were created where the user was.
-        variables.move(self.model, self.builder.plan.home_of)
+        variables.move(self.model, self.builder.pieces.copies.home_of)
         return True
 
     def expect_change(self) -> None:

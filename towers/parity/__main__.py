@@ -77,6 +77,7 @@ def check(settings: Settings) -> int:
         devices.towers,
         # To choose, auto would have to train.
         variable_update="parameter_server" if asked == "auto" else asked,
+        shard_optimizer_state=settings.shard_optimizer_state,
         split_ratios=ratios,
         loss_placement=settings.loss_placement,
         strict=settings.strict,

@@ -29,6 +29,7 @@ def check_parity(
     *,
     parity_steps: int = 3,
     variable_update: str = "parameter_server",
+    shard_optimizer_state: bool = False,
     split_ratios: Sequence[int] | None = None,
     loss_placement: str = "auto",
     strict: bool = True,
@@ -45,9 +46,8 @@ def check_parity(
     If towers differ, the function tries to find out why. It tries again with
     `synchronized=True` on BatchNormalization layers, and without random layers.
 
-    Several hosts all call it, with the same model and batches.
-
-    The model is left as it was, except for variables that training creates.
+    Several hosts all call it, with the same model and batches. The model is left as it
+    was, except for variables that training creates.
 
     Examples:
         >>> model.compile("adam", "mse")
@@ -60,13 +60,12 @@ def check_parity(
         gpus: As for `multi_gpu_model`.
         parity_steps: Number of steps to train, if there is one batch.
         variable_update: As for `multi_gpu_model`.
+        shard_optimizer_state: As for `multi_gpu_model`.
         split_ratios: As for `multi_gpu_model`.
         loss_placement: As for `multi_gpu_model`.
-        strict: As for `multi_gpu_model`. A model that is refused is not equal, and its
-            numbers are compared all the same.
-        tolerance: Largest difference that counts as equal, relative to the largest
-            value of an array. By default 1e-5, or 1e-2 for models that compute in 16
-            bits.
+        strict: As for it; numbers of a model that is refused are compared all the same.
+        tolerance: Largest difference that counts as equal, relative to an array's
+            largest value. By default 1e-5, or 1e-2 for models of 16 bits.
 
     Returns:
         What was compared, the verdict, and the reasons.
@@ -80,7 +79,8 @@ def check_parity(
     towers = devices.resolve(gpus)
     ratios = (1,) * len(towers) if split_ratios is None else split_ratios
     options = {"variable_update": variable_update, "loss_placement": loss_placement}
-    options |= {"split_ratios": ratios, "strict": strict}
+    more = {"shard_optimizer_state": shard_optimizer_state, "strict": strict}
+    options |= {"split_ratios": ratios} | more
     return _compare(model, batches, towers, options, tolerance)
 
 

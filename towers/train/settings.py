@@ -139,6 +139,7 @@ class Settings:
     # Towers.
     variable_update: Literal["auto", *BUILDERS] = "auto"
     all_reduce_alg: Literal["auto", *ALL_REDUCE_ALGS] = "auto"
+    shard_optimizer_state: bool = False
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
     max_staleness: int | None = None
     shard_embeddings: Literal["none", "auto", "rows", "columns"] = "none"

@@ -14,6 +14,11 @@ HELPS = {
         "on one device. ring: in parts, on all devices. nccl: by NCCL, on several "
         "GPUs."
     ),
+    "shard_optimizer_state": (
+        "With --variable_update=replicated, have each tower keep the optimizer's "
+        "variables, such as Adam's moments, of a part of the parameters only, and "
+        "update that part. The numbers are the same."
+    ),
     "gradient_compression": (
         "How gradients travel between hosts. none: as they are. fp16, bf16: in 16 "
         "bits, which is inexact and takes half the bytes, for slow networks."
@@ -88,6 +93,14 @@ def check(settings: Settings) -> None:
             f"{settings.as_flag('variable_update')}; it says how replicated adds "
             "gradients, so give --variable_update=replicated as well."
         )
+    others = {"variable_update": "replicated", "all_reduce_alg": "auto"}
+    others |= {"shard_embeddings": "none"}
+    for name, value in others.items() if settings.shard_optimizer_state else ():
+        if getattr(settings, name) != value:
+            raise ValueError(
+                f"Received --shard_optimizer_state and {settings.as_flag(name)}; "
+                f"expected --{name}={value} with it, so give that, or leave it out."
+            )
     if settings.max_staleness is not None and not settings.asynchronous:
         raise ValueError(
             f"Received {settings.as_flag('max_staleness')} and "

@@ -35,6 +35,7 @@ def run(job: Job, clock: Clock) -> None:
                 placed.towers,
                 variable_update=way,
                 shard_embeddings=contender.tables,
+                shard_optimizer_state=contender.shards_state,
             )
         elif contender.name == "pipeline":
             stages, parts = job.towers, int(contender.way)

@@ -41,7 +41,7 @@ def _before(guard, loss, towers, packs):
         sums = reduce.sum_packed(towers, TOWERS, device, device, seen=packed.append)
     else:
         sums = reduce.sum_gradients(towers)
-    return guard.before(tuple, loss, sums, None, packed)
+    return guard.before(tuple, loss, [sums], None, packed)
 
 
 @pytest.mark.parametrize("packs", [False, True], ids=["", "packed"])
@@ -145,6 +145,6 @@ def test_a_loss_scale_skips_only_what_overflows():
     guard = Guard()
     for large in (1e36, np.inf):
         gradient = tf.fill([384], tf.constant(large, tf.float32))
-        with guard.before(tuple, tf.ones([]), [gradient], optimizer):
+        with guard.before(tuple, tf.ones([]), [[gradient]], optimizer):
             pass
     assert guard._stopped is None and guard._skipped == (1, 1)

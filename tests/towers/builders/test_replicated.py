@@ -211,6 +211,10 @@ OPTIMIZERS = {
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
         keras.optimizers.Adam(0.01), dynamic_growth_steps=3
     ),
+    # Keras does not list all that this one has.
+    "loss scale, nadam": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Nadam(0.01, epsilon=1e-3)
+    ),
     "own": lambda: SignedMean(0.1),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
     "of all kinds": _of_all_kinds,

@@ -688,6 +688,58 @@ def _():
         )
 
 
+@contract(
+    "keras.src.optimizers.base_optimizer.global_norm",
+    "GLOBAL_NORM, CLIP_GRADIENTS, global_norm",
+    "is what `_clip_gradients` divides all gradients by, with `global_clipnorm`",
+)
+def _():
+    optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1.0)
+    variable, noted = _built(optimizer), []
+    before = variable.numpy()
+
+    def clip(keras_clip, *args):
+        noted.append(args)
+        with patched(optimizers.GLOBAL_NORM, lambda *_: tf.constant(2.0)):
+            return keras_clip(*args)
+
+    with patched(optimizers.CLIP_GRADIENTS, clip):
+        optimizer.apply([tf.constant([3.0, 4.0])], [variable])
+    assert len(noted) == 1 and noted[0][0] is optimizer
+    np.testing.assert_allclose(before - variable.numpy(), [1.5, 2.0], rtol=1e-6)
+    assert optimizers.global_norm([tf.constant([3.0]), tf.constant([4.0])]) == 5
+
+
+@contract(
+    "_optimizer_map",
+    "updating_one",
+    "has the optimizer of each variable, before it is built, too",
+)
+@contract(
+    "_trainable_variables_indices",
+    "updating_only",
+    "has as many entries as a `MultiOptimizer` wants gradients",
+)
+@contract(
+    "_var_key",
+    "updating_only",
+    "is the key of a variable in `_trainable_variables_indices`",
+)
+def _():
+    inner = keras.optimizers.SGD(1.0), keras.optimizers.SGD(2.0)
+    map = keras.optimizers.OptimizerMap(inner[0], {".*second": inner[1]})
+    optimizer = keras.optimizers.MultiOptimizer(map)
+    first, second = (keras.Variable([1.0], name=n) for n in ("first", "second"))
+    assert optimizers.updating_one(optimizer, first) is inner[0]
+    assert optimizers.updating_one(optimizer, second) is inner[1]
+    optimizer.build([first, second])
+    with optimizers.updating_only(optimizer, [id(second)]):
+        optimizer.apply([tf.ones([1])], [second])
+    assert (first.numpy(), second.numpy()) == (1, -1)
+    optimizer.apply([tf.ones([1])] * 2, [first, second])
+    assert (first.numpy(), second.numpy()) == (0, -3)
+
+
 @contract("_cached_value", "read_once", "is what a read of a `tf.Variable` gives")
 def _():
     variable = tf.Variable(1.0)

@@ -7,6 +7,7 @@ they may have been changed from outside, the other copies are made anew: at the 
 that may change them (`listeners.py`).
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +15,18 @@ import keras
 import tensorflow as tf
 
 from towers.builders.context import Context
-from towers.collectives import packing, placing
+from towers.collectives import optimizer_shards, packing, placing
+from towers.collectives.optimizer_shards import OptimizerShards
 from towers.devices import HOST
-from towers.keras_adapter.optimizers import learning_rate_variable
-from towers.keras_adapter.variables import swapped_values, take_identity
+from towers.keras_adapter.optimizers import all_variables, learning_rate_variable
+from towers.keras_adapter.variables import (
+    swapped_values,
+    take_identity,
+    value_behind,
+)
 from towers.layers import sharded, variables
 from towers.plan import Tower
+from towers.tower.errors import ModelError
 
 
 class Copies:
@@ -27,39 +34,74 @@ class Copies:
 
     Attributes:
         stale: Whether the model's own variables may have other values.
+        shards: The shards of the optimizer's state, if each tower has a part of it
+            instead of a copy.
     """
 
-    def __init__(self, context: Context, towers: Sequence[Tower] = ()):
+    def __init__(
+        self,
+        context: Context,
+        towers: Sequence[Tower] = (),
+        shard_optimizer_state: bool = False,
+    ):
         """Creates none yet; there will be one for each of these towers."""
         self._context, self._towers = context, towers
-        self.stale = True
+        self.stale, self.shards = True, None
+        if shard_optimizer_state:
+            self.shards = OptimizerShards(context.model, self._by_stage)
         # The variables that towers have copies of, trainable ones first, and for each
         # tower but the first the copies.
         self._originals: Sequence[keras.Variable] = ()
         self._copies: Sequence[Sequence[tf.Variable]] = ()
 
+    def creating(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, an optimizer that is built may create its slots in shards."""
+        if self.shards is None:
+            return contextlib.nullcontext()
+        return self.shards.creating()
+
     def create(self) -> None:
         """Creates the copies, unless they exist."""
-        if self._originals or not self._towers:
+        optimizer, home_of = self._context.model.optimizer, self._context.plan.home_of
+        if self.shards is None and optimizer is not None:
+            # Another builder may have cut them.
+            optimizer_shards.join(optimizer, home_of)
+        if self._originals or not (self._towers or self.shards):
             return
-        model = self._context.model
-        optimizer = model.optimizer
+        originals = [*self._context.model.trainable_variables]
+        if self.shards is not None:
+            _refuse(self._context.model)
+            self.shards.create()
+        elif optimizer is not None:
+            originals += all_variables(optimizer)
         # What is cut is on several devices as it is.
-        self._originals = [
-            variable
-            for variable in [
-                *model.trainable_variables,
-                *(optimizer.variables if optimizer is not None else ()),
-            ]
-            if sharded.of(variable) is None
-        ]
+        self._originals = [each for each in originals if sharded.of(each) is None]
         with tf.init_scope():
             self._copies = [*map(self._copy, self._towers)]
         self.stale = False
 
     def variables(self) -> list[tf.Variable]:
-        """Returns the copies of all towers."""
-        return [copy for copies in self._copies for copy in copies]
+        """Returns the copies of all towers, and what belongs to shards."""
+        copies = [copy for copies in self._copies for copy in copies]
+        return copies + (self.shards.variables() if self.shards else [])
+
+    def home_of(self, variable: keras.Variable) -> str | None:
+        """Returns where a variable lives; `None` for what an owner of shards has."""
+        if self.shards is not None and self.shards.has(variable):
+            return None
+        return self._context.plan.home_of(variable)
+
+    def _by_stage(self, variables):
+        """Yields the places of each stage's variables, and the devices of copies."""
+        for places, plan in self._context.plan.by_stage(variables):
+            others = [tower.device for tower in plan.replicas[1:]]
+            yield places, [plan.home, *others]
+
+    def of_tower(self, k: int) -> Sequence[tf.Variable]:
+        """Returns the trainable variables of a tower of this host, by its place."""
+        if k == 0:
+            return [*map(value_behind, self._context.model.trainable_variables)]
+        return self.trainable(self._copies[k - 1])
 
     def of_towers(self) -> Sequence[Sequence[tf.Variable]]:
         """Returns the copies of each tower; none before any training."""
@@ -147,6 +189,15 @@ class Copies:
             take_identity(copy, original)
             copies.append(copy)
         return copies
+
+
+def _refuse(model):
+    if (reason := optimizer_shards.refusal(model.optimizer)) is not None:
+        raise ModelError(
+            f"Received shard_optimizer_state=True for model '{model.name}', whose "
+            f"{reason}; expected one of Keras's optimizers, or a class with an "
+            "`update_step` alone, which keeps slots in lists, one for each variable."
+        )
 
 
 _BITS = {

@@ -11,6 +11,7 @@ from towers.analysis.rules import Rules
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.collectives import reduce
+from towers.collectives.optimizer_shards import OptimizerShards, part_of
 from towers.devices import HOST, is_gpu
 from towers.layers import overwritten, sharded
 from towers.tower.passes import TowerResult
@@ -72,7 +73,8 @@ class Reducer(abc.ABC):
                 part = [[each[i] for i in places] for each in gradients]
                 sources = [plan.devices[k] for k in towers]
                 of_part = {j for j, i in enumerate(places) if i in largest}
-                return self._sum(plan, part, sources, of_part, _of(places, seen))
+                seen_of = _of(places, seen)
+                return self._sum(plan, places, part, sources, of_part, seen_of)
 
             return self._by_stage(variables, add)
         with tf.device(HOST):
@@ -94,7 +96,7 @@ class Reducer(abc.ABC):
         sums = [overwriting.get(i, total) for i, total in enumerate(sums)]
         return self._by_stage(
             variables,
-            lambda plan, places: self._copies(plan, [sums[i] for i in places]),
+            lambda plan, places: self._copies(plan, places, [sums[i] for i in places]),
         )
 
     def _by_stage(self, variables, function):
@@ -108,12 +110,21 @@ class Reducer(abc.ABC):
                     found[k][i] = gradient
         return found
 
-    @abc.abstractmethod
-    def _sum(self, plan, gradients, sources, largest, seen):
-        """Adds those of this host; `largest` is as in `reduce.sum_gradients`."""
+    def together(
+        self, sums: Sequence[Sequence[reduce.Gradient]]
+    ) -> Sequence[Sequence[reduce.Gradient]]:
+        """Returns which of the lists of sums are all there are, once."""
+        return sums[:1]
 
     @abc.abstractmethod
-    def _copies(self, plan, sums):
+    def _sum(self, plan, places, gradients, sources, largest, seen):
+        """Adds those of this host, which are of the variables at some places.
+
+        `largest` is as in `reduce.sum_gradients`.
+        """
+
+    @abc.abstractmethod
+    def _copies(self, plan, places, sums):
         """Returns sums once for each copy of the variables."""
 
 
@@ -144,14 +155,14 @@ def _largest(plan, gradients, places):
 class SumAtHome(Reducer):
     """Adds the towers' gradients on one device, for the variables at home."""
 
-    def _sum(self, plan, gradients, sources, largest, seen):
+    def _sum(self, plan, places, gradients, sources, largest, seen):
         if any(map(plan.packs, sources)):
             ends = plan.merge, plan.home
             return [reduce.sum_packed(gradients, sources, *ends, largest, seen)]
         with tf.device(plan.merge):
             return [reduce.sum_gradients(gradients, largest)]
 
-    def _copies(self, plan, sums):
+    def _copies(self, plan, places, sums):
         return [sums]
 
 
@@ -170,15 +181,63 @@ class AllReduce(Reducer):
         if self.algorithm == "auto":
             self.algorithm = "device" if is_gpu(self.context.plan.home) else "cpu"
 
-    def _sum(self, plan, gradients, sources, largest, seen):
+    def _sum(self, plan, places, gradients, sources, largest, seen):
         targets = [tower.device for tower in plan.replicas]
         return reduce.all_reduce(
             gradients, sources, targets, self.algorithm, largest, seen
         )
 
-    def _copies(self, plan, sums):
+    def _copies(self, plan, places, sums):
         targets = [tower.device for tower in plan.replicas]
         return reduce.all_reduce([sums], [HOST], targets, "cpu")
+
+
+@dataclasses.dataclass
+class ReduceScatter(Reducer):
+    """Adds the towers' gradients part by part, each where its owner is.
+
+    What it returns for a tower has `None` for what is not its own.
+
+    Attributes:
+        shards: Says who owns which part.
+    """
+
+    shards: OptimizerShards
+
+    def together(self, sums):
+        """See `Reducer`: each tower has others."""
+        return sums
+
+    def _sum(self, plan, places, gradients, sources, largest, seen):
+        sums = []
+        for k, tower in enumerate(plan.replicas):
+            parts = []
+            for each, source in zip(gradients, sources, strict=True):
+                with tf.device(source):
+                    parts.append(self._parts(k, places, each))
+            if any(map(plan.packs, sources)):
+                ends = tower.device, tower.device
+                sums.append(reduce.sum_packed(parts, sources, *ends, largest, seen))
+            else:
+                with tf.device(tower.device):
+                    sums.append(reduce.sum_gradients(parts, largest))
+        return sums
+
+    def _copies(self, plan, places, sums):
+        # With several hosts, the sums are in the host's memory, and each host divides
+        # them among its own towers.
+        return [self._parts(k, places, sums) for k in range(len(plan.replicas))]
+
+    def _parts(self, k, places, gradients):
+        """What the k-th tower owns of gradients; `None` for what is not its own."""
+        found = []
+        for i, gradient in zip(places, gradients, strict=True):
+            part = self.shards.parts[i].get(k)
+            if part is None or gradient is None:
+                found.append(None)
+            else:
+                found.append(part_of(gradient, part))
+        return found
 
 
 @dataclasses.dataclass

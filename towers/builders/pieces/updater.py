@@ -1,14 +1,21 @@
-"""Applies the optimizer: once at home, or to each copy of the variables."""
+"""Applies the optimizer: at home, to each copy of the variables, or part by part."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 
+import keras
 import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
-from towers.collectives import placing, reduce
+from towers.collectives import packing, placing, reduce
+from towers.collectives.optimizer_shards import part_of, whole_of
+from towers.devices import HOST
+from towers.keras_adapter import optimizers
+from towers.keras_adapter.patching import patched
 from towers.layers import fused, sharded
 from towers.tower.errors import ModelError
 
@@ -22,42 +29,229 @@ class Updater:
 
     def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
         """Applies the optimizer, with the summed gradients for each copy."""
+        _check_some(self.context.model, sums[:1])
+        update = functools.partial(
+            _apply, self.context, self.context.model.trainable_variables
+        )
         plan = self.context.plan
         with placing.updates(plan.home, plan.pipeline.stages), tf.name_scope("apply"):
-            self._apply_optimizer(sums[0])
-        self.copies.update(
-            [functools.partial(self._apply_optimizer, each) for each in sums[1:]]
+            update(sums[0])
+        self.copies.update([functools.partial(update, each) for each in sums[1:]])
+
+
+@dataclasses.dataclass
+class ShardedUpdater:
+    """Has each owner update its part of the parameters, and send it to the others.
+
+    The first stage of ZeRO (Rajbhandari et al. 2020).
+    """
+
+    context: Context
+    copies: Copies
+
+    def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
+        """Applies the optimizer, with the sums of what each copy's tower owns."""
+        shards, model = self.copies.shards, self.context.model
+        _check_some(model, sums)
+        copies = [self.copies.of_tower(k) for k in range(len(sums))]
+        values = [tf.convert_to_tensor(each.value) for each in shards.shared]
+        with self._looking_at_all(sums, copies):
+            updated = []
+            for k, owner in enumerate(shards.owners):
+                with tf.device(owner.device), tf.name_scope(f"apply_{k}"):
+                    if k > 0:
+                        _assign(shards.scalars(k), values)
+                    mine = sums[owner.copy], copies[owner.copy]
+                    updated.append(self._update(k, owner, *mine))
+        self._share(updated)
+        with tf.name_scope("gather"):
+            self._gather(sums, copies)
+
+    def _update(self, k, owner, gradients, copy):
+        """Updates an owner's part; returns the ids of optimizers that did something."""
+        shards, model = self.copies.shards, self.context.model
+        variables, optimizer = model.trainable_variables, model.optimizer
+        for i in owner.owned:
+            if (cut := shards.slice_of(i, owner)) is not None:
+                cut.assign(part_of(copy[i], shards.parts[i][owner.copy]))
+        leaves = {i: self._leaf(i) for i in owner.owned}
+        some = {id(leaves[i]) for i in leaves if gradients[i] is not None}
+        idle = [i for i in leaves if id(leaves[i]) not in some]
+        averages = [optimizers.average(leaves[i], variables[i]) for i in idle]
+        chosen = [i for i in leaves if i not in idle]
+        with shards.behind(k, copy):
+            for i, average in zip(idle, averages, strict=True):
+                if average is not None:
+                    # Nobody else keeps it, and the variable stays as it is.
+                    average.assign(variables[i])
+            if chosen:
+                of_chosen = [variables[i] for i in chosen]
+                with optimizers.updating_only(optimizer, {*map(id, of_chosen)}):
+                    _apply(self.context, of_chosen, [gradients[i] for i in chosen])
+        return some
+
+    def _leaf(self, i):
+        """The optimizer that updates a trainable variable."""
+        model = self.context.model
+        return optimizers.updating_one(model.optimizer, model.trainable_variables[i])
+
+    @contextlib.contextmanager
+    def _looking_at_all(self, sums, copies):
+        """Inside, what an optimizer makes of all gradients is made of those of all."""
+        optimizer, patches = self.context.model.optimizer, []
+        norms = {
+            id(leaf): self._norm(leaf, sums, copies)
+            for leaf in optimizers.updating(optimizer)
+            if leaf.global_clipnorm
+        }
+
+        def clip(keras_clip, leaf, gradients):
+            if (norm := norms.get(id(leaf))) is None:
+                return keras_clip(leaf, gradients)
+            with patched(optimizers.GLOBAL_NORM, lambda *_: norm):
+                return keras_clip(leaf, gradients)
+
+        if norms:
+            patches.append(patched(optimizers.CLIP_GRADIENTS, clip))
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            finite = self._finite(optimizer, sums)
+            patches.append(patched(optimizers.CHECK_FINITE, lambda *_: finite))
+        with contextlib.ExitStack() as stack:
+            for each in patches:
+                stack.enter_context(each)
+            yield
+
+    def _finite(self, optimizer, sums):
+        """Whether all gradients are finite, each looked at where it is."""
+        found = []
+        for owner in self.copies.shards.owners:
+            mine = [sums[owner.copy][i] for i in owner.owned]
+            with tf.device(owner.device):
+                mine = [gradient for gradient in mine if gradient is not None]
+                found += [optimizer.check_finite(mine)] if mine else []
+        with tf.device(HOST):
+            return tf.reduce_all(found)
+
+    def _norm(self, leaf, sums, copies):
+        """The norm of all gradients that an optimizer is about to clip."""
+        model = self.context.model
+        scale, squares = optimizers.loss_scale(model.optimizer), []
+        for k, owner in enumerate(self.copies.shards.owners):
+            mine = {
+                i: sums[owner.copy][i]
+                for i in owner.owned
+                if self._leaf(i) is leaf and not self._is_overwritten(i)
+            }
+            found = []
+            for i, gradient in mine.items():
+                if gradient is None:
+                    continue
+                kept, steps = optimizers.accumulated(leaf, model.trainable_variables[i])
+                with (
+                    tf.device(owner.device),
+                    self.copies.shards.behind(k, copies[owner.copy]),
+                ):
+                    if scale is not None:
+                        gradient = keras.ops.divide(gradient, scale)
+                    if kept is not None:
+                        gradient = (gradient + kept) / steps
+                    found.append(gradient)
+            with tf.device(owner.device):
+                squares += [tf.square(optimizers.global_norm(found))] if found else []
+        with tf.device(HOST):
+            return tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([])
+
+    def _is_overwritten(self, i):
+        return self.context.model.trainable_variables[i].overwrite_with_gradient
+
+    def _share(self, updated):
+        """Gives the optimizer what others made of its scalars, if it did nothing.
+
+        That is so where the first owner has no part that has a gradient.
+        """
+        shards, optimizer = self.copies.shards, self.context.model.optimizer
+        leaves = optimizers.updating(optimizer)
+        of_leaves = {
+            id(variable): {id(leaf)}
+            for leaf in leaves
+            for variable in optimizers.all_variables(leaf)
+        }
+        every = set().union(*updated)
+        for n, variable in enumerate(shards.shared):
+            using = of_leaves.get(id(variable), every)
+            owners = [k for k, did in enumerate(updated) if did & using]
+            if owners and owners[0] > 0:
+                variable.value.assign(shards.scalars(owners[0])[n])
+
+    def _gather(self, sums, copies):
+        """Sends what each owner has updated to the other copies."""
+        shards, plan = self.copies.shards, self.context.plan
+        received = collections.defaultdict(dict)
+        for owner in shards.owners:
+            places = [i for i in owner.owned if sums[owner.copy][i] is not None]
+            cuts = [shards.slice_of(i, owner) for i in places]
+            with tf.device(owner.device):
+                values = []
+                for i, cut in zip(places, cuts, strict=True):
+                    value = copies[owner.copy][i] if cut is None else cut
+                    values.append(tf.convert_to_tensor(value))
+                    values[-1].set_shape(shards.parts[i][owner.copy].shape)
+                packs = any(map(plan.packs, owner.others))
+                buffers = packing.pack(values) if packs else []
+                for cut in cuts:
+                    if cut is not None:
+                        cut.assign(tf.zeros([0, *cut.shape[1:]], cut.dtype))
+            for copy, device in enumerate(owner.others):
+                with tf.device(device):
+                    got = values
+                    if packs and copy != owner.copy:
+                        got = packing.unpack(buffers, values)
+                for i, value in zip(places, got, strict=True):
+                    received[copy, device, i][owner.copy] = value
+        for (copy, device, i), parts in received.items():
+            if [*shards.parts[i]] != [copy]:
+                target = copies[copy][i]
+                with tf.device(device):
+                    in_order = [parts[owner] for owner in shards.parts[i]]
+                    target.assign(whole_of(in_order, target.shape))
+
+
+def _assign(variables, values):
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _check_some(model, sums):
+    if all(gradient is None for each in sums for gradient in each):
+        raise ModelError(
+            f"No variable of model '{model.name}' has a gradient; expected a loss "
+            "that depends on one, so look for integers, argmax or stop_gradient "
+            "between the variables and the outputs."
         )
 
-    def _apply_optimizer(self, gradients: Sequence[reduce.Gradient]) -> None:
-        """Applies the model's optimizer where it is called."""
-        context, model = self.context, self.context.model
 
-        def update(gradients):
-            with fused.updates():
-                sharded.apply(model.optimizer, gradients, model.trainable_variables)
+def _apply(context, variables, gradients):
+    """Applies the model's optimizer where it is called."""
 
-        if gradients and all(each is None for each in gradients):
-            raise ModelError(
-                f"No variable of model '{model.name}' has a gradient; expected a loss "
-                "that depends on one, so look for integers, argmax or stop_gradient "
-                "between the variables and the outputs."
-            )
-        # XLA compiles for one device.
-        cut = sharded.devices(model.trainable_variables)
-        wanted = context.xla or context.compiles_update
-        if wanted and not cut and (context.xla or self._may_compile(gradients)):
-            update = tf.function(update, autograph=False, jit_compile=True)
-        update(gradients)
+    def update(gradients):
+        with fused.updates():
+            sharded.apply(context.model.optimizer, gradients, variables)
 
-    def _may_compile(self, gradients):
-        """Whether XLA may compile an update that nobody asked it for."""
-        sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
-        if sparse:
-            line = (
-                f"XLA does not compile the update of model "
-                f"'{self.context.model.name}', as it would do so anew for each size "
-                "of its sparse gradients."
-            )
-            self.context.say([line])
-        return not sparse
+    # XLA compiles for one device.
+    wanted = context.xla or context.compiles_update
+    wanted = wanted and not sharded.devices(variables)
+    if wanted and (context.xla or _may_compile(context, gradients)):
+        update = tf.function(update, autograph=False, jit_compile=True)
+    update(gradients)
+
+
+def _may_compile(context, gradients):
+    """Whether XLA may compile an update that nobody asked it for."""
+    sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+    if sparse:
+        line = (
+            f"XLA does not compile the update of model '{context.model.name}', as it "
+            "would do so anew for each size of its sparse gradients."
+        )
+        context.say([line])
+    return not sparse

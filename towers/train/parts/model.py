@@ -180,6 +180,7 @@ def build_towers(
         loss_placement=settings.loss_placement,
         strict=settings.strict,
         all_reduce_alg=settings.all_reduce_alg,
+        shard_optimizer_state=settings.shard_optimizer_state,
         gradient_compression=settings.gradient_compression,
         choice_file=model_dir and os.path.join(model_dir, "variable_update.json"),
         max_staleness=settings.max_staleness,

@@ -1,0 +1,383 @@
+"""Optimizer state in shards: what each tower has, what it computes, what is refused.
+
+That no number changes is shown by tests/exact/test_sharded_state.py.
+"""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import executed, oracle
+from tests.variants import slow
+from towers import multi_gpu_model
+from towers.layers import sharded
+from towers.numerics.not_finite import NotFiniteStep
+from towers.tower.errors import ModelError
+
+TOWERS = 4
+ROWS, FEATURES = 12, 40
+
+
+def _model(name=None, units=(32, 24, 3)):
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(n, "tanh") for n in units]
+    return keras.Sequential([keras.Input((FEATURES,)), *layers], name=name)
+
+
+def _data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(2 * ROWS, FEATURES)).astype("float32")
+    return x, random.normal(size=(2 * ROWS, 3)).astype("float32")
+
+
+def _adam(**options):
+    return keras.optimizers.Adam(0.01, epsilon=1e-3, **options)
+
+
+def _wrap(model, towers=TOWERS, **options):
+    return multi_gpu_model(
+        model,
+        gpus=towers,
+        variable_update="replicated",
+        shard_optimizer_state=True,
+        **options,
+    )
+
+
+def _fit(model, epochs=1, **options):
+    options = {"batch_size": ROWS, "shuffle": False, "verbose": 0} | options
+    return model.fit(*_data(), epochs=epochs, **options)
+
+
+def _trained(optimizer=_adam, wrap=_wrap, make=_model, **options):
+    model = make()
+    trained = wrap(model)
+    trained.compile(optimizer(), "mse", **options)
+    _fit(trained)
+    return model, trained
+
+
+def _state(model):
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+
+
+def _bytes(model, builder):
+    """How many bytes of parameters and optimizer state each device has."""
+    found = collections.Counter()
+    for variable in [*model.trainable_variables, *model.optimizer.variables]:
+        for place in sharded.places(variable):
+            found[place.device] += place.numpy().nbytes
+    for copy in builder.copies():
+        found[copy.device] += copy.numpy().nbytes
+    return [*found.values()]
+
+
+def test_parameters_and_slots_are_half_as_much_on_each_tower():
+    units = (512, 256, 3)
+    sizes = {}
+    for shard in (False, True):
+        model = _model(units=units)
+        parallel = multi_gpu_model(
+            model, TOWERS, variable_update="replicated", shard_optimizer_state=shard
+        )
+        parallel.compile("adam", "mse")
+        parallel.builder.create_variables(tuple(part[:ROWS] for part in _data()))
+        sizes[shard] = _bytes(model, parallel.builder)
+        assert len(sizes[shard]) == TOWERS
+    # Of each parameter, one number instead of three, and two of a fourth.
+    assert max(sizes[True]) <= 0.502 * min(sizes[False])
+
+
+@pytest.mark.parametrize("packed", [False, slow(True)])
+def test_no_device_adds_more_than_its_part_of_the_gradients(packed):
+    name = f"in_parts_{packed}"
+    model = _model(name, units=(64, 48, 32, 3))
+    parallel = _wrap(model, packed=packed)
+    parallel.compile(keras.optimizers.SGD(0.1), "mse")
+    parallel.builder.create_variables(_data())
+    nodes = executed.run(lambda: parallel.train_on_batch(*_data()), name)
+    sizes = executed.sizes(nodes, parallel.builder.graph)
+    whole = sum(v.numpy().nbytes for v in model.trainable_variables)
+    added = {
+        device: sum(
+            sizes[node.name]
+            for node in each
+            if node.name.startswith("reduce/") and node.op in ("AddN", "AddV2")
+        )
+        for device, each in nodes.items()
+    }
+    added = [size for size in added.values() if size]
+    assert len(added) == TOWERS
+    # A part ends at a multiple of 64 bytes, and packed, so does each variable.
+    assert max(added) <= whole / TOWERS + 64 * (1 + 4 * packed)
+    assert sum(added) >= whole
+
+
+def test_copies_are_equal_and_slices_are_empty_between_steps():
+    model, parallel = _trained()
+    copies = parallel.builder.pieces.copies
+    own = [v.numpy().tobytes() for v in model.trainable_variables]
+    for k in range(TOWERS):
+        copy = copies.of_tower(k)
+        assert [variable.numpy().tobytes() for variable in copy] == own
+    cut = [sharded.of(v) for v in model.optimizer.variables]
+    assert any(cut)
+    for part in copies.shards.variables():
+        assert part.shape.rank == 0 or part.numpy().size == 0
+
+
+def _plain(model):
+    return model
+
+
+def _parameter_server(model):
+    return multi_gpu_model(model, 2)
+
+
+def _whole_copies(model):
+    return multi_gpu_model(model, 3, variable_update="replicated")
+
+
+def _two_towers(model):
+    return _wrap(model, towers=2)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        _two_towers,
+        slow(_plain),
+        slow(_parameter_server),
+        slow(_whole_copies),
+        slow(_wrap),
+    ],
+)
+def test_a_saved_model_continues_with_another_number_of_towers_or_without(
+    then, tmp_path
+):
+    def continued(first, second):
+        model, _ = _trained(wrap=first)
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        np.testing.assert_equal(_state(loaded), _state(model))
+        again = second(loaded)
+        _fit(again)
+        return _state(loaded)
+
+    ours, theirs = continued(_wrap, then), continued(_plain, _plain)
+    assert oracle.largest_difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "then", [_parameter_server, slow(_plain), slow(_whole_copies), slow(_two_towers)]
+)
+def test_the_same_model_goes_on_otherwise(then):
+    def twice(first, second):
+        model, _ = _trained(wrap=first)
+        other = second(model)
+        _fit(other)
+        return _state(model)
+
+    ours, theirs = twice(_wrap, then), twice(_plain, _plain)
+    assert oracle.largest_difference(ours, theirs) < 1e-5
+
+
+def _eager():
+    return {"run_eagerly": True}
+
+
+def _compiled():
+    return {"jit_compile": True}
+
+
+def _several():
+    return {"steps_per_execution": 2}
+
+
+@pytest.mark.parametrize("options", [_compiled, slow(_eager), slow(_several)])
+def test_steps_may_be_compiled_eager_or_several_in_a_call(options):
+    def trained(wrap, **given):
+        model, _ = _trained(lambda: _adam(global_clipnorm=0.1), wrap, **given)
+        return _state(model)
+
+    difference = oracle.largest_difference(trained(_wrap, **options()), trained(_plain))
+    assert difference < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_stages_have_owners_of_their_own(micro_batches):
+    placement = {"dense": 0, ".*": 1}
+
+    def wrap(model):
+        stages = {"stages": 2, "placement": placement, "micro_batches": micro_batches}
+        return _wrap(model, **stages)
+
+    model, _ = _trained(_of_all_kinds, wrap)
+    for variable in model.optimizer.variables:
+        if "momentum" in variable.path:
+            stage = int("dense_1" in variable.path or "dense_2" in variable.path)
+            places = {place.device[-1] for place in sharded.places(variable)}
+            assert places <= {str(stage), str(stage + 2)}
+    plain, _ = _trained(_of_all_kinds, _plain)
+    assert oracle.largest_difference(_state(model), _state(plain)) < 1e-5
+
+
+class _Unused(keras.layers.Layer):
+    """Has variables that the loss does not depend on, more than there are others."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(100, 100))
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return x * self.scale
+
+
+def _mostly_unused():
+    keras.utils.set_random_seed(7)
+    layers = [_Unused(), keras.layers.Dense(3, kernel_constraint="max_norm")]
+    return keras.Sequential([keras.Input((FEATURES,)), *layers])
+
+
+def _scaled(**options):
+    inner = keras.optimizers.Nadam(0.01, epsilon=1e-3, **options)
+    return keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=2)
+
+
+def _of_all_kinds():
+    return _scaled(
+        weight_decay=0.1,
+        global_clipnorm=0.1,
+        use_ema=True,
+        ema_momentum=0.8,
+        ema_overwrite_frequency=2,
+        gradient_accumulation_steps=2,
+    )
+
+
+def _several_optimizers():
+    ours, others = _adam(use_ema=True), keras.optimizers.SGD(0.1, use_ema=True)
+    map = keras.optimizers.OptimizerMap(ours, {".*kernel": others})
+    return keras.optimizers.MultiOptimizer(map)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: _adam(use_ema=True, ema_momentum=0.5),
+        slow(_of_all_kinds),
+        slow(_several_optimizers),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_most_towers_may_have_nothing_to_update(optimizer):
+    def trained(wrap):
+        model, _ = _trained(optimizer, wrap, _mostly_unused)
+        return _state(model)
+
+    assert oracle.largest_difference(trained(_wrap), trained(_plain)) < 1e-5
+
+
+class _Changes(keras.callbacks.Callback):
+    """Changes the learning rate and weights between two batches."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.optimizer.learning_rate = 0.003
+        for variable in self.model.trainable_variables:
+            variable.assign(0.9 * variable)
+
+
+def test_what_callbacks_change_reaches_all_towers():
+    def trained(wrap):
+        model = _model()
+        parallel = wrap(model)
+        parallel.compile(_adam(use_ema=True), "mse")
+        callbacks = [keras.callbacks.SwapEMAWeights(), _Changes()]
+        x, y = _data()
+        _fit(parallel, 3, callbacks=callbacks, validation_data=(x[:5], y[:5]))
+        return _state(model)
+
+    assert oracle.largest_difference(trained(_wrap), trained(_plain)) < 1e-5
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model = _model()
+    parallel = _wrap(model, check_numerics=True)
+    parallel.compile(_adam(), "mse")
+    x, y = _data()
+    parallel.train_on_batch(x[:ROWS], y[:ROWS])
+    before = _state(model)
+    # The last tower meets it.
+    x[ROWS - 1] = np.inf
+    with pytest.raises(NotFiniteStep, match="on tower 3"):
+        parallel.train_on_batch(x[:ROWS], y[:ROWS])
+    np.testing.assert_equal(_state(model), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"variable_update": "parameter_server"}, "variable_update='replicated' as"),
+        ({"variable_update": "auto"}, "variable_update='replicated' as"),
+        ({"all_reduce_alg": "ring"}, "all_reduce_alg='ring' with shard_optimizer"),
+        ({"shard_embeddings": "rows"}, "with shard_embeddings='rows'"),
+    ],
+)
+def test_other_ways_to_update_are_refused(options, said):
+    options = {"variable_update": "replicated"} | options
+    with pytest.raises(ValueError, match=said):
+        multi_gpu_model(_model(), 2, shard_optimizer_state=True, **options)
+
+
+class OfAllVariables(keras.optimizers.SGD):
+    """Sees the gradients of all variables."""
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply(grads, trainable_variables)
+
+
+class WithATotal(keras.optimizers.SGD):
+    """Keeps a number that all variables have a part in."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.total = self.add_variable((), name="total")
+
+
+class OfOneVariable(keras.optimizers.Optimizer):
+    """Looks at a whole variable, and keeps a slot of another shape for each."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.rows = [self.add_variable(v.shape[:1], name="rows") for v in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        norm = tf.norm(gradient) + 1
+        rows = self.rows[self._get_variable_index(variable)]
+        axes = [*range(1, gradient.shape.rank)]
+        self.assign_add(rows, tf.reduce_sum(gradient, axes))
+        self.assign_sub(variable, gradient * learning_rate / norm)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [(OfAllVariables, "a `apply` of its own"), (WithATotal, "a variable 'total'")],
+)
+def test_optimizers_that_may_look_at_all_variables_are_refused(optimizer, said):
+    parallel = _wrap(_model())
+    parallel.compile(optimizer(0.1), "mse")
+    with pytest.raises(ModelError, match=said):
+        _fit(parallel)
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_the_user_s_has_whole_variables():
+    def trained(wrap):
+        model, _ = _trained(lambda: OfOneVariable(0.1), wrap)
+        return _state(model)
+
+    assert oracle.largest_difference(trained(_wrap), trained(_plain)) < 1e-5
