@@ -34,7 +34,7 @@ from towers.program.commands import fail
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data, open_data
-from towers.train.parts.devices import configure_devices, split_ratios
+from towers.train.parts.devices import configure_devices, placement, split_ratios
 from towers.train.parts.model import build_model, compile_model, make_preprocess
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
@@ -67,9 +67,9 @@ def check(settings: Settings) -> int:
     sizes = iter(batch.cut(settings.batch_size, [*itertools.chain(*every)]))
     of_hosts = [[*itertools.islice(sizes, len(each))] for each in every]
     local = of_hosts[hosts.index]
-    told = hosts.tell_all(rows(devices, local))
+    told = hosts.tell_all(rows(devices, local, settings.stages))
     several = dict(zip(hosts.names, told, strict=True)) if len(told) > 1 else None
-    print(table(devices, local, several), flush=True)
+    print(table(devices, local, several, settings.stages), flush=True)
     asked = settings.variable_update
     parity = check_parity(
         model,
@@ -81,6 +81,11 @@ def check(settings: Settings) -> int:
         split_ratios=ratios,
         loss_placement=settings.loss_placement,
         strict=settings.strict,
+        stages=settings.stages,
+        placement=placement(settings),
+        micro_batches=settings.micro_batches,
+        pipeline_schedule=settings.pipeline_schedule,
+        recompute=settings.recompute,
     )
     what = f"Model {settings.model}, data {setup.facts.name}"
     print(f"{what}: towers and one device.\n{parity}")

@@ -29,11 +29,11 @@ def check_parity(
     *,
     parity_steps: int = 3,
     variable_update: str = "parameter_server",
-    shard_optimizer_state: bool = False,
     split_ratios: Sequence[int] | None = None,
     loss_placement: str = "auto",
     strict: bool = True,
     tolerance: float | None = None,
+    **others: Any,
 ) -> Parity:
     """Checks that a model trains on towers as it does on one device.
 
@@ -55,17 +55,17 @@ def check_parity(
 
     Args:
         model: A compiled Keras model.
-        batch: A batch to train each step on: a tuple of x, y and optional sample
-            weights, with one row per example. Or a list of batches, one for each step.
+        batch: What to train each step on: (x, y) or (x, y, sample_weight), with one row
+            an example. Or a list of these, one for each step.
         gpus: As for `multi_gpu_model`.
         parity_steps: Number of steps to train, if there is one batch.
         variable_update: As for `multi_gpu_model`.
-        shard_optimizer_state: As for `multi_gpu_model`.
         split_ratios: As for `multi_gpu_model`.
         loss_placement: As for `multi_gpu_model`.
-        strict: As for it; numbers of a model that is refused are compared all the same.
-        tolerance: Largest difference that counts as equal, relative to an array's
-            largest value. By default 1e-5, or 1e-2 for models of 16 bits.
+        strict: As for `multi_gpu_model`. What is refused is not equal, but compared.
+        tolerance: Largest difference that counts as equal, relative to the largest
+            value of an array. By default 1e-5, or 1e-2 if a model has 16 bits.
+        **others: Others of `multi_gpu_model`, such as `stages`.
 
     Returns:
         What was compared, the verdict, and the reasons.
@@ -75,12 +75,11 @@ def check_parity(
             finite.
     """
     _check_arguments(model, parity_steps, variable_update)
-    batches = batch if isinstance(batch, list) else [batch] * parity_steps
     towers = devices.resolve(gpus)
-    ratios = (1,) * len(towers) if split_ratios is None else split_ratios
-    options = {"variable_update": variable_update, "loss_placement": loss_placement}
-    more = {"shard_optimizer_state": shard_optimizer_state, "strict": strict}
-    options |= {"split_ratios": ratios} | more
+    ratios = split_ratios or (1,) * (len(towers) // others.get("stages", 1))
+    given = {"variable_update": variable_update, "loss_placement": loss_placement}
+    options = {**given, "split_ratios": ratios, "strict": strict, **others}
+    batches = batch if isinstance(batch, list) else [batch] * parity_steps
     return _compare(model, batches, towers, options, tolerance)
 
 

@@ -54,3 +54,11 @@ def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
             f"{towers} of them, or --num_gpus={len(ratios) * stages}."
         )
     return tuple(map(int, ratios))
+
+
+def placement(settings: Settings) -> str | dict[str, int]:
+    """Reads the stage of each layer, as `multi_gpu_model` takes it."""
+    if not settings.placement:
+        return "auto"
+    pairs = (entry.rpartition("=") for entry in settings.placement)
+    return {pattern: int(stage) for pattern, _, stage in pairs}

@@ -12,7 +12,7 @@ from towers import input_pipeline, models
 from towers.devices import Devices
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
-from towers.train.parts.devices import split_ratios
+from towers.train.parts.devices import placement, split_ratios
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import described
 from towers.train.parts.training import objective
@@ -141,13 +141,6 @@ def make_preprocess(
     return preprocess
 
 
-def _placement(settings):
-    if not settings.placement:
-        return "auto"
-    pairs = (entry.rpartition("=") for entry in settings.placement)
-    return {pattern: int(stage) for pattern, _, stage in pairs}
-
-
 def build_towers(
     setup: Setup,
     model: keras.Model,
@@ -191,7 +184,7 @@ def build_towers(
         prefetch=settings.prefetch,
         shard_embeddings=settings.shard_embeddings,
         stages=settings.stages,
-        placement=_placement(settings),
+        placement=placement(settings),
         micro_batches=settings.micro_batches,
         pipeline_schedule=settings.pipeline_schedule,
         recompute=settings.recompute,
