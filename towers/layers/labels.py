@@ -22,22 +22,30 @@ class Labels:
     Attributes:
         parts: The part of each operation that a layer of one has made, by name.
         backward: The names of the operations of the gradient.
+        enclosed: The names of layers that are called inside of an operation, such as a
+            loop or a branch.
     """
 
     def __init__(self, layers: Mapping[int, int]):
         """Notes nothing yet; `layers` has the part of each layer, by its `id`."""
         self.parts: dict[str, int] = {}
         self.backward: set[str] = set()
+        self.enclosed: dict[str, None] = {}
         self._layers = layers
         self._within = False
 
     @contextlib.contextmanager
     def noting_layers(self) -> Iterator[None]:
         """Inside, a tower is traced."""
+        outside = tf.compat.v1.get_default_graph()
 
         def call(original, layer, *args, **kwargs):
             part = self._layers.get(id(layer))
             if part is None or self._within:
+                return original(layer, *args, **kwargs)
+            graph = tf.compat.v1.get_default_graph()
+            if getattr(graph, "outer_graph", outside) is not outside:
+                self.enclosed[layer.name] = None
                 return original(layer, *args, **kwargs)
             self._within = True
             try:

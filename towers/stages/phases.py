@@ -211,10 +211,13 @@ class _Places:
     def _part(self, op):
         if (part := self._labels.parts.get(op.name)) is not None:
             return part
-        if taken := self._taken(op):
-            return max(taken).part
         parts = [self._given.get(key(tensor)) for tensor in op.inputs]
-        return max((s for s in parts if s is not None), default=None)
+        parts = [part for part in parts if part is not None]
+        if taken := self._taken(op):
+            last = max(taken).part
+            # A loop, or a branch, is where the last of its layers is.
+            return max([last, *parts]) if _calls(op) else last
+        return max(parts, default=None)
 
     def _of_gradient(self, op):
         """The part of an operation of the gradient, and its level if nothing waits."""
@@ -247,6 +250,12 @@ class _Places:
             if place := self.places.get(op.name):
                 for tensor in op.inputs:
                     needed[tensor.op.name].add(place)
+
+
+def _calls(op):
+    """Whether an operation runs functions."""
+    values = op.node_def.attr.values()
+    return any(value.HasField("func") or value.list.func for value in values)
 
 
 def _colocated(op):

@@ -3,6 +3,7 @@
 import re
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
@@ -116,6 +117,29 @@ def test_a_loop_runs_on_the_way_forward():
     assert [bool(kind & loop) for kind in kinds[:2]] == [True, True]
     handed = phases[0].makes.keys() & phases[1].takes.keys()
     assert [phases[0].makes[key].shape for key in handed] == [[None, 5, 4]]
+
+
+class Branch(keras.Model):
+    """Calls two of its layers in a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.every = [dense(name) for name in "abc"]
+
+    def call(self, x):
+        a, b, c = self.every
+        x = a(x)
+        return tf.cond(tf.shape(x)[1] > 2, lambda: c(b(x)), lambda: 2 * x)
+
+
+def test_a_branch_is_on_the_last_stage_of_its_layers():
+    inputs = keras.Input([6])
+    branch = Branch()
+    branch(np.zeros([1, 6]))
+    model = keras.Model(inputs, dense("d")(branch(inputs)))
+    tower = cut(model, 4, {name: k for k, name in enumerate("abcd")})
+    # Nothing is left for the second.
+    assert tower.turns == there_and_back(0, 2, 3)
 
 
 class Python(layers.Layer):

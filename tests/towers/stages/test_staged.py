@@ -173,3 +173,29 @@ def test_asynchronous_is_refused():
     for options in ({"stages": 2}, {"micro_batches": 2}, {"recompute": "layer"}):
         with pytest.raises(ValueError, match="expected 'parameter_server' or"):
             multi_gpu_model(blocks(), 2, variable_update="asynchronous", **options)
+
+
+class Looping(keras.Model):
+    """Calls a layer in a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again = (
+            layers.Dense(6, name="first"),
+            layers.Dense(6, name="b"),
+        )
+
+    def call(self, x):
+        return tf.while_loop(
+            lambda k, _: k < 3, lambda k, x: (k + 1, self.again(x)), (0, self.first(x))
+        )[1]
+
+
+def test_layers_in_a_loop_are_said(capsys):
+    model = Looping()
+    model(np.zeros([1, 6]))
+    parallel = multi_gpu_model(model, 2, stages=2, placement={"first": 0, "b": 1})
+    parallel.compile("sgd", "mse")
+    for rows in (4, 4, 3):
+        parallel.train_on_batch(np.ones([rows, 6]), np.ones([rows, 6]))
+    assert capsys.readouterr().err.count("calls b in a branch, a loop or a") == 1

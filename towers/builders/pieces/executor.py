@@ -222,6 +222,12 @@ class TowerExecutor:
         del everything
         context, plan = self.context, self.context.plan
         tower = StagedTower(traced, labels, plan.pipeline, context.variables)
+        if labels.enclosed and plan.pipeline.stages > 1:
+            line = (
+                f"Model '{context.model.name}' calls {', '.join(labels.enclosed)} in a "
+                "branch, a loop or a function, of which all is computed on one stage."
+            )
+            context.say([line])
         largest, count = overwritten.places(context.model), plan.pipeline.micro_batches
         results = []
         for k in range(0, len(calls), count):
