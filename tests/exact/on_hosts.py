@@ -24,7 +24,7 @@ import tensorflow as tf
 
 import towers
 from tests.exact import oracle, table
-from tests.exact.layouts import in_stages
+from tests.exact.layouts import in_stages, refused
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.collectives import batch
@@ -68,6 +68,8 @@ def main(rank, addresses, counts, builder, file, names, given, most, micro_batch
     with open(names) as lines:
         wanted = [cases[line.strip()] for line in lines]
     for k, case in enumerate(wanted):
+        if most > 1:
+            case = refused(case)
         rows = given == "rows" or (given == "in turns" and k % 2)
         oracle.dataset = functools.partial(_in_rows, make) if rows else make
         options = dict(case.options)

@@ -6,7 +6,7 @@ import pytest
 
 import towers
 from tests.exact import combinations, oracle
-from tests.exact.layouts import in_stages
+from tests.exact.layouts import in_stages, refused
 from tests.exact.test_exact_cases import RUNS, alone, is_slow, number_of
 from tests.exact.test_on_hosts import ROUNDED
 from tests.variants import for_the_report, slow
@@ -31,10 +31,10 @@ class Layout:
 
     def outcome(self, case):
         """Runs a case so, and compares it with one device; see `oracle.outcome`."""
-        if self.towers * self.micro_batches == 1:
+        if self.towers * self.micro_batches > 1:
+            case = refused(case)
+        else:
             case = alone(case)
-        elif "synchronized=True" in case.name:
-            case = dataclasses.replace(case, expect="expected synchronized=False")
 
         def wrap(model):
             options = in_stages(case, model, self.stages) | case.options

@@ -327,7 +327,7 @@ class LossAndGradients:
             if isinstance(result.size, int) and result.size == 0:
                 for_outputs = batch.made_up(for_outputs)
             with tf.name_scope(f"tower_{k}"), tf.device(self.context.plan.devices[k]):
-                carried_back.append(back(for_outputs, for_losses))
+                carried_back.append(back(for_outputs, for_losses)._replace(tower=k))
         return carried_back
 
 
