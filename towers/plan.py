@@ -211,6 +211,8 @@ class Plan:
     def by_replica(self, results: Sequence[T]) -> list[list[T]]:
         """Groups towers' results, which know their `tower`, by the towers' devices."""
         count = self.pipeline.micro_batches
+        if count == 1:
+            return [[result] for result in results]
         groups = itertools.groupby(results, lambda result: result.tower // count)
         return [[*group] for _, group in groups]
 

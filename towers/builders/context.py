@@ -96,7 +96,9 @@ class Context:
 
     def __post_init__(self):
         if self.timers is None:
-            self.timers = StepTimers(len(self.plan.replicas), self._host_times())
+            stages = self.plan.pipeline.stages
+            towers = len(self.plan.replicas)
+            self.timers = StepTimers(towers, self._host_times(), stages)
 
     def _host_times(self):
         hosts = self.plan.hosts

@@ -39,6 +39,7 @@ class Totals(NamedTuple):
         compute_s: Towers computed, until the last had its gradients.
         reduce_s: Gradients were added, and variables and metrics updated.
         towers_s: Each tower computed.
+        stages_s: Each stage was at work, if towers have several; the mean of towers.
     """
 
     steps: int
@@ -47,12 +48,45 @@ class Totals(NamedTuple):
     compute_s: float
     reduce_s: float
     towers_s: tuple[float, ...]
+    stages_s: tuple[float, ...] = ()
 
     def since(self, before: "Totals") -> "Totals":
         """Returns what has come in addition to earlier totals."""
-        parts = zip(self[:-1], before[:-1], strict=True)
+        parts = zip(self[:5], before[:5], strict=True)
         towers = zip(self.towers_s, before.towers_s, strict=True)
-        return Totals(*(a - b for a, b in parts), tuple(a - b for a, b in towers))
+        stages = zip(self.stages_s, before.stages_s, strict=True)
+        return Totals(
+            *(a - b for a, b in parts),
+            tuple(a - b for a, b in towers),
+            tuple(a - b for a, b in stages),
+        )
+
+
+class TurnsTaken(NamedTuple):
+    """When the stages of a tower have taken their turns, in a step.
+
+    Attributes:
+        ends: When each turn ended: float64 scalars, in seconds.
+        stages: The stage of each.
+        after: The turns that each had to wait for: that before it on the same stage,
+            and that before it of the same micro-batch; -1 for the start of the step.
+    """
+
+    ends: list[tf.Tensor]
+    stages: list[int]
+    after: list[tuple[int, int]]
+
+    def at_work(self, placed: tf.Tensor, count: int) -> tf.Tensor:
+        """Returns the seconds that each of `count` stages was at work.
+
+        `placed` is when the batch was there.
+        """
+        ends = tf.stack([*self.ends, placed])
+        last = len(self.ends)
+        before = [[last if k < 0 else k for k in pair] for pair in self.after]
+        before = tf.gather(ends, before)
+        spans = _positive(ends[:-1] - tf.reduce_max(before, axis=1))
+        return tf.math.unsorted_segment_sum(spans, [*self.stages], count)
 
 
 class StepTimers:
@@ -62,21 +96,24 @@ class StepTimers:
         hosts: The same of all hosts, if there are several.
     """
 
-    def __init__(self, towers: int, hosts: HostTimes | None = None):
+    def __init__(self, towers: int, hosts: HostTimes | None = None, stages: int = 1):
         self.hosts = hosts
+        self._towers, self._stages = towers, stages if stages > 1 else 0
         with tf.init_scope(), tf.device(HOST):
-            zeros = tf.zeros([5 + towers], tf.float64)
+            zeros = tf.zeros([5 + towers + self._stages], tf.float64)
             self._totals = tf.Variable(zeros, trainable=False)
             # When the last step ended.
             self._last = tf.Variable(tf.zeros([], tf.float64), trainable=False)
-        self._added, self._lock = np.zeros([5 + towers]), threading.Lock()
+        self._added, self._lock = np.zeros(zeros.shape), threading.Lock()
         self._times: dict[str, Any] | None = None
         self._iterator = None
 
     def totals(self) -> Totals:
         """Returns the sums over all steps so far."""
         steps, *phases = self._totals.numpy() + self._added
-        return Totals(round(steps), *map(float, phases[:4]), tuple(phases[4:].copy()))
+        towers, stages = np.split(phases[4:], [self._towers])
+        whole = map(float, phases[:4])
+        return Totals(round(steps), *whole, tuple(towers), tuple(stages))
 
     @property
     def iterator(self) -> tf.data.Iterator | None:
@@ -126,6 +163,24 @@ class StepTimers:
         if self._times is not None:
             self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 
+    def tower_in_stages(self) -> Callable[[int, tuple[int, int], Any], None] | None:
+        """Returns what is to be told of each turn of a tower's stages, in a step.
+
+        It takes the stage, the turns that this one had to wait for, as `TurnsTaken` has
+        them, and what the turn has made. `None` where nothing is measured.
+        """
+        if self._times is None or not self._stages:
+            return None
+        turns = TurnsTaken([], [], [])
+        self._times.setdefault("turns", []).append(turns)
+
+        def ended(stage, after, made):
+            turns.ends.append(timestamp_after(made))
+            turns.stages.append(stage)
+            turns.after.append(after)
+
+        return ended
+
     def over_hosts(
         self, add: Callable[[], tuple[T, Any]], gradients: Sequence[Any]
     ) -> tuple[T, Any]:
@@ -148,7 +203,17 @@ class StepTimers:
         with self._lock:
             self._added += parts
 
-    def _add(self, fetched, begun, placed, computed, done, received=None, summed=None):
+    def _add(
+        self,
+        fetched,
+        begun,
+        placed,
+        computed,
+        done,
+        received=None,
+        summed=None,
+        turns=(),
+    ):
         with tf.name_scope(_SCOPE), tf.device(HOST):
             last = self._last.read_value()
             # Of the time since the last step, that in which batches were fetched.
@@ -163,9 +228,11 @@ class StepTimers:
             computed = [tf.minimum(each, done) for each in computed]
             placed = tf.minimum(placed, tf.reduce_min(computed))
             placed, all_computed = tf.maximum(placed, begun), tf.reduce_max(computed)
-            idle = [tf.zeros([], tf.float64)] * (
-                self._totals.shape[0] - 5 - len(computed)
-            )
+            idle = [tf.zeros([], tf.float64)] * (self._towers - len(computed))
+            stages = tf.zeros([self._stages], tf.float64)
+            if turns:
+                work = [each.at_work(placed, self._stages) for each in turns]
+                stages = tf.add_n(work) / len(work)
             parts = [
                 tf.ones([], tf.float64),
                 waited,
@@ -174,6 +241,7 @@ class StepTimers:
                 done - all_computed,
                 *(each - placed for each in computed),
                 *idle,
+                *tf.unstack(stages),
             ]
             parts = [_positive(part) for part in parts]
             self._totals.assign_add(tf.stack(parts))

@@ -93,6 +93,14 @@ class Split(NamedTuple):
             return []
         return [1000 * each / self.totals.steps for each in self.totals.towers_s]
 
+    @property
+    def stages_busy(self) -> list[float]:
+        """The share of the towers' computing time in which each stage is at work."""
+        totals = self.totals
+        if not totals.compute_s:
+            return []
+        return [min(each / totals.compute_s, 1.0) for each in totals.stages_s]
+
 
 @listeners.changes_no_variable
 class StepTime(keras.callbacks.Callback):
@@ -168,6 +176,7 @@ class StepTime(keras.callbacks.Callback):
             **({"waiting": parts["input"] / step_ms} if step_ms else {}),
             **{f"step_ms/{name}": ms for name, ms in parts.items()},
             **{f"step_ms/tower_{k}": ms for k, ms in enumerate(towers)},
+            **{f"stage_{k}/busy": busy for k, busy in enumerate(found.stages_busy)},
             **hosts.scalars(self._timers.hosts, found.hosts),
         }
 
@@ -199,6 +208,8 @@ class StepTime(keras.callbacks.Callback):
         words = {**_WORDS, **_OF_HOSTS}
         said = {name: f"{ms:,.1f} {words[name]}" for name, ms in parts.items()}
         towers = ", ".join(f"{ms:,.1f}" for ms in self.split.towers_ms)
+        if busy := self.split.stages_busy:
+            towers += f"; stages at work {', '.join(f'{each:.0%}' for each in busy)}"
         said["compute"] += f" (by tower: {towers})"
         return f"{sum(parts.values()):,.1f} ms: {', '.join(said.values())}"
 

@@ -6,7 +6,7 @@ the data, and the turns of each device, says what waits for what.
 """
 
 import collections
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -96,6 +96,7 @@ class StagedTower:
         calls: Sequence[tuple[int, TowerCall]],
         devices: Sequence[str],
         largest: Collection[int] = (),
+        ended: Callable[[int, tuple[int, int], Any], None] | None = None,
     ) -> list[TowerResult]:
         """Adds the turns of one tower's micro-batches to the graph being built.
 
@@ -103,6 +104,9 @@ class StagedTower:
             calls: What each micro-batch is to compute, with the number of its tower.
             devices: That of each stage.
             largest: Places of gradients of which the largest is taken, and no sum.
+            ended: Is told of each turn, in order: its stage, the two turns that it had
+                to wait for, that before it on the stage and that of the same
+                micro-batch, or -1, and what it has made.
 
         Returns:
             The results of the micro-batches. The first one has the gradients of all.
@@ -112,9 +116,16 @@ class StagedTower:
             values = tf.nest.flatten([*call.arguments], expand_composites=True)
             step.give(micro_batch, self._takes, [v for v in values if v is not None])
         with without_auto_control_deps():
-            for slot in order(self.turns, len(calls), self._pipeline.schedule):
+            slots = order(self.turns, len(calls), self._pipeline.schedule)
+            on_stage, of_micro_batch = {}, {}
+            for k, slot in enumerate(slots):
+                m, stage = slot.micro_batch, self.turns[slot.turn].stage
                 for phase in self._phases[slot.turn]:
-                    step.add(slot.micro_batch, self.turns[slot.turn].stage, phase)
+                    made = step.add(m, stage, phase)
+                if ended is not None:
+                    after = on_stage.get(stage, -1), of_micro_batch.get(m, -1)
+                    ended(stage, after, made[:1])
+                on_stage[stage] = of_micro_batch[m] = k
         return step.results()
 
 
@@ -158,6 +169,7 @@ class _Step:
                     self._add(each, value)
                 else:
                     made[each] = value
+        return values
 
     def _add(self, gradient, value):
         before = self._sums[gradient]

@@ -233,9 +233,18 @@ def _of_this_host(settings):
 
 
 def _check_sizes(settings, ratios):
-    """Checks that no tower is idle in each step; that one is in the last may be."""
-    ratios = [*itertools.chain(*this_host().tell_all([*ratios]))]
+    """Checks that no tower, or micro-batch, is idle in every step."""
+    count = settings.micro_batches
+    ratios = [n for n in ratios for _ in range(count)]
+    ratios = [*itertools.chain(*this_host().tell_all(ratios))]
     idle = batch.cut(settings.batch_size, ratios).count(0)
+    if idle and count > 1:
+        raise ValueError(
+            f"Received {settings.as_flag('batch_size')} for "
+            f"{len(ratios)} micro-batches of all towers, of which {idle} would get no "
+            "example; expected one for each, so give a larger batch, or fewer of them "
+            "by --micro_batches."
+        )
     if idle:
         raise ValueError(
             f"Received {settings.as_flag('batch_size')} for "

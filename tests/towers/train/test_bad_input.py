@@ -118,6 +118,14 @@ def test_what_is_found_later_ends_the_program(made, tmp_path, starts, flags, wor
             ["--split_ratios=2,3,3", "2 towers", "--num_gpus=3"],
         ),
         (
+            "--stages=2 --num_gpus=3",
+            ["--stages=2", "3 devices", "divides"],
+        ),
+        (
+            "--stages=2 --placement=dense=1",
+            ["names no stage for conv2d", "add them"],
+        ),
+        (
             "--batch_size=3 --num_gpus=4",
             ["--batch_size=3", "4 towers", "1 would get no", "--num_gpus"],
         ),

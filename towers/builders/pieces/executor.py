@@ -206,7 +206,8 @@ class TowerExecutor:
         if labels is not None:
             if towers.training and context.usual_rows:
                 self._describe_stages(trace)
-            return functools.partial(self._in_stages, traced, labels), values
+            in_stages = self._in_stages
+            return functools.partial(in_stages, traced, labels, towers.training), values
 
         def execute(calls, everything):
             if context.together:
@@ -217,7 +218,7 @@ class TowerExecutor:
 
         return execute, values
 
-    def _in_stages(self, traced, labels, calls, everything):
+    def _in_stages(self, traced, labels, training, calls, everything):
         """Runs towers stage by stage, each with its micro-batches."""
         del everything
         context, plan = self.context, self.context.plan
@@ -234,7 +235,8 @@ class TowerExecutor:
             mine = [*enumerate(calls)][k : k + count]
             if busy := [(k, call) for k, call in mine if not call.is_idle]:
                 devices = plan.towers[k].devices
-                results += tower.run(busy, devices, largest)
+                ended = context.timers.tower_in_stages() if training else None
+                results += tower.run(busy, devices, largest, ended)
         if not results:
             # A host without rows takes part all the same.
             results = run([traced], calls[:1])

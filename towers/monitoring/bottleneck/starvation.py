@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from towers._deprecated import accepts_old_names
 from towers.loop import listeners
-from towers.monitoring.bottleneck import hosts, tfdata_stats
+from towers.monitoring.bottleneck import hosts, stages, tfdata_stats
 from towers.monitoring.bottleneck.verdict import bound_by, verdict
 from towers.monitoring.step_time import StepTime
 from towers.monitoring.steps import Interval
@@ -165,6 +165,9 @@ class Starvation(StepTime):
         said = [verdict(parts, self._bound, found, self._words())]
         if (times := self._timers.hosts) is not None:
             said.append(hosts.sentence(times, split.hosts))
+        if split.stages_busy and "compute" in self._bound:
+            pipeline = self.model.builder.plan.pipeline
+            said.append(stages.sentence(split.stages_busy, pipeline))
         self.verdict = "; ".join(filter(None, said))
         return True
 
