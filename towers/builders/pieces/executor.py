@@ -263,12 +263,6 @@ class TowerExecutor:
                 "across towers, by synchronized=True, which stages and micro-batches "
                 "do not compute at the same time; expected synchronized=False."
             )
-        if context.found.asked_xla:
-            line = (
-                f"XLA does not compile model '{context.model.name}', as "
-                "multi_gpu_model() was given stages, micro_batches or recompute."
-            )
-            context.say([line])
 
     def _say_eager(self):
         context, pipeline = self.context, self.context.plan.pipeline
