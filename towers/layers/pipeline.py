@@ -27,6 +27,7 @@ class Placement:
         stages: Number of stages.
         balanced: Whether layers are yet to be divided by the time that they take.
         described: Whether it was said which layers are on which stage.
+        kept: The bytes of activations that each stage keeps, as far as that is known.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Placement:
         self.model, self.stages = model, stages
         self.balanced = asked == "auto" and stages > 1
         self.described = False
+        self.kept: Sequence[int] = ()
         self._asked, self._layers = asked, layers
 
     @property

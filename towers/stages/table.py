@@ -24,6 +24,7 @@ def lines(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[str]:
     model = pipeline.model
     weights, slots = _bytes_of_weights(pipeline)
     activations = activation_bytes(tower, pipeline, rows)
+    pipeline.placement.kept = activations
     cells = [("stage", "layers", "weights", "gradients and slots", "activations")]
     for stage in range(pipeline.stages):
         names = [

@@ -1,0 +1,113 @@
+"""Measures what stages of towers hold, and how long they wait, of the language model.
+
+For each schedule and number of micro-batches: the share of the time in which stages
+wait, beside that of a pipeline of equal stages, (S - 1) / (M + S - 1); and the bytes of
+activations that the fullest stage keeps, as the step's own graph tells. Then the bytes
+of weights and optimizer slots on each device, beside those of the best division into
+whole layers, of all that there are. Nothing else may run meanwhile.
+
+    python scripts/bench_stages.py
+    python scripts/bench_stages.py --stages=4 --micro_batches=4,8 --optimizer=adam
+"""
+
+import collections
+import itertools
+
+from absl import app, flags
+from bench import works
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_integer("stages", 2, "Stages of the tower.", lower_bound=2)
+flags.DEFINE_list("micro_batches", ["1", "2", "4", "8"], "Numbers of micro-batches.")
+flags.DEFINE_list("schedules", ["gpipe", "1f1b"], "Schedules.")
+flags.DEFINE_integer("examples", 16, "Examples of a batch.", lower_bound=1)
+flags.DEFINE_integer("steps", 8, "Steps to measure.", lower_bound=1)
+
+
+def main(argv):
+    """Runs the benchmark."""
+    del argv
+    import keras
+
+    from towers import devices, multi_gpu_model
+
+    placed = devices.configure(FLAGS.stages)
+    print("| schedule | M | ms a step | stages wait | formula | fullest stage keeps |")
+    print("|---|---|---|---|---|---|")
+    for schedule, count in itertools.product(FLAGS.schedules, FLAGS.micro_batches):
+        keras.utils.clear_session()
+        model = works.build("transformer_lm")
+        parallel = multi_gpu_model(
+            model,
+            placed.towers,
+            stages=FLAGS.stages,
+            micro_batches=int(count),
+            pipeline_schedule=schedule,
+        )
+        parallel.compile("adam", works.loss(), jit_compile=False)
+        measure(parallel, schedule, int(count))
+    print()
+    hold(model, parallel.builder.plan.pipeline)
+
+
+def measure(parallel, schedule, count):
+    """Prints how long stages wait, and what they keep."""
+    import tensorflow as tf
+
+    from towers.monitoring.step_time import StepTime
+
+    per_tower = works.WORKS["transformer_lm"].examples
+    x, y = works.batch("transformer_lm", FLAGS.examples // per_tower)
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    times = StepTime(warmup_steps=3)
+    parallel.fit(data, steps_per_epoch=3 + FLAGS.steps, verbose=0, callbacks=[times])
+    busy = times.split.stages_busy
+    waits = 1 - sum(busy) / len(busy)
+    formula = (FLAGS.stages - 1) / (count + FLAGS.stages - 1)
+    kept_mb = max(parallel.builder.plan.pipeline.placement.kept) / 2**20
+    step_ms = sum(times.split.parts_ms.values())
+    print(
+        f"| {schedule} | {count} | {step_ms:,.0f} | {waits:.0%} | {formula:.0%} | "
+        f"{kept_mb:,.1f} MB |"
+    )
+
+
+def hold(model, pipeline):
+    """Prints the bytes of weights and slots on each device, and the least possible."""
+    found = collections.Counter()
+    variables = [*model.variables, *model.optimizer.variables]
+    for variable in variables:
+        value = variable.value
+        size = value.shape.num_elements() * value.dtype.size
+        found[value.device[-5:]] += size
+    print("On each device:", {k: f"{n / 2**20:.1f} MB" for k, n in found.items()})
+    print(f"best of all divisions: {best(model, pipeline) / 2**20:.1f} MB")
+
+
+def best(model, pipeline):
+    """The bytes of the fullest stage of the best division into whole layers."""
+    from towers.layers.pipeline import weighted
+
+    # Adam has two slots for each weight.
+    sizes = sorted((12 * x.count_params() for x in weighted(model)), reverse=True)
+    least, loads = [sum(sizes)], [0] * pipeline.stages
+
+    def put(k):
+        if k == len(sizes):
+            least[0] = min(least[0], max(loads))
+            return
+        for stage in sorted(range(pipeline.stages), key=loads.__getitem__):
+            if loads[stage] + sizes[k] < least[0]:
+                loads[stage] += sizes[k]
+                put(k + 1)
+                loads[stage] -= sizes[k]
+            if loads[stage] == 0:
+                break
+
+    put(0)
+    return least[0]
+
+
+if __name__ == "__main__":
+    app.run(main)
