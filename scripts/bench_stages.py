@@ -92,8 +92,11 @@ def best(model, pipeline):
     # Adam has two slots for each weight.
     sizes = sorted((12 * x.count_params() for x in weighted(model)), reverse=True)
     least, loads = [sum(sizes)], [0] * pipeline.stages
+    bound = max(sizes[0], sum(sizes) / pipeline.stages)
 
     def put(k):
+        if least[0] <= bound:
+            return
         if k == len(sizes):
             least[0] = min(least[0], max(loads))
             return

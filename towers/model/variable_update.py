@@ -142,9 +142,11 @@ class VariableUpdate:
 
     @property
     def needs_first_call(self) -> bool:
-        """Whether the next call of training may fail, or has something to choose."""
+        """Whether the next call may fail, has to choose, or needs to know its batch."""
         builder = self.builder
-        return builder.plan.on_gpus or builder.compiles_update or not self.chosen
+        in_stages = builder.plan.pipeline.stages > 1
+        may_fail = builder.plan.on_gpus or builder.compiles_update
+        return may_fail or in_stages or not self.chosen
 
     def ways(self) -> list[Choice]:
         """Lists the ways to choose from; none where nothing may hang on time."""

@@ -89,6 +89,10 @@ def test_no_cut_is_better_than_the_best():
         assert largest(costs, found) == best
 
 
+def test_the_other_pieces_are_equal_too():
+    assert best_cut([10, 1, 1, 1, 1, 1, 1], 3) == [1, 4, 7]
+
+
 PLACEMENTS = [
     ({"block_0": 0}, "names no stage for block_1, block_2; expected one for each"),
     ({".*": 0}, "puts no layer on stage 1 of 2; expected one at least, of block_0,"),
