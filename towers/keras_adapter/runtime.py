@@ -1,5 +1,6 @@
 """TensorFlow's runtime: devices, determinism, NCCL, the profiler's files."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -16,6 +17,7 @@ __all__ = [
     "device_memory_limits",
     "is_deterministic",
     "nccl_sums",
+    "now",
     "random_seed",
 ]
 
@@ -23,6 +25,16 @@ __all__ = [
 def is_deterministic() -> bool:
     """Tells whether `tf.config.experimental.enable_op_determinism` was called."""
     return config.is_op_determinism_enabled()
+
+
+def now() -> tf.Tensor:
+    """Returns the time in seconds, a float64 scalar, when it is computed."""
+    if is_deterministic():
+        # TensorFlow refuses its own clock then.
+        found = tf.numpy_function(time.time, [], tf.float64)
+        found.set_shape([])
+        return found
+    return tf.timestamp()
 
 
 def device_memory_limits() -> dict[str, int]:

@@ -10,7 +10,6 @@ on a GPU, a copy of nothing tells the host that what came before is done.
 
 import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +19,7 @@ import tensorflow as tf
 
 from towers.devices import HOST
 from towers.keras_adapter.graphs import is_stateful, run_independently
-from towers.keras_adapter.runtime import is_deterministic
+from towers.keras_adapter.runtime import now
 from towers.loop.host_times import HostTimes
 
 T = TypeVar("T")
@@ -163,19 +162,20 @@ class StepTimers:
         if self._times is not None:
             self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 
-    def tower_in_stages(self) -> Callable[[int, tuple[int, int], Any], None] | None:
+    def tower_in_stages(self) -> Callable[..., None] | None:
         """Returns what is to be told of each turn of a tower's stages, in a step.
 
         It takes the stage, the turns that this one had to wait for, as `TurnsTaken` has
-        them, and what the turn has made. `None` where nothing is measured.
+        them, what the turn has made, and when, if that is known. `None` where nothing
+        is measured.
         """
         if self._times is None or not self._stages:
             return None
         turns = TurnsTaken([], [], [])
         self._times.setdefault("turns", []).append(turns)
 
-        def ended(stage, after, made):
-            turns.ends.append(timestamp_after(made))
+        def ended(stage, after, made, end):
+            turns.ends.append(timestamp_after(made) if end is None else end)
             turns.stages.append(stage)
             turns.after.append(after)
 
@@ -263,20 +263,11 @@ def timestamp_after(after: Any = ()) -> tf.Tensor:
     with tf.name_scope(_SCOPE):
         parts = [_itself(part) for part in parts if part is not None]
         with tf.control_dependencies(parts), tf.device(HOST):
-            now = _now()
+            found = now()
     if not tf.executing_eagerly():
         # TensorFlow would have it wait for whatever draws random numbers.
-        run_independently([now.op])
-    return now
-
-
-def _now():
-    if is_deterministic():
-        # TensorFlow refuses its own clock then.
-        now = tf.numpy_function(time.time, [], tf.float64)
-        now.set_shape([])
-        return now
-    return tf.timestamp()
+        run_independently([found.op])
+    return found
 
 
 def _itself(part):

@@ -73,7 +73,7 @@ def _seconds(staged, arguments, device, clock):
     for phase in staged.phases:
         begun_s = clock()
         with tf.device(device):
-            found = phase([made[each] for each in phase.takes])
+            found, _ = phase([made[each] for each in phase.takes])
         for value in found[:1]:
             # All of a phase comes at once.
             if value.dtype not in (tf.resource, tf.variant):

@@ -16,6 +16,7 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import GraphDef, keep_functions
+from towers.keras_adapter.runtime import now
 from towers.layers.labels import Labels
 from towers.tower.traced import nothing_like
 
@@ -46,6 +47,7 @@ class Phase:
         place: Where its operations stand.
         takes: The tensors that it is called with, by their keys.
         makes: Those that it returns.
+        timed: Whether it tells when it ended.
     """
 
     def __init__(
@@ -54,30 +56,45 @@ class Phase:
         takes: Mapping[Key, tf.Tensor],
         makes: Mapping[Key, tf.Tensor],
         function: Callable[..., Sequence[tf.Tensor]],
+        timed: bool = False,
     ):
-        """Traces the function, which computes what it makes from what it takes."""
-        self.place, self.takes, self.makes = place, takes, makes
+        """Traces the function, which computes what it makes from what it takes.
+
+        `timed` tells whether it is to look at the clock when it ends. Outside, the
+        clock would be looked at late, where all threads are busy with other phases.
+        """
+        self.place, self.takes, self.makes, self.timed = place, takes, makes, timed
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in takes.values()]
-        self._function = _traced(function, *self._specs)
+
+        def with_time(*values):
+            made = function(*values)
+            with tf.control_dependencies(made):
+                return [*made, now()]
+
+        self._function = _traced(with_time if timed else function, *self._specs)
 
     def __call__(
         self, values: Sequence[tf.Tensor], size: tf.Tensor | None = None
-    ) -> Sequence[tf.Tensor]:
+    ) -> tuple[Sequence[tf.Tensor], tf.Tensor | None]:
         """Adds a call to the graph being built, on the device of the scope.
 
         Args:
             values: Those of `takes`.
             size: Number of rows, if there may be none, for which nothing is computed.
+
+        Returns:
+            What it makes, and when it ended, in seconds, if it is `timed`.
         """
-        if size is None:
-            return self._function(*values)
-        return self._guarded(size, *values)
+        found = self._function if size is None else self._guarded
+        found = found(*values) if size is None else found(size, *values)
+        return (found[:-1], found[-1]) if self.timed else (found, None)
 
     @functools.cached_property
     def _guarded(self):
         def guarded(size, *values):
             def nothing():
-                return [nothing_like(like, size) for like in self.makes.values()]
+                made = [nothing_like(like, size) for like in self.makes.values()]
+                return [*made, now()] if self.timed else made
 
             return tf.cond(size > 0, lambda: self._function(*values), nothing)
 
@@ -100,6 +117,7 @@ def cut(
     given: Mapping[Key, int | None],
     captured: Mapping[Key, tf.Tensor],
     recompute: bool = False,
+    timed: bool = False,
 ) -> list[Phase]:
     """Cuts a graph into phases.
 
@@ -112,6 +130,7 @@ def cut(
         captured: The keys of what it takes from outside, and that.
         recompute: Whether a part computes again, on the way back, what it has made on
             the way forward (Chen et al. 2016). It then keeps what it was called with.
+        timed: Whether phases tell when they end.
 
     Returns:
         The phases, in an order in which they may run.
@@ -131,7 +150,7 @@ def cut(
         for op in inside.values():
             # What is computed again comes from itself.
             made.update(key(t) for t in op.inputs if t.op.name not in inside)
-    parts = _Parts(graph, made, captured)
+    parts = _Parts(graph, made, captured, timed)
     return [parts.phase(place, members[place], places) for place in sorted(members)]
 
 
@@ -274,11 +293,13 @@ class _Parts:
         graph: The graph.
         wanted: The keys of what phases take from others, or the tower returns.
         captured: See `cut`.
+        timed: The same.
     """
 
     graph: tf.Graph
     wanted: set[Key]
     captured: Mapping[Key, tf.Tensor]
+    timed: bool
 
     def phase(
         self,
@@ -331,7 +352,7 @@ class _Parts:
             return found
 
         tensors = {outside: tensor for outside, (_, tensor) in takes.items()}
-        return Phase(place, tensors, makes, function)
+        return Phase(place, tensors, makes, function, self.timed)
 
 
 def _add(part, op, inputs):

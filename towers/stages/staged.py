@@ -33,7 +33,12 @@ class StagedTower:
     """
 
     def __init__(
-        self, traced: Traced, labels: Labels, pipeline: Pipeline, weights: Sequence[Any]
+        self,
+        traced: Traced,
+        labels: Labels,
+        pipeline: Pipeline,
+        weights: Sequence[Any],
+        timed: bool = False,
     ):
         """Cuts a tower.
 
@@ -42,6 +47,7 @@ class StagedTower:
             labels: What its operations were made for.
             pipeline: How its devices share the model.
             weights: The variables, in the order in which it takes their values.
+            timed: Whether its phases tell when they end; on a GPU they do not know it.
         """
         self.traced, self._pipeline = traced, pipeline
         graph, self._takes = traced.graph, traced.inputs
@@ -61,6 +67,7 @@ class StagedTower:
             given,
             {key(inside): outside for outside, inside in graph.captures},
             pipeline.recompute != "none",
+            timed,
         )
         stages = pipeline.stages_of_parts
         self.phases = made
@@ -96,7 +103,7 @@ class StagedTower:
         calls: Sequence[tuple[int, TowerCall]],
         devices: Sequence[str],
         largest: Collection[int] = (),
-        ended: Callable[[int, tuple[int, int], Any], None] | None = None,
+        ended: Callable[..., None] | None = None,
     ) -> list[TowerResult]:
         """Adds the turns of one tower's micro-batches to the graph being built.
 
@@ -106,7 +113,7 @@ class StagedTower:
             largest: Places of gradients of which the largest is taken, and no sum.
             ended: Is told of each turn, in order: its stage, the two turns that it had
                 to wait for, that before it on the stage and that of the same
-                micro-batch, or -1, and what it has made.
+                micro-batch, or -1, what it has made, and when, if that is known.
 
         Returns:
             The results of the micro-batches. The first one has the gradients of all.
@@ -121,10 +128,10 @@ class StagedTower:
             for k, slot in enumerate(slots):
                 m, stage = slot.micro_batch, self.turns[slot.turn].stage
                 for phase in self._phases[slot.turn]:
-                    made = step.add(m, stage, phase)
+                    made, end = step.add(m, stage, phase)
                 if ended is not None:
                     after = on_stage.get(stage, -1), of_micro_batch.get(m, -1)
-                    ended(stage, after, made[:1])
+                    ended(stage, after, made[:1], end)
                 on_stage[stage] = of_micro_batch[m] = k
         return step.results()
 
@@ -159,7 +166,7 @@ class _Step:
             tf.device(self._devices[stage]),
             tf.control_dependencies(self._last[stage]),
         ):
-            values = phase(
+            values, end = phase(
                 [made[each] for each in phase.takes], None if known else call.size
             )
             if values:
@@ -169,7 +176,7 @@ class _Step:
                     self._add(each, value)
                 else:
                     made[each] = value
-        return values
+        return values, end
 
     def _add(self, gradient, value):
         before = self._sums[gradient]

@@ -17,7 +17,7 @@ import towers
 from tests import oracle
 from tests.exact import oracle as exact
 from tests.exact.cases import CASES
-from tests.exact.test_exact_cases import _alone
+from tests.exact.test_exact_cases import alone
 from tests.variants import slow
 from towers.builders.builder import Builder
 from towers.builders.context import Context
@@ -54,7 +54,7 @@ def test_compiled_away_from_home(case):
         return parallel
 
     case = dataclasses.replace(
-        _alone(case),
+        alone(case),
         name=f"{case.name}, compiled",
         batches=lambda batches=case.batches: batches()[:1],
         compile=lambda compile=case.compile: compile() | {"jit_compile": True},

@@ -75,7 +75,7 @@ def compare(row, recompute):
     given = tf.nest.flatten(arguments, expand_composites=True)
     made = dict(zip(map(key, traced.inputs), given, strict=True))
     for phase in staged.phases:
-        values = phase([made[each] for each in phase.takes])
+        values, _ = phase([made[each] for each in phase.takes])
         made.update(zip(phase.makes, values, strict=True))
     whole = tf.nest.flatten(traced(*arguments), expand_composites=True)
     inside = tf.nest.flatten(traced.returned, expand_composites=True)

@@ -101,8 +101,9 @@ def test_of_each_micro_batch_one_activation_travels_and_one_gradient():
     _, nodes = step(gpus=2)
     phases = collections.Counter(
         (source, target)
-        for source, target, _, name in executed.transfers(nodes)
-        if "PartitionedCall" in name
+        for source, target, dtype, name in executed.transfers(nodes)
+        # Times are float64.
+        if "PartitionedCall" in name and dtype != tf.float64
     )
     # `test_phases.py` has what they are.
     assert phases == {(CPU[0], CPU[1]): 2, (CPU[1], CPU[0]): 2}

@@ -222,7 +222,10 @@ class TowerExecutor:
         """Runs towers stage by stage, each with its micro-batches."""
         del everything
         context, plan = self.context, self.context.plan
-        tower = StagedTower(traced, labels, plan.pipeline, context.variables)
+        ended = context.timers.tower_in_stages if training else lambda: None
+        timed = training and plan.pipeline.stages > 1 and not plan.on_gpus
+        pipeline, weights = plan.pipeline, context.variables
+        tower = StagedTower(traced, labels, pipeline, weights, timed)
         if labels.enclosed and plan.pipeline.stages > 1:
             line = (
                 f"Model '{context.model.name}' calls {', '.join(labels.enclosed)} in a "
@@ -235,8 +238,7 @@ class TowerExecutor:
             mine = [*enumerate(calls)][k : k + count]
             if busy := [(k, call) for k, call in mine if not call.is_idle]:
                 devices = plan.towers[k].devices
-                ended = context.timers.tower_in_stages() if training else None
-                results += tower.run(busy, devices, largest, ended)
+                results += tower.run(busy, devices, largest, ended())
         if not results:
             # A host without rows takes part all the same.
             results = run([traced], calls[:1])
