@@ -5,7 +5,7 @@ Whoever computes asks the plan where. It makes no operation but to tell which ro
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -161,7 +161,7 @@ class Plan:
         self, variables: Sequence[keras.Variable]
     ) -> Iterator[tuple[list[int], "Plan"]]:
         """Yields the places of each stage's variables, and the plan as it sees it."""
-        stages = self.pipeline.stages_of(variables)
+        stages = [*map(self.pipeline.stage_of, variables)]
         for stage in range(len(self.homes)):
             places = [i for i, each in enumerate(stages) if each == stage]
             if places:
@@ -254,13 +254,16 @@ class Plan:
         """
         return batch.fractions(sizes, None if self.hosts.count == 1 else total)
 
-    def home_of(self, variable: keras.Variable) -> str:
-        """Returns the device on which a variable lives, if it can be there.
+    @property
+    def home_of(self) -> Callable[[keras.Variable], str]:
+        """What tells on which device a variable lives, if it can be there.
 
-        It is one of the model, its optimizer or its metrics. GPUs have some types only
-        in the host's memory; see `layers.variables.move`.
+        The variable is one of the model, its optimizer or its metrics; see
+        `Pipeline.stage_of`. GPUs have some types only in the host's memory; see
+        `layers.variables.move`.
         """
-        return self.homes[self.pipeline.stage_of(variable)]
+        stage_of = self.pipeline.stage_of
+        return lambda variable: self.homes[stage_of(variable)]
 
     def packs(self, device: str) -> bool:
         """Tells whether values travel packed between home and a device.

@@ -118,13 +118,13 @@ class OptimizerShards:
     @property
     def shared(self) -> list[keras.Variable]:
         """What the optimizer has besides slots, such as its count of steps."""
-        slots = {id(slot) for _, of_one in self._slots() for slot in of_one}
+        slots = self.slot_ids()
         every = optimizers.all_variables(self._model.optimizer)
         return [each for each in every if id(each) not in slots]
 
-    def has(self, variable: keras.Variable) -> bool:
-        """Tells whether a variable is a slot, which is where its owners are."""
-        return any(variable is slot for _, of_one in self._slots() for slot in of_one)
+    def slot_ids(self) -> set[int]:
+        """Returns the `id` of each slot. Slots are where their owners are."""
+        return {id(slot) for _, of_one in self._slots() for slot in of_one}
 
     def _slots(self):
         """Yields each variable that the optimizer knows, and its slots."""

@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -113,25 +113,24 @@ class Pipeline:
         """Returns what one stage knows of it: its micro-batches."""
         return Pipeline(micro_batches=self.micro_batches)
 
-    def stage_of(self, variable: keras.Variable) -> int:
-        """Returns the stage of a variable; see `stages_of`."""
-        return self.stages_of([variable])[0]
-
-    def stages_of(self, variables: Sequence[keras.Variable]) -> list[int]:
-        """Returns the stages of variables of the model, its optimizer or its metrics.
+    @property
+    def stage_of(self) -> Callable[[keras.Variable], int]:
+        """What tells the stage of a variable of the model, its optimizer or metrics.
 
         A weight is on the stage of its layer, and an optimizer's slot on that of its
-        weight. What belongs to no layer, such as a metric's, is on the last stage.
+        weight. What belongs to no layer, such as a metric's, is on the last stage. It
+        knows the variables that there are now; for many of them, get it once.
         """
+        last = self.stages - 1
         if self.stages == 1 or not self.model.built:
-            return [self.stages - 1] * len(variables)
+            return lambda variable: last
         stages = self._of_weights(self.layers)
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None:
             for weight in self.model.trainable_variables:
                 for slot in slots_of(optimizer, weight, of_any_shape=True):
-                    stages[id(slot)] = stages.get(id(weight), self.stages - 1)
-        return [stages.get(id(variable), self.stages - 1) for variable in variables]
+                    stages[id(slot)] = stages.get(id(weight), last)
+        return lambda variable: stages.get(id(variable), last)
 
     @property
     def parts(self) -> dict[int, int]:

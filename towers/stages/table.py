@@ -80,14 +80,12 @@ def _bytes_of_weights(pipeline):
     """For each stage, the bytes of weights, and those of the optimizer's slots."""
     model = pipeline.model
     weights, slots = [0] * pipeline.stages, [0] * pipeline.stages
-    for variable, stage in zip(
-        model.variables, pipeline.stages_of(model.variables), strict=True
-    ):
-        weights[stage] += _size(variable)
-    for variable in model.trainable_variables:
-        (stage,) = pipeline.stages_of([variable])
-        if model.optimizer is not None:
-            slots[stage] += sum(map(_size, slots_of(model.optimizer, variable)))
+    stage_of = pipeline.stage_of
+    for variable in model.variables:
+        weights[stage_of(variable)] += _size(variable)
+    for variable in model.trainable_variables if model.optimizer is not None else ():
+        mine = slots_of(model.optimizer, variable)
+        slots[stage_of(variable)] += sum(map(_size, mine))
     return weights, slots
 
 

@@ -85,11 +85,14 @@ class Copies:
         copies = [copy for copies in self._copies for copy in copies]
         return copies + (self.shards.variables() if self.shards else [])
 
-    def home_of(self, variable: keras.Variable) -> str | None:
-        """Returns where a variable lives; `None` for what an owner of shards has."""
-        if self.shards is not None and self.shards.has(variable):
-            return None
-        return self._context.plan.home_of(variable)
+    @property
+    def home_of(self) -> Callable[[keras.Variable], str | None]:
+        """What tells where a variable lives: `None` for what an owner of shards has."""
+        home_of = self._context.plan.home_of
+        if self.shards is None:
+            return home_of
+        owned = self.shards.slot_ids()
+        return lambda each: None if id(each) in owned else home_of(each)
 
     def _by_stage(self, variables):
         """Yields the places of each stage's variables, and the devices of copies."""
@@ -181,10 +184,10 @@ class Copies:
                     updates[k - 1]()
 
     def _copy(self, tower):
-        copies, pipeline = [], self._context.plan.pipeline
+        copies, stage_of = [], self._context.plan.pipeline.stage_of
         for variable in self._originals:
             original = variable.value
-            with tf.device(tower.devices[pipeline.stage_of(variable)]):
+            with tf.device(tower.devices[stage_of(variable)]):
                 copy = tf.Variable(original, name=variable.name, dtype=original.dtype)
             take_identity(copy, original)
             copies.append(copy)

@@ -272,9 +272,10 @@ class StateCombiner:
 
     def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
         """Assigns to the model's variables what `combine_state` returned."""
+        home_of = self.context.plan.home_of
         with tf.name_scope("state"):
             for variable, value in zip(self.context.variables, state, strict=True):
                 if value is not None:
-                    with tf.device(self.context.plan.home_of(variable)):
+                    with tf.device(home_of(variable)):
                         variable.assign(value)
         self.copies.assign_state(state)
