@@ -4,7 +4,8 @@
         STAGES MICRO_BATCHES
 
 ADDRESSES and TOWERS have an entry for each host, with commas between. BUILDER may be
-"replicated/state", which has optimizer state in shards. CASES is a file
+"replicated/state", which has optimizer state in shards, or "parameter_server/rows" or
+the like, which has embedding tables in shards. CASES is a file
 with a name in each line. GIVEN says what hosts are given of a batch: "whole", its own
 "rows" only, or one and the other "in turns". Each tower has so many stages, if the
 model has as many layers. The first host compares with one device, and appends a record
@@ -78,8 +79,12 @@ def main(rank, addresses, counts, builder, file, names, given, most, micro_batch
             first = sum(counts[:rank])
             options["split_ratios"] = each[first : first + counts[rank]]
 
-        way, _, state = builder.partition("/")
-        options |= {"variable_update": way, "shard_optimizer_state": bool(state)}
+        way, _, shards = builder.partition("/")
+        options["variable_update"] = way
+        if shards == "state":
+            options["shard_optimizer_state"] = True
+        elif shards:
+            options["shard_embeddings"] = shards
 
         def wrap(model, case=case, options=options):
             options = in_stages(case, model, most) | options

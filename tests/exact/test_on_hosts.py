@@ -72,6 +72,48 @@ def test_each_host_divides_optimizer_state_among_its_towers(layout, tmp_path):
     _check(found, SHARDED)
 
 
+# A table is read as a whole, too; masks; losses of layers; rows that both hosts have.
+TABLES = tuple(
+    f"gradients/Embedding{name}"
+    for name in (", SGD", ", Adam", ", Adagrad", ", global_clipnorm", ", gathered")
+) + (
+    "gradients/Embedding used twice",
+    "gradients/Embedding tied to the output",
+    *[
+        str(case)
+        for case in table.CASES
+        if case.group == "masks" and case.name.startswith(("Embedding", "padding"))
+    ],
+)
+
+
+def test_each_host_divides_tables_among_its_towers(tmp_path):
+    names = TABLES[1:4:2]
+    found = run((1, 2), "replicated/rows", names, tmp_path, 120, "in turns")
+    _check(found, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "builder"),
+    [
+        ((1, 1), "parameter_server/auto"),
+        ((1, 2), "parameter_server/rows"),
+        ((2, 1), "replicated/columns"),
+        ((2, 2), "parameter_server/columns"),
+        ((3, 2), "replicated/rows"),
+    ],
+)
+def test_tables_of_hosts_in_all_ways(layout, builder, tmp_path):
+    _check(run(layout, builder, TABLES, tmp_path, 600, "in turns"), TABLES)
+
+
+@pytest.mark.slow
+def test_tables_of_hosts_over_devices_of_stages(tmp_path):
+    found = run((1, 2), "replicated/rows", TABLES, tmp_path, 600, "whole", 2, 2)
+    _check(found, TABLES)
+
+
 QUICK = [str(case) for case in table.CASES if not is_slow(case)]
 
 

@@ -167,6 +167,19 @@ def expand(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> lis
     return expanded
 
 
+def whole(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> list[Any]:
+    """Makes gradients of whole variables of those of `targets`; see `expand`."""
+    rest, found = iter(gradients), []
+    for variable in variables:
+        parts = [next(rest) for _ in places(variable)]
+        sharded = of(variable)
+        if sharded is None or parts[0] is None:
+            found.append(parts[0])
+        else:
+            found.append(sharded.whole_gradient(parts))
+    return found
+
+
 def norm(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | None:
     """Returns what stands in for a shard's gradient elsewhere: its norm, a scalar.
 

@@ -93,6 +93,22 @@ class ShardedVariable:
             )
         ]
 
+    def whole_gradient(self, parts: Sequence[Any]) -> Any:
+        """Makes a gradient of the whole value of the shards', where it is called.
+
+        Args:
+            parts: What `split` returns of a gradient, or of several that were added.
+        """
+        if not isinstance(parts[0], tf.IndexedSlices):
+            return tf.reshape(tf.concat(parts, self.axis or 0), self.shape)
+        values = tf.concat([part.values for part in parts], self.axis or 0)
+        places = parts[0].indices
+        if self.axis == 0:
+            starts = zip(parts, self.starts, strict=True)
+            places = tf.concat([part.indices + start for part, start in starts], 0)
+        shape = tf.constant(self.shape.as_list(), places.dtype)
+        return tf.IndexedSlices(values, places, shape)
+
     def look_up(self, ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Looks up rows where the shards lie.
 

@@ -152,7 +152,7 @@ def multi_gpu_model(
             variables. "rows", "columns": each is divided over all devices. "auto":
             small ones are whole on one device, large ones are divided by rows, and all
             devices have about as many bytes. Towers look up rows where they lie, and
-            rows are updated there.
+            rows are updated there. Each host has all tables.
 
     Returns:
         A model that computes on towers.
@@ -194,7 +194,7 @@ def multi_gpu_model(
     )
     hosts = this_host().compressing(gradient_compression)
     arguments.check_hosts(hosts.count, variable_update)
-    arguments.check_sharding(shard_embeddings, variable_update, hosts.count)
+    arguments.check_sharding(shard_embeddings, variable_update)
     if shard_optimizer_state:
         arguments.check_optimizer_shards(
             variable_update, all_reduce_alg, shard_embeddings
@@ -208,6 +208,7 @@ def multi_gpu_model(
         loss_placement=loss_placement,
         strict=strict,
         gradient_compression=gradient_compression,
+        shard_embeddings=shard_embeddings,
         shard_optimizer_state=shard_optimizer_state,
         check_numerics=bool(check_numerics),
     )

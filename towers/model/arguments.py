@@ -156,7 +156,7 @@ def check_hosts(count: int, variable_update: str) -> None:
         )
 
 
-def check_sharding(way: Any, variable_update: str, hosts: int) -> None:
+def check_sharding(way: Any, variable_update: str) -> None:
     """Checks that tables can lie on several devices; see `multi_gpu_model`."""
     check_choice("shard_embeddings", way, tables.WAYS)
     if way == "none":
@@ -166,11 +166,6 @@ def check_sharding(way: Any, variable_update: str, hosts: int) -> None:
             f"Received shard_embeddings='{way}' with variable_update='asynchronous', "
             "whose towers update all of a model at home; use 'parameter_server' or "
             "'replicated'."
-        )
-    if hosts > 1:
-        raise ValueError(
-            f"Received shard_embeddings='{way}' on {hosts} hosts, but tables can lie "
-            "on the devices of one host only; use shard_embeddings='none', or one host."
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import executed, oracle
+from tests import executed, hosts, oracle
 from tests.towers.layers import test_lookup as lookup
 from tests.variants import slow
 from towers import multi_gpu_model
@@ -336,21 +336,31 @@ def test_mixed_precision(policy, update):
     assert oracle.largest_difference(found, expected) < 1e-2
 
 
+def saved_model():
+    """A model that is compiled, and alike in all processes."""
+    keras.utils.set_random_seed(7)
+    model = lookup._after(lookup._embedding())
+    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+    return model
+
+
+def fit(trained, epochs, *callbacks):
+    """Trains with the same batches in each epoch, the last one uneven."""
+    data = tf.data.Dataset.from_tensor_slices((lookup._ids(), lookup._targets()))
+    trained.fit(data.batch(8), epochs=epochs, verbose=0, callbacks=[*callbacks])
+
+
+def _assert_alike(*models):
+    values = [
+        [v.numpy() for v in [*m.variables, *m.optimizer.variables]] for m in models
+    ]
+    for found in values[1:]:
+        assert oracle.largest_difference(found, values[0]) < 1e-5
+
+
 @pytest.mark.parametrize("way", [slow(WAYS[0]), WAYS[1]])
 def test_saved_and_continued_with_another_layout(way, tmp_path):
-    x, y = lookup._ids(), lookup._targets()
-
-    def make():
-        keras.utils.set_random_seed(7)
-        model = lookup._after(lookup._embedding())
-        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
-        return model
-
-    def fit(trained, epochs, *callbacks):
-        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-        trained.fit(data, epochs=epochs, verbose=0, callbacks=[*callbacks])
-
-    plain, cut, other = make(), make(), make()
+    plain, cut, other = saved_model(), saved_model(), saved_model()
     fit(plain, 3)
     fit(_towers(way)(cut), 1, Checkpoint(tmp_path / "run"))
     cut.save(tmp_path / "cut.keras")
@@ -358,12 +368,22 @@ def test_saved_and_continued_with_another_layout(way, tmp_path):
     fit(opened, 2)
     # From the checkpoint: rows over two devices, then a table at home.
     fit(_towers("rows", 2)(other), 2, Checkpoint(tmp_path / "run"))
-    last = make()
+    last = saved_model()
     fit(multi_gpu_model(last, gpus=2), 3, Checkpoint(tmp_path / "run"))
-    for found in (opened, last):
-        values = [[*m.variables, *m.optimizer.variables] for m in (found, plain)]
-        ours, theirs = ([v.numpy() for v in each] for each in values)
-        assert oracle.largest_difference(ours, theirs) < 1e-5
+    _assert_alike(plain, opened, last)
+
+
+@pytest.mark.slow
+def test_saved_by_hosts_and_continued_by_one(tmp_path):
+    module = "tests.towers.layers.on_hosts"
+    hosts.run(module, (1, 2), tmp_path, "rows,columns", timeout_s=300)
+    plain = saved_model()
+    fit(plain, 3)
+    opened = keras.saving.load_model(tmp_path / "hosts.keras")
+    fit(opened, 1)
+    last = saved_model()
+    fit(_towers("rows")(last), 3, Checkpoint(tmp_path / "run"))
+    _assert_alike(plain, opened, last)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ class Reducer(abc.ABC):
     ) -> list[list[reduce.Gradient]]:
         """Adds the towers' gradients.
 
-        Those of shards are added where the shards lie.
+        Those of shards are added where the shards lie. Each host has a whole table, cut
+        over its own devices, so hosts add gradients of whole tables.
 
         Args:
             gradients: Lists of gradients; see `TowerResult.gradients`.
@@ -55,7 +56,18 @@ class Reducer(abc.ABC):
         others = [
             [None if i in mine else g for i, g in enumerate(each)] for each in gradients
         ]
-        sums = self._sum_whole(others, towers, seen, over_hosts)
+
+        def with_shards(sums):
+            variables = model.trainable_variables
+            sums = [mine.get(i, total) for i, total in enumerate(sums)]
+            with tf.device(HOST):
+                sums = over_hosts(sharded.whole(variables, sums))
+                sums = sharded.expand(variables, sums)
+            mine.update({i: sums[i] for i in mine})
+            return [None if i in mine else total for i, total in enumerate(sums)]
+
+        adds = over_hosts and with_shards
+        sums = self._sum_whole(others, towers, seen, adds)
         norms = {i: sharded.norm(gradient) for i, gradient in mine.items()}
         return [
             [(norms if k else mine).get(i, total) for i, total in enumerate(each)]
