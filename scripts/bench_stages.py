@@ -3,14 +3,15 @@
 For each schedule and number of micro-batches: the share of the time in which stages
 wait, beside that of a pipeline of equal stages, (S - 1) / (M + S - 1); and the bytes of
 activations that the fullest stage keeps, as the step's own graph tells. Then the bytes
-of weights and optimizer slots on each device, beside those of the best division into
-whole layers, of all that there are. Nothing else may run meanwhile.
+of weights and optimizer slots on each device, and of the fullest one relative to an
+equal part, beside those of the best division into whole layers, of all that there are.
+Nothing else may run meanwhile.
 
     python scripts/bench_stages.py
-    python scripts/bench_stages.py --stages=4 --micro_batches=4,8 --optimizer=adam
+    python scripts/bench_stages.py --stages=4 --micro_batches=4,8
+    python scripts/bench_stages.py --stages=4 --micro_batches=4 --shard_embeddings=auto
 """
 
-import collections
 import itertools
 
 from absl import app, flags
@@ -22,6 +23,9 @@ flags.DEFINE_integer("stages", 2, "Stages of the tower.", lower_bound=2)
 flags.DEFINE_list("micro_batches", ["1", "2", "4", "8"], "Numbers of micro-batches.")
 flags.DEFINE_list("schedules", ["gpipe", "1f1b"], "Schedules.")
 flags.DEFINE_integer("examples", 16, "Examples of a batch.", lower_bound=1)
+flags.DEFINE_enum(
+    "shard_embeddings", "none", ["none", "auto", "rows", "columns"], "Tables."
+)
 flags.DEFINE_integer("steps", 8, "Steps to measure.", lower_bound=1)
 
 
@@ -44,6 +48,7 @@ def main(argv):
             stages=FLAGS.stages,
             micro_batches=int(count),
             pipeline_schedule=schedule,
+            shard_embeddings=FLAGS.shard_embeddings,
         )
         parallel.compile("adam", works.loss(), jit_compile=False)
         measure(parallel, schedule, int(count))
@@ -75,13 +80,14 @@ def measure(parallel, schedule, count):
 
 def hold(model, pipeline):
     """Prints the bytes of weights and slots on each device, and the least possible."""
-    found = collections.Counter()
-    variables = [*model.variables, *model.optimizer.variables]
-    for variable in variables:
-        value = variable.value
-        size = value.shape.num_elements() * value.dtype.size
-        found[value.device[-5:]] += size
-    print("On each device:", {k: f"{n / 2**20:.1f} MB" for k, n in found.items()})
+    from towers.layers import tables
+
+    found = tables.bytes_by_device(model)
+    each = {device: f"{n / 2**20:.1f} MB" for device, n in found.items()}
+    ratio = max(found.values()) * pipeline.stages / sum(found.values())
+    print(
+        f"On each device: {each}; the fullest has {ratio:.3f}/{pipeline.stages} of all"
+    )
     print(f"best of all divisions: {best(model, pipeline) / 2**20:.1f} MB")
 
 

@@ -265,6 +265,17 @@ class Plan:
         stage_of = self.pipeline.stage_of
         return lambda variable: self.homes[stage_of(variable)]
 
+    def places_of(self, copied: bool) -> Callable[[keras.Variable], tuple[str, ...]]:
+        """Returns what tells on which devices a variable has values; see `home_of`.
+
+        Args:
+            copied: Whether each tower has a copy.
+        """
+        stage_of, homes = self.pipeline.stage_of, [(home,) for home in self.homes]
+        if copied:
+            homes = [*zip(*(tower.devices for tower in self.replicas), strict=True)]
+        return lambda variable: homes[stage_of(variable)]
+
     def packs(self, device: str) -> bool:
         """Tells whether values travel packed between home and a device.
 

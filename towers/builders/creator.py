@@ -47,7 +47,8 @@ class VariableCreator:
         with self._tables_placed(data), self.copies.creating():
             self._create(data, rows)
         plan = self.context.plan
-        self._divide_layers(rows)
+        if self._divide_layers(rows) and self.context.shard_embeddings != "none":
+            self._put_tables()
         if is_gpu(plan.home) or plan.pipeline.stages > 1:
             # Not all that was created there belongs there.
             with tf.init_scope():
@@ -56,11 +57,15 @@ class VariableCreator:
         self._say_where_tables_lie()
 
     def _divide_layers(self, data):
-        """Divides layers among stages by the time that each takes, once."""
+        """Divides layers among stages by the time that each takes, once.
+
+        Returns:
+            Whether they may be on other stages now.
+        """
         context, plan = self.context, self.context.plan
         placement, model = plan.pipeline.placement, context.model
         if not placement.balanced or model.run_eagerly:
-            return
+            return False
         placement.balanced = False
         if is_deterministic():
             line = (
@@ -68,7 +73,7 @@ class VariableCreator:
                 "weights, as a deterministic run measures nothing."
             )
             context.say([line])
-            return
+            return False
         layers = {id(layer): k for k, layer in enumerate(weighted(model))}
         begun_s = time.perf_counter()
         try:
@@ -81,7 +86,7 @@ class VariableCreator:
                 f"weights, as they cannot be measured: {words.error_sentence(error)}"
             )
             context.say([line])
-            return
+            return False
         placement.balance(plan.hosts.broadcast(seconds))
         taken_s = time.perf_counter() - begun_s
         line = (
@@ -89,6 +94,7 @@ class VariableCreator:
             "divide them among stages."
         )
         context.say([line])
+        return True
 
     def _local_spec(self, data):
         """The specs of a micro-batch, as the loss sees it, all sizes known."""
@@ -189,9 +195,11 @@ class VariableCreator:
             context.say([line])
         with tf.init_scope():
             if why:
+                plan.pipeline.placement.keeps_tables()
                 tables.bring_home(model, plan.home_of)
             else:
-                placed = tables.layout(model, plan.all_devices, way, plan.home_of)
+                places_of = plan.places_of(bool(self.copies.towers))
+                placed = tables.layout(model, plan.all_devices, way, places_of)
                 tables.put(placed, optimizer)
 
     def _create_eagerly(self, data):

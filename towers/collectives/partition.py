@@ -12,6 +12,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from towers.layers import tables
+
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
@@ -82,22 +84,12 @@ def partition(extents: Sequence[Extent], owners: int) -> list[tuple[Part, ...]]:
         loads[owner] += extents[i].cost
         found[i] = [_part(extents[i], owner, 0, extents[i].size)]
     rest = [i for i in range(len(extents)) if i not in found]
-    level = _level(loads, sum(extents[i].cost for i in rest))
+    level = tables.level(loads, sum(extents[i].cost for i in rest))
     owner = 0
     for i in rest:
         parts, owner = _fill(extents[i], loads, level, owner)
         found[i] = parts
     return [tuple(found[i]) for i in range(len(extents))]
-
-
-def _level(loads, more):
-    """How much each owner has at most once `more` has filled up the least loaded."""
-    ordered = sorted(loads)
-    for count in range(len(ordered), 0, -1):
-        level = (sum(ordered[:count]) + more) / count
-        if level >= ordered[count - 1]:
-            return level
-    return 0
 
 
 def _fill(extent, loads, level, owner):

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from towers.keras_adapter.optimizers import slots_of
+from towers.layers import tables
 
 SCHEDULES = ("1f1b", "gpipe")
 RECOMPUTE = ("none", "stage", "layer")
@@ -37,6 +38,7 @@ class Placement:
         stages: int = 1,
         asked: str | Mapping[str, int] = "auto",
         layers: Mapping[int, int] | None = None,
+        apart: bool = False,
     ):
         """Places nothing yet.
 
@@ -45,12 +47,13 @@ class Placement:
             stages: The same.
             asked: Stages by regular expressions for names of layers, or "auto".
             layers: The stage of each layer, by its `id`, if that is known.
+            apart: Whether tables lie on the devices of all stages; see `tables.py`.
         """
         self.model, self.stages = model, stages
         self.balanced = asked == "auto" and stages > 1
         self.described = False
         self.kept: Sequence[int] = ()
-        self._asked, self._layers = asked, layers
+        self._asked, self._layers, self._apart = asked, layers, apart
 
     @property
     def layers(self) -> Mapping[int, int]:
@@ -61,14 +64,20 @@ class Placement:
         """
         if self._layers is None:
             if self._asked == "auto":
-                self._layers = balanced(self.model, self.stages)
+                self._layers = balanced(self.model, self.stages, apart=self._apart)
             else:
                 self._layers = placed(self.model, self._asked, self.stages)
         return self._layers
 
     def balance(self, seconds: Sequence[float]) -> None:
         """Divides the layers anew, by how long each of those with weights takes."""
-        self._layers = balanced(self.model, self.stages, seconds)
+        self._layers = balanced(self.model, self.stages, seconds, self._apart)
+
+    def keeps_tables(self) -> None:
+        """Is told that tables lie where their layers are, after all."""
+        if self._apart and self._asked == "auto":
+            self._layers = None
+        self._apart = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +238,10 @@ def weighted(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def balanced(
-    model: keras.Model, stages: int, seconds: Sequence[float] | None = None
+    model: keras.Model,
+    stages: int,
+    seconds: Sequence[float] | None = None,
+    apart: bool = False,
 ) -> dict[int, int]:
     """Divides layers, in their order, among stages.
 
@@ -241,6 +253,7 @@ def balanced(
         stages: Number of stages.
         seconds: What each of the `weighted` layers takes; by default in proportion to
             its weights.
+        apart: Whether tables lie on the devices of all stages, and so count for none.
 
     Returns:
         The stage of each `weighted` layer, by its `id`.
@@ -254,7 +267,11 @@ def balanced(
             f"Received stages={stages} for the model '{model.name}', which has "
             f"{len(layers)} layers with weights; expected at least as many layers."
         )
-    sizes = [layer.count_params() for layer in layers]
+    skipped = {*map(id, tables.of(model))} if apart else ()
+    sizes = [
+        sum(math.prod(v.shape) for v in layer.weights if id(v) not in skipped)
+        for layer in layers
+    ]
     ends = best_cut(sizes, stages)
     if seconds is not None:
         pieces = zip([0, *ends], ends, strict=False)
@@ -280,7 +297,7 @@ def best_cut(
     [2, 5]
 
     Args:
-        costs: Positive numbers, at least as many as there are stages.
+        costs: Numbers from 0, at least as many as there are stages.
         stages: Number of pieces, none of them empty.
         sizes: Other numbers, as many.
         most: The most that those of a piece may add up to.

@@ -62,8 +62,9 @@ def cut(
     devices: Sequence[str],
     axis: int | None,
     optimizer: keras.optimizers.Optimizer | None = None,
+    sizes: Sequence[int] = (),
 ) -> None:
-    """Cuts a variable, and the slots that an optimizer has for it, into even shards.
+    """Cuts a variable, and the slots that an optimizer has for it, into shards.
 
     The value is read on the host, and only its parts go to devices.
 
@@ -73,6 +74,8 @@ def cut(
             columns, has so many shards.
         axis: See `ShardedVariable`.
         optimizer: The optimizer, if it may have slots already.
+        sizes: How many rows, columns or numbers each shard has; by default all have as
+            many.
     """
     cuts = [variable]
     if optimizer is not None:
@@ -83,7 +86,7 @@ def cut(
         size = whole.size if axis is None else whole.shape[axis]
         parts = np.array_split(
             whole.reshape(-1) if axis is None else whole,
-            min(len(devices), size),
+            [*itertools.accumulate(sizes)][:-1] if sizes else min(len(devices), size),
             axis=axis or 0,
         )
         shards = [

@@ -1,12 +1,13 @@
 """Embedding tables over devices: which are cut, and where each lies.
 
-A table that is cut has its rows, or its columns, divided evenly over all devices; see
+A table that is cut has its rows, or its columns, divided over all devices; see
 `sharded.py`. Towers look up rows where they lie, and each device updates its own.
 """
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -32,11 +33,13 @@ class Placed:
         variable: The table.
         axis: 0 if its rows are divided over the devices, 1 if its columns are.
         devices: The devices; one has it whole.
+        sizes: How many rows, or columns, each has.
     """
 
     variable: keras.Variable
     axis: int
     devices: tuple[str, ...]
+    sizes: tuple[int, ...]
 
 
 def left_out(model: keras.Model) -> dict[int, str]:
@@ -60,59 +63,102 @@ def _embeddings(model):
     ]
 
 
+def of(model: keras.Model) -> list[keras.Variable]:
+    """Returns the tables of a built model that may lie on several devices."""
+    found = {id(embedding_table(layer)) for layer in _embeddings(model)}
+    wanted = found - left_out(model).keys()
+    return [v for v in model.trainable_variables if id(v) in wanted]
+
+
 def layout(
     model: keras.Model,
     devices: Sequence[str],
     way: str,
-    home_of: Callable[[keras.Variable], str],
+    places_of: Callable[[keras.Variable], Sequence[str]],
 ) -> list[Placed]:
     """Decides where the tables of a built model are to lie.
 
     With "auto", those that are larger than what each device is to have are cut into
     rows; then the largest other ones, too, until all devices have about as many bytes.
+    What is cut fills up what other variables leave.
 
     Args:
         model: The model.
         devices: The devices, each once.
         way: One of `WAYS`, but for "none".
-        home_of: Returns the device of each other variable.
+        places_of: Returns the devices of each other variable, and of its copies.
     """
-    found = {id(embedding_table(layer)) for layer in _embeddings(model)}
-    wanted = found - left_out(model).keys()
-    tables = [v for v in model.trainable_variables if id(v) in wanted]
+    tables = of(model)
     if way != "auto":
         axis = WAYS.index(way) - WAYS.index("rows")
-        return [Placed(table, axis, devices) for table in tables]
+        even = dict.fromkeys(devices, 1)
+        return [_cut(table, axis, even) for table in tables]
     of_tables = {id(table) for table in tables}
     load = dict.fromkeys(devices, 0)
     for variable in model.variables:
-        if id(variable) not in of_tables and home_of(variable) in load:
-            load[home_of(variable)] += _bytes(variable)
+        for device in places_of(variable) if id(variable) not in of_tables else ():
+            if device in load:
+                load[device] += _bytes(variable)
     ideal = (sum(load.values()) + sum(map(_bytes, tables))) / len(devices)
     ordered = sorted(tables, key=_bytes, reverse=True)
     cut = {id(t) for t in ordered if _bytes(t) > max(ideal, _SMALL_BYTES)}
     while True:
         placed, loads = _place(ordered, cut, load)
-        whole = [each for each in placed if len(each.devices) == 1]
-        large = [each for each in whole if _bytes(each.variable) > _SMALL_BYTES]
+        large = [
+            each.variable
+            for each in placed
+            if id(each.variable) not in cut and _bytes(each.variable) > _SMALL_BYTES
+        ]
         if max(loads.values()) <= ideal * _UNEVEN or not large:
             return placed
-        cut.add(id(large[0].variable))
+        cut.add(id(large[0]))
 
 
 def _place(tables, cut, load):
-    """Places the largest tables first: cut ones everywhere, others where is most room.
+    """Places whole tables where most room is, the largest first; cut ones fill it up.
 
     Returns:
         Where they lie, and the bytes that each device has then.
     """
     load, placed = dict(load), []
     for table in tables:
-        devices = tuple(load) if id(table) in cut else (min(load, key=load.get),)
-        placed.append(Placed(table, 0, devices))
-        for device in devices:
-            load[device] += _bytes(table) // len(devices)
+        if id(table) not in cut:
+            device = min(load, key=load.get)
+            placed.append(Placed(table, 0, (device,), (table.shape[0],)))
+            load[device] += _bytes(table)
+    rest = [table for table in tables if id(table) in cut]
+    full = level(load.values(), sum(map(_bytes, rest)))
+    room = {device: max(full - used, 0) for device, used in load.items()}
+    for table in rest:
+        placed.append(_cut(table, 0, room))
+        for device, size in zip(placed[-1].devices, placed[-1].sizes, strict=True):
+            load[device] += size * _bytes(table) // table.shape[0]
     return placed, load
+
+
+def level(loads: Iterable[int], more: int) -> float:
+    """How much each has at most once `more` has filled up the least loaded.
+
+    >>> level([5, 1, 2], 3)
+    3.0
+    """
+    ordered = sorted(loads)
+    for count in range(len(ordered), 0, -1):
+        found = (sum(ordered[:count]) + more) / count
+        if found >= ordered[count - 1]:
+            return found
+    return 0
+
+
+def _cut(table, axis, room):
+    """Divides a table in proportion to the room that devices have."""
+    count, total = table.shape[axis], sum(room.values())
+    # Those before others have one more, if any has.
+    ends = [-(-count * each // total) for each in itertools.accumulate(room.values())]
+    ends[-1] = count
+    sizes = [int(b - a) for a, b in itertools.pairwise([0, *ends])]
+    has = [(device, n) for device, n in zip(room, sizes, strict=True) if n]
+    return Placed(table, axis, *zip(*has, strict=True))
 
 
 def put(placed: Sequence[Placed], optimizer: keras.optimizers.Optimizer | None) -> None:
@@ -121,18 +167,17 @@ def put(placed: Sequence[Placed], optimizer: keras.optimizers.Optimizer | None) 
         slots = optimizers.slots_of(optimizer, each.variable) if optimizer else ()
         for variable in [each.variable, *slots]:
             if not _lies_there(variable, each):
-                sharded.cut(variable, each.devices, each.axis)
+                sharded.cut(variable, each.devices, each.axis, sizes=each.sizes)
 
 
 def _lies_there(variable, placed):
     cut = sharded.of(variable)
     if cut is None or cut.axis != placed.axis:
         return False
-    count = min(len(placed.devices), variable.shape[placed.axis])
-    found = [shard.device for shard in cut.shards]
-    return len(found) == count and all(
-        device.endswith(wanted)
-        for device, wanted in zip(found, placed.devices, strict=False)
+    sizes = tuple(shard.shape[cut.axis] for shard in cut.shards)
+    return sizes == placed.sizes and all(
+        shard.device.endswith(wanted)
+        for shard, wanted in zip(cut.shards, placed.devices, strict=True)
     )
 
 

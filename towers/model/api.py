@@ -168,7 +168,8 @@ def multi_gpu_model(
     of_towers = arguments.grouped(devices.resolve(gpus), stages)
     towers = [each[0] for each in of_towers]
     pipeline = arguments.check_pipeline(
-        model, stages, placement, micro_batches, pipeline_schedule, recompute
+        *(model, stages, placement, micro_batches, pipeline_schedule, recompute),
+        shard_embeddings,
     )
     arguments.check_updates_stages(pipeline, variable_update)
     split_ratios = arguments.check_split_ratios(split_ratios, len(towers))
@@ -235,9 +236,8 @@ def multi_gpu_model(
             tables.bring_home(model, plan.home_of)
         elif model.built:
             # Before all else moves, as a table may not fit there.
-            placed = tables.layout(
-                model, plan.all_devices, shard_embeddings, plan.home_of
-            )
+            places_of = plan.places_of(choice.variable_update == "replicated")
+            placed = tables.layout(model, plan.all_devices, shard_embeddings, places_of)
             tables.put(placed, None)
         variables.move(model, plan.home_of)
         context = Context(

@@ -239,6 +239,7 @@ def check_pipeline(
     micro_batches: Any,
     schedule: Any,
     recompute: Any,
+    shard_embeddings: Any = "none",
 ) -> Pipeline:
     """Returns how the devices of a tower share the model; see `multi_gpu_model`."""
     _check_count("micro_batches", micro_batches)
@@ -258,7 +259,7 @@ def check_pipeline(
             "Received a placement with stages=1; expected stages=2 or more, or no "
             "placement."
         )
-    places = Placement(model, stages, placement)
+    places = Placement(model, stages, placement, apart=shard_embeddings != "none")
     found = Pipeline(stages, micro_batches, schedule, recompute, places)
     if model.built:
         # It says what does not fit.

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from towers.keras_adapter.optimizers import slots_of
+from towers.layers import sharded
 from towers.layers.pipeline import Pipeline, weighted
 from towers.program import words
 from towers.stages.schedule import held
@@ -39,10 +40,13 @@ def lines(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[str]:
         f"Stages of model '{model.name}', with "
         f"{words.count(pipeline.micro_batches, 'micro-batch', 'micro-batches')} of "
         f"{words.count(rows, 'example')}, schedule {pipeline.schedule}, recompute "
-        f"{pipeline.recompute}:"
+        f"{pipeline.recompute}"
     )
+    if any(map(sharded.of, model.variables)):
+        first += ", without the tables, which lie on the devices of all stages"
+
     return [
-        first,
+        f"{first}:",
         *(
             "  ".join(
                 cell.ljust(n) for cell, n in zip(row, widths, strict=True)
@@ -77,15 +81,20 @@ def _bytes(tensor, rows):
 
 
 def _bytes_of_weights(pipeline):
-    """For each stage, the bytes of weights, and those of the optimizer's slots."""
+    """For each stage, the bytes of weights, and those of the optimizer's slots.
+
+    What is cut is on the devices of all stages.
+    """
     model = pipeline.model
     weights, slots = [0] * pipeline.stages, [0] * pipeline.stages
     stage_of = pipeline.stage_of
     for variable in model.variables:
+        if sharded.of(variable) is not None:
+            continue
         weights[stage_of(variable)] += _size(variable)
-    for variable in model.trainable_variables if model.optimizer is not None else ():
-        mine = slots_of(model.optimizer, variable)
-        slots[stage_of(variable)] += sum(map(_size, mine))
+        if variable.trainable and model.optimizer is not None:
+            mine = slots_of(model.optimizer, variable)
+            slots[stage_of(variable)] += sum(map(_size, mine))
     return weights, slots
 
 

@@ -51,6 +51,18 @@ def test_layers_of_models_in_a_model_are_placed_one_by_one():
     assert by_name(model, balanced(model, 3)) == {"i0": 0, "i1": 1, "last": 2}
 
 
+def test_tables_that_lie_apart_count_for_no_stage():
+    ids = keras.Input([4], dtype="int32")
+    hidden = layers.Embedding(1000, 6, name="table")(ids)
+    for name in "abc":
+        hidden = layers.Dense(6, name=name)(hidden)
+    model = keras.Model(ids, hidden)
+    found = by_name(model, balanced(model, 2))
+    assert found == {"table": 0, "a": 1, "b": 1, "c": 1}
+    found = by_name(model, balanced(model, 3, apart=True))
+    assert found == {"table": 0, "a": 0, "b": 1, "c": 2}
+
+
 class Subclassed(keras.Model):
     """Three layers, one of them a model."""
 

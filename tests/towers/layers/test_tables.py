@@ -49,7 +49,7 @@ def _several(rows=(37, 5, 4096), **options):
 
 
 def _layout(model, way, devices=DEVICES, home="/device:CPU:3"):
-    placed = tables.layout(model, devices, way, lambda _: home)
+    placed = tables.layout(model, devices, way, lambda _: [home])
     return {each.variable.path[0]: (each.axis, len(each.devices)) for each in placed}
 
 
@@ -67,12 +67,38 @@ def test_auto_balances_bytes():
     assert _layout(even, "auto") == dict.fromkeys("abcdef", (0, 1))
     odd = _several((3000,) * 4)
     assert _layout(odd, "auto") != dict.fromkeys("abcd", (0, 1))
-    placed = tables.layout(odd, DEVICES, "auto", lambda _: DEVICES[0])
+    placed = tables.layout(odd, DEVICES, "auto", lambda _: DEVICES[:1])
     tables.put(placed, None)
     held = tables.bytes_by_device(odd)
     assert max(held.values()) <= 1.05 * sum(held.values()) / 3
     # Small tables are whole, whatever that means for the balance.
     assert {n for _, n in _layout(_several((9, 700)), "auto").values()} == {1}
+
+
+def test_what_is_cut_fills_up_what_other_variables_leave():
+    inputs = keras.Input((4,), dtype="int32")
+    rows = keras.layers.Embedding(6000, 128)(inputs)
+    hidden = keras.layers.Dense(256, name="first")(rows)
+    model = keras.Model(inputs, keras.layers.Dense(1024, name="second")(hidden))
+    # The second has a copy.
+    places = {"first": DEVICES[:1], "second": DEVICES[1:]}
+    held = collections.Counter()
+    for name, devices in places.items():
+        for weight in model.get_layer(name).weights:
+            held.update(dict.fromkeys(devices, 4 * weight.shape.num_elements()))
+    (table,) = tables.layout(
+        model, DEVICES, "auto", lambda v: places.get(v.path.split("/")[0])
+    )
+    for device, size in zip(table.devices, table.sizes, strict=True):
+        held[device] += 4 * 128 * size
+    assert sum(table.sizes) == 6000
+    assert max(held.values()) - min(held.values()) <= 4 * 128
+    # Where there is no room, nothing is put.
+    every = dict.fromkeys(places, DEVICES[:1])
+    (table,) = tables.layout(
+        model, DEVICES, "auto", lambda v: every.get(v.path.split("/")[0], DEVICES) * 4
+    )
+    assert (table.devices, table.sizes) == ((*DEVICES[1:],), (3000, 3000))
 
 
 def test_what_takes_a_table_as_a_whole_leaves_it_at_home(caplog):
@@ -413,10 +439,34 @@ def test_averages_take_the_place_of_weights(callbacks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "auto"])
 @pytest.mark.parametrize("update", ["parameter_server", "replicated"])
-def test_towers_of_several_stages(way, update):
+@pytest.mark.parametrize("placement", [{"dense.*": 1, "(?!dense).*": 0}, "auto"])
+def test_towers_of_several_stages(way, update, placement, monkeypatch):
+    monkeypatch.setattr(tables, "_SMALL_BYTES", 0)
     options = {"stages": 2, "micro_batches": 2, "variable_update": update}
-    options["placement"] = {"dense.*": 1, "(?!dense).*": 0}
+    options["placement"] = placement
     found = lookup._run("plain", _towers(way, 4, **options), evaluated=False)
     assert lookup._equal(found, lookup._expected("plain"))
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", slow("Lamb")])
+def test_tables_lie_beside_stages_of_any_size(optimizer, caplog):
+    inputs = keras.Input((4,), dtype="int32")
+    mean = keras.layers.GlobalAveragePooling1D()
+    hidden = mean(keras.layers.Embedding(3000, 128, name="table")(inputs))
+    for k in range(3):
+        hidden = keras.layers.Dense(128, name=f"dense_{k}")(hidden)
+    model = keras.Model(inputs, hidden)
+    parallel = _towers("auto", stages=3)(model)
+    parallel.compile(getattr(keras.optimizers, optimizer)(), "mse")
+    x, y = np.ones((4, 4), "int32"), np.ones((4, 128), "float32")
+    parallel.train_on_batch(x, y)
+    held = tables.bytes_by_device(model)
+    if optimizer == "Adam":
+        assert max(held.values()) <= 1.02 * sum(held.values()) / 3
+        assert "without the tables, which lie on the devices of all" in caplog.text
+    else:
+        # It takes whole tables: the first stage has nothing else.
+        assert _devices(model.get_layer("table").embeddings) == DEVICES[:1]
+        assert held[DEVICES[0]] == 3 * 4 * 3000 * 128

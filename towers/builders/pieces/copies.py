@@ -33,6 +33,7 @@ class Copies:
     """The copies of the trainable variables, and of the optimizer's.
 
     Attributes:
+        towers: The towers that have one.
         stale: Whether the model's own variables may have other values.
         shards: The shards of the optimizer's state, if each tower has a part of it
             instead of a copy.
@@ -45,7 +46,7 @@ class Copies:
         shard_optimizer_state: bool = False,
     ):
         """Creates none yet; there will be one for each of these towers."""
-        self._context, self._towers = context, towers
+        self._context, self.towers = context, towers
         self.stale, self.shards = True, None
         if shard_optimizer_state:
             self.shards = OptimizerShards(context.model, self._by_stage)
@@ -66,7 +67,7 @@ class Copies:
         if self.shards is None and optimizer is not None:
             # Another builder may have cut them.
             optimizer_shards.join(optimizer, home_of)
-        if self._originals or not (self._towers or self.shards):
+        if self._originals or not (self.towers or self.shards):
             return
         originals = [*self._context.model.trainable_variables]
         if self.shards is not None:
@@ -77,7 +78,7 @@ class Copies:
         # What is cut is on several devices as it is.
         self._originals = [each for each in originals if sharded.of(each) is None]
         with tf.init_scope():
-            self._copies = [*map(self._copy, self._towers)]
+            self._copies = [*map(self._copy, self.towers)]
         self.stale = False
 
     def variables(self) -> list[tf.Variable]:
@@ -172,7 +173,7 @@ class Copies:
         """
         optimizer = self._context.model.optimizer
         for k, (tower, copy) in enumerate(
-            zip(self._towers, self._copies, strict=False), start=1
+            zip(self.towers, self._copies, strict=False), start=1
         ):
             stages = self._context.plan.pipeline.stages
             where = placing.updates(tower.device, stages)
