@@ -122,7 +122,9 @@ def slots_like_variables() -> Iterator[None]:
         yield
 
 
-def _add_slot(keras_add, optimizer, reference, name=None, initializer="zeros"):
+def _add_slot(keras_add, optimizer, reference_variable, name=None, initializer="zeros"):
+    # Some of Keras's optimizers name it.
+    reference = reference_variable
     sharded = isinstance(reference, keras.Variable) and of(reference)
     if not sharded:
         return keras_add(optimizer, reference, name=name, initializer=initializer)

@@ -125,6 +125,21 @@ OPTIMIZERS = {
 QUICK = "clipped", "clipped together", "averaged", "accumulated", "scaled"
 
 
+def test_a_slot_is_cut_however_it_is_asked_for():
+    model, optimizer = _model(), keras.optimizers.SGD()
+    _cut(model, 0)
+    table = model.trainable_variables[0]
+    with sharded.slots_like_variables():
+        for slot in (
+            optimizer.add_variable_from_reference(table, "momentum"),
+            # As Adafactor and Muon do.
+            optimizer.add_variable_from_reference(reference_variable=table, name="x"),
+        ):
+            assert [each.device for each in sharded.of(slot).shards] == [
+                each.device for each in sharded.of(table).shards
+            ]
+
+
 @pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in OPTIMIZERS])
 @pytest.mark.parametrize("sparse", [True, slow(False)], ids=["sparse", "dense"])
 @AXES

@@ -113,18 +113,21 @@ def test_what_takes_a_table_as_a_whole_leaves_it_at_home(caplog):
     assert "whole: its regularizer takes it as a whole." in caplog.text
 
 
-def test_lamb_is_refused_or_has_its_tables_at_home(caplog):
+@pytest.mark.parametrize("name", ["Lamb", slow("Adafactor"), "Muon"])
+def test_who_looks_at_whole_variables_is_refused_or_has_tables_at_home(name, caplog):
     def train(way):
         model = _several()
         parallel = _towers(way)(model)
-        parallel.compile(keras.optimizers.Lamb(), "mse")
+        parallel.compile(getattr(keras.optimizers, name)(), "mse")
         parallel.train_on_batch(np.ones((4, 4), "int32"), np.ones((4, 1), "float32"))
         return model
 
-    with pytest.raises(ValueError, match="Received shard_embeddings='rows' with Lamb"):
+    with pytest.raises(
+        ValueError, match=f"Received shard_embeddings='rows' with {name}"
+    ):
         train("rows")
     assert sharded.of(train("auto").trainable_variables[0]) is None
-    assert "where all variables are, because of Lamb" in caplog.text
+    assert f"where all variables are, because of {name}" in caplog.text
 
 
 def test_wrong_arguments():
