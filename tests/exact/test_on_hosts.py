@@ -50,8 +50,9 @@ def _check(found, names):
             assert record["verdict"] == record["expected"], (name, record)
 
 
-def test_hosts_equal_one_device(tmp_path):
-    _check(run((1, 2), "parameter_server", FIRST, tmp_path, 120, "in turns"), FIRST)
+@pytest.mark.parametrize("builder", ["parameter_server/rows", slow("parameter_server")])
+def test_hosts_equal_one_device(builder, tmp_path):
+    _check(run((1, 2), builder, FIRST, tmp_path, 120, "in turns"), FIRST)
 
 
 # Its norm is that of all shards; a scale has to be that of all hosts.
@@ -88,12 +89,6 @@ TABLES = (
 )
 
 
-def test_each_host_divides_tables_among_its_towers(tmp_path):
-    names = TABLES[1:4:2]
-    found = run((1, 2), "replicated/rows", names, tmp_path, 120, "in turns")
-    _check(found, names)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "builder"),
@@ -105,7 +100,7 @@ def test_each_host_divides_tables_among_its_towers(tmp_path):
         ((3, 2), "replicated/rows"),
     ],
 )
-def test_tables_of_hosts_in_all_ways(layout, builder, tmp_path):
+def test_each_host_divides_tables_among_its_towers(layout, builder, tmp_path):
     _check(run(layout, builder, TABLES, tmp_path, 600, "in turns"), TABLES)
 
 
