@@ -288,7 +288,7 @@ def _stand_in_note(count: int, wish: Wish) -> str:
         "the one tower runs on the CPU."
         if count == 1
         else f"{count} logical CPUs of this host stand in: the numbers are those of "
-        f"{count} towers, the speed is not."
+        f"{count} GPUs, the speed is not."
     )
     names = "allow_growth", "gpu_memory_limit_mb"
     idle = [name for name in names if getattr(wish, name) is not None]

@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--num_gpus",
         type=int,
-        help="Number of towers. Default: all GPUs; without a GPU, 2 logical CPUs.",
+        help="Number of devices. Default: all GPUs; without a GPU, 2 logical CPUs.",
     )
     parser.add_argument(
         "--hosts",

@@ -102,7 +102,7 @@ def start(found: Probe) -> Finding:
     if not found.towers:
         return wrong(found.fault, fault=found.fault)
     return ok(
-        f"is imported, and has {words.count(len(found.towers), 'tower')}",
+        f"is imported, and has {words.count(len(found.towers), 'device')} for towers",
         towers=found.towers,
     )
 

@@ -45,11 +45,14 @@ def find(settings: Search) -> int:
     start = start if most is None else min(start, most)
     # Only probes use the devices: this process would keep a part of their memory.
     told = run(settings, start)
-    unit = search.unit(told["split_ratios"])
+    unit = search.unit(told["split_ratios"], settings.micro_batches)
     if most is not None and most < unit:
+        among = words.count(len(told["towers"]), "tower")
+        if settings.micro_batches > 1:
+            among += f" of {settings.micro_batches} micro-batches"
         raise ValueError(
             f"Received --max_batch_size={most}; expected at least {unit}, the "
-            f"fewest that {words.count(len(told['towers']), 'tower')} divide exactly."
+            f"fewest that can be divided exactly among {among}."
         )
     tried, code = [], 0
     report = Report(
@@ -60,6 +63,7 @@ def find(settings: Search) -> int:
         most=most,
         learning_rate=settings.learning_rate,
         note=told["note"],
+        micro_batches=settings.micro_batches,
     )
     try:
         for result in search.search(
@@ -78,7 +82,8 @@ def find(settings: Search) -> int:
     elif not code:
         raise ValueError(
             f"No batch fits, not even {tried[-1].batch_size} ({tried[-1].why}); allow "
-            "more memory, or take a smaller model, smaller images or --dtype=bf16."
+            "more memory, or take a smaller model, smaller images, --dtype=bf16, or "
+            "more --stages or --micro_batches."
         )
     return code
 

@@ -41,6 +41,7 @@ from towers.devices import Devices
 from towers.find_batch_size import search
 from towers.find_batch_size.search_flags import Search
 from towers.input_pipeline import free_memory
+from towers.model.arguments import grouped
 from towers.program import startup
 from towers.program.commands import quieten
 from towers.program.ending import ANOTHER_FAILED
@@ -114,9 +115,10 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
         ValueError: If any input is bad.
     """
     devices = configure_devices(settings)
-    ratios, towers = of_all_hosts(split_ratios(settings, devices), devices.towers)
+    towers = [" + ".join(each) for each in grouped(devices.towers, settings.stages)]
+    ratios, towers = of_all_hosts(split_ratios(settings, devices), towers)
     check_reduction(settings, devices)
-    unit = search.unit(ratios)
+    unit = search.unit(ratios, settings.micro_batches)
     settings = settings.but(batch_size=max(settings.batch_size // unit, 1) * unit)
     gpus = bool(devices.physical)
     tell(

@@ -17,13 +17,14 @@ class Report:
 
     Attributes:
         tried: What was tried, in order; at least one batch size fits.
-        towers: The towers' devices.
+        towers: The towers' devices; those of one tower's stages are one name.
         split_ratios: How much of a batch each tower gets, relative to the others.
         memory: Whose memory was measured, "GPU" or "process".
         most: The largest size that might be tried, `None` for any.
         learning_rate: That of the first size that was tried.
         note: What else is to be known; may be empty.
         stopped: Whether it was stopped before it was over.
+        micro_batches: Parts that each tower computes its batch in.
     """
 
     tried: Sequence[Probe]
@@ -34,6 +35,7 @@ class Report:
     learning_rate: float
     note: str = ""
     stopped: bool = False
+    micro_batches: int = 1
 
     def __str__(self) -> str:
         whose = "the fullest GPU" if self.memory == "GPU" else "the whole process"
@@ -58,6 +60,7 @@ class Report:
             "fastest": search.fastest(self.tried).batch_size,
             "towers": list(self.towers),
             "split_ratios": list(self.split_ratios),
+            "micro_batches": self.micro_batches,
             "memory": self.memory,
             "stopped": self.stopped,
             "probes": [dataclasses.asdict(probe) for probe in self._ordered()],
@@ -97,7 +100,9 @@ class Report:
     def _largest(self):
         size, end = search.largest(self.tried).batch_size, search.too_large(self.tried)
         each = _per_tower(size, self.split_ratios)
-        text = f"Largest that fits: {size:,} ({each} per tower)"
+        in_parts = self.micro_batches > 1
+        each += " per tower" + f", in {self.micro_batches} micro-batches" * in_parts
+        text = f"Largest that fits: {size:,} ({each})"
         if end:
             text += f"; {end.batch_size:,} does not ({end.why})"
         if self.stopped:

@@ -38,9 +38,12 @@ class Probe:
     why: str = ""
 
 
-def unit(split_ratios: Sequence[int]) -> int:
-    """Returns the fewest examples of which each tower gets exactly its share."""
-    return sum(split_ratios) // math.gcd(*split_ratios)
+def unit(split_ratios: Sequence[int], micro_batches: int = 1) -> int:
+    """Returns the fewest examples of which each tower gets exactly its share.
+
+    So does each of its micro-batches.
+    """
+    return micro_batches * sum(split_ratios) // math.gcd(*split_ratios)
 
 
 def search(

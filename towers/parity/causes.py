@@ -60,12 +60,10 @@ def _rounding(trials, setting):
     return found
 
 
-def explain(
-    trials: Trials, rows: Sequence[Row], ratios: Sequence[int]
-) -> Iterator[str]:
+def explain(trials: Trials, rows: Sequence[Row]) -> Iterator[str]:
     """Says in sentences why towers differ from one device.
 
-    `rows` are what the comparison found; `ratios` how much each tower gets.
+    `rows` are what the comparison found.
     """
     silent = any(map(has_training_argument, trials.random_layers))
     every = Setting(bool(trials.batch_norms), silent)
@@ -73,31 +71,45 @@ def explain(
         try:
             rows = judge(trials, every)
         except ModelError as error:
-            yield f"Could not try {_in_words(every)}: {error}"
+            yield f"Could not try {_in_words(trials, every)}: {error}"
         else:
             if is_equal(rows):
                 yield from _by_design(trials, every, rows)
                 return
-            yield f"Some of it remains {_in_words(every)}."
-    yield from list(_mixing(trials, ratios)) or _unknown(trials, rows)
+            yield f"Some of it remains {_in_words(trials, every)}."
+    yield from list(_mixing(trials)) or _unknown(trials, rows)
 
 
 def _by_design(trials, every, rows):
     """Which of the known kinds of layers it takes to explain all."""
     needed = every
-    for alone in [Setting(synchronized=True), Setting(silent=True)] * all(every):
+    for alone in [Setting(alike=True), Setting(silent=True)] * all(every):
         found = judge(trials, alone)
         if is_equal(found):
             needed, rows = alone, found
             break
-    if needed.synchronized:
+    in_parts = trials.plan.pipeline.micro_batches > 1
+    if needed.alike and trials.plan.count == 1:
+        # It normalises the whole batch, as one device does.
         yield (
-            "Differs by design: BatchNormalization normalises each local batch by "
-            f"itself ({_names(trials.batch_norms)})."
+            "Differs by rounding: a tower computes BatchNormalization by other kernels "
+            f"than Keras ({_names(trials.batch_norms)})."
+        )
+    elif needed.alike:
+        normalises = "each local batch by itself"
+        if in_parts:
+            normalises = (
+                "each micro-batch by its own statistics, as a tower does, and its "
+                "moving averages take their mean, weighted by examples"
+            )
+        yield (
+            f"Differs by design: BatchNormalization normalises {normalises} "
+            f"({_names(trials.batch_norms)})."
         )
     if needed.silent:
+        where = "for each micro-batch" if in_parts else "on each tower"
         yield (
-            "Differs by design: random layers draw differently on each tower "
+            f"Differs by design: random layers draw differently {where} "
             f"({_names(trials.random_layers)})."
         )
     most = max(rows, key=lambda row: row.difference)
@@ -107,11 +119,14 @@ def _by_design(trials, every, rows):
             f"to rounding (at most {most.difference:.1e}, where one device, rounded "
             f"otherwise, differs by {most.rounding:.1e} from itself)"
         )
-    yield f"Tried {_in_words(needed)}, all is equal {how}."
+    yield f"Tried {_in_words(trials, needed)}, all is equal {how}."
 
 
-def _in_words(setting):
-    parts = ["synchronized=True on BatchNormalization"] * setting.synchronized
+def _in_words(trials, setting):
+    batch_norm = "synchronized=True on BatchNormalization"
+    if not trials.plan.pipeline.alone:
+        batch_norm = "BatchNormalization by its moving averages"
+    parts = [batch_norm] * setting.alike
     parts += ["random layers silenced"] * setting.silent
     return f"with {' and '.join(parts)}"
 
@@ -156,10 +171,10 @@ def _names(layers):
 # Layers that look at several examples at once.
 
 
-def _mixing(trials, ratios):
+def _mixing(trials):
     """Names layers whose outputs for a local batch depend on the other ones."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(trials.batches[0])
-    bounds = batch.split_bounds(int(batch.batch_size(x)), ratios)
+    bounds = batch.split_bounds(int(batch.batch_size(x)), trials.plan.split_ratios)
     # These differ anyway, and so does what they are part of.
     known = {id(layer) for layer in [*trials.batch_norms, *trials.random_layers]}
     layers = [

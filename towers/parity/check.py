@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from towers.collectives.hosts import this_host
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
 from towers.model.api import multi_gpu_model
+from towers.model.arguments import grouped
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
 from towers.parity.trials import Setting, Trials, in_place, quietly
@@ -76,7 +76,7 @@ def check_parity(
     """
     _check_arguments(model, parity_steps, variable_update)
     towers = devices.resolve(gpus)
-    ratios = split_ratios or (1,) * (len(towers) // others.get("stages", 1))
+    ratios = split_ratios or (1,) * len(grouped(towers, others.get("stages", 1)))
     given = {"variable_update": variable_update, "loss_placement": loss_placement}
     options = {**given, "split_ratios": ratios, "strict": strict, **others}
     batches = batch if isinstance(batch, list) else [batch] * parity_steps
@@ -85,8 +85,8 @@ def check_parity(
 
 def _compare(model, batches, towers, options, tolerance):
     """Compares towers with one device; `options` are those of `multi_gpu_model`."""
-    # Of the towers of all hosts.
-    ratios = [*itertools.chain(*this_host().tell_all([*options["split_ratios"]]))]
+    # Those of all hosts.
+    count = sum(this_host().tell_all(len(options["split_ratios"])))
     batches = [tf.nest.map_structure(_tensor, each) for each in batches]
     if tolerance is None:
         tolerance = 1e-2 if _computes_in_16_bits(model) else 1e-5
@@ -96,27 +96,37 @@ def _compare(model, batches, towers, options, tolerance):
             # What is wrong now is the model; later, it is the other arguments.
             multi_gpu_model(model, towers)
         except ValueError as error:
-            return Parity(False, (str(error),), towers=len(ratios))
-        make_parallel().builder.create_variables(batches[0])
+            return Parity(False, (str(error),), towers=count)
+        builder = make_parallel().builder
+        builder.create_variables(batches[0])
         with unchanged(model):
-            found = _check(Trials(model, batches, make_parallel, tolerance), ratios)
+            found = _check(
+                Trials(model, batches, make_parallel, tolerance, builder.plan)
+            )
             if found.rows or not options["strict"]:
                 return found
             make_lenient = functools.partial(make_parallel, strict=False)
-            lenient = Trials(model, batches, make_lenient, tolerance)
-            return _check_refused(found, _check(lenient, ratios))
+            lenient = Trials(model, batches, make_lenient, tolerance, builder.plan)
+            return _check_refused(found, _check(lenient))
 
 
-def _check(trials, split_ratios):
+def _check(trials):
+    pipeline = trials.plan.pipeline
+    found = functools.partial(
+        Parity,
+        towers=trials.plan.count // pipeline.micro_batches,
+        stages=pipeline.stages,
+        micro_batches=pipeline.micro_batches,
+    )
     try:
         rows = judge(trials, Setting())
     except ModelError as error:
-        return Parity(False, (str(error),), towers=len(split_ratios))
+        return found(False, (str(error),))
     # Where it is in the model as it is; causes are looked for in others.
     placement = trials.loss_placement
     equal = is_equal(rows)
-    reasons = _remarks(trials, rows) if equal else explain(trials, rows, split_ratios)
-    return Parity(equal, tuple(reasons), rows, len(split_ratios), placement)
+    reasons = _remarks(trials, rows) if equal else explain(trials, rows)
+    return found(equal, tuple(reasons), rows, loss_placement=placement)
 
 
 def _check_refused(refused, lenient):

@@ -68,6 +68,8 @@ class Parity:
         rows: What was compared. Empty if the model cannot run on towers.
         towers: Number of towers.
         loss_placement: Where the loss was computed: "tower" or "gathered".
+        stages: Number of devices of each tower.
+        micro_batches: Parts of a tower's batch that go through its stages.
     """
 
     equal: bool
@@ -75,6 +77,8 @@ class Parity:
     rows: tuple[Row, ...] = ()
     towers: int = 0
     loss_placement: str | None = None
+    stages: int = 1
+    micro_batches: int = 1
 
     def __str__(self) -> str:
         return "\n".join([*_table(self.rows), *self._verdict()])
@@ -84,12 +88,19 @@ class Parity:
             where = {"tower": "on the towers", "gathered": "on gathered outputs"}
             yield f"The loss was computed {where[self.loss_placement]}."
         if self.equal:
-            towers = words.count(self.towers, "tower")
             give = "gives" if self.towers == 1 else "give"
-            yield f"Equal: {towers} {give} the numbers of one device."
+            yield f"Equal: {self._towers()} {give} the numbers of one device."
         else:
             yield "Not equal."
         yield from self.reasons
+
+    def _towers(self):
+        found = words.count(self.towers, "tower")
+        if self.stages > 1:
+            found += f" of {self.stages} stages"
+        if self.micro_batches > 1:
+            found += f", in {self.micro_batches} micro-batches,"
+        return found
 
 
 def differences(ours: Iterable[Entry], theirs: Sequence[Entry]) -> list[float]:

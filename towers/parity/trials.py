@@ -22,6 +22,7 @@ from towers.keras_adapter.variables import places_kept
 from towers.layers import variables
 from towers.model.tower_model import TowerModel
 from towers.parity.report import Entry, differences
+from towers.plan import Plan
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
@@ -34,11 +35,12 @@ class Setting(NamedTuple):
     """What is changed in the model for a trial.
 
     Attributes:
-        synchronized: BatchNormalization uses the statistics of the whole batch.
+        alike: BatchNormalization normalises all examples alike: by the statistics of
+            the whole batch, or by its moving averages where towers compute in parts.
         silent: Random layers are called as if this were not training.
     """
 
-    synchronized: bool = False
+    alike: bool = False
     silent: bool = False
 
 
@@ -82,6 +84,7 @@ class Trials:
         model: The model on one device, compiled, with all its variables.
         batches: One batch for each step.
         tolerance: The relative difference up to which numbers are equal.
+        plan: The towers.
         loss_placement: Where towers computed the loss.
     """
 
@@ -91,12 +94,14 @@ class Trials:
         batches: Sequence[Any],
         make_parallel: Callable[[], TowerModel],
         tolerance: float,
+        plan: Plan,
     ):
         """Prepares, and runs nothing; `make_parallel` returns the model on towers."""
         self.model = model
         self.batches = batches
         self.loss_placement = None
         self.tolerance = tolerance
+        self.plan = plan
         self._make_parallel = make_parallel
         self._start = variables.values(model)
         self._parallel = {}
@@ -227,9 +232,11 @@ class Trials:
     @contextlib.contextmanager
     def _set(self, setting):
         with contextlib.ExitStack() as stack:
-            if setting.synchronized:
-                for layer in self.batch_norms:
+            for layer in self.batch_norms if setting.alike else ():
+                if self.plan.pipeline.alone:
                     stack.enter_context(attribute(layer, "synchronized", True))
+                else:
+                    stack.enter_context(attribute(layer, "call", _silenced(layer)))
             if setting.silent:
                 for layer in filter(has_training_argument, self.random_layers):
                     stack.enter_context(attribute(layer, "call", _silenced(layer)))

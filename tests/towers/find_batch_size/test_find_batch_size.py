@@ -108,6 +108,10 @@ def test_a_unit_gives_each_tower_its_share():
     ]
 
 
+def test_a_unit_gives_each_micro_batch_its_share():
+    assert unit((2, 3), micro_batches=4) == 20
+
+
 # What is said.
 
 
@@ -144,6 +148,17 @@ def test_report_says_why_nothing_larger_was_tried():
     assert "with larger ones, examples/sec had fallen off" in str(report(falling))
     said = str(report(tried_by(21, start=8)))
     assert "the search began with this size, and found no faster one, larger" in said
+
+
+def test_report_of_stages_and_micro_batches():
+    found = dataclasses.replace(
+        report(tried_by(22, start=8, step=8), split_ratios=(1,)),
+        towers=["/device:CPU:0 + /device:CPU:1"],
+        micro_batches=4,
+    )
+    assert str(found).startswith("Towers: /device:CPU:0 + /device:CPU:1; ")
+    assert "Largest that fits: 16 (16 per tower, in 4 micro-batches); 24" in str(found)
+    assert found.as_dict()["micro_batches"] == 4
 
 
 def test_report_of_a_search_that_was_stopped():
@@ -349,7 +364,7 @@ def test_a_probe_reads_what_the_search_was_given(tmp_path):
         (["--dataset=folder:/nowhere"], "/nowhere"),
         (
             ["--max_batch_size=1", "--model=mlp"],
-            "expected at least 2, the fewest that 2 towers divide",
+            "expected at least 2, the fewest that can be divided exactly among 2",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from tests.towers.train.runs import read_settings
 from tests.variants import slow
 from towers import input_pipeline, multi_gpu_model
 from towers.collectives import reduce
+from towers.layers import fused
 from towers.parity import __main__ as parity_program
 from towers.parity import check_flags, check_parity
 from towers.parity.report import (
@@ -146,6 +147,24 @@ def test_equal():
     assert text.endswith("Equal: 2 towers give the numbers of one device.")
 
 
+@pytest.mark.slow
+def test_stages():
+    parity = check_parity(compiled(), data(), gpus=4, stages=2, micro_batches=3)
+    assert str(parity).endswith(
+        "Equal: 2 towers of 2 stages, in 3 micro-batches, give the numbers of one "
+        "device."
+    )
+
+
+@pytest.mark.slow
+def test_a_layer_that_mixes_the_examples_of_a_micro_batch():
+    parity = check_parity(
+        compiled(Centre(name="centre")), data(), gpus=1, micro_batches=2, strict=False
+    )
+    (reason,) = parity.reasons
+    assert reason.startswith("Layer 'centre' mixes the examples of a batch")
+
+
 def test_batches_of_several_sizes_and_uneven_shares():
     batches = [data(12), data(7, seed=1), data(2, seed=2), data(12, seed=3)]
     parity = check_parity(
@@ -229,6 +248,34 @@ def test_batch_normalization():
     )
     assert tried.startswith("Tried with synchronized=True on BatchNormalization, all")
     assert verdicts(parity)["state", "net/norm_0/moving_variance"] == DIFFERS
+
+
+def test_batch_normalization_in_micro_batches():
+    model = compiled(layers.BatchNormalization(name="norm"))
+    with unchanged(model):
+        parity = check_parity(model, data(), gpus=2, stages=2, micro_batches=3)
+    design, tried = parity.reasons
+    assert design == (
+        "Differs by design: BatchNormalization normalises each micro-batch by its own "
+        "statistics, as a tower does, and its moving averages take their mean, "
+        "weighted by examples (norm)."
+    )
+    assert tried.startswith("Tried with BatchNormalization by its moving averages, all")
+
+
+@pytest.mark.slow
+def test_batch_normalization_of_the_whole_batch_is_not_a_matter_of_design(monkeypatch):
+    """One tower normalises what one device does; only rounding can be different."""
+    plain = fused._call
+
+    def otherwise(keras_call, layer, inputs, training=None, mask=None):
+        found = plain(keras_call, layer, inputs, training, mask)
+        return found * 1.001 if training else found
+
+    monkeypatch.setattr(fused, "_call", otherwise)
+    model = compiled(layers.BatchNormalization(name="norm"))
+    reason, _ = check_parity(model, data(), gpus=2, stages=2).reasons
+    assert "by rounding" in reason and "norm" in reason
 
 
 @pytest.mark.slow
@@ -391,6 +438,8 @@ def test_a_model_that_cannot_be_a_tower():
             {"gpus": 2, "split_ratios": (1, 2, 3)},
             r"split_ratios=\(1, 2, 3\) for 2 towers",
         ),
+        ({"gpus": 2, "stages": 0}, "stages=0; expected an integer from 1"),
+        ({"gpus": 2, "stages": 3}, "stages=3 for 2 devices"),
         ({"gpus": 2, "parity_steps": 0}, "parity_steps=0; expected at least 1"),
         ({"gpus": 2, "variable_update": "none"}, "variable_update='none'"),
         ({"gpus": 2, "loss_placement": "home"}, "loss_placement='home'"),
