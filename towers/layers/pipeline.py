@@ -16,6 +16,7 @@ import keras
 
 from towers.keras_adapter.optimizers import slots_of
 from towers.layers import tables
+from towers.program import words
 
 SCHEDULES = ("1f1b", "gpipe")
 RECOMPUTE = ("none", "stage", "layer")
@@ -28,8 +29,8 @@ class Placement:
         model: The model.
         stages: Number of stages.
         balanced: Whether layers are yet to be divided by the time that they take.
-        described: Whether it was said which layers are on which stage.
-        kept: The bytes of activations that each stage keeps, as far as that is known.
+        kept: The bytes of activations that each stage keeps, at most; `None` until it
+            was said which layers are on which stage.
     """
 
     def __init__(
@@ -51,8 +52,7 @@ class Placement:
         """
         self.model, self.stages = model, stages
         self.balanced = asked == "auto" and stages > 1
-        self.described = False
-        self.kept: Sequence[int] = ()
+        self.kept: Sequence[int] | None = None
         self._asked, self._layers, self._apart = asked, layers, apart
 
     @property
@@ -265,7 +265,8 @@ def balanced(
     if len(layers) < stages:
         raise ValueError(
             f"Received stages={stages} for the model '{model.name}', which has "
-            f"{len(layers)} layers with weights; expected at least as many layers."
+            f"{words.count(len(layers), 'layer')} with weights; expected at least as "
+            "many layers."
         )
     skipped = {*map(id, tables.of(model))} if apart else ()
     sizes = [

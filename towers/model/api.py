@@ -115,7 +115,7 @@ def multi_gpu_model(
         stages: Number of devices of each tower. If there are several, the model is
             divided among them. So 4 GPUs with `stages=2` make 2 towers. A layer's
             weights, their gradients and their optimizer slots are on its stage's
-            device. The model has to be built.
+            device. A model that is not built yet is divided when `fit` builds it.
         placement: The stage of each layer: a dict of regular expressions for names of
             layers, such as `{"block_[0-5]": 0, ".*": 1}`, of which the first that
             matches a whole name counts. A layer without weights that none matches goes

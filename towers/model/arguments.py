@@ -243,12 +243,8 @@ def check_pipeline(
 ) -> Pipeline:
     """Returns how the devices of a tower share the model; see `multi_gpu_model`."""
     _check_count("micro_batches", micro_batches)
-    for name, value, known in (
-        ("pipeline_schedule", schedule, pipelines.SCHEDULES),
-        ("recompute", recompute, pipelines.RECOMPUTE),
-    ):
-        if value not in known:
-            raise ValueError(f"Received {name}={value!r}; expected one of {[*known]}.")
+    check_choice("pipeline_schedule", schedule, pipelines.SCHEDULES)
+    check_choice("recompute", recompute, pipelines.RECOMPUTE)
     if placement != "auto" and not isinstance(placement, Mapping):
         raise ValueError(
             f"Received placement={placement!r}; expected 'auto', or stages by regular "

@@ -128,4 +128,5 @@ def _record(builder, stopped, raw):
         stopped.tower or 0,
         builder.plan.count,
         builder.loss_placed == "gathered",
+        builder.plan.pipeline.micro_batches,
     )

@@ -25,6 +25,7 @@ class RecordedStep(NamedTuple):
         first: Index of the first of these towers.
         towers: Number of all towers.
         gathered: Whether the loss was computed on gathered outputs.
+        micro_batches: How many of these towers are micro-batches of one.
     """
 
     step: int
@@ -34,6 +35,7 @@ class RecordedStep(NamedTuple):
     first: int = 0
     towers: int = 1
     gathered: bool = False
+    micro_batches: int = 1
 
 
 def named(data: tuple[Any, Any, Any]) -> dict[str, Any]:

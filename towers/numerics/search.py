@@ -44,6 +44,7 @@ class NonFiniteOrigin:
             there before.
         tower: Index of the tower, `None` if it cannot be told.
         towers: Number of towers.
+        micro_batches: How many of these towers are micro-batches of one.
         rows: The examples in question, as rows of the batch; none if they cannot be
             told.
         examples: How many examples the tower, or the step, had.
@@ -54,6 +55,7 @@ class NonFiniteOrigin:
     during: str = ""
     tower: int | None = None
     towers: int = 1
+    micro_batches: int = 1
     rows: tuple[int, ...] = ()
     examples: int = 0
 
@@ -98,8 +100,13 @@ class NonFiniteOrigin:
         }[self.source]
 
     def _on(self):
-        known = self.tower is not None
-        return f" on tower {self.tower} of {self.towers}" if known else ""
+        if self.tower is None:
+            return ""
+        count = self.micro_batches
+        found = f" on tower {self.tower // count} of {self.towers // count}"
+        if count > 1:
+            found += f", in micro-batch {self.tower % count} of {count}"
+        return found
 
 
 def locate(model: keras.Model, file: str | os.PathLike) -> NonFiniteOrigin:
@@ -153,12 +160,17 @@ def search(
         recorded: The step.
         devices: Where to compute it: a device for each of its towers.
     """
+    found = _search(model, recorded, devices)
+    towers, count = recorded.towers, recorded.micro_batches
+    return dataclasses.replace(found, towers=towers, micro_batches=count)
+
+
+def _search(model, recorded, devices):
     values = [tf.convert_to_tensor(value) for value in recorded.variables]
     for variable, value in zip(variables_of(model), values, strict=True):
         if not _is_finite(value):
             during = "update" if recorded.step > 1 else ""
-            name = f"'{variable.path}'"
-            return NonFiniteOrigin("variable", name, during, towers=recorded.towers)
+            return NonFiniteOrigin("variable", f"'{variable.path}'", during)
     size = batch.batch_size(recorded.data)
     for k, (start, end) in enumerate(batch.split_bounds(size, recorded.split_ratios)):
         if start == end:
@@ -170,18 +182,14 @@ def search(
             )
         if found is not None:
             rows = tuple(start + row for row in found.rows)
-            here = {"tower": recorded.first + k, "towers": recorded.towers}
-            return dataclasses.replace(found, rows=rows, **here)
+            return dataclasses.replace(found, rows=rows, tower=recorded.first + k)
     if len(recorded.split_ratios) > 1 or recorded.gathered:
         # What needs the whole batch: a loss on gathered outputs, synchronized layers.
         found = _search_local_batch(model, recorded.data, values, 0, loss=True)
         if found is not None:
-            return dataclasses.replace(
-                found,
-                tower=_tower_of(found.rows, size, recorded),
-                towers=recorded.towers,
-            )
-    return NonFiniteOrigin("unknown", towers=recorded.towers)
+            tower = _tower_of(found.rows, size, recorded)
+            return dataclasses.replace(found, tower=tower)
+    return NonFiniteOrigin("unknown")
 
 
 def _tower_of(rows, size, recorded):

@@ -34,7 +34,7 @@ from towers.program.commands import fail
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data, open_data
-from towers.train.parts.devices import configure_devices, placement, split_ratios
+from towers.train.parts.devices import configure_devices, split_ratios, stages
 from towers.train.parts.model import build_model, compile_model, make_preprocess
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
@@ -77,15 +77,13 @@ def check(settings: Settings) -> int:
         devices.towers,
         # To choose, auto would have to train.
         variable_update="parameter_server" if asked == "auto" else asked,
+        all_reduce_alg=settings.all_reduce_alg,
         shard_optimizer_state=settings.shard_optimizer_state,
+        shard_embeddings=settings.shard_embeddings,
         split_ratios=ratios,
         loss_placement=settings.loss_placement,
         strict=settings.strict,
-        stages=settings.stages,
-        placement=placement(settings),
-        micro_batches=settings.micro_batches,
-        pipeline_schedule=settings.pipeline_schedule,
-        recompute=settings.recompute,
+        **stages(settings),
     )
     what = f"Model {settings.model}, data {setup.facts.name}"
     print(f"{what}: towers and one device.\n{parity}")

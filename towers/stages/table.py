@@ -14,18 +14,16 @@ from towers.stages.schedule import held
 from towers.stages.staged import StagedTower
 
 
-def lines(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[str]:
+def lines(pipeline: Pipeline, kept: Sequence[int], rows: int) -> list[str]:
     """Returns a table of the stages of a tower.
 
     Args:
-        tower: The tower, as it trains.
         pipeline: How its devices share the model.
+        kept: The bytes of activations that each stage keeps; see `activation_bytes`.
         rows: Examples of a micro-batch.
     """
     model = pipeline.model
     weights, slots = _bytes_of_weights(pipeline)
-    activations = activation_bytes(tower, pipeline, rows)
-    pipeline.placement.kept = activations
     cells = [("stage", "layers", "weights", "gradients and slots", "activations")]
     for stage in range(pipeline.stages):
         names = [
@@ -33,7 +31,7 @@ def lines(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[str]:
             for layer in weighted(model)
             if pipeline.layers.get(id(layer)) == stage
         ]
-        sizes = weights[stage], weights[stage] + slots[stage], activations[stage]
+        sizes = weights[stage], weights[stage] + slots[stage], kept[stage]
         cells.append((str(stage), _listed(names), *map(words.size, sizes)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     first = (

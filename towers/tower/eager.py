@@ -219,11 +219,11 @@ class Turns:
         names = [name for name, value in found[-1].items() if tf.is_tensor(value)]
         return "'{1}' of layer '{0}'".format(*names[0]) if names else ""
 
-    def lines_of_all(self, towers: int) -> list[str]:
+    def lines_of_all(self, parts: int) -> list[str]:
         """Returns the sentences for so many towers, which have not taken turns."""
-        if towers < 2:
+        if parts < 2:
             return []
-        return [_apart(*name, towers) for name in self._before.changed()]
+        return [_apart(*name, parts) for name in self._before.changed()]
 
 
 def _equal(value, other):
@@ -233,16 +233,16 @@ def _equal(value, other):
 def _alike(layer, name):
     return (
         f"Layer '{layer}' changes its Python attribute '{name}' while it is called. "
-        "All towers begin a batch with the same value and change it alike, so it "
+        "Each part of a batch begins with the same value and changes it alike, so it "
         "changes once a batch, as on one device. Without run_eagerly it does not "
         "change; use `self.add_weight(trainable=False)` for a value that has to."
     )
 
 
-def _apart(layer, name, towers):
+def _apart(layer, name, parts):
     return (
         f"Layer '{layer}' changes its Python attribute '{name}' while it is called. "
-        f"Each of {towers} towers changes it with its local batch, so its "
+        f"It is called with {parts} parts of a batch, and each changes it, so its "
         "value is not that of one device with the whole batch; use a variable, by "
         "`self.add_weight(trainable=False)`, or return an output."
     )

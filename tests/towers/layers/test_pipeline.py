@@ -153,5 +153,5 @@ def test_a_model_that_is_built_later_is_placed_then():
     assert ends == ["CPU:0", "CPU:1"]
     late = multi_gpu_model(keras.Sequential([layers.Dense(6)]), 2, stages=2)
     late.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="has 1 layers with weights"):
+    with pytest.raises(ValueError, match="has 1 layer with weights"):
         late.train_on_batch(np.ones([4, 6]), np.ones([4, 6]))

@@ -190,6 +190,15 @@ def test_whichever_way_towers_go(way):
             assert "(epoch 1, batches 1-3)" in str(error)
 
 
+def test_a_micro_batch_is_named():
+    options = {"stages": 2, "micro_batches": 3, "placement": {"weight": 0, ".*": 1}}
+    parallel = on_towers(build(), 2, **options)
+    at, expected = FAULTS["forward"]
+    error = stopped(parallel, *data(**at))
+    assert told(error.origin) == expected
+    assert "on tower 0 of 1, in micro-batch 1 of 3 (" in str(error)
+
+
 @pytest.mark.parametrize(
     "way",
     [

@@ -634,6 +634,19 @@ def test_what_the_command_compares(monkeypatch, capsys, equal, code):
     assert options["split_ratios"] == (2, 3, 3)
 
 
+def test_the_command_compares_stages_and_tables(monkeypatch):
+    compares = mock.Mock(return_value=mock.Mock(equal=True))
+    monkeypatch.setattr(parity_program, "check_parity", compares)
+    flags = "--dataset=synthetic:4x4x1:3:64", "--model=mlp", "--batch_size=16"
+    flags += "--num_gpus=2", "--stages=2", "--placement=.*1=0,.*=1", "--micro_batches=3"
+    flags += "--shard_embeddings=rows", "--variable_update=replicated"
+    parity_program.check(read_settings(*flags, "--all_reduce_alg=ring"))
+    options = compares.call_args.kwargs
+    assert options["placement"] == {".*1": 0, ".*": 1}
+    assert (options["stages"], options["micro_batches"]) == (2, 3)
+    assert (options["shard_embeddings"], options["all_reduce_alg"]) == ("rows", "ring")
+
+
 @pytest.mark.slow
 def test_command_not_equal(tmp_path):
     (tmp_path / "mine.py").write_text(

@@ -247,15 +247,16 @@ class TowerExecutor:
     def _describe_stages(self, trace):
         """Says which layers are on which stage, and what memory they take."""
         context, pipeline = self.context, self.context.plan.pipeline
-        if pipeline.placement.described or pipeline.stages == 1:
+        if pipeline.placement.kept is not None or pipeline.stages == 1:
             return
-        pipeline.placement.described = True
         labels = Labels(pipeline.parts)
         # Only where the number of examples is known, all sizes are.
         rows = max(1, context.plan.sizes(context.usual_rows)[0])
         traced = trace(rows=rows, labels=labels)
         tower = StagedTower(traced, labels, pipeline, context.variables)
-        context.say(table.lines(tower, pipeline, rows))
+        kept = table.activation_bytes(tower, pipeline, rows)
+        pipeline.placement.kept = kept
+        context.say(table.lines(pipeline, kept, rows))
 
     def _check_pipeline(self):
         context = self.context

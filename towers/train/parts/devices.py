@@ -1,5 +1,7 @@
 """The devices of a run, as settings describe them."""
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -56,9 +58,14 @@ def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
     return tuple(map(int, ratios))
 
 
-def placement(settings: Settings) -> str | dict[str, int]:
-    """Reads the stage of each layer, as `multi_gpu_model` takes it."""
-    if not settings.placement:
-        return "auto"
-    pairs = (entry.rpartition("=") for entry in settings.placement)
-    return {pattern: int(stage) for pattern, _, stage in pairs}
+def stages(settings: Settings) -> dict[str, Any]:
+    """Reads how devices share the model, as arguments of `multi_gpu_model`."""
+    pairs = (entry.rpartition("=") for entry in settings.placement or ())
+    placement = {pattern: int(stage) for pattern, _, stage in pairs}
+    return {
+        "stages": settings.stages,
+        "placement": placement or "auto",
+        "micro_batches": settings.micro_batches,
+        "pipeline_schedule": settings.pipeline_schedule,
+        "recompute": settings.recompute,
+    }

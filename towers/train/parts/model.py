@@ -12,7 +12,7 @@ from towers import input_pipeline, models
 from towers.devices import Devices
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
-from towers.train.parts.devices import placement, split_ratios
+from towers.train.parts.devices import split_ratios, stages
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import described
 from towers.train.parts.training import objective
@@ -183,11 +183,7 @@ def build_towers(
         ),
         prefetch=settings.prefetch,
         shard_embeddings=settings.shard_embeddings,
-        stages=settings.stages,
-        placement=placement(settings),
-        micro_batches=settings.micro_batches,
-        pipeline_schedule=settings.pipeline_schedule,
-        recompute=settings.recompute,
+        **stages(settings),
         check_numerics=settings.check_numerics != "off"
         and model_dir is not None
         and os.path.join(model_dir, NOT_FINITE),
