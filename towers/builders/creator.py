@@ -23,7 +23,7 @@ from towers.layers import sharded, tables, variables
 from towers.layers.pipeline import weighted
 from towers.program import words
 from towers.stages.measure import seconds_of_layers
-from towers.tower import build, eager
+from towers.tower import build, eager, passes
 from towers.tower.errors import ModelError
 
 # Of a batch, and of other dimensions, whose size is not known.
@@ -38,6 +38,7 @@ class VariableCreator:
     batches: LocalBatches
     copies: Copies
     _built_eagerly: bool = False
+    _looked_up: dict[int, int] | None = None
 
     def create_variables(self, data: Any) -> None:
         """Creates what training needs; `data` is a batch or its `tf.TypeSpec`s."""
@@ -48,7 +49,7 @@ class VariableCreator:
             self._create(data, rows)
         plan = self.context.plan
         if self._divide_layers(rows) and self.context.shard_embeddings != "none":
-            self._put_tables()
+            self._put_tables(data)
         if is_gpu(plan.home) or plan.pipeline.stages > 1:
             # Not all that was created there belongs there.
             with tf.init_scope():
@@ -163,10 +164,10 @@ class VariableCreator:
         if not (model.built or model.run_eagerly):
             # A table may be larger than the device that is home.
             self._build(keras.utils.unpack_x_y_sample_weight(data)[0], HOST)
-        self._put_tables()
+        self._put_tables(data)
         with sharded.slots_like_variables():
             yield
-        self._put_tables()  # of what was built by now
+        self._put_tables(data)  # of what was built by now
         with tf.init_scope():
             variables.move(model, self.copies.home_of)
 
@@ -177,7 +178,30 @@ class VariableCreator:
             lines = tables.lines(context.model, context.plan.home_of, copies)
             context.say([*lines])
 
-    def _put_tables(self):
+    def _look_ups(self, data):
+        """Counts the rows that a step looks up in each table, once, by its `id`."""
+        context, model = self.context, self.context.model
+        known = data is not None and not model.run_eagerly
+        if self._looked_up is None and known and len(tables.of(model)) > 1:
+            call = tf.function(passes.call, autograph=False)
+            try:
+                x, *_ = self._local_spec(data)
+                with keras.StatelessScope():
+                    self._looked_up = tables.look_ups(
+                        lambda: call.get_concrete_function(model, x, training=False)
+                    )
+            except Exception as error:
+                # It is the user's model that is called.
+                self._looked_up = {}
+                line = (
+                    f"The tables of model '{model.name}' are placed by their bytes "
+                    "alone, as the rows that it looks up cannot be counted: "
+                    f"{words.error_sentence(error)}"
+                )
+                context.say([line])
+        return self._looked_up or {}
+
+    def _put_tables(self, data):
         context = self.context
         model, way, plan = context.model, context.shard_embeddings, context.plan
         optimizer = model.optimizer if model.compiled else None
@@ -199,7 +223,10 @@ class VariableCreator:
                 tables.bring_home(model, plan.home_of)
             else:
                 places_of = plan.places_of(bool(self.copies.towers))
-                placed = tables.layout(model, plan.all_devices, way, places_of)
+                looked_up = self._look_ups(data) if way == "auto" else {}
+                placed = tables.layout(
+                    *(model, plan.all_devices, way, places_of, looked_up)
+                )
                 tables.put(placed, optimizer)
 
     def _create_eagerly(self, data):

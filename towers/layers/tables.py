@@ -7,13 +7,20 @@ A table that is cut has its rows, or its columns, divided over all devices; see
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from towers.keras_adapter import optimizers
-from towers.keras_adapter.layers import embedding_table, layers_of
+from towers.keras_adapter.layers import (
+    EMBEDDING_CALL,
+    embedding_table,
+    layers_of,
+)
+from towers.keras_adapter.patching import patched
 from towers.layers import sharded, variables
 from towers.program import words
 
@@ -75,18 +82,22 @@ def layout(
     devices: Sequence[str],
     way: str,
     places_of: Callable[[keras.Variable], Sequence[str]],
+    looked_up: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Placed]:
     """Decides where the tables of a built model are to lie.
 
     With "auto", those that are larger than what each device is to have are cut into
     rows; then the largest other ones, too, until all devices have about as many bytes.
-    What is cut fills up what other variables leave.
+    What is cut fills up what other variables leave. As far as that leaves a choice,
+    each device looks up about as many numbers.
 
     Args:
         model: The model.
         devices: The devices, each once.
         way: One of `WAYS`, but for "none".
         places_of: Returns the devices of each other variable, and of its copies.
+        looked_up: How many rows of each table a step looks up, by the `id` of the
+            table, if that is known; see `look_ups`.
     """
     tables = of(model)
     if way != "auto":
@@ -100,40 +111,63 @@ def layout(
             if device in load:
                 load[device] += _bytes(variable)
     ideal = (sum(load.values()) + sum(map(_bytes, tables))) / len(devices)
-    ordered = sorted(tables, key=_bytes, reverse=True)
+    used = {id(t): looked_up.get(id(t), 0) * t.shape[1] for t in tables}
+    ordered = sorted(tables, key=lambda t: (_bytes(t), used[id(t)]), reverse=True)
     cut = {id(t) for t in ordered if _bytes(t) > max(ideal, _SMALL_BYTES)}
+    most = ideal * _UNEVEN
     while True:
-        placed, loads = _place(ordered, cut, load)
-        large = [
-            each.variable
-            for each in placed
-            if id(each.variable) not in cut and _bytes(each.variable) > _SMALL_BYTES
-        ]
-        if max(loads.values()) <= ideal * _UNEVEN or not large:
-            return placed
+        large = [t for t in ordered if id(t) not in cut and _bytes(t) > _SMALL_BYTES]
+        # What balances look-ups may not balance bytes, where bytes alone would do.
+        for by in (used, {}) if looked_up else ({},):
+            placed, loads = _place(ordered, cut, load, by, most)
+            if max(loads.values()) <= most or not (by or large):
+                return placed
         cut.add(id(large[0]))
 
 
-def _place(tables, cut, load):
-    """Places whole tables where most room is, the largest first; cut ones fill it up.
+def _place(tables, cut, load, used, most):
+    """Places whole tables, the largest first; those that are cut fill up the rest.
+
+    A whole one goes where fewest numbers are looked up, of the devices that then have
+    at most `most` bytes; or else where most room is.
 
     Returns:
         Where they lie, and the bytes that each device has then.
     """
-    load, placed = dict(load), []
+    load, placed, looked_up = dict(load), [], dict.fromkeys(load, 0)
     for table in tables:
         if id(table) not in cut:
-            device = min(load, key=load.get)
+            fits = [d for d in load if load[d] + _bytes(table) <= most] if used else ()
+            device = min(
+                fits or load, key=lambda d: (looked_up[d] if fits else 0, load[d])
+            )
             placed.append(Placed(table, 0, (device,), (table.shape[0],)))
             load[device] += _bytes(table)
+            looked_up[device] += used.get(id(table), 0)
     rest = [table for table in tables if id(table) in cut]
     full = level(load.values(), sum(map(_bytes, rest)))
-    room = {device: max(full - used, 0) for device, used in load.items()}
+    room = {device: max(full - taken, 0) for device, taken in load.items()}
     for table in rest:
         placed.append(_cut(table, 0, room))
         for device, size in zip(placed[-1].devices, placed[-1].sizes, strict=True):
             load[device] += size * _bytes(table) // table.shape[0]
     return placed, load
+
+
+def look_ups(call: Callable[[], Any]) -> dict[int, int]:
+    """Counts the rows that are looked up in each table, by its `id`.
+
+    `call` calls a model, with tensors of known shapes.
+    """
+    found = collections.Counter()
+
+    def note(keras_call, layer, ids):
+        found[id(embedding_table(layer))] += ids.shape.num_elements() or 0
+        return keras_call(layer, ids)
+
+    with patched(EMBEDDING_CALL, note):
+        call()
+    return dict(found)
 
 
 def level(loads: Iterable[int], more: int) -> float:
