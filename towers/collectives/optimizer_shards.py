@@ -25,10 +25,11 @@ from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import is_keras_own
 from towers.keras_adapter.patching import patched
 from towers.keras_adapter.variables import (
+    bytes_of,
     put_behind,
     swapped_values,
-    take_identity,
     value_behind,
+    variable_like,
 )
 from towers.layers import embeddings, sharded
 
@@ -106,14 +107,13 @@ class OptimizerShards:
         ]
 
     def _extent(self, variable, tables):
-        shape, dtype = tuple(variable.shape), tf.as_dtype(variable.dtype)
-        unit = 0
+        shape, unit = tuple(variable.shape), 0
         if _may_be_cut(self._model.optimizer, variable):
-            unit = _ALIGNED_BYTES // dtype.size
+            unit = _ALIGNED_BYTES // tf.as_dtype(variable.dtype).size
             if id(variable) in tables:
                 # Its gradient consists of rows, each of which goes to one owner.
                 unit = shape[-1]
-        return Extent(shape, variable.shape.num_elements() * dtype.size, unit)
+        return Extent(shape, bytes_of(variable), unit)
 
     @property
     def shared(self) -> list[keras.Variable]:
@@ -167,7 +167,7 @@ class OptimizerShards:
                     self._slices[i, copy] = _slice(old, devices[copy], part)
         for k, owner in enumerate(self.owners[1:], start=1):
             shared = map(value_behind, self.shared)
-            copies = [_variable(old, owner.device, old) for old in shared]
+            copies = [variable_like(old, owner.device, old) for old in shared]
             self._scalars[k] = copies
 
     def _place(self, slot, i):
@@ -187,11 +187,11 @@ class OptimizerShards:
         old = value_behind(slot)
         whole = old.numpy()
         if len(parts) == 1:
-            put_behind(slot, _variable(whole, *devices, old))
+            put_behind(slot, variable_like(whole, *devices, old))
             return
         flat = whole.reshape(-1)
         shards = [
-            _variable(flat[part.start : part.stop].reshape(part.shape), device, old)
+            variable_like(flat[part.start : part.stop].reshape(part.shape), device, old)
             for part, device in zip(parts.values(), devices, strict=True)
         ]
         axis = 0 if next(iter(parts.values())).has_rows else None
@@ -312,15 +312,4 @@ def _slice(old, device, part):
     """A variable for a slice of another; without a value, it has no rows."""
     with tf.init_scope():
         empty = tf.zeros([0, *part.shape[1:]], old.dtype)
-    return _variable(empty, device, old, tf.TensorShape([None, *part.shape[1:]]))
-
-
-def _variable(value: Any, device: str, like: Any, shape: Any = None) -> tf.Variable:
-    """A variable that an optimizer takes for another one."""
-    name = like.name.partition(":")[0]
-    with tf.init_scope(), tf.device(device):
-        new = tf.Variable(
-            value, trainable=like.trainable, name=name, dtype=like.dtype, shape=shape
-        )
-    take_identity(new, like)
-    return new
+    return variable_like(empty, device, old, tf.TensorShape([None, *part.shape[1:]]))

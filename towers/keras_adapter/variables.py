@@ -3,8 +3,10 @@
 import collections
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import h5py
 import keras
@@ -50,6 +52,29 @@ def places_kept(variables: Sequence[keras.Variable]) -> Iterator[None]:
 def take_identity(new: tf.Variable, old: tf.Variable) -> None:
     """Gives a `tf.Variable` the identity by which an optimizer knows another one."""
     new._unique_id = old._unique_id
+
+
+def variable_like(value: Any, device: str, like: Any, shape: Any = None) -> tf.Variable:
+    """Makes a variable on a device that an optimizer takes for another one.
+
+    Args:
+        value: Its first value, or a function that returns it.
+        device: The device.
+        like: A `tf.Variable`, or a `ShardedVariable`.
+        shape: Its shape, if that is not the value's.
+    """
+    name = like.name.partition(":")[0]
+    with tf.init_scope(), tf.device(device):
+        new = tf.Variable(
+            value, trainable=like.trainable, name=name, dtype=like.dtype, shape=shape
+        )
+    take_identity(new, like)
+    return new
+
+
+def bytes_of(variable: keras.Variable | tf.Variable) -> int:
+    """Returns how many bytes a variable takes."""
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 @contextlib.contextmanager

@@ -39,8 +39,8 @@ from towers.keras_adapter.patching import patched
 from towers.keras_adapter.variables import (
     put_behind,
     swapped_values,
-    take_identity,
     value_behind,
+    variable_like,
 )
 from towers.layers.sharded_variable import ShardedVariable
 
@@ -90,7 +90,7 @@ def cut(
             axis=axis or 0,
         )
         shards = [
-            _shard(part, device, old)
+            variable_like(part, device, old)
             for part, device in zip(parts, devices, strict=False)
         ]
         put_behind(each, ShardedVariable(shards, whole.shape, axis))
@@ -99,17 +99,7 @@ def cut(
 def join(variable: keras.Variable, device: str) -> None:
     """Has a variable that is cut be a `tf.Variable` again, on a device."""
     cut_up = value_behind(variable)
-    put_behind(variable, _shard(cut_up.numpy(), device, cut_up))
-
-
-def _shard(value, device, like):
-    with tf.init_scope(), tf.device(device):
-        name = like.name.partition(":")[0]
-        shard = tf.Variable(
-            value, trainable=like.trainable, name=name, dtype=like.dtype
-        )
-    take_identity(shard, like)
-    return shard
+    put_behind(variable, variable_like(cut_up.numpy(), device, cut_up))
 
 
 @contextlib.contextmanager
@@ -136,7 +126,7 @@ def _add_slot(keras_add, optimizer, reference_variable, name=None, initializer="
     shards = [made]
     for shard in others:
         make = functools.partial(fill, shard.shape, dtype=slot.dtype)
-        shards.append(_shard(make, shard.device, made))
+        shards.append(variable_like(make, shard.device, made))
     put_behind(slot, ShardedVariable(shards, sharded.shape, sharded.axis))
     return slot
 

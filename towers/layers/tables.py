@@ -21,6 +21,7 @@ from towers.keras_adapter.layers import (
     layers_of,
 )
 from towers.keras_adapter.patching import patched
+from towers.keras_adapter.variables import bytes_of
 from towers.layers import sharded, variables
 from towers.program import words
 
@@ -109,14 +110,14 @@ def layout(
     for variable in model.variables:
         for device in places_of(variable) if id(variable) not in of_tables else ():
             if device in load:
-                load[device] += _bytes(variable)
-    ideal = (sum(load.values()) + sum(map(_bytes, tables))) / len(devices)
+                load[device] += bytes_of(variable)
+    ideal = (sum(load.values()) + sum(map(bytes_of, tables))) / len(devices)
     used = {id(t): looked_up.get(id(t), 0) * t.shape[1] for t in tables}
-    ordered = sorted(tables, key=lambda t: (_bytes(t), used[id(t)]), reverse=True)
-    cut = {id(t) for t in ordered if _bytes(t) > max(ideal, _SMALL_BYTES)}
+    ordered = sorted(tables, key=lambda t: (bytes_of(t), used[id(t)]), reverse=True)
+    cut = {id(t) for t in ordered if bytes_of(t) > max(ideal, _SMALL_BYTES)}
     most = ideal * _UNEVEN
     while True:
-        large = [t for t in ordered if id(t) not in cut and _bytes(t) > _SMALL_BYTES]
+        large = [t for t in ordered if id(t) not in cut and bytes_of(t) > _SMALL_BYTES]
         # What balances look-ups may not balance bytes, where bytes alone would do.
         for by in (used, {}) if looked_up else ({},):
             placed, loads = _place(ordered, cut, load, by, most)
@@ -137,20 +138,21 @@ def _place(tables, cut, load, used, most):
     load, placed, looked_up = dict(load), [], dict.fromkeys(load, 0)
     for table in tables:
         if id(table) not in cut:
-            fits = [d for d in load if load[d] + _bytes(table) <= most] if used else ()
+            size = bytes_of(table)
+            fits = [d for d in load if load[d] + size <= most] if used else ()
             device = min(
                 fits or load, key=lambda d: (looked_up[d] if fits else 0, load[d])
             )
             placed.append(Placed(table, 0, (device,), (table.shape[0],)))
-            load[device] += _bytes(table)
+            load[device] += size
             looked_up[device] += used.get(id(table), 0)
     rest = [table for table in tables if id(table) in cut]
-    full = level(load.values(), sum(map(_bytes, rest)))
+    full = level(load.values(), sum(map(bytes_of, rest)))
     room = {device: max(full - taken, 0) for device, taken in load.items()}
     for table in rest:
         placed.append(_cut(table, 0, room))
         for device, size in zip(placed[-1].devices, placed[-1].sizes, strict=True):
-            load[device] += size * _bytes(table) // table.shape[0]
+            load[device] += size * bytes_of(table) // table.shape[0]
     return placed, load
 
 
@@ -234,7 +236,7 @@ def lines(
             home = home_of(variable)
             yield f"The table {variable.path} stays on {home}, whole: {reason}."
         if (cut := sharded.of(variable)) is not None:
-            rows.append((variable.path, words.size(_bytes(variable)), _where(cut)))
+            rows.append((variable.path, words.size(bytes_of(variable)), _where(cut)))
     if not rows:
         return
     wide = max(len(path) for path, *_ in rows)
@@ -262,13 +264,9 @@ def bytes_by_device(
     held: dict[str, int] = collections.Counter()
     own = [place for each in variables.of(model) for place in sharded.places(each)]
     for place in [*own, *copies]:
-        held[_name(place.device)] += _bytes(place)
+        held[_name(place.device)] += bytes_of(place)
     return dict(held)
 
 
 def _name(device):
     return device[device.rindex("/device") :]
-
-
-def _bytes(variable: keras.Variable | tf.Variable) -> int:
-    return variable.shape.num_elements() * tf.as_dtype(variable.dtype).size

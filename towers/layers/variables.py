@@ -11,7 +11,7 @@ from towers.devices import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of, own_seed_generators
 from towers.keras_adapter.models import compiled_loss
 from towers.keras_adapter.optimizers import all_variables
-from towers.keras_adapter.variables import put_behind, take_identity
+from towers.keras_adapter.variables import put_behind, variable_like
 from towers.layers import sharded
 
 # Variables of these types exist on no GPU.
@@ -64,12 +64,7 @@ def move(model: keras.Model, home_of: Callable[[keras.Variable], str | None]) ->
         where = HOST if hosted else home
         if old.device.endswith(where):
             continue
-        with tf.device(where):
-            new = tf.Variable(
-                old, trainable=old.trainable, name=variable.name, dtype=old.dtype
-            )
-        take_identity(new, old)
-        put_behind(variable, new)
+        put_behind(variable, variable_like(old, where, old))
         # What Keras has traced for one device refers to the old ones.
         model.train_function = model.test_function = model.predict_function = None
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 
-import keras
 import tensorflow as tf
 
 from towers.keras_adapter.optimizers import slots_of
+from towers.keras_adapter.variables import bytes_of
 from towers.layers import sharded
 from towers.layers.pipeline import Pipeline, weighted
 from towers.program import words
@@ -89,15 +89,11 @@ def _bytes_of_weights(pipeline):
     for variable in model.variables:
         if sharded.of(variable) is not None:
             continue
-        weights[stage_of(variable)] += _size(variable)
+        weights[stage_of(variable)] += bytes_of(variable)
         if variable.trainable and model.optimizer is not None:
             mine = slots_of(model.optimizer, variable)
-            slots[stage_of(variable)] += sum(map(_size, mine))
+            slots[stage_of(variable)] += sum(map(bytes_of, mine))
     return weights, slots
-
-
-def _size(variable: keras.Variable) -> int:
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 def _listed(names: Sequence[str]) -> str:

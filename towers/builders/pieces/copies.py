@@ -21,8 +21,8 @@ from towers.devices import HOST
 from towers.keras_adapter.optimizers import all_variables, learning_rate_variable
 from towers.keras_adapter.variables import (
     swapped_values,
-    take_identity,
     value_behind,
+    variable_like,
 )
 from towers.layers import sharded, variables
 from towers.plan import Tower
@@ -187,11 +187,8 @@ class Copies:
     def _copy(self, tower):
         copies, stage_of = [], self._context.plan.pipeline.stage_of
         for variable in self._originals:
-            original = variable.value
-            with tf.device(tower.devices[stage_of(variable)]):
-                copy = tf.Variable(original, name=variable.name, dtype=original.dtype)
-            take_identity(copy, original)
-            copies.append(copy)
+            device, original = tower.devices[stage_of(variable)], variable.value
+            copies.append(variable_like(original, device, original))
         return copies
 
 

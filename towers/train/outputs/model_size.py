@@ -1,11 +1,10 @@
 """Says how large a model is."""
 
-import math
 import shutil
 
 import keras
-import tensorflow as tf
 
+from towers.keras_adapter.variables import bytes_of
 from towers.program import words
 
 # What Keras lays its summary out for, where there is no terminal.
@@ -14,10 +13,7 @@ _WIDTH = 80
 
 def size_text(model: keras.Model) -> str:
     """Returns the number of a model's parameters, and the memory that they take."""
-    size = sum(
-        math.prod(weight.shape) * tf.as_dtype(weight.dtype).size
-        for weight in model.weights
-    )
+    size = sum(map(bytes_of, model.weights))
     return f"{words.count(model.count_params(), 'parameter')} ({words.size(size)})"
 
 
