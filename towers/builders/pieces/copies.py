@@ -79,7 +79,8 @@ class Copies:
         self._originals = [each for each in originals if sharded.of(each) is None]
         with tf.init_scope():
             self._copies = [*map(self._copy, self.towers)]
-        self.stale = False
+        # Other hosts may have no copies, and all follow the first one together.
+        self.stale = self.stale and self._context.plan.hosts.count > 1
 
     def variables(self) -> list[tf.Variable]:
         """Returns the copies of all towers, and what belongs to shards."""
