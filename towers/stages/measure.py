@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from towers.analysis.layer_calls import key
 from towers.analysis.rules import Rules
-from towers.collectives import batch
 from towers.layers.labels import Labels
 from towers.layers.pipeline import Pipeline, Placement
 from towers.stages.staged import StagedTower
@@ -45,23 +44,40 @@ def seconds_of_layers(
     Returns:
         The seconds that each layer takes, the least of some rounds.
     """
-    variables = [*model.trainable_variables, *model.non_trainable_variables]
-    values = [tf.convert_to_tensor(variable.value) for variable in variables]
+    values = [tf.convert_to_tensor(variable.value) for variable in _variables(model)]
     split = len(model.trainable_variables)
     one = tf.ones([])
     data = tf.nest.map_structure(_zeros, local_batch)
     arguments = [values[:split], values[split:], data, one, one, []]
-    labels = Labels(layers)
-    tower = functools.partial(passes.forward_backward, model, Rules(1))
-    specs = [batch.specs(each) for each in arguments]
-    traced = Traced(tower, specs, xla=False, noinline=False, labels=labels)
     pipeline = Pipeline(len(layers), placement=Placement(model, layers=layers))
-    staged = StagedTower(traced, labels, pipeline, variables)
+    staged = tower_alone(pipeline, local_batch)
     seconds = [0.0] * len(layers)
     rounds = [_seconds(staged, arguments, device, clock) for _ in range(_ROUNDS)]
     for phase, *taken_s in zip(staged.phases, *rounds, strict=True):
         seconds[phase.place.part] += min(taken_s)
     return seconds
+
+
+def tower_alone(pipeline: Pipeline, local_batch: Any) -> StagedTower:
+    """Traces a tower, and cuts it, without a device, a step or a value.
+
+    Args:
+        pipeline: How its devices share a built and compiled model.
+        local_batch: The specs of (x, y, sample_weight) of a micro-batch, of known
+            shapes.
+    """
+    model, variables = pipeline.model, _variables(pipeline.model)
+    values = [tf.TensorSpec(each.shape, each.dtype) for each in variables]
+    split, one = len(model.trainable_variables), tf.TensorSpec([])
+    specs = [values[:split], values[split:], local_batch, one, one, []]
+    labels = Labels(pipeline.parts)
+    tower = functools.partial(passes.forward_backward, model, Rules(1))
+    traced = Traced(tower, specs, xla=False, noinline=False, labels=labels)
+    return StagedTower(traced, labels, pipeline, variables)
+
+
+def _variables(model):
+    return [*model.trainable_variables, *model.non_trainable_variables]
 
 
 def _seconds(staged, arguments, device, clock):

@@ -1,7 +1,9 @@
 """Describes the stages of a tower: their layers, and the memory that they take."""
 
+import collections
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -10,8 +12,50 @@ from towers.keras_adapter.variables import bytes_of
 from towers.layers import sharded
 from towers.layers.pipeline import Pipeline, weighted
 from towers.program import words
-from towers.stages.schedule import held
+from towers.stages import schedule
 from towers.stages.staged import StagedTower
+
+
+class Held(NamedTuple):
+    """What a stage holds in the memory of its device, in bytes.
+
+    Attributes:
+        weights: The model's variables.
+        gradients: As much as the trainable ones of them.
+        slots: The optimizer's variables: those of the fullest device of the stage.
+        activations: What is kept for the way back, at most.
+    """
+
+    weights: int
+    gradients: int
+    slots: int
+    activations: int
+
+
+def held_by_stages(pipeline: Pipeline, kept: Sequence[int]) -> list[Held]:
+    """Returns what each stage holds; what is cut is on the devices of all stages.
+
+    Args:
+        pipeline: How the devices of a tower share the model, which is built.
+        kept: The bytes of activations that each stage keeps; see `activation_bytes`.
+    """
+    model = pipeline.model
+    weights, gradients = [0] * pipeline.stages, [0] * pipeline.stages
+    slots = [collections.Counter() for _ in weights]
+    stage_of = pipeline.stage_of
+    for variable in model.variables:
+        if sharded.of(variable) is not None:
+            continue
+        stage = stage_of(variable)
+        weights[stage] += bytes_of(variable)
+        if variable.trainable:
+            gradients[stage] += bytes_of(variable)
+        if variable.trainable and model.optimizer is not None:
+            for slot in slots_of(model.optimizer, variable):
+                for place in sharded.places(slot):
+                    slots[stage][place.device] += bytes_of(place)
+    fullest = (max(each.values(), default=0) for each in slots)
+    return [*map(Held, weights, gradients, fullest, kept)]
 
 
 def lines(pipeline: Pipeline, kept: Sequence[int], rows: int) -> list[str]:
@@ -23,7 +67,7 @@ def lines(pipeline: Pipeline, kept: Sequence[int], rows: int) -> list[str]:
         rows: Examples of a micro-batch.
     """
     model = pipeline.model
-    weights, slots = _bytes_of_weights(pipeline)
+    held_by = held_by_stages(pipeline, kept)
     cells = [("stage", "layers", "weights", "gradients and slots", "activations")]
     for stage in range(pipeline.stages):
         names = [
@@ -31,7 +75,8 @@ def lines(pipeline: Pipeline, kept: Sequence[int], rows: int) -> list[str]:
             for layer in weighted(model)
             if pipeline.layers.get(id(layer)) == stage
         ]
-        sizes = weights[stage], weights[stage] + slots[stage], kept[stage]
+        held = held_by[stage]
+        sizes = held.weights, held.gradients + held.slots, held.activations
         cells.append((str(stage), _listed(names), *map(words.size, sizes)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     first = (
@@ -63,7 +108,7 @@ def activation_bytes(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[
         rows: Examples of a micro-batch, where the graph does not know it.
     """
     kept = [0] * pipeline.stages
-    at_most = held(tower.turns, pipeline.micro_batches, pipeline.schedule)
+    at_most = schedule.held(tower.turns, pipeline.micro_batches, pipeline.schedule)
     for turn, count, made in zip(tower.turns, at_most, tower.kept(), strict=True):
         kept[turn.stage] += count * sum(_bytes(tensor, rows) for tensor in made)
     return kept
@@ -76,24 +121,6 @@ def _bytes(tensor, rows):
         return 0
     sizes = [rows if n is None else n for n in tensor.shape]
     return math.prod(sizes) * tensor.dtype.size
-
-
-def _bytes_of_weights(pipeline):
-    """For each stage, the bytes of weights, and those of the optimizer's slots.
-
-    What is cut is on the devices of all stages.
-    """
-    model = pipeline.model
-    weights, slots = [0] * pipeline.stages, [0] * pipeline.stages
-    stage_of = pipeline.stage_of
-    for variable in model.variables:
-        if sharded.of(variable) is not None:
-            continue
-        weights[stage_of(variable)] += bytes_of(variable)
-        if variable.trainable and model.optimizer is not None:
-            mine = slots_of(model.optimizer, variable)
-            slots[stage_of(variable)] += sum(map(bytes_of, mine))
-    return weights, slots
 
 
 def _listed(names: Sequence[str]) -> str:
