@@ -79,6 +79,7 @@ class Plan:
         hosts: The hosts that train together.
         split_ratios: How much of a batch each tower of all hosts gets, relative to the
             others.
+        by_host: Number of towers of each host.
         pipeline: The stages of each tower, and the order in which micro-batches go
             through them.
     """
@@ -90,6 +91,7 @@ class Plan:
     packed: bool | None
     hosts: OneHost
     split_ratios: tuple[int, ...]
+    by_host: tuple[int, ...]
     pipeline: Pipeline = ONE_STAGE
 
     @classmethod
@@ -127,8 +129,9 @@ class Plan:
         homes = (home,) if isinstance(home, str) else (*home,)
         merges = homes if merges is None else (*merges,)
         on_gpus = any(is_gpu(device) for tower in towers for device in tower.devices)
-        ratios = tuple(itertools.chain(*ratios))
-        return cls(towers, homes, merges, on_gpus, packed, hosts, ratios, pipeline)
+        by_host, ratios = tuple(map(len, ratios)), tuple(itertools.chain(*ratios))
+        values = on_gpus, packed, hosts, ratios, by_host, pipeline
+        return cls(towers, homes, merges, *values)
 
     def of_each_tower(self) -> "Plan":
         """Returns the plan of a tower by itself, on whichever device calls it.
@@ -142,6 +145,7 @@ class Plan:
             packed=False,
             hosts=ONE_HOST,
             split_ratios=(1,),
+            by_host=(1,),
         )
 
     def of_stage(self, stage: int) -> "Plan":
@@ -196,6 +200,11 @@ class Plan:
     def replicas(self) -> tuple[Tower, ...]:
         """The towers with devices of their own: the first micro-batch of each."""
         return self.towers[:: self.pipeline.micro_batches]
+
+    @property
+    def replicas_by_host(self) -> list[int]:
+        """How many `replicas` each host has."""
+        return [count // self.pipeline.micro_batches for count in self.by_host]
 
     @property
     def count(self) -> int:

@@ -68,7 +68,7 @@ SHARDED = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_host_divides_optimizer_state_among_its_towers(layout, tmp_path):
+def test_optimizer_state_is_divided_among_the_towers_of_all_hosts(layout, tmp_path):
     found = run(layout, "replicated/state", SHARDED, tmp_path, 400)
     _check(found, SHARDED)
 
@@ -145,13 +145,34 @@ def test_quick_cases_of_hosts_that_are_given_their_rows(layout, builder, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("layout", "builder"),
+    ("layout", "builder", "names"),
     # Of the last, the first host has no copies.
-    [((1, 1), "parameter_server"), ((1, 1), "replicated"), ((1, 2), "replicated")],
+    [
+        ((1, 1), "parameter_server", FIRST),
+        ((1, 1), "replicated", FIRST),
+        ((1, 2), "replicated", FIRST),
+        (
+            *((1, 1), "replicated/state"),
+            (*FIRST, "optimizers/gradient accumulation and clipping"),
+        ),
+    ],
 )
 @pytest.mark.slow
-def test_hosts_of_towers_of_stages(layout, builder, tmp_path):
-    _check(run(layout, builder, FIRST, tmp_path, 600, "in turns", 2, 2), FIRST)
+def test_hosts_of_towers_of_stages(layout, builder, names, tmp_path):
+    _check(run(layout, builder, names, tmp_path, 600, "in turns", 2, 2), names)
+
+
+# What ZeRO's first stage is about.
+OF_STATE = [
+    str(case)
+    for case in dict.fromkeys(run.values[0] for run in RUNS)
+    if case.group in ("float8", "gradients", "mixed precision", "optimizers")
+]
+
+
+@pytest.mark.parametrize("layout", [for_the_report(each) for each in LAYOUTS])
+def test_all_cases_of_divided_optimizer_state(layout, tmp_path):
+    _check(run(layout, "replicated/state", OF_STATE, tmp_path, 1800), OF_STATE)
 
 
 @pytest.mark.parametrize(

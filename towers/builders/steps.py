@@ -118,13 +118,16 @@ class TrainStep:
         packed, over_hosts = [], None
         if agreement is not None:
 
-            def over_hosts(sums):
+            def over_hosts(sums, scatter=tuple):
                 nonlocal outputs, told
-                more = sums, told
-                outputs, (sums, told) = timers.over_hosts(
-                    lambda: outputs.sum_over(plan.hosts, more, sums), sums
-                )
-                return sums
+                mine = sums, told
+
+                def add():
+                    found, more = outputs.sum_over(plan.hosts, mine, sums)
+                    return found, (more, scatter())
+
+                outputs, ((sums, told), parts) = timers.over_hosts(add, sums)
+                return sums, parts
 
         with tf.name_scope("reduce"):
             sources = [result.tower for result in of_towers]
@@ -226,6 +229,7 @@ def train_function(
             with scope():
                 broadcast()
         copies.stale = False
+        copies.begin_step()
         if context.callbacks_may_write:
             context.found.proofs.forget()
         context.timers.reads(iterator)

@@ -1,4 +1,4 @@
-"""Collectives between hosts: all-reduce, all-gather and broadcast.
+"""Collectives between hosts: all-reduce, its two halves, all-gather and broadcast.
 
 Each host sends and receives as few bytes of a large array as there can be: around a
 ring (Patarasuk and Yuan 2009), or by recursive halving and doubling if the hosts are a
@@ -78,14 +78,55 @@ class Communicator:
         with self._lock:
             if size * own.itemsize <= _SMALL_BYTES or self._count == 1:
                 totals = self._double_grouped(flat, purpose)
-            elif self._count == self._power:
-                totals = self._halve(flat, size, purpose, wire)
             else:
-                totals = self._reduce_in_ring(flat, size, purpose, wire)
+                edges = [size * k // self._count for k in range(self._count + 1)]
+                totals = self._scatter(flat, edges, purpose, wire)
+                _round(_cut(totals, *edges[self._rank : self._rank + 2]), wire)
+                self._gather(totals, edges, purpose, wire)
         return [
             total.reshape(array.shape)
             for total, array in zip(totals, arrays, strict=True)
         ]
+
+    def reduce_scatter(
+        self,
+        arrays: Sequence[Sequence[np.ndarray]],
+        purpose: str,
+        wire: np.dtype | None = None,
+    ) -> list[np.ndarray]:
+        """Returns the sums over all hosts of those arrays that are this host's.
+
+        Args:
+            arrays: For each host, flat arrays of which it is to have the sums.
+            purpose: As for `grouped_all_reduce`, as are errors.
+            wire: As for `grouped_all_reduce`, but the sums are not rounded.
+        """
+        flat = list(itertools.chain(*arrays))
+        first = sum(map(len, arrays[: self._rank]))
+        edges, own = _edges(arrays), flat[0].dtype
+        wire = wire or own
+        if wire != own:
+            purpose = f"{wire.name} of {purpose}"
+        with self._lock:
+            if edges[-1] * own.itemsize <= _SMALL_BYTES or self._count == 1:
+                totals = self._double_grouped(flat, purpose)
+            else:
+                totals = self._scatter(flat, edges, purpose, wire)
+        return totals[first : first + len(arrays[self._rank])]
+
+    def gather_parts(
+        self, arrays: Sequence[Sequence[np.ndarray]], purpose: str
+    ) -> None:
+        """Sends what each host has of arrays to all others, to the bit.
+
+        Args:
+            arrays: For each host, flat arrays that it has, and that others have to
+                fill. All are of one type, and of the same sizes on all hosts.
+            purpose: As for `grouped_all_reduce`, as are errors.
+        """
+        flat = list(itertools.chain(*arrays))
+        with self._lock:
+            self._gather(flat, _edges(arrays), purpose, flat[0].dtype)
 
     def all_gather(self, data: bytes | memoryview, purpose: str) -> list[memoryview]:
         """Returns the bytes that each host has, of any number; as `all_reduce`."""
@@ -159,54 +200,71 @@ class Communicator:
         total = self._double(joined, purpose) if joined.size else joined
         return np.split(total, np.cumsum([each.size for each in arrays])[:-1])
 
-    def _halve(self, arrays, size, purpose, wire):
-        """Adds ever smaller parts with ever nearer hosts, then collects the sums."""
+    def _scatter(self, arrays, edges, purpose, wire):
+        """Adds all that lies between two edges on the host of that number."""
         totals = [aligned(each.size, each.dtype) for each in arrays]
-        source, begin, end, step = arrays, 0, size, self._power // 2
-        done = []
-        while step:
-            middle = (begin + end) // 2
-            kept, given = (begin, middle), (middle, end)
-            if self._rank & step:
-                kept, given = given, kept
-            partner = self._rank ^ step
-            into = _blocks(_cut(source, *kept), _cut(totals, *kept), wire)
-            sent = _sent(_cut(source, *given), wire)
-            self.links.exchange(purpose, partner, sent, partner, into)
-            done.append((partner, kept, given))
-            source, (begin, end), step = totals, kept, step // 2
-        _round(_cut(totals, begin, end), wire)
-        for partner, kept, given in reversed(done):
-            into = _received(_cut(totals, *given), wire)
-            sent = _sent(_cut(totals, *kept), wire)
-            self.links.exchange(purpose, partner, sent, partner, into)
-        return totals
-
-    def _reduce_in_ring(self, arrays, size, purpose, wire):
-        """Adds part by part around the ring, and sends the sums around it."""
+        if self._count == self._power:
+            self._scatter_by_halves(arrays, totals, edges, purpose, wire)
+            return totals
         count, rank = self._count, self._rank
-        totals = [aligned(each.size, each.dtype) for each in arrays]
-        edges = [size * k // count for k in range(count + 1)]
         # In the first step, the arrays' own parts; then what was added before.
         for step, source in enumerate([arrays] + [totals] * (count - 2)):
-            mine, theirs = ((rank - step - k) % count for k in (0, 1))
+            mine, theirs = ((rank - step - k) % count for k in (1, 2))
             mine, theirs = edges[mine : mine + 2], edges[theirs : theirs + 2]
             into = _blocks(_cut(arrays, *theirs), _cut(totals, *theirs), wire)
             self._around(purpose, _sent(_cut(source, *mine), wire), into)
-        last = (rank + 1) % count
-        _round(_cut(totals, *edges[last : last + 2]), wire)
+        return totals
+
+    def _scatter_by_halves(self, arrays, totals, edges, purpose, wire):
+        """Adds ever smaller parts with ever nearer hosts."""
+        source, first, step = arrays, 0, self._power // 2
+        while step:
+            kept, given = first, first + step
+            if self._rank & step:
+                kept, given = given, kept
+            mine = edges[kept], edges[kept + step]
+            theirs = edges[given], edges[given + step]
+            into = _blocks(_cut(source, *mine), _cut(totals, *mine), wire)
+            sent = _sent(_cut(source, *theirs), wire)
+            self._exchange(purpose, self._rank ^ step, sent, self._rank ^ step, into)
+            source, first, step = totals, kept, step // 2
+
+    def _gather(self, totals, edges, purpose, wire):
+        """Sends what lies between two edges from the host of that number to all."""
+        count, rank = self._count, self._rank
+        if count == self._power:
+            step = 1
+            while step < count:
+                partner = rank ^ step
+                mine, theirs = (each // step * step for each in (rank, partner))
+                mine, theirs = (
+                    _cut(totals, edges[first], edges[first + step])
+                    for first in (mine, theirs)
+                )
+                sent, into = _sent(mine, wire), _received(theirs, wire)
+                self._exchange(purpose, partner, sent, partner, into)
+                step *= 2
+            return
         for step in range(count - 1):
-            mine, theirs = ((rank + 1 - step - k) % count for k in (0, 1))
+            mine, theirs = ((rank - step - k) % count for k in (0, 1))
             mine, theirs = edges[mine : mine + 2], edges[theirs : theirs + 2]
             into = _received(_cut(totals, *theirs), wire)
             self._around(purpose, _sent(_cut(totals, *mine), wire), into)
-        return totals
 
     def _around(self, purpose, sent, into):
+        self._exchange(purpose, self._next, sent, self._previous, into)
+
+    def _exchange(self, purpose, to, sent, source, into):
         # Hosts have parts of different sizes; all know which are empty.
-        to = self._next if sent.size else None
-        source = self._previous if into.size else None
+        to = to if sent.size else None
+        source = source if into.size else None
         self.links.exchange(purpose, to, sent, source, into)
+
+
+def _edges(arrays):
+    """Where each host's arrays begin, and the last one's end, side by side."""
+    sizes = [sum(each.size for each in of_host) for of_host in arrays]
+    return [0, *itertools.accumulate(sizes)]
 
 
 def _cut(arrays, begin, end):

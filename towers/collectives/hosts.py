@@ -26,7 +26,7 @@ T = TypeVar("T")
 # network, small enough to begin while the rest of the gradients are computed.
 _BUCKET_BYTES = 25 * 2**20
 # Tensors of as many numbers are added where they lie.
-_LARGE = 2**14
+LARGE = 2**14
 # The types in which gradients may travel.
 COMPRESSIONS = {
     "none": None,
@@ -127,12 +127,13 @@ class Cluster(OneHost):
 
     Attributes:
         wire: The type in which gradients travel; `None` for their own.
+        communicator: The collectives of the hosts.
     """
 
     def __init__(self, names: Sequence[str], index: int, communicator: Communicator):
         """Takes the place of this host among others that it has joined."""
         self.names, self.count, self.index = tuple(names), len(names), index
-        self._communicator = communicator
+        self.communicator = communicator
         self.wire: np.dtype | None = None
         with tf.init_scope(), tf.device(HOST):
             # All collectives write it, and so run in the order in which they were made.
@@ -157,7 +158,7 @@ class Cluster(OneHost):
                     flat[i] = self._join(each, f"{purpose} {i}")
                 elif each is not None:
                     dense.append(i)
-            wide = [_widened(flat[i]) for i in dense]
+            wide = [widened(flat[i]) for i in dense]
             wires = [self.wire if id(flat[i]) in may_round else None for i in dense]
             for places in _buckets(wide, wires):
                 # One bucket of a purpose is told from the next by its place.
@@ -204,11 +205,11 @@ class Cluster(OneHost):
                     for each in arrays
                 ]
             for each in arrays:
-                self._communicator.broadcast(_as_bytes(each), purpose)
+                self.communicator.broadcast(_as_bytes(each), purpose)
             return arrays
 
         with tf.device(HOST), tf.name_scope("hosts"):
-            sent = self._meet(send, tensors, [each.dtype for each in tensors])
+            sent = self.meet(send, tensors, [each.dtype for each in tensors])
         for each, like in zip(sent, tensors, strict=True):
             each.set_shape(like.shape)
         return sent
@@ -236,7 +237,7 @@ class Cluster(OneHost):
                         memoryview(mapped) as content,
                         process_group.explained(),
                     ):
-                        self._communicator.broadcast(content, "file")
+                        self.communicator.broadcast(content, "file")
         return folder
 
     def broadcast(self, value: T) -> T:
@@ -249,7 +250,7 @@ class Cluster(OneHost):
 
     def _tell(self, value, purpose):
         with process_group.explained():
-            told = self._communicator.all_gather(json.dumps(value).encode(), purpose)
+            told = self.communicator.all_gather(json.dumps(value).encode(), purpose)
         return [json.loads(bytes(each)) for each in told]
 
     def _sum_bucket(self, tensors, purpose, wire):
@@ -258,15 +259,15 @@ class Cluster(OneHost):
         wire = wire if tensors[0].dtype == tf.float32 else None
         sizes = [each.shape[0] for each in tensors]
         # To join large ones would copy them twice; many small ones take time each.
-        large = [k for k, size in enumerate(sizes) if size >= _LARGE]
-        small = [k for k, size in enumerate(sizes) if size < _LARGE]
+        large = [k for k, size in enumerate(sizes) if size >= LARGE]
+        small = [k for k, size in enumerate(sizes) if size < LARGE]
         joined = [tf.concat([tensors[k] for k in small], 0)] if small else []
         buffers = [tensors[k] for k in large] + joined
 
         def add(*arrays):
-            return self._communicator.grouped_all_reduce(arrays, purpose, wire)
+            return self.communicator.grouped_all_reduce(arrays, purpose, wire)
 
-        totals = self._meet(add, buffers, [each.dtype for each in buffers])
+        totals = self.meet(add, buffers, [each.dtype for each in buffers])
         for total, like in zip(totals, buffers, strict=True):
             total.set_shape(like.shape)
         if small:
@@ -278,12 +279,12 @@ class Cluster(OneHost):
         """Puts the rows of all hosts together, the first host's first."""
 
         def gather(array):
-            parts = self._communicator.all_gather(_as_bytes(array), purpose)
+            parts = self.communicator.all_gather(_as_bytes(array), purpose)
             # They lie side by side in one array.
             whole = parts[0].obj.view(array.dtype)
             return [whole.reshape(-1, *array.shape[1:])]
 
-        (whole,) = self._meet(gather, [rows], [rows.dtype])
+        (whole,) = self.meet(gather, [rows], [rows.dtype])
         whole.set_shape([None, *rows.shape[1:]])
         return whole
 
@@ -295,7 +296,7 @@ class Cluster(OneHost):
             slices.dense_shape,
         )
 
-    def _meet(
+    def meet(
         self,
         function: Callable[..., Sequence[np.ndarray]],
         inputs: Sequence[tf.Tensor],
@@ -312,7 +313,9 @@ class Cluster(OneHost):
 
         # It has a side effect, and waits for the one before.
         inputs = [self._order.read_value(), *inputs]
-        order, *results = tf.numpy_function(call, inputs, [tf.float32, *types])
+        order, *results = tf.nest.flatten(
+            tf.numpy_function(call, inputs, [tf.float32, *types])
+        )
         self._order.assign(tf.ensure_shape(order, []))
         return results
 
@@ -339,8 +342,8 @@ def _buckets(
             yield places
 
 
-def _widened(tensor):
-    """A flat tensor of a type that NumPy adds, and that loses nothing."""
+def widened(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a flat tensor of a type that NumPy adds, and that loses nothing."""
     flat = tf.reshape(tensor, [-1])
     if not flat.dtype.is_floating:
         return tf.cast(flat, tf.int64)

@@ -1,5 +1,8 @@
 """Optimizer state in shards: which tower has which slots, and what it updates.
 
+The towers are those of all hosts. Each host knows who owns what, and has what its own
+towers own.
+
 Every tower has a copy of the parameters, and owns a part of them: it alone has the
 optimizer's slots of that part (`partition.py`). Where a border cuts a variable, its
 slots are cut as well. Where an optimizer looks at whole variables, none is cut.
@@ -12,14 +15,15 @@ them. The slice is empty between steps.
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.collectives.partition import Extent, Part, partition
+from towers.collectives.spread import SpreadVariable
 from towers.devices import HOST
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import is_keras_own
@@ -56,44 +60,81 @@ class Owner(NamedTuple):
 
 
 class OptimizerShards:
-    """The shards of an optimizer's state, and who owns them."""
+    """The shards of an optimizer's state, and who owns them.
 
-    def __init__(self, model: keras.Model, by_stage: Callable[[Sequence[Any]], Any]):
+    Attributes:
+        hosts: The hosts among whose towers it is divided.
+        with_gradients: Which trainable variables have a gradient, on any tower; known
+            once the gradients of several hosts are added.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        by_stage: Callable[[Sequence[Any]], Any],
+        hosts: OneHost = ONE_HOST,
+        copies: Sequence[int] = (),
+    ):
         """Creates nothing yet.
 
         Args:
             model: The user's model, compiled.
             by_stage: Yields, of some variables, the places of those of each stage, and
-                the devices of their copies, the model's own first.
+                the devices of this host's copies, the model's own first.
+            hosts: See the attributes.
+            copies: How many copies each host has, if there are several hosts.
         """
         self._model, self._by_stage = model, by_stage
+        self.hosts, self.with_gradients = hosts, frozenset()
+        self._may_be_kept = True
+        # Where the copies of each host begin, among those of all.
+        self._first = [0, *itertools.accumulate(copies)]
         # By variable and copy; and by owner, a copy of each of `shared`.
         self._slices: dict[tuple[int, int], tf.Variable] = {}
         self._scalars: dict[int, list[tf.Variable]] = {}
 
     @functools.cached_property
-    def _stages(self):
+    def stages(self) -> list[tuple[Sequence[int], Sequence[str]]]:
         """The places of each stage's variables, and the devices of their copies."""
         return [*self._by_stage(self._model.trainable_variables)]
 
+    @property
+    def across_hosts(self) -> bool:
+        """Whether this host has a part of the state only."""
+        return self.hosts.count > 1
+
     @functools.cached_property
     def parts(self) -> list[Mapping[int, Part]]:
-        """The parts of each trainable variable, in order, by the copy of the owner."""
+        """This host's parts of each trainable variable, in order, by owner's copy."""
+        first = self._first[self.hosts.index]
+        return [
+            {part.owner - first: part for part in of_hosts[self.hosts.index]}
+            for of_hosts in self.parts_of_hosts
+        ]
+
+    @functools.cached_property
+    def parts_of_hosts(self) -> list[list[list[Part]]]:
+        """The parts of each trainable variable that each host has, in order."""
         variables, tables = (
             self._model.trainable_variables,
             embeddings.tables(self._model),
         )
         found = {}
-        for places, devices in self._stages:
-            extents = [self._extent(variables[i], tables) for i in places]
-            every = partition(extents, len(devices))
+        for places, devices in self.stages:
+            optimizer = self._model.optimizer
+            extents = [_extent(variables[i], optimizer, tables) for i in places]
+            first = self._first if self.across_hosts else [0, len(devices)]
+            every = partition(extents, first[-1])
             for i, parts in zip(places, every, strict=True):
-                found[i] = {part.owner: part for part in parts}
+                found[i] = [
+                    [part for part in parts if begin <= part.owner < end]
+                    for begin, end in itertools.pairwise(first)
+                ]
         return [found[i] for i in range(len(variables))]
 
     @functools.cached_property
     def owners(self) -> list[Owner]:
-        """The owners. The first uses the optimizer's own scalars, others copies."""
+        """This host's owners. The first uses the optimizer's scalars, others copies."""
         return [
             Owner(
                 copy,
@@ -102,18 +143,9 @@ class OptimizerShards:
                 tuple(devices),
             )
             # What belongs to no layer is on the last stage.
-            for places, devices in reversed(self._stages)
+            for places, devices in reversed(self.stages)
             for copy, device in enumerate(devices)
         ]
-
-    def _extent(self, variable, tables):
-        shape, unit = tuple(variable.shape), 0
-        if _may_be_cut(self._model.optimizer, variable):
-            unit = _ALIGNED_BYTES // tf.as_dtype(variable.dtype).size
-            if id(variable) in tables:
-                # Its gradient consists of rows, each of which goes to one owner.
-                unit = shape[-1]
-        return Extent(shape, bytes_of(variable), unit)
 
     @property
     def shared(self) -> list[keras.Variable]:
@@ -152,59 +184,88 @@ class OptimizerShards:
 
     def create(self) -> None:
         """Moves slots that exist to their owners, and creates what these need."""
-        for layout in ("_stages", "parts", "owners"):
+        for layout in ("stages", "parts_of_hosts", "parts", "owners"):
             # Stages may have been divided anew since slots were created.
             vars(self).pop(layout, None)
         indices = {id(v): i for i, v in enumerate(self._model.trainable_variables)}
         for variable, slots in self._slots():
             for slot in slots if id(variable) in indices else ():
-                self._place(slot, indices[id(variable)])
-        for places, devices in self._stages:
+                with tf.init_scope():
+                    self._place(slot, indices[id(variable)], by_first_host=True)
+        for places, devices in self.stages:
             for i in places:
                 old = value_behind(self._model.trainable_variables[i])
-                parts = self.parts[i] if len(self.parts[i]) > 1 else {}
-                for copy, part in parts.items():
-                    self._slices[i, copy] = _slice(old, devices[copy], part)
+                for copy, part in self.parts[i].items():
+                    if not part.whole:
+                        self._slices[i, copy] = _slice(old, devices[copy], part)
         for k, owner in enumerate(self.owners[1:], start=1):
             shared = map(value_behind, self.shared)
             copies = [variable_like(old, owner.device, old) for old in shared]
             self._scalars[k] = copies
 
-    def _place(self, slot, i):
+    def _place(self, slot, i, by_first_host=False):
         """Cuts a slot as its variable is, and puts the parts where these are."""
         parts = self.parts[i]
-        every = next(devices for places, devices in self._stages if i in places)
+        every = next(devices for places, devices in self.stages if i in places)
         devices = [every[copy] for copy in parts]
-        before = sharded.places(slot)
-        shapes = [
-            part.shape if len(parts) > 1 else slot.shape for part in parts.values()
-        ]
-        if len(before) == len(parts) and all(
-            old.device.endswith(device) and tuple(old.shape) == tuple(shape)
-            for old, device, shape in zip(before, devices, shapes, strict=True)
+        before, old = sharded.places(slot), value_behind(slot)
+        # One that is not of the variable's shape is nowhere cut.
+        shapes = [slot.shape if part.whole else part.shape for part in parts.values()]
+        if (
+            isinstance(old, SpreadVariable) == self.across_hosts
+            and len(before) == len(parts)
+            and all(
+                old.device.endswith(device) and tuple(old.shape) == tuple(shape)
+                for old, device, shape in zip(before, devices, shapes, strict=True)
+            )
         ):
             return
-        old = value_behind(slot)
         whole = old.numpy()
-        if len(parts) == 1:
-            put_behind(slot, variable_like(whole, *devices, old))
-            return
+        if by_first_host and self.across_hosts:
+            (whole,) = self.hosts.first([tf.constant(whole)], "optimizer state")
+            whole = whole.numpy()
         flat = whole.reshape(-1)
+        cuts = zip(parts.values(), shapes, devices, strict=True)
         shards = [
-            variable_like(flat[part.start : part.stop].reshape(part.shape), device, old)
-            for part, device in zip(parts.values(), devices, strict=True)
+            variable_like(
+                (whole if part.whole else flat[part.start : part.stop]).reshape(shape),
+                *(device, old),
+            )
+            for part, shape, device in cuts
         ]
-        axis = 0 if next(iter(parts.values())).has_rows else None
-        cut = sharded.ShardedVariable(shards, whole.shape, axis)
-        put_behind(slot, cut)
+        of_hosts = self.parts_of_hosts[i]
+        if self.across_hosts:
+            new = SpreadVariable(shards, old.shape, of_hosts, self.hosts, old)
+        else:
+            new = _joined(shards, *of_hosts, old.shape)
+        put_behind(slot, new)
+
+    def keep(self) -> None:
+        """Has each of several hosts read the state by itself, until it changes."""
+        for spread in self._spread():
+            spread.keep()
+        self._may_be_kept = True
+
+    def forget(self) -> None:
+        """Is told that the state changes, which hosts may have kept."""
+        for spread in self._spread() if self._may_be_kept else ():
+            spread.forget()
+        self._may_be_kept = False
+
+    def _spread(self):
+        """Yields what stands behind slots, if several hosts have their parts."""
+        for _, slots in self._slots() if self.across_hosts else ():
+            for slot in slots:
+                if isinstance(value_behind(slot), SpreadVariable):
+                    yield value_behind(slot)
 
     def variables(self) -> list[tf.Variable]:
         """Returns what there is besides what stands behind the optimizer's own."""
         return [*self._slices.values(), *itertools.chain(*self._scalars.values())]
 
-    def slice_of(self, i: int, owner: Owner) -> tf.Variable | None:
-        """Returns what an owner updates of a trainable variable, if that is cut."""
-        return self._slices.get((i, owner.copy))
+    def slice_of(self, i: int, copy: int) -> tf.Variable | None:
+        """Returns what the owner with a copy updates of a variable, if that is cut."""
+        return self._slices.get((i, copy))
 
     def scalars(self, k: int) -> list[tf.Variable]:
         """Returns what the k-th owner uses in the place of `shared`."""
@@ -241,37 +302,6 @@ def join(
                     sharded.join(slot, home_of(slot))
 
 
-def part_of(value: tf.Tensor | tf.IndexedSlices, part: Part) -> Any:
-    """Takes a part of a variable's value, or of its gradient."""
-    if part.whole:
-        return value
-    first, end = part.start, part.stop
-    if part.has_rows:
-        row = math.prod(part.shape[1:])
-        first, end = first // row, end // row
-    elif not isinstance(value, tf.IndexedSlices):
-        value = tf.reshape(value, [-1])
-    if not isinstance(value, tf.IndexedSlices):
-        return value[first:end]
-    # Duplicates stay apart, as optimizers square each by itself.
-    values, places = value.values, value.indices
-    if not part.has_rows:
-        row = math.prod(values.shape[1:])
-        places = places[:, tf.newaxis] * row + tf.range(row, dtype=places.dtype)
-        values, places = tf.reshape(values, [-1]), tf.reshape(places, [-1])
-    inside = (places >= first) & (places < end)
-    return tf.IndexedSlices(
-        tf.boolean_mask(values, inside),
-        tf.boolean_mask(places, inside) - first,
-        tf.constant(part.shape, places.dtype),
-    )
-
-
-def whole_of(parts: Sequence[tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
-    """Puts together what `part_of` has taken apart."""
-    return parts[0] if len(parts) == 1 else tf.reshape(tf.concat(parts, 0), shape)
-
-
 def refusal(optimizer: keras.optimizers.Optimizer) -> str | None:
     """Says what keeps an optimizer's state from being sharded, if anything does."""
     for leaf in optimizers.updating(optimizer):
@@ -294,6 +324,23 @@ def refusal(optimizer: keras.optimizers.Optimizer) -> str | None:
                     "unknown to which of the model's variables it belongs"
                 )
     return None
+
+
+def _extent(variable, optimizer, tables):
+    shape, unit = tuple(variable.shape), 0
+    if _may_be_cut(optimizer, variable):
+        unit = _ALIGNED_BYTES // tf.as_dtype(variable.dtype).size
+        if id(variable) in tables:
+            # Its gradient consists of rows, each of which goes to one owner.
+            unit = shape[-1]
+    return Extent(shape, bytes_of(variable), unit)
+
+
+def _joined(shards, parts, shape):
+    """What stands behind a slot on one host, made of shards for these parts."""
+    if len(shards) == 1:
+        return shards[0]
+    return sharded.ShardedVariable(shards, shape, 0 if parts[0].has_rows else None)
 
 
 def _may_be_cut(optimizer, variable):

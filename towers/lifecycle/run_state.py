@@ -202,7 +202,11 @@ class RunState:
         """Saves if it is time, when all callbacks have seen the batch before."""
         self.position = Position(self.position.epoch, batch)
         self._epoch.batch_begun, self._epoch.metrics = True, None
-        if self.save_points.is_due(self._fit.step):
+        # Clocks differ between hosts, and one alone may have heard a signal; but all
+        # have a part in a checkpoint.
+        wished = self.save_points.minutes_are_over() or self._signals.save
+        agreed = self._fit.call.agrees_to_save(wished)
+        if self.save_points.steps_are_done(self._fit.step) or agreed:
             self.save()
         self.heed()
 
@@ -233,7 +237,7 @@ class RunState:
         model = self._fit.call.model
         self.checkpoints.wait()
         about = {"variables": self._fit.described, "step": self._fit.step}
-        self.checkpoints.check_finite(saved_model.values(model), about)
+        self.checkpoints.check_finite(saved_model.own_values(model), about)
         score = self.checkpoints.score(logs, self._fit.validates, model)
         self._epoch.score = score
         # Where Keras does not know how many there are, it begins one batch too many; an
@@ -271,7 +275,8 @@ class RunState:
         Raises:
             Stopped: A signal asks for the end.
         """
-        if self._signals.save:
+        together = self._fit.call.agreement is not None
+        if self._signals.save and not (together and self.position != self._saved):
             self._signals.save = False
             self.save()
             self.checkpoints.wait()
@@ -295,7 +300,7 @@ class RunState:
         self.checkpoints.wait()
         self._saved = self.position
         contents = self._contents()
-        values = values or saved_model.values(self._fit.call.model)
+        values = values or self.checkpoints.values(self._fit.call.model)
         contents = Contents(values | contents.values, contents.about)
         self.save_points.count_from(self._fit.step)
         self.checkpoints.save(self.position, contents)

@@ -39,10 +39,12 @@ class SavePoints:
         """Counts from now on; `step` is the number of the step that is done."""
         self._step, self._time_s = step, self._clock()
 
-    def is_due(self, step: int) -> bool:
-        """Tells whether the run is to be saved after a step."""
-        if self.steps and step - self._step >= self.steps:
-            return True
+    def steps_are_done(self, step: int) -> bool:
+        """Tells whether the run is to be saved after a step, by its number."""
+        return bool(self.steps) and step - self._step >= self.steps
+
+    def minutes_are_over(self) -> bool:
+        """Tells whether the run is to be saved by the clock."""
         if self._minutes is None:
             return False
         return self._clock() - self._time_s >= 60 * self._minutes

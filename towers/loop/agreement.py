@@ -29,8 +29,9 @@ _NUMBERS = 4
 _MOST, _PRIME = 2**16, 65521
 
 
-# What a host may wish, beside the number of a signal: no end, or that of `fit`.
-_GO_ON, _STOP_TRAINING = 0, 1
+# What a host may wish, beside the number of a signal that stops: a checkpoint, nothing,
+# or the end of `fit`.
+_SAVE, _GO_ON, _STOP_TRAINING = -1, 0, 1
 # Of the sums for each batch of an evaluation, and at its end.
 _EVALUATED = "evaluated batch"
 
@@ -61,12 +62,13 @@ class Agreement:
         self.left_a_batch = False
         with tf.init_scope(), tf.device(HOST):
             self._wish = tf.Variable(0.0, trainable=False, name="wish_to_stop")
+            self._saves = tf.Variable(False, trainable=False, name="wished_to_save")
 
     @property
     def wish(self) -> int:
         """What this host wishes: 0 for nothing, 1 to stop, or a signal's number.
 
-        All will stop, before the next batch.
+        All will stop, before the next batch. -1 is for a checkpoint.
         """
         return int(self._wish.numpy())
 
@@ -104,7 +106,7 @@ class Agreement:
         """
         with tf.device(HOST), tf.name_scope("agreement"):
             same = tf.reduce_all(told[:, :_STOP] == told[0, :_STOP])
-            goes_on = same & tf.reduce_all(told[:, _STOP] == 0)
+            goes_on = same & tf.reduce_all(told[:, _STOP] <= _GO_ON)
             checked = tf.cond(
                 goes_on, lambda: tf.constant(True), lambda: self._end(told)
             )
@@ -123,6 +125,8 @@ class Agreement:
         rate = self._learning_rate()
         if rate is not None:
             rate.assign(tf.cast(told[0, _RATE], rate.dtype))
+        saves = tf.reduce_any(told[:, _STOP] == _SAVE)
+        self._saves.assign(self._saves.value() | saves)
         if times is not None:
             times.hear(told[:, _NUMBERS:])
 
@@ -177,6 +181,24 @@ class Agreement:
     def check_alike(self, value: Mapping[str, Any]) -> None:
         """Refuses hosts that were given different values; see `alike.check`."""
         alike.check(self._hosts, value)
+
+    def agrees_to_save(self, wished: bool) -> bool:
+        """Tells whether all hosts are to save here, as one has wished a batch ago.
+
+        `wished` is what this host wishes now.
+        """
+        if self._saves.numpy():
+            self.forget_to_save()
+            return True
+        if wished and self.wish == _GO_ON:
+            self.wish = _SAVE
+        return False
+
+    def forget_to_save(self) -> None:
+        """Forgets what hosts have wished."""
+        self._saves.assign(False)
+        if self.wish == _SAVE:
+            self.wish = _GO_ON
 
     def measure_latency(self) -> None:
         """Measures it once in a process, as all hosts do; see `HostTimes`."""
@@ -241,6 +263,7 @@ class FollowHosts(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Forgets an earlier wish."""
         self._agreement.wish, self._agreement.left_a_batch = _GO_ON, False
+        self._agreement.forget_to_save()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Puts a stop off until all hosts have heard of it, in the next batch."""

@@ -105,10 +105,10 @@ def multi_gpu_model(
         all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
             "device"; by "ring", each device a part; by "nccl", on several GPUs. "auto"
             is the first GPU, or else the CPU.
-        shard_optimizer_state: With "replicated", whether each tower has the optimizer's
-            variables of a part of the parameters only, such as Adam's moments, and
-            updates that part. The numbers are the same; saved models and checkpoints,
-            too.
+        shard_optimizer_state: With "replicated", whether each tower of all hosts has
+            the optimizer's variables of a part of the parameters only, such as Adam's
+            moments, and updates that part. The numbers are the same; saved models and
+            checkpoints, too.
         gradient_compression: How gradients travel between hosts: "none" as they are;
             "fp16" or "bf16" rounded to 16 bits, which is inexact and takes half the
             bytes, for slow networks. Rows of sparse gradients are not rounded.

@@ -118,6 +118,12 @@ class FitCall:
             self.agreement.wish = signal
         return self.agreement is None
 
+    def agrees_to_save(self, wished: bool) -> bool:
+        """Tells whether to save here, where only some of several hosts may wish it."""
+        if self.agreement is None:
+            return wished
+        return self.agreement.agrees_to_save(wished)
+
     def meet_hosts(self) -> None:
         """Waits for other hosts, if there are any; see `Agreement.meet`."""
         if self.agreement is not None:

@@ -192,7 +192,9 @@ class TowerModel(wrapt.CallableObjectProxy):
                     may_write = agreement.any(may_write)
                 self.builder.context.callbacks_may_write = may_write
                 # No name for the builder: it goes when another one is chosen.
-                return call.run(notes_place=self.builder.guard is not None)
+                found = call.run(notes_place=self.builder.guard is not None)
+                self.builder.pieces.copies.keep_state()
+                return found
         finally:
             self._self_call = before
             if call.skips is not None:
@@ -216,6 +218,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         with self._self_update.step_scope():
             # Called from a loop of the user's, which may have changed variables.
             self.builder.broadcast_variables()
+            self.builder.pieces.copies.begin_step()
             return self.builder.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:

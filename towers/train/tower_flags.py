@@ -15,9 +15,9 @@ HELPS = {
         "GPUs."
     ),
     "shard_optimizer_state": (
-        "With --variable_update=replicated, have each tower keep the optimizer's "
-        "variables, such as Adam's moments, of a part of the parameters only, and "
-        "update that part. The numbers are the same."
+        "With --variable_update=replicated, have each tower of all hosts keep the "
+        "optimizer's variables, such as Adam's moments, of a part of the parameters "
+        "only, and update that part. The numbers are the same."
     ),
     "gradient_compression": (
         "How gradients travel between hosts. none: as they are. fp16, bf16: in 16 "

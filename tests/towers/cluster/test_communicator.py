@@ -69,6 +69,39 @@ def test_sums_of_many_arrays(count, wire):
                     np.testing.assert_array_equal(total, count * array)
 
 
+@pytest.mark.parametrize("least", [5, 20_000])
+@pytest.mark.parametrize("count", COUNTS)
+def test_sums_are_scattered_and_gathered(count, least):
+    """Hosts have parts of different sizes, and one has none."""
+    sizes = [[least + k, 0, 3 * k + 1] if k != 1 else [] for k in range(count)]
+
+    def numbers(add=0.0):
+        return [
+            [np.arange(n, dtype=np.float32) + 100 * k + add for n in of_host]
+            for k, of_host in enumerate(sizes)
+        ]
+
+    def scatter(rank, comm):
+        return comm.reduce_scatter(numbers(rank), "test")
+
+    def gather(rank, comm):
+        parts = [[np.zeros_like(part) for part in of_host] for of_host in numbers()]
+        parts[rank] = numbers(-0.0)[rank]
+        comm.gather_parts(parts, "test")
+        return parts
+
+    with communicators(count) as hosts:
+        scattered, gathered = on_each(hosts, scatter), on_each(hosts, gather)
+    ranks = sum(range(count))
+    for rank, found in enumerate(scattered):
+        for total, part in zip(found, numbers()[rank], strict=True):
+            np.testing.assert_array_equal(total, count * part + ranks)
+    for found in gathered:
+        for parts, expected in zip(found, numbers(), strict=True):
+            for part, value in zip(parts, expected, strict=True):
+                np.testing.assert_array_equal(part, value)
+
+
 @pytest.mark.parametrize("size", [100, 100_003])
 @pytest.mark.parametrize("count", [3, 5])
 def test_all_hosts_get_the_same_bits_each_time(count, size):

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests.towers.cluster.in_threads import communicators, on_each
 from tests.variants import slow
 from towers.cluster.membership import HostsDifferError
-from towers.collectives import hosts
+from towers.collectives import hosts, scattered
 from towers.model import api, arguments
 from towers.plan import Plan
 
@@ -69,11 +69,43 @@ def test_a_sum_keeps_type_and_value(dtype):
 
 
 def test_large_and_small_tensors_are_added_together():
-    sizes = [3, hosts._LARGE + 1, 0, 5, hosts._LARGE]
+    sizes = [3, hosts.LARGE + 1, 0, 5, hosts.LARGE]
     values = [tf.range(size, dtype=tf.float32)[:, tf.newaxis] for size in sizes]
     for found in _together(lambda place: place.sum(values, "test")):
         for total, value in zip(found, values, strict=True):
             np.testing.assert_array_equal(total, 2 * value)
+
+
+def test_parts_are_added_and_gathered():
+    """Hosts have tensors of several types, large and small, and one has none."""
+    shapes = [[(2, 3), (hosts.LARGE + 1,), (3,)], [], [(1,), (0, 2), ()]]
+    types = [tf.float32, tf.float64, tf.bfloat16]
+
+    def parts(rank):
+        return [
+            [
+                tf.fill(shape, tf.cast(8 * k + i + rank, dtype))
+                for i, (shape, dtype) in enumerate(zip(of_host, types, strict=False))
+            ]
+            for k, of_host in enumerate(shapes)
+        ]
+
+    like = [[tf.TensorSpec(t.shape, t.dtype) for t in each] for each in parts(0)]
+
+    def both(place):
+        sums = scattered.reduce_scatter(place, parts(place.index), "test")
+        own = parts(0)[place.index]
+        return sums, scattered.all_gather(place, own, like, "test")
+
+    for rank, (sums, gathered) in enumerate(_together(both, 3)):
+        for total, first in zip(sums, parts(0)[rank], strict=True):
+            assert total.dtype == first.dtype and total.shape == first.shape
+            expected = 3 * first + tf.cast(3, first.dtype)
+            np.testing.assert_array_equal(total.numpy(), expected.numpy())
+        for found, expected in zip(gathered, parts(0), strict=True):
+            for value, part in zip(found, expected, strict=True):
+                assert value.dtype == part.dtype and value.shape == part.shape
+                np.testing.assert_array_equal(value.numpy(), part.numpy())
 
 
 @pytest.mark.parametrize("least", [-(2**62), -1, 2**40 + 3])

@@ -97,6 +97,20 @@ def test_a_wish_and_a_signal_end_it(both):
     assert received.value.number == 15 and not both[0].did
 
 
+def test_all_save_a_batch_after_one_has_wished_it(both):
+    for wished in (False, True):
+        assert not both[1].agrees_to_save(wished)
+        assert not both[0].agrees_to_save(False)
+        heard = told(both, X, X)
+        assert goes_on(both[0], heard, eager=False)
+        for agreement in both:
+            agreement.hear(heard)
+    assert all(agreement.agrees_to_save(False) for agreement in both)
+    # Once.
+    assert not any(agreement.agrees_to_save(False) for agreement in both)
+    assert [agreement.wish for agreement in both] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -49,7 +49,10 @@ class Copies:
         self._context, self.towers = context, towers
         self.stale, self.shards = True, None
         if shard_optimizer_state:
-            self.shards = OptimizerShards(context.model, self._by_stage)
+            plan = context.plan
+            self.shards = OptimizerShards(
+                context.model, self._by_stage, plan.hosts, plan.replicas_by_host
+            )
         # The variables that towers have copies of, trainable ones first, and for each
         # tower but the first the copies.
         self._originals: Sequence[keras.Variable] = ()
@@ -139,6 +142,10 @@ class Copies:
         if hosts.count == 1:
             return
         of_model = variables.of(self._context.model)
+        if self.shards is not None:
+            # No host has all of these.
+            slots = self.shards.slot_ids()
+            of_model = [each for each in of_model if id(each) not in slots]
         with tf.device(HOST), tf.name_scope("first_host"):
             values = [tf.convert_to_tensor(variable.value) for variable in of_model]
             digest = hosts.stack(_digest(values), "digests")
@@ -152,6 +159,19 @@ class Copies:
             # All hosts see all digests, and so decide alike.
             equal = tf.reduce_all(digest == digest[0])
             tf.cond(equal, lambda: tf.constant(True), follow)
+
+    def keep_state(self) -> None:
+        """Has each host read the optimizer's state by itself, until training goes on.
+
+        All hosts call it together.
+        """
+        if self.shards is not None:
+            self.shards.keep()
+
+    def begin_step(self) -> None:
+        """Is told that what is read of the optimizer's state changes."""
+        if self.shards is not None:
+            self.shards.forget()
 
     def differ(self) -> bool:
         """Tells whether the copies may have other values than the model's variables."""

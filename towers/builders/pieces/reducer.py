@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ import tensorflow as tf
 
 from towers.analysis.rules import Rules
 from towers.builders.context import Context
+from towers.builders.guard import finite
 from towers.builders.pieces.copies import Copies
-from towers.collectives import reduce
-from towers.collectives.optimizer_shards import OptimizerShards, part_of
+from towers.collectives import reduce, scattered
+from towers.collectives.optimizer_shards import OptimizerShards
+from towers.collectives.parts import part_of
 from towers.devices import HOST, is_gpu
 from towers.layers import overwritten, sharded
 from towers.tower.passes import TowerResult
@@ -30,7 +33,7 @@ class Reducer(abc.ABC):
         gradients: Sequence[Sequence[reduce.Gradient]],
         towers: Sequence[int],
         seen: Seen | None = None,
-        over_hosts: Callable[[Sequence[reduce.Gradient]], Any] | None = None,
+        over_hosts: Callable[..., Any] | None = None,
     ) -> list[list[reduce.Gradient]]:
         """Adds the towers' gradients.
 
@@ -41,7 +44,9 @@ class Reducer(abc.ABC):
             gradients: Lists of gradients; see `TowerResult.gradients`.
             towers: Which towers of this host have them.
             seen: Is told of what has travelled packed; see `reduce.all_reduce`.
-            over_hosts: Adds this host's sums to those of others, if there are others.
+            over_hosts: Adds this host's sums to those of others, if there are others;
+                returns the sums, and what a second argument returns, which may add what
+                is `None` in the first.
 
         Returns:
             The sums, once for each copy of the variables. Only the first has those of
@@ -57,14 +62,16 @@ class Reducer(abc.ABC):
             [None if i in mine else g for i, g in enumerate(each)] for each in gradients
         ]
 
-        def with_shards(sums):
+        def with_shards(sums, scatter=tuple):
             variables = model.trainable_variables
             sums = [mine.get(i, total) for i, total in enumerate(sums)]
             with tf.device(HOST):
-                sums = over_hosts(sharded.whole(variables, sums))
+                whole = sharded.whole(variables, sums)
+                sums, parts = over_hosts(whole, scatter)
                 sums = sharded.expand(variables, sums)
             mine.update({i: sums[i] for i in mine})
-            return [None if i in mine else total for i, total in enumerate(sums)]
+            sums = [None if i in mine else total for i, total in enumerate(sums)]
+            return sums, parts
 
         adds = over_hosts and with_shards
         sums = self._sum_whole(others, towers, seen, adds)
@@ -104,7 +111,14 @@ class Reducer(abc.ABC):
                 return [reduce.sum_gradients(part)]
 
         (sums,) = self._by_stage(variables, mine)
-        sums = over_hosts(sums)
+        return self._over_hosts(variables, sums, overwriting, over_hosts)
+
+    def _over_hosts(self, variables, sums, overwriting, over_hosts):
+        """Adds sums of this host to those of others; returns them for each copy.
+
+        `overwriting` has, by their places, those that need not be added.
+        """
+        sums, _ = over_hosts(sums)
         sums = [overwriting.get(i, total) for i, total in enumerate(sums)]
         return self._by_stage(
             variables,
@@ -218,7 +232,19 @@ class ReduceScatter(Reducer):
 
     def together(self, sums):
         """See `Reducer`: each tower has others."""
-        return sums
+        if not self.shards.across_hosts:
+            return sums
+        # Each host has others, and all have to find the same.
+        mine = [
+            gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            for gradient in itertools.chain(*sums)
+            if gradient is not None
+        ]
+        good = finite(mine) if mine else tf.constant(True)
+        with tf.device(HOST):
+            told = tf.where(good, 0.0, float("inf"))
+            told = self.context.plan.hosts.sum(told, "whether gradients are finite")
+        return [[told]]
 
     def _sum(self, plan, places, gradients, sources, largest, seen):
         sums = []
@@ -235,9 +261,44 @@ class ReduceScatter(Reducer):
                     sums.append(reduce.sum_gradients(parts, largest))
         return sums
 
+    def _over_hosts(self, variables, sums, overwriting, over_hosts):
+        # Rows are sent to all hosts, as each has others.
+        every = [*enumerate(self.shards.parts_of_hosts)]
+        dense = {i for i, total in enumerate(sums) if isinstance(total, tf.Tensor)}
+        hosts, mine = self.context.plan.hosts, sums
+
+        def scatter():
+            with tf.device(HOST):
+                parts = [
+                    [
+                        tf.reshape(part_of(mine[i], part), part.shape)
+                        for i, of_hosts in every
+                        for part in (of_hosts[k] if i in dense else ())
+                    ]
+                    for k in range(hosts.count)
+                ]
+            return scattered.reduce_scatter(hosts, parts, "parts of gradients")
+
+        sparse = [None if i in dense else total for i, total in enumerate(sums)]
+        sums, found = over_hosts(sparse, scatter)
+        found = iter(found)
+        parts_found = {
+            (i, copy): next(found)
+            for i in sorted(dense)
+            for copy in self.shards.parts[i]
+        }
+        sums = [overwriting.get(i, total) for i, total in enumerate(sums)]
+        given = {i for i, total in enumerate(sums) if total is not None}
+        self.shards.with_gradients = frozenset(dense | given)
+        copies = self._by_stage(
+            variables,
+            lambda plan, places: self._copies(plan, places, [sums[i] for i in places]),
+        )
+        for (i, copy), part in parts_found.items():
+            copies[copy][i] = part
+        return copies
+
     def _copies(self, plan, places, sums):
-        # With several hosts, the sums are in the host's memory, and each host divides
-        # them among its own towers.
         return [self._parts(k, places, sums) for k in range(len(plan.replicas))]
 
     def _parts(self, k, places, gradients):

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
-from towers.collectives import packing, placing, reduce
-from towers.collectives.optimizer_shards import part_of, whole_of
+from towers.collectives import packing, placing, reduce, scattered
+from towers.collectives.parts import part_of, whole_of
 from towers.devices import HOST
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.patching import patched
@@ -52,7 +52,7 @@ class ShardedUpdater:
     def update_weights(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
         """Applies the optimizer, with the sums of what each copy's tower owns."""
         shards, model = self.copies.shards, self.context.model
-        _check_some(model, sums)
+        _check_some(model, [[*shards.with_gradients], *sums])
         copies = [self.copies.of_tower(k) for k in range(len(sums))]
         values = [tf.convert_to_tensor(each.value) for each in shards.shared]
         with self._looking_at_all(sums, copies):
@@ -65,14 +65,17 @@ class ShardedUpdater:
                     updated.append(self._update(k, owner, *mine))
         self._share(updated)
         with tf.name_scope("gather"):
-            self._gather(sums, copies)
+            if shards.across_hosts:
+                self._gather_over_hosts(copies)
+            else:
+                self._gather(sums, copies)
 
     def _update(self, k, owner, gradients, copy):
         """Updates an owner's part; returns the ids of optimizers that did something."""
         shards, model = self.copies.shards, self.context.model
         variables, optimizer = model.trainable_variables, model.optimizer
         for i in owner.owned:
-            if (cut := shards.slice_of(i, owner)) is not None:
+            if (cut := shards.slice_of(i, owner.copy)) is not None:
                 cut.assign(part_of(copy[i], shards.parts[i][owner.copy]))
         leaves = {i: self._leaf(i) for i in owner.owned}
         some = {id(leaves[i]) for i in leaves if gradients[i] is not None}
@@ -130,7 +133,9 @@ class ShardedUpdater:
                 mine = [gradient for gradient in mine if gradient is not None]
                 found += [optimizer.check_finite(mine)] if mine else []
         with tf.device(HOST):
-            return tf.reduce_all(found)
+            bad = tf.cast(~tf.reduce_all(found or [True]), tf.float32)
+            bad = self.context.plan.hosts.sum(bad, "whether gradients are finite")
+            return tf.equal(bad, 0)
 
     def _norm(self, leaf, sums, copies):
         """The norm of all gradients that an optimizer is about to clip."""
@@ -159,7 +164,8 @@ class ShardedUpdater:
             with tf.device(owner.device):
                 squares += [tf.square(optimizers.global_norm(found))] if found else []
         with tf.device(HOST):
-            return tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([])
+            total = tf.add_n(squares) if squares else tf.zeros([])
+            return tf.sqrt(self.context.plan.hosts.sum(total, "squares of gradients"))
 
     def _is_overwritten(self, i):
         return self.context.model.trainable_variables[i].overwrite_with_gradient
@@ -182,6 +188,72 @@ class ShardedUpdater:
             owners = [k for k, did in enumerate(updated) if did & using]
             if owners and owners[0] > 0:
                 variable.value.assign(shards.scalars(owners[0])[n])
+        if shards.across_hosts:
+            self._share_over_hosts(of_leaves)
+
+    def _share_over_hosts(self, of_leaves):
+        """Gives the scalars of another host to those whose towers did nothing."""
+        shards, hosts = self.copies.shards, self.context.plan.hosts
+        did = [
+            {
+                id(self._leaf(i))
+                for i in shards.with_gradients
+                if shards.parts_of_hosts[i][k]
+            }
+            for k in range(hosts.count)
+        ]
+        every, given = set().union(*did), []
+        for variable in shards.shared:
+            using = of_leaves.get(id(variable), every)
+            who = [k for k, leaves in enumerate(did) if leaves & using]
+            if who and len(who) < hosts.count:
+                given.append((variable, who[0]))
+        values = [
+            variable.value if k == hosts.index else tf.zeros_like(variable.value)
+            for variable, k in given
+        ]
+        values = hosts.sum(values, "scalars of the optimizer") if values else ()
+        for (variable, _), value in zip(given, values, strict=True):
+            variable.value.assign(value)
+
+    def _gather_over_hosts(self, copies):
+        """Sends what the owners of each host have updated to all copies of all."""
+        shards, plan, mine = self.copies.shards, self.context.plan, []
+        changed = sorted(shards.with_gradients)
+        like = [[] for _ in range(plan.hosts.count)]
+        for i in changed:
+            dtype = copies[0][i].dtype
+            for of_host, parts in zip(like, shards.parts_of_hosts[i], strict=True):
+                of_host += [tf.TensorSpec(part.shape, dtype) for part in parts]
+            for copy, part in shards.parts[i].items():
+                cut = shards.slice_of(i, copy)
+                value = tf.convert_to_tensor(copies[copy][i] if cut is None else cut)
+                mine.append(tf.ensure_shape(value, part.shape))
+                if cut is not None:
+                    cut.assign(tf.zeros([0, *cut.shape[1:]], cut.dtype))
+        every = scattered.all_gather(plan.hosts, mine, like, "updated parameters")
+        every, wholes = [*map(iter, every)], {}
+        with tf.device(HOST):
+            for i in changed:
+                parts = [
+                    next(received)
+                    for received, of_host in zip(
+                        every, shards.parts_of_hosts[i], strict=True
+                    )
+                    for _ in of_host
+                ]
+                wholes[i] = whole_of(parts, copies[0][i].shape)
+        for places, devices in shards.stages:
+            places = [i for i in places if i in wholes]
+            values = [wholes[i] for i in places]
+            packs = any(map(plan.packs, devices))
+            with tf.device(HOST):
+                buffers = packing.pack(values) if packs else []
+            for copy, device in zip(copies, devices, strict=True):
+                with tf.device(device):
+                    got = packing.unpack(buffers, values) if packs else values
+                    for i, value in zip(places, got, strict=True):
+                        copy[i].assign(value)
 
     def _gather(self, sums, copies):
         """Sends what each owner has updated to the other copies."""
@@ -189,7 +261,7 @@ class ShardedUpdater:
         received = collections.defaultdict(dict)
         for owner in shards.owners:
             places = [i for i in owner.owned if sums[owner.copy][i] is not None]
-            cuts = [shards.slice_of(i, owner) for i in places]
+            cuts = [shards.slice_of(i, owner.copy) for i in places]
             with tf.device(owner.device):
                 values = []
                 for i, cut in zip(places, cuts, strict=True):

@@ -168,6 +168,16 @@ class CheckpointManager:
 
     # Writing.
 
+    def values(self, model: keras.Model) -> dict[str, list[Any]]:
+        """Returns what is to be saved of a model; all hosts call it together.
+
+        Hosts that write nothing get nothing.
+        """
+        if self._hosts.index == 0:
+            return saved_model.values(model)
+        saved_model.read_together(model)
+        return {}
+
     def save(self, position: Position, contents: Contents) -> None:
         """Begins to write a checkpoint, once the one before is written.
 

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.collectives.spread import SpreadVariable
 from towers.layers import sharded
 from towers.lifecycle.checkpoints import store
 from towers.program.voice import warn
@@ -90,6 +91,27 @@ def averages(optimizer: keras.optimizers.Optimizer) -> bool:
 def values(model: keras.Model) -> dict[str, list[np.ndarray]]:
     """Returns copies of all variables, by what they belong to."""
     return {part: copies(variables) for part, variables in parts(model).items()}
+
+
+def own_values(model: keras.Model) -> dict[str, list[np.ndarray]]:
+    """Returns what `values` does, of what hosts have divided only this one's part."""
+    return {
+        part: [_own(variable) for variable in variables]
+        for part, variables in parts(model).items()
+    }
+
+
+def _own(variable):
+    cut = sharded.of(variable)
+    return cut.own() if isinstance(cut, SpreadVariable) else _copy(variable)
+
+
+def read_together(model: keras.Model) -> None:
+    """Takes part in reading what hosts have divided, and keeps nothing."""
+    for variables in parts(model).values():
+        for variable in variables:
+            if isinstance(sharded.of(variable), SpreadVariable):
+                variable.numpy()
 
 
 def assign(model: keras.Model, values: Mapping[str, Sequence[Any]]) -> None:

@@ -1,0 +1,127 @@
+"""A variable of which each of several hosts has a part: an optimizer's slot."""
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.cluster import process_group
+from towers.collectives import scattered
+from towers.collectives.hosts import Cluster
+from towers.collectives.partition import Part
+from towers.devices import HOST
+from towers.keras_adapter.variables import take_identity
+from towers.layers.sharded_variable import ShardedVariable
+
+# Less than that is not worth a file.
+_SMALL_BYTES = 2**16
+
+
+class SpreadVariable(ShardedVariable):
+    """What stands behind a `keras.Variable` of which each host has some parts.
+
+    All hosts have to read it together, and get the whole value; each assigns its own
+    parts. Where it is kept, each host may read it by itself.
+
+    Attributes:
+        shards: A `tf.Variable` for each part of this host.
+        shape: That of the whole value.
+        parts: The parts of each host, in order.
+    """
+
+    # What it is made of lies in no order by which rows could be looked up.
+    axis = None
+
+    def __init__(
+        self,
+        shards: Sequence[tf.Variable],
+        shape: Sequence[int],
+        parts: Sequence[Sequence[Part]],
+        hosts: Cluster,
+        like: Any,
+    ):
+        """Takes the identity of `like`, in whose place it stands."""
+        self.shards, self.shape = tuple(shards), tf.TensorShape(shape)
+        self.parts = [[self._own(part) for part in of_host] for of_host in parts]
+        self.dtype, self.name, self.trainable = like.dtype, like.name, like.trainable
+        self._hosts, self._kept = hosts, None
+        take_identity(self, like)
+
+    def _own(self, part):
+        """A part of the variable that it belongs to, as one of its own numbers."""
+        if not part.whole:
+            return part
+        size, shape = self.shape.num_elements(), tuple(self.shape)
+        return dataclasses.replace(part, stop=size, shape=shape)
+
+    @property
+    def device(self) -> str:
+        """The device of the whole value, if somebody reads it."""
+        return HOST
+
+    def split(self, value: Any) -> list[Any]:
+        """Cuts a whole value into the parts of this host."""
+        flat, mine = tf.reshape(value, [-1]), self.parts[self._hosts.index]
+        return [tf.reshape(flat[each.start : each.stop], each.shape) for each in mine]
+
+    def assign(self, value: Any, **_: Any) -> None:
+        """Gives each part of this host its part of a whole value."""
+        super().assign(value)
+        if tf.inside_function():
+            self._kept = None
+        elif self._kept is not None:
+            self._kept[...] = np.asarray(value)
+
+    def own(self) -> np.ndarray:
+        """Returns the numbers that this host has."""
+        flat = [each.numpy().reshape(-1) for each in self.shards]
+        return np.concatenate(flat) if flat else np.zeros(0)
+
+    def keep(self) -> None:
+        """Has each host read the whole value by itself, until it changes.
+
+        It lies in a file that has no name and is mapped: not in memory that others may
+        need. All hosts call it together.
+        """
+        if self._kept is not None:
+            return
+        whole = self.numpy()
+        if whole.nbytes >= _SMALL_BYTES:
+            with tempfile.TemporaryFile() as file:
+                mapped = np.memmap(file, np.uint8, "w+", shape=(whole.nbytes,))
+            mapped = np.asarray(mapped).view(whole.dtype).reshape(whole.shape)
+            mapped[...] = whole
+            whole = mapped
+        self._kept = whole
+
+    def forget(self) -> None:
+        """Is told that the value changes, which was kept."""
+        self._kept = None
+
+    def numpy(self) -> np.ndarray:
+        """Returns the whole value."""
+        if self._kept is not None:
+            return np.array(self._kept)
+        with process_group.explained():
+            return self._gathered().numpy()
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        eagerly = not tf.inside_function()
+        with tf.device(HOST):
+            whole = tf.constant(self.numpy()) if eagerly else self._gathered()
+            return tf.cast(whole, dtype or self.dtype)
+
+    def _gathered(self):
+        like = [
+            [tf.TensorSpec(each.shape, self.dtype) for each in of_host]
+            for of_host in self.parts
+        ]
+        with tf.device(HOST):
+            mine = [tf.convert_to_tensor(shard) for shard in self.shards]
+            purpose = f"values of {self._shared_name}"
+            every = scattered.all_gather(self._hosts, mine, like, purpose)
+            flat = [tf.reshape(part, [-1]) for of_host in every for part in of_host]
+            return tf.reshape(tf.concat(flat, 0), self.shape)
