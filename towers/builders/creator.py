@@ -67,6 +67,7 @@ class VariableCreator:
         placement, model = plan.pipeline.placement, context.model
         if not placement.balanced or model.run_eagerly:
             return False
+        _ = placement.layers  # It says what does not fit.
         placement.balanced = False
         if is_deterministic():
             line = (
@@ -81,10 +82,13 @@ class VariableCreator:
             with tf.init_scope():
                 local = self._local_spec(data)
                 seconds = seconds_of_layers(model, layers, local, plan.devices[0])
-        except (ModelError, NoRuleError, TotalsWanted, tf.errors.OpError) as error:
+        except (
+            *(ModelError, NoRuleError, TotalsWanted),
+            *(tf.errors.OpError, MemoryError),
+        ) as error:
             line = (
                 f"The layers of model '{model.name}' are divided among stages by their "
-                f"weights, as they cannot be measured: {words.error_sentence(error)}"
+                f"weights, as they cannot be measured: {words.error_line(error)}"
             )
             context.say([line])
             return False

@@ -45,6 +45,7 @@ from towers.model.arguments import grouped
 from towers.program import startup
 from towers.program.commands import quieten
 from towers.program.ending import ANOTHER_FAILED
+from towers.tower.errors import StageError
 from towers.train.job import check_reduction
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
@@ -79,7 +80,10 @@ _NO_MEMORY = re.compile(
 
 
 def main(settings: Search) -> int:
-    """Tries a batch size; returns 0: what went wrong is said in JSON, too."""
+    """Tries a batch size; returns 0: what went wrong is said in JSON, too.
+
+    But if a stage has failed, TensorFlow alone knows how.
+    """
     startup.end()
     quieten()
     stdout = sys.stdout
@@ -94,6 +98,9 @@ def main(settings: Search) -> int:
                 probe(settings, tell)
         except HostFailedError:
             return ANOTHER_FAILED  # which says why
+        except StageError:
+            traceback.print_exc()
+            return 1  # what TensorFlow writes says why, and the search reads it
         except Exception as error:  # whatever it is, the search says it
             traceback.print_exc()
             if shortage := no_memory(f"{type(error).__name__}: {error}"):

@@ -1,6 +1,7 @@
 """Has a process of its own try a batch size, and says how it ended."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -38,6 +39,8 @@ def run(settings: Search, batch_size: int) -> dict[str, Any]:
                 [*start, *command],
                 capture_output=True,
                 text=True,
+                # How a stage fails is said in warnings alone.
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"},
                 errors="replace",
                 timeout=_PROBE_S,
             )

@@ -16,6 +16,7 @@ from towers.layers import pipeline as pipelines
 from towers.layers import tables
 from towers.layers.pipeline import Pipeline, Placement
 from towers.model.tower_model import TowerModel
+from towers.program import words
 from towers.tower.build import overrides
 from towers.tower.preprocess import Preprocess
 
@@ -224,9 +225,9 @@ def grouped(devices: Sequence[str], stages: Any) -> list[tuple[str, ...]]:
     _check_count("stages", stages)
     if len(devices) % stages:
         raise ValueError(
-            f"Received stages={stages} for {len(devices)} devices; expected a number "
-            "of stages that divides that of the devices, as each tower takes one for "
-            "each stage."
+            f"Received stages={stages} for {words.count(len(devices), 'device')}; "
+            "expected a number of stages that divides that of the devices, as each "
+            "tower takes one for each stage."
         )
     firsts = range(0, len(devices), stages)
     return [tuple(devices[k : k + stages]) for k in firsts]

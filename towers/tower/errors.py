@@ -29,6 +29,10 @@ class UntraceableError(ModelError):
     """A model cannot be traced as a graph; the text says what hinders it."""
 
 
+class StageError(ModelError):
+    """A stage has failed, and it is not known how."""
+
+
 @contextlib.contextmanager
 def explained_shapes(model: keras.Model) -> Iterator[None]:
     """Inside, towers are traced or run; an error about shapes becomes a sentence.
@@ -71,12 +75,12 @@ def explained_stages(model: keras.Model) -> Iterator[None]:
         model: The model.
 
     Raises:
-        ModelError: Where a stage has failed, and it is not known how.
+        StageError: Where a stage has failed, and it is not known how.
     """
     try:
         yield
     except tf.errors.CancelledError as error:
-        raise ModelError(
+        raise StageError(
             f"A stage of model '{model.name}' has failed, and TensorFlow hands on only "
             "that the others were cancelled; so look for the first 'aborting with "
             "status' among what it prints, with TF_CPP_MIN_LOG_LEVEL=1 in the "

@@ -207,8 +207,8 @@ HELPS = {
     },
     "Devices": {
         "num_gpus": (
-            "Number of GPUs to use, one for each tower, or for each of its --stages. "
-            "Default: all; without a GPU, logical CPUs for 2 towers."
+            "Number of GPUs, one for each tower or stage. Default: all; without a "
+            "GPU, logical CPUs for 2 towers."
         ),
         "gpu_indices": "Numbers of the GPUs to use, as in nvidia-smi, such as 0,2.",
         "gpu_split": "Number of logical GPUs, and so towers, to make of each GPU.",

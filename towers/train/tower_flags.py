@@ -154,6 +154,7 @@ def _check_stages(settings: Settings) -> None:
             f"Received {settings.as_flag('placement')} without --stages; expected the "
             "number of stages as well, such as --stages=2."
         )
+    patterns = set()
     for entry in settings.placement or ():
         pattern, _, stage = entry.rpartition("=")
         if not pattern or not stage.isdecimal() or int(stage) >= settings.stages:
@@ -161,3 +162,15 @@ def _check_stages(settings: Settings) -> None:
                 f"Received {settings.as_flag('placement')}; expected PATTERN=STAGE, "
                 f"with a stage from 0 to {settings.stages - 1}, such as block_[0-5]=0."
             )
+        if pattern in patterns:
+            raise ValueError(
+                f"Received {settings.as_flag('placement')}, which has {pattern} twice; "
+                "expected each pattern once."
+            )
+        patterns.add(pattern)
+    if settings.micro_batches > settings.batch_size:
+        raise ValueError(
+            f"Received {settings.as_flag('micro_batches')} for "
+            f"{settings.as_flag('batch_size')}; expected at least one example for each "
+            "micro-batch."
+        )

@@ -1,5 +1,6 @@
 """Which batch sizes are tried, what is said of them, and whether the limit is found."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -18,6 +19,7 @@ from towers.find_batch_size import probe as probing
 from towers.find_batch_size import processes, search_flags
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe, search, unit
+from towers.tower.errors import StageError
 
 MODULE = "towers.find_batch_size"
 TIMEOUT_S = 300
@@ -260,6 +262,25 @@ def build(input_shape, num_classes):
     ])
 """
 
+# Its second stage needs so much memory for each example.
+LARGE = """
+import keras, tensorflow as tf
+
+class Large(keras.layers.Layer):
+    def call(self, x):
+        size = 20 * tf.shape(x)[0]
+        return x + 0 * tf.reduce_sum(tf.ones([size, 1_000_000]))
+
+def build(input_shape, num_classes):
+    return keras.Sequential([
+        keras.Input(input_shape),
+        keras.layers.Flatten(),
+        keras.layers.Dense(4, name="a"),
+        Large(),
+        keras.layers.Dense(num_classes, name="b"),
+    ])
+"""
+
 # With a larger batch than 2, it tells a pipe which process tries it, and never returns;
 # the pipe stays open while it lives.
 WAITING = """
@@ -317,6 +338,33 @@ def test_finds_the_batch_of_the_memory_limit(tmp_path):
     assert "allocate" in fails["why"]
     assert "batch 8: does not fit" in done.stderr
     assert chart.exists()
+
+
+def test_why_a_stage_failed_is_read_from_what_tensorflow_writes(monkeypatch, capsys):
+    def fails(settings, tell):
+        tell(batch_size=8, memory="GPU")
+        raise StageError("A stage has failed.")
+
+    monkeypatch.setattr(probing, "probe", fails)
+    monkeypatch.setattr(probing.process_group, "together", contextlib.nullcontext)
+    assert probing.main(None) == 1
+    written = capsys.readouterr()
+    assert "error" not in written.out
+    last = processes.how_it_died(1, written.err, limited=False)["error"]
+    assert last.endswith("StageError: A stage has failed.")
+    warned = f"{OOM}\n{written.err}"
+    assert processes.how_it_died(1, warned, limited=False)["fits"] is False
+
+
+@pytest.mark.slow
+def test_memory_that_a_stage_lacks_does_not_end_the_search(tmp_path):
+    model = write(tmp_path, LARGE)
+    sizes = ("--batch_size=64", "--max_batch_size=64", "--memory_limit_mb=2500")
+    stages = ("--num_gpus=2", "--stages=2", "--placement=a=0,.*=1", "--nostrict")
+    done = run(model, *sizes, *stages, "--json", "--split_ratios=1")
+    assert done.returncode == 0, done.stderr
+    assert "batch 64: does not fit" in done.stderr
+    assert json.loads(done.stdout)["largest"] < 64
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ ARGUMENTS = [
         {"stages": 3},
         "Received stages=3 for 4 devices; expected a number of stages that",
     ),
+    ({"stages": 8}, "Received stages=8 for 4 devices"),
     ({"stages": 4}, "which has 3 layers with weights; expected at least as many"),
     ({"micro_batches": 0}, "Received micro_batches=0; expected an integer from 1"),
     ({"micro_batches": "2"}, "Received micro_batches='2'; expected an integer"),
@@ -159,3 +160,20 @@ def test_a_model_that_is_built_later_is_placed_then():
     late.compile("sgd", "mse")
     with pytest.raises(ValueError, match="has 1 layer with weights"):
         late.train_on_batch(np.ones([4, 6]), np.ones([4, 6]))
+
+
+class OwnWeights(keras.Model):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(6, 3))
+        self.built = True
+
+    def call(self, x):
+        return keras.ops.matmul(x, self.kernel)
+
+
+def test_a_model_without_layers_is_refused():
+    """Before anything is measured."""
+    parallel = multi_gpu_model(OwnWeights(), 2, stages=2)
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="has 0 layers with weights; expected at"):
+        parallel.train_on_batch(np.ones([4, 6]), np.ones([4, 3]))

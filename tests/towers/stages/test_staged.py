@@ -128,6 +128,24 @@ class Fails(layers.Layer):
         return x
 
 
+class FailsOnZeros(layers.Layer):
+    """As layers are measured on."""
+
+    def call(self, x):
+        tf.debugging.assert_greater(tf.reduce_max(x), 0.0, "Zeros came.")
+        return x
+
+
+def test_what_hinders_measuring_is_said(caplog):
+    every = [FailsOnZeros(), layers.Dense(6), layers.Dense(6)]
+    model = keras.Sequential([keras.Input([6]), *every])
+    parallel = multi_gpu_model(model, 2, stages=2, strict=False)
+    parallel.compile("sgd", "mse")
+    x = np.ones([4, 6], "float32")
+    parallel.train_on_batch(x, x)
+    assert "as they cannot be measured: assertion failed: [Zeros came.]" in caplog.text
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_an_error_that_a_stage_has_lost_is_a_sentence(first):
     every = [layers.Dense(6, name="a"), layers.Dense(6, name="b")]

@@ -161,6 +161,8 @@ def test_what_own_data_leave_no_room_for():
         ({"placement": ("a=0",)}, "--placement=a=0 without --stages"),
         ({"stages": 2, "placement": ("a=2",)}, "a stage from 0 to 1"),
         ({"stages": 2, "placement": ("a",)}, "expected PATTERN=STAGE"),
+        ({"stages": 2, "placement": ("a=0", "a=1")}, "which has a twice"),
+        ({"micro_batches": 9, "batch_size": 8}, "one example for each micro-batch"),
         ({"stages": 0}, "--stages=0"),
         ({"micro_batches": 0}, "--micro_batches=0"),
         ({"split_ratios": ("2", "x")}, "--split_ratios=2,x; expected a positive"),
