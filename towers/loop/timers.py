@@ -67,13 +67,12 @@ class TurnsTaken(NamedTuple):
     Attributes:
         ends: When each turn ended: float64 scalars, in seconds.
         stages: The stage of each.
-        after: The turns that each had to wait for: that before it on the same stage,
-            and that before it of the same micro-batch; -1 for the start of the step.
+        after: The turns that each had to wait for, beside the start of the step.
     """
 
     ends: list[tf.Tensor]
     stages: list[int]
-    after: list[tuple[int, int]]
+    after: list[Sequence[int]]
 
     def at_work(self, placed: tf.Tensor, count: int) -> tf.Tensor:
         """Returns the seconds that each of `count` stages was at work.
@@ -81,8 +80,8 @@ class TurnsTaken(NamedTuple):
         `placed` is when the batch was there.
         """
         ends = tf.stack([*self.ends, placed])
-        last = len(self.ends)
-        before = [[last if k < 0 else k for k in pair] for pair in self.after]
+        start, width = len(self.ends), max(map(len, self.after))
+        before = [[*each] + [start] * (1 + width - len(each)) for each in self.after]
         before = tf.gather(ends, before)
         spans = _positive(ends[:-1] - tf.reduce_max(before, axis=1))
         return tf.math.unsorted_segment_sum(spans, [*self.stages], count)

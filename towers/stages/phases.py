@@ -18,6 +18,7 @@ from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import GraphDef, keep_functions
 from towers.keras_adapter.runtime import now
 from towers.layers.labels import Labels
+from towers.stages import work
 from towers.tower.traced import nothing_like
 
 Key = tuple[int, str]
@@ -33,11 +34,13 @@ class Place:
         level: The order of phases: a phase takes nothing from a later level.
         part: The part of the model that it belongs to: a stage, or a layer.
         backward: Whether it is of the gradient.
+        deferred: Whether no other part waits for it, beside what others wait for.
     """
 
     level: int
     part: int
     backward: bool = False
+    deferred: bool = False
 
 
 class Phase:
@@ -47,6 +50,7 @@ class Phase:
         place: Where its operations stand.
         takes: The tensors that it is called with, by their keys.
         makes: Those that it returns.
+        work: About how long it takes; see `work.py`.
         timed: Whether it tells when it ended.
     """
 
@@ -56,6 +60,7 @@ class Phase:
         takes: Mapping[Key, tf.Tensor],
         makes: Mapping[Key, tf.Tensor],
         function: Callable[..., Sequence[tf.Tensor]],
+        work: float,
         timed: bool = False,
     ):
         """Traces the function, which computes what it makes from what it takes.
@@ -63,7 +68,8 @@ class Phase:
         `timed` tells whether it is to look at the clock when it ends. Outside, the
         clock would be looked at late, where all threads are busy with other phases.
         """
-        self.place, self.takes, self.makes, self.timed = place, takes, makes, timed
+        self.place, self.takes, self.makes = place, takes, makes
+        self.work, self.timed = work, timed
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in takes.values()]
 
         def with_time(*values):
@@ -117,6 +123,7 @@ def cut(
     given: Mapping[Key, int | None],
     captured: Mapping[Key, tf.Tensor],
     recompute: bool = False,
+    deferring: bool = False,
     timed: bool = False,
 ) -> list[Phase]:
     """Cuts a graph into phases.
@@ -130,6 +137,8 @@ def cut(
         captured: The keys of what it takes from outside, and that.
         recompute: Whether a part computes again, on the way back, what it has made on
             the way forward (Chen et al. 2016). It then keeps what it was called with.
+        deferring: Whether what no other part waits for has phases of its own, such as
+            gradients of weights, and metrics. What computes again has it at once.
         timed: Whether phases tell when they end.
 
     Returns:
@@ -137,6 +146,8 @@ def cut(
     """
     order = _in_order(outputs, {*given, *captured})
     places = _Places(order, labels, given).places
+    if deferring:
+        places = _deferred(order, places, recompute)
     members = collections.defaultdict(dict)
     for op in order:
         if (place := places.get(op.name)) is not None:
@@ -152,6 +163,31 @@ def cut(
             made.update(key(t) for t in op.inputs if t.op.name not in inside)
     parts = _Parts(graph, made, captured, timed)
     return [parts.phase(place, members[place], places) for place in sorted(members)]
+
+
+def _deferred(order, places, recompute):
+    """The places of operations, with those apart that no other part waits for.
+
+    A sum of gradients of several parts makes none of these wait for another.
+    """
+    waited_for = set()
+    for op in reversed(order):
+        if (place := places.get(op.name)) is None:
+            continue
+        if recompute and place.backward:
+            waited_for.add(op.name)
+        is_sum = op.type == "AddN" and place.backward
+        for source in (*(t.op for t in op.inputs), *op.control_inputs):
+            passed_on = places.get(source.name) != place and not is_sum
+            if passed_on or op.name in waited_for:
+                waited_for.add(source.name)
+    some = {places[name] for name in waited_for if name in places}
+    return {
+        name: dataclasses.replace(place, deferred=True)
+        if place in some and name not in waited_for
+        else place
+        for name, place in places.items()
+    }
 
 
 def _with_forward(order, members, places, place):
@@ -352,7 +388,8 @@ class _Parts:
             return found
 
         tensors = {outside: tensor for outside, (_, tensor) in takes.items()}
-        return Phase(place, tensors, makes, function, self.timed)
+        effort = sum(map(work.of, members.values()))
+        return Phase(place, tensors, makes, function, effort, self.timed)
 
 
 def _add(part, op, inputs):

@@ -1,10 +1,11 @@
 """In which order the stages of a tower take their turns at its micro-batches.
 
 The order is made by acting out a step: each stage takes one of the turns that could
-begin next. A turn counts one on the way forward, and two on the way back, which
-computes about twice as much.
+begin next. Turns that nothing else waits for fill the time in which a stage would wait
+(Qi et al. 2024, "Zero Bubble Pipeline Parallelism").
 """
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,22 +16,23 @@ class Turn(NamedTuple):
     Attributes:
         stage: The stage.
         backward: Whether it is on the way back.
+        deferred: Whether no other stage waits for it.
+        after: The turns of the same micro-batch that it takes something from.
+        duration: How long it takes, in any unit.
     """
 
     stage: int
     backward: bool = False
-
-    @property
-    def duration(self) -> int:
-        """How long it takes, in turns on the way forward."""
-        return 2 if self.backward else 1
+    deferred: bool = False
+    after: tuple[int, ...] = ()
+    duration: float = 1.0
 
 
 class Slot(NamedTuple):
     """A turn of a micro-batch, and when it comes.
 
     Attributes:
-        begins: When, in turns on the way forward.
+        begins: When, in the unit of durations.
         micro_batch: Number of the micro-batch.
         turn: Index of the turn.
     """
@@ -44,7 +46,7 @@ def order(turns: Sequence[Turn], micro_batches: int, schedule: str) -> list[Slot
     """Returns the turns of all micro-batches, in an order in which each may begin.
 
     Args:
-        turns: Those of each micro-batch, in order.
+        turns: Those of each micro-batch, each behind those that it takes from.
         micro_batches: How many there are.
         schedule: "gpipe" or "1f1b"; see `layers.pipeline.Pipeline`.
 
@@ -54,71 +56,76 @@ def order(turns: Sequence[Turn], micro_batches: int, schedule: str) -> list[Slot
     return _Step(turns, micro_batches, schedule).act_out()
 
 
-def held(turns: Sequence[Turn], micro_batches: int, schedule: str) -> list[int]:
-    """Returns how many micro-batches' activations each turn's are kept of, at most."""
-    step, most = _Step(turns, micro_batches, schedule), [0] * len(turns)
-    now = [0] * len(turns)
-    for slot in step.act_out():
-        if slot.turn < step.forward:
-            now[slot.turn] += 1
-            most[slot.turn] = max(most[slot.turn], now[slot.turn])
-        for k in range(step.forward):
-            now[k] -= step.released[k] == slot.turn
-    return most
-
-
 class _Step:
     """A step that is acted out.
 
     Attributes:
-        forward: How many turns are on the way forward.
-        released: For each of these, the turn that is the last to need what it makes.
+        released: For each turn, that which is the last of its stage to need what it
+            makes, or what comes of it there; or that turn itself.
     """
 
     def __init__(self, turns, micro_batches, schedule):
         self._turns, self._gpipe = turns, schedule == "gpipe"
-        self._next = [0] * micro_batches
-        self._ready = [0.0] * micro_batches
         self._idle = dict.fromkeys((turn.stage for turn in turns), 0.0)
-        self.forward = [turn.backward for turn in [*turns, Turn(0, True)]].index(True)
-        self.released = [self._last_use(k) for k in range(self.forward)]
+        # When each turn of each micro-batch ends, as far as they have come.
+        self._ends = [{} for _ in range(micro_batches)]
+        self.released = [max(self._uses(k), default=k) for k in range(len(turns))]
+        forward = [
+            k for k, each in enumerate(turns) if not each.backward | each.deferred
+        ]
+        self._forward = {*forward}
+        # As many hold activations as there are turns from here to the way back.
+        self._at_most = {k: len(forward) - i for i, k in enumerate(forward)}
 
     def act_out(self):
-        slots = []
-        while waiting := [m for m, k in enumerate(self._next) if k < len(self._turns)]:
-            possible = [self._slot(m) for m in waiting if self._may(self._next[m])]
+        slots, waiting = [], [[*range(len(self._turns))] for _ in self._ends]
+        while any(waiting):
+            possible = [
+                self._slot(m, k)
+                for m, of_micro_batch in enumerate(waiting)
+                for k in of_micro_batch
+                if self._may(m, k)
+            ]
             slot = min(possible, key=self._urgency)
-            turn = self._turns[slot.turn]
+            _, m, k = slot
+            turn = self._turns[k]
             ends = slot.begins + turn.duration
-            self._ready[slot.micro_batch] = self._idle[turn.stage] = ends
-            self._next[slot.micro_batch] += 1
+            self._ends[m][k] = self._idle[turn.stage] = ends
+            waiting[m].remove(k)
             slots.append(slot)
-        return sorted(slots)
+        return sorted(slots, key=operator.attrgetter("begins"))
 
-    def _slot(self, micro_batch):
-        k = self._next[micro_batch]
-        idle = self._idle[self._turns[k].stage]
-        return Slot(max(self._ready[micro_batch], idle), micro_batch, k)
+    def _slot(self, micro_batch, k):
+        turn, ends = self._turns[k], self._ends[micro_batch]
+        ready = max((ends[j] for j in turn.after), default=0.0)
+        return Slot(max(ready, self._idle[turn.stage]), micro_batch, k)
 
     def _urgency(self, slot):
-        wanted_last = self._turns[slot.turn].backward == self._gpipe
-        return slot.begins, wanted_last, slot.micro_batch
+        turn = self._turns[slot.turn]
+        wanted_last = turn.backward == self._gpipe
+        return slot.begins, turn.deferred, wanted_last, slot.micro_batch, slot.turn
 
-    def _may(self, k):
+    def _may(self, micro_batch, k):
+        turn, ends = self._turns[k], self._ends
+        if any(j not in ends[micro_batch] for j in turn.after):
+            return False
+        left = [j for j in self._uses(k) if j == k + 1 and self._turns[j].deferred]
+        if any(self._holding(k, j) for j in left):
+            # What it leaves for later is still to be done for another micro-batch.
+            return False
         if self._gpipe:
-            return k < self.forward or min(self._next) >= self.forward
-        if k >= self.forward or self.forward == len(self._turns):
-            return True
-        # As many hold activations as there are turns from here to the way back.
-        held = sum(k < each <= self.released[k] for each in self._next)
-        return held < self.forward - k
+            return not turn.backward or all(self._forward <= e.keys() for e in ends)
+        last = self.released[k]
+        return k not in self._at_most or self._holding(k, last) < self._at_most[k]
 
-    def _last_use(self, k):
-        """The turn that is the last to need what a turn on the way forward has made."""
-        stage, mirrored = self._turns[k].stage, len(self._turns) - 1 - k
-        uses = [
-            j
-            for j, turn in enumerate(self._turns)
-            if turn == (stage, True) and j >= mirrored
-        ]
-        return uses[0] if uses else len(self._turns) - 1
+    def _holding(self, k, last):
+        """How many micro-batches have had a turn, and not yet a later one."""
+        return sum(k in ends and last not in ends for ends in self._ends)
+
+    def _uses(self, k):
+        """The turns of the same stage that take from a turn, or from these."""
+        found = {k}
+        for j, turn in enumerate(self._turns):
+            if turn.stage == self._turns[k].stage and found & {*turn.after}:
+                found.add(j)
+        return found - {k}

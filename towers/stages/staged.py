@@ -28,7 +28,6 @@ class StagedTower:
 
     Attributes:
         traced: The whole of it.
-        phases: Its phases, in the order of one micro-batch.
         turns: What stages compute at once, in the same order.
     """
 
@@ -67,35 +66,40 @@ class StagedTower:
             given,
             {key(inside): outside for outside, inside in graph.captures},
             pipeline.recompute != "none",
+            pipeline.stages > 1,
             timed,
         )
-        stages = pipeline.stages_of_parts
-        self.phases = made
-        self.turns: list[Turn] = []
-        self._phases: list[list[Phase]] = []
-        for phase in made:
-            turn = Turn(stages[phase.place.part], phase.place.backward)
-            if not self.turns or self.turns[-1] != turn:
-                self.turns.append(turn)
-                self._phases.append([])
-            self._phases[-1].append(phase)
+        self.turns, self._phases = _turns(made, pipeline.stages_of_parts)
 
-    def kept(self) -> list[list[tf.Tensor]]:
-        """Returns what each turn makes, or takes from others, for the way back."""
-        wanted = {
-            each
-            for phase in self.phases
-            if phase.place.backward
+    @property
+    def phases(self) -> list[Phase]:
+        """Its phases, in the order of one micro-batch."""
+        return [phase for phases in self._phases for phase in phases]
+
+    def kept(self) -> list[list[tuple[tf.Tensor, int]]]:
+        """Returns what the stage of each turn keeps from then on for later turns.
+
+        It is what the turn makes, or takes from another stage, with the index of the
+        last turn that needs it. What is handed on to another stage, and is not needed
+        again, is left out.
+        """
+        by_turn = [*zip(self.turns, self._phases, strict=True)]
+        last = {
+            (turn.stage, each): k
+            for k, (turn, phases) in enumerate(by_turn)
+            for phase in phases
             for each in phase.takes
         }
-        given = {*map(key, self._takes)}
+        known = {(turn.stage, key(t)) for turn in self.turns for t in self._takes}
         found = []
-        for turn, phases in zip(self.turns, self._phases, strict=True):
-            mine = {}
-            for phase in phases if not turn.backward else ():
-                mine |= phase.makes | phase.takes
-            kept = {k: t for k, t in mine.items() if k in wanted and k not in given}
-            found.append([*kept.values()])
+        for k, (turn, phases) in enumerate(by_turn):
+            found.append([])
+            for phase in phases:
+                for each, tensor in [*phase.takes.items(), *phase.makes.items()]:
+                    place = turn.stage, each
+                    if place not in known and last.get(place, k) > k:
+                        found[-1].append((tensor, last[place]))
+                    known.add(place)
         return found
 
     def run(
@@ -111,9 +115,8 @@ class StagedTower:
             calls: What each micro-batch is to compute, with the number of its tower.
             devices: That of each stage.
             largest: Places of gradients of which the largest is taken, and no sum.
-            ended: Is told of each turn, in order: its stage, the two turns that it had
-                to wait for, that before it on the stage and that of the same
-                micro-batch, or -1, what it has made, and when, if that is known.
+            ended: Is told of each turn, in order: its stage, the turns that it had to
+                wait for, what it has made, and when, if that is known.
 
         Returns:
             The results of the micro-batches. The first one has the gradients of all.
@@ -124,16 +127,36 @@ class StagedTower:
             step.give(micro_batch, self._takes, [v for v in values if v is not None])
         with without_auto_control_deps():
             slots = order(self.turns, len(calls), self._pipeline.schedule)
-            on_stage, of_micro_batch = {}, {}
+            on_stage, places = {}, {}
             for k, slot in enumerate(slots):
-                m, stage = slot.micro_batch, self.turns[slot.turn].stage
+                m, turn = slot.micro_batch, self.turns[slot.turn]
                 for phase in self._phases[slot.turn]:
-                    made, end = step.add(m, stage, phase)
+                    made, end = step.add(m, turn.stage, phase)
                 if ended is not None:
-                    after = on_stage.get(stage, -1), of_micro_batch.get(m, -1)
-                    ended(stage, after, made[:1], end)
-                on_stage[stage] = of_micro_batch[m] = k
+                    after = [places[m, before] for before in turn.after]
+                    after += [on_stage[turn.stage]] if turn.stage in on_stage else []
+                    ended(turn.stage, after, made[:1], end)
+                on_stage[turn.stage] = places[m, slot.turn] = k
         return step.results()
+
+
+def _turns(phases, stages):
+    """Puts together what a stage computes at once; returns turns, and their phases."""
+    groups = []
+    for phase in phases:
+        of = stages[phase.place.part], phase.place.backward
+        if not groups or groups[-1][0] != of:
+            groups.append((of, {False: [], True: []}))
+        groups[-1][1][phase.place.deferred].append(phase)
+    # What other stages wait for comes first.
+    split = [(*of, *each) for of, both in groups for each in both.items() if each[1]]
+    turns, makers = [], {}
+    for k, (stage, backward, deferred, mine) in enumerate(split):
+        taken = {makers.get(each, k) for phase in mine for each in phase.takes} - {k}
+        makers |= {each: k for phase in mine for each in phase.makes}
+        duration = max(1.0, sum(phase.work for phase in mine))
+        turns.append(Turn(stage, backward, deferred, tuple(sorted(taken)), duration))
+    return turns, [mine for *_, mine in split]
 
 
 class _Step:

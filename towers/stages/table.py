@@ -107,11 +107,19 @@ def activation_bytes(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[
         pipeline: How its devices share the model.
         rows: Examples of a micro-batch, where the graph does not know it.
     """
-    kept = [0] * pipeline.stages
-    at_most = schedule.held(tower.turns, pipeline.micro_batches, pipeline.schedule)
-    for turn, count, made in zip(tower.turns, at_most, tower.kept(), strict=True):
-        kept[turn.stage] += count * sum(_bytes(tensor, rows) for tensor in made)
-    return kept
+    now, most = [0] * pipeline.stages, [0] * pipeline.stages
+    kept, freed = [], [0] * len(tower.turns)
+    for tensors in tower.kept():
+        sizes = [(_bytes(tensor, rows), last) for tensor, last in tensors]
+        kept.append(sum(size for size, _ in sizes))
+        for size, last in sizes:
+            freed[last] += size
+    for slot in schedule.order(tower.turns, pipeline.micro_batches, pipeline.schedule):
+        stage = tower.turns[slot.turn].stage
+        now[stage] += kept[slot.turn]
+        most[stage] = max(most[stage], now[stage])
+        now[stage] -= freed[slot.turn]
+    return most
 
 
 def _bytes(tensor, rows):

@@ -13,9 +13,10 @@ def run(job: Job, clock: Clock) -> None:
     from towers import devices, multi_gpu_model
 
     contender = job.parsed
-    if contender.name in ("one_device", "mirrored"):
+    if contender.name in ("one_device", "mirrored", "micro_batches"):
         leave_threads()
-    placed = devices.configure(job.towers)
+    stages = job.towers if contender.name == "pipeline" else 1
+    placed = devices.configure(job.towers, stages=stages)
     data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
     data = data.prefetch(tf.data.AUTOTUNE)
     clock.memory_mb = tensorflow_memory_mb
@@ -38,7 +39,7 @@ def run(job: Job, clock: Clock) -> None:
                 shard_optimizer_state=contender.shards_state,
             )
         elif contender.name == "pipeline":
-            stages, parts = job.towers, int(contender.way)
+            parts = int(contender.way)
             model = multi_gpu_model(
                 model, placed.towers, stages=stages, micro_batches=parts
             )

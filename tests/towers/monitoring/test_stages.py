@@ -26,7 +26,7 @@ def test_a_stage_is_at_work_from_when_it_may_begin():
     turns = TurnsTaken(
         ends=[tf.constant(t, tf.float64) for t in (12.0, 15.0, 14.0, 19.0)],
         stages=[0, 1, 0, 1],
-        after=[(-1, -1), (-1, 0), (0, -1), (1, 2)],
+        after=[[], [0], [0], [1, 2]],
     )
     found = turns.at_work(tf.constant(10.0, tf.float64), 2)
     assert found.numpy().tolist() == [2 + 2, 3 + 4]

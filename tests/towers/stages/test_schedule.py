@@ -13,8 +13,13 @@ SIZES = [(2, 1), (2, 2), (2, 5), (3, 2), (4, 2), (4, 4), (4, 5), (4, 8)]
 
 def straight(stages):
     """The turns of a model whose stages are called one after another."""
-    forward = [Turn(stage) for stage in range(stages)]
-    return [*forward, *(Turn(stage, True) for stage in reversed(range(stages)))]
+    forward = [Turn(k, after=(k - 1,) if k else ()) for k in range(stages)]
+    last = 2 * stages - 1
+    backward = [
+        Turn(k, True, after=(k, last - k - 1), duration=2)
+        for k in reversed(range(stages))
+    ]
+    return [*forward, *backward]
 
 
 def by_stage(turns, slots):
@@ -62,11 +67,11 @@ def held(turns, slots):
     """The most micro-batches of which each stage holds activations at a time."""
     holds, most = collections.defaultdict(set), collections.Counter()
     for slot in slots:
-        stage, backward = turns[slot.turn]
-        holds[stage].add(slot.micro_batch)
-        most[stage] = max(most[stage], len(holds[stage]))
-        if backward:
-            holds[stage].discard(slot.micro_batch)
+        turn = turns[slot.turn]
+        holds[turn.stage].add(slot.micro_batch)
+        most[turn.stage] = max(most[turn.stage], len(holds[turn.stage]))
+        if turn.backward:
+            holds[turn.stage].discard(slot.micro_batch)
     return most
 
 
@@ -101,7 +106,10 @@ OTHERS |= {
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_turn_comes_and_none_too_early(schedule, name):
-    turns = [Turn(stage, bool(backward)) for stage, backward in OTHERS[name]]
+    turns = [
+        Turn(stage, bool(backward), after=(k - 1,) if k else (), duration=1 + backward)
+        for k, (stage, backward) in enumerate(OTHERS[name])
+    ]
     for count in (1, 2, 5):
         slots = order(turns, count, schedule)
         expected = itertools.product(range(count), range(len(turns)))
@@ -115,3 +123,47 @@ def test_every_turn_comes_and_none_too_early(schedule, name):
             assert slot.begins >= max(before, idle[turn.stage])
             ends = slot.begins + turn.duration
             done[slot.micro_batch, slot.turn] = idle[turn.stage] = ends
+
+
+def deferring(stages):
+    """The turns of such a model, gradients of weights by themselves."""
+    turns = [Turn(k, after=(k - 1,) if k else ()) for k in range(stages)]
+    for k in reversed(range(stages)):
+        before = max(j for j, turn in enumerate(turns) if not turn.deferred)
+        turns.append(Turn(k, True, after=(k, before)))
+        turns.append(Turn(k, True, deferred=True, after=(k, len(turns) - 1)))
+    return turns
+
+
+@pytest.mark.parametrize(("stages", "count"), SIZES)
+def test_what_nothing_waits_for_fills_the_bubble(stages, count):
+    turns = deferring(stages)
+    slots = order(turns, count, "1f1b")
+    ends = max(slot.begins + turns[slot.turn].duration for slot in slots)
+    # Qi et al. 2024, table 2: a turn each of three on the way to the first gradient,
+    # and back but for gradients of weights.
+    assert ends == 3 * count + 2 * (stages - 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "count"), SIZES)
+def test_no_stage_leaves_two_micro_batches_for_later(schedule, stages, count):
+    turns, waiting = deferring(stages), collections.defaultdict(set)
+    for slot in order(turns, count, schedule):
+        turn = turns[slot.turn]
+        if turn.deferred:
+            waiting[turn.stage].remove(slot.micro_batch)
+        elif turn.backward:
+            waiting[turn.stage].add(slot.micro_batch)
+        assert len(waiting[turn.stage]) <= 1
+
+
+@pytest.mark.parametrize(("stages", "count"), SIZES)
+def test_gradients_of_weights_keep_activations_of_no_more(stages, count):
+    turns, holds = deferring(stages), collections.defaultdict(set)
+    for slot in order(turns, count, "1f1b"):
+        turn = turns[slot.turn]
+        holds[turn.stage].add(slot.micro_batch)
+        assert len(holds[turn.stage]) <= stages - turn.stage
+        if turn.deferred:
+            holds[turn.stage].remove(slot.micro_batch)
