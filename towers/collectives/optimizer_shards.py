@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.collectives import packing
 from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.collectives.partition import Extent, Part, partition
 from towers.collectives.spread import SpreadVariable
@@ -37,8 +38,6 @@ from towers.keras_adapter.variables import (
 )
 from towers.layers import embeddings, sharded
 
-# TensorFlow copies a slice of a tensor unless it begins and ends at such a place.
-_ALIGNED_BYTES = 64
 # What a user's class may have of its own: each sees one variable, or no gradient.
 _OF_ONE_VARIABLE = {"build", "from_config", "get_config", "update_step", "variables"}
 
@@ -329,7 +328,7 @@ def refusal(optimizer: keras.optimizers.Optimizer) -> str | None:
 def _extent(variable, optimizer, tables):
     shape, unit = tuple(variable.shape), 0
     if _may_be_cut(optimizer, variable):
-        unit = _ALIGNED_BYTES // tf.as_dtype(variable.dtype).size
+        unit = packing.aligned(tf.as_dtype(variable.dtype))
         if id(variable) in tables:
             # Its gradient consists of rows, each of which goes to one owner.
             unit = shape[-1]
