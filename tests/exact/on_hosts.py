@@ -5,8 +5,8 @@
 
 ADDRESSES and TOWERS have an entry for each host, with commas between. BUILDER may be
 "replicated/state", which has optimizer state in shards, or "parameter_server/rows" or
-the like, which has embedding tables in shards. CASES is a file
-with a name in each line. GIVEN says what hosts are given of a batch: "whole", its own
+the like, which has embedding tables in shards, or both, as in "replicated/state+rows".
+CASES is a file with a name in each line. GIVEN says what hosts are given of a batch: "whole", its own
 "rows" only, or one and the other "in turns". Each tower has so many stages, if the
 model has as many layers. The first host compares with one device, and appends a record
 for each case to FILE.
@@ -81,10 +81,11 @@ def main(rank, addresses, counts, builder, file, names, given, most, micro_batch
 
         way, _, shards = builder.partition("/")
         options["variable_update"] = way
-        if shards == "state":
-            options["shard_optimizer_state"] = True
-        elif shards:
-            options["shard_embeddings"] = shards
+        for each in filter(None, shards.split("+")):
+            if each == "state":
+                options["shard_optimizer_state"] = True
+            else:
+                options["shard_embeddings"] = each
 
         def wrap(model, case=case, options=options):
             options = in_stages(case, model, most) | options

@@ -178,7 +178,9 @@ class VariableCreator:
     def _say_where_tables_lie(self):
         context = self.context
         if context.shard_embeddings != "none":
+            # Slices are empty between steps.
             copies = self.copies.variables()
+            copies = [each for each in copies if each.shape.is_fully_defined()]
             lines = tables.lines(context.model, context.plan.home_of, copies)
             context.say([*lines])
 

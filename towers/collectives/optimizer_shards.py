@@ -92,10 +92,15 @@ class OptimizerShards:
         self._slices: dict[tuple[int, int], tf.Variable] = {}
         self._scalars: dict[int, list[tf.Variable]] = {}
 
+    @property
+    def targets(self) -> list[keras.Variable]:
+        """What has a gradient of its own, and a place here; see `sharded.targets`."""
+        return sharded.targets(self._model.trainable_variables)
+
     @functools.cached_property
     def stages(self) -> list[tuple[Sequence[int], Sequence[str]]]:
         """The places of each stage's variables, and the devices of their copies."""
-        return [*self._by_stage(self._model.trainable_variables)]
+        return [*self._by_stage(self.targets)]
 
     @property
     def across_hosts(self) -> bool:
@@ -115,11 +120,13 @@ class OptimizerShards:
     def parts_of_hosts(self) -> list[list[list[Part]]]:
         """The parts of each trainable variable that each host has, in order."""
         variables, tables = (
-            self._model.trainable_variables,
+            self.targets,
             embeddings.tables(self._model),
         )
         found = {}
         for places, devices in self.stages:
+            # Tables that are cut have their slots beside them.
+            places = [i for i in places if sharded.of(variables[i]) is None]
             optimizer = self._model.optimizer
             extents = [_extent(variables[i], optimizer, tables) for i in places]
             first = self._first if self.across_hosts else [0, len(devices)]
@@ -129,12 +136,16 @@ class OptimizerShards:
                     [part for part in parts if begin <= part.owner < end]
                     for begin, end in itertools.pairwise(first)
                 ]
-        return [found[i] for i in range(len(variables))]
+        nowhere = [[] for _ in range(self.hosts.count)]
+        return [found.get(i, nowhere) for i in range(len(variables))]
 
     @functools.cached_property
     def owners(self) -> list[Owner]:
-        """This host's owners. The first uses the optimizer's scalars, others copies."""
-        return [
+        """This host's owners. The first uses the optimizer's scalars, others copies.
+
+        The last has all tables that are cut, if there are some.
+        """
+        owners = [
             Owner(
                 copy,
                 device,
@@ -145,6 +156,9 @@ class OptimizerShards:
             for places, devices in reversed(self.stages)
             for copy, device in enumerate(devices)
         ]
+        if tables := tuple(sharded.devices(self._model.trainable_variables)):
+            owners.append(Owner(0, owners[0].device, tables, ()))
+        return owners
 
     @property
     def shared(self) -> list[keras.Variable]:
@@ -171,12 +185,14 @@ class OptimizerShards:
         with patched(optimizers.ADD_SLOT, self._add_slot):
             yield
 
-    def _add_slot(self, _, optimizer, reference_variable, *args, **options):
-        # It would be created where the variable is, whole.
+    def _add_slot(self, add_slot, optimizer, reference_variable, *args, **options):
         reference = reference_variable
+        if sharded.of(reference) is not None:
+            return add_slot(optimizer, reference, *args, **options)
+        # It would be created where the variable is, whole.
         with tf.device(HOST):
             slot = optimizers.add_slot_here(optimizer, reference, *args, **options)
-        for i, variable in enumerate(self._model.trainable_variables):
+        for i, variable in enumerate(self.targets):
             if variable is reference:
                 self._place(slot, i)
         return slot
@@ -186,14 +202,15 @@ class OptimizerShards:
         for layout in ("stages", "parts_of_hosts", "parts", "owners"):
             # Stages may have been divided anew since slots were created.
             vars(self).pop(layout, None)
-        indices = {id(v): i for i, v in enumerate(self._model.trainable_variables)}
+        indices = {id(v): i for i, v in enumerate(self.targets)}
         for variable, slots in self._slots():
-            for slot in slots if id(variable) in indices else ():
+            whole = sharded.of(variable) is None
+            for slot in slots if whole and id(variable) in indices else ():
                 with tf.init_scope():
                     self._place(slot, indices[id(variable)], by_first_host=True)
         for places, devices in self.stages:
             for i in places:
-                old = value_behind(self._model.trainable_variables[i])
+                old = value_behind(self.targets[i])
                 for copy, part in self.parts[i].items():
                     if not part.whole:
                         self._slices[i, copy] = _slice(old, devices[copy], part)
@@ -241,22 +258,15 @@ class OptimizerShards:
 
     def keep(self) -> None:
         """Has each of several hosts read the state by itself, until it changes."""
-        for spread in self._spread():
+        for spread in _spread(self._slots()):
             spread.keep()
         self._may_be_kept = True
 
     def forget(self) -> None:
         """Is told that the state changes, which hosts may have kept."""
-        for spread in self._spread() if self._may_be_kept else ():
+        for spread in _spread(self._slots()) if self._may_be_kept else ():
             spread.forget()
         self._may_be_kept = False
-
-    def _spread(self):
-        """Yields what stands behind slots, if several hosts have their parts."""
-        for _, slots in self._slots() if self.across_hosts else ():
-            for slot in slots:
-                if isinstance(value_behind(slot), SpreadVariable):
-                    yield value_behind(slot)
 
     def variables(self) -> list[tf.Variable]:
         """Returns what there is besides what stands behind the optimizer's own."""
@@ -276,10 +286,12 @@ class OptimizerShards:
 
         `copy` is the owner's copy of the trainable variables.
         """
-        variables, owner = self._model.trainable_variables, self.owners[k]
-        mine = {id(variables[i]): i for i in owner.owned}
+        variables, owner = self.targets, self.owners[k]
+        # Shards of tables come to stand there one after another.
+        whole = [i for i in owner.owned if sharded.of(variables[i]) is None]
+        mine = {id(variables[i]): i for i in whole}
         swaps = [*zip(self.shared, self.scalars(k), strict=True)]
-        for i in owner.owned:
+        for i in mine.values():
             swaps.append((variables[i], self._slices.get((i, owner.copy), copy[i])))
         for variable, slots in self._slots():
             for slot in slots if id(variable) in mine else ():
@@ -333,6 +345,13 @@ def _extent(variable, optimizer, tables):
             # Its gradient consists of rows, each of which goes to one owner.
             unit = shape[-1]
     return Extent(shape, bytes_of(variable), unit)
+
+
+def _spread(slots):
+    """Yields what stands behind slots of which several hosts have parts."""
+    for slot in itertools.chain(*(of_one for _, of_one in slots)):
+        if isinstance(value_behind(slot), SpreadVariable):
+            yield value_behind(slot)
 
 
 def _joined(shards, parts, shape):

@@ -140,15 +140,19 @@ def gradients_clipped(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Any],
     variables: Sequence[keras.Variable],
+    norm: tf.Tensor | None = None,
 ) -> Iterator[Sequence[Any]]:
     """Inside, an optimizer clips no norms; yields gradients whose norms it has clipped.
+
+    `norm` is that of all gradients, if there are others.
 
     The gradients of a variable that is there several times are clipped together. Sparse
     ones stay sparse, with the numbers that Keras gets, which makes them dense.
     """
     before = optimizer.clipnorm, optimizer.global_clipnorm
     if optimizer.global_clipnorm:
-        gradients, _ = tf.clip_by_global_norm(gradients, optimizer.global_clipnorm)
+        limit = optimizer.global_clipnorm
+        gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
         gradients = [*map(_each_row_once, gradients)]
     elif optimizer.clipnorm:
         gradients, places = list(gradients), {}

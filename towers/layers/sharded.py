@@ -26,7 +26,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -208,6 +208,24 @@ def apply(
     optimizer.apply(gradients, targets(variables))
 
 
+# The norms of all gradients of optimizers, by the `id` of each.
+_norms: dict[int, tf.Tensor] = {}
+
+
+@contextlib.contextmanager
+def clipping_by(norms: Mapping[int, tf.Tensor]) -> Iterator[None]:
+    """Inside, optimizers that clip a norm of all gradients are told what it is.
+
+    `norms` has it by the `id` of each. Else it is that of what is applied together.
+    """
+    _norms.update(norms)
+    try:
+        yield
+    finally:
+        for key in norms:
+            del _norms[key]
+
+
 def by_device(
     keras_apply_gradients: Callable[..., None],
     optimizer: keras.optimizers.Optimizer,
@@ -228,7 +246,8 @@ def by_device(
     if not seen:
         keras_apply_gradients(optimizer, gradients, variables)
         return
-    with optimizers.gradients_clipped(optimizer, gradients, variables) as gradients:
+    mine, norm = (optimizer, gradients, variables), _norms.get(id(optimizer))
+    with optimizers.gradients_clipped(*mine, norm) as gradients:
         for place, members in groups.items():
             if place is not None and gradients[members[0]].shape.rank == 0:
                 continue  # It is updated elsewhere.

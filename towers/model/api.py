@@ -197,9 +197,7 @@ def multi_gpu_model(
     arguments.check_hosts(hosts.count, variable_update)
     arguments.check_sharding(shard_embeddings, variable_update)
     if shard_optimizer_state:
-        arguments.check_optimizer_shards(
-            variable_update, all_reduce_alg, shard_embeddings
-        )
+        arguments.check_optimizer_shards(variable_update, all_reduce_alg)
     agreement = _agreement(
         *(hosts, model),
         variable_update=variable_update,

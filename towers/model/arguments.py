@@ -105,13 +105,8 @@ def check_all_reduce(
         )
 
 
-def check_optimizer_shards(variable_update: str, algorithm: str, tables: str) -> None:
+def check_optimizer_shards(variable_update: str, algorithm: str) -> None:
     """Checks that the optimizer's state can be sharded."""
-    if tables != "none":
-        raise ValueError(
-            f"Received shard_optimizer_state=True with shard_embeddings='{tables}', "
-            "which lays out optimizer state in another way; choose one of them."
-        )
     if variable_update != "replicated":
         raise ValueError(
             f"Received shard_optimizer_state=True with variable_update="

@@ -94,7 +94,6 @@ def check(settings: Settings) -> None:
             "gradients, so give --variable_update=replicated as well."
         )
     others = {"variable_update": "replicated", "all_reduce_alg": "auto"}
-    others |= {"shard_embeddings": "none"}
     for name, value in others.items() if settings.shard_optimizer_state else ():
         if getattr(settings, name) != value:
             raise ValueError(

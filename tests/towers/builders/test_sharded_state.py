@@ -324,13 +324,60 @@ def test_a_step_that_is_not_finite_changes_nothing():
         ({"variable_update": "parameter_server"}, "variable_update='replicated' as"),
         ({"variable_update": "auto"}, "variable_update='replicated' as"),
         ({"all_reduce_alg": "ring"}, "all_reduce_alg='ring' with shard_optimizer"),
-        ({"shard_embeddings": "rows"}, "with shard_embeddings='rows'"),
     ],
 )
 def test_other_ways_to_update_are_refused(options, said):
     options = {"variable_update": "replicated"} | options
     with pytest.raises(ValueError, match=said):
         multi_gpu_model(_model(), 2, shard_optimizer_state=True, **options)
+
+
+def _with_tables():
+    keras.utils.set_random_seed(7)
+    ids = keras.Input((3,), dtype="int32")
+    found = [keras.layers.Embedding(n, 8)(ids) for n in (50, 20)]
+    x = keras.layers.Flatten()(keras.layers.Concatenate()(found))
+    return keras.Model(ids, keras.layers.Dense(3)(keras.layers.Dense(32)(x)))
+
+
+def _all_at_once():
+    inner = _adam(weight_decay=0.1, global_clipnorm=0.05)
+    return keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=2)
+
+
+def _accumulated():
+    return _adam(gradient_accumulation_steps=2, use_ema=True, clipvalue=0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "way"),
+    [
+        (_all_at_once, "rows"),
+        *(slow(_adam, "rows"), slow(_all_at_once, "columns")),
+        slow(_accumulated, "rows"),
+    ],
+)
+def test_tables_keep_their_own_shards(optimizer, way):
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 20, (3 * ROWS, 3))
+    y = random.normal(size=(len(ids), 3)).astype("float32")
+
+    def trained(wrap):
+        model = _with_tables()
+        parallel = wrap(model)
+        parallel.compile(optimizer(), "mse")
+        parallel.fit(ids, y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    model = trained(lambda model: _wrap(model, shard_embeddings=way))
+    assert oracle.largest_difference(_state(model), _state(trained(_plain))) < 1e-5
+    axes = {"rows": 0, "columns": 1}
+    for variable in [*model.variables, *model.optimizer.variables]:
+        if "embeddings" in variable.path:
+            assert sharded.of(variable).axis == axes[way]
+            assert len(sharded.places(variable)) == TOWERS
+    slots = [v for v in model.optimizer.variables if "kernel" in v.path]
+    assert any(sharded.of(v) for v in slots)
 
 
 class OfAllVariables(keras.optimizers.SGD):

@@ -87,11 +87,6 @@ def test_what_is_found_later_ends_the_program(made, tmp_path, starts, flags, wor
             "--shard_optimizer_state --variable_update=parameter_server",
             ["--shard_optimizer_state", "--variable_update=replicated"],
         ),
-        (
-            "--shard_optimizer_state --variable_update=replicated "
-            "--shard_embeddings=rows",
-            ["--shard_optimizer_state", "--shard_embeddings=none"],
-        ),
         ("--dtype=fp8", ["--dtype=fp8", "fp32, fp16, bf16"]),
         ("--batch_size=0", ["--batch_size=0", "at least 1"]),
         ("--optimizer=sgd --momentum=2", ["--momentum=2.0", "0 to 1"]),

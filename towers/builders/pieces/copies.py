@@ -17,6 +17,7 @@ import tensorflow as tf
 from towers.builders.context import Context
 from towers.collectives import optimizer_shards, packing, placing
 from towers.collectives.optimizer_shards import OptimizerShards
+from towers.collectives.spread import SpreadVariable
 from towers.devices import HOST
 from towers.keras_adapter.optimizers import all_variables, learning_rate_variable
 from towers.keras_adapter.variables import (
@@ -142,10 +143,10 @@ class Copies:
         if hosts.count == 1:
             return
         of_model = variables.of(self._context.model)
-        if self.shards is not None:
-            # No host has all of these.
-            slots = self.shards.slot_ids()
-            of_model = [each for each in of_model if id(each) not in slots]
+        # No host has all of what is divided among them.
+        spread = [v for v in of_model if isinstance(sharded.of(v), SpreadVariable)]
+        apart = {*map(id, spread)}
+        of_model = [each for each in of_model if id(each) not in apart]
         with tf.device(HOST), tf.name_scope("first_host"):
             values = [tf.convert_to_tensor(variable.value) for variable in of_model]
             digest = hosts.stack(_digest(values), "digests")

@@ -53,7 +53,7 @@ class ShardedUpdater:
         """Applies the optimizer, with the sums of what each copy's tower owns."""
         shards, model = self.copies.shards, self.context.model
         _check_some(model, [[*shards.with_gradients], *sums])
-        copies = [self.copies.of_tower(k) for k in range(len(sums))]
+        copies = [self._by_target(self.copies.of_tower(k)) for k in range(len(sums))]
         values = [tf.convert_to_tensor(each.value) for each in shards.shared]
         with self._looking_at_all(sums, copies):
             updated = []
@@ -70,10 +70,16 @@ class ShardedUpdater:
             else:
                 self._gather(sums, copies)
 
+    def _by_target(self, copy):
+        variables = self.context.model.trainable_variables
+        counts = [len(sharded.places(variable)) for variable in variables]
+        each = zip(copy, counts, strict=True)
+        return [mine for mine, count in each for _ in range(count)]
+
     def _update(self, k, owner, gradients, copy):
         """Updates an owner's part; returns the ids of optimizers that did something."""
         shards, model = self.copies.shards, self.context.model
-        variables, optimizer = model.trainable_variables, model.optimizer
+        variables, optimizer = shards.targets, model.optimizer
         for i in owner.owned:
             if (cut := shards.slice_of(i, owner.copy)) is not None:
                 cut.assign(part_of(copy[i], shards.parts[i][owner.copy]))
@@ -88,15 +94,19 @@ class ShardedUpdater:
                     # Nobody else keeps it, and the variable stays as it is.
                     average.assign(variables[i])
             if chosen:
-                of_chosen = [variables[i] for i in chosen]
-                with optimizers.updating_only(optimizer, {*map(id, of_chosen)}):
+                # A table's shards have a gradient each.
+                of_chosen = {id(variables[i]): variables[i] for i in chosen}.values()
+                of_chosen = [*of_chosen]
+                only = optimizers.updating_only(optimizer, {*map(id, of_chosen)})
+                # For tables, each device sees to that.
+                with only if owner.others else contextlib.nullcontext():
                     _apply(self.context, of_chosen, [gradients[i] for i in chosen])
         return some
 
     def _leaf(self, i):
         """The optimizer that updates a trainable variable."""
-        model = self.context.model
-        return optimizers.updating_one(model.optimizer, model.trainable_variables[i])
+        target = self.copies.shards.targets[i]
+        return optimizers.updating_one(self.context.model.optimizer, target)
 
     @contextlib.contextmanager
     def _looking_at_all(self, sums, copies):
@@ -116,6 +126,7 @@ class ShardedUpdater:
 
         if norms:
             patches.append(patched(optimizers.CLIP_GRADIENTS, clip))
+            patches.append(sharded.clipping_by(norms))
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             finite = self._finite(optimizer, sums)
             patches.append(patched(optimizers.CHECK_FINITE, lambda *_: finite))
@@ -128,7 +139,7 @@ class ShardedUpdater:
         """Whether all gradients are finite, each looked at where it is."""
         found = []
         for owner in self.copies.shards.owners:
-            mine = [sums[owner.copy][i] for i in owner.owned]
+            mine = [self._where_it_is(sums[owner.copy][i], i) for i in owner.owned]
             with tf.device(owner.device):
                 mine = [gradient for gradient in mine if gradient is not None]
                 found += [optimizer.check_finite(mine)] if mine else []
@@ -137,13 +148,18 @@ class ShardedUpdater:
             bad = self.context.plan.hosts.sum(bad, "whether gradients are finite")
             return tf.equal(bad, 0)
 
+    def _where_it_is(self, gradient, i):
+        """A gradient, or for a shard's, which lies elsewhere, its norm."""
+        cut = sharded.of(self.copies.shards.targets[i]) is not None
+        return sharded.norm(gradient) if cut else gradient
+
     def _norm(self, leaf, sums, copies):
         """The norm of all gradients that an optimizer is about to clip."""
         model = self.context.model
         scale, squares = optimizers.loss_scale(model.optimizer), []
         for k, owner in enumerate(self.copies.shards.owners):
             mine = {
-                i: sums[owner.copy][i]
+                i: self._where_it_is(sums[owner.copy][i], i)
                 for i in owner.owned
                 if self._leaf(i) is leaf and not self._is_overwritten(i)
             }
@@ -151,7 +167,8 @@ class ShardedUpdater:
             for i, gradient in mine.items():
                 if gradient is None:
                     continue
-                kept, steps = optimizers.accumulated(leaf, model.trainable_variables[i])
+                target = self.copies.shards.targets[i]
+                kept, steps = optimizers.accumulated(leaf, target)
                 with (
                     tf.device(owner.device),
                     self.copies.shards.behind(k, copies[owner.copy]),
@@ -168,7 +185,7 @@ class ShardedUpdater:
             return tf.sqrt(self.context.plan.hosts.sum(total, "squares of gradients"))
 
     def _is_overwritten(self, i):
-        return self.context.model.trainable_variables[i].overwrite_with_gradient
+        return self.copies.shards.targets[i].overwrite_with_gradient
 
     def _share(self, updated):
         """Gives the optimizer what others made of its scalars, if it did nothing.
@@ -260,6 +277,8 @@ class ShardedUpdater:
         shards, plan = self.copies.shards, self.context.plan
         received = collections.defaultdict(dict)
         for owner in shards.owners:
+            if not owner.others:
+                continue  # Tables stay where they are.
             places = [i for i in owner.owned if sums[owner.copy][i] is not None]
             cuts = [shards.slice_of(i, owner.copy) for i in places]
             with tf.device(owner.device):
