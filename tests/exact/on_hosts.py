@@ -6,10 +6,10 @@
 ADDRESSES and TOWERS have an entry for each host, with commas between. BUILDER may be
 "replicated/state", which has optimizer state in shards, or "parameter_server/rows" or
 the like, which has embedding tables in shards, or both, as in "replicated/state+rows".
-CASES is a file with a name in each line. GIVEN says what hosts are given of a batch: "whole", its own
-"rows" only, or one and the other "in turns". Each tower has so many stages, if the
-model has as many layers. The first host compares with one device, and appends a record
-for each case to FILE.
+CASES is a file with a name in each line. GIVEN says what hosts are given of a batch:
+"whole", its own "rows" only, or one and the other "in turns". Each tower has so many
+stages, if the model has as many layers. The first host compares with one device, and
+appends a record for each case to FILE.
 """
 
 import dataclasses

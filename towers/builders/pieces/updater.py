@@ -158,6 +158,8 @@ class ShardedUpdater:
         model = self.context.model
         scale, squares = optimizers.loss_scale(model.optimizer), []
         for k, owner in enumerate(self.copies.shards.owners):
+            if not owner.others and self.context.plan.hosts.index > 0:
+                continue  # Each host has all tables, and the first one counts them.
             mine = {
                 i: self._where_it_is(sums[owner.copy][i], i)
                 for i in owner.owned
