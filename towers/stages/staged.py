@@ -121,7 +121,8 @@ class StagedTower:
         Returns:
             The results of the micro-batches. The first one has the gradients of all.
         """
-        step = _Step(self.traced.returned, calls, devices, {*largest})
+        returned, count = self.traced.returned, self._pipeline.micro_batches
+        step = _Step(returned, calls, devices, {*largest}, count)
         for micro_batch, (_, call) in enumerate(calls):
             values = tf.nest.flatten([*call.arguments], expand_composites=True)
             step.give(micro_batch, self._takes, [v for v in values if v is not None])
@@ -162,8 +163,9 @@ def _turns(phases, stages):
 class _Step:
     """A tower's part of the graph of a step, as far as it is built."""
 
-    def __init__(self, returned, calls, devices, largest):
+    def __init__(self, returned, calls, devices, largest, micro_batches):
         self._returned, self._calls, self._devices = returned, calls, devices
+        self._count = micro_batches
         # By key, each dense gradient's sum so far. Those of 16 bits are added in 32.
         self._sums = {
             key(gradient): None
@@ -185,7 +187,7 @@ class _Step:
         # The first of all towers always has an example, unless there is none at all.
         known = call.index == 0 or isinstance(call.size, int)
         with (
-            tf.name_scope(f"tower_{k}"),
+            tf.name_scope(self._scope(k, stage)),
             tf.device(self._devices[stage]),
             tf.control_dependencies(self._last[stage]),
         ):
@@ -200,6 +202,11 @@ class _Step:
                 else:
                     made[each] = value
         return values, end
+
+    def _scope(self, k, stage):
+        """Where TensorBoard shows it; the end of the name has no number added."""
+        part = f"/micro_batch_{k % self._count}" if self._count > 1 else ""
+        return f"tower_{k // self._count}{part}/stage_{stage}/"
 
     def _add(self, gradient, value):
         before = self._sums[gradient]

@@ -366,10 +366,13 @@ class TestTextsAndHistograms:
 
 
 class TestGraph:
-    def written(self, folder, builder="parameter_server", gpus=2, **options):
+    def written(
+        self, folder, builder="parameter_server", gpus=2, stages=(1, 1), **options
+    ):
         """Trains and returns the graph's nodes by name, each with its inputs' nodes."""
         model = small.build(**options)
-        parallel = multi_gpu_model(model, gpus=gpus, variable_update=builder)
+        stages = {"stages": stages[0], "micro_batches": stages[1]}
+        parallel = multi_gpu_model(model, gpus, variable_update=builder, **stages)
         callback = TensorBoard(str(folder), 2, graph=lambda: parallel.builder.graph)
         parallel.fit(data(), callbacks=[callback], verbose=0, shuffle=False)
         nodes = Board(folder).graph().node
@@ -424,6 +427,20 @@ class TestGraph:
         assert "reduce" not in {
             each.partition("/")[0] for each in behind("measured/AddN")
         }
+
+    @pytest.mark.parametrize("steps", [1, slow(3)])
+    def test_shows_stages_and_micro_batches(self, tmp_path, steps):
+        nodes = self.written(tmp_path, gpus=4, stages=(2, 2), steps_per_execution=steps)
+        scopes = {"/".join(name.split("/")[:3]) for name in nodes}
+        towers = {name for name in scopes if name.startswith("tower_")}
+        assert towers == {
+            f"tower_{k}/micro_batch_{m}/stage_{stage}"
+            for k, m, stage in itertools.product(range(2), repeat=3)
+        }
+        with_loss = {
+            "/".join(name.split("/")[:3]) for name in nodes if "/compile_loss/" in name
+        }
+        assert with_loss == {name for name in towers if name.endswith("stage_1")}
 
     @pytest.mark.slow
     def test_asynchronous_towers_do_all_the_same(self, tmp_path):
