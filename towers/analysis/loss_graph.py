@@ -15,7 +15,7 @@ import tensorflow as tf
 from towers.analysis.dependence import Edge, Total
 from towers.analysis.kinds import Dependence
 from towers.analysis.layer_calls import key
-from towers.keras_adapter.graphs import GraphDef, keep_functions
+from towers.keras_adapter.graphs import GraphDef, add_copy, keep_functions
 
 
 class LossGraph:
@@ -135,17 +135,12 @@ class _Cut:
             if "_gradient_op_type" in op.node_def.attr:
                 # That function knows the tensors of this graph, and no copies.
                 raise ValueError(f"'{op.name}' ({op.type}), with its own gradient")
-            node = self._graph.node.add()
-            node.CopyFrom(op.node_def)
-            node.device = ""
-            node.attr.pop("_class", None)
             inputs = [
                 (taken or {}).get(Edge(op.name, i)) or source(tensor)
                 for i, tensor in enumerate(op.inputs)
             ]
             # Without what only had to come before.
-            del node.input[:]
-            node.input.extend(inputs)
+            add_copy(self._graph, op, inputs).device = ""
         keep_functions(self._graph, tensors[0].graph)
 
     def takes_more_than(self, feeds):

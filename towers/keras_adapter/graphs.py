@@ -19,6 +19,7 @@ __all__ = [
     "FunctionDef",
     "GraphDef",
     "NodeDef",
+    "add_copy",
     "function_definition",
     "function_graph",
     "gradient_module",
@@ -98,6 +99,25 @@ def gradient_module(operation: tf.Operation) -> str:
     except (AttributeError, LookupError, TypeError, ValueError):
         return ""
     return function.__module__ or ""
+
+
+def add_copy(part: GraphDef, operation: tf.Operation, inputs: Iterable[str]) -> NodeDef:
+    """Adds an operation to a part of a graph, free to run beside any other.
+
+    Args:
+        part: The part.
+        operation: The operation.
+        inputs: The names of what the copy takes.
+
+    Returns:
+        The copy.
+    """
+    node = part.node.add()
+    node.CopyFrom(operation.node_def)
+    node.attr.pop("_class", None)
+    del node.input[:]
+    node.input.extend(inputs)
+    return node
 
 
 def keep_functions(part: GraphDef, graph: tf.Graph) -> None:

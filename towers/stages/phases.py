@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from towers.analysis import effects
 from towers.analysis.layer_calls import key
-from towers.keras_adapter.graphs import GraphDef, keep_functions
+from towers.keras_adapter.graphs import GraphDef, add_copy, keep_functions
 from towers.keras_adapter.runtime import now
 from towers.layers.labels import Labels
 from towers.stages import work
@@ -361,9 +361,9 @@ class _Parts:
         for op in members.values():
             inputs = [name(tensor) for tensor in op.inputs]
             inputs += [f"^{c.name}" for c in op.control_inputs if c.name in members]
-            _add(part, op, inputs)
+            add_copy(part, op, inputs)
         for op in constants.values():
-            _add(part, op, ())
+            add_copy(part, op, ())
         keep_functions(part, self.graph)
         makes = {
             key(tensor): tensor
@@ -390,11 +390,3 @@ class _Parts:
         tensors = {outside: tensor for outside, (_, tensor) in takes.items()}
         effort = sum(map(work.of, members.values()))
         return Phase(place, tensors, makes, function, effort, self.timed)
-
-
-def _add(part, op, inputs):
-    node = part.node.add()
-    node.CopyFrom(op.node_def)
-    node.attr.pop("_class", None)
-    del node.input[:]
-    node.input.extend(inputs)
