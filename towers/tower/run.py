@@ -118,7 +118,7 @@ def refuse_stateful(model: keras.Model) -> None:
         if getattr(layer, "stateful", False):
             raise ModelError(
                 f"The layer '{layer.name}' is stateful: it keeps a value for each row "
-                "of the batch, which towers cannot cut; use stateful=False."
+                "of the batch, which towers do not carry; use stateful=False."
             )
 
 

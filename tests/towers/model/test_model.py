@@ -544,13 +544,14 @@ def test_strictness_can_be_waived(layer):
     lax.fit(data, shuffle=False, verbose=0)
 
 
-def test_a_stateful_layer_is_refused():
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_stateful_layer_is_refused(gpus):
     model = keras.Sequential(
         [keras.Input(batch_shape=(8, 5, 6)), keras.layers.LSTM(3, stateful=True)]
     )
     x = np.zeros((8, 5, 6), "float32")
     with pytest.raises(ValueError, match="'lstm' is stateful"):
-        multi_gpu_model(model, gpus=2).predict(x, batch_size=8, verbose=0)
+        multi_gpu_model(model, gpus).predict(x, batch_size=8, verbose=0)
 
 
 @pytest.mark.parametrize("axis", [None, 0])

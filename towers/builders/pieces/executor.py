@@ -117,10 +117,9 @@ class TowerExecutor:
             The results of the towers that have rows, or may have some.
         """
         context = self.context
-        if context.plan.count > 1:
-            refuse_stateful(context.model)
-            if towers.training and context.strict:
-                checks.check_variables(context.model)
+        refuse_stateful(context.model)
+        if context.plan.count > 1 and towers.training and context.strict:
+            checks.check_variables(context.model)
         data = self._split(whole, local_batches)
         unread = not towers.rules.complete
         if context.model.run_eagerly:
