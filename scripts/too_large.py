@@ -11,6 +11,8 @@ how many bytes of variables each of them has.
     python scripts/too_large.py --stages=1,2,4,8 --budget=0.25 --recompute=stage
 """
 
+import dataclasses
+
 from absl import app, flags
 from bench import works
 
@@ -32,7 +34,10 @@ def main(argv):
 
     stages = [int(count) for count in FLAGS.stages]
     placed = devices.configure(max(stages))
-    works.LAYERS, works.WIDTH = FLAGS.layers, FLAGS.width
+    size = {"layers": FLAGS.layers, "width": FLAGS.width}
+    works.WORKS["transformer_lm"] = dataclasses.replace(
+        works.WORKS["transformer_lm"], **size
+    )
     model = works.build("transformer_lm")
     model.compile("adam", works.loss())
     model.optimizer.build(model.trainable_variables)

@@ -18,6 +18,8 @@ class Work:
         steps: Timed steps of a round.
         classes: How many classes there are.
         policy: Keras's policy of types.
+        layers: Blocks of a language model; 0 if it is none.
+        width: Features of a token.
     """
 
     shape: tuple[int, ...]
@@ -26,6 +28,8 @@ class Work:
     steps: int
     classes: int = 10
     policy: str = "float32"
+    layers: int = 0
+    width: int = 0
 
 
 WORKS = {
@@ -33,7 +37,12 @@ WORKS = {
     "resnet20": Work((32, 32, 3), 64, warmup=5, steps=12),
     "embedding": Work((20,), 128, warmup=5, steps=30),
     # Tokens, of a vocabulary of 16,000; the next token of each is to be told.
-    "transformer_lm": Work((128,), 4, warmup=3, steps=6, classes=16_000),
+    "transformer_lm": Work(
+        (128,), 4, warmup=3, steps=6, classes=16_000, layers=4, width=256
+    ),
+    # Bytes: what `--model=transformer_lm --dataset=text:python` builds, and deeper.
+    "byte_lm": Work((128,), 32, warmup=3, steps=6, classes=256, layers=4, width=128),
+    "byte_lm_8": Work((128,), 32, warmup=3, steps=6, classes=256, layers=8, width=128),
     # Numbers, beside eight tables of a million rows.
     "dlrm": Work((13,), 128, warmup=5, steps=20, classes=2),
     # For the time to the first step, and for memory.
@@ -45,7 +54,7 @@ WORKS = {
 }
 ROWS = 1_000_000  # of the embedding, and of each table
 TABLES = 8
-LAYERS, WIDTH, HEADS = 4, 256, 4  # of the language model
+HEADS = 4  # of a language model
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 
@@ -62,7 +71,7 @@ def batch(name: str, towers: int):
     work = WORKS[name]
     count = work.examples * towers
     random = np.random.default_rng(0)
-    if name == "transformer_lm":
+    if work.layers:
         tokens = random.integers(0, work.classes, (count, work.shape[0] + 1))
         return tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
     if name == "embedding":
@@ -86,7 +95,7 @@ def build(name: str):
     work = WORKS[name]
     keras.config.set_dtype_policy(work.policy)
     keras.utils.set_random_seed(0)
-    if name == "transformer_lm":
+    if work.layers:
         (length,) = work.shape
         facts = models.Facts(
             input_shape=work.shape,
@@ -94,8 +103,9 @@ def build(name: str):
             vocabulary_size=work.classes,
             sequence_length=length,
         )
-        options = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "dropout": 0.0}
-        return models.build(name, facts, options=options, seed=0)
+        shape = {"layers": work.layers, "width": work.width}
+        options = shape | {"heads": HEADS, "dropout": 0.0}
+        return models.build("transformer_lm", facts, options=options, seed=0)
     if name == "dlrm":
         tables = {f"id_{i}": ROWS for i in range(TABLES)}
         facts = models.Facts(

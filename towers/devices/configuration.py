@@ -52,7 +52,6 @@ def configure(
     local_parameter_device: str | None = None,
     soft_placement: bool = True,
     log_device_placement: bool = False,
-    stages: int = 1,
     hosts: str | None = None,
 ) -> Devices:
     """Chooses and sets up the devices of this process.
@@ -76,8 +75,6 @@ def configure(
         soft_placement: Whether an operation may run on another device if its own has no
             kernel for it.
         log_device_placement: Whether TensorFlow logs the device of every operation.
-        stages: Devices of each tower; see `multi_gpu_model`. Logical CPUs of one tower
-            share its part of the cores.
         hosts: "auto" to train together with the other processes that a launcher has
             started, if it has started others: `towers.launch`, Slurm, Ray Train, or
             what sets TF_CONFIG. It waits for them. None: this process trains alone.
@@ -110,7 +107,7 @@ def configure(
         memory, note = _memory_in_words(wish), ""
     else:
         hosts_here = joined.count_here if joined else 1
-        towers = _set_up_cpus((num_gpus or 1) * gpu_split, hosts_here, stages)
+        towers = _set_up_cpus((num_gpus or 1) * gpu_split, hosts_here)
         physical, memory = (), Devices.memory
         note = _stand_in_note(len(towers), wish)
     tf.config.set_soft_device_placement(soft_placement)
@@ -227,7 +224,7 @@ def _name_gpus(
     )
 
 
-def _set_up_cpus(count: int, hosts_here: int, stages: int) -> tuple[str, ...]:
+def _set_up_cpus(count: int, hosts_here: int) -> tuple[str, ...]:
     """Splits the CPU into at least `count` logical CPUs and names that many."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     existing = len(tf.config.get_logical_device_configuration(cpu) or [None])
@@ -238,8 +235,7 @@ def _set_up_cpus(count: int, hosts_here: int, stages: int) -> tuple[str, ...]:
         except RuntimeError as error:
             raise _too_late(f"{count} logical CPUs") from error
     if existing < count or hosts_here > 1:
-        # Stages of one tower wait for one another, and take turns at its cores.
-        _divide_threads(max(1, count // stages) * hosts_here)
+        _divide_threads(count * hosts_here)
     return tuple(f"/device:CPU:{index}" for index in range(count))
 
 

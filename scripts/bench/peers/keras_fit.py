@@ -15,8 +15,7 @@ def run(job: Job, clock: Clock) -> None:
     contender = job.parsed
     if contender.name in ("one_device", "mirrored", "micro_batches"):
         leave_threads()
-    stages = job.towers if contender.name == "pipeline" else 1
-    placed = devices.configure(job.towers, stages=stages)
+    placed = devices.configure(job.towers)
     data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
     data = data.prefetch(tf.data.AUTOTUNE)
     clock.memory_mb = tensorflow_memory_mb
@@ -39,7 +38,7 @@ def run(job: Job, clock: Clock) -> None:
                 shard_optimizer_state=contender.shards_state,
             )
         elif contender.name == "pipeline":
-            parts = int(contender.way)
+            stages, parts = job.towers, int(contender.way)
             model = multi_gpu_model(
                 model, placed.towers, stages=stages, micro_batches=parts
             )

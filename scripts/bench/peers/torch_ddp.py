@@ -136,10 +136,10 @@ class LanguageModel(nn.Module):
     def __init__(self):
         super().__init__()
         work = works.WORKS["transformer_lm"]
-        self.embedding = nn.Embedding(work.classes, works.WIDTH)
+        self.embedding = nn.Embedding(work.classes, work.width)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.blocks = nn.ModuleList(_Decoder() for _ in range(works.LAYERS))
-        self.norm = nn.LayerNorm(works.WIDTH)
+        self.blocks = nn.ModuleList(_Decoder() for _ in range(work.layers))
+        self.norm = nn.LayerNorm(work.width)
 
     def forward(self, tokens):
         """Returns logits."""
@@ -154,7 +154,7 @@ class _Decoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        width = works.WIDTH
+        width = works.WORKS["transformer_lm"].width
         self.attention_norm, self.expand_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.project, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.expand, self.reduce = (

@@ -650,16 +650,6 @@ def test_towers_divide_the_cores(machine, monkeypatch, towers, cores, expected):
     assert _threads() == expected
 
 
-@pytest.mark.parametrize(("count", "stages", "expected"), [(2, 2, 8), (4, 2, 4)])
-def test_stages_share_the_cores_of_their_tower(
-    machine, monkeypatch, count, stages, expected
-):
-    machine(0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    devices.configure(count, stages=stages)
-    assert _threads() == expected
-
-
 @pytest.mark.parametrize(
     ("towers", "addresses", "expected"),
     [

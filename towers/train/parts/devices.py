@@ -27,7 +27,6 @@ def configure_devices(settings: Settings) -> Devices:
         local_parameter_device=settings.local_parameter_device,
         soft_placement=settings.soft_placement,
         log_device_placement=settings.log_device_placement,
-        stages=settings.stages,
         hosts="auto",
     )
     keras.utils.set_random_seed(settings.seed)
