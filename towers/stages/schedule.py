@@ -57,19 +57,22 @@ def order(turns: Sequence[Turn], micro_batches: int, schedule: str) -> list[Slot
 
 
 class _Step:
-    """A step that is acted out.
-
-    Attributes:
-        released: For each turn, that which is the last of its stage to need what it
-            makes, or what comes of it there; or that turn itself.
-    """
+    """A step that is acted out."""
 
     def __init__(self, turns, micro_batches, schedule):
         self._turns, self._gpipe = turns, schedule == "gpipe"
         self._idle = dict.fromkeys((turn.stage for turn in turns), 0.0)
         # When each turn of each micro-batch ends, as far as they have come.
         self._ends = [{} for _ in range(micro_batches)]
-        self.released = [max(self._uses(k), default=k) for k in range(len(turns))]
+        uses = [*map(self._uses, range(len(turns)))]
+        # For each turn, the last one of its stage that needs what comes of it.
+        self._released = [max(found, default=k) for k, found in enumerate(uses)]
+        # Turns that leave something for later, which the next one does.
+        self._leaving = {
+            k
+            for k in range(len(turns) - 1)
+            if turns[k + 1].deferred and k + 1 in uses[k]
+        }
         forward = [
             k for k, each in enumerate(turns) if not each.backward | each.deferred
         ]
@@ -109,14 +112,14 @@ class _Step:
         turn, ends = self._turns[k], self._ends
         if any(j not in ends[micro_batch] for j in turn.after):
             return False
-        left = [j for j in self._uses(k) if j == k + 1 and self._turns[j].deferred]
-        if any(self._holding(k, j) for j in left):
+        if k in self._leaving and self._holding(k, k + 1):
             # What it leaves for later is still to be done for another micro-batch.
             return False
         if self._gpipe:
             return not turn.backward or all(self._forward <= e.keys() for e in ends)
-        last = self.released[k]
-        return k not in self._at_most or self._holding(k, last) < self._at_most[k]
+        if k not in self._at_most:
+            return True
+        return self._holding(k, self._released[k]) < self._at_most[k]
 
     def _holding(self, k, last):
         """How many micro-batches have had a turn, and not yet a later one."""

@@ -1,11 +1,8 @@
 """Describes the stages of a tower: their layers, and the memory that they take."""
 
 import collections
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import tensorflow as tf
 
 from towers.keras_adapter.optimizers import slots_of
 from towers.keras_adapter.variables import bytes_of
@@ -14,6 +11,7 @@ from towers.layers.pipeline import Pipeline, weighted
 from towers.program import words
 from towers.stages import schedule
 from towers.stages.staged import StagedTower
+from towers.stages.work import numbers
 
 
 class Held(NamedTuple):
@@ -110,7 +108,10 @@ def activation_bytes(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[
     now, most = [0] * pipeline.stages, [0] * pipeline.stages
     kept, freed = [], [0] * len(tower.turns)
     for tensors in tower.kept():
-        sizes = [(_bytes(tensor, rows), last) for tensor, last in tensors]
+        sizes = [
+            (numbers(tensor, rows) * tensor.dtype.size, last)
+            for tensor, last in tensors
+        ]
         kept.append(sum(size for size, _ in sizes))
         for size, last in sizes:
             freed[last] += size
@@ -120,15 +121,6 @@ def activation_bytes(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[
         most[stage] = max(most[stage], now[stage])
         now[stage] -= freed[slot.turn]
     return most
-
-
-def _bytes(tensor, rows):
-    if tensor.dtype in (tf.resource, tf.variant, tf.string):
-        return 0
-    if tensor.shape.rank is None:
-        return 0
-    sizes = [rows if n is None else n for n in tensor.shape]
-    return math.prod(sizes) * tensor.dtype.size
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -21,8 +21,8 @@ def of(op: tf.Operation) -> float:
 
     What an operation calls, such as the body of a loop, is not looked into.
     """
-    taken, made = map(_numbers, op.inputs), [_numbers(t) for t in op.outputs]
-    taken = [*taken]
+    taken = [numbers(tensor, _SIZE) for tensor in op.inputs]
+    made = [numbers(tensor, _SIZE) for tensor in op.outputs]
     moved = float(sum(taken) + sum(made))
     if len(taken) < 2 or not _PRODUCTS.search(op.type):
         return moved
@@ -31,7 +31,12 @@ def of(op: tf.Operation) -> float:
     return moved + 2 * multiplied / _FLOPS_OF_A_NUMBER
 
 
-def _numbers(tensor):
-    if tensor.shape.rank is None or tensor.dtype in (tf.resource, tf.variant):
+def numbers(tensor: tf.Tensor, size: int) -> int:
+    """Returns how many numbers a tensor has, where `size` stands for unknown sizes.
+
+    It is 0 where even the rank is unknown, or what it has are no numbers.
+    """
+    others = (tf.resource, tf.variant, tf.string)
+    if tensor.shape.rank is None or tensor.dtype in others:
         return 0
-    return math.prod(_SIZE if n is None else n for n in tensor.shape)
+    return math.prod(size if n is None else n for n in tensor.shape)
