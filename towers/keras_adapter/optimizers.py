@@ -55,6 +55,9 @@ _ELEMENTWISE = (
     *filter(None, [getattr(keras.optimizers, "ScheduleFreeAdamW", None)]),
 )
 
+# Older versions lack it: nothing is an instance of no class.
+_MULTI_OPTIMIZER = getattr(keras.optimizers, "MultiOptimizer", ())
+
 
 SUM_OVER_REPLICAS = Target(TFOptimizer, "_all_reduce_sum_gradients")
 """`TFOptimizer._all_reduce_sum_gradients(gradients_and_variables)`.
@@ -212,7 +215,7 @@ def only_for(
 def updating(optimizer: Any) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers that update variables, which others may wrap."""
     optimizer = innermost(optimizer)
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, _MULTI_OPTIMIZER):
         return [*optimizer.optimizers]
     return [optimizer]
 
@@ -222,7 +225,7 @@ def updating_one(
 ) -> keras.optimizers.Optimizer:
     """Returns the optimizer that updates a variable, of which it need not know yet."""
     optimizer = innermost(optimizer)
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, _MULTI_OPTIMIZER):
         return optimizer._optimizer_map(variable)
     return optimizer
 
@@ -328,7 +331,7 @@ def updating_only(optimizer: Any, variables: Collection[int]) -> Iterator[None]:
             known = leaf._trainable_variables
             mine = [each for each in known if id(each) in variables]
             stack.enter_context(only_for(leaf, mine))
-        if isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
+        if isinstance(innermost(optimizer), _MULTI_OPTIMIZER):
             stack.enter_context(_as_many_as(innermost(optimizer), variables))
         yield
 
