@@ -147,10 +147,8 @@ class ShardedVariable:
 
     def owners(self, rows: tf.Tensor) -> tf.Tensor:
         """Tells, in int32, which shard has each row, or number of a flattened value."""
-        owners = tf.zeros_like(rows, tf.int32)
-        for end in self.ends[:-1]:
-            owners += tf.cast(rows >= end, tf.int32)
-        return owners
+        beyond = [tf.cast(rows >= end, tf.int32) for end in self.ends[:-1]]
+        return functools.reduce(tf.add, beyond or [tf.zeros_like(rows, tf.int32)])
 
     def assign(self, value: Any, **_: Any) -> None:
         """Gives each shard its part of a whole value."""
