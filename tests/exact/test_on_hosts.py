@@ -93,14 +93,17 @@ TABLES = (
 @pytest.mark.parametrize(
     ("layout", "builder"),
     [
-        ((1, 1), "parameter_server/auto"),
+        ((1, 1), "parameter_server/rows"),
+        ((1, 1), "replicated/auto"),
         ((1, 2), "parameter_server/rows"),
+        ((1, 2), "replicated/rows"),
         ((2, 1), "replicated/columns"),
-        ((2, 2), "parameter_server/columns"),
+        ((2, 2), "parameter_server/rows"),
+        ((2, 2), "replicated/columns"),
         ((2, 2), "replicated/rows"),
     ],
 )
-def test_each_host_divides_tables_among_its_towers(layout, builder, tmp_path):
+def test_tables_are_divided_among_the_towers_of_all_hosts(layout, builder, tmp_path):
     _check(run(layout, builder, TABLES, tmp_path, 600, "in turns"), TABLES)
 
 

@@ -16,6 +16,7 @@ from towers.builders.context import Context
 from towers.builders.pieces.batches import LocalBatches
 from towers.builders.pieces.copies import Copies
 from towers.collectives import batch
+from towers.collectives.spread import tables as spread_tables
 from towers.devices import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.runtime import is_deterministic
@@ -230,10 +231,21 @@ class VariableCreator:
             else:
                 places_of = plan.places_of(bool(self.copies.towers))
                 looked_up = self._look_ups(data) if way == "auto" else {}
+                self._say_what_each_host_has()
+                divided = spread_tables.divide(model, plan, way, optimizer)
                 placed = tables.layout(
-                    *(model, plan.all_devices, way, places_of, looked_up)
+                    *(model, plan.all_devices, way, places_of, looked_up, divided)
                 )
                 tables.put(placed, optimizer)
+
+    def _say_what_each_host_has(self):
+        plan, way = self.context.plan, self.context.shard_embeddings
+        if (why := spread_tables.refusal(plan, way)) is not None:
+            line = (
+                f"Each of the {plan.hosts.count} hosts has whole tables, divided over "
+                f"its own devices: {why}."
+            )
+            self.context.say([line])
 
     def _create_eagerly(self, data):
         """Creates the model's variables; losses and metrics create theirs themselves.

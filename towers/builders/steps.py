@@ -318,6 +318,7 @@ class Evaluation:
         local_x = [each[0] for each in local or pieces.batches.place((x,))]
         values = pieces.reader.read_variables()
         towers = TowerFunction(forward, rules)
+        values = pieces.rows.fetch(values, x, local_x)
         results = pieces.executor.run_towers(towers, values, x, local_x)
         outputs = pieces.metrics.gather(results, batch.batch_size(x))
         state = pieces.state.combine_state(results, rules)

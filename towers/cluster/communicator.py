@@ -1,4 +1,4 @@
-"""Collectives between hosts: all-reduce, its two halves, all-gather and broadcast.
+"""Collectives between hosts: all-reduce, its halves, all-gather, all-to-all, broadcast.
 
 Each host sends and receives as few bytes of a large array as there can be: around a
 ring (Patarasuk and Yuan 2009), or by recursive halving and doubling if the hosts are a
@@ -145,6 +145,41 @@ class Communicator:
                 other = parts[(self._rank - step - 1) % self._count]
                 self._around(purpose, _whole(mine), _whole(other))
         return parts
+
+    def all_to_all(
+        self, arrays: Sequence[Sequence[np.ndarray]], purpose: str
+    ) -> list[list[np.ndarray]]:
+        """Sends each host arrays of its own, of any sizes, as MPI_Alltoallv does.
+
+        Hosts exchange them pair by pair.
+
+        Args:
+            arrays: For each host, flat arrays: as many for each, on all hosts, and of
+                the same types.
+            purpose: As for `grouped_all_reduce`, as are errors.
+
+        Returns:
+            What each host has sent this one.
+        """
+        count, rank, number = self._count, self._rank, len(arrays[self._rank])
+        sizes = np.zeros((count, count, number), np.int64)
+        sizes[rank] = [[each.size for each in of_host] for of_host in arrays]
+        received = [*arrays]
+        with self._lock:
+            sizes = self._double(sizes.reshape(-1), f"sizes of {purpose}")
+            sizes = sizes.reshape(count, count, number)
+            # All are here, and none has needed these connections before.
+            self.links.connect({*range(count)} - {rank} - self.links.peers)
+            for step in range(1, count):
+                to, source = (rank + step) % count, (rank - step) % count
+                pairs = zip(sizes[source, rank], arrays[rank], strict=True)
+                received[source] = [aligned(int(n), like.dtype) for n, like in pairs]
+                sent = [each for each in arrays[to] if each.size]
+                into = [each for each in received[source] if each.size]
+                sent, into = [*map(_bytes, sent)], [*map(_bytes, into)]
+                sent, into = (Message(sum(map(len, e)), e) for e in (sent, into))
+                self._exchange(purpose, to, sent, source, into)
+        return received
 
     def broadcast(self, data: memoryview, purpose: str) -> None:
         """Sends the first host's bytes to all others, which have as many to fill."""

@@ -80,7 +80,12 @@ class Links:
         host, _ = addresses.split(self._membership.addresses[self.rank])
         return addresses.resolved(host)
 
-    def connect(self, peers: Iterable[int]) -> None:
+    @property
+    def peers(self) -> Collection[int]:
+        """The hosts that this one is connected to."""
+        return self._to.keys()
+
+    def connect(self, peers: Collection[int]) -> None:
         """Connects to hosts, which do the same.
 
         Args:
@@ -89,6 +94,8 @@ class Links:
         Raises:
             LinkError: A host cannot be reached.
         """
+        if not peers:
+            return
         until_s = time.monotonic() + _CONNECT_S
         _, port = addresses.split(self._membership.addresses[self.rank])
         own = self.own_address
@@ -98,7 +105,8 @@ class Links:
                 self._to[peer] = self._dial(peer, until_s)
             self._admit(server, {*peers} - self._to.keys(), until_s)
         # All do this in the same order, so that nobody waits in a circle.
-        for peer, connection in sorted(self._to.items()):
+        for peer in sorted(peers):
+            connection = self._to[peer]
             connection.settimeout(max(until_s - time.monotonic(), 0.001))
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -24,7 +24,7 @@ import tensorflow as tf
 from towers.collectives import packing
 from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.collectives.partition import Extent, Part, partition
-from towers.collectives.spread import SpreadVariable
+from towers.collectives.spread.variable import SpreadVariable
 from towers.devices import HOST
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import is_keras_own
@@ -85,7 +85,6 @@ class OptimizerShards:
         """
         self._model, self._by_stage = model, by_stage
         self.hosts, self.with_gradients = hosts, frozenset()
-        self._may_be_kept = True
         # Where the copies of each host begin, among those of all.
         self._first = [0, *itertools.accumulate(copies)]
         # By variable and copy; and by owner, a copy of each of `shared`.
@@ -256,18 +255,6 @@ class OptimizerShards:
             new = _joined(shards, *of_hosts, old.shape)
         put_behind(slot, new)
 
-    def keep(self) -> None:
-        """Has each of several hosts read the state by itself, until it changes."""
-        for spread in _spread(self._slots()):
-            spread.keep()
-        self._may_be_kept = True
-
-    def forget(self) -> None:
-        """Is told that the state changes, which hosts may have kept."""
-        for spread in _spread(self._slots()) if self._may_be_kept else ():
-            spread.forget()
-        self._may_be_kept = False
-
     def variables(self) -> list[tf.Variable]:
         """Returns what there is besides what stands behind the optimizer's own."""
         return [*self._slices.values(), *itertools.chain(*self._scalars.values())]
@@ -345,13 +332,6 @@ def _extent(variable, optimizer, tables):
             # Its gradient consists of rows, each of which goes to one owner.
             unit = shape[-1]
     return Extent(shape, bytes_of(variable), unit)
-
-
-def _spread(slots):
-    """Yields what stands behind slots of which several hosts have parts."""
-    for slot in itertools.chain(*(of_one for _, of_one in slots)):
-        if isinstance(value_behind(slot), SpreadVariable):
-            yield value_behind(slot)
 
 
 def _joined(shards, parts, shape):

@@ -33,6 +33,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.devices import HOST
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.optimizers import ADD_SLOT
 from towers.keras_adapter.patching import patched
@@ -127,26 +128,34 @@ def _add_slot(keras_add, optimizer, reference_variable, name=None, initializer="
     for shard in others:
         make = functools.partial(fill, shard.shape, dtype=slot.dtype)
         shards.append(variable_like(make, shard.device, made))
-    put_behind(slot, ShardedVariable(shards, sharded.shape, sharded.axis))
+    put_behind(slot, sharded.alike(shards))
     return slot
 
 
 def targets(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
     """Returns what has a gradient of its own: each variable, a cut one for each shard.
 
-    It stands there as many times, in the order of its shards.
+    It stands there as many times, in the order of its shards, and once more if other
+    hosts have shards, too. Up to the sum of all hosts, that last one has the gradient
+    of the whole variable; then the norm of what is updated elsewhere.
     """
-    return [variable for variable in variables for _ in places(variable)]
+    return [variable for variable in variables for _ in range(_count(variable))]
+
+
+def _count(variable):
+    sharded = of(variable)
+    return 1 if sharded is None else len(sharded.shards) + sharded.elsewhere
 
 
 def devices(variables: Sequence[keras.Variable]) -> dict[int, str]:
     """Returns the device of each of `targets` that is a shard, by its place there."""
     found, i = {}, 0
     for variable in variables:
-        for place in places(variable):
-            if of(variable) is not None:
-                found[i] = place.device
-            i += 1
+        if (sharded := of(variable)) is not None:
+            places = [shard.device for shard in sharded.shards]
+            places += [HOST] * sharded.elsewhere
+            found |= enumerate(places, start=i)
+        i += _count(variable)
     return found
 
 
@@ -156,9 +165,9 @@ def expand(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> lis
     for variable, gradient in zip(variables, gradients, strict=True):
         sharded = of(variable)
         if sharded is None or gradient is None:
-            expanded += [gradient] * len(places(variable))
+            expanded += [gradient] * _count(variable)
         else:
-            expanded += sharded.split(gradient)
+            expanded += sharded.gradients_of(gradient)
     return expanded
 
 
@@ -166,10 +175,10 @@ def whole(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> list
     """Makes gradients of whole variables of those of `targets`; see `expand`."""
     rest, found = iter(gradients), []
     for variable in variables:
-        parts = [next(rest) for _ in places(variable)]
+        parts = [next(rest) for _ in range(_count(variable))]
         sharded = of(variable)
-        if sharded is None or parts[0] is None:
-            found.append(parts[0])
+        if sharded is None or parts[-1] is None:
+            found.append(parts[-1])
         else:
             found.append(sharded.whole_gradient(parts))
     return found
@@ -240,8 +249,11 @@ def by_device(
     for i, variable in enumerate(variables):
         place = None
         if (sharded := of(variable)) is not None:
-            place = seen[id(variable)], sharded.shards[seen[id(variable)]].device
-            seen[id(variable)] += 1
+            k, seen[id(variable)] = seen[id(variable)], seen[id(variable)] + 1
+            here = sharded.shards[k : k + 1]
+            if not here or not here[0].shape.num_elements():
+                continue  # It is updated elsewhere, or has no rows.
+            place = k, here[0].device
         groups[place].append(i)
     if not seen:
         keras_apply_gradients(optimizer, gradients, variables)

@@ -24,7 +24,11 @@ class ShardedVariable:
         axis: How it is cut: 0 into rows, 1 into columns, `None` into ranges of the
             flattened value, each a shard of rank 1.
         ends: Where each shard ends on that axis, or in the flattened value.
+        elsewhere: Whether other hosts have shards of it, too, whose gradients something
+            stands in for here; see `sharded.targets`.
     """
+
+    elsewhere = False
 
     def __init__(
         self, shards: Sequence[tf.Variable], shape: Sequence[int], axis: int | None
@@ -97,7 +101,8 @@ class ShardedVariable:
         """Makes a gradient of the whole value of the shards', where it is called.
 
         Args:
-            parts: What `split` returns of a gradient, or of several that were added.
+            parts: What `gradients_of` returns of a gradient, or of several that were
+                added.
         """
         if not isinstance(parts[0], tf.IndexedSlices):
             return tf.reshape(tf.concat(parts, self.axis or 0), self.shape)
@@ -108,6 +113,14 @@ class ShardedVariable:
             places = tf.concat([part.indices + start for part, start in starts], 0)
         shape = tf.constant(self.shape.as_list(), places.dtype)
         return tf.IndexedSlices(values, places, shape)
+
+    def gradients_of(self, gradient: Any) -> list[Any]:
+        """Makes of a gradient of the whole value one for each of `sharded.targets`."""
+        return self.split(gradient)
+
+    def alike(self, shards: Sequence[tf.Variable]) -> "ShardedVariable":
+        """Returns a variable that is cut as this one is, made of other shards."""
+        return ShardedVariable(shards, self.shape, self.axis)
 
     def look_up(self, ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Looks up rows where the shards lie.

@@ -28,7 +28,7 @@ from towers.program import words
 WAYS = "none", "auto", "rows", "columns"
 
 # With "auto", a table is cut if it is larger, or if devices differ more without.
-_SMALL_BYTES, _UNEVEN = 2**20, 1.05
+SMALL_BYTES, _UNEVEN = 2**20, 1.05
 # A longer list is nothing to read.
 _LISTED = 12
 
@@ -84,6 +84,7 @@ def layout(
     way: str,
     places_of: Callable[[keras.Variable], Sequence[str]],
     looked_up: Mapping[int, int] = MappingProxyType({}),
+    apart: Sequence[keras.Variable] = (),
 ) -> list[Placed]:
     """Decides where the tables of a built model are to lie.
 
@@ -99,13 +100,15 @@ def layout(
         places_of: Returns the devices of each other variable, and of its copies.
         looked_up: How many rows of each table a step looks up, by the `id` of the
             table, if that is known; see `look_ups`.
+        apart: Tables that lie elsewhere.
     """
-    tables = of(model)
+    of_others = {*map(id, apart)}
+    tables = [table for table in of(model) if id(table) not in of_others]
     if way != "auto":
         axis = WAYS.index(way) - WAYS.index("rows")
         even = dict.fromkeys(devices, 1)
         return [_cut(table, axis, even) for table in tables]
-    of_tables = {id(table) for table in tables}
+    of_tables = {id(table) for table in [*tables, *apart]}
     load = dict.fromkeys(devices, 0)
     for variable in model.variables:
         for device in places_of(variable) if id(variable) not in of_tables else ():
@@ -114,10 +117,10 @@ def layout(
     ideal = (sum(load.values()) + sum(map(bytes_of, tables))) / len(devices)
     used = {id(t): looked_up.get(id(t), 0) * t.shape[1] for t in tables}
     ordered = sorted(tables, key=lambda t: (bytes_of(t), used[id(t)]), reverse=True)
-    cut = {id(t) for t in ordered if bytes_of(t) > max(ideal, _SMALL_BYTES)}
+    cut = {id(t) for t in ordered if bytes_of(t) > max(ideal, SMALL_BYTES)}
     most = ideal * _UNEVEN
     while True:
-        large = [t for t in ordered if id(t) not in cut and bytes_of(t) > _SMALL_BYTES]
+        large = [t for t in ordered if id(t) not in cut and bytes_of(t) > SMALL_BYTES]
         # What balances look-ups may not balance bytes, where bytes alone would do.
         for by in (used, {}) if looked_up else ({},):
             placed, loads = _place(ordered, cut, load, by, most)
@@ -252,6 +255,8 @@ def lines(
 
 def _where(cut):
     devices = ", ".join(_name(shard.device) for shard in cut.shards)
+    if cut.elsewhere:
+        return f"rows over all hosts, here over {devices}"
     if len(cut.shards) == 1:
         return f"whole on {devices}"
     return f"{('rows', 'columns')[cut.axis]} over {devices}"

@@ -13,6 +13,7 @@ from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.builders.strategies import STRATEGIES
 from towers.collectives.hosts import COMPRESSIONS, OneHost, this_host
+from towers.collectives.spread import tables as spread_tables
 from towers.devices import is_gpu
 from towers.layers import tables, variables
 from towers.loop.agreement import Agreement
@@ -152,7 +153,8 @@ def multi_gpu_model(
             variables. "rows", "columns": each is divided over all devices. "auto":
             small ones are whole on one device, large ones are divided by rows, and all
             devices have about as many bytes. Towers look up rows where they lie, and
-            rows are updated there. Each host has all tables.
+            rows are updated there. Of several hosts, rows are divided over the devices
+            of all, and columns over those of each.
 
     Returns:
         A model that computes on towers.
@@ -235,7 +237,11 @@ def multi_gpu_model(
         elif model.built:
             # Before all else moves, as a table may not fit there.
             places_of = plan.places_of(choice.variable_update == "replicated")
-            placed = tables.layout(model, plan.all_devices, shard_embeddings, places_of)
+            divided = spread_tables.divide(model, plan, shard_embeddings)
+            placed = tables.layout(
+                *(model, plan.all_devices, shard_embeddings, places_of),
+                apart=divided,
+            )
             tables.put(placed, None)
         variables.move(model, plan.home_of)
         context = Context(

@@ -21,6 +21,8 @@ from towers.tower.errors import ModelError
 
 # The name of what stands in for a table that stays at home.
 TABLE = "table_at_home"
+# And that of what stands in for rows of other hosts while their numbers are found out.
+ROWS = "rows_elsewhere"
 
 
 class TowerScope(keras.StatelessScope):
@@ -32,11 +34,15 @@ class TowerScope(keras.StatelessScope):
         self._tape = tape
         self._graph = tf.compat.v1.get_default_graph()
         self._tables = {
-            id(v) for v, p in zip(variables, params, strict=True) if p is None
+            id(v): p
+            for v, p in zip(variables, params, strict=True)
+            if p is None or isinstance(p, tuple)
         }
         # The values of the trainable variables, or what stands in for them.
         self._params = [
-            tf.broadcast_to(tf.zeros([], v.dtype), v.shape, TABLE) if p is None else p
+            tf.broadcast_to(tf.zeros([], v.dtype), v.shape, TABLE)
+            if id(v) in self._tables
+            else p
             for v, p in zip(variables, params, strict=True)
         ]
         if tape is not None:
@@ -49,7 +55,7 @@ class TowerScope(keras.StatelessScope):
         ]
         super().__init__(mapping, collect_losses=True)
         # By id of the variable: the values that it was assigned, in order, and the rows
-        # that were looked up, with their indices, for each shard if it has some.
+        # that were looked up, with their indices, for each shard if this host has all.
         self._assigned = collections.defaultdict(list)
         self._looked_up = collections.defaultdict(list)
         # What each use of a variable got that is to be overwritten with its gradient.
@@ -67,7 +73,11 @@ class TowerScope(keras.StatelessScope):
         table = value_behind(variable)
         if (cut := sharded.of(variable)) is not None:
             flat = tf.reshape(embeddings.not_negative(ids, table), [-1])
-            found = cut.look_up(flat)
+            found = (
+                [_fetched(self._tables[id(variable)], flat, variable)]
+                if cut.elsewhere
+                else cut.look_up(flat)
+            )
         else:
             with tf.device(table.device):
                 found_ids = embeddings.not_negative(ids, table)
@@ -77,7 +87,8 @@ class TowerScope(keras.StatelessScope):
         self._looked_up[id(variable)].append(found)
         if cut is None:
             return found[0][0]
-        rows = cut.join(flat, [rows for rows, _ in found])
+        rows = [rows for rows, _ in found]
+        rows = rows[0] if cut.elsewhere else cut.join(flat, rows)
         return tf.reshape(rows, [*_sizes(ids), variable.shape[1]])
 
     def get_current_value(self, variable):
@@ -149,20 +160,28 @@ class TowerScope(keras.StatelessScope):
             if any(each.count(None) == len(each) for each in of_rows[i]):
                 # It got lost, as in `vectorized_map`: the table itself is needed.
                 tf.identity(params[i])
-            whole = reduce.add(of_values[i])
-            for k, (place, of_place) in enumerate(
-                zip(
-                    sharded.places(variable),
-                    sharded.expand([variable], [whole]),
-                    strict=True,
-                )
-            ):
+            whole, cut = reduce.add(of_values[i]), sharded.of(variable)
+            elsewhere = cut is not None and cut.elsewhere
+            # What other hosts have is told apart once the gradients are added.
+            places = [cut] if elsewhere else sharded.places(variable)
+            parts = [whole] if elsewhere else sharded.expand([variable], [whole])
+            for k, (place, of_place) in enumerate(zip(places, parts, strict=True)):
                 tables = [
                     _of_table(place, mine[k], shards[k][1])
                     for mine, shards in zip(of_rows[i], looked_up[i], strict=True)
                 ]
-                gradients.append(_shaped(reduce.add([of_place, *tables]), place))
+                parts[k] = _shaped(reduce.add([of_place, *tables]), place)
+            gradients += sharded.expand([variable], parts) if elsewhere else parts
         return gradients
+
+    def looked_up(self, variable: keras.Variable) -> tf.Tensor:
+        """Returns the numbers of the rows of a table that were looked up, in a vector.
+
+        The table is one of which other hosts have parts.
+        """
+        dtype = value_behind(variable).ids_type
+        ids = [tf.cast(ids, dtype) for ((_, ids),) in self._looked_up[id(variable)]]
+        return tf.concat([*ids, tf.zeros([0], dtype)], 0)
 
     def new_state(self, rules: Rules) -> list[tf.Tensor | None]:
         """Returns what the call made of the model's variables; `None` where nothing.
@@ -257,6 +276,18 @@ def stateless(
             f"Model '{model.name}' creates a variable while it is called, which a "
             "tower cannot do; create all variables in `__init__` or `build`."
         ) from error
+
+
+def _fetched(fetched, ids, variable):
+    """Looks up rows among those that were fetched, or what stands in for them."""
+    if fetched is None:
+        shape = [tf.size(ids), variable.shape[1]]
+        rows = tf.broadcast_to(tf.zeros([], variable.dtype), shape, ROWS)
+        rows.set_shape([ids.shape[0], variable.shape[1]])
+        return rows, ids
+    numbers, rows = fetched
+    places = tf.searchsorted(numbers, tf.cast(ids, numbers.dtype))
+    return tf.gather(rows, places), ids
 
 
 def _of_table(table, gradient, ids):

@@ -14,7 +14,7 @@ from towers.layers import embeddings, seeds
 from towers.layers.labels import Labels
 from towers.tower.errors import ModelError, UntraceableError
 from towers.tower.passes import TowerResult
-from towers.tower.scope import TABLE
+from towers.tower.scope import ROWS, TABLE
 
 
 class Traced:
@@ -98,6 +98,20 @@ class Traced:
             and op.outputs[0].consumers()
             for op in self._concrete.graph.get_operations()
         )
+
+    @property
+    def depends_on_rows(self) -> bool:
+        """Whether what it returns depends on rows that are not known yet."""
+        flat = tf.nest.flatten(self.returned, expand_composites=True)
+        todo, seen = [each.op for each in flat if each is not None], set()
+        while todo:
+            op = todo.pop()
+            if op.type == "BroadcastTo" and ROWS in op.name:
+                return True
+            if op.name not in seen:
+                seen.add(op.name)
+                todo += [each.op for each in op.inputs]
+        return False
 
     @property
     def effects(self) -> Iterator[effects.Effect]:

@@ -32,7 +32,8 @@ HELPS = {
         "How the tables of embeddings lie on the towers' devices, with their "
         "optimizer slots. none: like all other variables. rows, columns: each is "
         "divided over all devices. auto: small ones are whole on one device, large "
-        "ones are divided by rows."
+        "ones are divided by rows. Of several hosts, rows are divided over all, and "
+        "columns over the devices of each."
     ),
     "stages": (
         "Number of devices of each tower. The model is divided among them, with "

@@ -102,6 +102,39 @@ def test_sums_are_scattered_and_gathered(count, least):
                 np.testing.assert_array_equal(part, value)
 
 
+@pytest.mark.parametrize("count", COUNTS)
+def test_each_host_sends_each_other_its_own(count):
+    """Parts of any sizes, some empty, some larger than a buffer between hosts."""
+    sizes = [0, 1, 7, module._BLOCK_BYTES + 3]
+
+    def part(source, to, dtype, k):
+        size = sizes[(source + 2 * to + k) % len(sizes)]
+        return (np.arange(size) + 10 * source + to).astype(dtype)
+
+    def of_pair(source, to):
+        return [part(source, to, np.float32, 0), part(source, to, np.int16, 1)]
+
+    def send(rank, comm):
+        first = comm.links.moved_bytes
+        found = comm.all_to_all([of_pair(rank, to) for to in range(count)], "test")
+        moved = comm.links.moved_bytes - first
+        nothing = comm.all_to_all([[np.zeros(0)]] * count, "nothing")
+        assert [each.size for (each,) in nothing] == [0] * count
+        return found, moved
+
+    with communicators(count) as hosts:
+        every = on_each(hosts, send)
+    for rank, (found, moved) in enumerate(every):
+        for source, arrays in enumerate(found):
+            for one, expected in zip(arrays, of_pair(source, rank), strict=True):
+                np.testing.assert_array_equal(one, expected)
+                assert one.dtype == expected.dtype
+        others = [of_pair(rank, to) for to in range(count) if to != rank]
+        sent = sum(each.nbytes for arrays in others for each in arrays)
+        # And how large all are, once to as many as the number of hosts has bits.
+        assert sent <= moved <= sent + 4 * count.bit_length() * 8 * 2 * count**2
+
+
 @pytest.mark.parametrize("size", [100, 100_003])
 @pytest.mark.parametrize("count", [3, 5])
 def test_all_hosts_get_the_same_bits_each_time(count, size):

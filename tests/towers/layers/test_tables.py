@@ -444,15 +444,31 @@ def test_saved_and_continued_with_another_layout(way, tmp_path):
 
 @pytest.mark.slow
 def test_saved_by_hosts_and_continued_by_one(tmp_path):
-    module = "tests.towers.layers.on_hosts"
-    hosts.run(module, (1, 2), tmp_path, "rows,columns", timeout_s=300)
+    arguments = "continued", tmp_path, "rows,columns,rows"
+    hosts.run("tests.towers.layers.on_hosts", (1, 2), *arguments, timeout_s=300)
     plain = saved_model()
-    fit(plain, 3)
+    fit(plain, 4)
     opened = keras.saving.load_model(tmp_path / "hosts.keras")
     fit(opened, 1)
     last = saved_model()
-    fit(_towers("rows")(last), 3, Checkpoint(tmp_path / "run"))
+    fit(_towers("rows")(last), 4, Checkpoint(tmp_path / "run"))
     _assert_alike(plain, opened, last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "shard_optimizer_state"])
+@pytest.mark.parametrize("layout", [(1, 1), (1, 2)])
+def test_optimizers_of_tables_that_hosts_divide(layout, options, tmp_path):
+    arguments = "cases", tmp_path, options
+    hosts.run("tests.towers.layers.on_hosts", layout, *arguments, timeout_s=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["rows", "auto"])
+@pytest.mark.parametrize("layout", [(1, 1), (1, 2), (1, 1, 1)])
+def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):
+    arguments = "large", tmp_path, way
+    hosts.run("tests.towers.layers.on_hosts", layout, *arguments, timeout_s=300)
 
 
 @pytest.mark.parametrize(
@@ -486,7 +502,7 @@ def test_averages_take_the_place_of_weights(callbacks):
 @pytest.mark.parametrize("update", ["parameter_server", "replicated"])
 @pytest.mark.parametrize("placement", [{"dense.*": 1, "(?!dense).*": 0}, "auto"])
 def test_towers_of_several_stages(way, update, placement, monkeypatch):
-    monkeypatch.setattr(tables, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(tables, "SMALL_BYTES", 0)
     options = {"stages": 2, "micro_batches": 2, "variable_update": update}
     options["placement"] = placement
     found = lookup._run("plain", _towers(way, 4, **options), evaluated=False)

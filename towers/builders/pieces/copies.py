@@ -17,7 +17,7 @@ import tensorflow as tf
 from towers.builders.context import Context
 from towers.collectives import optimizer_shards, packing, placing
 from towers.collectives.optimizer_shards import OptimizerShards
-from towers.collectives.spread import SpreadVariable
+from towers.collectives.spread.variable import SpreadVariable
 from towers.devices import HOST
 from towers.keras_adapter.optimizers import all_variables, learning_rate_variable
 from towers.keras_adapter.variables import (
@@ -49,6 +49,7 @@ class Copies:
         """Creates none yet; there will be one for each of these towers."""
         self._context, self.towers = context, towers
         self.stale, self.shards = True, None
+        self._may_be_kept = True
         if shard_optimizer_state:
             plan = context.plan
             self.shards = OptimizerShards(
@@ -162,17 +163,26 @@ class Copies:
             tf.cond(equal, lambda: tf.constant(True), follow)
 
     def keep_state(self) -> None:
-        """Has each host read the optimizer's state by itself, until training goes on.
+        """Has each host read by itself what hosts divide, until training goes on.
 
         All hosts call it together.
         """
-        if self.shards is not None:
-            self.shards.keep()
+        for each in self._spread():
+            each.keep()
+        self._may_be_kept = True
 
     def begin_step(self) -> None:
-        """Is told that what is read of the optimizer's state changes."""
-        if self.shards is not None:
-            self.shards.forget()
+        """Is told that what hosts divide changes, which may be kept."""
+        for each in self._spread() if self._may_be_kept else ():
+            each.forget()
+        self._may_be_kept = False
+
+    def _spread(self):
+        """Yields what stands behind variables of which several hosts have parts."""
+        if self._context.plan.hosts.count > 1:
+            for variable in variables.of(self._context.model):
+                if isinstance(found := sharded.of(variable), SpreadVariable):
+                    yield found
 
     def differ(self) -> bool:
         """Tells whether the copies may have other values than the model's variables."""

@@ -13,7 +13,7 @@ from towers.builders.context import Context, loss_key
 from towers.builders.pieces.batches import LocalBatches
 from towers.builders.pieces.executor import TowerExecutor, TowerFunction
 from towers.builders.pieces.metrics import Measured, MetricSink
-from towers.builders.pieces.reader import TowerInputs, Values
+from towers.builders.pieces.reader import RowReader, TowerInputs, Values
 from towers.builders.pieces.reducer import StateCombiner
 from towers.collectives import batch, reduce
 from towers.collectives.hosts import OneHost
@@ -71,6 +71,7 @@ class LossAndGradients:
     executor: TowerExecutor
     metrics: MetricSink
     state: StateCombiner
+    rows: RowReader
 
     def compute(
         self, data: Any, inputs: TowerInputs, local_batches: Sequence[Any] | None = None
@@ -171,6 +172,8 @@ class LossAndGradients:
             results = self.executor.run_towers(towers, values, data, local_batches)
             return results, rules
 
+        local_x = local_batches and [local[0] for local in local_batches]
+        values = self.rows.fetch(values, data[0], local_x, step == "train")
         try:
             return run()
         except TotalsWanted as wanted:
@@ -261,7 +264,8 @@ class LossAndGradients:
 
         forward = functools.partial(passes.forward, model, True, rules)
         towers = TowerFunction(forward, rules, training=True, eagerly=kept)
-        results = self.executor.run_towers(towers, inputs.values, x, local_x)
+        values = self.rows.fetch(inputs.values, x, local_x, training=True)
+        results = self.executor.run_towers(towers, values, x, local_x)
         loss, state, for_outputs, for_losses, direct = self._at_home(
             seen, x, results, rules, inputs.scale
         )
@@ -277,7 +281,7 @@ class LossAndGradients:
             backward = functools.partial(passes.backward, model, rules)
             towers = TowerFunction(backward, rules, True, [for_losses])
             whole = x, for_outputs
-            back = self.executor.run_towers(towers, inputs.values, whole, carried)
+            back = self.executor.run_towers(towers, values, whole, carried)
         self._computed(back)
         results = [
             result._replace(gradients=again.gradients)

@@ -1,17 +1,24 @@
 """Reads what towers compute with: the variables' values, for each tower."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from towers.builders.context import Context
+from towers.builders.pieces.batches import LocalBatches
 from towers.builders.pieces.copies import Copies
-from towers.collectives import packing, placing
+from towers.collectives import batch, packing, placing
+from towers.collectives.spread import tables as spread_tables
 from towers.devices import HOST
 from towers.layers import embeddings, seeds, sharded
+from towers.tower import passes
+from towers.tower.run import TowerCall, run
+from towers.tower.scope import stateless
+from towers.tower.traced import Traced
 
 
 class Values(NamedTuple):
@@ -19,7 +26,7 @@ class Values(NamedTuple):
 
     Attributes:
         params: Of the trainable variables; `None` for tables that stay at home (see
-            `embeddings.py`).
+            `embeddings.py`), or numbers and values of rows that were fetched.
         state: Of the non-trainable variables.
     """
 
@@ -105,6 +112,76 @@ class VariableReader:
                 pairs = zip(received, at_home, strict=True)
                 values = [mine if mine is not None else home for mine, home in pairs]
             yield dict(zip(ids, values, strict=True))
+
+
+@dataclasses.dataclass
+class RowReader:
+    """Fetches rows of tables of which several hosts have parts, for each tower."""
+
+    context: Context
+    reader: VariableReader
+    batches: LocalBatches
+
+    def fetch(
+        self,
+        values: Sequence[Values],
+        x: Any,
+        local_x: Sequence[Any] | None,
+        training: bool = False,
+    ) -> Sequence[Values]:
+        """Fetches the rows that towers look up for a batch.
+
+        Args:
+            values: The variables' values for each tower.
+            x: The inputs of the whole batch.
+            local_x: What each tower has of them, if it is there.
+            training: Whether this is a part of training.
+
+        Returns:
+            The values, which have these rows; or whole tables, if the numbers of the
+            rows depend on rows.
+        """
+        context, plan = self.context, self.context.plan
+        variables = context.model.trainable_variables
+        params = values[0].params
+        every = spread_tables.of(variables)
+        spread = {i: table for i, table in every.items() if params[i] is None}
+        if not spread:
+            return values
+        if local_x is None:
+            local_x = [local for (local,) in self.batches.place((x,))]
+        wanted = [variables[i] for i in spread]
+        function = functools.partial(_wanted, context.model, training, wanted)
+        specs = [*batch.specs(values[0]), batch.local_spec(local_x[0], None)]
+        traced = Traced(function, specs, xla=False, noinline=False, on_gpu=plan.on_gpus)
+        if traced.depends_on_rows:
+            context.found.reads_tables = True
+            return self.reader.read_variables()
+        sizes = plan.sizes(batch.batch_size(x))
+        calls = [
+            TowerCall(tower.index, tower.device, size, tf.ones([]), [*each, rows])
+            for tower, size, each, rows in zip(
+                plan.towers, sizes, values, local_x, strict=True
+            )
+        ]
+        results = run([traced] * len(calls), calls)
+        ids = [*zip(*(result.outputs for result in results), strict=True)]
+        fetched = spread_tables.fetch(plan.hosts, [*spread.values()], ids)
+        found = dict(zip(spread, fetched, strict=True))
+        return [
+            each._replace(params=[found.get(i, p) for i, p in enumerate(each.params)])
+            for each in values
+        ]
+
+
+def _wanted(model, training, tables, params, state, x):
+    """A tower that tells, as outputs, which rows of tables it looks up.
+
+    It is pure, so that it looks up the same again.
+    """
+    with stateless(model, params, state) as scope:
+        passes.call(model, x, training)
+        return passes.TowerResult(tuple(map(scope.looked_up, tables)))
 
 
 @dataclasses.dataclass

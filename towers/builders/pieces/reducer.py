@@ -15,6 +15,7 @@ from towers.builders.pieces.copies import Copies
 from towers.collectives import reduce, scattered
 from towers.collectives.optimizer_shards import OptimizerShards
 from towers.collectives.parts import part_of
+from towers.collectives.spread import tables as spread_tables
 from towers.devices import HOST, is_gpu
 from towers.layers import overwritten, sharded
 from towers.tower.passes import TowerResult
@@ -37,8 +38,9 @@ class Reducer(abc.ABC):
     ) -> list[list[reduce.Gradient]]:
         """Adds the towers' gradients.
 
-        Those of shards are added where the shards lie. Each host has a whole table, cut
-        over its own devices, so hosts add gradients of whole tables.
+        Those of shards are added where the shards lie. Where each host has whole
+        tables, cut over its own devices, hosts add gradients of whole tables. Where
+        hosts divide tables, rows go to those that have them.
 
         Args:
             gradients: Lists of gradients; see `TowerResult.gradients`.
@@ -67,8 +69,7 @@ class Reducer(abc.ABC):
             sums = [mine.get(i, total) for i, total in enumerate(sums)]
             with tf.device(HOST):
                 whole = sharded.whole(variables, sums)
-                sums, parts = over_hosts(whole, scatter)
-                sums = sharded.expand(variables, sums)
+                sums, parts = self._over_hosts_that_divide(whole, scatter, over_hosts)
             mine.update({i: sums[i] for i in mine})
             sums = [None if i in mine else total for i, total in enumerate(sums)]
             return sums, parts
@@ -80,6 +81,30 @@ class Reducer(abc.ABC):
             [(norms if k else mine).get(i, total) for i, total in enumerate(each)]
             for k, each in enumerate(sums)
         ]
+
+    def _over_hosts_that_divide(self, whole, scatter, over_hosts):
+        """Adds gradients over hosts; returns those of targets, and what is scattered.
+
+        Those of tables that hosts divide are given to the hosts that have the rows.
+        """
+        variables = self.context.model.trainable_variables
+        spread = {
+            i: table
+            for i, table in spread_tables.of(variables).items()
+            if whole[i] is not None
+        }
+        of_spread = [whole[i] for i in spread]
+        others = [None if i in spread else each for i, each in enumerate(whole)]
+
+        def scatter_all():
+            hosts = self.context.plan.hosts
+            return scatter(), spread_tables.give(hosts, [*spread.values()], of_spread)
+
+        others, (parts, given) = over_hosts(others, scatter_all)
+        given, sums = dict(zip(spread, given, strict=True)), []
+        for i, (variable, total) in enumerate(zip(variables, others, strict=True)):
+            sums += given.get(i) or sharded.expand([variable], [total])
+        return sums, parts
 
     def _sum_whole(self, gradients, towers, seen, over_hosts):
         """Adds those of variables that are not cut."""

@@ -72,9 +72,8 @@ class ShardedUpdater:
 
     def _by_target(self, copy):
         variables = self.context.model.trainable_variables
-        counts = [len(sharded.places(variable)) for variable in variables]
-        each = zip(copy, counts, strict=True)
-        return [mine for mine, count in each for _ in range(count)]
+        each = zip(copy, variables, strict=True)
+        return [mine for mine, variable in each for _ in sharded.targets([variable])]
 
     def _update(self, k, owner, gradients, copy):
         """Updates an owner's part; returns the ids of optimizers that did something."""

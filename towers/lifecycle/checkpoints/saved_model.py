@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives.spread import SpreadVariable
+from towers.collectives.spread.variable import SpreadVariable
 from towers.layers import sharded
 from towers.lifecycle.checkpoints import store
 from towers.program.voice import warn

@@ -1,4 +1,4 @@
-"""A variable of which each of several hosts has a part: an optimizer's slot."""
+"""A variable of which each of several hosts has a part, such as an optimizer's slot."""
 
 import dataclasses
 import tempfile
@@ -75,6 +75,10 @@ class SpreadVariable(ShardedVariable):
         elif self._kept is not None:
             self._kept[...] = np.asarray(value)
 
+    def alike(self, shards: Sequence[tf.Variable]) -> "SpreadVariable":
+        """See `ShardedVariable`."""
+        return SpreadVariable(shards, self.shape, self.parts, self._hosts, shards[0])
+
     def own(self) -> np.ndarray:
         """Returns the numbers that this host has."""
         flat = [each.numpy().reshape(-1) for each in self.shards]
@@ -109,10 +113,18 @@ class SpreadVariable(ShardedVariable):
             return self._gathered().numpy()
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        eagerly = not tf.inside_function()
         with tf.device(HOST):
-            whole = tf.constant(self.numpy()) if eagerly else self._gathered()
+            if tf.inside_function():
+                # What is traced while training goes on may be called behind it.
+                is_kept = tf.numpy_function(lambda: self._kept is not None, [], tf.bool)
+                whole = tf.cond(is_kept, self._read_kept, self._gathered)
+            else:
+                whole = tf.constant(self.numpy())
             return tf.cast(whole, dtype or self.dtype)
+
+    def _read_kept(self):
+        kept = tf.numpy_function(lambda: self._kept, [], self.dtype)
+        return tf.ensure_shape(kept, self.shape)
 
     def _gathered(self):
         like = [
