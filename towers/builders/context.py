@@ -14,6 +14,7 @@ from towers.collectives import batch
 from towers.devices import is_gpu
 from towers.loop.agreement import Agreement
 from towers.loop.host_times import HostTimes
+from towers.loop.last_batch import LastBatch
 from towers.loop.timers import StepTimers
 from towers.plan import Plan
 from towers.program import voice
@@ -76,6 +77,7 @@ class Context:
             calls of training.
         usual_rows: How many examples the first batch of training has; `None` if that is
             not known yet.
+        last_batch: Keeps batches, in case a stage fails.
         found: What was found out about the model.
     """
 
@@ -91,6 +93,7 @@ class Context:
     timers: StepTimers | None = None
     callbacks_may_write: bool = False
     usual_rows: int | None = None
+    last_batch: LastBatch = dataclasses.field(default_factory=LastBatch)
     found: Found = dataclasses.field(default_factory=Found)
     said: set[Any] = dataclasses.field(default_factory=set)
 
@@ -167,6 +170,15 @@ class Context:
         if eager:
             return self.found.proofs.of(self.model, step, data, rules)
         return rules
+
+    def begin(self, step: str, data: Any) -> Any:
+        """Begins a step with a batch; returns the batch, for which the step waits.
+
+        `step` is "train", "test" or "predict".
+        """
+        if self.plan.pipeline.stages == 1:
+            return data
+        return self.last_batch.keep(step, data)
 
     def say(self, lines: Sequence[str], key: Any = None) -> None:
         """Says lines that have not been said before: each step finds the same.

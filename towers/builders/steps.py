@@ -54,6 +54,7 @@ class TrainStep:
             The model's metrics, by name.
         """
         self.pieces.creator.create_variables(data)
+        data = self.pieces.context.begin("train", data)
         outputs = self.pieces.loss.compute(data, self.read(), local_batches)
         return self.apply(data, outputs)
 
@@ -250,6 +251,7 @@ class Evaluation:
         # Targets are not cut.
         batch.check_rows(data)
         pieces.creator.create_variables(data)
+        data = pieces.context.begin("test", data)
         with self._together(data):
             return self._evaluate(keras.utils.unpack_x_y_sample_weight(data))
 
@@ -299,6 +301,7 @@ class Evaluation:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         batch.check_rows((x,))
         self.pieces.creator.create_for_prediction(x)
+        x = self.pieces.context.begin("predict", x)
         with self._together(x):
             _, outputs, _ = self._forward("predict", (x, None, None))
         return outputs

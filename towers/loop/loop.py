@@ -8,7 +8,7 @@ builder's business; epochs, callbacks and the end of the data are Keras's.
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -202,7 +202,7 @@ def _loop(place, step, steps, iterator):
     logs_spec = batch.specs(traced.structured_outputs)
 
     def body(count, _, data, local_batches, fetched, logs):
-        data_now, local_batches_now = _pack(first, data), _pack(placed, local_batches)
+        data_now, local_batches_now = pack(first, data), pack(placed, local_batches)
         asked = timestamp_after()
         with tf.control_dependencies([asked]):
             following = tf.cond(
@@ -216,7 +216,7 @@ def _loop(place, step, steps, iterator):
         data_next = tf.cond(
             more, lambda: flat(without_optionals(following.get_value())), lambda: data
         )
-        local_batches_next = flat(place(_pack(first, data_next)))
+        local_batches_next = flat(place(pack(first, data_next)))
         logs = traced(data_now, local_batches_now, fetched)
         logs = tf.experimental.Optional.from_value(logs)
         return count + 1, more, data_next, local_batches_next, fetched_next, logs
@@ -250,7 +250,8 @@ def flat(nest: Any) -> list[tf.Tensor]:
     return [tensor for tensor in components if tensor is not None]
 
 
-def _pack(like, tensors):
+def pack(like: Any, tensors: Iterable[tf.Tensor]) -> Any:
+    """Returns a batch of the tensors that `flat` has made of it."""
     tensors = iter(tensors)
     every = tf.nest.flatten(like, expand_composites=True)
     every = [None if tensor is None else next(tensors) for tensor in every]

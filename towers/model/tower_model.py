@@ -23,7 +23,7 @@ from towers.model.compared import compared
 from towers.model.first_call import FirstCall
 from towers.model.fit_call import FitCall, given
 from towers.model.variable_update import VariableUpdate
-from towers.numerics import not_finite
+from towers.numerics import failed_stage, not_finite
 from towers.tower.errors import explained_shapes, explained_stages
 
 # Beside `fit`, whose `FitCall` sees to it.
@@ -113,7 +113,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         several = builder.context.agreement is not None
 
         def train(iterator):
-            with self._explained(), _stops(self) if several else _NOTHING:
+            with self._explained("train"), _stops(self) if several else _NOTHING:
                 return made(iterator)
 
         if guard is None:
@@ -151,7 +151,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             setattr(self, name, kept)
 
             def function(data):
-                with self._explained(), _stops(self):
+                with self._explained(kind), _stops(self):
                     return made(data)
 
             return function
@@ -163,13 +163,14 @@ class TowerModel(wrapt.CallableObjectProxy):
     make_predict_function = functools.partialmethod(_make_compared, "predict")
 
     @contextlib.contextmanager
-    def _explained(self):
+    def _explained(self, step):
         plan, model = self.builder.plan, self.__wrapped__
+        reason = functools.partial(failed_stage.reason, self.builder, step)
         with contextlib.ExitStack() as explained:
             if len(plan.devices) > 1:
                 explained.enter_context(explained_shapes(model))
             if plan.pipeline.stages > 1:
-                explained.enter_context(explained_stages(model))
+                explained.enter_context(explained_stages(model, reason))
             yield
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 # Lines of TensorFlow's that say nothing of what is wrong, and beginnings of others.
 _NOISE = "Graph execution error", "Detected at node", "<stack traces", "[[", "File "
+# What TensorFlow writes around what is wrong.
+_MARKS = r"\x1b\[\d*m|\{\{function_node .*?\}\} | \[Op:\w+\]( name:)?"
 _HEADING = r"\x1b\[\d*m|^\(\d+\) \w+:\s*|^\{\{.*?\}\} |graph __inference\S+ "
 
 
@@ -48,7 +50,7 @@ def error_line(error: BaseException, telling: Sequence[str] = ()) -> str:
 
 def error_sentence(error: BaseException) -> str:
     """Returns the first sentence of an error of Keras's, and the call it came from."""
-    lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
+    lines = re.sub(_MARKS, "", str(error)).splitlines()
     first, *rest = [line.strip() for line in lines if line.strip()] or [repr(error)]
     call = re.match(r"Exception encountered when calling (.+?)\.?$", first)
     said = rest[0] if call and rest else first

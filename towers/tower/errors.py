@@ -2,10 +2,12 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
+
+from towers.program import words
 
 # What TensorFlow says where shapes do not fit.
 _SHAPES_DO_NOT_FIT = (
@@ -65,7 +67,9 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained_stages(model: keras.Model) -> Iterator[None]:
+def explained_stages(
+    model: keras.Model, reason: Callable[[], Exception | None]
+) -> Iterator[None]:
     """Inside, a model runs in stages; an error that a stage has lost is a sentence.
 
     TensorFlow cancels what waits for a function that fails, on all devices, before it
@@ -73,19 +77,30 @@ def explained_stages(model: keras.Model) -> Iterator[None]:
 
     Args:
         model: The model.
+        reason: Finds out how a stage has failed; returns `None` if it cannot.
 
     Raises:
-        StageError: Where a stage has failed, and it is not known how.
+        ModelError: Where a stage has failed.
+        StageError: The same, if it is not known how.
     """
     try:
         yield
     except tf.errors.CancelledError as error:
-        raise StageError(
-            f"A stage of model '{model.name}' has failed, and TensorFlow hands on only "
-            "that the others were cancelled; so look for the first 'aborting with "
-            "status' among what it prints, with TF_CPP_MIN_LOG_LEVEL=1 in the "
-            "environment, or pass stages=1 to multi_gpu_model."
-        ) from error
+        failed = f"A stage of model '{model.name}' has failed"
+        found = reason()
+        if found is None:
+            raise StageError(
+                f"{failed}, and TensorFlow does not hand on how; computed again op by "
+                "op, on the host, the batch does not fail, so perhaps a device has run "
+                "out of memory. Look for the first 'aborting with status' among what "
+                "TensorFlow prints, with TF_CPP_MIN_LOG_LEVEL=1 in the environment, or "
+                "pass stages=1 to multi_gpu_model."
+            ) from error
+        said = words.error_sentence(found).strip()
+        raise ModelError(
+            f"{failed}: {type(found).__name__}: {said}. The batch was computed again "
+            "to find that out, op by op, on the host, which changes no variable."
+        ) from found
 
 
 @contextlib.contextmanager

@@ -1,0 +1,71 @@
+"""Finds out how a stage has failed, which TensorFlow does not hand on.
+
+The batch is computed once more, op by op, on the host. No variable changes.
+"""
+
+import keras
+import tensorflow as tf
+
+from towers.builders.builder import Builder
+from towers.collectives import batch
+from towers.devices import HOST
+from towers.keras_adapter.layers import has_training_argument
+from towers.keras_adapter.models import compute_loss
+from towers.numerics.search import variables_of
+from towers.tower import eager
+
+
+def reason(builder: Builder, step: str) -> Exception | None:
+    """Computes the last batch once more, part by part, until that fails.
+
+    Args:
+        builder: Whose step has failed.
+        step: "train", "test" or "predict".
+
+    Returns:
+        What was raised; `None` if nothing was, or the batch is not known.
+    """
+    try:
+        for data in builder.context.last_batch.take(step):
+            _compute(builder, step, data)
+    except Exception as error:  # whatever a layer of the user's raises
+        return error
+    return None
+
+
+def _compute(builder, step, data):
+    training = step == "train"
+    if step == "predict":
+        data = (data, None, None)
+    data = keras.utils.unpack_x_y_sample_weight(data)
+    batches, preprocess = builder.pieces.batches, builder.context.preprocess
+    with tf.device(HOST):
+        parts = batches.cut(data)
+    if preprocess is not None:
+        parts, _ = batches.preprocess_batch(data, training, parts)
+    for part in parts:
+        if batch.batch_size(part):
+            with tf.device(HOST), eager.aside(builder.model):
+                _compute_part(builder.model, step, *part)
+
+
+def _compute_part(model, step, x, y=None, sample_weight=None):
+    variables = variables_of(model)
+    values = [tf.convert_to_tensor(variable.value) for variable in variables]
+    mapping = [*zip(variables, values, strict=True)]
+    training = step == "train"
+    with (
+        tf.GradientTape() as tape,
+        keras.StatelessScope(mapping, collect_losses=True),
+    ):
+        params = values[: len(model.trainable_variables)]
+        tape.watch(params)
+        told = {"training": training} if has_training_argument(model) else {}
+        outputs = model(x, **told)
+        if step == "predict":
+            return
+        loss = compute_loss(model, x, y, outputs, sample_weight, training=training)
+        with tape.stop_recording():
+            model.compute_metrics(x, y, outputs, sample_weight)
+    if training:
+        tape.gradient(loss, params)
