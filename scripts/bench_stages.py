@@ -1,7 +1,9 @@
-"""Measures what stages of towers hold, and how long they wait, of the language model.
+"""Measures what stages of towers hold, and how long they wait, of a language model.
 
 For each schedule and number of micro-batches: the share of the time in which stages
-wait, beside that of a pipeline of equal stages, (S - 1) / (M + S - 1); and the bytes of
+wait, beside that of a pipeline of equal stages, (S - 1) / (M + S - 1); the share in
+which their threads run operations, by TensorFlow's profiler in two more steps, so that
+the rest of a stage's work is time between operations; and the bytes of
 activations that the fullest stage keeps, as the step's own graph tells. Then the bytes
 of weights and optimizer slots on each device, and of the fullest one relative to an
 equal part, beside those of the best division into whole layers, of all that there are.
@@ -9,16 +11,26 @@ Nothing else may run meanwhile.
 
     python scripts/bench_stages.py
     python scripts/bench_stages.py --stages=4 --micro_batches=4,8
+    python scripts/bench_stages.py --work=byte_lm_8 --examples=64
     python scripts/bench_stages.py --stages=4 --micro_batches=4 --shard_embeddings=auto
 """
 
+import glob
 import itertools
+import os
+import tempfile
 
 from absl import app, flags
 from bench import works
 
 FLAGS = flags.FLAGS
 
+flags.DEFINE_enum(
+    "work",
+    "transformer_lm",
+    [name for name, work in works.WORKS.items() if work.layers],
+    "The language model; see bench/works.py.",
+)
 flags.DEFINE_integer("stages", 2, "Stages of the tower.", lower_bound=2)
 flags.DEFINE_list("micro_batches", ["1", "2", "4", "8"], "Numbers of micro-batches.")
 flags.DEFINE_list("schedules", ["gpipe", "1f1b"], "Schedules.")
@@ -37,11 +49,14 @@ def main(argv):
     from towers import devices, multi_gpu_model
 
     placed = devices.configure(FLAGS.stages)
-    print("| schedule | M | ms a step | stages wait | formula | fullest stage keeps |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| schedule | M | ms a step | stages wait | formula | operations run | "
+        "fullest stage keeps |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for schedule, count in itertools.product(FLAGS.schedules, FLAGS.micro_batches):
         keras.utils.clear_session()
-        model = works.build("transformer_lm")
+        model = works.build(FLAGS.work)
         parallel = multi_gpu_model(
             model,
             placed.towers,
@@ -62,9 +77,10 @@ def measure(parallel, schedule, count):
 
     from towers.monitoring.step_time import StepTime
 
-    per_tower = works.WORKS["transformer_lm"].examples
-    x, y = works.batch("transformer_lm", FLAGS.examples // per_tower)
-    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    per_tower = works.WORKS[FLAGS.work].examples
+    x, y = works.batch(FLAGS.work, -(-FLAGS.examples // per_tower))
+    batch = x[: FLAGS.examples], y[: FLAGS.examples]
+    data = tf.data.Dataset.from_tensors(batch).repeat()
     times = StepTime(warmup_steps=3)
     parallel.fit(data, steps_per_epoch=3 + FLAGS.steps, verbose=0, callbacks=[times])
     busy = times.split.stages_busy
@@ -74,8 +90,46 @@ def measure(parallel, schedule, count):
     step_ms = sum(times.split.parts_ms.values())
     print(
         f"| {schedule} | {count} | {step_ms:,.0f} | {waits:.0%} | {formula:.0%} | "
-        f"{kept_mb:,.1f} MB |"
+        f"{share_of_operations(parallel, data):.0%} | {kept_mb:,.1f} MB |"
     )
+
+
+def share_of_operations(parallel, data):
+    """Profiles two steps.
+
+    Returns:
+        The time of operations, relative to that of as many threads as there are stages.
+    """
+    import tensorflow as tf
+
+    from towers.keras_adapter.runtime import XSpace
+
+    with tempfile.TemporaryDirectory() as folder:
+        tf.profiler.experimental.start(folder)
+        parallel.fit(data, steps_per_epoch=2, verbose=0)
+        tf.profiler.experimental.stop()
+        (path,) = glob.glob(os.path.join(folder, "plugins/profile/*/*.xplane.pb"))
+        with open(path, "rb") as file:
+            space = XSpace.FromString(file.read())
+    begun, ended, run = [], [], 0
+    for plane in space.planes:
+        names = {key: each.name for key, each in plane.event_metadata.items()}
+        for line in plane.lines:
+            spans = [
+                (line.timestamp_ns * 1000 + event.offset_ps, event.duration_ps)
+                for event in line.events
+                # An operation's name, and its type.
+                if line.name.startswith("tf_Compute")
+                and ":" in names[event.metadata_id]
+            ]
+            end = 0
+            for begin, duration in sorted(spans):
+                # What runs within another counts once.
+                run += max(0, begin + duration - max(begin, end))
+                end = max(end, begin + duration)
+                begun.append(begin)
+                ended.append(end)
+    return run / (FLAGS.stages * (max(ended) - min(begun)))
 
 
 def hold(model, pipeline):
