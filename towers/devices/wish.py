@@ -5,6 +5,9 @@ import dataclasses
 import numbers
 from collections.abc import Sequence
 
+# As many devices as one process may have; without GPUs, it would make them.
+MOST = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
@@ -70,6 +73,11 @@ def _check_counts(
                 f"{name} must be a whole number of at least 1, but {value!r} was "
                 f"received; {fix}."
             )
+    if (wanted := (num_gpus or 1) * gpu_split) > MOST:
+        raise ValueError(
+            f"num_gpus={num_gpus} and gpu_split={gpu_split} were received, which are "
+            f"{wanted:,} devices; use at most {MOST}."
+        )
 
 
 def _check_indices(num_gpus: int | None, gpu_indices: Sequence[int] | None) -> None:

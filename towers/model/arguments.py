@@ -17,6 +17,7 @@ from towers.layers import tables
 from towers.layers.pipeline import Pipeline, Placement
 from towers.model.tower_model import TowerModel
 from towers.program import words
+from towers.program.voice import say
 from towers.tower.build import overrides
 from towers.tower.preprocess import Preprocess
 
@@ -251,12 +252,31 @@ def check_pipeline(
             "Received a placement with stages=1; expected stages=2 or more, or no "
             "placement."
         )
+    for line in _idle(stages, micro_batches, schedule, recompute):
+        say(line)
     places = Placement(model, stages, placement, apart=shard_embeddings != "none")
     found = Pipeline(stages, micro_batches, schedule, recompute, places)
     if model.built:
         # It says what does not fit.
         _ = found.layers
     return found
+
+
+def _idle(stages, micro_batches, schedule, recompute):
+    """A line for each argument that changes nothing beside the others."""
+    if schedule != pipelines.SCHEDULES[0] and micro_batches == 1:
+        yield (
+            f"pipeline_schedule='{schedule}' changes nothing with one micro-batch, "
+            "which goes forward and back; pass micro_batches=2 or more."
+        )
+    if recompute == "stage" and (
+        micro_batches == 1 or (stages == 1 and schedule == pipelines.SCHEDULES[0])
+    ):
+        yield (
+            "recompute='stage' takes time and saves no memory here, as a stage keeps "
+            "the activations of one micro-batch either way; pass recompute='layer', or "
+            "several stages and micro-batches."
+        )
 
 
 def check_updates_stages(pipeline: Pipeline, variable_update: str) -> None:

@@ -1,6 +1,11 @@
 """The flags of towers.train that say how towers share the work."""
 
+import re
+
 from towers.train.settings import DEFAULTS, Settings
+
+# As in devices/wish.py, which is read when TensorFlow is there.
+MOST_DEVICES = 256
 
 HELPS = {
     "variable_update": (
@@ -120,6 +125,8 @@ def check(settings: Settings) -> None:
             "home; expected one of them, so use --variable_update=parameter_server."
         )
     _check_stages(settings)
+    _check_placement(settings)
+    _check_count(settings)
     if any(not index.isdigit() for index in settings.gpu_indices or []):
         raise ValueError(
             f"Received {settings.as_flag('gpu_indices')}; expected numbers of GPUs, "
@@ -149,6 +156,24 @@ def _check_stages(settings: Settings) -> None:
                 f"Received {settings.as_flag(flag)} and {settings.as_flag(wanted[0])}; "
                 "expected one of them, as they do not go together."
             )
+    if settings.pipeline_schedule != DEFAULTS.pipeline_schedule and (
+        settings.micro_batches == 1
+    ):
+        raise ValueError(
+            f"Received {settings.as_flag('pipeline_schedule')} without "
+            "--micro_batches, whose order it is; expected several, such as "
+            "--micro_batches=4."
+        )
+    if settings.micro_batches > settings.batch_size:
+        raise ValueError(
+            f"Received {settings.as_flag('micro_batches')} for "
+            f"{settings.as_flag('batch_size')}; expected at least one example for each "
+            "micro-batch."
+        )
+
+
+def _check_placement(settings: Settings) -> None:
+    """Checks which layers are on which stage, as far as no model is needed."""
     if settings.placement and settings.stages == 1:
         raise ValueError(
             f"Received {settings.as_flag('placement')} without --stages; expected the "
@@ -162,15 +187,30 @@ def _check_stages(settings: Settings) -> None:
                 f"Received {settings.as_flag('placement')}; expected PATTERN=STAGE, "
                 f"with a stage from 0 to {settings.stages - 1}, such as block_[0-5]=0."
             )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"Received {settings.as_flag('placement')}, where {pattern} is no "
+                f"regular expression ({error}); expected one such as block_[0-5]."
+            ) from None
         if pattern in patterns:
             raise ValueError(
                 f"Received {settings.as_flag('placement')}, which has {pattern} twice; "
                 "expected each pattern once."
             )
         patterns.add(pattern)
-    if settings.micro_batches > settings.batch_size:
+
+
+def _check_count(settings: Settings) -> None:
+    """Checks that no machine is asked for that there is not."""
+    ratios = settings.split_ratios or ("1",)
+    count = settings.num_gpus or settings.stages * len(ratios)
+    count = max(count, settings.stages) * settings.gpu_split
+    if count > MOST_DEVICES:
+        names = "num_gpus", "stages", "split_ratios", "gpu_split"
+        given = [name for name in names if getattr(settings, name) not in (None, 1)]
         raise ValueError(
-            f"Received {settings.as_flag('micro_batches')} for "
-            f"{settings.as_flag('batch_size')}; expected at least one example for each "
-            "micro-batch."
+            f"Received {' '.join(map(settings.as_flag, given))}, which needs {count:,} "
+            f"devices; expected at most {MOST_DEVICES}."
         )

@@ -273,6 +273,7 @@ def test_growth_on_a_gpu_somebody_limited(machine):
         ({"gpu_indices": [1, 1]}, "names 1 more than once"),
         ({"gpu_indices": [0], "num_gpus": 2}, "which has 1; leave one"),
         ({"gpu_memory_limit_mb": 0}, "gpu_memory_limit_mb must be .* at least 1"),
+        ({"num_gpus": 10**6}, "which are 1,000,000 devices; use at most 256"),
         ({"gpu_split": 0}, "gpu_split must be .* at least 1"),
         ({"gpu_split": None}, "gpu_split must be .* at least 1"),
         ({"gpu_split": 2}, "add gpu_memory_limit_mb, at most 1/2"),

@@ -149,6 +149,30 @@ def test_a_wrong_argument_is_a_sentence(options, words):
     assert words in str(caught.value)
 
 
+# What each argument needs beside it: with less, a line or an error says so.
+STAGES, PARTS = {"stages": 2}, {"micro_batches": 2}
+GPIPE = {"pipeline_schedule": "gpipe"}
+NEEDS = [
+    (STAGES, ()),
+    (PARTS, ()),
+    (GPIPE, (PARTS,)),
+    ({"recompute": "layer"}, ()),
+    ({"recompute": "stage"}, (STAGES | PARTS, GPIPE | PARTS)),
+]
+
+
+@pytest.mark.parametrize(("option", "ways"), NEEDS)
+@pytest.mark.parametrize(
+    "others", [{}, STAGES, PARTS, GPIPE, STAGES | PARTS, GPIPE | PARTS, STAGES | GPIPE]
+)
+def test_what_changes_nothing_is_said(capsys, option, ways, others):
+    given = option | others
+    multi_gpu_model(chain(6, 6, 3), 4, **given)
+    (name,) = option
+    suffices = not ways or any(way.items() <= given.items() for way in ways)
+    assert (f"{name}=" in capsys.readouterr().err) is not suffices
+
+
 def test_a_model_that_is_built_later_is_placed_then():
     model = keras.Sequential([layers.Dense(6), layers.Dense(3)])
     parallel = multi_gpu_model(model, 2, stages=2)

@@ -162,6 +162,25 @@ def test_what_own_data_leave_no_room_for():
         ({"stages": 2, "placement": ("a=2",)}, "a stage from 0 to 1"),
         ({"stages": 2, "placement": ("a",)}, "expected PATTERN=STAGE"),
         ({"stages": 2, "placement": ("a=0", "a=1")}, "which has a twice"),
+        (
+            {"stages": 2, "placement": ("b[=0", ".*=1")},
+            r"b\[ is no regular expression \(unterminated",
+        ),
+        ({"pipeline_schedule": "gpipe"}, "gpipe without --micro_batches"),
+        (
+            {"pipeline_schedule": "gpipe", "stages": 2},
+            "gpipe without --micro_batches, whose order it is; expected several",
+        ),
+        ({"stages": 10**6}, "--stages=1000000, which needs 1,000,000 devices"),
+        ({"num_gpus": 10**6}, "--num_gpus=1000000, which needs 1,000,000 devices"),
+        (
+            {"stages": 100, "split_ratios": ("1",) * 3},
+            "--stages=100 --split_ratios=1,1,1, which needs 300 devices; expected at",
+        ),
+        (
+            {"num_gpus": 200, "gpu_split": 2, "gpu_memory_limit_mb": 9},
+            "--num_gpus=200 --gpu_split=2, which needs 400 devices",
+        ),
         ({"micro_batches": 9, "batch_size": 8}, "one example for each micro-batch"),
         ({"stages": 0}, "--stages=0"),
         ({"micro_batches": 0}, "--micro_batches=0"),
