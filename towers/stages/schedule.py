@@ -5,6 +5,7 @@ begin next. Turns that nothing else waits for fill the time in which a stage wou
 (Qi et al. 2024, "Zero Bubble Pipeline Parallelism").
 """
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,7 +54,13 @@ def order(turns: Sequence[Turn], micro_batches: int, schedule: str) -> list[Slot
     Returns:
         The turns. Those of one stage are to be taken in this order.
     """
-    return _Step(turns, micro_batches, schedule).act_out()
+    return [*_acted_out(tuple(turns), micro_batches, schedule)]
+
+
+# All towers of a step take the same turns.
+@functools.lru_cache(maxsize=16)
+def _acted_out(turns, micro_batches, schedule):
+    return tuple(_Step(turns, micro_batches, schedule).act_out())
 
 
 class _Step:

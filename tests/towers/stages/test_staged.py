@@ -13,6 +13,7 @@ from keras import layers
 from tests import executed
 from towers import multi_gpu_model
 from towers.keras_adapter.graphs import function_definition
+from towers.stages import schedule
 from towers.tower.errors import ModelError
 
 _numbers = itertools.count(5000)
@@ -107,6 +108,19 @@ def test_of_each_micro_batch_one_activation_travels_and_one_gradient():
     )
     # `test_phases.py` has what they are.
     assert phases == {(CPU[0], CPU[1]): 2, (CPU[1], CPU[0]): 2}
+
+
+def test_a_schedule_is_acted_out_once_for_all_towers(monkeypatch):
+    acted_out, act_out = [], schedule._Step.act_out
+
+    def noted(acting):
+        acted_out.append((tuple(acting._turns), len(acting._ends)))
+        return act_out(acting)
+
+    monkeypatch.setattr(schedule._Step, "act_out", noted)
+    schedule._acted_out.cache_clear()
+    step(gpus=4, micro_batches=3)
+    assert len(acted_out) == len({*acted_out}) > 0
 
 
 def test_a_guard_looks_at_gradients_where_they_are():
