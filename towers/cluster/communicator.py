@@ -147,7 +147,10 @@ class Communicator:
         return parts
 
     def all_to_all(
-        self, arrays: Sequence[Sequence[np.ndarray]], purpose: str
+        self,
+        arrays: Sequence[Sequence[np.ndarray]],
+        purpose: str,
+        sizes: Sequence[Sequence[int]] | None = None,
     ) -> list[list[np.ndarray]]:
         """Sends each host arrays of its own, of any sizes, as MPI_Alltoallv does.
 
@@ -157,22 +160,21 @@ class Communicator:
             arrays: For each host, flat arrays: as many for each, on all hosts, and of
                 the same types.
             purpose: As for `grouped_all_reduce`, as are errors.
+            sizes: Of what each host sends this one, if all hosts know that. Else they
+                tell one another first.
 
         Returns:
             What each host has sent this one.
         """
-        count, rank, number = self._count, self._rank, len(arrays[self._rank])
-        sizes = np.zeros((count, count, number), np.int64)
-        sizes[rank] = [[each.size for each in of_host] for of_host in arrays]
-        received = [*arrays]
+        count, rank, received = self._count, self._rank, [*arrays]
         with self._lock:
-            sizes = self._double(sizes.reshape(-1), f"sizes of {purpose}")
-            sizes = sizes.reshape(count, count, number)
+            if sizes is None:
+                sizes = self._sizes(arrays, f"sizes of {purpose}")
             # All are here, and none has needed these connections before.
             self.links.connect({*range(count)} - {rank} - self.links.peers)
             for step in range(1, count):
                 to, source = (rank + step) % count, (rank - step) % count
-                pairs = zip(sizes[source, rank], arrays[rank], strict=True)
+                pairs = zip(sizes[source], arrays[rank], strict=True)
                 received[source] = [aligned(int(n), like.dtype) for n, like in pairs]
                 sent = [each for each in arrays[to] if each.size]
                 into = [each for each in received[source] if each.size]
@@ -203,6 +205,13 @@ class Communicator:
             peers.add(self._rank ^ step)
             step *= 2
         return peers
+
+    def _sizes(self, arrays, purpose):
+        """Tells each host the sizes of its arrays; returns those of what it sends."""
+        sizes = np.zeros((self._count, self._count, len(arrays[0])), np.int64)
+        sizes[self._rank] = [[each.size for each in of_host] for of_host in arrays]
+        every = self._double(sizes.reshape(-1), purpose).reshape(sizes.shape)
+        return every[:, self._rank]
 
     def _double(self, array, purpose):
         """Adds in as many exchanges as the number of hosts has bits."""

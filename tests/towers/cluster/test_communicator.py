@@ -118,6 +118,12 @@ def test_each_host_sends_each_other_its_own(count):
         first = comm.links.moved_bytes
         found = comm.all_to_all([of_pair(rank, to) for to in range(count)], "test")
         moved = comm.links.moved_bytes - first
+        sizes = [[each.size for each in of_pair(k, rank)] for k in range(count)]
+        sent = [of_pair(rank, to) for to in range(count)]
+        again = comm.all_to_all(sent, "test", sizes)
+        for one, other in zip(found, again, strict=True):
+            for a, b in zip(one, other, strict=True):
+                np.testing.assert_array_equal(a, b)
         nothing = comm.all_to_all([[np.zeros(0)]] * count, "nothing")
         assert [each.size for (each,) in nothing] == [0] * count
         return found, moved

@@ -18,7 +18,7 @@ import towers
 from tests.towers.layers import test_tables
 from towers.callbacks import Checkpoint
 from towers.cluster import process_group
-from towers.cluster.membership import Membership
+from towers.cluster.membership import HostsDifferError, Membership
 from towers.collectives.hosts import this_host
 from towers.collectives.spread.variable import SpreadVariable
 from towers.keras_adapter import optimizers
@@ -184,6 +184,32 @@ def cases(rank, counts, folder, options):
         print(name, flush=True)
         this_host().tell_all(name)
         keras.backend.clear_session()
+
+
+class ReadsAlone(keras.callbacks.Callback):
+    """Reads weights on the first host only."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Reads."""
+        if this_host().index == 0:
+            self.model.get_weights()
+
+
+def alone(rank, counts, folder, argument):
+    """A callback reads tables on one host only: no host hangs."""
+    del folder, argument
+    model = test_tables.saved_model()
+    parallel = towers.multi_gpu_model(model, gpus=counts[rank], shard_embeddings="rows")
+    found = None
+    try:
+        test_tables.fit(parallel, 1, ReadsAlone())
+    except HostsDifferError as error:
+        found = str(error)
+    told = f"host {rank} exchanges ", f"where host {1 - rank} exchanges "
+    assert all(each in found for each in told) and "embeddings" in found, found
+    # The connections are closed, so that hosts cannot take leave.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def main(rank, addresses, counts, name, folder, argument):

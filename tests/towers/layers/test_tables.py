@@ -464,6 +464,12 @@ def test_optimizers_of_tables_that_hosts_divide(layout, options, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_host_that_reads_a_table_alone_ends_the_run(tmp_path):
+    arguments = "alone", tmp_path, ""
+    hosts.run("tests.towers.layers.on_hosts", (1, 2), *arguments, timeout_s=100)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["rows", "auto"])
 @pytest.mark.parametrize("layout", [(1, 1), (1, 2), (1, 1, 1)])
 def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):

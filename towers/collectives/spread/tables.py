@@ -189,16 +189,22 @@ def fetch(
             for each, table in zip(unique, spread, strict=True)
         ]
         asked = _exchange(hosts, parts, "rows that are looked up")
-        counts = [[part.size for part in of_table] for of_table in asked]
+        counts = [
+            [[part.size for part in of_table] for of_table in each]
+            for each in (parts, asked)
+        ]
         joined = [np.concatenate(of_table) for of_table in asked]
         return [*unique, *joined, np.array(counts, np.int64)]
 
     def answer(counts, *arrays):
+        mine, others = counts
         parts = [
             np.split(each, np.cumsum(of_table)[:-1])
-            for each, of_table in zip(arrays, counts, strict=True)
+            for each, of_table in zip(arrays, others, strict=True)
         ]
-        return [*map(np.concatenate, _exchange(hosts, parts, "rows of tables"))]
+        sizes = mine.T * [table.shape[1] for table in spread]
+        found = _exchange(hosts, parts, "rows of tables", sizes)
+        return [*map(np.concatenate, found)]
 
     with tf.device(HOST), tf.name_scope("fetch"):
         wanted = [
@@ -299,8 +305,8 @@ def _give_dense(hosts, table, gradient):
     return [*table.own_rows.split(mine), sharded.norm(others)]
 
 
-def _exchange(hosts, parts, purpose):
-    """Sends arrays to hosts.
+def _exchange(hosts, parts, purpose, sizes=None):
+    """Sends arrays to hosts; `sizes` is as for `Communicator.all_to_all`.
 
     `parts` has for each array a list of what each host gets of it. Returns the same, of
     what each host has sent.
@@ -308,7 +314,7 @@ def _exchange(hosts, parts, purpose):
     sent = [
         [np.ravel(part) for part in of_host] for of_host in zip(*parts, strict=True)
     ]
-    received = hosts.communicator.all_to_all(sent, purpose)
+    received = hosts.communicator.all_to_all(sent, purpose, sizes)
     return [
         [
             each.reshape(-1, *part.shape[1:])
@@ -319,5 +325,5 @@ def _exchange(hosts, parts, purpose):
 
 
 def _square(values):
-    wide = values.astype(np.float64).reshape(-1)
-    return wide @ wide
+    # A product would wake the threads of BLAS, for longer than it takes to add.
+    return np.square(values.astype(np.float64)).sum()
