@@ -8,7 +8,6 @@ import towers
 from tests.exact import combinations, oracle
 from tests.exact.layouts import in_stages, refused
 from tests.exact.test_exact_cases import RUNS, alone, is_slow, number_of
-from tests.exact.test_on_hosts import ROUNDED
 from tests.variants import for_the_report, slow
 
 
@@ -80,10 +79,7 @@ FIRST = [
 
 def check(name, layout):
     found = layout.outcome(CASES[name])
-    if found["verdict"] == "differs" and name in ROUNDED:
-        assert found["difference"] <= ROUNDED[name], found
-    else:
-        assert found["verdict"] == found["expected"], found
+    assert found["verdict"] == found["expected"], found
 
 
 @pytest.mark.parametrize(("name", "k"), FIRST)
