@@ -157,3 +157,21 @@ def test_what_fails_once_is_said_to():
     said = "computed again op by op, on the host, the batch does not fail|Once"
     with pytest.raises((StageError, tf.errors.UnknownError), match=said):
         model.fit(X, X, verbose=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard_embeddings": "rows"}, {"preprocess": lambda x, y, training: (x, y)}],
+    ids=["plain", "rows", "preprocess"],
+)
+def test_what_is_no_row_of_a_table_is_named(options):
+    every = [layers.Embedding(64, 8), layers.Flatten(), layers.Dense(6)]
+    model = keras.Sequential([keras.Input([5]), *every], name="model")
+    made = multi_gpu_model(model, 4, stages=2, micro_batches=2, **options)
+    made.compile("adam", "mse")
+    ids = np.zeros([8, 5], "int32")
+    made.fit(ids, X, verbose=0)
+    ids[5, 2] = 9999
+    with pytest.raises(ERRORS, match=r"indices\[.*\] = 9999 is not in \[0, 64\)"):
+        made.fit(ids, X, verbose=0)
