@@ -274,7 +274,9 @@ class Evaluation:
         pieces = self.pieces
         local, _ = pieces.loss.prepare(data, training=False)
         function = functools.partial(passes.evaluate, pieces.context.model)
+        local_x = local and [each[0] for each in local]
         values = pieces.reader.read_variables()
+        values = pieces.rows.fetch(values, data[0], local_x)
         results, rules = pieces.loss.on_towers("test", function, values, data, local)
         state = pieces.state.combine_state(results, rules)
         measured = pieces.metrics.combine(results, rules)

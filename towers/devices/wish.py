@@ -5,8 +5,7 @@ import dataclasses
 import numbers
 from collections.abc import Sequence
 
-# As many devices as one process may have; without GPUs, it would make them.
-MOST = 256
+from towers.program.startup import MOST_DEVICES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +72,10 @@ def _check_counts(
                 f"{name} must be a whole number of at least 1, but {value!r} was "
                 f"received; {fix}."
             )
-    if (wanted := (num_gpus or 1) * gpu_split) > MOST:
+    if (wanted := (num_gpus or 1) * gpu_split) > MOST_DEVICES:
         raise ValueError(
             f"num_gpus={num_gpus} and gpu_split={gpu_split} were received, which are "
-            f"{wanted:,} devices; use at most {MOST}."
+            f"{wanted:,} devices; use at most {MOST_DEVICES}."
         )
 
 

@@ -25,6 +25,9 @@ from towers.program import keras_settings
 
 T = TypeVar("T")
 
+# As many devices as one process may have; without GPUs, it would make them.
+MOST_DEVICES = 256
+
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Flags are read later, and by absl.
 _VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")

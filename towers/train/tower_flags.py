@@ -2,10 +2,8 @@
 
 import re
 
+from towers.program.startup import MOST_DEVICES
 from towers.train.settings import DEFAULTS, Settings
-
-# As in devices/wish.py, which is read when TensorFlow is there.
-MOST_DEVICES = 256
 
 HELPS = {
     "variable_update": (

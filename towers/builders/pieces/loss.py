@@ -86,6 +86,9 @@ class LossAndGradients:
         sent = zip(inputs.values, plan.devices, strict=True)
         context.timers.received([each for each, device in sent if plan.packs(device)])
         local_batches, seen = self.prepare(data, True, local_batches)
+        local_x = local_batches and [local[0] for local in local_batches]
+        values = self.rows.fetch(inputs.values, data[0], local_x, training=True)
+        inputs = inputs._replace(values=values)
         if self.place_loss("train") == "tower":
             try:
                 function = functools.partial(passes.forward_backward, context.model)
@@ -172,8 +175,6 @@ class LossAndGradients:
             results = self.executor.run_towers(towers, values, data, local_batches)
             return results, rules
 
-        local_x = local_batches and [local[0] for local in local_batches]
-        values = self.rows.fetch(values, data[0], local_x, step == "train")
         try:
             return run()
         except TotalsWanted as wanted:
@@ -264,8 +265,7 @@ class LossAndGradients:
 
         forward = functools.partial(passes.forward, model, True, rules)
         towers = TowerFunction(forward, rules, training=True, eagerly=kept)
-        values = self.rows.fetch(inputs.values, x, local_x, training=True)
-        results = self.executor.run_towers(towers, values, x, local_x)
+        results = self.executor.run_towers(towers, inputs.values, x, local_x)
         loss, state, for_outputs, for_losses, direct = self._at_home(
             seen, x, results, rules, inputs.scale
         )
@@ -281,7 +281,7 @@ class LossAndGradients:
             backward = functools.partial(passes.backward, model, rules)
             towers = TowerFunction(backward, rules, True, [for_losses])
             whole = x, for_outputs
-            back = self.executor.run_towers(towers, values, whole, carried)
+            back = self.executor.run_towers(towers, inputs.values, whole, carried)
         self._computed(back)
         results = [
             result._replace(gradients=again.gradients)
