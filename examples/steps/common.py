@@ -1,0 +1,59 @@
+"""What these examples share: their data, and their command line."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+
+import towers
+
+
+def digits(side: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Returns scikit-learn's handwritten digits.
+
+    Args:
+        side: Height and width of a picture, a multiple of 8.
+
+    Returns:
+        Pictures of shape (1797, side, side, 1) with values from 0 to 1, and labels.
+    """
+    found = load_digits()
+    scale = side // 8
+    pictures = np.kron(found.images / 16, np.ones((1, scale, scale)))
+    return pictures[..., None].astype("float32"), found.target.astype("int32")
+
+
+def main(
+    build: Callable[[], keras.Model],
+    data: Callable[[], Any],
+    arguments: Sequence[str] | None = None,
+) -> keras.callbacks.History:
+    """Trains a model on towers.
+
+    Args:
+        build: Returns a compiled model.
+        data: Returns a nest of arrays. A batch has the same nest.
+        arguments: Of the command line. None: those of the process.
+
+    Returns:
+        What `fit` returns.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpus", type=int, default=2, help="1: plain Keras")
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=-1, help="steps of an epoch")
+    flags = parser.parse_args(arguments)
+    if flags.gpus > 1:
+        towers.configure(num_gpus=flags.gpus)
+    keras.utils.set_random_seed(0)
+    model = build()
+    if flags.gpus > 1:
+        model = towers.multi_gpu_model(model, gpus=flags.gpus)
+    batches = tf.data.Dataset.from_tensor_slices(data()).shuffle(2000)
+    batches = batches.batch(flags.batch_size).take(flags.steps)
+    return model.fit(batches, epochs=flags.epochs)
