@@ -14,7 +14,7 @@ FLOORS = (
     *("keras_adapter", "_start", "_deprecated", "program", "input_pipeline", "models"),
     *("cluster", "devices", "analysis", "layers", "collectives", "tower"),
     *("stages", "loop"),
-    *("plan", "builders", "numerics", "model"),
+    *("plan", "partition", "builders", "numerics", "model"),
     *("lifecycle", "monitoring", "callbacks"),
     *("train", "parity", "doctor", "find_batch_size", "report", "predict"),
     *("export", "generate", "launch"),

@@ -1421,13 +1421,6 @@ class Training(Plain):
         return super().call(2 * x if training else x)
 
 
-class OwnStep(Plain):
-    """Has a `train_step` of its own."""
-
-    def train_step(self, data):
-        return super().train_step(data)
-
-
 def _shared(x):
     layer = layers.Dense(FEATURES, "tanh")
     return layers.Dense(OUTPUTS)(layer(layer(x)))
@@ -1537,7 +1530,6 @@ def _models():
             towers=2,
             policy=policy,
         )
-    yield _case(group, "train_step overridden", OwnStep, expect="train_step")
     eager = {"run_eagerly": True}
     for name, options in {
         "steps_per_execution=3": {"steps_per_execution": 3},

@@ -229,7 +229,7 @@ def alone(case):
     """The case on one tower, to which what several cannot cut is the whole."""
     options = {name: v for name, v in case.options.items() if name != "split_ratios"}
     # Some are refused whatever the number of towers.
-    refused = case.expect in ("train_step", "stateful")
+    refused = case.expect == "stateful"
     expect = {} if refused else {"expect": "equal", "only": ""}
     return dataclasses.replace(case, towers=1, options=options, **expect)
 

@@ -18,7 +18,7 @@ depend on the data alone: towers add them up before they compute (`loss_graph.py
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -112,19 +112,26 @@ class Reader:
         calls: dict[Any, LayerCall],
         known: Mapping[Any, Dependence] | None = None,
         seeds: Iterable[tf.Tensor] = (),
+        meets: Callable[[tf.Operation], bool] | None = None,
     ):
         """Takes a local batch, and what `recorded_layers` remembered.
 
         Its tensors have one row an example; the graph must not know how many. `known`
         has what else is known, by the key of the tensor. `seeds` are those of random
-        numbers that each tower has its own of.
+        numbers that each tower has its own of. `meets` tells of an operation whether
+        it may take totals of the whole batch, whatever they depend on; then random
+        numbers are those of the whole batch, too, and no layer of the user's is taken
+        to keep rows apart.
         """
         self._seeds = {key(seed) for _, seed in parts([*seeds])}
         self._calls = calls
         self._culprits = {}
         self._unread = []
         # What the compiled loss takes of the whole batch, if it is being read.
-        self._totals: dict[Edge, Total] | None = None
+        self._totals: dict[Edge, Total] | None = None if meets is None else {}
+        self._meets = meets
+        # Largest and smallest values over the rows, of which all take the batch's.
+        self.extremes: dict[Any, Total] = {}
         self._of_data = {key(part) for _, part in parts(local_batch)}
         self._counts = RowCounts(
             part for packed, part in parts(local_batch) if not packed
@@ -162,6 +169,15 @@ class Reader:
             yield self._totals
         finally:
             self._totals = None
+
+    def know(self, kinds: Mapping[Any, Dependence]) -> None:
+        """Is told how tensors depend on the examples, by their keys."""
+        self._known |= kinds
+
+    @property
+    def totals(self) -> Mapping[Edge, Total]:
+        """The totals of the whole batch that operations take, by who takes them."""
+        return self._totals or {}
 
     def is_of_data(self, tensor: tf.Tensor) -> bool:
         """Tells whether the local batch alone decides a tensor, and no variable.
@@ -225,7 +241,7 @@ class Reader:
             return found
         seen = self._of(tensor.op.inputs, self._of_operation, tensor)
         self._blame(tensor, call)
-        if seen is not UNKNOWN:
+        if seen is not UNKNOWN or self._meets is not None:
             return seen
         # That an operation cannot be read says nothing against the layer.
         culprit = self._culprits.pop(key(tensor))
@@ -267,7 +283,8 @@ class Reader:
         attributes = _CALLS.get(tensor.op.type)
         if attributes is None:
             found = of_operation(tensor, inputs, kinds)
-            if tensor.op.type in STATELESS_DRAWS and not self.is_seeded(inputs[1]):
+            draws = tensor.op.type in STATELESS_DRAWS and self._meets is None
+            if draws and not self.is_seeded(inputs[1]):
                 # By the same seed, each tower would draw the first rows of one device.
                 found = UNKNOWN
             if found is UNKNOWN:
@@ -308,8 +325,11 @@ class Reader:
         Returns `None` if that does not help.
         """
         op = tensor.op
-        if op.type in EXTREMES and kinds[0] is ROWS and self.is_of_data(tensor):
+        if self._meets is not None and not self._meets(op):
+            return None
+        if op.type in EXTREMES and kinds[0] is ROWS and self._may_be_total(tensor):
             total = Total(tensor, COUPLED)
+            self.extremes[key(tensor)] = total
             for consumer in tensor.consumers():
                 for index, taken in enumerate(consumer.inputs):
                     if taken is tensor:
@@ -318,23 +338,35 @@ class Reader:
         totals = [
             index
             for index, (each, kind) in enumerate(zip(inputs, kinds, strict=True))
-            if kind in (SUM, SIZE, MEAN) and self.is_of_data(each)
+            if kind in (SUM, SIZE, MEAN) and self._may_be_total(each)
         ]
         # As few as possible, and rather a divisor than what is divided.
-        for count in range(1, len(totals) + 1):
-            for taken in itertools.combinations(totals[::-1], count):
-                assumed = [
-                    NONE if index in taken else kind for index, kind in enumerate(kinds)
-                ]
-                found = NONE
-                if any(kind is not NONE for kind in assumed):
-                    found = self._of_operation(tensor, inputs, assumed)
-                if found not in (COUPLED, UNKNOWN):
-                    self._totals |= {
-                        Edge(op.name, i): Total(inputs[i], kinds[i]) for i in taken
-                    }
-                    return found
+        ways = [
+            taken
+            for count in range(1, len(totals) + 1)
+            for taken in itertools.combinations(totals[::-1], count)
+        ]
+        if self._meets is not None:
+            # Those that variables decide as well may all be needed.
+            of_data = [i for i in totals if self.is_of_data(inputs[i])]
+            ways = [taken for taken in ways if {*taken} <= {*of_data}]
+            ways += [totals] if len(of_data) < len(totals) else []
+        for taken in ways:
+            assumed = [
+                NONE if index in taken else kind for index, kind in enumerate(kinds)
+            ]
+            found = NONE
+            if any(kind is not NONE for kind in assumed):
+                found = self._of_operation(tensor, inputs, assumed)
+            if found not in (COUPLED, UNKNOWN):
+                self._totals |= {
+                    Edge(op.name, i): Total(inputs[i], kinds[i]) for i in taken
+                }
+                return found
         return None
+
+    def _may_be_total(self, tensor):
+        return self._meets is not None or self.is_of_data(tensor)
 
 
 def _of_target(tensor, kind):

@@ -17,7 +17,8 @@ from towers.builders.asynchronous.staleness import Staleness
 from towers.builders.asynchronous.training import Asynchronous
 from towers.builders.common import Pieces
 from towers.builders.context import Context, Found
-from towers.builders.steps import Evaluation, Scope, TrainStep
+from towers.builders.steps.keras_steps import Evaluation, Scope, TrainStep
+from towers.builders.steps.own_steps import OwnSteps, has_own_steps
 from towers.tower.compare import BatchWanted
 
 
@@ -61,6 +62,9 @@ class Builder:
         self.context.found = Found()
         self.pieces, self.training = self._compose()
         self.evaluation = Evaluation(self.pieces)
+        self._own = None
+        if has_own_steps(self.model):
+            self._own = self.training = self.evaluation = OwnSteps(self.pieces)
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
         """Makes the function that Keras's `fit` calls; see `steps.train_function`."""
@@ -80,7 +84,7 @@ class Builder:
 
     def create_variables(self, data: Any) -> None:
         """Creates what Keras creates late; see `VariableCreator.create_variables`."""
-        self.pieces.creator.create_variables(data)
+        (self._own or self.pieces.creator).create_variables(data)
 
     def build_optimizer(self) -> None:
         """Creates the optimizer's variables; see `VariableCreator.build_optimizer`."""

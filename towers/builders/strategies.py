@@ -14,7 +14,7 @@ from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.builders.pieces.reader import CopyReader
 from towers.builders.pieces.reducer import AllReduce, ReduceScatter, SumAtHome
-from towers.builders.steps import TrainStep
+from towers.builders.steps.keras_steps import TrainStep
 
 
 def parameter_server(context: Context) -> Builder:

@@ -16,9 +16,12 @@ from towers.keras_adapter.patching import Target
 
 __all__ = [
     "DEPENDENT_VARIABLES",
+    "FUNCTION_CALL",
+    "GRADIENT",
     "FunctionDef",
     "GraphDef",
     "NodeDef",
+    "add_call",
     "add_copy",
     "function_definition",
     "function_graph",
@@ -34,6 +37,13 @@ DEPENDENT_VARIABLES = Target(custom_gradient, "_get_dependent_variables")
 
 It searches the graph behind a custom gradient for variables.
 """
+
+
+GRADIENT = Target(tf.GradientTape, "gradient")
+"""`GradientTape.gradient(target, sources, output_gradients, unconnected_gradients)`."""
+
+FUNCTION_CALL = Target(type(tf.function(lambda: None)), "__call__")
+"""`__call__` of what `tf.function` returns."""
 
 
 def is_stateful(operation: tf.Operation) -> bool:
@@ -120,12 +130,33 @@ def add_copy(part: GraphDef, operation: tf.Operation, inputs: Iterable[str]) -> 
     return node
 
 
+def add_call(
+    part: GraphDef,
+    operation: tf.Operation,
+    function: tf.types.experimental.ConcreteFunction,
+    inputs: Iterable[str],
+) -> None:
+    """Adds a call of a function in the place of an operation, under its name."""
+    definition = function.function_def
+    context.context().add_function_def(definition)
+    part.library.function.append(definition)
+    node = part.node.add(name=operation.name, op="PartitionedCall")
+    node.input.extend(inputs)
+    node.attr["f"].func.name = definition.signature.name
+    for name, types in (
+        ("Tin", definition.signature.input_arg),
+        ("Tout", definition.signature.output_arg),
+    ):
+        node.attr[name].list.type.extend(each.type for each in types)
+
+
 def keep_functions(part: GraphDef, graph: tf.Graph) -> None:
     """Gives a part of a graph the functions that it calls, to be copied anywhere.
 
     TensorFlow would forget them with the graph.
     """
-    waiting, seen, library = list(_called(part.node)), set(), None
+    seen = {each.signature.name for each in part.library.function}
+    waiting, library = list(_called(part.node)), None
     while waiting:
         name = waiting.pop()
         if name in seen:

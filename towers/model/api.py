@@ -198,6 +198,19 @@ def multi_gpu_model(
     hosts = this_host().compressing(gradient_compression)
     arguments.check_hosts(hosts.count, variable_update)
     arguments.check_sharding(shard_embeddings, variable_update)
+    arguments.check_own_steps(
+        *(model, hosts.count),
+        {
+            "variable_update": (variable_update, "parameter_server"),
+            "loss_placement": (loss_placement, "auto"),
+            "stages": (stages, 1),
+            "micro_batches": (micro_batches, 1),
+            "recompute": (recompute, "none"),
+            "preprocess": (preprocess, None),
+            "check_numerics": (bool(check_numerics), False),
+            "shard_embeddings": (shard_embeddings, "none"),
+        },
+    )
     if shard_optimizer_state:
         arguments.check_optimizer_shards(variable_update, all_reduce_alg)
     agreement = _agreement(

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from towers import devices
 from towers.builders.guard import Guard
+from towers.builders.steps.own_steps import has_own_steps
 from towers.collectives import reduce
 from towers.devices import is_gpu
 from towers.layers import pipeline as pipelines
@@ -34,21 +35,44 @@ def check_model(model: Any) -> None:
             f"Received an object of type {type(model).__name__}; expected a "
             "keras.Model, so build one with Keras 3 (not tf_keras)."
         )
-    kinds = "train", "test", "predict"
-    for step in [f"{kind}_step" for kind in kinds] + [
-        f"make_{kind}_function" for kind in kinds
-    ]:
+    for step in [f"make_{kind}_function" for kind in ("train", "test", "predict")]:
         if overrides(model, step):
             raise ValueError(
                 f"{type(model).__name__} overrides `{step}`, which computes on one "
-                "device; expected Keras's own, so override `compute_loss` or "
-                "`compute_metrics` instead."
+                "device; expected Keras's own, so override `train_step` or `test_step` "
+                "instead."
             )
     if tf.distribute.has_strategy():
         raise ValueError(
             f"Called in the scope of {type(tf.distribute.get_strategy()).__name__}; "
             "towers replace tf.distribute, so leave the scope first."
         )
+
+
+def check_own_steps(model: keras.Model, hosts: int, options: Mapping[str, Any]) -> None:
+    """Checks that towers can run the steps that a model defines itself, if it does.
+
+    Args:
+        model: The model.
+        hosts: How many hosts train together.
+        options: What was asked for, by the names of arguments of `multi_gpu_model`,
+            each with the value that such a model needs.
+    """
+    if not has_own_steps(model):
+        return
+    name = type(model).__name__
+    if hosts > 1:
+        raise ValueError(
+            f"{name} defines its own step, such as `train_step`, and {hosts} hosts "
+            "train together; expected one host, as towers run such steps on one."
+        )
+    for option, (value, needed) in options.items():
+        if value != needed:
+            raise ValueError(
+                f"Received {option}={value!r} with {name}, which defines its own step, "
+                f"such as `train_step`; expected {option}={needed!r}, as towers run "
+                "such a step as it stands."
+            )
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ import functools
 import inspect
 from typing import Any
 
-import keras
 import tensorflow as tf
 import wrapt
 
@@ -66,9 +65,11 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model; see `keras.Model.compile`."""
-        bound = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
+        signature = inspect.signature(type(self.__wrapped__).compile)
+        bound = signature.bind(self, *args, **kwargs)
         self.__wrapped__.compile(*args, **kwargs)
-        self._self_update.xla_wish.tell(bound.arguments.get("jit_compile", "auto"))
+        wish = kwargs.get("jit_compile", bound.arguments.get("jit_compile", "auto"))
+        self._self_update.xla_wish.tell(wish)
         self._reset_if_changed()
 
     @property

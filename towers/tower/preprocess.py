@@ -35,6 +35,9 @@ class Preprocess:
             lambda x, y, training: self((x, y, None), training)[:2], autograph=False
         )
 
+    def __repr__(self) -> str:
+        return repr(self._function)
+
     def __call__(self, local_batch: Any, training: bool) -> tuple[Any, Any, Any]:
         """Preprocesses one local batch, where it is called.
 

@@ -925,6 +925,29 @@ def _():
     assert asked
 
 
+@contract(
+    "__call__",
+    "FUNCTION_CALL",
+    "is how what `tf.function` returns is called, also as a method",
+)
+def _():
+    called = []
+
+    def call(original, function, *args):
+        called.append(function.python_function)
+        return original(function, *args)
+
+    class Doubles:
+        @tf.function
+        def of(self, x):
+            return 2 * x
+
+    with patched(graphs.FUNCTION_CALL, call):
+        assert int(tf.function(lambda x: x + 1)(1)) == 2
+        assert int(Doubles().of(tf.constant(3))) == 6
+    assert len(called) == 2
+
+
 # tf.data.
 
 

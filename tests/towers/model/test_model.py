@@ -417,7 +417,9 @@ def test_what_a_tower_cannot_do_is_said(layer, words):
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
-        (_OwnStep, {}, "overrides `train_step`"),
+        (_OwnStep, {"variable_update": "replicated"}, "defines its own step"),
+        (_OwnStep, {"check_numerics": True}, "defines its own step"),
+        (_OwnStep, {"stages": 2, "gpus": 4}, "defines its own step"),
         (_OwnLoop, {}, "overrides `make_train_function`"),
         (lambda: multi_gpu_model(_model(), gpus=2), {}, "user's own Keras model"),
         (lambda: "resnet50", {}, "an object of type str; expected a keras.Model"),
@@ -460,14 +462,9 @@ def test_a_model_without_an_optimizer_is_evaluated():
     assert parallel.evaluate(x, y, verbose=0) > 0
 
 
-@pytest.mark.parametrize("step", ["train_step", "compute_loss"])
-def test_methods_of_the_object_count_as_overridden(step):
+def test_methods_of_the_object_count_as_overridden():
     model = _model()
-    setattr(model, step, lambda x, y, y_pred, *others, **more: keras.ops.mean(y_pred))
-    if step == "train_step":
-        with pytest.raises(ValueError, match="overrides `train_step`"):
-            multi_gpu_model(model, gpus=2)
-        return
+    model.compute_loss = lambda x, y, y_pred, *others, **more: keras.ops.mean(y_pred)
     parallel = _compiled(model)
     # Each row of a softmax adds up to 1.
     assert parallel.train_on_batch(*_data())[0] == pytest.approx(1 / 3)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from towers.builders.context import Context
 from towers.builders.pieces.loss import StepOutputs
 from towers.builders.pieces.reader import TowerInputs, Values
-from towers.builders.steps import TrainStep
+from towers.builders.steps.keras_steps import TrainStep
 from towers.collectives import packing
 from towers.devices import HOST, is_gpu
 from towers.layers import overwritten, seeds

@@ -30,7 +30,7 @@ from towers.builders.common import Pieces
 from towers.builders.pieces.loss import StepOutputs
 from towers.builders.pieces.reader import TowerInputs
 from towers.builders.pieces.sizes import usual_rows_of
-from towers.builders.steps import Scope, TrainStep, train_function
+from towers.builders.steps.keras_steps import Scope, TrainStep, train_function
 from towers.collectives import batch
 from towers.loop import loop
 from towers.loop.ahead import Ahead

@@ -185,6 +185,7 @@ def train_function(
     pieces: Pieces,
     train_step: Callable[[Any, Any], dict[str, tf.Tensor]],
     scope: Scope,
+    create_variables: Callable[[Any], None] | None = None,
 ) -> Callable[[Any], dict[str, tf.Tensor]]:
     """Makes the function that Keras's `fit` calls with an iterator over batches.
 
@@ -193,6 +194,7 @@ def train_function(
             runs, and give copies of the variables their values.
         train_step: Trains on a batch, and on the local batches that were placed.
         scope: Makes the context that steps are traced and run in.
+        create_variables: Creates variables, instead of the pieces.
 
     Returns:
         A function that takes as many batches as the model has steps in a call, and
@@ -212,7 +214,7 @@ def train_function(
 
     def create(spec):
         with scope():
-            pieces.creator.create_variables(spec)
+            (create_variables or pieces.creator.create_variables)(spec)
 
     steps, eagerly = context.model.steps_per_execution, context.model.run_eagerly
     train = loop.train_function(create, place, step, steps, eagerly, context.prefetch)

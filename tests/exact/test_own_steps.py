@@ -1,0 +1,103 @@
+"""Models with a `train_step` of their own: towers against plain Keras."""
+
+import functools
+import importlib
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+
+import towers
+from tests.exact import oracle
+from tests.variants import slow
+
+FOLDER = pathlib.Path(__file__).parents[2] / "examples/steps"
+NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"common"})
+# Ten steps: even ones, uneven ones, and some with fewer examples than towers.
+SIZES = 7, 5, 8, 3, 6, 1, 8, 4, 2, 5
+LIMIT = 1e-5
+# Adam divides a gradient by its size, so with its own epsilon of 1e-7 what is only
+# rounding would become a step.
+EPSILON = 1e-4
+# A gradient of a gradient; a condition; random numbers, concatenated halves, two
+# optimizers.
+QUICK = ("maml", 2), ("accumulate", 3), ("dcgan", 2)
+
+
+def run(name, wrap=lambda model: model):
+    """Trains and evaluates an example; returns all that has to be equal, by name."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(7)
+    example = importlib.import_module(f"examples.steps.{name}")
+    model, data, logs = example.build(), _batches(example.data()), _Logs()
+    for optimizer in _optimizers(model).values():
+        if hasattr(optimizer, "epsilon"):
+            optimizer.epsilon = EPSILON
+    trained = wrap(model)
+    trained.fit(data, verbose=0, callbacks=[logs])
+    found = logs.found | _variables(model)
+    if type(model).test_step is not keras.Model.test_step:
+        results = trained.evaluate(data, return_dict=True, verbose=0)
+        found |= {f"evaluate {key}": value for key, value in results.items()}
+    return {key: np.array(value) for key, value in found.items()}
+
+
+def _batches(rows):
+    ends = np.cumsum(SIZES)
+    cuts = [slice(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+    flat = keras.tree.flatten(rows)
+    parts = [[each[cut] for each in flat] for cut in cuts]
+    return oracle.dataset([keras.tree.pack_sequence_as(rows, part) for part in parts])
+
+
+class _Logs(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.found |= {f"step {batch} {key}": value for key, value in logs.items()}
+
+
+def _variables(model):
+    # Of all networks, with the states of random generators.
+    parts = {"model": model.variables}
+    for name, optimizer in _optimizers(model).items():
+        parts[name] = optimizer.variables
+    for metric in model.metrics:
+        parts[f"metric {metric.name}"] = metric.variables
+    return {
+        f"{part} {i} {variable.path}": variable.value
+        for part, variables in parts.items()
+        for i, variable in enumerate(variables)
+    }
+
+
+def _optimizers(model):
+    found = vars(model).items()
+    return {name: each for name, each in found if isinstance(each, keras.Optimizer)}
+
+
+@functools.lru_cache(maxsize=1)
+def one_device(name):
+    return run(name)
+
+
+def apart(ours, theirs):
+    each = oracle.differences(ours, theirs)
+    where = max(each, key=each.get)
+    return each[where], where
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        case if case in QUICK else slow(*case)
+        for case in [(name, gpus) for name in NAMES for gpus in (2, 3)]
+    ],
+)
+def test_towers_equal_one_device(name, gpus):
+    ours = run(name, functools.partial(towers.multi_gpu_model, gpus=gpus))
+    difference, where = apart(ours, one_device(name))
+    assert difference <= LIMIT, where

@@ -1,0 +1,158 @@
+"""A function of a batch, partitioned, does what it does on one device."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers.collectives import batch
+from towers.partition.partitioned import Partitioned
+from towers.plan import Plan
+
+ROWS = np.random.default_rng(0).normal(size=[7, 4]).astype("float32")
+
+
+def partitioned(function, towers):
+    """A function that computes on towers, and what it was made of."""
+    devices = [d.name for d in tf.config.list_logical_devices("CPU")[:towers]]
+    plan = Plan.of(devices, [1] * towers, devices[0])
+    made = Partitioned(function, tf.TensorSpec([None, 4]))
+
+    @tf.function(autograph=False)
+    def call(data):
+        size = batch.batch_size(data)
+        return made(plan, [batch.take(data, *b) for b in plan.bounds(size)], size)
+
+    return call, made
+
+
+class Functions:
+    """Functions of rows, with a variable that some change."""
+
+    def __init__(self):
+        start = np.random.default_rng(1).normal(size=[4, 3]).astype("float32")
+        self.weights = tf.Variable(start)
+        self.total = tf.Variable(0.0)
+        self.seeds = keras.random.SeedGenerator(5)
+
+    def rows(self, x):
+        """One row an example."""
+        return tf.nn.softmax(x @ self.weights)
+
+    def totals(self, x):
+        """Sums, means, largest and smallest, and the number of examples."""
+        return {
+            "sum": tf.reduce_sum(x, 0),
+            "mean": tf.reduce_mean(x, 0),
+            "largest": tf.reduce_max(x),
+            "smallest": tf.reduce_min(x, 0),
+            "examples": tf.shape(x)[0],
+            "shape": tf.shape(x @ self.weights),
+        }
+
+    def centred(self, x):
+        """Rows that take a mean over all rows, and are scaled by their deviation."""
+        x -= tf.reduce_mean(x, 0)
+        return x / tf.sqrt(tf.reduce_mean(x**2, 0))
+
+    def pairs(self, x):
+        """Each row with each."""
+        return tf.matmul(x, x, transpose_b=True)
+
+    def both(self, x):
+        """Rows one behind the other."""
+        joined = tf.concat([x, -x], 0)
+        return joined, tf.reduce_mean(tf.nn.relu(joined))
+
+    def draws(self, x):
+        """Random numbers."""
+        n = tf.shape(x)[0]
+        return (
+            keras.random.normal((n, 3), seed=self.seeds),
+            keras.random.uniform((2 * n, 5), seed=self.seeds),
+            keras.random.randint((n,), 0, 100, seed=self.seeds),
+            keras.random.truncated_normal((n, 2), seed=self.seeds),
+            keras.random.normal((2, 2), seed=self.seeds),
+            keras.random.dropout(x, 0.4, seed=self.seeds),
+            keras.random.shuffle(x, seed=self.seeds),
+        )
+
+    def step(self, x):
+        """A step of descent, with its gradient clipped by hand."""
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(x @ self.weights))
+        gradient = tape.gradient(loss, self.weights)
+        self.weights.assign_sub(0.1 * gradient / tf.norm(gradient))
+        self.total.assign_add(loss)
+        return loss, self.total.read_value(), x @ self.weights
+
+    def root(self, x):
+        """The gradient of what is no sum or mean, but the root of one."""
+        with tf.GradientTape() as tape:
+            loss = tf.sqrt(tf.reduce_mean(tf.square(x @ self.weights)))
+        return loss, tape.gradient(loss, self.weights)
+
+    def through_a_total(self, x):
+        """The gradient of a mean, in which another mean of the weights takes part."""
+        with tf.GradientTape() as tape:
+            h = x @ self.weights
+            loss = tf.reduce_mean(tf.square(h - tf.reduce_mean(h, 0)) ** 2)
+        return loss, tape.gradient(loss, self.weights)
+
+    def twice(self, x):
+        """The gradient of a gradient of the weights."""
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(x @ self.weights) ** 2)
+            fast = self.weights - 0.1 * tape.gradient(loss, self.weights)
+            after = tf.reduce_mean(tf.square(x @ fast) ** 2)
+        return after, outer.gradient(after, self.weights)
+
+    def penalty(self, x):
+        """The gradient of a norm of gradients for rows."""
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                score = tf.reduce_sum(tf.tanh(x @ self.weights), 1)
+            norms = tf.norm(tape.gradient(score, x), axis=1)
+            loss = tf.reduce_mean((norms - 1) ** 2)
+        return loss, outer.gradient(loss, self.weights)
+
+    def condition(self, x):
+        """A branch on what all rows decide."""
+        loss = tf.reduce_mean(x)
+
+        def add():
+            return self.total.assign_add(loss)
+
+        return tf.cond(loss > -10.0, add, lambda: self.total.assign(0.0))
+
+    def inside(self, x):
+        """A function that is called, and changes something."""
+
+        @tf.function
+        def add(x):
+            self.total.assign_add(tf.reduce_sum(x))
+            return x * 2
+
+        return add(x), self.total.read_value()
+
+
+NAMES = [name for name in vars(Functions) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("towers", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_towers_compute_what_one_device_does(name, towers):
+    theirs, ours = Functions(), Functions()
+    call, _ = partitioned(getattr(ours, name), towers)
+    one = tf.function(getattr(theirs, name), autograph=False)
+    for rows in (ROWS, ROWS[:5], ROWS[:1]):
+        found, wanted = call(tf.constant(rows)), one(tf.constant(rows))
+        tf.nest.assert_same_structure(found, wanted)
+        for mine, other in zip(
+            tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True
+        ):
+            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+    for mine, other in ((ours.weights, theirs.weights), (ours.total, theirs.total)):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)

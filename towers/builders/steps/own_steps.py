@@ -1,0 +1,100 @@
+"""Steps that a model defines itself, such as its own `train_step`, on towers."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.builders.common import Pieces
+from towers.builders.steps.keras_steps import Scope, train_function
+from towers.collectives import batch
+from towers.partition.partitioned import Partitioned
+from towers.partition.trace import Trace
+from towers.tower.build import overrides
+
+_STEPS = "train_step", "test_step", "predict_step"
+
+
+def has_own_steps(model: keras.Model) -> bool:
+    """Tells whether a model defines a step itself."""
+    return any(overrides(model, step) for step in _STEPS)
+
+
+@dataclasses.dataclass
+class OwnSteps:
+    """The steps of a model that defines one of them itself, as one device has them."""
+
+    pieces: Pieces
+
+    def __post_init__(self):
+        self._partitioned: dict[Any, Partitioned] = {}
+        self._created: set[str] = set()
+
+    def train_step(
+        self, data: Any, local_batches: Sequence[Any] | None = None
+    ) -> dict[str, tf.Tensor]:
+        """Trains on one global batch; see `TrainStep.train_step`."""
+        return self._run("train_step", data, local_batches)
+
+    def test_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Evaluates one global batch; returns the logs of the model's own step."""
+        return self._run("test_step", data)
+
+    def predict_step(self, data: Any) -> Any:
+        """Computes the outputs of one global batch: a nest of tensors."""
+        return self._run("predict_step", data)
+
+    def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
+        """Makes the function that Keras's `fit` calls; see `train_function`."""
+        return train_function(
+            self.pieces, self.train_step, scope, self.create_variables
+        )
+
+    def create_variables(self, data: Any) -> None:
+        """Has a step create what it creates late; `data` is a batch, or its specs."""
+        self._create("train_step", data)
+
+    def _create(self, step, data):
+        """Traces a step for nothing but the variables that it creates."""
+        context = self.pieces.context
+        if step in self._created or context.model.run_eagerly:
+            return
+        self._created.add(step)
+        # Not in an `init_scope`, where no tape records.
+        with tf.device(context.plan.home):
+            Trace(getattr(context.model, step), _local_spec(data))
+
+    def _run(self, step, data, local_batches=None):
+        context, plan = self.pieces.context, self.pieces.context.plan
+        model = context.model
+        batch.check_rows(data)
+        self._create(step, data)
+        if model.run_eagerly:
+            line = (
+                f"Model '{model.name}' runs its own {step} eagerly, so one device "
+                "computes all of each batch; towers are for graphs."
+            )
+            context.say([line])
+            with tf.device(plan.home):
+                return getattr(model, step)(data)
+        data = tf.nest.map_structure(batch.as_tensor, data)
+        spec = _local_spec(data)
+        found = self._partitioned.get((step, str(spec)))
+        if found is None:
+            found = Partitioned(getattr(model, step), spec)
+            self._partitioned[step, str(spec)] = found
+            context.say(found.lines(f"The {step} of model '{model.name}'"))
+        if local_batches is None:
+            local_batches = self.pieces.batches.place(data)
+        return found(plan, local_batches, batch.batch_size(data))
+
+
+def _local_spec(data):
+    def without_rows(spec):
+        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank == 0:
+            return spec
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+    return tf.nest.map_structure(without_rows, batch.specs(data))

@@ -1,0 +1,1 @@
+"""Any function of a batch on several towers, as on one device."""

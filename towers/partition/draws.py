@@ -1,0 +1,60 @@
+"""Random numbers of the whole batch, each tower's rows of them.
+
+TensorFlow's stateless random numbers come from a counter (Salmon et al. 2011): the n-th
+block of them from the counter plus n. So a tower draws its rows alone, by a counter
+that is ahead by what the rows before take.
+"""
+
+import tensorflow as tf
+
+# Each number takes as much of the counter as any other. Theirs are blocks of 16 bytes.
+SKIPPABLE = set(
+    """StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
+    StatelessRandomUniformIntV2 StatelessRandomUniformV2""".split()
+)
+_SHAPE, _KEY, _COUNTER = range(3)
+
+
+def function_of(op: tf.Operation) -> tf.types.experimental.ConcreteFunction:
+    """Returns a function that draws a tower's rows of what an operation draws.
+
+    It takes what the operation takes, and behind that the number of the tower's first
+    example, and how many it has: an int64 vector.
+
+    Args:
+        op: One of a type in `SKIPPABLE`. It draws as many numbers for each example, one
+            example behind the other.
+    """
+    draw = getattr(tf.raw_ops, op.type)
+    names = [each.name for each in op.op_def.input_arg]
+    numbers = 4 if op.outputs[0].dtype.size <= 4 else 2
+    options = {}
+    if "dtype" in op.node_def.attr and "minval" not in names:
+        options["dtype"] = op.outputs[0].dtype
+    rank = op.outputs[0].shape.rank
+
+    def rows(*values):
+        *values, (first, size) = *values[:-1], tf.unstack(values[-1])
+        shape = tf.cast(values[_SHAPE], tf.int64)
+        count = tf.reduce_prod(shape)
+        start = first * tf.math.floordiv(count, tf.maximum(size, 1))
+        ahead = tf.cast(tf.math.floordiv(start, numbers), tf.uint64)
+        low, high = tf.unstack(values[_COUNTER])
+        moved = low + ahead
+        high += tf.cast(moved < low, tf.uint64)
+        given = dict(zip(names, values, strict=True))
+        given["shape"] = [count + numbers]
+        given["counter"] = tf.stack([moved, high])
+        begin = tf.math.floormod(start, numbers)
+        found = draw(**given, **options)[begin : begin + count]
+        found = tf.reshape(found, shape)
+        found.set_shape([None] * rank if rank is not None else None)
+        return found
+
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in op.inputs]
+    return _traced(rows, *specs, tf.TensorSpec([2], tf.int64))
+
+
+def _traced(function, *specs):
+    with tf.device(None):
+        return tf.function(function, autograph=False).get_concrete_function(*specs)

@@ -1,0 +1,166 @@
+"""Runs a function of a batch on several towers, as one device would."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.analysis.dependence import EXTREMES
+from towers.analysis.kinds import COLUMNS, COUPLED, MEAN, NONE, ROWS, SHAPE, SIZE, SUM
+from towers.analysis.layer_calls import key
+from towers.collectives import batch, packing, reduce
+from towers.partition.errors import PartitionError, where
+from towers.partition.phases import phases
+from towers.partition.placement import Placement
+from towers.partition.trace import Trace
+from towers.plan import Plan
+
+
+class Partitioned:
+    """A function of a batch, traced and divided among home and towers.
+
+    Attributes:
+        trace: The function as it was traced.
+        placement: Where its operations run.
+        phases: What runs in one go, in order.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], spec: Any):
+        """Traces a function of a batch; see `Trace`."""
+        try:
+            self.trace = Trace(function, spec)
+            self.placement = Placement(self.trace)
+        except PartitionError:
+            # Operations within a layer are needed outside: all are read one by one.
+            self.trace = Trace(function, spec, knows_regions=False)
+            self.placement = Placement(self.trace)
+        self.phases = phases(self.trace, self.placement)
+
+    def lines(self, name: str) -> Sequence[str]:
+        """Says what the function, of some name, cannot compute on towers."""
+        return self.placement.lines(name)
+
+    def __call__(
+        self, plan: Plan, local_batches: Sequence[Any], size: int | tf.Tensor
+    ) -> Any:
+        """Adds a call to the graph being built.
+
+        Args:
+            plan: Which towers compute, and where home is.
+            local_batches: What each tower has of the batch, on its device.
+            size: Number of examples of the batch.
+
+        Returns:
+            What the function returns for the whole batch, at home.
+        """
+        call = _Call(self, plan, local_batches, size)
+        for phase in self.phases:
+            call.run(phase)
+        with tf.device(plan.home):
+            flat = [call.at_home(tensor) for tensor in self.trace.returned]
+        return self.trace.packed(flat)
+
+
+class _Call:
+    """One call of a partitioned function: what home and towers have made so far."""
+
+    def __init__(self, partitioned, plan, local_batches, size):
+        self._partitioned, self._plan = partitioned, plan
+        self._placement = partitioned.placement
+        self._bounds = plan.bounds(size)
+        self._sizes = plan.sizes(size)
+        self._fractions = plan.fractions(self._sizes, size)
+        trace = partitioned.trace
+        self._home: dict[Any, tf.Tensor] = {}
+        self._towers: list[dict[Any, tf.Tensor]] = []
+        for local, fraction in zip(local_batches, self._fractions, strict=True):
+            given = tf.nest.flatten([trace.batch], expand_composites=True)
+            values = tf.nest.flatten([local], expand_composites=True)
+            pairs = zip(given, values, strict=True)
+            mine = {key(t): value for t, value in pairs if t is not None}
+            self._towers.append({**mine, key(trace.fraction): fraction})
+        # What has been sent to a tower.
+        self._sent: list[dict[Any, tf.Tensor]] = [{} for _ in local_batches]
+
+    def run(self, phase):
+        """Runs a phase, at home or on each tower."""
+        if not phase.place.on_towers:
+            with tf.device(self._plan.home), tf.name_scope("home"):
+                values = [self.at_home(taken.tensor) for taken in phase.takes]
+                made = phase(values)
+            self._home.update(zip(map(key, phase.makes), made, strict=True))
+            return
+        for taken in phase.takes:
+            if taken.whole:
+                with tf.device(self._plan.home):
+                    self.at_home(taken.tensor)
+        for k, tower in enumerate(self._plan.towers):
+            # The first of all towers always has an example, unless there is none.
+            known = isinstance(self._sizes[k], int) and self._sizes[k] > 0
+            guard = None if known or tower.index == 0 else self._sizes[k]
+            with tf.device(tower.device), tf.name_scope(f"tower_{k}"):
+                values = [self._on_tower(k, *taken) for taken in phase.takes]
+                if phase.draws:
+                    rows = [self._bounds[k][0], self._sizes[k]]
+                    values.append(tf.cast(tf.stack(rows), tf.int64))
+                if guard is not None:
+                    guard = tf.convert_to_tensor(guard)
+                made = phase(values, guard)
+            self._towers[k].update(zip(map(key, phase.makes), made, strict=True))
+
+    def at_home(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the whole batch's value of a tensor, at home."""
+        if tensor.op.type == "Const":
+            return tf.constant(tf.get_static_value(tensor), tensor.dtype)
+        if self._placement.is_captured(tensor):
+            return self._placement.outside(tensor)
+        if key(tensor) not in self._home:
+            parts = [made[key(tensor)] for made in self._towers]
+            self._home[key(tensor)] = self._combine(tensor, parts)
+        return self._home[key(tensor)]
+
+    def _on_tower(self, k, tensor, whole):
+        """A tensor as a tower takes it: its own, or what home sends."""
+        if not whole and key(tensor) in self._towers[k]:
+            return self._towers[k][key(tensor)]
+        if key(tensor) not in self._sent[k]:
+            value = self._home[key(tensor)]
+            if not whole and self._placement.kind(tensor) is ROWS:
+                value = batch.take(value, *self._bounds[k])
+            self._sent[k][key(tensor)] = packing.copy(value)
+        return self._sent[k][key(tensor)]
+
+    def _combine(self, tensor, parts):
+        """Makes the whole batch's value of what the towers have."""
+        kind = self._placement.kind(tensor)
+        if kind is NONE:
+            return parts[0]
+        if kind is ROWS:
+            return batch.join(parts, self._sizes)
+        if kind is COLUMNS:
+            return tf.concat(parts, axis=1)
+        if kind is SHAPE:
+            rows = tf.add_n([part[:1] for part in parts])
+            return tf.concat([rows, parts[0][1:]], axis=0)
+        if kind in (SUM, SIZE):
+            return reduce.add(parts)
+        if kind is MEAN:
+            (found,) = reduce.combine_totals(
+                [[part] for part in parts], self._fractions, [(kind, "")]
+            )
+            return found
+        if kind is COUPLED:
+            return self._extreme(tensor.op.type, parts)
+        raise PartitionError(
+            f"'{tensor.name}'{where(tensor.op)} cannot be put together from what "
+            "towers compute of their rows."
+        )
+
+    def _extreme(self, kind, parts):
+        # What a tower without rows has counts for nothing.
+        first = parts[0]
+        some = [
+            tf.where(size > 0, part, first)
+            for part, size in zip(parts, self._sizes, strict=True)
+        ]
+        return EXTREMES[kind](tf.stack(some), axis=0)

@@ -1,0 +1,308 @@
+"""Decides where each operation of a traced function runs: on the towers, or at home.
+
+What has one row an example runs on each tower, with the tower's rows. Sums and means
+over examples run there, too, and each tower has its part of them: they are added where
+something takes them that is not linear, such as an optimizer, a metric, or a norm. What
+does not depend on examples runs once, at home, and so does what lets examples meet, on
+the rows of all towers. Compilers call this partitioning by propagated shardings (GSPMD,
+Xu et al. 2021): a tensor is split by rows, replicated, or partial.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import keras
+import tensorflow as tf
+
+from towers.analysis import effects
+from towers.analysis.kinds import (
+    COLUMNS,
+    COUPLED,
+    MEAN,
+    PACKED,
+    ROWS,
+    SHAPE,
+    SIZE,
+    SUM,
+    UNKNOWN,
+    Dependence,
+)
+from towers.analysis.layer_calls import key
+from towers.analysis.operations import STATELESS_DRAWS
+from towers.keras_adapter.graphs import is_stateful
+from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.variables import value_behind
+from towers.partition import draws
+from towers.partition.errors import PartitionError, where
+from towers.partition.trace import Region, Trace
+
+# What towers have of a tensor, so that it makes the batch's.
+_ON_TOWERS = COLUMNS, MEAN, PACKED, ROWS, SHAPE, SIZE, SUM
+# By type, the place of the shape among what a stateful operation takes that draws.
+_STATEFUL_DRAWS = {
+    "RandomStandardNormal": 0,
+    "RandomUniform": 0,
+    "RandomUniformInt": 0,
+    "TruncatedNormal": 0,
+    "RngReadAndSkip": None,
+    "StatefulStandardNormalV2": 2,
+    "StatefulTruncatedNormal": 2,
+    "StatefulUniform": 2,
+    "StatefulUniformFullInt": 2,
+    "StatefulUniformInt": 2,
+}
+_SHAPE_OF_DRAW = dict.fromkeys(STATELESS_DRAWS | draws.SKIPPABLE, 0) | _STATEFUL_DRAWS
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Place:
+    """Where and when an operation runs.
+
+    Attributes:
+        level: What is of one level runs in one go: first home, then the towers.
+        on_towers: Whether it runs on each tower.
+    """
+
+    level: int
+    on_towers: bool
+
+
+class Placement:
+    """Where the operations of a traced function run.
+
+    Attributes:
+        places: By name, the place of each operation that is needed; constants have
+            none, as whoever takes one has it.
+        order: Those operations, each behind what it takes.
+        gathered: What lets examples meet, and so runs at home on rows of all towers.
+    """
+
+    def __init__(self, trace: Trace):
+        """Places the operations.
+
+        Raises:
+            PartitionError: Something can neither run on towers nor at home.
+        """
+        self._trace, self._reader = trace, trace.reader
+        self.places: dict[str, Place] = {}
+        self.gathered: list[tf.Operation] = []
+        self._by_design: dict[object, Dependence] = {}
+        self._made_at_home: set[object] = set()
+        self._handles = {
+            key(inside): outside for outside, inside in trace.graph.captures
+        }
+        batch = tf.nest.flatten([trace.batch, trace.fraction], expand_composites=True)
+        self._given = {key(t) for t in batch if t is not None}
+        self.roots = [*self._roots()]
+        self.order = self._needed()
+        self._on_towers: dict[str, bool | None] = {}
+        for op in self.order:
+            self._on_towers[op.name] = self._decide(op)
+        self._decide_others()
+        for op in self.order:
+            if op.type != "Const":
+                level = self._level(op)
+                self.places[op.name] = Place(level, bool(self._on_towers[op.name]))
+
+    def kind(self, tensor: tf.Tensor) -> Dependence:
+        """Tells how the towers' values of a tensor make the batch's."""
+        if self.is_extreme(tensor):
+            return COUPLED
+        found = self._by_design.get(key(tensor)) or self._trace.added.get(key(tensor))
+        return found or self._reader.of(tensor)
+
+    def is_extreme(self, tensor: tf.Tensor) -> bool:
+        """Tells whether a tensor is the largest or smallest value over the rows."""
+        return key(tensor) in self._reader.extremes
+
+    def takes_total(self, op: tf.Operation, index: int) -> bool:
+        """Tells whether an operation takes the whole batch's value of an input."""
+        return self._trace.is_total(op, index)
+
+    def is_given(self, tensor: tf.Tensor) -> bool:
+        """Tells whether a tensor is a part of the batch, or the tower's fraction."""
+        return key(tensor) in self._given
+
+    def is_captured(self, tensor: tf.Tensor) -> bool:
+        """Tells whether a tensor comes from outside of the function."""
+        return key(tensor) in self._handles
+
+    def outside(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the tensor that one of those stands for."""
+        return self._handles[key(tensor)]
+
+    def is_on_towers(self, tensor: tf.Tensor) -> bool:
+        """Tells whether each tower makes a tensor, or is given its part of it."""
+        if self.is_given(tensor):
+            return True
+        return bool(self._on_towers.get(tensor.op.name))
+
+    def _roots(self) -> Iterator[tf.Operation]:
+        """What has to run: what makes the outputs, and all that does something."""
+        for tensor in self._trace.returned:
+            yield tensor.op
+        graph = self._trace.graph
+        for effect in effects.of(graph.get_operations()):
+            op = graph.get_operation_by_name(effect.name)
+            if effect.type not in effects.RANDOM:
+                yield op
+        for op in graph.get_operations():
+            if op.type == "Assert":
+                yield op
+
+    def _needed(self):
+        """All operations that the roots need, in the order in which they were made."""
+        waiting, seen = [*self.roots], set()
+        while waiting:
+            op = waiting.pop()
+            if op.name in seen:
+                continue
+            seen.add(op.name)
+            waiting += [tensor.op for tensor in op.inputs]
+        skipped = {name for _, name in {*self._given, *self._handles}}
+        return [
+            op
+            for op in self._trace.graph.get_operations()
+            if op.name in seen and not (op.outputs and op.outputs[0].name in skipped)
+        ]
+
+    def _region(self, op) -> Region | None:
+        region = self._trace.regions.get(op.name)
+        if region is None or region.layer is None:
+            return region
+        graph, kinds = self._trace.graph, []
+        for _, name in region.outputs:
+            kinds.append(self._reader.of(graph.get_tensor_by_name(name)))
+        return None if {*kinds} & {COUPLED, UNKNOWN} else region
+
+    def _is_touched(self, op):
+        """Whether it takes something of a tower, or rows of what is made at home."""
+        return any(
+            (self.is_on_towers(t) and not self.takes_total(op, i))
+            or key(t) in self._made_at_home
+            for i, t in enumerate(op.inputs)
+        )
+
+    def _decide(self, op):
+        """Where it runs: True on towers, False at home, `None` where that is alike."""
+        touched, region = self._is_touched(op), self._region(op)
+        if op.type == "Const":
+            return None
+        if op.type in _SHAPE_OF_DRAW:
+            return self._decide_draw(op, touched)
+        if any(effects.of([op])):
+            self._note_statistics(op, region)
+            return False
+        if region is not None or op.type in ("Assert", "NoOp"):
+            return True if touched else _alike(op)
+        kinds = {self._reader.of(tensor) for tensor in op.outputs}
+        if not touched and not kinds & {*_ON_TOWERS}:
+            return _alike(op)
+        if kinds & {*_ON_TOWERS} or any(
+            key(t) in self._reader.extremes for t in op.outputs
+        ):
+            return True
+        if kinds & {COUPLED, UNKNOWN}:
+            self.gathered.append(op)
+            return False
+        return _alike(op)
+
+    def _decide_draw(self, op, touched):
+        place = _SHAPE_OF_DRAW[op.type]
+        if place is None or not touched:
+            return False
+        if op.type in draws.SKIPPABLE:
+            return True
+        kind = self._reader.of(op.inputs[place])
+        if kind is SHAPE or (kind is SIZE and op.inputs[place].shape.rank == 1):
+            # Drawn for the whole batch, and cut.
+            self._made_at_home.update(key(t) for t in op.outputs)
+            self._reader.know({key(t): ROWS for t in op.outputs})
+        return False
+
+    def _note_statistics(self, op, region):
+        """Notes that BatchNormalization's statistics are means, by design."""
+        if region is None or region.layer is None or not op.inputs:
+            return
+        handle = self._handles.get(key(op.inputs[0]))
+        for layer in layers_of(region.layer):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                for variable in layer.non_trainable_variables:
+                    if value_behind(variable).handle is handle:
+                        self._by_design[key(op.inputs[1])] = MEAN
+
+    def _decide_others(self):
+        """Has towers compute what is alike, where nobody else needs it."""
+        on_towers: dict[str, bool] = {}
+        for op in self.roots:
+            on_towers.setdefault(op.name, False)
+        for op in reversed(self.order):
+            if self._on_towers[op.name] is None:
+                self._on_towers[op.name] = on_towers.get(op.name, False)
+            mine = bool(self._on_towers[op.name])
+            for i, tensor in enumerate(op.inputs):
+                here = mine and not self.takes_total(op, i)
+                name = tensor.op.name
+                on_towers[name] = on_towers.get(name, True) and here
+
+    def _level(self, op):
+        mine, level = bool(self._on_towers[op.name]), 0
+        for i, tensor in enumerate(op.inputs):
+            place = self.places.get(tensor.op.name)
+            if self.is_given(tensor):
+                away = not mine or self.takes_total(op, i)
+                level = max(level, int(away))
+                if away:
+                    self._check_combined(op, tensor)
+            if place is None:
+                continue
+            away = place.on_towers and (not mine or self.takes_total(op, i))
+            level = max(level, place.level + away)
+            if away:
+                self._check_combined(op, tensor)
+        for place in self._places_before(op):
+            level = max(level, place.level + (place.on_towers and not mine))
+        return level
+
+    def _places_before(self, op):
+        """The places of what has to run before an operation, whatever it takes."""
+        waiting, seen = [*op.control_inputs], set()
+        while waiting:
+            before = waiting.pop()
+            if before.name in seen:
+                continue
+            seen.add(before.name)
+            if (place := self.places.get(before.name)) is not None:
+                yield place
+            elif before.type == "NoOp":
+                waiting += before.control_inputs
+
+    def _check_combined(self, op, tensor):
+        """Refuses what cannot be put together from what the towers have."""
+        if self.kind(tensor) in (COUPLED, UNKNOWN) and (
+            key(tensor) not in self._reader.extremes
+        ):
+            raise PartitionError(
+                f"Operation '{op.name}' ({op.type}){where(op)} takes "
+                f"'{tensor.name}', which cannot be put together from what towers "
+                f"compute of their rows, because of {self._reader.why(tensor)}."
+            )
+
+    def lines(self, name: str) -> Sequence[str]:
+        """Says what runs at home on the rows of all towers, for a function's name."""
+        gathered = {op.name for op in self.gathered}
+        first = [
+            op for op in self.gathered if not {t.op.name for t in op.inputs} & gathered
+        ]
+        places = dict.fromkeys(f"'{op.type}'{where(op)}" for op in first)
+        if not places:
+            return []
+        return [
+            f"{name} computes on one device, with the rows of all towers: "
+            f"{', '.join([*places][:5])}."
+        ]
+
+
+def _alike(op: tf.Operation) -> bool | None:
+    """Where an operation runs that gives the same everywhere: at home if it must."""
+    return False if is_stateful(op) else None

@@ -1,0 +1,260 @@
+"""Traces a function of a batch once, as it stands, and notes what made what.
+
+The function is the user's: a `train_step`, a loss, or anything else that TensorFlow can
+trace. It reads and assigns variables as it does on one device. Nothing is replaced but
+three things: gradients are taken of each tower's part of what is differentiated,
+BatchNormalization and the optimizers use fused kernels, and functions that the function
+calls are traced in its place, so that all operations are in one graph.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from towers.analysis.dependence import Edge, Reader
+from towers.analysis.kinds import MEAN, NONE, ROWS, SUM, Dependence
+from towers.analysis.layer_calls import key, recorded_layers
+from towers.keras_adapter.graphs import FUNCTION_CALL, GRADIENT
+from towers.keras_adapter.layers import LAYER_CALL
+from towers.keras_adapter.patching import patched
+from towers.layers import fused
+
+
+class Region(NamedTuple):
+    """Operations whose result is known as a whole, whatever each of them does.
+
+    Attributes:
+        outputs: The keys of what they return.
+        layer: The layer that they are of; `None` for those of a gradient.
+    """
+
+    outputs: Sequence[Any]
+    layer: keras.layers.Layer | None = None
+
+
+class Trace:
+    """A function of a batch, traced once.
+
+    Attributes:
+        graph: Its graph.
+        batch: What stands for the batch in it: a nest of tensors.
+        fraction: What stands for the part of the batch that a tower has: a scalar.
+        returned: The tensors that the function returns.
+        reader: Tells how tensors depend on the examples.
+        added: The keys of gradients of variables, which are added over the towers at
+            once, whoever takes them.
+        regions: By the name of an operation, the outermost region that it is in.
+        variables: By the key of what stands for a variable's handle, the variable.
+    """
+
+    def __init__(
+        self, function: Callable[[Any], Any], spec: Any, knows_regions: bool = True
+    ):
+        """Traces a function.
+
+        Args:
+            function: Takes a batch.
+            spec: The `tf.TypeSpec`s of a local batch, with an unknown number of rows.
+            knows_regions: Whether layers and gradients are known as a whole. If not,
+                each of their operations is read by itself.
+        """
+        self._knows_regions = knows_regions
+        self.regions: dict[str, Region] = {}
+        self.added: dict[Any, Dependence] = {}
+
+        def step(batch, fraction):
+            self.graph = tf.compat.v1.get_default_graph()
+            self.batch, self.fraction = batch, fraction
+            with self._reading(batch), _in_one_graph(self.graph):
+                with fused.batch_normalization(), fused.updates():
+                    return function(batch)
+
+        with tf.device(None):
+            traced = tf.function(step, autograph=False)
+            self.concrete = traced.get_concrete_function(
+                spec, tf.TensorSpec([], tf.float32)
+            )
+        self.returned = [*map(_source, self.concrete.outputs)]
+
+    def packed(self, values: Sequence[tf.Tensor]) -> Any:
+        """Returns values in the structure of what the function returns."""
+        values = iter(values)
+        like = self.concrete.structured_outputs
+        flat = tf.nest.flatten(like, expand_composites=True)
+        every = [next(values) if tf.is_symbolic_tensor(each) else each for each in flat]
+        return tf.nest.pack_sequence_as(like, every, expand_composites=True)
+
+    @contextlib.contextmanager
+    def _reading(self, batch) -> Iterator[None]:
+        with recorded_layers() as calls:
+            self.reader = Reader(batch, calls, meets=self._is_read)
+            self._calls = calls
+            if not self._knows_regions:
+                self.reader = Reader(batch, {}, meets=self._is_read)
+                yield
+                return
+            with patched(LAYER_CALL, self._call), patched(GRADIENT, self._gradient):
+                yield
+
+    def _is_read(self, op):
+        """Whether what an operation does counts, as it is in no region."""
+        return op.name not in self.regions
+
+    @contextlib.contextmanager
+    def _made(self) -> Iterator[list[tf.Operation]]:
+        """Fills in the operations that are made inside."""
+        before, made = len(self.graph.get_operations()), []
+        yield made
+        made.extend(self.graph.get_operations()[before:])
+
+    def _here(self):
+        return tf.compat.v1.get_default_graph() is self.graph
+
+    def _call(self, original, layer, *args, **kwargs):
+        if not self._here():
+            return original(layer, *args, **kwargs)
+        with self._made() as made:
+            outputs = original(layer, *args, **kwargs)
+        keys = [
+            key(t)
+            for t in tf.nest.flatten(outputs, expand_composites=True)
+            if tf.is_symbolic_tensor(t)
+        ]
+        calls = [self._calls[each] for each in keys if each in self._calls]
+        if any(call.trusted and call.layer is layer for call in calls):
+            region = Region(keys, layer)
+            self.regions.update((op.name, region) for op in made)
+        return outputs
+
+    def _gradient(
+        self,
+        original,
+        tape,
+        target,
+        sources,
+        output_gradients=None,
+        unconnected_gradients=tf.UnconnectedGradients.NONE,
+    ):
+        """Takes a gradient of each tower's part of the target, where it has one."""
+        flat = tf.nest.flatten(target)
+        symbolic = all(tf.is_symbolic_tensor(each) for each in flat)
+        kinds = [self.reader.of(each) for each in flat] if symbolic else []
+        if (
+            not self._here()
+            or not {*kinds} & {MEAN, ROWS, SUM}
+            or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
+            or self._crosses(flat, tf.nest.flatten(sources))
+        ):
+            # Each operation of the gradient is read by itself, as any other.
+            return original(
+                tape, target, sources, output_gradients, unconnected_gradients
+            )
+        given = (
+            [None] * len(flat)
+            if output_gradients is None
+            else tf.nest.flatten(output_gradients)
+        )
+        with self._made() as made:
+            seeds = [*map(self._seed, flat, kinds, given)]
+            found = original(tape, flat, sources, seeds, unconnected_gradients)
+            found = tf.nest.map_structure(
+                lambda each: None if each is None else tf.identity(each), found
+            )
+        of_rows = [
+            tf.is_symbolic_tensor(each) and self.reader.of(each) is ROWS
+            for each in tf.nest.flatten(sources)
+        ]
+        known = {}
+        for gradient, rows in zip(tf.nest.flatten(found), of_rows, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                # Those of all towers, one behind the other, are the batch's.
+                known |= {key(gradient.values): ROWS, key(gradient.indices): ROWS}
+                if gradient.dense_shape is not None:
+                    known[key(gradient.dense_shape)] = NONE
+            elif gradient is not None:
+                known[key(gradient)] = ROWS if rows else NONE
+                if not rows:
+                    self.added[key(gradient)] = SUM
+        self.reader.know(known)
+        region = Region([*known])
+        self.regions.update((op.name, region) for op in made)
+        return found
+
+    def _crosses(self, targets, sources):
+        """Whether a total of the batch, which depends on the sources, is on the way.
+
+        Then the gradient of a tower's part is not a part of the gradient.
+        """
+        handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
+        starts = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
+        starts |= {
+            key(inside)
+            for outside, inside in self.graph.captures
+            if id(outside) in handles
+        }
+        totals = [
+            op.inputs[i]
+            for op in _behind(targets)
+            for i in range(len(op.inputs))
+            if self.is_total(op, i)
+        ]
+        return any(
+            key(tensor) in starts
+            for op in _behind(totals)
+            for tensor in (*op.inputs, *op.outputs)
+        )
+
+    def is_total(self, op: tf.Operation, index: int) -> bool:
+        """Tells whether an operation takes the whole batch's value of an input."""
+        tensor = op.inputs[index]
+        if Edge(op.name, index) in self.reader.totals:
+            return True
+        if key(tensor) in self.reader.extremes:
+            return True
+        # Within a gradient of a gradient, each tower has its own part.
+        region = self.regions.get(op.name)
+        inside = region is not None and region.layer is None
+        return key(tensor) in self.added and not inside
+
+    def _seed(self, target, kind, given):
+        """The gradient of the whole batch's target, with respect to a tower's part."""
+        if kind in (ROWS, SUM):
+            return tf.ones_like(target) if given is None else given
+        fraction = tf.cast(self.fraction, target.dtype)
+        if given is None:
+            return tf.broadcast_to(fraction, tf.shape(target))
+        return fraction * given
+
+
+@contextlib.contextmanager
+def _in_one_graph(graph: tf.Graph) -> Iterator[None]:
+    """Inside, functions that are called in a graph are traced in place."""
+
+    def call(original, function, *args, **kwargs):
+        if tf.compat.v1.get_default_graph() is not graph:
+            return original(function, *args, **kwargs)
+        return function.python_function(*args, **kwargs)
+
+    with patched(FUNCTION_CALL, call):
+        yield
+
+
+def _behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
+    """Yields the operations through which a gradient of some tensors flows."""
+    waiting, seen = [tensor.op for tensor in tensors], set()
+    while waiting:
+        op = waiting.pop()
+        if op.name not in seen and op.type != "StopGradient":
+            seen.add(op.name)
+            yield op
+            waiting += [each.op for each in op.inputs if not each.dtype.is_integer]
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """What an output of a function stands for, without what has to come before."""
+    while tensor.op.type == "Identity" and tensor.op.control_inputs:
+        tensor = tensor.op.inputs[0]
+    return tensor
