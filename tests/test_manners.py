@@ -82,8 +82,8 @@ def test_tensorflow_is_imported_when_it_is_needed():
 
 
 NAMES = {
-    towers: "Parity Trained TowerModel callbacks check_parity configure load_model "
-    "multi_gpu_model numerics",
+    towers: "GradientStep GradientTowers Parity Trained TowerModel callbacks "
+    "check_parity configure load_model multi_gpu_model numerics parallelize",
     parity: "Parity Row check_parity",
     input_pipeline: "ADVICE CACHES RECIPES ArraySource BadRecordError Mix Pipeline "
     "Scaling Source SourceOptions Target blame_records cached find_bad_record "

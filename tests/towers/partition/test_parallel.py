@@ -1,0 +1,117 @@
+"""Functions and loops of one's own, on towers."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import towers
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=[7, 4]).astype("float32")
+Y = RANDOM.normal(size=[7, 1]).astype("float32")
+
+
+def _close(ours, theirs):
+    tf.nest.assert_same_structure(ours, theirs)
+    for mine, other in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [7, 2, 1])
+def test_a_plain_function(rows):
+    add = towers.parallelize(tf.add, gpus=3)
+    _close(add(X[:rows], X[:rows]), 2 * X[:rows])
+
+
+def test_nests_and_scalars():
+    def scaled(batch, factor):
+        return {"rows": batch["x"] * factor, "sum": tf.reduce_sum(batch["x"])}
+
+    found = towers.parallelize(scaled, gpus=2)({"x": X}, 3.0)
+    _close(found, {"rows": tf.constant(3 * X), "sum": tf.constant(X.sum())})
+
+
+def test_rows_of_different_number_are_refused():
+    with pytest.raises(ValueError, match=r"7 examples in which .* has 6 rows"):
+        towers.parallelize(tf.matmul, gpus=2)(X, X[:6])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_it_can_be_differentiated(inside):
+    weights = tf.Variable(RANDOM.normal(size=[4, 3]).astype("float32"))
+
+    def layer(x):
+        return tf.nn.silu(x @ weights)
+
+    def gradients(function, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(function(x) ** 2)
+        return tape.gradient(loss, [x, weights])
+
+    ours = towers.parallelize(layer, gpus=2)
+    differentiate = tf.function(gradients, autograph=False) if inside else gradients
+    _close(differentiate(ours, tf.constant(X)), gradients(layer, tf.constant(X)))
+
+
+def _loop(optimizer, step, apply):
+    for end in (7, 4, 1):
+        for _ in range(3):
+            loss, gradients, *_ = step(X[:end], Y[:end])
+            apply(optimizer, gradients)
+    return loss
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+def test_a_loop_of_ones_own(gpus):
+    weights, losses = [], []
+    for on_towers in (True, False):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(8, "relu"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+
+        def loss_fn(x, y, model=model):
+            error = model(x) - y
+            return tf.reduce_mean(error**2), error
+
+        def plain(x, y, model=model, loss_fn=loss_fn):
+            with tf.GradientTape() as tape:
+                loss, _ = loss_fn(x, y)
+            return loss, tape.gradient(loss, model.trainable_variables)
+
+        optimizer, step, apply = keras.optimizers.Adam(0.01), plain, None
+        if on_towers:
+            step = towers.GradientTowers(loss_fn, model.trainable_variables, gpus)
+            apply = step.apply
+        else:
+
+            def apply(optimizer, gradients, model=model):
+                optimizer.apply(gradients, model.trainable_variables)
+
+        losses.append(_loop(optimizer, step, apply))
+        weights.append([variable.numpy() for variable in model.variables])
+    _close(losses[0], losses[1])
+    _close(*weights)
+
+
+def test_what_is_beside_the_loss():
+    scale = tf.Variable(2.0)
+    step = towers.GradientTowers(
+        lambda x: (tf.reduce_mean(x * scale), {"rows": x + 1}), [scale], gpus=2
+    )
+    found = step(X)
+    _close(found.aux, {"rows": tf.constant(X + 1)})
+    _close(found.gradients, [tf.constant(X.mean())])
+
+
+def test_a_loss_for_each_example_is_refused():
+    scale = tf.Variable(2.0)
+    step = towers.GradientTowers(lambda x: x[:, 0] * scale, [scale], gpus=2)
+    with pytest.raises(ValueError, match="expected a scalar"):
+        step(X)
+
+
+def test_no_variables_are_refused():
+    with pytest.raises(ValueError, match="no variables"):
+        towers.GradientTowers(tf.reduce_mean, [], gpus=2)

@@ -1,0 +1,270 @@
+"""Functions and loops of one's own on several devices, with or without Keras."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from towers import devices
+from towers.analysis.kinds import ROWS
+from towers.collectives import batch
+from towers.collectives.hosts import this_host
+from towers.devices import HOST, is_gpu
+from towers.keras_adapter.variables import value_behind
+from towers.layers import fused
+from towers.loop.loop import flat, pack
+from towers.partition.partitioned import Partitioned
+from towers.plan import Plan
+from towers.program.voice import say
+
+
+def parallelize(
+    function: Callable[..., Any],
+    gpus: int | Sequence[int] | Sequence[str] | None = None,
+) -> Callable[..., Any]:
+    """Makes a function of a batch compute on several devices, as on one.
+
+    The function is traced once, with an unknown number of rows. What has one row an
+    example is computed on each device, with its rows; sums and means over examples are
+    added. What lets examples meet is computed on one device, with all rows, and a line
+    says so. Variables that the function assigns get the values of the whole batch.
+
+    Examples:
+        >>> add = towers.parallelize(tf.add, gpus=2)
+        >>> add(tf.range(5), tf.range(5))
+        <tf.Tensor: shape=(5,), dtype=int32, numpy=array([0, 2, 4, 6, 8], dtype=int32)>
+
+    Args:
+        function: Takes nests of tensors, with one row an example, and of scalars, which
+            each device gets as they are. It returns a nest of tensors of any shape.
+            TensorFlow traces it, so Python in it runs once.
+        gpus: Number of GPUs, a list of their indices, or a list of device strings. By
+            default all GPUs. Without a GPU, logical CPUs are used.
+
+    Returns:
+        A function with the same arguments and results. It may be called eagerly or in a
+        `tf.function`, and be differentiated.
+
+    Raises:
+        ValueError: A device does not exist, or several hosts train together.
+    """
+    return _Parallel(function, _plan(gpus))
+
+
+class GradientStep(NamedTuple):
+    """What a step of `GradientTowers` computes.
+
+    Attributes:
+        loss: The loss of the whole batch: a scalar.
+        gradients: Its gradient for each variable; `None` where it does not depend on
+            the variable.
+        aux: What the loss function returns beside the loss, or `None`.
+    """
+
+    loss: tf.Tensor
+    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    aux: Any
+
+
+class GradientTowers:
+    """Computes loss and gradients of a batch on several devices, as on one.
+
+    It is the tower loop of TensorFlow's multi-GPU tutorials, with one model and one set
+    of variables: gradients of each device's rows are added, and then applied once.
+
+    Examples:
+        >>> def loss_fn(x, y):
+        ...     return tf.reduce_mean(tf.square(model(x) - y))
+        >>> step = towers.GradientTowers(loss_fn, model.trainable_variables, gpus=2)
+        >>> for x, y in dataset:
+        ...     loss, gradients, _ = step(x, y)
+        ...     step.apply(optimizer, gradients)
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        variables: Sequence[keras.Variable | tf.Variable],
+        gpus: int | Sequence[int] | Sequence[str] | None = None,
+    ):
+        """Traces nothing yet.
+
+        Args:
+            loss_fn: Takes a batch: nests of tensors with one row an example. Returns
+                the loss, a scalar; or the loss and a nest of other tensors.
+            variables: What to differentiate for, created by now.
+            gpus: As for `parallelize`.
+
+        Raises:
+            ValueError: There is no variable; or as `parallelize`.
+        """
+        self.variables = [*variables]
+        if not self.variables:
+            raise ValueError(
+                "Received no variables to differentiate for; expected some, so build "
+                "the model before, and pass `model.trainable_variables`."
+            )
+        self._loss_fn, self._plan = loss_fn, _plan(gpus, self.variables)
+        self._step = _Parallel(self._compute, self._plan)
+        self._applies: dict[int, tuple[Any, Callable]] = {}
+
+    def __call__(self, *batch: Any) -> GradientStep:
+        """Computes the loss of a batch, and its gradients.
+
+        Raises:
+            ValueError: The loss is no scalar.
+        """
+        return self._step(*batch)
+
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    ) -> None:
+        """Updates the variables once, where they are.
+
+        Args:
+            optimizer: A Keras optimizer. Several may take turns.
+            gradients: One for each variable, in order.
+        """
+        with tf.device(self._plan.home):
+            if not optimizer.built:
+                with tf.init_scope():
+                    optimizer.build(self.variables)
+            if not tf.executing_eagerly():
+                self._update(optimizer, gradients)
+                return
+            if id(optimizer) not in self._applies:
+
+                def update(gradients):
+                    self._update(optimizer, gradients)
+
+                found = optimizer, tf.function(update, autograph=False)
+                self._applies[id(optimizer)] = found
+            self._applies[id(optimizer)][1]([*gradients])
+
+    def _update(self, optimizer, gradients):
+        with fused.updates():
+            optimizer.apply(gradients, self.variables)
+
+    def _compute(self, *batch):
+        with tf.GradientTape() as tape:
+            found = self._loss_fn(*batch)
+            loss, aux = found if isinstance(found, tuple) else (found, None)
+        if loss.shape.rank != 0:
+            raise ValueError(
+                f"Received a loss of shape {loss.shape} from loss_fn; expected a "
+                "scalar, such as `tf.reduce_mean` of one value an example."
+            )
+        return GradientStep(loss, tape.gradient(loss, self.variables), aux)
+
+
+class _Parallel:
+    """A function of a batch on the towers of a plan; it is traced for each kind."""
+
+    def __init__(self, function, plan):
+        self._function, self._plan = function, plan
+        self._partitioned: dict[str, Partitioned] = {}
+        self._in_graph = tf.function(
+            self._compute, autograph=False, reduce_retracing=True
+        )
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *batch: Any) -> Any:
+        compute = self._in_graph if tf.executing_eagerly() else self._compute
+        return compute(*tf.nest.map_structure(_tensor, batch))
+
+    def _compute(self, *data):
+        batch.check_rows(data)
+        spec = batch.local_spec(data, None)
+        if str(spec) not in self._partitioned:
+            found = Partitioned(lambda local: self._function(*local), spec)
+            self._partitioned[str(spec)] = found
+            for line in found.lines(f"The function '{self.__name__}'"):
+                say(line)
+        found = self._partitioned[str(spec)]
+
+        @tf.custom_gradient
+        def call(*tensors):
+            for variable in found.trace.concrete.variables:
+                # So that a tape outside knows that it was read.
+                tf.convert_to_tensor(variable)
+            returned = flat(self._run(found, data))
+
+            def gradient(*upstream, variables=()):
+                before = self._gradient(found, data, upstream, variables)
+                count = len(tensors)
+                return (before[:count], before[count:]) if variables else before
+
+            return returned, gradient
+
+        return pack(found.trace.concrete.structured_outputs, call(*flat(data)))
+
+    def _run(self, found, data):
+        size, local, plan = batch.batch_size(data), [], self._plan
+        for device, bounds in zip(plan.devices, plan.bounds(size), strict=True):
+            with tf.device(device):
+                local.append(tf.nest.map_structure(_sent, batch.take(data, *bounds)))
+        return found(plan, local, size)
+
+    def _gradient(self, found, data, upstream, variables):
+        """The gradient for the batch and some variables; it computes forward again.
+
+        TensorFlow could not differentiate a custom gradient that was copied.
+        """
+        kinds = [found.placement.kind(each) for each in found.trace.returned]
+        rows = [i for i, kind in enumerate(kinds) if kind is ROWS]
+
+        def backward(given):
+            local, of_rows = given
+            seeds = [*upstream]
+            for i, mine in zip(rows, of_rows, strict=True):
+                seeds[i] = mine
+            with tf.GradientTape() as tape:
+                sources = flat(local)
+                tape.watch([each for each in sources if each.dtype.is_floating])
+                targets = flat(self._function(*local))
+            pairs = [
+                (target, seed)
+                for target, seed in zip(targets, seeds, strict=True)
+                if target.dtype.is_floating
+            ]
+            targets, seeds = [t for t, _ in pairs], [s for _, s in pairs]
+            return tape.gradient(targets, [*sources, *variables], seeds)
+
+        given = data, [upstream[i] for i in rows]
+        partitioned = Partitioned(backward, batch.local_spec(given, None))
+        return self._run(partitioned, given)
+
+
+def _tensor(value):
+    return None if value is None else _as_tensor(value)
+
+
+def _as_tensor(value):
+    composite = isinstance(value, tf.RaggedTensor | tf.SparseTensor)
+    return value if composite else tf.convert_to_tensor(value)
+
+
+def _sent(value):
+    return (
+        value
+        if value is None
+        else tf.nest.map_structure(tf.identity, value, expand_composites=True)
+    )
+
+
+def _plan(gpus, variables=()):
+    if (count := this_host().count) > 1:
+        raise ValueError(
+            f"Called on one of {count} hosts that train together; expected one host, "
+            "or `multi_gpu_model`, which trains on several."
+        )
+    towers = devices.resolve(gpus)
+    home = towers[0] if is_gpu(towers[0]) else HOST
+    for variable in variables[:1]:
+        plain = isinstance(variable, tf.Variable)
+        home = (variable if plain else value_behind(variable)).device
+    return Plan.of(towers, [1] * len(towers), home)
