@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.analysis.axes.blocks import RowBlocks
 from towers.analysis.axes.counts import RowCounts
 from towers.analysis.kinds import (
     COUPLED,
@@ -136,6 +137,8 @@ class Reader:
         self._counts = RowCounts(
             part for packed, part in parts(local_batch) if not packed
         )
+        # Where each tower computes as one device does, of rows in several blocks, too.
+        self.blocks = None if meets is None else RowBlocks(self._counts)
         self._known = {
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in parts(local_batch)
@@ -273,6 +276,9 @@ class Reader:
                 self._culprits[key(tensor)] = self._culprits[origin]
                 return kind
         found = rule(tensor, list(inputs), kinds, *extra)
+        if self.blocks is not None:
+            by_layer = rule is _of_layer
+            found = self.blocks.read(tensor, list(inputs), kinds, found, by_layer)
         if found in (COUPLED, UNKNOWN) and self._totals is not None:
             found = self._by_totals(tensor, list(inputs), kinds) or found
         if found in (COUPLED, UNKNOWN):

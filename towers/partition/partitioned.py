@@ -126,7 +126,7 @@ class _Call:
         if key(tensor) not in self._sent[k]:
             value = self._home[key(tensor)]
             if not whole and self._placement.kind(tensor) is ROWS:
-                value = batch.take(value, *self._bounds[k])
+                value = self._cut(k, value, self._placement.blocks(tensor))
             self._sent[k][key(tensor)] = packing.copy(value)
         return self._sent[k][key(tensor)]
 
@@ -136,7 +136,8 @@ class _Call:
         if kind is NONE:
             return parts[0]
         if kind is ROWS:
-            return batch.join(parts, self._sizes)
+            blocks = self._placement.blocks(tensor)
+            return self._joined(parts, blocks)
         if kind is COLUMNS:
             return tf.concat(parts, axis=1)
         if kind is SHAPE:
@@ -155,6 +156,33 @@ class _Call:
             f"'{tensor.name}'{where(tensor.op)} cannot be put together from what "
             "towers compute of their rows."
         )
+
+    def _joined(self, parts, blocks):
+        """Joins the rows of all towers, block by block."""
+        if blocks is None:
+            return batch.join(parts, self._sizes)
+        cut = [
+            tf.split(part, [count * size for count in blocks])
+            for part, size in zip(parts, self._sizes, strict=True)
+        ]
+        joined = [
+            batch.join(each, [count * size for size in self._sizes])
+            for count, each in zip(blocks, zip(*cut, strict=True), strict=True)
+        ]
+        return tf.concat(joined, axis=0)
+
+    def _cut(self, k, value, blocks):
+        """A tower's rows of a tensor of the whole batch."""
+        if blocks is None:
+            return batch.take(value, *self._bounds[k])
+        total = batch.batch_size(value) // sum(blocks)
+        parts = tf.split(value, [count * total for count in blocks])
+        start, end = self._bounds[k]
+        mine = [
+            batch.take(part, count * start, count * end)
+            for part, count in zip(parts, blocks, strict=True)
+        ]
+        return tf.concat(mine, axis=0)
 
     def _extreme(self, kind, parts):
         # What a tower without rows has counts for nothing.

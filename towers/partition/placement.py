@@ -9,12 +9,13 @@ Xu et al. 2021): a tensor is split by rows, replicated, or partial.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
 from towers.analysis import effects
+from towers.analysis.axes.blocks import Blocks
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -115,6 +116,11 @@ class Placement:
         """Tells whether a tensor is the largest or smallest value over the rows."""
         return key(tensor) in self._reader.extremes
 
+    def blocks(self, tensor: tf.Tensor) -> Blocks | None:
+        """Returns the blocks of a tensor's rows, if there are several."""
+        self._reader.of(tensor)
+        return self._reader.blocks.of(tensor)
+
     def takes_total(self, op: tf.Operation, index: int) -> bool:
         """Tells whether an operation takes the whole batch's value of an input."""
         return self._trace.is_total(op, index)
@@ -211,7 +217,7 @@ class Placement:
         place = _SHAPE_OF_DRAW[op.type]
         if place is None or not touched:
             return False
-        if op.type in draws.SKIPPABLE:
+        if op.type in draws.SKIPPABLE and self.blocks(op.outputs[0]) is None:
             return True
         kind = self._reader.of(op.inputs[place])
         if kind is SHAPE or (kind is SIZE and op.inputs[place].shape.rank == 1):
@@ -260,22 +266,9 @@ class Placement:
             level = max(level, place.level + away)
             if away:
                 self._check_combined(op, tensor)
-        for place in self._places_before(op):
+        for place in _places_before(op, self.places):
             level = max(level, place.level + (place.on_towers and not mine))
         return level
-
-    def _places_before(self, op):
-        """The places of what has to run before an operation, whatever it takes."""
-        waiting, seen = [*op.control_inputs], set()
-        while waiting:
-            before = waiting.pop()
-            if before.name in seen:
-                continue
-            seen.add(before.name)
-            if (place := self.places.get(before.name)) is not None:
-                yield place
-            elif before.type == "NoOp":
-                waiting += before.control_inputs
 
     def _check_combined(self, op, tensor):
         """Refuses what cannot be put together from what the towers have."""
@@ -306,3 +299,17 @@ class Placement:
 def _alike(op: tf.Operation) -> bool | None:
     """Where an operation runs that gives the same everywhere: at home if it must."""
     return False if is_stateful(op) else None
+
+
+def _places_before(op: tf.Operation, places: Mapping[str, Place]) -> Iterator[Place]:
+    """The places of what has to run before an operation, whatever it takes."""
+    waiting, seen = [*op.control_inputs], set()
+    while waiting:
+        before = waiting.pop()
+        if before.name in seen:
+            continue
+        seen.add(before.name)
+        if (place := places.get(before.name)) is not None:
+            yield place
+        elif before.type == "NoOp":
+            waiting += before.control_inputs

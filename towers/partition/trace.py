@@ -142,8 +142,13 @@ class Trace:
         flat = tf.nest.flatten(target)
         symbolic = all(tf.is_symbolic_tensor(each) for each in flat)
         kinds = [self.reader.of(each) for each in flat] if symbolic else []
+        of_sources = [
+            self.reader.of(each) if tf.is_symbolic_tensor(each) else NONE
+            for each in (tf.nest.flatten(sources) if self._here() else ())
+        ]
         if (
             not self._here()
+            or not {*of_sources} <= {NONE, ROWS}
             or not {*kinds} & {MEAN, ROWS, SUM}
             or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
             or self._crosses(flat, tf.nest.flatten(sources))
@@ -163,20 +168,20 @@ class Trace:
             found = tf.nest.map_structure(
                 lambda each: None if each is None else tf.identity(each), found
             )
-        of_rows = [
-            tf.is_symbolic_tensor(each) and self.reader.of(each) is ROWS
-            for each in tf.nest.flatten(sources)
-        ]
         known = {}
-        for gradient, rows in zip(tf.nest.flatten(found), of_rows, strict=True):
+        for gradient, source, kind in zip(
+            tf.nest.flatten(found), tf.nest.flatten(sources), of_sources, strict=True
+        ):
             if isinstance(gradient, tf.IndexedSlices):
                 # Those of all towers, one behind the other, are the batch's.
                 known |= {key(gradient.values): ROWS, key(gradient.indices): ROWS}
                 if gradient.dense_shape is not None:
                     known[key(gradient.dense_shape)] = NONE
             elif gradient is not None:
-                known[key(gradient)] = ROWS if rows else NONE
-                if not rows:
+                known[key(gradient)] = kind
+                if kind is ROWS:
+                    self.reader.blocks.same(gradient, source)
+                else:
                     self.added[key(gradient)] = SUM
         self.reader.know(known)
         region = Region([*known])

@@ -64,6 +64,27 @@ class Functions:
         joined = tf.concat([x, -x], 0)
         return joined, tf.reduce_mean(tf.nn.relu(joined))
 
+    def halves(self, x):
+        """Rows one behind the other, weighted at random, and taken apart again."""
+        n = tf.shape(x)[0]
+        joined = tf.concat([x, -2 * x], 0)
+        noise = keras.random.uniform((2 * n, 1), seed=self.seeds)
+        more = keras.random.uniform(tf.shape(joined), seed=self.seeds)
+        labels = tf.concat([tf.ones((n, 1)), tf.zeros((n, 1))], 0) + noise
+        joined = tf.tanh(joined * labels) * tf.ones((2 * n, 4)) + more
+        first, second = tf.split(joined, 2)
+        return first * second - joined[:n], joined[n:], joined, tf.reduce_mean(joined)
+
+    def three(self, x):
+        """Three blocks, of which two are taken, and their gradient."""
+        n = tf.shape(x)[0]
+        joined = tf.concat([x, x**2, x**3], 0)
+        with tf.GradientTape() as tape:
+            tape.watch(joined)
+            loss = tf.reduce_mean(tf.square(joined @ self.weights)[n:])
+        rows, weights = tape.gradient(loss, [joined, self.weights])
+        return rows, weights, loss
+
     def draws(self, x):
         """Random numbers."""
         n = tf.shape(x)[0]
@@ -118,6 +139,14 @@ class Functions:
             loss = tf.reduce_mean((norms - 1) ** 2)
         return loss, outer.gradient(loss, self.weights)
 
+    def of_a_sum(self, x):
+        """The gradient for what the rows add up to."""
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(x, 0)
+            tape.watch(total)
+            loss = tf.reduce_sum(total * 3)
+        return tape.gradient(loss, total)
+
     def condition(self, x):
         """A branch on what all rows decide."""
         loss = tf.reduce_mean(x)
@@ -138,6 +167,8 @@ class Functions:
         return add(x), self.total.read_value()
 
 
+# Examples meet, or it is not read how they do not.
+GATHERED = "draws", "pairs", "root", "through_a_total", "twice"
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]
 
 
@@ -156,3 +187,9 @@ def test_towers_compute_what_one_device_does(name, towers):
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
     for mine, other in ((ours.weights, theirs.weights), (ours.total, theirs.total)):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_what_lets_examples_meet_is_computed_on_one_device(name):
+    _, made = partitioned(getattr(Functions(), name), 2)
+    assert bool(made.lines("It")) == (name in GATHERED)

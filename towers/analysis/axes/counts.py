@@ -32,6 +32,14 @@ class RowCounts:
         """Takes tensors with one row an example."""
         self._counts: dict[tuple[int, str], int] = {key(t): 1 for t in of_one_row}
 
+    def of(self, tensor: tf.Tensor) -> int | None:
+        """Returns the count of a tensor, `None` if it is not known."""
+        return self._counts.get(key(tensor))
+
+    def set(self, tensor: tf.Tensor, count: int) -> None:
+        """Is told the count of a tensor."""
+        self._counts[key(tensor)] = count
+
     def divides(self, size: tf.Tensor, divisor: tf.Tensor) -> bool:
         """Whether a divisor is known to divide a size, however many examples it has."""
         count, value = self._counts.get(key(size)), _whole(divisor)
