@@ -272,8 +272,7 @@ class Reader:
             return NONE
         for kind in (COUPLED, UNKNOWN):
             if kind in kinds:
-                origin = key(inputs[kinds.index(kind)])
-                self._culprits[key(tensor)] = self._culprits[origin]
+                self._culprits[key(tensor)] = self.why(inputs[kinds.index(kind)])
                 return kind
         found = rule(tensor, list(inputs), kinds, *extra)
         if self.blocks is not None:

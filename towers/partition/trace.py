@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from towers.analysis.dependence import Edge, Reader
-from towers.analysis.kinds import MEAN, NONE, ROWS, SUM, Dependence
+from towers.analysis.kinds import MEAN, NONE, ROWS, SUM, UNKNOWN, Dependence
 from towers.analysis.layer_calls import key, recorded_layers
 from towers.keras_adapter.graphs import FUNCTION_CALL, GRADIENT
 from towers.keras_adapter.layers import LAYER_CALL
@@ -96,6 +96,8 @@ class Trace:
                 self.reader = Reader(batch, {}, meets=self._is_read)
                 yield
                 return
+            # It is each tower's own, and nobody's outside of a gradient.
+            self.reader.know({key(self.fraction): UNKNOWN})
             with patched(LAYER_CALL, self._call), patched(GRADIENT, self._gradient):
                 yield
 

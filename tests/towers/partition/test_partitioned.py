@@ -129,6 +129,14 @@ class Functions:
             after = tf.reduce_mean(tf.square(x @ fast) ** 2)
         return after, outer.gradient(after, self.weights)
 
+    def norm_of_a_gradient(self, x):
+        """The gradient of the norm of a gradient of the weights."""
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(x @ self.weights))
+            norm = tf.norm(tape.gradient(loss, self.weights))
+        return norm, outer.gradient(norm, self.weights)
+
     def penalty(self, x):
         """The gradient of a norm of gradients for rows."""
         with tf.GradientTape() as outer:
@@ -168,7 +176,7 @@ class Functions:
 
 
 # Examples meet, or it is not read how they do not.
-GATHERED = "draws", "pairs", "root", "through_a_total", "twice"
+GATHERED = "draws", "norm_of_a_gradient", "pairs", "root", "through_a_total", "twice"
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]
 
 
