@@ -400,33 +400,23 @@ def test_a_wrong_gradient_is_found(monkeypatch):
 # What cannot be a tower, and bad input.
 
 
-class OwnStep(keras.Sequential):
-    def train_step(self, data):
-        return super().train_step(data)
-
-
 class Unseeded(layers.Layer):
     def call(self, x):
         return x + keras.random.normal(keras.ops.shape(x))
 
 
 def test_a_model_that_cannot_be_a_tower():
-    own_step = OwnStep([keras.Input((6,)), layers.Dense(2)])
-    own_step.compile("sgd", "mse")
-    for model, word in (
-        (own_step, "train_step"),
-        (compiled(Unseeded()), "random seed"),
-    ):
-        with pytest.raises(ValueError) as error:
-            multi_gpu_model(model, gpus=2).train_on_batch(*data())
-        before = everything(model)
-        parity = check_parity(model, data(), gpus=2)
-        for ours, theirs in zip(everything(model)[: len(before)], before, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-        assert not parity.equal
-        assert parity.rows == ()
-        assert parity.reasons == (str(error.value),)
-        assert word in str(parity)
+    model = compiled(Unseeded())
+    with pytest.raises(ValueError) as error:
+        multi_gpu_model(model, gpus=2).train_on_batch(*data())
+    before = everything(model)
+    parity = check_parity(model, data(), gpus=2)
+    for ours, theirs in zip(everything(model)[: len(before)], before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert not parity.equal
+    assert parity.rows == ()
+    assert parity.reasons == (str(error.value),)
+    assert "random seed" in str(parity)
     assert isinstance(error.value, ModelError)
 
 
