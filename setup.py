@@ -73,6 +73,7 @@ setup(
             "keras<3.16",
             "pytest>=9,<10",
             "pytest-xdist>=3.6,<4",
+            "pytest-timeout>=2.3,<3",
             "ruff>=0.14,<0.18",
             *ARRAY_RECORD,
             *PARQUET,

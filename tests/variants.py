@@ -12,7 +12,8 @@ ALL = "TOWERS_EXACT_ALL" in os.environ
 def for_the_report(*values: Any, **options: Any) -> Any:
     """Returns parameters of a test that runs only where all variants do."""
     only = pytest.mark.skipif(not ALL, reason="takes long: set TOWERS_EXACT_ALL=1")
-    return pytest.param(*values, marks=[pytest.mark.slow, only], **options)
+    marks = [pytest.mark.slow, pytest.mark.timeout(0), only]
+    return pytest.param(*values, marks=marks, **options)
 
 
 def slow(*values: Any, **options: Any) -> Any:
