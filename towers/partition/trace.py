@@ -68,6 +68,9 @@ class Trace:
         def step(batch, fraction):
             self.graph = tf.compat.v1.get_default_graph()
             self.batch, self.fraction = batch, fraction
+            # TensorFlow traces once more what creates variables.
+            self.regions.clear()
+            self.added.clear()
             with self._reading(batch), _in_one_graph(self.graph):
                 with fused.batch_normalization(), fused.updates():
                     return function(batch)

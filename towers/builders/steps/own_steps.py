@@ -11,7 +11,6 @@ from towers.builders.common import Pieces
 from towers.builders.steps.keras_steps import Scope, train_function
 from towers.collectives import batch
 from towers.partition.partitioned import Partitioned
-from towers.partition.trace import Trace
 from towers.tower.build import overrides
 
 _STEPS = "train_step", "test_step", "predict_step"
@@ -57,14 +56,23 @@ class OwnSteps:
         self._create("train_step", data)
 
     def _create(self, step, data):
-        """Traces a step for nothing but the variables that it creates."""
+        """Traces a step for the variables that it creates, and keeps what it traced."""
         context = self.pieces.context
         if step in self._created or context.model.run_eagerly:
             return
         self._created.add(step)
         # Not in an `init_scope`, where no tape records.
         with tf.device(context.plan.home):
-            Trace(getattr(context.model, step), _local_spec(data))
+            self._partition(step, _local_spec(data))
+
+    def _partition(self, step, spec):
+        """Returns a step of the model, partitioned for batches of a kind."""
+        if (step, str(spec)) not in self._partitioned:
+            context = self.pieces.context
+            found = Partitioned(getattr(context.model, step), spec)
+            self._partitioned[step, str(spec)] = found
+            context.say(found.lines(f"The {step} of model '{context.model.name}'"))
+        return self._partitioned[step, str(spec)]
 
     def _run(self, step, data, local_batches=None):
         context, plan = self.pieces.context, self.pieces.context.plan
@@ -80,12 +88,7 @@ class OwnSteps:
             with tf.device(plan.home):
                 return getattr(model, step)(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
-        spec = _local_spec(data)
-        found = self._partitioned.get((step, str(spec)))
-        if found is None:
-            found = Partitioned(getattr(model, step), spec)
-            self._partitioned[step, str(spec)] = found
-            context.say(found.lines(f"The {step} of model '{model.name}'"))
+        found = self._partition(step, _local_spec(data))
         if local_batches is None:
             local_batches = self.pieces.batches.place(data)
         return found(plan, local_batches, batch.batch_size(data))
