@@ -87,8 +87,12 @@ class Builder:
         (self._own or self.pieces.creator).create_variables(data)
 
     def build_optimizer(self) -> None:
-        """Creates the optimizer's variables; see `VariableCreator.build_optimizer`."""
-        self.pieces.creator.build_optimizer()
+        """Creates the optimizer's variables; see `VariableCreator.build_optimizer`.
+
+        A step of the model's own builds those that it makes use of.
+        """
+        if self._own is None:
+            self.pieces.creator.build_optimizer()
 
     def preprocess_batch(self, data: Any, training: bool) -> Any:
         """Returns the whole batch as the loss sees it; see `LocalBatches`."""

@@ -16,6 +16,12 @@ _COMPUTE_LOSS = Target(Trainer, "_compute_loss")
 _TELLS_FIRST = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 11)
 
 
+def overrides(model: keras.Model, method: str) -> bool:
+    """Tells whether a model, or its class, replaces a method of `keras.Model`'s."""
+    found = getattr(model, method)
+    return getattr(found, "__func__", found) is not getattr(keras.Model, method)
+
+
 def compile_config(model: keras.Model) -> Any:
     """Returns an object that each `compile` makes anew; `None` before the first."""
     return getattr(model, "_compile_config", None)

@@ -1,7 +1,7 @@
 """All variables that training changes: moved, their values kept and given back."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers.devices import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of, own_seed_generators
-from towers.keras_adapter.models import compiled_loss
+from towers.keras_adapter.models import compiled_loss, overrides
 from towers.keras_adapter.optimizers import all_variables
 from towers.keras_adapter.variables import put_behind, variable_like
 from towers.layers import sharded
@@ -24,13 +24,75 @@ NOT_ON_GPUS = frozenset(
 
 
 def of(model: keras.Model) -> list[keras.Variable]:
-    """Returns all that training changes: of model, optimizer, metrics and loss."""
+    """Returns all that training changes: of model, optimizers, metrics and loss."""
     found = [*model.variables, *model.metrics_variables]
-    if (optimizer := getattr(model, "optimizer", None)) is not None:
+    for optimizer in optimizers(model).values():
         found += all_variables(optimizer)
     if (loss := compiled_loss(model)) is not None:
         found += loss.variables
     return list({id(variable): variable for variable in found}.values())
+
+
+def optimizers(
+    model: keras.Model, only_built: bool = True
+) -> dict[str, keras.optimizers.Optimizer]:
+    """Returns a model's optimizers, by the names of the attributes that hold them.
+
+    That is `optimizer`, which `compile` takes. Where a model has a `train_step` of its
+    own, others come behind: those that it has built by now, if `only_built`.
+    """
+    first = getattr(model, "optimizer", None)
+    found = {} if first is None else {"optimizer": first}
+    for name, each in _attributes(model, keras.optimizers.Optimizer).items():
+        if each is not first and (each.built or not only_built):
+            found[name] = each
+    return found
+
+
+def plain(model: keras.Model) -> dict[str, tf.Variable]:
+    """Returns TensorFlow's variables in a model with a `train_step` of its own."""
+    return _attributes(model, tf.Variable)
+
+
+def steps_done(model: keras.Model) -> int:
+    """Returns how many steps a model's optimizer has made; of several, the most."""
+    first = getattr(model, "optimizer", None)
+    if first is not None and (done := int(first.iterations)):
+        return done
+    return max((int(each.iterations) for each in optimizers(model).values()), default=0)
+
+
+def _attributes(model, kind):
+    """Those of a type that attributes of a model hold, and of the models in it."""
+    found, seen = {}, set()
+    model = getattr(model, "__wrapped__", model)
+    if not (isinstance(model, keras.Model) and overrides(model, "train_step")):
+        return found
+    for part in layers_of(model):
+        if not isinstance(part, keras.Model):
+            continue
+        for name in vars(part):
+            # TensorFlow keeps lists of what it tracks.
+            if name.startswith("_self_"):
+                continue
+            for leaf in _leaves(vars(part)[name]):
+                if isinstance(leaf, kind) and id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    alike = sum(each.split()[0] == name for each in found)
+                    found[f"{name} {alike + 1}" if alike else name] = leaf
+    return found
+
+
+def _leaves(value):
+    if isinstance(value, list | tuple):
+        parts = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    else:
+        yield value
+        return
+    for part in parts:
+        yield from _leaves(part)
 
 
 def seed_ids(model: keras.Model) -> set[int]:

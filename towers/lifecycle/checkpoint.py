@@ -24,10 +24,11 @@ class Checkpoint(keras.callbacks.Callback):
 
     A checkpoint contains the variables of model and optimizer (with loss scale and
     moving averages), the metrics of the epoch, the states of random generators, the
-    history, the states of Keras's callbacks, and the position in the data. It is made
-    at the end of each epoch, at the given intervals, on SIGUSR1, and before SIGTERM or
-    Ctrl-C ends the run. A thread writes it from copies, so training waits only for the
-    previous save.
+    history, the states of Keras's callbacks, and the position in the data. Of a model
+    with its own `train_step`, it contains all optimizers, and the `tf.Variable`s that
+    attributes hold. It is made at the end of each epoch, at the given intervals, on
+    SIGUSR1, and before SIGTERM or Ctrl-C ends the run. A thread writes it from copies,
+    so training waits only for the previous save.
 
     With data from `towers.input_pipeline.make_dataset`, `fit` continues at the next
     batch. Other data are read again up to that batch, so they must contain the same

@@ -1,12 +1,12 @@
 """The call of `fit` that runs, and the epoch that it is in: what a save is to know."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 
+from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoints import saved_model
 from towers.lifecycle.checkpoints.store import Position
 from towers.model.fit_call import FitCall
@@ -34,17 +34,23 @@ class CurrentFit:
     begun: Position
     values_before: Mapping[str, Any] | None = None
     values_at_end: Mapping[str, Any] | None = None
+    _described: dict[str, list[list[Any]]] | None = None
+    _counts: list[int] | None = None
 
     @property
     def step(self) -> int:
         """The number of the last step."""
-        return int(self.call.model.optimizer.iterations)
+        return steps_done(self.call.model)
 
-    @functools.cached_property
     def described(self) -> dict[str, list[list[Any]]]:
-        """Describes the variables; while a `fit` runs, they stay as they are."""
+        """Describes the variables; a step of the model's own may create some late."""
         parts = saved_model.parts(self.call.model)
-        return {part: saved_model.describe(found) for part, found in parts.items()}
+        if (counts := [*map(len, parts.values())]) != self._counts:
+            self._described = {
+                part: saved_model.describe(found) for part, found in parts.items()
+            }
+            self._counts = counts
+        return self._described
 
 
 @dataclasses.dataclass

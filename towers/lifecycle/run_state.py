@@ -59,7 +59,7 @@ class RunState:
     def restore(self, model: keras.Model, which: str = "last") -> bool:
         """Restores a checkpoint; see `Checkpoint.restore`."""
         directory = self.checkpoints.directory
-        if not model.built and store.find(directory):
+        if not (model.built or model.variables) and store.find(directory):
             raise ValueError(
                 f"Received a model without variables for {directory}, where "
                 "checkpoints are; expected a built one, so give it a keras.Input."
@@ -236,7 +236,7 @@ class RunState:
         """Notes how good the epoch was, unless later callbacks should not see it."""
         model = self._fit.call.model
         self.checkpoints.wait()
-        about = {"variables": self._fit.described, "step": self._fit.step}
+        about = {"variables": self._fit.described(), "step": self._fit.step}
         self.checkpoints.check_finite(saved_model.own_values(model), about)
         score = self.checkpoints.score(logs, self._fit.validates, model)
         self._epoch.score = score
@@ -310,7 +310,8 @@ class RunState:
         position, fit, arrays = self.position, self._fit, []
         model, score = fit.call.model, None if position.batch else self._epoch.score
         about = {
-            "variables": fit.described,
+            "variables": fit.described(),
+            "built_for": saved_model.built_for(model),
             "data": fit.data,
             "past": None if self.past is None else [*self.past],
             "step": fit.step,

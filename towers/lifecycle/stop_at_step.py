@@ -2,6 +2,7 @@
 
 import keras
 
+from towers.layers.variables import steps_done
 from towers.loop import listeners
 
 
@@ -23,5 +24,5 @@ class StopAtStep(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Stops if this was the last step."""
-        if int(self.model.optimizer.iterations) >= self._max_steps:
+        if steps_done(self.model) >= self._max_steps:
             self.model.stop_training = True

@@ -13,13 +13,13 @@ from towers.builders.guard import Guard
 from towers.builders.steps.own_steps import has_own_steps
 from towers.collectives import reduce
 from towers.devices import is_gpu
+from towers.keras_adapter.models import overrides
 from towers.layers import pipeline as pipelines
 from towers.layers import tables
 from towers.layers.pipeline import Pipeline, Placement
 from towers.model.tower_model import TowerModel
 from towers.program import words
 from towers.program.voice import say
-from towers.tower.build import overrides
 from towers.tower.preprocess import Preprocess
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import keras
 
 from towers.keras_adapter.models import batches_done
+from towers.layers.variables import steps_done
 
 
 class Interval:
@@ -22,7 +23,7 @@ class Interval:
 
     def begin(self, model: keras.Model) -> None:
         """Continues the count of a model's optimizer."""
-        self.step = int(model.optimizer.iterations)
+        self.step = steps_done(model)
 
     def is_over(self, model: keras.Model) -> bool:
         """Tells whether an interval has ended since the optimizer was last asked."""

@@ -13,6 +13,7 @@ from towers.keras_adapter.models import (
     compiled_loss,
     compiled_loss_as_built,
     compute_loss_replaced,
+    overrides,
     symbolic_build,
 )
 from towers.tower import eager, passes
@@ -64,12 +65,6 @@ def by_a_call(
 def symbols(data: Any) -> Any:
     """Returns Keras's symbols for a nest of tensors, or of their `tf.TypeSpec`s."""
     return tf.nest.map_structure(_symbol, data)
-
-
-def overrides(model: keras.Model, method: str) -> bool:
-    """Tells whether a model, or its class, replaces a method of `keras.Model`'s."""
-    found = getattr(model, method)
-    return getattr(found, "__func__", found) is not getattr(keras.Model, method)
 
 
 def _build(model, data):

@@ -6,6 +6,7 @@ import warnings
 import keras
 
 from towers._deprecated import rename_flags
+from towers.layers.variables import steps_done
 from towers.lifecycle import resume
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
@@ -147,7 +148,7 @@ def text(settings: Settings, checkpoint: Checkpoint, model: keras.Model) -> list
     within = f" and {batches}" if position.batch else ""
     best = checkpoint.find_best(model) if settings.checkpoint == "best" else None
     doing = "Evaluating" if settings.eval_only else "Continuing from"
-    step = f"step {int(model.optimizer.iterations)}"
+    step = f"step {steps_done(model)}"
     good = f", the best by {best.monitor}: {best.value:.4g}" if best else ""
     lines = [
         f"{doing} {checkpoint.latest}: after epoch {position.epoch}{within}, {step}"

@@ -16,6 +16,7 @@ from towers.collectives import batch
 from towers.collectives.hosts import this_host
 from towers.devices import HOST, Devices
 from towers.input_pipeline.records import quarantine
+from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
 from towers.loop import alike
@@ -110,7 +111,7 @@ class Job:
     @property
     def step(self) -> int:
         """Steps of the optimizer that are done."""
-        return int(self.model.optimizer.iterations)
+        return steps_done(self.model)
 
     @property
     def is_finished(self) -> bool:

@@ -17,9 +17,9 @@ from towers.builders.pieces.reader import RowReader, TowerInputs, Values
 from towers.builders.pieces.reducer import StateCombiner
 from towers.collectives import batch, reduce
 from towers.collectives.hosts import OneHost
-from towers.keras_adapter.models import compiled_loss
+from towers.keras_adapter.models import compiled_loss, overrides
 from towers.layers import sharded
-from towers.tower import build, passes
+from towers.tower import passes
 from towers.tower.passes import TowerResult
 
 
@@ -127,7 +127,7 @@ class LossAndGradients:
         are to see, as it was given.
         """
         if self.context.preprocess is None:
-            inputs = build.overrides(self.context.model, "compute_loss")
+            inputs = overrides(self.context.model, "compute_loss")
             seen = functools.partial(self.batches.whole, data, inputs)
             return local_batches, seen
         given = local_batches or self.batches.place(data)
@@ -161,7 +161,7 @@ class LossAndGradients:
             NoRuleError: The parts cannot be put together.
         """
         context = self.context
-        measures = not build.overrides(context.model, "compute_metrics")
+        measures = not overrides(context.model, "compute_metrics")
 
         def run():
             rules = context.rules(step, data, measures)
@@ -213,7 +213,7 @@ class LossAndGradients:
         places = context.found.loss_places
         if "gathered" in (context.loss_placement, places.get(step)):
             places[step] = "gathered"
-        elif build.overrides(context.model, "compute_loss"):
+        elif overrides(context.model, "compute_loss"):
             self.gather_loss(step, "its own compute_loss")
         elif context.together:
             self.gather_loss(step, "layers that are synchronized")

@@ -17,8 +17,9 @@ from towers.keras_adapter.models import (
     compiled_metrics,
     compute_loss,
     loss_tracker,
+    overrides,
 )
-from towers.tower import build, metrics
+from towers.tower import metrics
 from towers.tower.errors import ModelError
 from towers.tower.passes import TowerResult
 
@@ -108,7 +109,7 @@ class MetricSink:
         `data` is (x, y, sample_weight); `losses` are those that layers added.
         """
         model, kept = self.context.model, self.context.found.kept
-        if kept and build.overrides(model, "compute_loss"):
+        if kept and overrides(model, "compute_loss"):
             raise ModelError(
                 f"Model '{model.name}' keeps a tensor of one call for later, in "
                 f"{kept}, and its own compute_loss would find only that of the last "
@@ -156,7 +157,7 @@ class MetricSink:
             return model.get_metrics_result()
 
     def _whole(self, data):
-        inputs = build.overrides(self.context.model, "compute_metrics")
+        inputs = overrides(self.context.model, "compute_metrics")
         return self.batches.whole(data, inputs)
 
     def _update(self, wanted, y, outputs, sample_weight):

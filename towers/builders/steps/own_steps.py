@@ -10,8 +10,8 @@ import tensorflow as tf
 from towers.builders.common import Pieces
 from towers.builders.steps.keras_steps import Scope, train_function
 from towers.collectives import batch
+from towers.keras_adapter.models import overrides
 from towers.partition.partitioned import Partitioned
-from towers.tower.build import overrides
 
 _STEPS = "train_step", "test_step", "predict_step"
 

@@ -9,7 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from towers.collectives.spread.variable import SpreadVariable
+from towers.keras_adapter.optimizers import innermost, known_variables
 from towers.layers import sharded
+from towers.layers.variables import optimizers, plain
 from towers.lifecycle.checkpoints import store
 from towers.program.voice import warn
 
@@ -64,9 +66,13 @@ def newest_good(
 
 
 def check_is_of(path: str, about: Mapping[str, Any], model: keras.Model) -> None:
-    """Raises an `OtherModelError` if a checkpoint is not of a model."""
+    """Raises an `OtherModelError` if a checkpoint is not of a model.
+
+    Optimizers of a model's own step that are built as it trains are built here.
+    """
+    _build_optimizers(about, model)
     for part, variables in parts(model).items():
-        found, expected = about["variables"][part], describe(variables)
+        found, expected = about["variables"].get(part, []), describe(variables)
         if found != expected:
             raise OtherModelError(
                 f"The checkpoint {path} holds another {part}: "
@@ -74,12 +80,40 @@ def check_is_of(path: str, about: Mapping[str, Any], model: keras.Model) -> None
             )
 
 
-def parts(model: keras.Model) -> dict[str, list[keras.Variable]]:
+def parts(model: keras.Model) -> dict[str, list[Any]]:
     """Returns the variables that a run cannot do without, by what they belong to."""
     found = {"model": model.variables}
-    if getattr(model, "optimizer", None) is not None:
-        found["optimizer"] = model.optimizer.variables
+    for name, optimizer in optimizers(model).items():
+        found[name] = optimizer.variables
+    if others := plain(model):
+        found["other variables"] = [*others.values()]
     return found
+
+
+def built_for(model: keras.Model) -> dict[str, list[int]]:
+    """Tells which of a model's variables each of its optimizers was built for."""
+    places = {id(variable): i for i, variable in enumerate(model.variables)}
+    found = {}
+    for name, optimizer in optimizers(model).items():
+        known = [id(each) for each in known_variables(innermost(optimizer))]
+        if optimizer.built and {*known} <= places.keys():
+            found[name] = [places[each] for each in known]
+    return found
+
+
+def _build_optimizers(about, model):
+    """Builds those that a checkpoint has values for."""
+    variables, mine = model.variables, optimizers(model, only_built=False)
+    for name, places in about.get("built_for", {}).items():
+        optimizer = mine.get(name)
+        if (
+            optimizer is None
+            or optimizer.built
+            or max(places, default=-1) >= len(variables)
+        ):
+            continue
+        with tf.device(optimizer.iterations.value.device):
+            optimizer.build([variables[i] for i in places])
 
 
 def averages(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -102,7 +136,7 @@ def own_values(model: keras.Model) -> dict[str, list[np.ndarray]]:
 
 
 def _own(variable):
-    cut = sharded.of(variable)
+    cut = None if isinstance(variable, tf.Variable) else sharded.of(variable)
     return cut.own() if isinstance(cut, SpreadVariable) else _copy(variable)
 
 
@@ -110,6 +144,8 @@ def read_together(model: keras.Model) -> None:
     """Takes part in reading what hosts have divided, and keeps nothing."""
     for variables in parts(model).values():
         for variable in variables:
+            if isinstance(variable, tf.Variable):
+                continue
             if isinstance(sharded.of(variable), SpreadVariable):
                 variable.numpy()
 
@@ -129,9 +165,10 @@ def copies(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
 def _copy(variable):
     # What is in the host's memory already is not copied: TensorFlow does that when it
     # is next written to. This takes a third of the time of `tf.identity`.
-    if sharded.of(variable) is not None:
-        return variable.numpy()
-    variable = variable.value
+    if not isinstance(variable, tf.Variable):
+        if sharded.of(variable) is not None:
+            return variable.numpy()
+        variable = variable.value
     read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     return np.asarray(read)
 
@@ -139,7 +176,12 @@ def _copy(variable):
 def describe(variables: Sequence[keras.Variable]) -> list[list[Any]]:
     """Returns name, shape and type of each, as JSON has them."""
     # Keras numbers names by how many were made before in the process.
-    return [[re.sub(r"_\d+", "", v.path), list(v.shape), v.dtype] for v in variables]
+    return [
+        [re.sub(r"_\d+", "", v.name), list(v.shape), v.dtype.name]
+        if isinstance(v, tf.Variable)
+        else [re.sub(r"_\d+", "", v.path), list(v.shape), v.dtype]
+        for v in variables
+    ]
 
 
 def _difference(found, expected):

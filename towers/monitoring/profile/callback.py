@@ -7,6 +7,7 @@ import os
 import keras
 import tensorflow as tf
 
+from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
 from towers.model.fit_call import FitCall, if_broken_off
@@ -107,7 +108,7 @@ class Profile(keras.callbacks.Callback):
             )
 
     def _look(self):
-        self._done, self._calls = int(self.model.optimizer.iterations), 0
+        self._done, self._calls = steps_done(self.model), 0
 
     def _may_be_next(self):
         """Tells whether it is time to look: a look waits for the device."""
