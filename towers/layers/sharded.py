@@ -48,6 +48,9 @@ from towers.layers.sharded_variable import ShardedVariable
 
 def of(variable: keras.Variable) -> ShardedVariable | None:
     """Returns what a variable is made of, if it is cut."""
+    if isinstance(variable, tf.Variable):
+        # Of a loop without Keras's layers.
+        return None
     found = value_behind(variable)
     return found if isinstance(found, ShardedVariable) else None
 

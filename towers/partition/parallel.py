@@ -18,6 +18,9 @@ from towers.partition.partitioned import Partitioned
 from towers.plan import Plan
 from towers.program.voice import say
 
+# Called in a user's tf.function, it is none of AutoGraph's.
+_as_it_is = tf.autograph.experimental.do_not_convert
+
 
 def parallelize(
     function: Callable[..., Any],
@@ -109,6 +112,7 @@ class GradientTowers:
         self._step = _Parallel(self._compute, self._plan)
         self._applies: dict[int, tuple[Any, Callable]] = {}
 
+    @_as_it_is
     def __call__(self, *batch: Any) -> GradientStep:
         """Computes the loss of a batch, and its gradients.
 
@@ -117,6 +121,7 @@ class GradientTowers:
         """
         return self._step(*batch)
 
+    @_as_it_is
     def apply(
         self,
         optimizer: keras.optimizers.Optimizer,
@@ -172,6 +177,7 @@ class _Parallel:
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__doc__ = function.__doc__
 
+    @_as_it_is
     def __call__(self, *batch: Any) -> Any:
         compute = self._in_graph if tf.executing_eagerly() else self._compute
         return compute(*tf.nest.map_structure(_tensor, batch))

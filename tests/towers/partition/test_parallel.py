@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.autograph.utils import ag_logging as autograph_logging
 
 import towers
 
@@ -110,6 +111,24 @@ def test_a_loss_for_each_example_is_refused():
     step = towers.GradientTowers(lambda x: x[:, 0] * scale, [scale], gpus=2)
     with pytest.raises(ValueError, match="expected a scalar"):
         step(X)
+
+
+def test_autograph_leaves_it_alone(monkeypatch):
+    """In a user's `tf.function`, it tried to convert our code, and warned."""
+    warned = []
+    monkeypatch.setattr(autograph_logging, "warning", lambda *text: warned.append(text))
+    scale = tf.Variable(2.0)
+    step = towers.GradientTowers(lambda x: tf.reduce_mean(x * scale), [scale], gpus=2)
+    twice = towers.parallelize(lambda x: 2 * x, gpus=2)
+    optimizer = keras.optimizers.SGD(0.1)
+
+    @tf.function
+    def train(x):
+        step.apply(optimizer, step(x).gradients)
+        return twice(x)
+
+    _close(train(X), tf.constant(2 * X))
+    assert not warned
 
 
 def test_no_variables_are_refused():
