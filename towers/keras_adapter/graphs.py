@@ -26,6 +26,7 @@ __all__ = [
     "function_definition",
     "function_graph",
     "gradient_module",
+    "is_placed",
     "is_stateful",
     "keep_functions",
     "operation_definition",
@@ -168,6 +169,17 @@ def keep_functions(part: GraphDef, graph: tf.Graph) -> None:
         part.library.function.append(library[name])
         context.context().add_function_def(library[name])
         waiting += _called(library[name].node_def)
+
+
+def is_placed(part: GraphDef) -> bool:
+    """Tells whether an operation of a graph, or of its functions, names its device.
+
+    A function is run on the device that calls it. One that also runs on others must be
+    inlined: if an operation in it fails, TensorFlow may crash, or wait for ever
+    (tensorflow#62523).
+    """
+    functions = (function.node_def for function in part.library.function)
+    return any(node.device for nodes in (part.node, *functions) for node in nodes)
 
 
 def _called(nodes: Iterable[NodeDef]) -> Iterator[str]:

@@ -23,7 +23,11 @@ from towers.model.first_call import FirstCall
 from towers.model.fit_call import FitCall, given
 from towers.model.variable_update import VariableUpdate
 from towers.numerics import failed_stage, not_finite
-from towers.tower.errors import explained_shapes, explained_stages
+from towers.tower.errors import (
+    explained_look_ups,
+    explained_shapes,
+    explained_stages,
+)
 
 # Beside `fit`, whose `FitCall` sees to it.
 _OF_MANY_BATCHES = "evaluate", "predict"
@@ -170,6 +174,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         with contextlib.ExitStack() as explained:
             if len(plan.devices) > 1:
                 explained.enter_context(explained_shapes(model))
+                explained.enter_context(explained_look_ups(model))
             if plan.pipeline.stages > 1:
                 explained.enter_context(explained_stages(model, reason))
             yield

@@ -15,7 +15,12 @@ import tensorflow as tf
 
 from towers.analysis import effects
 from towers.analysis.layer_calls import key
-from towers.keras_adapter.graphs import GraphDef, add_copy, keep_functions
+from towers.keras_adapter.graphs import (
+    GraphDef,
+    add_copy,
+    is_placed,
+    keep_functions,
+)
 from towers.keras_adapter.runtime import now
 from towers.layers.labels import Labels
 from towers.stages import work
@@ -62,11 +67,14 @@ class Phase:
         function: Callable[..., Sequence[tf.Tensor]],
         work: float,
         timed: bool = False,
+        inline: bool = False,
     ):
         """Traces the function, which computes what it makes from what it takes.
 
         `timed` tells whether it is to look at the clock when it ends. Outside, the
         clock would be looked at late, where all threads are busy with other phases.
+        `inline` tells whether TensorFlow copies it into the step's graph. If not, it
+        begins when all that it takes is there.
         """
         self.place, self.takes, self.makes = place, takes, makes
         self.work, self.timed = work, timed
@@ -77,7 +85,8 @@ class Phase:
             with tf.control_dependencies(made):
                 return [*made, now()]
 
-        self._function = _traced(with_time if timed else function, *self._specs)
+        self._inline = inline
+        self._function = self._traced(with_time if timed else function, *self._specs)
 
     def __call__(
         self, values: Sequence[tf.Tensor], size: tf.Tensor | None = None
@@ -104,16 +113,13 @@ class Phase:
 
             return tf.cond(size > 0, lambda: self._function(*values), nothing)
 
-        return _traced(guarded, tf.TensorSpec([], tf.int32), *self._specs)
+        return self._traced(guarded, tf.TensorSpec([], tf.int32), *self._specs)
 
-
-def _traced(function, *specs):
-    """Traces a function that stays one: it begins when all that it takes is there."""
-    with tf.device(None):
-        function = tf.function(
-            function, autograph=False, experimental_attributes={"_noinline": True}
-        )
-        return function.get_concrete_function(*specs)
+    def _traced(self, function, *specs):
+        options = {"experimental_attributes": {"_noinline": not self._inline}}
+        with tf.device(None):
+            function = tf.function(function, autograph=False, **options)
+            return function.get_concrete_function(*specs)
 
 
 def cut(
@@ -389,4 +395,5 @@ class _Parts:
 
         tensors = {outside: tensor for outside, (_, tensor) in takes.items()}
         effort = sum(map(work.of, members.values()))
-        return Phase(place, tensors, makes, function, effort, self.timed)
+        inline = is_placed(part)
+        return Phase(place, tensors, makes, function, effort, self.timed, inline)

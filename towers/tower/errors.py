@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
+from towers.layers import sharded
 from towers.program import words
 
 # What TensorFlow says where shapes do not fit.
@@ -101,6 +102,41 @@ def explained_stages(
             f"{failed}: {type(found).__name__}: {said}. The batch was computed again "
             "to find that out, op by op, on the host, which changes no variable."
         ) from found
+
+
+@contextlib.contextmanager
+def explained_look_ups(model: keras.Model) -> Iterator[None]:
+    """Inside, a model looks up rows; TensorFlow numbers those of a shard from 0.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ModelError: Where a table that is cut into rows does not have one of the ids.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        found = re.search(r"= (-?\d+) is not in \[0, (\d+)\)", str(error))
+        if found is None:
+            raise
+        row, size = map(int, found.groups())
+        last = 0 if row < 0 else -1
+        tables = [
+            f"{row + cut.starts[last]} for table '{variable.path}', whose "
+            f"{variable.shape[0]} rows lie on several devices"
+            for variable in model.trainable_variables
+            if (cut := sharded.of(variable)) is not None
+            and cut.axis == 0
+            and cut.shards[last].shape[0] == size != variable.shape[0]
+        ]
+        if not tables:
+            raise
+        raise ModelError(
+            f"Received id {', or '.join(tables)}; expected ids from 0 to the number of "
+            "rows less one, so make `input_dim` of the Embedding larger, or check the "
+            "data."
+        ) from error
 
 
 @contextlib.contextmanager

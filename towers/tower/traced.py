@@ -10,6 +10,7 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.rules import NoRuleError
 from towers.collectives.placing import where_its_input_is
+from towers.keras_adapter.graphs import is_placed
 from towers.layers import embeddings, seeds
 from towers.layers.labels import Labels
 from towers.tower.errors import ModelError, UntraceableError
@@ -37,9 +38,10 @@ class Traced:
                 whether the number of examples is known.
             xla: Whether XLA compiles the tower: once for each device and size of local
                 batch.
-            noinline: Whether the tower stays a function of its own. If not, TensorFlow
-                copies it into the step's graph, once for each device, and optimises
-                them all together: a longer start for a slightly faster step.
+            noinline: Whether the tower stays a function of its own, if all of it runs
+                on one device. If not, TensorFlow copies it into the step's graph, once
+                for each device, and optimises them all together: a longer start for a
+                slightly faster step.
             on_gpu: Whether the tower is to run on a GPU.
             labels: Notes what operations are made for, if anything does.
 
@@ -47,9 +49,6 @@ class Traced:
             ModelError: If the model needs to know the number of examples.
         """
         self.specs = specs
-        options = {"jit_compile": xla}
-        if noinline:
-            options["experimental_attributes"] = {"_noinline": True}
         try:
             with contextlib.ExitStack() as elsewhere:
                 # XLA compiles for one device: what is on another is not there for it.
@@ -59,7 +58,7 @@ class Traced:
                     elsewhere.enter_context(seeds.on_the_host())
                 if labels is not None:
                     elsewhere.enter_context(labels.noting_layers())
-                self._concrete = _trace(tower, *specs, **options)
+                self._concrete = _trace(tower, *specs, jit_compile=xla)
         except (TypeError, ValueError) as error:
             if isinstance(error, ModelError | NoRuleError) or "None" not in str(error):
                 raise
@@ -68,10 +67,17 @@ class Traced:
                 "towers do; expected no use of a static one, so write ops.shape(x)[0] "
                 f"instead of x.shape[0]. It said: {error}"
             ) from error
+        self._function = traced = self._concrete
+        if noinline and not is_placed(self.graph.as_graph_def()):
+            self._function = _trace(
+                lambda *arguments: traced(*arguments),
+                *specs,
+                experimental_attributes={"_noinline": True},
+            )
 
     def __call__(self, *arguments: Any) -> TowerResult:
         """Adds one call of the tower to the graph, on the device of the scope."""
-        return self._concrete(*arguments)
+        return self._function(*arguments)
 
     def of_size(self, size: tf.Tensor, idle: bool, *arguments: Any) -> TowerResult:
         """Adds one call of the tower, for a local batch whose size the graph finds out.
@@ -84,7 +90,7 @@ class Traced:
     def _guarded(self):
         # Traced once for all towers, too: an idle tower's branch is long.
         def guarded(size, *arguments):
-            call = functools.partial(self._concrete, *arguments)
+            call = functools.partial(self._function, *arguments)
             return tf.cond(size > 0, call, functools.partial(self.idle, size))
 
         return _trace(guarded, tf.TensorSpec([], tf.int32), *self.specs)

@@ -7,10 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tests import executed
 from tests.variants import slow
 from towers import multi_gpu_model
+from towers.builders.pieces import executor
 
 TOWERS = "/device:CPU:0", "/device:CPU:1"
 HOME = "/device:CPU:2"
@@ -229,3 +231,45 @@ def test_home_does_not_send_to_itself():
         if (a, b, dtype) == (*TOWERS, tf.float32) and name.startswith("read")
     ]
     assert there == ["read/concat"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpus": 4, "stages": 2, "shard_embeddings": "rows"},
+        slow({"gpus": 4, "stages": 2, "shard_embeddings": "columns"}),
+        slow({"gpus": 4, "stages": 2, "micro_batches": 2, "recompute": "layer"}),
+        # Towers look up their rows at home.
+        {"gpus": 2},
+        slow({"gpus": 2, "shard_embeddings": "rows"}),
+    ],
+    ids=str,
+)
+def test_what_stays_a_function_runs_on_one_device(options, monkeypatch):
+    """If it did not, an error in it could end in a crash, or in nothing at all."""
+    monkeypatch.setattr(executor, "_MANY_LAYERS", 1)
+    every = [keras.layers.Embedding(64, 8), keras.layers.Flatten()]
+    every += [keras.layers.Dense(6), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input([5]), *every])
+    parallel = multi_gpu_model(model, **options)
+    parallel.compile("adam", "mse")
+    known = context.context()
+    before = {*known.list_function_names()}
+    parallel.train_on_batch(np.zeros([7, 5], "int32"), np.zeros([7, 1], "float32"))
+    made = [
+        known.get_function_def(name) for name in {*known.list_function_names()} - before
+    ]
+    of_one = [each for each in made if each.attr["_noinline"].b]
+    placed = {each.signature.name for each in made if _names_devices(each)}
+    assert placed
+    for each in of_one:
+        called = {
+            attribute.func.name
+            for node in each.node_def
+            for attribute in node.attr.values()
+        }
+        assert not ({each.signature.name} | called) & placed
+
+
+def _names_devices(function):
+    return any(node.device for node in function.node_def)

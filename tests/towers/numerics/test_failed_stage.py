@@ -170,8 +170,26 @@ def test_what_is_no_row_of_a_table_is_named(options):
     model = keras.Sequential([keras.Input([5]), *every], name="model")
     made = multi_gpu_model(model, 4, stages=2, micro_batches=2, **options)
     made.compile("adam", "mse")
+    check_no_row(made)
+
+
+def check_no_row(model):
     ids = np.zeros([8, 5], "int32")
-    made.fit(ids, X, verbose=0)
+    model.fit(ids, X, verbose=0)
     ids[5, 2] = 9999
-    with pytest.raises(ERRORS, match=r"indices\[.*\] = 9999 is not in \[0, 64\)"):
-        made.fit(ids, X, verbose=0)
+    # The sentence says how many rows the whole table has.
+    said = (
+        r"indices\[.*\] = 9999 is not in \[0, 64\)|"
+        "Received id 9999 for table '.*/embeddings', whose 64 rows lie on several"
+    )
+    for _ in range(3):
+        with pytest.raises(ERRORS, match=said):
+            model.fit(ids, X, verbose=0)
+
+
+def test_what_is_no_row_of_a_shard_is_named():
+    every = [layers.Embedding(64, 8), layers.Flatten(), layers.Dense(6)]
+    model = keras.Sequential([keras.Input([5]), *every], name="model")
+    made = multi_gpu_model(model, 2, shard_embeddings="rows")
+    made.compile("adam", "mse")
+    check_no_row(made)
