@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers.collectives import packing, reduce
@@ -33,6 +34,7 @@ class StoppedStep(Exception):
         values: What that tower computed with, `None` if that are the variables' values.
         skipped: How many were skipped just before it, their gradients being infinite at
             a larger loss scale.
+        blamed: Indices of the towers whose gradients are not finite, if that is known.
     """
 
     def __init__(self, step: int, data: Any, skipped: int = 0):
@@ -40,6 +42,7 @@ class StoppedStep(Exception):
         self.step, self.data, self.skipped = step, data, skipped
         self.tower: int | None = None
         self.values: Any = None
+        self.blamed: tuple[int, ...] = ()
 
 
 class Guard:
@@ -79,6 +82,8 @@ class Guard:
         gradients: Sequence[Sequence[reduce.Gradient]],
         optimizer: keras.optimizers.Optimizer | None,
         packed: Sequence[reduce.Packed] = (),
+        to_blame: int = 0,
+        done: tf.Tensor | None = None,
     ) -> Iterator[None]:
         """Inside, nothing happens in a step that is stopped.
 
@@ -91,6 +96,10 @@ class Guard:
                 is on one device, which together have all.
             optimizer: What is to apply them.
             packed: How they have travelled, where that is what to look at.
+            to_blame: How many of the lists of `gradients`, the first ones, are each a
+                tower's, of which those that are not finite are named.
+            done: How many steps were done before this one. By default the optimizer
+                tells.
         """
         seen = {i for each in packed for i in each.places}
         others = [
@@ -108,7 +117,10 @@ class Guard:
                 good &= sums_are_finite(towers)
             parts += [total for each in packed for total in each.sums]
             skips = finite_loss & _may_overflow(optimizer)
-            stop = functools.partial(self._stop, skips, data, optimizer)
+            if done is None:
+                done = tf.constant(0) if optimizer is None else optimizer.iterations
+            blamed = others[:to_blame]
+            stop = functools.partial(self._stop, skips, data, done, blamed)
 
             def look_closer():
                 return tf.cond(finite([loss, *parts]), lambda: tf.constant(True), stop)
@@ -123,20 +135,22 @@ class Guard:
         if self._stopped is not None and self._stopped.tower is None:
             self._stopped.tower, self._stopped.values = tower, values
 
-    def _stop(self, skips, data, optimizer):
-        data = data()
+    def _stop(self, skips, data, done, blamed):
+        data, parts = data(), [*map(_joined, blamed)]
+        fine = tf.stack([finite(each) if each else True for each in parts] or [True])
         some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
         tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
-        catch = functools.partial(self._catch, optimizer, some)
+        catch = functools.partial(self._catch, some)
         with tf.device(HOST):
-            goes_on = tf.py_function(catch, [skips, *tensors], tf.bool)
+            told = skips, tf.convert_to_tensor(done), fine
+            goes_on = tf.py_function(catch, [*told, *tensors], tf.bool)
             return tf.ensure_shape(goes_on, [])
 
-    def _catch(self, optimizer, some, skips, *tensors):
+    def _catch(self, some, skips, done, fine, *tensors):
         """Keeps what the graph hands over, and stops the step, or lets it go on."""
         if not self._armed:
             return True
-        step = 1 if optimizer is None else int(optimizer.iterations) + 1
+        step = int(done) + 1
         # A step that is skipped does not count.
         skipped = self._skipped[1] if self._skipped[0] == step else 0
         if skips:
@@ -146,6 +160,7 @@ class Guard:
             left = iter(tensors)
             data = tf.nest.map_structure(lambda one: next(left) if one else None, some)
             self._stopped = StoppedStep(step, data, skipped)
+            self._stopped.blamed = tuple(map(int, np.flatnonzero(~fine.numpy())))
         # The one error that TensorFlow takes for an end, and does not warn of.
         raise StopIteration("A step is not finite.")
 

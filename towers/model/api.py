@@ -167,6 +167,7 @@ def multi_gpu_model(
     placements, updates = ["auto", "gathered", "tower"], ["auto", *sorted(STRATEGIES)]
     arguments.check_choice("loss_placement", loss_placement, placements)
     arguments.check_choice("variable_update", variable_update, updates)
+    variable_update = arguments.chosen_update(model, variable_update)
     of_towers = arguments.grouped(devices.resolve(gpus), stages)
     towers = [each[0] for each in of_towers]
     pipeline = arguments.check_pipeline(
@@ -206,8 +207,6 @@ def multi_gpu_model(
             "stages": (stages, 1),
             "micro_batches": (micro_batches, 1),
             "recompute": (recompute, "none"),
-            "preprocess": (preprocess, None),
-            "check_numerics": (bool(check_numerics), False),
             "shard_embeddings": (shard_embeddings, "none"),
         },
     )

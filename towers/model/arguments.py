@@ -75,6 +75,17 @@ def check_own_steps(model: keras.Model, hosts: int, options: Mapping[str, Any]) 
             )
 
 
+def chosen_update(model: keras.Model, variable_update: str) -> str:
+    """Returns the way to update variables; of "auto", the one that such models need."""
+    if variable_update != "auto" or not has_own_steps(model):
+        return variable_update
+    say(
+        f"{type(model).__name__} defines its own step, such as `train_step`, so that "
+        "variable_update='auto' is 'parameter_server'."
+    )
+    return "parameter_server"
+
+
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
     """Checks that an argument is one of the names that it may be."""
     if value not in known:

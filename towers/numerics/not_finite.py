@@ -11,6 +11,7 @@ import tensorflow as tf
 from towers._deprecated import accepts_old_names
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
+from towers.builders.steps.own_steps import has_own_steps
 from towers.collectives import batch
 from towers.numerics import recorded_step, search
 from towers.numerics.recorded_step import RecordedStep, find_row, named
@@ -66,6 +67,8 @@ def explain(
         The error to raise.
     """
     raw = keras.utils.unpack_x_y_sample_weight(stopped.data)
+    if has_own_steps(builder.model):
+        return _explain_own_step(builder, stopped, raw, given, place)
     recorded = _record(builder, stopped, raw)
     own = builder.plan.devices
     # Also what towers of other hosts have computed is computed here.
@@ -83,13 +86,34 @@ def explain(
             written = f"; the batch is in {file}"
         except (OSError, ValueError) as error:
             written, file = f"; the batch cannot be written to {file}: {error}", None
+    text = f"{_sentence(stopped, place, origin, row)}; nothing of the step was applied"
+    return NotFiniteStep(stopped.step, origin, f"{text}{written}", file)
+
+
+def _explain_own_step(builder, stopped, raw, given, place):
+    """The same for a step that the model defines itself, which is not repeated."""
+    plan, size = builder.plan, batch.batch_size(raw)
+    tower = stopped.blamed[0] if stopped.blamed else None
+    told = {"tower": tower, "towers": plan.count, "examples": size}
+    origin, row = NonFiniteOrigin("gradient", **told), ""
+    for name, tensor in named(raw).items():
+        if rows := search.bad_rows(tensor, size):
+            origin = NonFiniteOrigin("data", name, rows=rows, **told)
+            origin, row = _trace_to_row(origin, raw, given)
+            break
+    text = (
+        f"{_sentence(stopped, place, origin, row)}; the optimizer did not apply this "
+        "gradient, but may have counted the step"
+    )
+    return NotFiniteStep(stopped.step, origin, text, None)
+
+
+def _sentence(stopped, place, origin, row):
     skipped = ""
     if stopped.skipped:
         skipped = f", after {stopped.skipped} skipped for the loss scale"
     where = f" ({place})" if place else ""
-    text = f"Step {stopped.step}{where}{skipped}: {origin}{row}"
-    text = f"{text}; {origin.advice}; nothing of the step was applied{written}"
-    return NotFiniteStep(stopped.step, origin, text, file)
+    return f"Step {stopped.step}{where}{skipped}: {origin}{row}; {origin.advice}"
 
 
 def _trace_to_row(origin, raw, given):

@@ -38,7 +38,8 @@ class NonFiniteOrigin:
     """What was not finite first.
 
     Attributes:
-        source: "data", "variable" (before the step), "layer", "loss", or "unknown".
+        source: "data", "variable" (before the step), "layer", "loss", "gradient" (of a
+            step that the model defines itself), or "unknown".
         name: Of the tensor, variable or layer, as a phrase.
         during: "forward", "backward", "update" (of the step before), or "" where it was
             there before.
@@ -73,6 +74,8 @@ class NonFiniteOrigin:
                 "the loss or a gradient is not finite, but was when the step was "
                 "computed once more, op by op"
             )
+        if self.source == "gradient":
+            return f"a gradient is not finite{self._on()}"
         what = {
             ("layer", "forward"): f"the output of {self.name} is not finite",
             ("layer", "backward"): f"{self.name} makes a gradient that is not finite",
@@ -96,6 +99,8 @@ class NonFiniteOrigin:
             "learning rate",
             "loss": "look for a root, logarithm or quotient in it, and for targets "
             "that it does not expect",
+            "gradient": "look for a root, logarithm or quotient in the step, or try a "
+            "smaller learning rate",
             "unknown": "look for a layer that does not compute the same twice",
         }[self.source]
 

@@ -1,7 +1,8 @@
 """Runs a function of a batch on several towers, as one device would."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -14,6 +15,19 @@ from towers.partition.phases import phases
 from towers.partition.placement import Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
+
+
+class Observer(NamedTuple):
+    """What looks at a call of a partitioned function.
+
+    Attributes:
+        computed: Is told what each tower has computed last: a list for each tower.
+        gradients: Makes the context in which gradients of variables are used. It takes
+            each tower's parts of them, a list for each tower, and their sums.
+    """
+
+    computed: Callable[[Sequence[Sequence[tf.Tensor]]], None]
+    gradients: Callable[..., AbstractContextManager]
 
 
 class Partitioned:
@@ -41,7 +55,11 @@ class Partitioned:
         return self.placement.lines(name)
 
     def __call__(
-        self, plan: Plan, local_batches: Sequence[Any], size: int | tf.Tensor
+        self,
+        plan: Plan,
+        local_batches: Sequence[Any],
+        size: int | tf.Tensor,
+        observer: Observer | None = None,
     ) -> Any:
         """Adds a call to the graph being built.
 
@@ -49,23 +67,31 @@ class Partitioned:
             plan: Which towers compute, and where home is.
             local_batches: What each tower has of the batch, on its device.
             size: Number of examples of the batch.
+            observer: What looks at it, if anything does.
 
         Returns:
             What the function returns for the whole batch, at home.
         """
-        call = _Call(self, plan, local_batches, size)
+        call = _Call(self, plan, local_batches, size, observer)
         for phase in self.phases:
             call.run(phase)
+        if observer is not None:
+            observer.computed(call.computed)
         with tf.device(plan.home):
             flat = [call.at_home(tensor) for tensor in self.trace.returned]
         return self.trace.packed(flat)
 
 
 class _Call:
-    """One call of a partitioned function: what home and towers have made so far."""
+    """One call of a partitioned function: what home and towers have made so far.
 
-    def __init__(self, partitioned, plan, local_batches, size):
-        self._partitioned, self._plan = partitioned, plan
+    Attributes:
+        computed: What each tower has made in its last phase.
+    """
+
+    def __init__(self, partitioned, plan, local_batches, size, observer):
+        self._partitioned, self._plan, self._observer = partitioned, plan, observer
+        self.computed: list[Sequence[tf.Tensor]] = []
         self._placement = partitioned.placement
         self._bounds = plan.bounds(size)
         self._sizes = plan.sizes(size)
@@ -87,13 +113,15 @@ class _Call:
         if not phase.place.on_towers:
             with tf.device(self._plan.home), tf.name_scope("home"):
                 values = [self.at_home(taken.tensor) for taken in phase.takes]
-                made = phase(values)
+                with self._observed(phase):
+                    made = phase(values)
             self._home.update(zip(map(key, phase.makes), made, strict=True))
             return
         for taken in phase.takes:
             if taken.whole:
                 with tf.device(self._plan.home):
                     self.at_home(taken.tensor)
+        self.computed = []
         for k, tower in enumerate(self._plan.towers):
             # The first of all towers always has an example, unless there is none.
             known = isinstance(self._sizes[k], int) and self._sizes[k] > 0
@@ -107,6 +135,16 @@ class _Call:
                     guard = tf.convert_to_tensor(guard)
                 made = phase(values, guard)
             self._towers[k].update(zip(map(key, phase.makes), made, strict=True))
+            self.computed.append(made)
+
+    def _observed(self, phase):
+        """The context of a phase at home, in which it takes gradients of towers."""
+        wanted = self._partitioned.trace.gradients
+        found = {key(t): t for t, _ in phase.takes if key(t) in wanted}
+        if self._observer is None or not found:
+            return nullcontext()
+        parts = [[made[each] for each in found] for made in self._towers]
+        return self._observer.gradients(parts, [*map(self.at_home, found.values())])
 
     def at_home(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the whole batch's value of a tensor, at home."""

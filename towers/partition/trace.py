@@ -46,6 +46,7 @@ class Trace:
         reader: Tells how tensors depend on the examples.
         added: The keys of gradients of variables, which are added over the towers at
             once, whoever takes them.
+        gradients: The keys of those, and of rows of sparse ones.
         regions: By the name of an operation, the outermost region that it is in.
         variables: By the key of what stands for a variable's handle, the variable.
     """
@@ -64,6 +65,7 @@ class Trace:
         self._knows_regions = knows_regions
         self.regions: dict[str, Region] = {}
         self.added: dict[Any, Dependence] = {}
+        self.gradients: set[Any] = set()
 
         def step(batch, fraction):
             self.graph = tf.compat.v1.get_default_graph()
@@ -71,6 +73,7 @@ class Trace:
             # TensorFlow traces once more what creates variables.
             self.regions.clear()
             self.added.clear()
+            self.gradients.clear()
             with self._reading(batch), _in_one_graph(self.graph):
                 with fused.batch_normalization(), fused.updates():
                     return function(batch)
@@ -180,6 +183,7 @@ class Trace:
             if isinstance(gradient, tf.IndexedSlices):
                 # Those of all towers, one behind the other, are the batch's.
                 known |= {key(gradient.values): ROWS, key(gradient.indices): ROWS}
+                self.gradients.add(key(gradient.values))
                 if gradient.dense_shape is not None:
                     known[key(gradient.dense_shape)] = NONE
             elif gradient is not None:
@@ -188,6 +192,7 @@ class Trace:
                     self.reader.blocks.same(gradient, source)
                 else:
                     self.added[key(gradient)] = SUM
+                    self.gradients.add(key(gradient))
         self.reader.know(known)
         region = Region([*known])
         self.regions.update((op.name, region) for op in made)

@@ -1,5 +1,6 @@
 """Steps that a model defines itself, such as its own `train_step`, on towers."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from towers.builders.common import Pieces
 from towers.builders.steps.keras_steps import Scope, train_function
 from towers.collectives import batch
 from towers.keras_adapter.models import overrides
-from towers.partition.partitioned import Partitioned
+from towers.layers import variables
+from towers.partition.partitioned import Observer, Partitioned
 
 _STEPS = "train_step", "test_step", "predict_step"
 
@@ -69,7 +71,7 @@ class OwnSteps:
         """Returns a step of the model, partitioned for batches of a kind."""
         if (step, str(spec)) not in self._partitioned:
             context = self.pieces.context
-            found = Partitioned(getattr(context.model, step), spec)
+            found = Partitioned(self._function(step), spec)
             self._partitioned[step, str(spec)] = found
             context.say(found.lines(f"The {step} of model '{context.model.name}'"))
         return self._partitioned[step, str(spec)]
@@ -86,12 +88,55 @@ class OwnSteps:
             )
             context.say([line])
             with tf.device(plan.home):
-                return getattr(model, step)(data)
+                return self._function(step)(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
         found = self._partition(step, _local_spec(data))
         if local_batches is None:
             local_batches = self.pieces.batches.place(data)
-        return found(plan, local_batches, batch.batch_size(data))
+        observer = self._observer(data) if step == "train_step" else None
+        return found(plan, local_batches, batch.batch_size(data), observer)
+
+    def _function(self, step):
+        """A step of the model, of a batch as it is given."""
+        model, preprocess = self.pieces.context.model, self.pieces.context.preprocess
+        if preprocess is None:
+            return getattr(model, step)
+
+        def function(data):
+            data = keras.utils.unpack_x_y_sample_weight(data)
+            data = preprocess(data, step == "train_step")
+            return getattr(model, step)(keras.utils.pack_x_y_sample_weight(*data))
+
+        return function
+
+    def _observer(self, data):
+        """Measures a step of training, and stops it if a gradient is not finite."""
+        context = self.pieces.context
+        guard, model = context.guard, context.model
+        optimizers = [*variables.optimizers(model).values()]
+        done = None
+        if guard is not None and optimizers:
+            # As the step begins: optimizers take turns in it.
+            counts = [tf.identity(each.iterations) for each in optimizers]
+            done = tf.reduce_max([tf.cast(each, tf.int64) for each in counts])
+        scaled = [
+            each
+            for each in optimizers
+            if isinstance(each, keras.optimizers.LossScaleOptimizer)
+        ]
+
+        def gradients(of_towers, sums):
+            if guard is None:
+                return contextlib.nullcontext()
+            whole = keras.utils.unpack_x_y_sample_weight(data)
+            return guard.before(
+                *(lambda: whole, tf.zeros([]), [*of_towers, sums]),
+                next(iter(scaled), None),
+                to_blame=len(of_towers),
+                done=done,
+            )
+
+        return Observer(context.timers.computed, gradients)
 
 
 def _local_spec(data):

@@ -1,0 +1,149 @@
+"""What the house does for models that define a `train_step` themselves."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers import multi_gpu_model
+from towers.numerics import NotFiniteStep
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=[8, 4]).astype("float32")
+Y = RANDOM.normal(size=[8, 1]).astype("float32")
+
+
+class Clipped(keras.Model):
+    """Clips the norm of its gradient by hand."""
+
+    def train_step(self, data):
+        """Trains on x and y."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            # Of a negative number, the root and its gradient are not finite.
+            loss = tf.reduce_mean(tf.sqrt(tf.abs(self(x) - y)) * tf.sqrt(x[:, :1] + 9))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Rivals(keras.Model):
+    """Trains two networks in turn, each by an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = [keras.layers.Dense(1), keras.layers.Dense(1)]
+        self.optimizers = [keras.optimizers.SGD(0.1) for _ in range(2)]
+
+    def call(self, x):
+        """Adds up both."""
+        return self.of[0](x) + self.of[1](x)
+
+    def train_step(self, data):
+        """Trains on x and y."""
+        x, y = data
+        losses = {}
+        for name, layer, optimizer in zip("ab", self.of, self.optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+                if name == "b":
+                    loss *= tf.reduce_mean(tf.sqrt(x + 9))
+            weights = layer.trainable_weights
+            optimizer.apply(tape.gradient(loss, weights), weights)
+            losses[name] = loss
+        return losses
+
+
+def clipped(**options):
+    """A model on two towers, and the user's own."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input([4])
+    model = Clipped(inputs, keras.layers.Dense(1)(inputs))
+    parallel = multi_gpu_model(model, gpus=2, **options)
+    parallel.compile(keras.optimizers.SGD(0.1))
+    return parallel, model
+
+
+def values(model):
+    return [variable.numpy() for variable in model.variables]
+
+
+@pytest.mark.parametrize(("row", "tower"), [(1, 0), (6, 1)])
+def test_a_gradient_that_is_not_finite_is_not_applied(row, tower):
+    parallel, model = clipped(check_numerics=True)
+    parallel.fit(X, Y, batch_size=8, verbose=0)
+    before, bad = values(model), X.copy()
+    bad[row, 0] = -10
+    said = rf"Step 2 .*a gradient is not finite on tower {tower} of 2;.*did not apply"
+    with pytest.raises(NotFiniteStep, match=said):
+        parallel.fit(bad, Y, batch_size=8, shuffle=False, verbose=0)
+    for mine, other in zip(values(model), before, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    # It goes on with what is fine.
+    parallel.fit(X, Y, batch_size=8, verbose=0)
+
+
+def test_a_number_of_the_data_is_named():
+    parallel, _ = clipped(check_numerics=True)
+    bad = X.copy()
+    bad[5, 2] = np.nan
+    with pytest.raises(NotFiniteStep, match=r"x\[5\] of what `fit` has got"):
+        parallel.fit(bad, Y, batch_size=8, shuffle=False, verbose=0)
+
+
+def test_an_optimizer_that_came_before_has_applied_its_own():
+    model = Rivals()
+    parallel = multi_gpu_model(model, gpus=2, check_numerics=True)
+    parallel.compile()
+    parallel.fit(X, Y, batch_size=8, verbose=0)
+    before, bad = [values(layer) for layer in model.of], X.copy()
+    bad[7, 1] = -10
+    with pytest.raises(NotFiniteStep, match=r"Step 2 .*on tower 1 of 2"):
+        parallel.fit(bad, Y, batch_size=8, shuffle=False, verbose=0)
+    first, second = (values(layer) for layer in model.of)
+    assert not np.array_equal(first[0], before[0][0])
+    np.testing.assert_array_equal(second[0], before[1][0])
+
+
+def test_finite_steps_are_those_without_a_check():
+    found = []
+    for check in (False, True):
+        parallel, model = clipped(check_numerics=check)
+        parallel.fit(X, Y, batch_size=3, epochs=3, shuffle=False, verbose=0)
+        found.append(values(model))
+    for mine, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_auto_is_what_such_a_model_needs(caplog):
+    parallel, _ = clipped(variable_update="auto")
+    assert parallel.builder.name == "parameter_server"
+    assert "variable_update='auto' is 'parameter_server'" in caplog.text
+
+
+def test_towers_preprocess_what_the_step_gets():
+    def preprocess(x, y, training):
+        scale = 0.5 if training else 0.25
+        return tf.cast(x, tf.float32) * scale, y
+
+    whole = np.round(X * 10).astype("int8")
+    ours, model = clipped(preprocess=preprocess)
+    ours.fit(whole, Y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+    predicted = ours.predict(whole, batch_size=5, verbose=0)
+    theirs, other = clipped()
+    theirs.fit(whole * np.float32(0.5), Y, 5, epochs=2, shuffle=False, verbose=0)
+    for mine, wanted in zip(values(model), values(other), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-6)
+    np.testing.assert_allclose(
+        predicted, other(whole * np.float32(0.25)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_the_time_of_its_steps_is_measured():
+    parallel, _ = clipped()
+    parallel.fit(X, Y, batch_size=8, epochs=3, verbose=0)
+    totals = parallel.builder.timers.totals()
+    assert totals.steps == 3
+    assert totals.compute_s > 0
+    assert len(totals.towers_s) == 2
