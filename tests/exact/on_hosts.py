@@ -50,10 +50,12 @@ class InRows:
         total = batch.batch_size(data)
         first, end = self.share.bounds(total)
         x, *others = batch.take(data, first, end)
-        return self.share.of_batch(x, first, total, 1), *others
+        x = self.share.of_batch(x, first, total, 1)
+        return (x, *others) if others else x
 
 
-def _in_rows(make, batches):
+def in_rows(make, batches):
+    """Makes data of which each host is given its rows."""
     return InRows(make(batches)).dataset()
 
 
@@ -72,7 +74,7 @@ def main(rank, addresses, counts, builder, file, names, given, most, micro_batch
         if most > 1:
             case = refused(case)
         rows = given == "rows" or (given == "in turns" and k % 2)
-        oracle.dataset = functools.partial(_in_rows, make) if rows else make
+        oracle.dataset = functools.partial(in_rows, make) if rows else make
         options = dict(case.options)
         if ratios := options.get("split_ratios"):
             each = [ratios[k % len(ratios)] for k in range(sum(counts))]

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import pathlib
 
 import keras
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import towers
+from tests import hosts
 from tests.exact import oracle
 from tests.variants import slow
 
@@ -101,3 +103,23 @@ def test_towers_equal_one_device(name, gpus):
     ours = run(name, functools.partial(towers.multi_gpu_model, gpus=gpus))
     difference, where = apart(ours, one_device(name))
     assert difference <= LIMIT, where
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "given"),
+    [
+        # Rows in blocks, random numbers and two optimizers; a condition.
+        ((1, 2), ("accumulate", "dcgan"), "whole"),
+        slow((1, 1), NAMES, "whole"),
+        slow((1, 2), NAMES, "rows"),
+    ],
+    ids=str,
+)
+def test_hosts_equal_one_device(layout, names, given, tmp_path):
+    file = tmp_path / "found.json"
+    arguments = ",".join(names), given, file
+    hosts.run("tests.exact.own_steps_on_hosts", layout, *arguments, timeout_s=700)
+    found = json.loads(file.read_text())
+    assert found.keys() == {*names}
+    for name, apart_by in found.items():
+        assert not isinstance(apart_by, str) and apart_by[0] <= LIMIT, (name, apart_by)

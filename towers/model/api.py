@@ -200,7 +200,7 @@ def multi_gpu_model(
     arguments.check_hosts(hosts.count, variable_update)
     arguments.check_sharding(shard_embeddings, variable_update)
     arguments.check_own_steps(
-        *(model, hosts.count),
+        model,
         {
             "variable_update": (variable_update, "parameter_server"),
             "loss_placement": (loss_placement, "auto"),

@@ -49,23 +49,17 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_own_steps(model: keras.Model, hosts: int, options: Mapping[str, Any]) -> None:
+def check_own_steps(model: keras.Model, options: Mapping[str, Any]) -> None:
     """Checks that towers can run the steps that a model defines itself, if it does.
 
     Args:
         model: The model.
-        hosts: How many hosts train together.
         options: What was asked for, by the names of arguments of `multi_gpu_model`,
             each with the value that such a model needs.
     """
     if not has_own_steps(model):
         return
     name = type(model).__name__
-    if hosts > 1:
-        raise ValueError(
-            f"{name} defines its own step, such as `train_step`, and {hosts} hosts "
-            "train together; expected one host, as towers run such steps on one."
-        )
     for option, (value, needed) in options.items():
         if value != needed:
             raise ValueError(

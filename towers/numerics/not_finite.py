@@ -93,7 +93,8 @@ def explain(
 def _explain_own_step(builder, stopped, raw, given, place):
     """The same for a step that the model defines itself, which is not repeated."""
     plan, size = builder.plan, batch.batch_size(raw)
-    tower = stopped.blamed[0] if stopped.blamed else None
+    # Each host knows of its own towers.
+    tower = plan.towers[stopped.blamed[0]].index if stopped.blamed else None
     told = {"tower": tower, "towers": plan.count, "examples": size}
     origin, row = NonFiniteOrigin("gradient", **told), ""
     for name, tensor in named(raw).items():

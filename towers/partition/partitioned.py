@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.analysis.dependence import EXTREMES
-from towers.analysis.kinds import COLUMNS, COUPLED, MEAN, NONE, ROWS, SHAPE, SIZE, SUM
+from towers.analysis.kinds import ROWS
 from towers.analysis.layer_calls import key
-from towers.collectives import batch, packing, reduce
+from towers.collectives import batch, packing
+from towers.partition.combined import Combination
 from towers.partition.errors import PartitionError, where
 from towers.partition.phases import phases
-from towers.partition.placement import Placement
+from towers.partition.placement import STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
 
@@ -54,6 +54,11 @@ class Partitioned:
         """Says what the function, of some name, cannot compute on towers."""
         return self.placement.lines(name)
 
+    @property
+    def stateful_draws(self) -> list[str]:
+        """Where random numbers are drawn whose state is no variable, as phrases."""
+        return [where(op) for op in self.placement.order if op.type in STATEFUL_DRAWS]
+
     def __call__(
         self,
         plan: Plan,
@@ -78,7 +83,7 @@ class Partitioned:
         if observer is not None:
             observer.computed(call.computed)
         with tf.device(plan.home):
-            flat = [call.at_home(tensor) for tensor in self.trace.returned]
+            flat = call.at_home(self.trace.returned)
         return self.trace.packed(flat)
 
 
@@ -95,11 +100,12 @@ class _Call:
         self._placement = partitioned.placement
         self._bounds = plan.bounds(size)
         self._sizes = plan.sizes(size)
-        self._fractions = plan.fractions(self._sizes, size)
+        fractions = plan.fractions(self._sizes, size)
+        self._combined = Combination(plan, self._placement, size)
         trace = partitioned.trace
         self._home: dict[Any, tf.Tensor] = {}
         self._towers: list[dict[Any, tf.Tensor]] = []
-        for local, fraction in zip(local_batches, self._fractions, strict=True):
+        for local, fraction in zip(local_batches, fractions, strict=True):
             given = tf.nest.flatten([trace.batch], expand_composites=True)
             values = tf.nest.flatten([local], expand_composites=True)
             pairs = zip(given, values, strict=True)
@@ -112,15 +118,13 @@ class _Call:
         """Runs a phase, at home or on each tower."""
         if not phase.place.on_towers:
             with tf.device(self._plan.home), tf.name_scope("home"):
-                values = [self.at_home(taken.tensor) for taken in phase.takes]
+                values = self.at_home([taken.tensor for taken in phase.takes])
                 with self._observed(phase):
                     made = phase(values)
             self._home.update(zip(map(key, phase.makes), made, strict=True))
             return
-        for taken in phase.takes:
-            if taken.whole:
-                with tf.device(self._plan.home):
-                    self.at_home(taken.tensor)
+        with tf.device(self._plan.home):
+            self.at_home([taken.tensor for taken in phase.takes if taken.whole])
         self.computed = []
         for k, tower in enumerate(self._plan.towers):
             # The first of all towers always has an example, unless there is none.
@@ -144,17 +148,27 @@ class _Call:
         if self._observer is None or not found:
             return nullcontext()
         parts = [[made[each] for each in found] for made in self._towers]
-        return self._observer.gradients(parts, [*map(self.at_home, found.values())])
+        return self._observer.gradients(parts, self.at_home([*found.values()]))
 
-    def at_home(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the whole batch's value of a tensor, at home."""
+    def at_home(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the whole batch's values of tensors, at home."""
+        missing = {
+            key(tensor): tensor
+            for tensor in tensors
+            if tensor.op.type != "Const"
+            and not self._placement.is_captured(tensor)
+            and key(tensor) not in self._home
+        }
+        parts = [[made[each] for made in self._towers] for each in missing]
+        found = self._combined([*missing.values()], parts)
+        self._home.update(zip(missing, found, strict=True))
+        return [*map(self._whole, tensors)]
+
+    def _whole(self, tensor):
         if tensor.op.type == "Const":
             return tf.constant(tf.get_static_value(tensor), tensor.dtype)
         if self._placement.is_captured(tensor):
             return self._placement.outside(tensor)
-        if key(tensor) not in self._home:
-            parts = [made[key(tensor)] for made in self._towers]
-            self._home[key(tensor)] = self._combine(tensor, parts)
         return self._home[key(tensor)]
 
     def _on_tower(self, k, tensor, whole):
@@ -168,47 +182,6 @@ class _Call:
             self._sent[k][key(tensor)] = packing.copy(value)
         return self._sent[k][key(tensor)]
 
-    def _combine(self, tensor, parts):
-        """Makes the whole batch's value of what the towers have."""
-        kind = self._placement.kind(tensor)
-        if kind is NONE:
-            return parts[0]
-        if kind is ROWS:
-            blocks = self._placement.blocks(tensor)
-            return self._joined(parts, blocks)
-        if kind is COLUMNS:
-            return tf.concat(parts, axis=1)
-        if kind is SHAPE:
-            rows = tf.add_n([part[:1] for part in parts])
-            return tf.concat([rows, parts[0][1:]], axis=0)
-        if kind in (SUM, SIZE):
-            return reduce.add(parts)
-        if kind is MEAN:
-            (found,) = reduce.combine_totals(
-                [[part] for part in parts], self._fractions, [(kind, "")]
-            )
-            return found
-        if kind is COUPLED:
-            return self._extreme(tensor.op.type, parts)
-        raise PartitionError(
-            f"'{tensor.name}'{where(tensor.op)} cannot be put together from what "
-            "towers compute of their rows."
-        )
-
-    def _joined(self, parts, blocks):
-        """Joins the rows of all towers, block by block."""
-        if blocks is None:
-            return batch.join(parts, self._sizes)
-        cut = [
-            tf.split(part, [count * size for count in blocks])
-            for part, size in zip(parts, self._sizes, strict=True)
-        ]
-        joined = [
-            batch.join(each, [count * size for size in self._sizes])
-            for count, each in zip(blocks, zip(*cut, strict=True), strict=True)
-        ]
-        return tf.concat(joined, axis=0)
-
     def _cut(self, k, value, blocks):
         """A tower's rows of a tensor of the whole batch."""
         if blocks is None:
@@ -221,12 +194,3 @@ class _Call:
             for part, count in zip(parts, blocks, strict=True)
         ]
         return tf.concat(mine, axis=0)
-
-    def _extreme(self, kind, parts):
-        # What a tower without rows has counts for nothing.
-        first = parts[0]
-        some = [
-            tf.where(size > 0, part, first)
-            for part, size in zip(parts, self._sizes, strict=True)
-        ]
-        return EXTREMES[kind](tf.stack(some), axis=0)

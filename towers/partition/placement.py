@@ -40,7 +40,7 @@ from towers.partition.trace import Region, Trace
 # What towers have of a tensor, so that it makes the batch's.
 _ON_TOWERS = COLUMNS, MEAN, PACKED, ROWS, SHAPE, SIZE, SUM
 # By type, the place of the shape among what a stateful operation takes that draws.
-_STATEFUL_DRAWS = {
+STATEFUL_DRAWS = {
     "RandomStandardNormal": 0,
     "RandomUniform": 0,
     "RandomUniformInt": 0,
@@ -52,7 +52,7 @@ _STATEFUL_DRAWS = {
     "StatefulUniformFullInt": 2,
     "StatefulUniformInt": 2,
 }
-_SHAPE_OF_DRAW = dict.fromkeys(STATELESS_DRAWS | draws.SKIPPABLE, 0) | _STATEFUL_DRAWS
+_SHAPE_OF_DRAW = dict.fromkeys(STATELESS_DRAWS | draws.SKIPPABLE, 0) | STATEFUL_DRAWS
 
 
 @dataclasses.dataclass(frozen=True, order=True)

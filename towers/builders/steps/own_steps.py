@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from towers.collectives import batch
 from towers.keras_adapter.models import overrides
 from towers.layers import variables
 from towers.partition.partitioned import Observer, Partitioned
+from towers.tower.errors import ModelError
 
 _STEPS = "train_step", "test_step", "predict_step"
 
@@ -82,6 +84,7 @@ class OwnSteps:
         batch.check_rows(data)
         self._create(step, data)
         if model.run_eagerly:
+            self._check_alone(f"runs its own {step} eagerly")
             line = (
                 f"Model '{model.name}' runs its own {step} eagerly, so one device "
                 "computes all of each batch; towers are for graphs."
@@ -93,8 +96,36 @@ class OwnSteps:
         found = self._partition(step, _local_spec(data))
         if local_batches is None:
             local_batches = self.pieces.batches.place(data)
+        for line in found.stateful_draws:
+            self._check_alone(f"draws random numbers of TensorFlow's own state{line}")
         observer = self._observer(data) if step == "train_step" else None
-        return found(plan, local_batches, batch.batch_size(data), observer)
+        with self._together(step, data):
+            return found(plan, local_batches, batch.batch_size(data), observer)
+
+    def _check_alone(self, what):
+        if self.pieces.context.plan.hosts.count > 1:
+            raise ModelError(
+                f"Model '{self.pieces.context.model.name}' {what}, which differs "
+                "between hosts; expected a step that runs as a graph, and draws by "
+                "keras.random with a seed generator."
+            )
+
+    @contextlib.contextmanager
+    def _together(self, step, data):
+        """Inside, all hosts compute the same batch, if there are several."""
+        context = self.pieces.context
+        agreement, hosts = context.agreement, context.timers.hosts
+        if agreement is None:
+            yield
+        elif step != "train_step":
+            with agreement.evaluates(data):
+                yield
+        else:
+            told = agreement.of_batch(data, hosts)
+            (told,) = context.plan.hosts.sum([told], "batch")
+            with agreement.before(told):
+                agreement.hear(told, hosts)
+                yield
 
     def _function(self, step):
         """A step of the model, of a batch as it is given."""
@@ -128,9 +159,10 @@ class OwnSteps:
         def gradients(of_towers, sums):
             if guard is None:
                 return contextlib.nullcontext()
-            whole = keras.utils.unpack_x_y_sample_weight(data)
+            given = keras.utils.unpack_x_y_sample_weight(data)
+            whole = functools.partial(self.pieces.batches.whole, given)
             return guard.before(
-                *(lambda: whole, tf.zeros([]), [*of_towers, sums]),
+                *(whole, tf.zeros([]), [*of_towers, sums]),
                 next(iter(scaled), None),
                 to_blame=len(of_towers),
                 done=done,
@@ -145,4 +177,4 @@ def _local_spec(data):
             return spec
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
-    return tf.nest.map_structure(without_rows, batch.specs(data))
+    return tf.nest.map_structure(without_rows, batch.specs(batch.rows_given(data)))

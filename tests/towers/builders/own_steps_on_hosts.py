@@ -1,0 +1,84 @@
+"""Models with a `train_step` of their own that hosts cannot go on with.
+
+    python -m tests.towers.builders.own_steps_on_hosts RANK ADDRESSES TOWERS FOLDER
+
+Each host writes to FOLDER what it was told, by what was tried.
+"""
+
+import json
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import towers
+from towers.cluster import process_group
+from towers.cluster.membership import Membership
+
+X = np.random.default_rng(0).normal(size=[8, 4]).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+class Steps(keras.Model):
+    """Adds noise to its inputs, of TensorFlow's own state, if told to."""
+
+    noisy = False
+
+    def train_step(self, data):
+        """Trains on x and y."""
+        x, y = data[:2]
+        if self.noisy:
+            x += tf.random.normal(tf.shape(x))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def on_towers(noisy=False, **options):
+    """A compiled model on this host's towers."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input([4])
+    model = Steps(inputs, keras.layers.Dense(1)(inputs))
+    model.noisy = noisy
+    parallel = towers.multi_gpu_model(model, check_numerics=True, **options)
+    parallel.compile("sgd")
+    return parallel
+
+
+def said(call):
+    """What a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def main(rank, addresses, counts, folder):
+    """Tries all."""
+    rank, addresses = int(rank), tuple(addresses.split(","))
+    mine = int(counts.split(",")[rank])
+    towers.configure(num_gpus=2)
+    called = tuple(f"host {k}" for k in range(len(addresses)))
+    process_group.join(Membership(rank, addresses, called))
+    found, bad = {}, X.copy()
+    bad[6] = 1e38
+    parallel = on_towers(gpus=mine)
+    found["gradient"] = said(lambda: parallel.train_on_batch(bad, Y))
+    bad[6, 1] = np.inf
+    found["data"] = said(lambda: parallel.train_on_batch(bad, Y))
+    found["loss"] = float(parallel.train_on_batch(X, Y))
+    noisy = on_towers(noisy=True, gpus=mine)
+    found["draws"] = said(lambda: noisy.train_on_batch(X, Y))
+    with open(os.path.join(folder, f"found{rank}.json"), "w") as file:
+        json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

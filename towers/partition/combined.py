@@ -1,0 +1,133 @@
+"""Puts together what the towers of all hosts have of a tensor."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from towers.analysis.dependence import EXTREMES
+from towers.analysis.kinds import COLUMNS, COUPLED, MEAN, NONE, ROWS, SHAPE, SIZE, SUM
+from towers.collectives import batch, reduce
+from towers.partition.errors import PartitionError, where
+from towers.partition.placement import Placement
+from towers.plan import Plan
+
+
+class Combination:
+    """Makes the whole batch's values of what the towers have, where it is called."""
+
+    def __init__(self, plan: Plan, placement: Placement, size: int | tf.Tensor):
+        """Takes a plan, what tells the kinds of tensors, and the number of examples."""
+        self._hosts, self._placement = plan.hosts, placement
+        self._sizes = plan.sizes(size)
+        self._fractions = plan.fractions(self._sizes, size)
+        self._calls = 0
+
+    def __call__(
+        self, tensors: Sequence[tf.Tensor], parts: Sequence[Sequence[tf.Tensor]]
+    ) -> list[tf.Tensor]:
+        """Returns the whole batch's values of some tensors.
+
+        Args:
+            tensors: Those of the traced function.
+            parts: What this host's towers have of each.
+
+        Raises:
+            PartitionError: One of them cannot be put together.
+        """
+        mine = [*map(self._of_host, tensors, parts)]
+        if self._hosts.count == 1 or not mine:
+            return mine
+        self._calls += 1
+        kinds = [*map(self._placement.kind, tensors)]
+        mine = self._added(kinds, mine)
+        return [*map(self._of_hosts, tensors, kinds, mine)]
+
+    def _of_host(self, tensor, parts):
+        kind = self._placement.kind(tensor)
+        if kind is NONE:
+            return parts[0]
+        if kind is ROWS:
+            return self._joined(parts, self._placement.blocks(tensor))
+        if kind is COLUMNS:
+            return tf.concat(parts, axis=1)
+        if kind is SHAPE:
+            rows = tf.add_n([part[:1] for part in parts])
+            return tf.concat([rows, parts[0][1:]], axis=0)
+        if kind in (SUM, SIZE):
+            return reduce.add(parts)
+        if kind is MEAN:
+            (found,) = reduce.combine_totals(
+                [[part] for part in parts], self._fractions, [(kind, "")]
+            )
+            return found
+        if kind is COUPLED:
+            # What a tower without rows has counts for nothing.
+            some = [
+                tf.where(size > 0, part, parts[0])
+                for part, size in zip(parts, self._sizes, strict=True)
+            ]
+            return EXTREMES[tensor.op.type](tf.stack(some), axis=0)
+        raise PartitionError(
+            f"'{tensor.name}'{where(tensor.op)} cannot be put together from what "
+            "towers compute of their rows."
+        )
+
+    def _joined(self, parts, blocks):
+        """Joins the rows of all towers, block by block."""
+        if blocks is None:
+            return batch.join(parts, self._sizes)
+        cut = [
+            tf.split(part, [count * size for count in blocks])
+            for part, size in zip(parts, self._sizes, strict=True)
+        ]
+        joined = [
+            batch.join(each, [count * size for size in self._sizes])
+            for count, each in zip(blocks, zip(*cut, strict=True), strict=True)
+        ]
+        return tf.concat(joined, axis=0)
+
+    def _added(self, kinds, mine):
+        """Adds what is to be added over hosts, in one sum."""
+        sums = {
+            i: each[:1] if kind is SHAPE else each
+            for i, (kind, each) in enumerate(zip(kinds, mine, strict=True))
+            if kind in (MEAN, SHAPE, SIZE, SUM)
+        }
+        totals = self._hosts.sum([*sums.values()], f"partial sums {self._calls}")
+        sums = dict(zip(sums, totals, strict=True))
+        return [
+            tf.concat([sums[i], each[1:]], axis=0)
+            if kind is SHAPE
+            else sums.get(i, each)
+            for i, (kind, each) in enumerate(zip(kinds, mine, strict=True))
+        ]
+
+    def _of_hosts(self, tensor, kind, mine):
+        hosts, purpose = self._hosts, f"'{tensor.name}'"
+        if kind is NONE:
+            # Of a host without rows, it is nothing.
+            return hosts.first([mine], purpose)[0]
+        if kind is SHAPE and mine.shape[0] != 1:
+            rows, others = mine[:1], hosts.first([mine[1:]], purpose)
+            return tf.concat([rows, *others], axis=0)
+        if kind is ROWS:
+            blocks = self._placement.blocks(tensor) or (1,)
+            size = tf.add_n([*map(tf.convert_to_tensor, self._sizes)])
+            parts = [mine]
+            if len(blocks) > 1:
+                parts = tf.split(mine, [count * size for count in blocks])
+            return tf.concat([hosts.gather(p, None, purpose) for p in parts], axis=0)
+        if kind is COLUMNS:
+            rows = _swapped(mine)
+            return _swapped(hosts.gather(rows, None, purpose))
+        if kind is COUPLED:
+            some = tf.reduce_any([size > 0 for size in self._sizes])
+            has, each = hosts.stack(some, purpose), hosts.stack(mine, purpose)
+            has = tf.reshape(has, [hosts.count, *[1] * (each.shape.rank - 1)])
+            return EXTREMES[tensor.op.type](tf.where(has, each, each[:1]), axis=0)
+        return mine
+
+
+def _swapped(tensor):
+    others = range(2, tensor.shape.rank)
+    return tf.transpose(tensor, [1, 0, *others])
