@@ -1,6 +1,6 @@
 """Functions and loops of one's own on several devices, with or without Keras."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -15,6 +15,7 @@ from towers.keras_adapter.variables import value_behind
 from towers.layers import fused
 from towers.loop.loop import flat, pack
 from towers.partition.partitioned import Partitioned
+from towers.partition.placed import PlacedBatch, place, prefetch
 from towers.plan import Plan
 from towers.program.voice import say
 
@@ -83,6 +84,8 @@ class GradientTowers:
         >>> for x, y in dataset:
         ...     loss, gradients, _ = step(x, y)
         ...     step.apply(optimizer, gradients)
+
+    `prefetch` copies batches to the devices while a step runs.
     """
 
     def __init__(
@@ -120,6 +123,24 @@ class GradientTowers:
             ValueError: The loss is no scalar.
         """
         return self._step(*batch)
+
+    def prefetch(
+        self, dataset: Iterable[Any], count: int = 2
+    ) -> Iterator[tuple[PlacedBatch]]:
+        """Yields batches whose rows are copied to the devices ahead of their use.
+
+        On GPUs, copying then takes place while a step runs.
+
+        Examples:
+            >>> for batch in step.prefetch(dataset):
+            ...     loss, gradients, _ = step(*batch)
+            ...     step.apply(optimizer, gradients)
+
+        Args:
+            dataset: A `tf.data.Dataset`, or anything else that yields batches.
+            count: How many batches are copied ahead.
+        """
+        return prefetch(self._plan, dataset, count)
 
     @_as_it_is
     def apply(
@@ -183,21 +204,17 @@ class _Parallel:
         return compute(*tf.nest.map_structure(_tensor, batch))
 
     def _compute(self, *data):
+        if len(data) == 1 and isinstance(data[0], PlacedBatch):
+            return self._of_placed(data[0])
         batch.check_rows(data)
-        spec = batch.local_spec(data, None)
-        if str(spec) not in self._partitioned:
-            found = Partitioned(lambda local: self._function(*local), spec)
-            self._partitioned[str(spec)] = found
-            for line in found.lines(f"The function '{self.__name__}'"):
-                say(line)
-        found = self._partitioned[str(spec)]
+        found = self._partition(data)
 
         @tf.custom_gradient
         def call(*tensors):
             for variable in found.trace.concrete.variables:
                 # So that a tape outside knows that it was read.
                 tf.convert_to_tensor(variable)
-            returned = flat(self._run(found, data))
+            returned = flat(self._of_placed(place(self._plan, data)))
 
             def gradient(*upstream, variables=()):
                 before = self._gradient(found, data, upstream, variables)
@@ -208,12 +225,18 @@ class _Parallel:
 
         return pack(found.trace.concrete.structured_outputs, call(*flat(data)))
 
-    def _run(self, found, data):
-        size, local, plan = batch.batch_size(data), [], self._plan
-        for device, bounds in zip(plan.devices, plan.bounds(size), strict=True):
-            with tf.device(device):
-                local.append(tf.nest.map_structure(_sent, batch.take(data, *bounds)))
-        return found(plan, local, size)
+    def _of_placed(self, placed):
+        found = self._partition(placed.local_batches[0])
+        return found(self._plan, *placed)
+
+    def _partition(self, data):
+        spec = batch.local_spec(data, None)
+        if str(spec) not in self._partitioned:
+            found = Partitioned(lambda local: self._function(*local), spec)
+            self._partitioned[str(spec)] = found
+            for line in found.lines(f"The function '{self.__name__}'"):
+                say(line)
+        return self._partitioned[str(spec)]
 
     def _gradient(self, found, data, upstream, variables):
         """The gradient for the batch and some variables; it computes forward again.
@@ -242,7 +265,7 @@ class _Parallel:
 
         given = data, [upstream[i] for i in rows]
         partitioned = Partitioned(backward, batch.local_spec(given, None))
-        return self._run(partitioned, given)
+        return partitioned(self._plan, *place(self._plan, given))
 
 
 def _tensor(value):
@@ -252,14 +275,6 @@ def _tensor(value):
 def _as_tensor(value):
     composite = isinstance(value, tf.RaggedTensor | tf.SparseTensor)
     return value if composite else tf.convert_to_tensor(value)
-
-
-def _sent(value):
-    return (
-        value
-        if value is None
-        else tf.nest.map_structure(tf.identity, value, expand_composites=True)
-    )
 
 
 def _plan(gpus, variables=()):

@@ -106,6 +106,38 @@ def test_what_is_beside_the_loss():
     _close(found.gradients, [tf.constant(X.mean())])
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("count", [0, 2, 9])
+def test_batches_are_placed_ahead(count, inside):
+    scale = tf.Variable(2.0)
+    step = towers.GradientTowers(
+        lambda x, y: tf.reduce_mean(x * scale - y), [scale], gpus=3
+    )
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(3)
+    call = tf.function(step) if inside else step
+    placed = [*step.prefetch(batches, count)]
+    assert len(placed) == 3
+    for (one,), (x, y) in zip(placed, batches, strict=True):
+        devices = [local[0].device for local in one.local_batches]
+        assert [each[-6:] for each in devices] == [":CPU:0", ":CPU:1", ":CPU:2"]
+        _close(list(call(one)[:2]), list(step(x, y)[:2]))
+
+
+def test_each_batch_is_read_when_it_is_needed():
+    read = []
+
+    def batches():
+        for k in range(5):
+            read.append(k)
+            yield X[: k + 1]
+
+    scale = tf.Variable(2.0)
+    step = towers.GradientTowers(lambda x: tf.reduce_mean(x * scale), [scale], gpus=2)
+    ahead = step.prefetch(batches(), count=1)
+    _close(step(*next(ahead)).loss, tf.constant(2 * X[:1].mean()))
+    assert read == [0, 1]
+
+
 def test_a_loss_for_each_example_is_refused():
     scale = tf.Variable(2.0)
     step = towers.GradientTowers(lambda x: x[:, 0] * scale, [scale], gpus=2)

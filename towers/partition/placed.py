@@ -1,0 +1,53 @@
+"""Batches whose rows are on the towers' devices before a step asks for them."""
+
+import collections
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from towers.collectives import batch
+from towers.plan import Plan
+
+
+class PlacedBatch(NamedTuple):
+    """A batch that was cut, and copied to the towers.
+
+    Attributes:
+        local_batches: What each tower has of it, on its device.
+        size: Number of examples of the whole batch.
+    """
+
+    local_batches: tuple[Any, ...]
+    size: tf.Tensor | int
+
+
+def place(plan: Plan, data: Any) -> PlacedBatch:
+    """Cuts a batch, and copies each tower's rows to its device."""
+    batch.check_rows(data)
+    size, local = batch.batch_size(data), []
+    for device, bounds in zip(plan.devices, plan.bounds(size), strict=True):
+        with tf.device(device):
+            local.append(tf.nest.map_structure(_sent, batch.take(data, *bounds)))
+    return PlacedBatch(tuple(local), size)
+
+
+def prefetch(
+    plan: Plan, dataset: Iterable[Any], count: int
+) -> Iterator[tuple[PlacedBatch]]:
+    """Yields the batches of a data set, with `count` more of them placed already."""
+    waiting = collections.deque()
+    for data in dataset:
+        placed = place(plan, data if isinstance(data, tuple) else (data,))
+        # In a tf.function, a number that changes must be a tensor.
+        size = tf.convert_to_tensor(placed.size, tf.int32)
+        waiting.append((placed._replace(size=size),))
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _sent(value):
+    if value is None:
+        return None
+    return tf.nest.map_structure(tf.identity, value, expand_composites=True)
