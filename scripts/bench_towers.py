@@ -16,6 +16,9 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
     towers:BUILDER              variable_update=BUILDER of multi_gpu_model
     one_device                  Keras fit, one device, the whole batch
     mirrored, mirrored_loop     MirroredStrategy: Keras fit; a loop by hand, no metrics
+    tower_loop                  a loop with towers.GradientTowers, no metrics, on mlp
+                                and resnet20
+    loop_by_hand                the same loop with towers by hand, in one tf.function
     hosts, hosts:BUILDER        towers on hosts of one tower each, in processes
     multi_worker_loop           MultiWorkerMirroredStrategy in processes: a loop by
                                 hand, no metrics
@@ -59,8 +62,9 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list(
     "work",
     ["mlp", "resnet20", "embedding"],
-    f"What to train: {', '.join(WORKS)}. resnet50 is for the first step and memory, "
-    "resnet50_224 for GPUs.",
+    f"What to train: {', '.join(WORKS)}. dcgan and wgan_gp have a train_step of their "
+    "own; towers, one_device and mirrored train them. resnet50 is for the first step "
+    "and memory, resnet50_224 for GPUs.",
 )
 flags.DEFINE_list(
     "contenders", ["towers", "mirrored", "one_device"], "Who trains; see above."

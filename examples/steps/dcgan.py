@@ -72,21 +72,26 @@ class DCGAN(keras.Model):
         return {each.name: each.result() for each in self.metrics}
 
 
-def build(norm="group"):
-    """A small DCGAN for pictures of 32 x 32; `norm` is "group" or "batch"."""
+def build(norm="group", width=8):
+    """A DCGAN for pictures of 32 x 32.
+
+    Args:
+        norm: "group" or "batch".
+        width: Filters of the narrowest hidden layer. The others have twice as many.
+    """
     make = {"group": lambda: layers.GroupNormalization(4)}
     make["batch"] = layers.BatchNormalization
     generator = keras.Sequential(
         [
             keras.Input((LATENT,)),
-            layers.Dense(8 * 8 * 16, use_bias=False),
-            layers.Reshape((8, 8, 16)),
+            layers.Dense(8 * 8 * 2 * width, use_bias=False),
+            layers.Reshape((8, 8, 2 * width)),
             make[norm](),
             layers.LeakyReLU(0.2),
-            layers.Conv2DTranspose(16, 4, 2, padding="same", use_bias=False),
+            layers.Conv2DTranspose(2 * width, 4, 2, padding="same", use_bias=False),
             make[norm](),
             layers.LeakyReLU(0.2),
-            layers.Conv2DTranspose(8, 4, 2, padding="same"),
+            layers.Conv2DTranspose(width, 4, 2, padding="same"),
             layers.LeakyReLU(0.2),
             layers.Conv2D(1, 5, padding="same", use_bias=False, activation="sigmoid"),
         ]
@@ -94,9 +99,9 @@ def build(norm="group"):
     discriminator = keras.Sequential(
         [
             keras.Input((32, 32, 1)),
-            layers.Conv2D(8, 4, 2, padding="same"),
+            layers.Conv2D(width, 4, 2, padding="same"),
             layers.LeakyReLU(0.2),
-            layers.Conv2D(16, 4, 2, padding="same", use_bias=False),
+            layers.Conv2D(2 * width, 4, 2, padding="same", use_bias=False),
             make[norm](),
             layers.LeakyReLU(0.2),
             layers.Flatten(),

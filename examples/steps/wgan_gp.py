@@ -85,16 +85,20 @@ def generator_loss(fake_logits):
     return -tf.reduce_mean(fake_logits)
 
 
-def build():
-    """A small WGAN-GP for pictures of 32 x 32."""
+def build(width=8):
+    """A WGAN-GP for pictures of 32 x 32.
+
+    Args:
+        width: Filters of the narrowest hidden layer. The others have twice as many.
+    """
     # The paper's choice for the critic: BatchNormalization would mix examples, whose
     # gradients the penalty takes one by one.
     discriminator = keras.Sequential(
         [
             keras.Input((32, 32, 1)),
-            layers.Conv2D(8, 5, 2, padding="same"),
+            layers.Conv2D(width, 5, 2, padding="same"),
             layers.LeakyReLU(0.2),
-            layers.Conv2D(16, 5, 2, padding="same"),
+            layers.Conv2D(2 * width, 5, 2, padding="same"),
             layers.LeakyReLU(0.2),
             layers.Flatten(),
             # A difference of two answers does not know of a bias.
@@ -104,12 +108,12 @@ def build():
     generator = keras.Sequential(
         [
             keras.Input((LATENT,)),
-            layers.Dense(8 * 8 * 16, use_bias=False),
-            layers.Reshape((8, 8, 16)),
+            layers.Dense(8 * 8 * 2 * width, use_bias=False),
+            layers.Reshape((8, 8, 2 * width)),
             layers.GroupNormalization(4),
             layers.LeakyReLU(0.2),
             layers.UpSampling2D(),
-            layers.Conv2D(8, 3, padding="same", use_bias=False),
+            layers.Conv2D(width, 3, padding="same", use_bias=False),
             layers.GroupNormalization(4),
             layers.LeakyReLU(0.2),
             layers.UpSampling2D(),

@@ -35,7 +35,11 @@ KINDS = {
         "Keras fit, one device, whole batch", "keras_fit", suffixes=True
     ),
     "mirrored": Kind("Keras fit, MirroredStrategy", "keras_fit"),
-    "mirrored_loop": Kind("MirroredStrategy, loop by hand", "mirrored_loop"),
+    "mirrored_loop": Kind("MirroredStrategy, loop by hand", "loops"),
+    "tower_loop": Kind("Loop with GradientTowers", "loops", works=("mlp", "resnet20")),
+    "loop_by_hand": Kind(
+        "Loop by hand, inlined towers", "loops", works=("mlp", "resnet20")
+    ),
     "hosts": Kind("Towers, a host each", "hosts_fit", ways=(), suffixes=True),
     "multi_worker_loop": Kind(
         "MultiWorkerMirroredStrategy, loop by hand", "multi_worker_loop"

@@ -181,6 +181,11 @@ def race(
         kind = job.parsed.kind
         if kind.works and job.work not in kind.works:
             raise Failed(f"it trains only {', '.join(kind.works)}")
+        if WORKS[job.work].own_step:
+            if kind.module != "keras_fit":
+                raise Failed("it trains no model with a step of its own")
+            if job.parsed.xla or job.parsed.steps_per_call > 1:
+                raise Failed("the model compiles itself; leave +xla and @N out")
         return Runner("scripts.bench", job, verbose)
 
     times = take_turns(jobs, start, rounds, failed, fresh_starts)

@@ -1,7 +1,8 @@
 """What is trained: models, batches and how many steps of them.
 
 All contenders train the same: the same shapes, one constant batch, and stochastic
-gradient descent. What is in Keras is built here, on any backend.
+gradient descent, unless the model has a step and optimizers of its own. What is in
+Keras is built here, on any backend.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ class Work:
         classes: How many classes there are.
         policy: Keras's policy of types.
         layers: Blocks of a language model; 0 if it is none.
-        width: Features of a token.
+        width: Features of a token, or filters of the narrowest hidden layer.
+        own_step: Whether the model has a `train_step` and optimizers of its own.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +32,7 @@ class Work:
     policy: str = "float32"
     layers: int = 0
     width: int = 0
+    own_step: bool = False
 
 
 WORKS = {
@@ -45,6 +48,9 @@ WORKS = {
     "byte_lm_8": Work((128,), 32, warmup=3, steps=6, classes=256, layers=8, width=128),
     # Numbers, beside eight tables of a million rows.
     "dlrm": Work((13,), 128, warmup=5, steps=20, classes=2),
+    # Two networks each, from `examples/steps`.
+    "dcgan": Work((32, 32, 1), 32, warmup=5, steps=10, width=64, own_step=True),
+    "wgan_gp": Work((32, 32, 1), 32, warmup=5, steps=10, width=64, own_step=True),
     # For the time to the first step, and for memory.
     "resnet50": Work((64, 64, 3), 2, warmup=1, steps=2),
     # For GPUs.
@@ -64,13 +70,16 @@ def batch(name: str, towers: int):
 
     Returns:
         Two arrays: examples [towers * examples a tower, *shape], and labels. Of dlrm,
-        examples are a dict of arrays, by column.
+        examples are a dict of arrays, by column. Of a model with a step of its own, one
+        array, without labels.
     """
     import numpy as np
 
     work = WORKS[name]
     count = work.examples * towers
     random = np.random.default_rng(0)
+    if work.own_step:
+        return random.random((count, *work.shape), "float32")
     if work.layers:
         tokens = random.integers(0, work.classes, (count, work.shape[0] + 1))
         return tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
@@ -87,7 +96,10 @@ def batch(name: str, towers: int):
 
 
 def build(name: str):
-    """Builds the Keras model, from examples to logits."""
+    """Builds the Keras model, from examples to logits.
+
+    A model with a step of its own is compiled.
+    """
     import keras
 
     from towers import models
@@ -95,6 +107,8 @@ def build(name: str):
     work = WORKS[name]
     keras.config.set_dtype_policy(work.policy)
     keras.utils.set_random_seed(0)
+    if work.own_step:
+        return _own_step(name, work.width)
     if work.layers:
         (length,) = work.shape
         facts = models.Facts(
@@ -136,6 +150,24 @@ def build(name: str):
         inputs = keras.Input(work.shape)
         hidden = [keras.layers.Dense(512, activation="relu") for _ in range(3)]
     return keras.Sequential([inputs, *hidden, keras.layers.Dense(work.classes)])
+
+
+def _own_step(name, width):
+    """Builds and compiles a model of `examples/steps`."""
+    import keras
+
+    from examples.steps import dcgan, wgan_gp
+
+    if name == "dcgan":
+        model, latent = dcgan.build("batch", width), dcgan.LATENT
+    else:
+        model, latent = wgan_gp.build(width), wgan_gp.LATENT
+    # Keras under a strategy builds no optimizers of a model's own. It would build the
+    # model for pictures, but `call` takes noise.
+    model(keras.ops.zeros((1, latent)))
+    model.d_optimizer.build(model.discriminator.trainable_variables)
+    model.g_optimizer.build(model.generator.trainable_variables)
+    return model
 
 
 def optimizer(name: str):

@@ -33,6 +33,8 @@ def _job(contender, work="mlp", towers=2):
         ("towers@10", "towers", None, False, 10),
         ("one_device+xla", "one_device", None, True, 1),
         ("mirrored_loop", "mirrored_loop", None, False, 1),
+        ("tower_loop", "tower_loop", None, False, 1),
+        ("loop_by_hand", "loop_by_hand", None, False, 1),
         ("tf_cnn:independent", "tf_cnn", "independent", False, 1),
         ("tensorpack:asynchronous", "tensorpack", "asynchronous", False, 1),
     ],
@@ -140,6 +142,25 @@ def test_who_fails_is_left_out(monkeypatch):
     assert results[1]["ratio"] == 3.0
     assert len(results[1]["starts"]) == 2
     assert not alive
+
+
+@pytest.mark.parametrize(
+    ("contender", "work", "said"),
+    [
+        ("loop_by_hand", "embedding", "it trains only mlp, resnet20"),
+        ("mirrored_loop", "dcgan", "it trains no model with a step of its own"),
+        (
+            "one_device@10",
+            "wgan_gp",
+            "the model compiles itself; leave +xla and @N out",
+        ),
+    ],
+)
+def test_who_cannot_train_a_work_is_left_out(contender, work, said):
+    failures = []
+    job = _job(contender, work)
+    assert not race.race([job], 1, 1, lambda job, reason: failures.append(reason))
+    assert failures == [said]
 
 
 def test_the_head_of_a_table_has_its_columns():

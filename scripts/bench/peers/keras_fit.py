@@ -10,9 +10,9 @@ def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
     import tensorflow as tf
 
-    from towers import devices, multi_gpu_model
+    from towers import devices
 
-    contender = job.parsed
+    contender, own_step = job.parsed, works.WORKS[job.work].own_step
     if contender.name in ("one_device", "mirrored", "micro_batches"):
         leave_threads()
     placed = devices.configure(job.towers)
@@ -26,33 +26,43 @@ def run(job: Job, clock: Clock) -> None:
         one_device = contender.name == "one_device"
         scope = tf.device(placed.towers[0] if one_device else placed.home)
     with scope:
-        model = works.build(job.work)
-        if contender.name == "towers":
-            # What `--variable_update` says by default.
-            way = contender.way or "auto"
-            model = multi_gpu_model(
-                model,
-                placed.towers,
-                variable_update=way,
-                shard_embeddings=contender.tables,
-                shard_optimizer_state=contender.shards_state,
+        model = _on_devices(works.build(job.work), job, placed)
+        if not own_step:
+            model.compile(
+                works.optimizer(job.work),
+                works.loss(),
+                metrics=["accuracy"],
+                steps_per_execution=contender.steps_per_call,
+                jit_compile=_jit_compile(contender),
             )
-        elif contender.name == "pipeline":
-            stages, parts = job.towers, int(contender.way)
-            model = multi_gpu_model(
-                model, placed.towers, stages=stages, micro_batches=parts
-            )
-        elif contender.name == "micro_batches":
-            parts = int(contender.way)
-            model = multi_gpu_model(model, placed.towers[:1], micro_batches=parts)
-        model.compile(
-            works.optimizer(job.work),
-            works.loss(),
-            metrics=["accuracy"],
-            steps_per_execution=contender.steps_per_call,
-            jit_compile=_jit_compile(contender),
-        )
     fit(model, data, clock)
+
+
+def _on_devices(model, job, placed):
+    """Returns what trains on the contender's devices."""
+    from towers import multi_gpu_model
+
+    contender = job.parsed
+    if contender.name == "towers":
+        return multi_gpu_model(
+            model,
+            placed.towers,
+            # What `--variable_update` says by default.
+            variable_update=contender.way or "auto",
+            shard_embeddings=contender.tables,
+            shard_optimizer_state=contender.shards_state,
+        )
+    if contender.name == "pipeline":
+        return multi_gpu_model(
+            model,
+            placed.towers,
+            stages=job.towers,
+            micro_batches=int(contender.way),
+        )
+    if contender.name == "micro_batches":
+        parts = int(contender.way)
+        return multi_gpu_model(model, placed.towers[:1], micro_batches=parts)
+    return model
 
 
 def fit(model, data, clock: Clock) -> None:

@@ -1,9 +1,14 @@
-"""A contender: `MirroredStrategy` in a loop written by hand, without metrics."""
+"""Contenders: loops that users write themselves, without metrics.
 
-from collections.abc import Iterator
+`tower_loop` has `towers.GradientTowers`, and `loop_by_hand` a tower for each device, in
+one `tf.function`. Both divide the threads among the towers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
+import towers
 from towers import devices
 
 from .. import works
@@ -12,16 +17,20 @@ from ..worker import Clock, Job, leave_threads, tensorflow_memory_mb
 
 def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
-    leave_threads()
+    if job.parsed.name == "mirrored_loop":
+        leave_threads()
     placed = devices.configure(job.towers)
-    strategy = tf.distribute.MirroredStrategy(placed.towers)
+    if job.parsed.name == "mirrored_loop":
+        steps = mirrored_steps(job, tf.distribute.MirroredStrategy(placed.towers))
+    else:
+        steps = _tower_steps(job, placed)
     clock.memory_mb = tensorflow_memory_mb
     clock.start()
-    for _ in steps(job, strategy):
+    for _ in steps:
         clock.call_ended()
 
 
-def steps(job: Job, strategy: tf.distribute.Strategy) -> Iterator[None]:
+def mirrored_steps(job: Job, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Trains under a strategy of as many replicas as the job has towers.
 
     Yields after each step.
@@ -57,3 +66,67 @@ def steps(job: Job, strategy: tf.distribute.Strategy) -> Iterator[None]:
         # As `fit` does, it waits for the loss.
         step(x, y).numpy()
         yield
+
+
+def _tower_steps(job, placed) -> Iterator[None]:
+    """Trains in a loop with towers; yields after each step."""
+    data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
+    data = data.prefetch(tf.data.AUTOTUNE)
+    with tf.device(placed.home):
+        model = works.build(job.work)
+        optimizer = works.optimizer(job.work)
+        optimizer.build(model.trainable_variables)
+    loss = works.loss()
+
+    def loss_fn(x, y):
+        return loss(y, model(x, training=True))
+
+    by_hand = job.parsed.name == "loop_by_hand"
+    make = _by_hand if by_hand else _gradient_towers
+    step = make(loss_fn, model.trainable_variables, optimizer, placed.towers)
+    for x, y in data:
+        # As `fit` does, it waits for the loss.
+        step(x, y).numpy()
+        yield
+
+
+def _gradient_towers(loss_fn, variables, optimizer, towers_) -> Callable:
+    """Returns a step by `towers.GradientTowers`."""
+    gradient_towers = towers.GradientTowers(loss_fn, variables, gpus=towers_)
+
+    @tf.function
+    def step(x, y):
+        loss, gradients, _ = gradient_towers(x, y)
+        gradient_towers.apply(optimizer, gradients)
+        return loss
+
+    return step
+
+
+def _by_hand(loss_fn, variables, optimizer, towers_) -> Callable:
+    """Returns a step as TensorFlow's CIFAR-10 tutorial writes it."""
+    values = [variable.value for variable in variables]
+
+    @tf.function
+    def step(x, y):
+        losses, tower_grads = [], []
+        parts = tf.split(x, len(towers_)), tf.split(y, len(towers_))
+        for device, local_x, local_y in zip(towers_, *parts, strict=True):
+            with tf.device(device):
+                with tf.GradientTape() as tape:
+                    loss = loss_fn(local_x, local_y)
+                losses.append(loss)
+                tower_grads.append(tape.gradient(loss, values))
+        with tf.device("/cpu:0"):
+            optimizer.apply(_average_gradients(tower_grads), variables)
+            return tf.reduce_mean(tf.stack(losses))
+
+    return step
+
+
+def _average_gradients(tower_grads: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """Returns the mean of each variable's gradients over the towers."""
+    return [
+        tf.reduce_mean(tf.stack(grads), axis=0)
+        for grads in zip(*tower_grads, strict=True)
+    ]

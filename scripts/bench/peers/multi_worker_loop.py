@@ -25,11 +25,11 @@ def _steps(job, rank, addresses):
     """Trains; yields after each step."""
     import tensorflow as tf
 
-    from .mirrored_loop import steps
+    from .loops import mirrored_steps
 
     task = {"type": "worker", "index": rank}
     os.environ["TF_CONFIG"] = json.dumps(
         {"cluster": {"worker": addresses}, "task": task}
     )
     divide_threads(job)
-    return steps(job, tf.distribute.MultiWorkerMirroredStrategy())
+    return mirrored_steps(job, tf.distribute.MultiWorkerMirroredStrategy())
