@@ -32,14 +32,18 @@ from towers.analysis.kinds import (
     NONE,
     PACKED,
     ROWS,
-    SHAPE,
     SIZE,
     SUM,
     UNKNOWN,
     Dependence,
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
-from towers.analysis.operations import STATELESS_DRAWS, of_operation
+from towers.analysis.operations import (
+    STATELESS_DRAWS,
+    of_layer,
+    of_operation,
+    of_target,
+)
 from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.
@@ -130,15 +134,17 @@ class Reader:
         self._unread = []
         # What the compiled loss takes of the whole batch, if it is being read.
         self._totals: dict[Edge, Total] | None = None if meets is None else {}
+        # What is made of totals, and of nothing else of the examples.
+        self._of_totals: set[Any] = set()
         self._meets = meets
         # Largest and smallest values over the rows, of which all take the batch's.
         self.extremes: dict[Any, Total] = {}
         self._of_data = {key(part) for _, part in parts(local_batch)}
-        self._counts = RowCounts(
+        self.counts = RowCounts(
             part for packed, part in parts(local_batch) if not packed
         )
         # Where each tower computes as one device does, of rows in several blocks, too.
-        self.blocks = None if meets is None else RowBlocks(self._counts)
+        self.blocks = None if meets is None else RowBlocks(self.counts)
         self._known = {
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in parts(local_batch)
@@ -178,9 +184,9 @@ class Reader:
         self._known |= kinds
 
     @property
-    def totals(self) -> Mapping[Edge, Total]:
+    def totals(self) -> dict[Edge, Total]:
         """The totals of the whole batch that operations take, by who takes them."""
-        return self._totals or {}
+        return {} if self._totals is None else self._totals
 
     def is_of_data(self, tensor: tf.Tensor) -> bool:
         """Tells whether the local batch alone decides a tensor, and no variable.
@@ -237,9 +243,9 @@ class Reader:
         if call is None:
             return self._of(tensor.op.inputs, self._of_operation, tensor)
         if call.trusted:
-            found = self._of(call.inputs, _of_layer, tensor, call.packed)
+            found = self._of(call.inputs, of_layer, tensor, call.packed)
             kinds = [self._known[key(t)] for t in call.inputs]
-            self._counts.keep(tensor, found, call.inputs, kinds, by_layer=True)
+            self.counts.keep(tensor, found, call.inputs, kinds, by_layer=True)
             self._blame(tensor, call)
             return found
         seen = self._of(tensor.op.inputs, self._of_operation, tensor)
@@ -248,7 +254,7 @@ class Reader:
             return seen
         # That an operation cannot be read says nothing against the layer.
         culprit = self._culprits.pop(key(tensor))
-        taken = self._of(call.inputs, _of_layer, tensor, call.packed)
+        taken = self._of(call.inputs, of_layer, tensor, call.packed)
         if taken is ROWS and culprit not in self._unread:
             self._unread.append(culprit)
         self._blame(tensor, call)
@@ -266,17 +272,23 @@ class Reader:
 
     def _of(self, inputs, rule, tensor, *extra):
         kinds = [self._known[key(t)] for t in inputs]
-        if tensor.op.type == "Reshape" and rule == self._of_operation:
-            kinds[1] = _of_target(tensor, kinds[1])
         if all(kind is NONE for kind in kinds):
+            if any(key(t) in self._of_totals for t in inputs):
+                self._of_totals.add(key(tensor))
             return NONE
+        if any(map(self._is_for_all_rows, inputs)):
+            self._culprits[key(tensor)] = Culprit(tensor.op)
+            return UNKNOWN
+        whole = self._meets is not None and kinds[1:] and kinds[1] in (COUPLED, UNKNOWN)
+        if tensor.op.type == "Reshape" and rule == self._of_operation and not whole:
+            kinds[1] = of_target(tensor, kinds[1])
         for kind in (COUPLED, UNKNOWN):
             if kind in kinds:
                 self._culprits[key(tensor)] = self.why(inputs[kinds.index(kind)])
                 return kind
         found = rule(tensor, list(inputs), kinds, *extra)
         if self.blocks is not None:
-            by_layer = rule is _of_layer
+            by_layer = rule is of_layer
             found = self.blocks.read(tensor, list(inputs), kinds, found, by_layer)
         if found in (COUPLED, UNKNOWN) and self._totals is not None:
             found = self._by_totals(tensor, list(inputs), kinds) or found
@@ -294,7 +306,7 @@ class Reader:
                 found = UNKNOWN
             if found is UNKNOWN:
                 found = self._by_counts(tensor, inputs, kinds)
-            self._counts.keep(tensor, found, inputs, kinds)
+            self.counts.keep(tensor, found, inputs, kinds)
             return found
         if len(attributes) > 1:
             # What decides between branches must not depend on examples.
@@ -307,10 +319,10 @@ class Reader:
     def _by_counts(self, tensor, inputs, kinds):
         """What an operation returns where it is known how many rows an example has."""
         if tensor.op.type == "FloorDiv" and kinds == [SIZE, NONE]:
-            return SIZE if self._counts.divides(*inputs) else UNKNOWN
+            return SIZE if self.counts.divides(*inputs) else UNKNOWN
         if tensor.op.type == "Reshape" and kinds == [ROWS, NONE]:
             known = tensor.shape.rank is not None and tensor.shape[0] is None
-            if known and self._counts.reshaped(tensor) is not None:
+            if known and self.counts.reshaped(tensor) is not None:
                 return ROWS
         return UNKNOWN
 
@@ -339,6 +351,7 @@ class Reader:
                 for index, taken in enumerate(consumer.inputs):
                     if taken is tensor:
                         self._totals[Edge(consumer.name, index)] = total
+            self._of_totals.add(key(tensor))
             return NONE
         totals = [
             index
@@ -367,33 +380,15 @@ class Reader:
                 self._totals |= {
                     Edge(op.name, i): Total(inputs[i], kinds[i]) for i in taken
                 }
+                if found is NONE:
+                    self._of_totals.add(key(tensor))
                 return found
         return None
 
+    def _is_for_all_rows(self, tensor):
+        """Whether it may be a shape of all rows, or have as many, though of totals."""
+        whole = tensor.dtype.is_integer or not tensor.shape.is_fully_defined()
+        return whole and key(tensor) in self._of_totals
+
     def _may_be_total(self, tensor):
         return self._meets is not None or self.is_of_data(tensor)
-
-
-def _of_target(tensor, kind):
-    """How the shape that a tensor is given depends on the examples.
-
-    Where all but one axis are known, the number of elements tells that one.
-    """
-    rank = tensor.shape.rank
-    if kind in (NONE, SHAPE) or rank is None or [*tensor.shape].count(None) > 1:
-        return kind
-    return NONE
-
-
-def _of_layer(tensor, inputs, kinds, packed):
-    """A layer treats each example by itself, but for what it returns as a whole."""
-    if not set(kinds) <= {NONE, ROWS, PACKED}:
-        return COUPLED if set(kinds) & {SUM, MEAN} else UNKNOWN
-    if packed:
-        return PACKED
-    if tensor.shape.rank in (0, None) or tensor.shape[0] is not None:
-        return UNKNOWN
-    # How far ragged rows are padded depends on the longest of them.
-    if PACKED in kinds and None in tensor.shape[1:]:
-        return UNKNOWN
-    return ROWS

@@ -176,6 +176,8 @@ def _of_sizes(op, inputs, kinds):
         return ROWS if inputs[0].shape[0] == 1 else UNKNOWN
     if op.type == "Prod" and kinds[0] is SHAPE:
         return SIZE
+    if op.type == "ExpandDims" and kinds[0] is SIZE and not inputs[0].shape.rank:
+        return SHAPE
     if op.type in ("Squeeze", "Reshape") and kinds[0] is SIZE:
         return SIZE if all(kind is NONE for kind in kinds[1:]) else UNKNOWN
     if op.type == "Mul" and set(kinds) == {SIZE, NONE}:
@@ -189,3 +191,36 @@ def _of_sizes(op, inputs, kinds):
     if op.type in _DRAWS and kinds[0] is SHAPE and set(kinds[1:]) <= {NONE}:
         return ROWS
     return UNKNOWN
+
+
+def of_target(tensor: tf.Tensor, kind: Dependence) -> Dependence:
+    """How the shape that a tensor is given depends on the examples.
+
+    Where all but one axis are known, the number of elements tells that one.
+    """
+    rank = tensor.shape.rank
+    if kind in (NONE, SHAPE) or rank is None or [*tensor.shape].count(None) > 1:
+        return kind
+    return NONE
+
+
+def of_layer(
+    tensor: tf.Tensor,
+    inputs: Sequence[tf.Tensor],
+    kinds: Sequence[Dependence],
+    packed: bool,
+) -> Dependence:
+    """Tells how what a layer returns depends on the examples; see `of_operation`.
+
+    A layer treats each example by itself, but for what it returns as a whole.
+    """
+    if not set(kinds) <= {NONE, ROWS, PACKED}:
+        return COUPLED if set(kinds) & {SUM, MEAN} else UNKNOWN
+    if packed:
+        return PACKED
+    if tensor.shape.rank in (0, None) or tensor.shape[0] is not None:
+        return UNKNOWN
+    # How far ragged rows are padded depends on the longest of them.
+    if PACKED in kinds and None in tensor.shape[1:]:
+        return UNKNOWN
+    return ROWS

@@ -47,12 +47,18 @@ class Combination:
         if kind is NONE:
             return parts[0]
         if kind is ROWS:
-            return self._joined(parts, self._placement.blocks(tensor))
+            blocks = self._placement.blocks(tensor)
+            if blocks is None:
+                # Of rows of a table, each tower has as many as it looked up.
+                return batch.join(parts, [tf.shape(part)[0] for part in parts])
+            return self._joined(parts, blocks)
         if kind is COLUMNS:
             return tf.concat(parts, axis=1)
         if kind is SHAPE:
             rows = tf.add_n([part[:1] for part in parts])
             return tf.concat([rows, parts[0][1:]], axis=0)
+        if kind in (MEAN, SIZE, SUM) and not tensor.shape.is_fully_defined():
+            parts = self._of_one_shape(parts)
         if kind in (SUM, SIZE):
             return reduce.add(parts)
         if kind is MEAN:
@@ -72,10 +78,20 @@ class Combination:
             "towers compute of their rows."
         )
 
+    def _of_one_shape(self, parts):
+        """Gives a tower without rows, which knows no shape, zeros like the first's."""
+        first = parts[0]
+
+        def of_tower(part, size):
+            has = tf.convert_to_tensor(size) > 0
+            found = tf.cond(has, lambda: part, lambda: tf.zeros_like(first))
+            found.set_shape(first.shape)
+            return found
+
+        return [first, *map(of_tower, parts[1:], self._sizes[1:])]
+
     def _joined(self, parts, blocks):
         """Joins the rows of all towers, block by block."""
-        if blocks is None:
-            return batch.join(parts, self._sizes)
         cut = [
             tf.split(part, [count * size for count in blocks])
             for part, size in zip(parts, self._sizes, strict=True)

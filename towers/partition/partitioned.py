@@ -80,7 +80,7 @@ class Partitioned:
         call = _Call(self, plan, local_batches, size, observer)
         for phase in self.phases:
             call.run(phase)
-        if observer is not None:
+        if observer is not None and call.computed:
             observer.computed(call.computed)
         with tf.device(plan.home):
             flat = call.at_home(self.trace.returned)

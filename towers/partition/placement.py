@@ -117,9 +117,10 @@ class Placement:
         return key(tensor) in self._reader.extremes
 
     def blocks(self, tensor: tf.Tensor) -> Blocks | None:
-        """Returns the blocks of a tensor's rows, if there are several."""
+        """Returns the blocks of a tensor's rows; `None` for one row an example."""
         self._reader.of(tensor)
-        return self._reader.blocks.of(tensor)
+        count = self._reader.counts.of(tensor) or 1
+        return self._reader.blocks.of(tensor) or ((count,) if count > 1 else None)
 
     def takes_total(self, op: tf.Operation, index: int) -> bool:
         """Tells whether an operation takes the whole batch's value of an input."""
@@ -217,7 +218,9 @@ class Placement:
         place = _SHAPE_OF_DRAW[op.type]
         if place is None or not touched:
             return False
-        if op.type in draws.SKIPPABLE and self.blocks(op.outputs[0]) is None:
+        # It is to be read before it is known as rows, for its blocks.
+        blocks = self.blocks(op.outputs[0]) or (1,)
+        if op.type in draws.SKIPPABLE and len(blocks) == 1:
             return True
         kind = self._reader.of(op.inputs[place])
         if kind is SHAPE or (kind is SIZE and op.inputs[place].shape.rank == 1):

@@ -22,6 +22,11 @@ from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.patching import patched
 from towers.layers import fused
 
+# Their gradients do not take what they have taken.
+_PASS_ON = set(
+    "AddN AddV2 Cast ExpandDims Identity Neg Pack Reshape Shape Squeeze Sub".split()
+)
+
 
 class Region(NamedTuple):
     """Operations whose result is known as a whole, whatever each of them does.
@@ -160,6 +165,7 @@ class Trace:
             or not {*kinds} & {MEAN, ROWS, SUM}
             or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
             or self._crosses(flat, tf.nest.flatten(sources))
+            or (totals := self._totals_behind(flat)) is None
         ):
             # Each operation of the gradient is read by itself, as any other.
             return original(
@@ -176,11 +182,46 @@ class Trace:
             found = tf.nest.map_structure(
                 lambda each: None if each is None else tf.identity(each), found
             )
+        known = self._known(
+            tf.nest.flatten(found), tf.nest.flatten(sources), of_sources
+        )
+        self.reader.know(known)
+        region = Region([*known])
+        self.regions.update((op.name, region) for op in made)
+        for op in made:
+            for i, tensor in enumerate(op.inputs):
+                if key(tensor) in totals:
+                    self.reader.totals[Edge(op.name, i)] = totals[key(tensor)]
+        return found
+
+    def _totals_behind(self, targets):
+        """The totals that some operations take, whose gradients take them as well.
+
+        Returns `None` where another operation, whose gradient takes it, too, takes a
+        tower's part of one.
+        """
+        found, parts = {}, set()
+        for op in _behind(targets):
+            for i, tensor in enumerate(op.inputs):
+                total = self.reader.totals.get(Edge(op.name, i))
+                if total is not None:
+                    found[key(tensor)] = total
+                elif op.type not in _PASS_ON:
+                    parts.add(key(tensor))
+        return None if parts & found.keys() else found
+
+    def _known(self, gradients, sources, kinds):
+        """How gradients depend on the examples, by their keys."""
         known = {}
-        for gradient, source, kind in zip(
-            tf.nest.flatten(found), tf.nest.flatten(sources), of_sources, strict=True
-        ):
-            if isinstance(gradient, tf.IndexedSlices):
+        for gradient, source, kind in zip(gradients, sources, kinds, strict=True):
+            if isinstance(gradient, tf.IndexedSlices) and (
+                Reader(self.batch, self._calls).of(gradient.indices) is NONE
+            ):
+                # The same rows on each tower, as of a table of positions.
+                self.added[key(gradient.values)] = SUM
+                self.gradients.add(key(gradient.values))
+                known |= {key(gradient.values): NONE, key(gradient.indices): NONE}
+            elif isinstance(gradient, tf.IndexedSlices):
                 # Those of all towers, one behind the other, are the batch's.
                 known |= {key(gradient.values): ROWS, key(gradient.indices): ROWS}
                 self.gradients.add(key(gradient.values))
@@ -193,10 +234,7 @@ class Trace:
                 else:
                     self.added[key(gradient)] = SUM
                     self.gradients.add(key(gradient))
-        self.reader.know(known)
-        region = Region([*known])
-        self.regions.update((op.name, region) for op in made)
-        return found
+        return known
 
     def _crosses(self, targets, sources):
         """Whether a total of the batch, which depends on the sources, is on the way.

@@ -49,9 +49,10 @@ class Rivals(keras.Model):
         losses = {}
         for name, layer, optimizer in zip("ab", self.of, self.optimizers, strict=True):
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(self(x) - y))
+                losses = tf.square(self(x) - y)
                 if name == "b":
-                    loss *= tf.reduce_mean(tf.sqrt(x + 9))
+                    losses *= tf.sqrt(x + 9)
+                loss = tf.reduce_mean(losses)
             weights = layer.trainable_weights
             optimizer.apply(tape.gradient(loss, weights), weights)
             losses[name] = loss

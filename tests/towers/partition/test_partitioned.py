@@ -147,6 +147,42 @@ class Functions:
             loss = tf.reduce_mean((norms - 1) ** 2)
         return loss, outer.gradient(loss, self.weights)
 
+    def masked(self, x):
+        """The gradient of a mean over some rows: a sum, divided by their number."""
+        mask = tf.cast(x[:, 0] > 0, tf.float32)
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum(tf.square(x @ self.weights), 1)
+            loss = tf.reduce_sum(losses * mask) / (tf.reduce_sum(mask) + 1)
+        return loss, tape.gradient(loss, self.weights)
+
+    def weighted(self, x):
+        """The same, of a divisor that also has a gradient of its own part."""
+        weight = tf.abs(x[:, 0])
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum(tf.square(x @ self.weights), 1)
+            total, scale = tf.reduce_sum(weight), tf.reduce_sum(self.weights)
+            loss = tf.reduce_sum(losses * weight) / total + total * scale
+        return loss, tape.gradient(loss, self.weights)
+
+    def softmax_over_rows(self, x):
+        """The gradient of rows divided by a total, which the weights do not change."""
+        weight = tf.exp(x[:, 0] - tf.reduce_max(x[:, 0]))
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum(tf.square(x @ self.weights), 1)
+            loss = tf.reduce_sum(losses * (weight / tf.reduce_sum(weight)))
+        return loss, tape.gradient(loss, self.weights)
+
+    def made_for_all(self, x):
+        """Constants with a row for each example, by forms of their shape."""
+        n, one = tf.shape(x)[0], tf.constant([[1.0, 2.0, 3.0, 4.0]])
+        several = tf.tile(one, tf.concat([tf.expand_dims(n, -1), [1]], 0))
+        repeated = tf.repeat(one, n, axis=0)
+        ranged = tf.cast(tf.range(n), tf.float32)[:, None]
+        with tf.GradientTape() as tape:
+            rows = (x + several * repeated + ranged) @ self.weights
+            loss = tf.reduce_mean(rows**2)
+        return rows, loss, tape.gradient(loss, self.weights)
+
     def of_a_sum(self, x):
         """The gradient for what the rows add up to."""
         with tf.GradientTape() as tape:
@@ -176,7 +212,10 @@ class Functions:
 
 
 # Examples meet, or it is not read how they do not.
-GATHERED = "draws", "norm_of_a_gradient", "pairs", "root", "through_a_total", "twice"
+GATHERED = set(
+    "draws made_for_all norm_of_a_gradient pairs root through_a_total twice "
+    "weighted".split()
+)
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]
 
 
