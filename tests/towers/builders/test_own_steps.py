@@ -49,10 +49,10 @@ class Rivals(keras.Model):
         losses = {}
         for name, layer, optimizer in zip("ab", self.of, self.optimizers, strict=True):
             with tf.GradientTape() as tape:
-                losses = tf.square(self(x) - y)
+                errors = tf.square(self(x) - y)
                 if name == "b":
-                    losses *= tf.sqrt(x + 9)
-                loss = tf.reduce_mean(losses)
+                    errors *= tf.sqrt(x + 9)
+                loss = tf.reduce_mean(errors)
             weights = layer.trainable_weights
             optimizer.apply(tape.gradient(loss, weights), weights)
             losses[name] = loss
