@@ -1,6 +1,7 @@
 """TensorFlow's graphs: operations and their definitions, functions, and their order."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework.function_pb2 import FunctionDef
@@ -23,9 +24,11 @@ __all__ = [
     "NodeDef",
     "add_call",
     "add_copy",
+    "calls_functions",
     "function_definition",
     "function_graph",
     "gradient_module",
+    "is_compiled",
     "is_placed",
     "is_stateful",
     "keep_functions",
@@ -50,6 +53,17 @@ FUNCTION_CALL = Target(type(tf.function(lambda: None)), "__call__")
 def is_stateful(operation: tf.Operation) -> bool:
     """Tells whether running an operation twice may differ from running it once."""
     return operation._is_stateful
+
+
+def calls_functions(operation: tf.Operation) -> bool:
+    """Tells whether an operation runs functions, such as a branch or a loop."""
+    values = operation.node_def.attr.values()
+    return any(value.HasField("func") or value.list.func for value in values)
+
+
+def is_compiled(function: Any) -> bool:
+    """Tells whether what `tf.function` has returned asks for XLA."""
+    return bool(function._jit_compile)
 
 
 def run_independently(operations: Iterable[tf.Operation]) -> None:

@@ -52,7 +52,13 @@ class Partitioned:
 
     def lines(self, name: str) -> Sequence[str]:
         """Says what the function, of some name, cannot compute on towers."""
-        return self.placement.lines(name)
+        lines = [*self.placement.lines(name)]
+        if self.trace.compiled:
+            lines.append(
+                f"{name} calls a tf.function with jit_compile=True, which towers trace "
+                "without XLA. Layers such as Dropout then draw what they draw without."
+            )
+        return lines
 
     @property
     def stateful_draws(self) -> list[str]:

@@ -30,7 +30,7 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.layer_calls import key
 from towers.analysis.operations import STATELESS_DRAWS
-from towers.keras_adapter.graphs import is_stateful
+from towers.keras_adapter.graphs import calls_functions, is_stateful
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
 from towers.partition import draws
@@ -198,6 +198,8 @@ class Placement:
         if op.type in _SHAPE_OF_DRAW:
             return self._decide_draw(op, touched)
         if any(effects.of([op])):
+            if calls_functions(op) and ROWS in map(self._reader.of, op.inputs):
+                self.gathered.append(op)
             self._note_statistics(op, region)
             return False
         if region is not None or op.type in ("Assert", "NoOp"):

@@ -17,7 +17,7 @@ import tensorflow as tf
 from towers.analysis.dependence import Edge, Reader
 from towers.analysis.kinds import MEAN, NONE, ROWS, SUM, UNKNOWN, Dependence
 from towers.analysis.layer_calls import key, recorded_layers
-from towers.keras_adapter.graphs import FUNCTION_CALL, GRADIENT
+from towers.keras_adapter.graphs import FUNCTION_CALL, GRADIENT, is_compiled
 from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.patching import patched
 from towers.layers import fused
@@ -52,6 +52,7 @@ class Trace:
         added: The keys of gradients of variables, which are added over the towers at
             once, whoever takes them.
         gradients: The keys of those, and of rows of sparse ones.
+        compiled: Whether a function that is called asks for XLA.
         regions: By the name of an operation, the outermost region that it is in.
         variables: By the key of what stands for a variable's handle, the variable.
     """
@@ -70,6 +71,7 @@ class Trace:
         self._knows_regions = knows_regions
         self.regions: dict[str, Region] = {}
         self.added: dict[Any, Dependence] = {}
+        self.compiled = False
         self.gradients: set[Any] = set()
 
         def step(batch, fraction):
@@ -79,7 +81,7 @@ class Trace:
             self.regions.clear()
             self.added.clear()
             self.gradients.clear()
-            with self._reading(batch), _in_one_graph(self.graph):
+            with self._reading(batch), self._in_one_graph():
                 with fused.batch_normalization(), fused.updates():
                     return function(batch)
 
@@ -111,6 +113,19 @@ class Trace:
             self.reader.know({key(self.fraction): UNKNOWN})
             with patched(LAYER_CALL, self._call), patched(GRADIENT, self._gradient):
                 yield
+
+    @contextlib.contextmanager
+    def _in_one_graph(self):
+        """Inside, functions that are called are traced in place."""
+
+        def call(original, function, *args, **kwargs):
+            if not self._here():
+                return original(function, *args, **kwargs)
+            self.compiled |= is_compiled(function)
+            return function.python_function(*args, **kwargs)
+
+        with patched(FUNCTION_CALL, call):
+            yield
 
     def _is_read(self, op):
         """Whether what an operation does counts, as it is in no region."""
@@ -280,19 +295,6 @@ class Trace:
         if given is None:
             return tf.broadcast_to(fraction, tf.shape(target))
         return fraction * given
-
-
-@contextlib.contextmanager
-def _in_one_graph(graph: tf.Graph) -> Iterator[None]:
-    """Inside, functions that are called in a graph are traced in place."""
-
-    def call(original, function, *args, **kwargs):
-        if tf.compat.v1.get_default_graph() is not graph:
-            return original(function, *args, **kwargs)
-        return function.python_function(*args, **kwargs)
-
-    with patched(FUNCTION_CALL, call):
-        yield
 
 
 def _behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:

@@ -18,6 +18,7 @@ from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import (
     GraphDef,
     add_copy,
+    calls_functions,
     is_placed,
     keep_functions,
 )
@@ -277,7 +278,7 @@ class _Places:
         if taken := self._taken(op):
             last = max(taken).part
             # A loop, or a branch, is where the last of its layers is.
-            return max([last, *parts]) if _calls(op) else last
+            return max([last, *parts]) if calls_functions(op) else last
         return max(parts, default=None)
 
     def _of_gradient(self, op):
@@ -311,12 +312,6 @@ class _Places:
             if place := self.places.get(op.name):
                 for tensor in op.inputs:
                     needed[tensor.op.name].add(place)
-
-
-def _calls(op):
-    """Whether an operation runs functions."""
-    values = op.node_def.attr.values()
-    return any(value.HasField("func") or value.list.func for value in values)
 
 
 def _colocated(op):

@@ -126,6 +126,48 @@ def test_auto_is_what_such_a_model_needs(caplog):
     assert "variable_update='auto' is 'parameter_server'" in caplog.text
 
 
+class Compiled(Clipped):
+    """Asks for XLA, in one of two ways."""
+
+    @tf.function(jit_compile=True)
+    def train_step(self, data):
+        """Trains on x and y."""
+        return super().train_step(data)
+
+
+def test_what_runs_without_xla_is_said(caplog):
+    inputs = keras.Input([4])
+    outputs = keras.layers.Dense(1)(inputs)
+    for kind, options in ((Compiled, {}), (Clipped, {"jit_compile": True})):
+        parallel = multi_gpu_model(kind(inputs, outputs, name="model"), gpus=2)
+        parallel.compile("sgd", **options)
+        caplog.clear()
+        parallel.fit(X, Y, verbose=0)
+        assert "without XLA" in caplog.text
+
+
+class Branches(Clipped):
+    """Does all of a step in a branch."""
+
+    def train_step(self, data):
+        """Trains on x and y, or does nothing."""
+        trains = self.optimizer.iterations >= 0
+        step = super().train_step
+        return tf.cond(trains, lambda: step(data), lambda: {"loss": 0.0})
+
+
+def test_a_step_in_a_branch_runs_on_one_device_which_is_said(caplog):
+    inputs = keras.Input([4])
+    model = Branches(inputs, keras.layers.Dense(1)(inputs))
+    parallel = multi_gpu_model(model, gpus=2)
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    parallel.compile(optimizer)
+    parallel.fit(X, Y, verbose=0)
+    assert "computes on one device, with the rows of all towers: " in caplog.text
+    assert int(optimizer.iterations) == 1
+
+
 def test_towers_preprocess_what_the_step_gets():
     def preprocess(x, y, training):
         scale = 0.5 if training else 0.25

@@ -818,6 +818,13 @@ def _():
 # Graphs.
 
 
+@contract("_jit_compile", "is_compiled", "tells what tf.function is asked to compile")
+def _():
+    assert graphs.is_compiled(tf.function(lambda x: x, jit_compile=True))
+    assert not graphs.is_compiled(tf.function(lambda x: x, jit_compile=False))
+    assert not graphs.is_compiled(tf.function(lambda x: x))
+
+
 @contract("_is_stateful", "is_stateful", "tells operations that are not pure")
 def _():
     with tf.Graph().as_default():

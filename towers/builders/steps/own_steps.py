@@ -75,7 +75,12 @@ class OwnSteps:
             context = self.pieces.context
             found = Partitioned(self._function(step), spec)
             self._partitioned[step, str(spec)] = found
-            context.say(found.lines(f"The {step} of model '{context.model.name}'"))
+            name = f"The {step} of model '{context.model.name}'"
+            context.say(found.lines(name))
+            if context.xla:
+                context.say(
+                    [f"{name} runs without XLA, which towers have for Keras's."]
+                )
         return self._partitioned[step, str(spec)]
 
     def _run(self, step, data, local_batches=None):
