@@ -253,6 +253,60 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path, data):
     assert_same_bits(weights(whole), weights(parts))
 
 
+# A step of its own.
+
+OWN_STEP = """
+class Clipped(keras.Model):
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(x, y, outputs)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            given = (loss,) if metric.name == "loss" else (y, outputs)
+            metric.update_state(*given)
+        return {each.name: each.result() for each in self.metrics}
+
+def build(input_shape, num_outputs):
+    inputs = keras.Input(input_shape)
+    hidden = keras.layers.Flatten()(inputs)
+    return Clipped(inputs, keras.layers.Dense(num_outputs)(hidden))
+"""
+
+
+def test_a_model_with_a_step_of_its_own(tmp_path):
+    """By flags and defaults of training; it is stopped, and begun again."""
+    path = write(tmp_path, OWN_STEP)
+    flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80", "--deterministic"
+    flags += "--variable_update=auto", "--batch_size=16", "--save_steps=1"
+
+    def run(name, steps):
+        folder = tmp_path / name
+        done = heard(
+            *(run_here, *flags, f"--model_dir={folder}"),
+            *(f"--max_train_steps={steps}", "--train_epochs=3"),
+        )
+        return done.stdout, folder
+
+    out, whole = run("whole", 12)
+    assert json.loads((whole / "summary.json").read_text())["steps"] == 12
+    run("parts", 7)
+    out, parts = run("parts", 12)
+    assert "step 7" in out
+    assert_same_bits(weights(whole), weights(parts))
+
+
+def test_labels_of_another_form_than_its_step_expects(tmp_path):
+    path = write(tmp_path, OWN_STEP)
+    flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80"
+    said = "Received --label_smoothing, .* with a model that defines its own train_step"
+    with pytest.raises(ValueError, match=said):
+        assembled(*flags, "--label_smoothing=0.1", f"--model_dir={tmp_path}/run")
+
+
 # Programs.
 
 OWN = """

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers import input_pipeline, models
+from towers.builders.steps.own_steps import has_own_steps
 from towers.devices import Devices
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
@@ -159,6 +160,13 @@ def build_towers(
             batch whose loss is not finite; `None` for nowhere.
     """
     settings = setup.settings
+    if is_one_hot(setup) and has_own_steps(model):
+        flag = "--mixup_alpha or --cutmix_alpha" if settings.mixes else ""
+        raise ValueError(
+            f"Received {flag or '--label_smoothing'}, which gives each class a number, "
+            "with a model that defines its own train_step, which is written for "
+            "classes; leave the flag out, and do it in the step."
+        )
     parallel = multi_gpu_model(
         model,
         gpus=devices.towers,
