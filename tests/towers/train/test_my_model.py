@@ -256,6 +256,7 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path, data):
 # A step of its own.
 
 OWN_STEP = """
+@keras.saving.register_keras_serializable()
 class Clipped(keras.Model):
     def train_step(self, data):
         x, y = data[:2]
