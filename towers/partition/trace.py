@@ -53,6 +53,7 @@ class Trace:
             once, whoever takes them.
         gradients: The keys of those, and of rows of sparse ones.
         compiled: Whether a function that is called asks for XLA.
+        reads_gradients: Whether a gradient is read operation by operation.
         regions: By the name of an operation, the outermost region that it is in.
         variables: By the key of what stands for a variable's handle, the variable.
     """
@@ -71,7 +72,7 @@ class Trace:
         self._knows_regions = knows_regions
         self.regions: dict[str, Region] = {}
         self.added: dict[Any, Dependence] = {}
-        self.compiled = False
+        self.compiled = self.reads_gradients = False
         self.gradients: set[Any] = set()
 
         def step(batch, fraction):
@@ -183,6 +184,7 @@ class Trace:
             or (totals := self._totals_behind(flat)) is None
         ):
             # Each operation of the gradient is read by itself, as any other.
+            self.reads_gradients |= self._here()
             return original(
                 tape, target, sources, output_gradients, unconnected_gradients
             )

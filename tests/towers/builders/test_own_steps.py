@@ -110,6 +110,28 @@ def test_an_optimizer_that_came_before_has_applied_its_own():
     np.testing.assert_array_equal(second[0], before[1][0])
 
 
+class Coupled(Clipped):
+    """Its loss is a root of a mean, whose gradient is no sum of parts."""
+
+    def train_step(self, data):
+        """Trains on x and y."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.sqrt(tf.reduce_mean(tf.square(self(x) - y)))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_gradients_that_are_not_checked_are_said(caplog):
+    inputs = keras.Input([4])
+    model = Coupled(inputs, keras.layers.Dense(1)(inputs))
+    parallel = multi_gpu_model(model, gpus=2, check_numerics=True)
+    parallel.compile("sgd")
+    parallel.fit(X, Y, verbose=0)
+    assert "gradients that check_numerics does not see" in caplog.text
+
+
 def test_finite_steps_are_those_without_a_check():
     found = []
     for check in (False, True):

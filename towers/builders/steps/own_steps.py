@@ -78,9 +78,9 @@ class OwnSteps:
             name = f"The {step} of model '{context.model.name}'"
             context.say(found.lines(name))
             if context.xla:
-                context.say(
-                    [f"{name} runs without XLA, which towers have for Keras's."]
-                )
+                context.say([f"{name} runs without XLA, unlike Keras's own step."])
+            if context.guard is not None and found.trace.reads_gradients:
+                context.say([f"{name} has gradients that check_numerics does not see."])
         return self._partitioned[step, str(spec)]
 
     def _run(self, step, data, local_batches=None):
