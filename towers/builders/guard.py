@@ -117,10 +117,8 @@ class Guard:
                 good &= sums_are_finite(towers)
             parts += [total for each in packed for total in each.sums]
             skips = finite_loss & _may_overflow(optimizer)
-            if done is None:
-                done = tf.constant(0) if optimizer is None else optimizer.iterations
             blamed = others[:to_blame]
-            stop = functools.partial(self._stop, skips, data, done, blamed)
+            stop = functools.partial(self._stop, skips, data, optimizer, done, blamed)
 
             def look_closer():
                 return tf.cond(finite([loss, *parts]), lambda: tf.constant(True), stop)
@@ -135,21 +133,24 @@ class Guard:
         if self._stopped is not None and self._stopped.tower is None:
             self._stopped.tower, self._stopped.values = tower, values
 
-    def _stop(self, skips, data, done, blamed):
+    def _stop(self, skips, data, optimizer, done, blamed):
         data, parts = data(), [*map(_joined, blamed)]
         fine = tf.stack([finite(each) if each else True for each in parts] or [True])
         some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
         tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
-        catch = functools.partial(self._catch, some)
+        catch = functools.partial(self._catch, optimizer, some)
         with tf.device(HOST):
-            told = skips, tf.convert_to_tensor(done), fine
+            # Less than 0: the optimizer knows.
+            told = skips, -1 if done is None else done, fine
             goes_on = tf.py_function(catch, [*told, *tensors], tf.bool)
             return tf.ensure_shape(goes_on, [])
 
-    def _catch(self, some, skips, done, fine, *tensors):
+    def _catch(self, optimizer, some, skips, done, fine, *tensors):
         """Keeps what the graph hands over, and stops the step, or lets it go on."""
         if not self._armed:
             return True
+        if done < 0:
+            done = 0 if optimizer is None else optimizer.iterations
         step = int(done) + 1
         # A step that is skipped does not count.
         skipped = self._skipped[1] if self._skipped[0] == step else 0
