@@ -23,6 +23,8 @@ _SHAPES_DO_NOT_FIT = (
     "required shape to be",
 )
 
+_ROWS_DIFFER = r"(Received .* with different numbers of rows; .*?)\] \[Condition"
+
 
 class ModelError(ValueError):
     """A model does something that a tower, as a pure function, cannot do."""
@@ -51,6 +53,9 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
     except (ValueError, tf.errors.InvalidArgumentError) as error:
         if isinstance(error, ModelError):
             raise
+        # What `batch.check_rows` says, where numbers are known in the graph only.
+        if found := re.search(_ROWS_DIFFER, str(error)):
+            raise ModelError(found[1]) from error
         lines = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}", "", str(error)).splitlines()
         found = [
             line for line in lines if any(word in line for word in _SHAPES_DO_NOT_FIT)

@@ -696,3 +696,14 @@ def test_a_model_without_any_gradient():
     parallel.compile("sgd", lambda y, outputs: keras.ops.stop_gradient(outputs))
     with pytest.raises(ModelError, match=r"No variable of model .* has a gradient"):
         parallel.train_on_batch(np.ones([4, 2]), np.ones([4, 1]))
+
+
+def test_rows_that_differ_are_a_sentence_in_a_graph_too():
+    rows = np.ones((4, 3), "float32"), np.ones((6, 1), "float32")
+    spec = tf.TensorSpec((None, 3)), tf.TensorSpec((None, 1))
+    data = tf.data.Dataset.from_generator(lambda: iter([rows]), output_signature=spec)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    parallel = multi_gpu_model(model, gpus=2)
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"^Received y and x .* for each example\.$"):
+        parallel.fit(data, verbose=0)
