@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.analysis import effects
 from towers.analysis.axes.blocks import RowBlocks
 from towers.analysis.axes.counts import RowCounts
 from towers.analysis.kinds import (
@@ -308,6 +309,9 @@ class Reader:
                 found = self._by_counts(tensor, inputs, kinds)
             self.counts.keep(tensor, found, inputs, kinds)
             return found
+        if self._meets is not None and any(effects.of([tensor.op])):
+            # It runs once, for all rows.
+            return UNKNOWN
         if len(attributes) > 1:
             # What decides between branches must not depend on examples.
             if kinds[0] is not NONE:

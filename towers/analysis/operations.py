@@ -36,6 +36,8 @@ STATELESS_DRAWS = set(
 _DRAWS = STATELESS_DRAWS | set(
     "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal".split()
 )
+# Numbers of these types count examples, and add up.
+_COUNTS = {tf.int32, tf.int64, tf.float32, tf.float64}
 # Where TensorFlow defines them.
 _ACTIVATIONS = "tensorflow.python.ops.nn_impl"
 # Their result for a sum is the sum of their results, wherever the axes are.
@@ -74,7 +76,7 @@ def of_operation(
     if present <= {SUM, MEAN}:
         found = _of_totals(tensor, op, inputs, kinds, present)
     elif present <= {SIZE, SHAPE}:
-        found = _of_sizes(op, inputs, kinds)
+        found = _of_sizes(tensor, op, inputs, kinds)
     elif op.type in ("RealDiv", "DivNoNan") and kinds == [SUM, SIZE]:
         found = MEAN
     elif present <= {ROWS, SHAPE}:
@@ -103,7 +105,9 @@ def _of_parts(op, inputs, kinds):
     present = set(kinds) - {NONE}
     if present <= {SIZE, SHAPE}:
         ahead = kinds[0] is not NONE and all(kind is NONE for kind in kinds[1:])
-        return SHAPE if ahead else UNKNOWN
+        # Shapes one above the other are no shape.
+        flat = op.type != "Pack" or inputs[0].shape.rank == 0
+        return SHAPE if ahead and flat else UNKNOWN
     if present == {MEAN}:
         return MEAN
     if present == {SUM} and NONE not in kinds:
@@ -144,11 +148,12 @@ def _is_zero(tensor):
     return value is not None and not value.any()
 
 
-def _of_sizes(op, inputs, kinds):
+def _of_sizes(tensor, op, inputs, kinds):
     """Of numbers of examples, and of shapes."""
-    if op.type == "Cast" and not inputs[0].dtype.is_integer:
-        return UNKNOWN
-    if op.type in ("Cast", "Identity"):
+    if op.type == "Cast":
+        exact = inputs[0].dtype.is_integer and tensor.dtype in _COUNTS
+        return kinds[0] if exact else UNKNOWN
+    if op.type == "Identity":
         return kinds[0]
     if op.type == "StridedSlice" and kinds[0] is SHAPE:
         begin, end, step = map(integers, inputs[1:4])
@@ -161,10 +166,19 @@ def _of_sizes(op, inputs, kinds):
             return UNKNOWN
         if first > 0:
             return NONE
-        return SIZE if op.get_attr("shrink_axis_mask") & 1 else SHAPE
+        if op.get_attr("shrink_axis_mask") & 1:
+            return SIZE
+        last = None if op.get_attr("end_mask") & 1 else int(end[0])
+        if last is not None and last < 0:
+            if inputs[0].shape[0] is None:
+                return UNKNOWN
+            last += inputs[0].shape[0]
+        return NONE if last is not None and last <= 0 else SHAPE
     if op.type == "Slice" and kinds[0] is SHAPE:
-        begin = integers(inputs[1])
-        return UNKNOWN if begin is None else NONE if begin[0] > 0 else SHAPE
+        begin, sizes = integers(inputs[1]), integers(inputs[2])
+        if begin is None or sizes is None:
+            return UNKNOWN
+        return NONE if begin[0] > 0 or sizes[0] == 0 else SHAPE
     if op.type == "GatherV2" and kinds == [SHAPE, NONE, NONE]:
         places = integers(inputs[1])
         if places is None or 0 in places[1:] or min(places) < 0:

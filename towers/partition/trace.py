@@ -14,10 +14,15 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers.analysis.dependence import Edge, Reader
+from towers.analysis.dependence import Edge, Reader, Total
 from towers.analysis.kinds import MEAN, NONE, ROWS, SUM, UNKNOWN, Dependence
 from towers.analysis.layer_calls import key, recorded_layers
-from towers.keras_adapter.graphs import FUNCTION_CALL, GRADIENT, is_compiled
+from towers.keras_adapter.graphs import (
+    FUNCTION_CALL,
+    GRADIENT,
+    gradient_module,
+    is_compiled,
+)
 from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.patching import patched
 from towers.layers import fused
@@ -175,12 +180,19 @@ class Trace:
             self.reader.of(each) if tf.is_symbolic_tensor(each) else NONE
             for each in (tf.nest.flatten(sources) if self._here() else ())
         ]
+        given = (
+            [None] * len(flat)
+            if output_gradients is None
+            else tf.nest.flatten(output_gradients)
+        )
         if (
             not self._here()
             or not {*of_sources} <= {NONE, ROWS}
             or not {*kinds} & {MEAN, ROWS, SUM}
             or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
             or self._crosses(flat, tf.nest.flatten(sources))
+            or not all(map(self._fits, flat, kinds, given))
+            or any(map(_is_custom, _behind(flat)))
             or (totals := self._totals_behind(flat)) is None
         ):
             # Each operation of the gradient is read by itself, as any other.
@@ -188,17 +200,10 @@ class Trace:
             return original(
                 tape, target, sources, output_gradients, unconnected_gradients
             )
-        given = (
-            [None] * len(flat)
-            if output_gradients is None
-            else tf.nest.flatten(output_gradients)
-        )
         with self._made() as made:
             seeds = [*map(self._seed, flat, kinds, given)]
             found = original(tape, flat, sources, seeds, unconnected_gradients)
-            found = tf.nest.map_structure(
-                lambda each: None if each is None else tf.identity(each), found
-            )
+            found = tf.nest.map_structure(self._kept, found)
         known = self._known(
             tf.nest.flatten(found), tf.nest.flatten(sources), of_sources
         )
@@ -211,6 +216,28 @@ class Trace:
                     self.reader.totals[Edge(op.name, i)] = totals[key(tensor)]
         return found
 
+    def _fits(self, target, kind, given):
+        """Whether a target, and the gradient given for it, are what a tower has."""
+        if key(target) in self.reader.extremes or key(target) in self.added:
+            return False
+        if given is None or not tf.is_symbolic_tensor(given):
+            return True
+        if key(given) in self.reader.extremes or key(given) in self.added:
+            return False
+        return self.reader.of(given) in ({NONE, ROWS} if kind is ROWS else {NONE})
+
+    def _kept(self, gradient):
+        """A gradient as it is, or dense if a total of the batch tells which rows."""
+        if isinstance(gradient, tf.IndexedSlices) and self._rows_of(gradient) not in (
+            *(NONE, ROWS),
+        ):
+            return tf.convert_to_tensor(gradient)
+        return None if gradient is None else tf.identity(gradient)
+
+    def _rows_of(self, slices):
+        """How the rows that a sparse gradient has depend on the examples."""
+        return Reader(self.batch, self._calls).of(slices.indices)
+
     def _totals_behind(self, targets):
         """The totals that some operations take, whose gradients take them as well.
 
@@ -220,9 +247,9 @@ class Trace:
         found, parts = {}, set()
         for op in _behind(targets):
             for i, tensor in enumerate(op.inputs):
-                total = self.reader.totals.get(Edge(op.name, i))
-                if total is not None:
-                    found[key(tensor)] = total
+                if self.is_total(op, i):
+                    edge, total = Edge(op.name, i), Total(tensor, SUM)
+                    found[key(tensor)] = self.reader.totals.get(edge, total)
                 elif op.type not in _PASS_ON:
                     parts.add(key(tensor))
         return None if parts & found.keys() else found
@@ -231,14 +258,13 @@ class Trace:
         """How gradients depend on the examples, by their keys."""
         known = {}
         for gradient, source, kind in zip(gradients, sources, kinds, strict=True):
-            if isinstance(gradient, tf.IndexedSlices) and (
-                Reader(self.batch, self._calls).of(gradient.indices) is NONE
-            ):
+            sparse = isinstance(gradient, tf.IndexedSlices)
+            if sparse and self._rows_of(gradient) is NONE:
                 # The same rows on each tower, as of a table of positions.
                 self.added[key(gradient.values)] = SUM
                 self.gradients.add(key(gradient.values))
                 known |= {key(gradient.values): NONE, key(gradient.indices): NONE}
-            elif isinstance(gradient, tf.IndexedSlices):
+            elif sparse:
                 # Those of all towers, one behind the other, are the batch's.
                 known |= {key(gradient.values): ROWS, key(gradient.indices): ROWS}
                 self.gradients.add(key(gradient.values))
@@ -308,6 +334,13 @@ def _behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
             seen.add(op.name)
             yield op
             waiting += [each.op for each in op.inputs if not each.dtype.is_integer]
+
+
+def _is_custom(op: tf.Operation) -> bool:
+    """Whether a user has defined the gradient of an operation."""
+    if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
+        return False
+    return not gradient_module(op).startswith(("keras.", "tensorflow."))
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

@@ -183,6 +183,88 @@ class Functions:
             loss = tf.reduce_mean(rows**2)
         return rows, loss, tape.gradient(loss, self.weights)
 
+    def meta(self, x):
+        """A mean in which a gradient of the batch takes part, as learned rates do."""
+        rate = tf.constant([0.3, 0.1, 0.2])
+        with tf.GradientTape() as outer:
+            outer.watch(rate)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(x @ self.weights))
+            gradient = tape.gradient(loss, self.weights)
+            fast = tf.stop_gradient(self.weights) - rate * gradient
+            after = tf.reduce_mean((x @ fast) ** 3)
+        return after, outer.gradient(after, rate)
+
+    def weighted_by_a_total(self, x):
+        """A gradient that is given one of the target: a total of the batch."""
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(x @ self.weights))
+        given = [
+            tf.reduce_mean(x),
+            tf.reduce_sum(x),
+            tf.cast(tf.shape(x)[0], tf.float32),
+        ]
+        return [tape.gradient(loss, self.weights, each) for each in given]
+
+    def several_targets(self, x):
+        """The gradient of a mean, and of the largest of all."""
+        with tf.GradientTape() as tape:
+            h = x @ self.weights
+            targets = [tf.reduce_mean(h), tf.reduce_max(h)]
+        return tape.gradient(targets, self.weights)
+
+    def custom(self, x):
+        """A gradient of the weights that is clipped on its way."""
+
+        @tf.custom_gradient
+        def clipped(weights):
+            return tf.identity(weights), lambda dy: tf.clip_by_norm(dy, 0.01)
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(x @ clipped(self.weights)))
+        return tape.gradient(loss, self.weights)
+
+    def blocks_reshaped(self, x):
+        """Rows of two blocks, of which others are made."""
+        joined = tf.concat([x, 2 * x], 0)
+        n = tf.shape(x)[0]
+        pairs = tf.reduce_sum(tf.reduce_prod(tf.reshape(joined, [-1, 8]), 1))
+        return pairs, tf.reshape(joined, [-1, 2])[: 2 * n], tf.reshape(joined, [n, 8])
+
+    def shapes(self, x):
+        """Parts of shapes, and shapes one above the other."""
+        shape = tf.shape(x)
+        return (
+            tf.ones(tf.concat([shape[:0], [4]], 0)),
+            tf.reduce_sum(x)
+            * tf.cast(tf.reduce_prod(tf.shape(x[:, 0])[:-1]), tf.float32),
+            tf.stack([shape]),
+            tf.stack([shape, [1, 2]])[0],
+            tf.cast(100 * shape[0], tf.int8),
+        )
+
+    def branch_with_an_effect(self, x):
+        """Totals that a branch returns, which also changes something."""
+
+        def counts():
+            self.total.assign_add(1.0)
+            return tf.reduce_sum(x), tf.shape(x)[0]
+
+        total, size = tf.cond(
+            self.total >= 0.0, counts, lambda: (tf.reduce_sum(2 * x), 1)
+        )
+        return 2 * total, tf.reduce_sum(x) / tf.cast(size, tf.float32)
+
+    def row_of_a_total(self, x):
+        """The sparse gradient of a row whose number a total tells."""
+        with tf.GradientTape() as tape:
+            place = tf.argmax(tf.reduce_mean(x, 0))
+            loss = tf.reduce_mean(
+                tf.nn.embedding_lookup(self.weights, place) * x[:, :3]
+            )
+        gradient = tape.gradient(loss, self.weights)
+        return tf.convert_to_tensor(gradient), tf.linalg.global_norm([gradient])
+
     def of_a_sum(self, x):
         """The gradient for what the rows add up to."""
         with tf.GradientTape() as tape:
@@ -213,8 +295,9 @@ class Functions:
 
 # Examples meet, or it is not read how they do not.
 GATHERED = set(
-    "draws made_for_all norm_of_a_gradient pairs root through_a_total twice "
-    "weighted".split()
+    """blocks_reshaped branch_with_an_effect custom draws made_for_all
+    norm_of_a_gradient pairs root several_targets shapes through_a_total twice weighted
+    weighted_by_a_total""".split()
 )
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]
 

@@ -86,6 +86,9 @@ class RowBlocks:
             return self._of_shapes(tensor, inputs, kinds, found)
         if len(several) > 1 or found is COLUMNS:
             return UNKNOWN
+        if tensor.op.type == "Reshape" and not by_layer and _other_rows(tensor):
+            # Rows of two blocks would become one, or a row would become several.
+            return UNKNOWN
         if found in (ROWS, SHAPE):
             self._blocks[key(tensor)] = several.pop()
         return found
@@ -166,3 +169,9 @@ class RowBlocks:
             return self._counts.of(tensor)
         values = integers(tensor)
         return 0 if values is not None and int(values[0]) == 0 else None
+
+
+def _other_rows(tensor):
+    """Whether a reshape makes other rows than there were, as far as is known."""
+    old, new = (t.shape[1:].num_elements() for t in (tensor.op.inputs[0], tensor))
+    return old is None or old != new
