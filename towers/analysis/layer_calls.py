@@ -31,8 +31,8 @@ class LayerCall(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded_layers() -> Iterator[dict[Any, LayerCall]]:
-    """Inside, remembers what layers made of what.
+def recorded_layers(losses: bool = True) -> Iterator[dict[Any, LayerCall]]:
+    """Inside, remembers what layers made of what, and losses if asked for.
 
     Yields:
         For the key of each tensor that a layer returned, how it was made.
@@ -72,7 +72,10 @@ def recorded_layers() -> Iterator[dict[Any, LayerCall]]:
             calls[key(values)] = call
         return values
 
-    with patched(LAYER_CALL, record), patched(LOSS_CALL, record_loss):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patched(LAYER_CALL, record))
+        if losses:
+            patches.enter_context(patched(LOSS_CALL, record_loss))
         yield calls
 
 

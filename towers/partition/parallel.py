@@ -243,8 +243,14 @@ class _Parallel:
 
         TensorFlow could not differentiate a custom gradient that was copied.
         """
-        kinds = [found.placement.kind(each) for each in found.trace.returned]
-        rows = [i for i, kind in enumerate(kinds) if kind is ROWS]
+        returned, placement = found.trace.returned, found.placement
+        rows = [i for i, t in enumerate(returned) if placement.kind(t) is ROWS]
+        if any(placement.blocks(returned[i]) for i in rows):
+            raise ValueError(
+                f"Received a gradient of '{self.__name__}', which returns several rows "
+                "for each example; expected one row an example, or a sum or mean, so "
+                "take the gradient inside of the function."
+            )
 
         def backward(given):
             local, of_rows = given

@@ -108,7 +108,8 @@ class Trace:
 
     @contextlib.contextmanager
     def _reading(self, batch) -> Iterator[None]:
-        with recorded_layers() as calls:
+        # What a loss does runs operation by operation, and is read so.
+        with recorded_layers(losses=False) as calls:
             self.reader = Reader(batch, calls, meets=self._is_read)
             self._calls = calls
             if not self._knows_regions:

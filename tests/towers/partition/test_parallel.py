@@ -56,6 +56,14 @@ def test_it_can_be_differentiated(inside):
     _close(differentiate(ours, tf.constant(X)), gradients(layer, tf.constant(X)))
 
 
+def test_several_rows_of_an_example_are_not_differentiated_from_outside():
+    twice = towers.parallelize(lambda x: tf.concat([x, 2 * x], 0), gpus=2)
+    x = tf.constant(X)
+    with tf.GradientTape() as tape, pytest.raises(ValueError, match="several rows"):
+        tape.watch(x)
+        tape.gradient(tf.reduce_sum(twice(x) ** 2), x)
+
+
 def _loop(optimizer, step, apply):
     for end in (7, 4, 1):
         for _ in range(3):

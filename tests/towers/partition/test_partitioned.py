@@ -265,6 +265,14 @@ class Functions:
         gradient = tape.gradient(loss, self.weights)
         return tf.convert_to_tensor(gradient), tf.linalg.global_norm([gradient])
 
+    def alignment(self, x):
+        """The gradient of a loss that is a loop over time."""
+        labels = tf.ones(tf.stack([tf.shape(x)[0], 1]), tf.int32)
+        with tf.GradientTape() as tape:
+            logits = tf.reshape(x @ self.weights, [-1, 1, 3])
+            loss = keras.losses.CTC()(labels, tf.tile(logits, [1, 2, 1]))
+        return loss, tape.gradient(loss, self.weights)
+
     def of_a_sum(self, x):
         """The gradient for what the rows add up to."""
         with tf.GradientTape() as tape:
@@ -295,7 +303,7 @@ class Functions:
 
 # Examples meet, or it is not read how they do not.
 GATHERED = set(
-    """blocks_reshaped branch_with_an_effect custom draws made_for_all
+    """alignment blocks_reshaped branch_with_an_effect custom draws made_for_all
     norm_of_a_gradient pairs root several_targets shapes through_a_total twice weighted
     weighted_by_a_total""".split()
 )
