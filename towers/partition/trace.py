@@ -228,11 +228,13 @@ class Trace:
         return self.reader.of(given) in ({NONE, ROWS} if kind is ROWS else {NONE})
 
     def _kept(self, gradient):
-        """A gradient as it is, or dense if a total of the batch tells which rows."""
+        """A gradient as it is, or of all rows if a total of the batch tells which."""
         if isinstance(gradient, tf.IndexedSlices) and self._rows_of(gradient) not in (
             *(NONE, ROWS),
         ):
-            return tf.convert_to_tensor(gradient)
+            dense = tf.convert_to_tensor(gradient)
+            rows = tf.range(tf.shape(dense)[0])
+            return tf.IndexedSlices(dense, rows, tf.shape(dense))
         return None if gradient is None else tf.identity(gradient)
 
     def _rows_of(self, slices):

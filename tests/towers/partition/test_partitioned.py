@@ -263,7 +263,12 @@ class Functions:
                 tf.nn.embedding_lookup(self.weights, place) * x[:, :3]
             )
         gradient = tape.gradient(loss, self.weights)
-        return tf.convert_to_tensor(gradient), tf.linalg.global_norm([gradient])
+        squares = tf.reduce_sum(gradient.values**2)
+        return (
+            tf.convert_to_tensor(gradient),
+            tf.linalg.global_norm([gradient]),
+            squares,
+        )
 
     def alignment(self, x):
         """The gradient of a loss that is a loop over time."""
