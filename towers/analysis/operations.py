@@ -36,8 +36,8 @@ STATELESS_DRAWS = set(
 _DRAWS = STATELESS_DRAWS | set(
     "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal".split()
 )
-# Numbers of these types count examples, and add up.
-_COUNTS = {tf.int32, tf.int64, tf.float32, tf.float64}
+# Numbers of these types count examples. Smaller integers overflow.
+_COUNTS = {tf.int32, tf.int64, tf.bfloat16, tf.float16, tf.float32, tf.float64}
 # Where TensorFlow defines them.
 _ACTIVATIONS = "tensorflow.python.ops.nn_impl"
 # Their result for a sum is the sum of their results, wherever the axes are.
