@@ -239,7 +239,8 @@ class Trace:
 
     def _rows_of(self, slices):
         """How the rows that a sparse gradient has depend on the examples."""
-        return Reader(self.batch, self._calls).of(slices.indices)
+        reader = Reader(self.batch, self._calls, meets=lambda op: False)
+        return reader.of(slices.indices)
 
     def _totals_behind(self, targets):
         """The totals that some operations take, whose gradients take them as well.

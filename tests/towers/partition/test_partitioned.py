@@ -270,6 +270,16 @@ class Functions:
             squares,
         )
 
+    def drawn_rows(self, x):
+        """The sparse gradient of rows that are drawn, some of them several times."""
+        places = keras.random.randint((tf.shape(x)[0],), 0, 4, seed=self.seeds)
+        with tf.GradientTape() as tape:
+            rows = tf.nn.embedding_lookup(self.weights, places)
+            loss = tf.reduce_mean(tf.square(rows * x[:, :3]))
+        gradient = tape.gradient(loss, self.weights)
+        squares = tf.math.unsorted_segment_sum(gradient.values**2, gradient.indices, 4)
+        return loss, tf.convert_to_tensor(gradient), squares
+
     def alignment(self, x):
         """The gradient of a loss that is a loop over time."""
         labels = tf.ones(tf.stack([tf.shape(x)[0], 1]), tf.int32)
@@ -308,7 +318,8 @@ class Functions:
 
 # Examples meet, or it is not read how they do not.
 GATHERED = set(
-    """alignment blocks_reshaped branch_with_an_effect custom draws made_for_all
+    """alignment blocks_reshaped branch_with_an_effect custom drawn_rows draws
+    made_for_all
     norm_of_a_gradient pairs root several_targets shapes through_a_total twice weighted
     weighted_by_a_total""".split()
 )
