@@ -57,8 +57,7 @@ def is_stateful(operation: tf.Operation) -> bool:
 
 def calls_functions(operation: tf.Operation) -> bool:
     """Tells whether an operation runs functions, such as a branch or a loop."""
-    values = operation.node_def.attr.values()
-    return any(value.HasField("func") or value.list.func for value in values)
+    return any(True for _ in _called([operation.node_def]))
 
 
 def is_compiled(function: Any) -> bool:

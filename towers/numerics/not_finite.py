@@ -92,16 +92,18 @@ def explain(
 
 def _explain_own_step(builder, stopped, raw, given, place):
     """The same for a step that the model defines itself, which is not repeated."""
-    plan, size = builder.plan, batch.batch_size(raw)
+    plan = builder.plan
     # Each host knows of its own towers.
     tower = plan.towers[stopped.blamed[0]].index if stopped.blamed else None
-    told = {"tower": tower, "towers": plan.count, "examples": size}
-    origin, row = NonFiniteOrigin("gradient", **told), ""
-    for name, tensor in named(raw).items():
-        if rows := search.bad_rows(tensor, size):
-            origin = NonFiniteOrigin("data", name, rows=rows, **told)
-            origin, row = _trace_to_row(origin, raw, given)
-            break
+    origin = dataclasses.replace(
+        search.in_data(raw) or NonFiniteOrigin("gradient"),
+        tower=tower,
+        towers=plan.count,
+        examples=batch.batch_size(raw),
+    )
+    row = ""
+    if origin.source == "data":
+        origin, row = _trace_to_row(origin, raw, given)
     text = (
         f"{_sentence(stopped, place, origin, row)}; the optimizer did not apply this "
         "gradient, but may have counted the step"

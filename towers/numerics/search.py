@@ -213,12 +213,17 @@ def _search_local_batch(model, local_batch, values, k, loss):
     found = _replay(model, local_batch, values, k, loss)
     if found is None:
         return None
-    size = batch.batch_size(local_batch)
-    for name, tensor in named(local_batch).items():
+    found = in_data(local_batch) or found
+    return dataclasses.replace(found, examples=batch.batch_size(local_batch))
+
+
+def in_data(data: tuple[Any, Any, Any]) -> NonFiniteOrigin | None:
+    """Finds what is not finite in (x, y, sample_weight); `None` if all is."""
+    size = batch.batch_size(data)
+    for name, tensor in named(data).items():
         if rows := bad_rows(tensor, size):
-            found = NonFiniteOrigin("data", name, rows=rows)
-            break
-    return dataclasses.replace(found, examples=size)
+            return NonFiniteOrigin("data", name, rows=rows)
+    return None
 
 
 def _replay(model, local_batch, values, k, with_loss):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.collectives import batch
+from towers.collectives import batch, packing
 from towers.plan import Plan
 
 
@@ -28,7 +28,7 @@ def place(plan: Plan, data: Any) -> PlacedBatch:
     size, local = batch.batch_size(data), []
     for device, bounds in zip(plan.devices, plan.bounds(size), strict=True):
         with tf.device(device):
-            local.append(tf.nest.map_structure(_sent, batch.take(data, *bounds)))
+            local.append(packing.copy(batch.take(data, *bounds)))
     return PlacedBatch(tuple(local), size)
 
 
@@ -45,9 +45,3 @@ def prefetch(
         if len(waiting) > count:
             yield waiting.popleft()
     yield from waiting
-
-
-def _sent(value):
-    if value is None:
-        return None
-    return tf.nest.map_structure(tf.identity, value, expand_composites=True)

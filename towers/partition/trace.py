@@ -111,6 +111,8 @@ class Trace:
         # What a loss does runs operation by operation, and is read so.
         with recorded_layers(losses=False) as calls:
             self.reader = Reader(batch, calls, meets=self._is_read)
+            # It asks for no totals, so that it may read within gradients.
+            self._apart = Reader(batch, calls, meets=lambda op: False)
             self._calls = calls
             if not self._knows_regions:
                 self.reader = Reader(batch, {}, meets=self._is_read)
@@ -239,8 +241,7 @@ class Trace:
 
     def _rows_of(self, slices):
         """How the rows that a sparse gradient has depend on the examples."""
-        reader = Reader(self.batch, self._calls, meets=lambda op: False)
-        return reader.of(slices.indices)
+        return self._apart.of(slices.indices)
 
     def _totals_behind(self, targets):
         """The totals that some operations take, whose gradients take them as well.
