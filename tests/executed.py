@@ -39,12 +39,16 @@ def run(function: Callable[[], Any], name: str) -> Nodes:
 
 
 def _connected(partitions):
-    """Returns groups of partitions between which tensors travel: a graph is a group."""
-    groups = []  # of partitions, and the names of the tensors that they exchange
+    """Returns groups of partitions between which tensors travel: a graph is a group.
+
+    The graphs of two towers may name a tensor alike. Where it goes tells them apart.
+    """
+    ends = ("tensor_name", "send_device", "recv_device")
+    groups = []  # of partitions, and the tensors that they exchange
     for partition in partitions:
         members = [partition]
         exchanged = {
-            node.attr["tensor_name"].s
+            tuple(node.attr[end].s for end in ends)
             for node in partition.node
             if node.op in ("_Send", "_Recv")
         }
