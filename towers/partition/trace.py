@@ -106,6 +106,14 @@ class Trace:
         every = [next(values) if tf.is_symbolic_tensor(each) else each for each in flat]
         return tf.nest.pack_sequence_as(like, every, expand_composites=True)
 
+    def taken_together(self) -> Iterator[set[int]]:
+        """Yields, for each operation that takes several, the `id`s of their handles."""
+        outside = {key(inside): id(each) for each, inside in self.graph.captures}
+        for op in self.graph.get_operations():
+            found = {outside[key(t)] for t in op.inputs if key(t) in outside}
+            if len(found) > 1:
+                yield found
+
     @contextlib.contextmanager
     def _reading(self, batch) -> Iterator[None]:
         # What a loss does runs operation by operation, and is read so.
