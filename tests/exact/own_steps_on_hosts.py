@@ -1,10 +1,12 @@
 """Runs models with a `train_step` of their own on one of several hosts.
 
-    python -m tests.exact.own_steps_on_hosts RANK ADDRESSES TOWERS NAMES GIVEN UPDATE FILE
+    python -m tests.exact.own_steps_on_hosts RANK ADDRESSES TOWERS \\
+        NAMES GIVEN UPDATE FILE
 
 ADDRESSES, TOWERS and NAMES have commas between. Hosts are GIVEN "whole" batches or
-their own "rows"; UPDATE is the way to update variables. The first host compares with one device, and writes the largest
-difference of each example of `examples/steps/`, and where it is, to FILE.
+their own "rows". UPDATE is the way to update variables. The first host compares with
+one device, and writes the largest difference of each example of `examples/steps/`, and
+where it is, to FILE.
 """
 
 import functools

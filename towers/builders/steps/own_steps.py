@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from towers.builders.common import Pieces
-from towers.builders.pieces.reducer import Reducer
+from towers.builders.pieces.reducer import AllReduce, Reducer
 from towers.builders.steps.keras_steps import Scope, train_function
 from towers.collectives import batch
 from towers.keras_adapter import optimizers
@@ -96,8 +96,9 @@ class OwnSteps:
     def _copied(self, trace):
         """What each tower has a copy of: what optimizers update, and their state."""
         copies, model = self.pieces.copies, self.pieces.context.model
-        if not copies.towers:
+        if not isinstance(self.reducer, AllReduce):
             return None
+        # Also for a single tower: other hosts have more, and the same phases.
         wanted = [*model.trainable_variables]
         for optimizer in variables.optimizers(model).values():
             wanted += optimizers.all_variables(optimizer)
