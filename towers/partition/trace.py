@@ -8,7 +8,7 @@ calls are traced in its place, so that all operations are in one graph.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -184,18 +184,13 @@ class Trace:
         unconnected_gradients=tf.UnconnectedGradients.NONE,
     ):
         """Takes a gradient of each tower's part of the target, where it has one."""
-        flat = tf.nest.flatten(target)
+        flat, given = self._terms(target, sources, output_gradients)
         symbolic = all(tf.is_symbolic_tensor(each) for each in flat)
         kinds = [self.reader.of(each) for each in flat] if symbolic else []
         of_sources = [
             self.reader.of(each) if tf.is_symbolic_tensor(each) else NONE
             for each in (tf.nest.flatten(sources) if self._here() else ())
         ]
-        given = (
-            [None] * len(flat)
-            if output_gradients is None
-            else tf.nest.flatten(output_gradients)
-        )
         if (
             not self._here()
             or not {*of_sources} <= {NONE, ROWS}
@@ -226,6 +221,52 @@ class Trace:
                 if key(tensor) in totals:
                     self.reader.totals[Edge(op.name, i)] = totals[key(tensor)]
         return found
+
+    def _terms(self, target, sources, output_gradients):
+        """The targets, and the gradients given for them.
+
+        A scalar that is a sum of several kinds, such as of a quotient of totals, a mean
+        and a norm of weights, is no tower's part of anything; its terms are.
+        """
+        flat, found = tf.nest.flatten(target), []
+        given = [None] * len(flat)
+        if output_gradients is not None:
+            given = tf.nest.flatten(output_gradients)
+        if not self._here() or not all(map(tf.is_symbolic_tensor, flat)):
+            return flat, given
+        starts, waiting = self._starts(tf.nest.flatten(sources)), []
+        waiting += reversed([*zip(flat, given, strict=True)])
+        while waiting:
+            term, factor = waiting.pop()
+            before = None
+            if term.shape.rank == 0 and self.reader.of(term) is NONE:
+                before = self._before_sum(term.op, factor, starts)
+            if before is None:
+                found.append((term, factor))
+            else:
+                waiting += before
+        return [term for term, _ in found], [factor for _, factor in found]
+
+    def _before_sum(self, op, factor, starts):
+        """The terms of a sum or of a multiple, each with its factor; or `None`."""
+        if op.type in ("AddN", "AddV2"):
+            return [(each, factor) for each in op.inputs]
+        if op.type == "Identity":
+            return [(op.inputs[0], factor)]
+        if op.type == "Sub":
+            minus = tf.cast(-1, op.inputs[1].dtype) if factor is None else -factor
+            return [(op.inputs[0], factor), (op.inputs[1], minus)]
+        if op.type not in ("Mul", "RealDiv"):
+            return None
+        left, right = op.inputs
+        if op.type == "Mul" and not _meets([right], starts):
+            scaled = right if factor is None else right * factor
+            return [(left, scaled)]
+        if op.type == "Mul" and not _meets([left], starts):
+            return [(right, left if factor is None else left * factor)]
+        if op.type == "RealDiv" and not _meets([right], starts):
+            return [(left, (1 if factor is None else factor) / right)]
+        return None
 
     def _fits(self, target, kind, given):
         """Whether a target, and the gradient given for it, are what a tower has."""
@@ -297,24 +338,23 @@ class Trace:
 
         Then the gradient of a tower's part is not a part of the gradient.
         """
-        handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
-        starts = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
-        starts |= {
-            key(inside)
-            for outside, inside in self.graph.captures
-            if id(outside) in handles
-        }
         totals = [
             op.inputs[i]
             for op in _behind(targets)
             for i in range(len(op.inputs))
             if self.is_total(op, i)
         ]
-        return any(
-            key(tensor) in starts
-            for op in _behind(totals)
-            for tensor in (*op.inputs, *op.outputs)
-        )
+        return _meets(totals, self._starts(sources))
+
+    def _starts(self, sources):
+        """The keys of what stands for sources of a gradient."""
+        handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
+        starts = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
+        return starts | {
+            key(inside)
+            for outside, inside in self.graph.captures
+            if id(outside) in handles
+        }
 
     def is_total(self, op: tf.Operation, index: int) -> bool:
         """Tells whether an operation takes the whole batch's value of an input."""
@@ -336,6 +376,15 @@ class Trace:
         if given is None:
             return tf.broadcast_to(fraction, tf.shape(target))
         return fraction * given
+
+
+def _meets(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
+    """Whether a gradient of some tensors flows to one of those keys."""
+    return any(
+        key(tensor) in keys
+        for op in _behind(tensors)
+        for tensor in (*op.inputs, *op.outputs)
+    )
 
 
 def _behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
