@@ -12,7 +12,7 @@ from towers.collectives import batch, packing, reduce
 from towers.partition.combined import Combination
 from towers.partition.errors import PartitionError, where
 from towers.partition.phases import phases
-from towers.partition.placement import STATEFUL_DRAWS, Placement
+from towers.partition.placement.placement import STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
 

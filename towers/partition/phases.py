@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import GraphDef, add_call, add_copy, keep_functions
-from towers.partition import draws
-from towers.partition.placement import Place, Placement
+from towers.partition.placement import draws
+from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
 from towers.tower.traced import nothing_like
 

@@ -8,7 +8,7 @@ calls are traced in its place, so that all operations are in one graph.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -20,12 +20,12 @@ from towers.analysis.layer_calls import key, recorded_layers
 from towers.keras_adapter.graphs import (
     FUNCTION_CALL,
     GRADIENT,
-    gradient_module,
     is_compiled,
 )
 from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.patching import patched
 from towers.layers import fused
+from towers.partition import backward
 
 # Their gradients do not take what they have taken.
 _PASS_ON = set(
@@ -105,14 +105,6 @@ class Trace:
         flat = tf.nest.flatten(like, expand_composites=True)
         every = [next(values) if tf.is_symbolic_tensor(each) else each for each in flat]
         return tf.nest.pack_sequence_as(like, every, expand_composites=True)
-
-    def taken_together(self) -> Iterator[set[int]]:
-        """Yields, for each operation that takes several, the `id`s of their handles."""
-        outside = {key(inside): id(each) for each, inside in self.graph.captures}
-        for op in self.graph.get_operations():
-            found = {outside[key(t)] for t in op.inputs if key(t) in outside}
-            if len(found) > 1:
-                yield found
 
     @contextlib.contextmanager
     def _reading(self, batch) -> Iterator[None]:
@@ -198,7 +190,7 @@ class Trace:
             or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
             or self._crosses(flat, tf.nest.flatten(sources))
             or not all(map(self._fits, flat, kinds, given))
-            or any(map(_is_custom, _behind(flat)))
+            or any(map(backward.is_custom, backward.behind(flat)))
             or (totals := self._totals_behind(flat)) is None
         ):
             # Each operation of the gradient is read by itself, as any other.
@@ -223,50 +215,21 @@ class Trace:
         return found
 
     def _terms(self, target, sources, output_gradients):
-        """The targets, and the gradients given for them.
-
-        A scalar that is a sum of several kinds, such as of a quotient of totals, a mean
-        and a norm of weights, is no tower's part of anything; its terms are.
-        """
-        flat, found = tf.nest.flatten(target), []
+        """The targets, as their terms, and the gradients given for each."""
+        flat = tf.nest.flatten(target)
         given = [None] * len(flat)
         if output_gradients is not None:
             given = tf.nest.flatten(output_gradients)
         if not self._here() or not all(map(tf.is_symbolic_tensor, flat)):
             return flat, given
-        starts, waiting = self._starts(tf.nest.flatten(sources)), []
-        waiting += reversed([*zip(flat, given, strict=True)])
-        while waiting:
-            term, factor = waiting.pop()
-            before = None
-            if term.shape.rank == 0 and self.reader.of(term) is NONE:
-                before = self._before_sum(term.op, factor, starts)
-            if before is None:
-                found.append((term, factor))
-            else:
-                waiting += before
-        return [term for term, _ in found], [factor for _, factor in found]
-
-    def _before_sum(self, op, factor, starts):
-        """The terms of a sum or of a multiple, each with its factor; or `None`."""
-        if op.type in ("AddN", "AddV2"):
-            return [(each, factor) for each in op.inputs]
-        if op.type == "Identity":
-            return [(op.inputs[0], factor)]
-        if op.type == "Sub":
-            minus = tf.cast(-1, op.inputs[1].dtype) if factor is None else -factor
-            return [(op.inputs[0], factor), (op.inputs[1], minus)]
-        if op.type not in ("Mul", "RealDiv"):
-            return None
-        left, right = op.inputs
-        if op.type == "Mul" and not _meets([right], starts):
-            scaled = right if factor is None else right * factor
-            return [(left, scaled)]
-        if op.type == "Mul" and not _meets([left], starts):
-            return [(right, left if factor is None else left * factor)]
-        if op.type == "RealDiv" and not _meets([right], starts):
-            return [(left, (1 if factor is None else factor) / right)]
-        return None
+        starts = self._starts(tf.nest.flatten(sources))
+        each = zip(flat, given, strict=True)
+        pairs = [
+            pair
+            for target, factor in each
+            for pair in backward.terms(target, factor, starts, self.reader.of)
+        ]
+        return [term for term, _ in pairs], [factor for _, factor in pairs]
 
     def _fits(self, target, kind, given):
         """Whether a target, and the gradient given for it, are what a tower has."""
@@ -299,7 +262,7 @@ class Trace:
         tower's part of one.
         """
         found, parts = {}, set()
-        for op in _behind(targets):
+        for op in backward.behind(targets):
             for i, tensor in enumerate(op.inputs):
                 if self.is_total(op, i):
                     edge, total = Edge(op.name, i), Total(tensor, SUM)
@@ -340,11 +303,11 @@ class Trace:
         """
         totals = [
             op.inputs[i]
-            for op in _behind(targets)
+            for op in backward.behind(targets)
             for i in range(len(op.inputs))
             if self.is_total(op, i)
         ]
-        return _meets(totals, self._starts(sources))
+        return backward.meets(totals, self._starts(sources))
 
     def _starts(self, sources):
         """The keys of what stands for sources of a gradient."""
@@ -376,33 +339,6 @@ class Trace:
         if given is None:
             return tf.broadcast_to(fraction, tf.shape(target))
         return fraction * given
-
-
-def _meets(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
-    """Whether a gradient of some tensors flows to one of those keys."""
-    return any(
-        key(tensor) in keys
-        for op in _behind(tensors)
-        for tensor in (*op.inputs, *op.outputs)
-    )
-
-
-def _behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
-    """Yields the operations through which a gradient of some tensors flows."""
-    waiting, seen = [tensor.op for tensor in tensors], set()
-    while waiting:
-        op = waiting.pop()
-        if op.name not in seen and op.type != "StopGradient":
-            seen.add(op.name)
-            yield op
-            waiting += [each.op for each in op.inputs if not each.dtype.is_integer]
-
-
-def _is_custom(op: tf.Operation) -> bool:
-    """Whether a user has defined the gradient of an operation."""
-    if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
-        return False
-    return not gradient_module(op).startswith(("keras.", "tensorflow."))
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

@@ -1,9 +1,10 @@
 """Finds what runs on each copy of the variables, if each tower has a copy."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import tensorflow as tf
 
+from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import is_stateful
 from towers.partition.errors import PartitionError, where
 
@@ -43,3 +44,15 @@ def found(
             names.add(op.name)
             wanted |= {tensor.op.name for tensor in op.inputs}
     return names
+
+
+def taken_together(graph: tf.Graph) -> Iterator[set[int]]:
+    """Yields the `id`s of the handles that an operation takes, if there are several.
+
+    They are those from outside of the graph, which is a function's.
+    """
+    outside = {key(inside): id(each) for each, inside in graph.captures}
+    for op in graph.get_operations():
+        found = {outside[key(t)] for t in op.inputs if key(t) in outside}
+        if len(found) > 1:
+            yield found

@@ -33,8 +33,8 @@ from towers.analysis.operations import STATELESS_DRAWS
 from towers.keras_adapter.graphs import calls_functions, is_stateful
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
-from towers.partition import copies, draws
 from towers.partition.errors import PartitionError, where
+from towers.partition.placement import copies, draws
 from towers.partition.trace import Region, Trace
 
 # What towers have of a tensor, so that it makes the batch's.
