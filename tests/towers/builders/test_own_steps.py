@@ -97,6 +97,15 @@ def test_a_number_of_the_data_is_named():
         parallel.fit(bad, Y, batch_size=8, shuffle=False, verbose=0)
 
 
+def test_a_batch_that_is_not_written_is_said(tmp_path):
+    file = str(tmp_path / "step.npz")
+    parallel, _ = clipped(check_numerics=file)
+    bad = X.copy()
+    bad[5, 2] = np.nan
+    with pytest.raises(NotFiniteStep, match="is not written, as a step of the model's"):
+        parallel.fit(bad, Y, batch_size=8, verbose=0)
+
+
 def test_an_optimizer_that_came_before_has_applied_its_own():
     model = Rivals()
     parallel = multi_gpu_model(model, gpus=2, check_numerics=True)
