@@ -366,3 +366,25 @@ def test_what_copies_cannot_have_is_refused():
     ):
         with pytest.raises(ValueError, match="Clipped, which defines its own step"):
             multi_gpu_model(model, 2, **option)
+
+
+class Plain(keras.Model):
+    """Does what Keras's own step does."""
+
+    def train_step(self, data):
+        """Trains on x and y."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_sparse_gradients_are_no_news(caplog):
+    inputs = keras.Input([4], dtype="int32")
+    rows = keras.layers.Flatten()(keras.layers.Embedding(9, 2)(inputs))
+    parallel = multi_gpu_model(Plain(inputs, keras.layers.Dense(1)(rows)), 2)
+    parallel.compile("adam", jit_compile=False)
+    parallel.fit(np.abs(X).astype("int32"), Y, verbose=0)
+    assert "one device" not in caplog.text
