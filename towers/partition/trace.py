@@ -57,6 +57,7 @@ class Trace:
         added: The keys of gradients of variables, which are added over the towers at
             once, whoever takes them.
         gradients: The keys of those, and of rows of sparse ones.
+        indices: The keys of the numbers of rows of sparse ones.
         compiled: Whether a function that is called asks for XLA.
         reads_gradients: Whether a gradient is read operation by operation.
         regions: By the name of an operation, the outermost region that it is in.
@@ -79,6 +80,7 @@ class Trace:
         self.added: dict[Any, Dependence] = {}
         self.compiled = self.reads_gradients = False
         self.gradients: set[Any] = set()
+        self.indices: set[Any] = set()
 
         def step(batch, fraction):
             self.graph = tf.compat.v1.get_default_graph()
@@ -87,6 +89,7 @@ class Trace:
             self.regions.clear()
             self.added.clear()
             self.gradients.clear()
+            self.indices.clear()
             with self._reading(batch), self._in_one_graph():
                 with fused.batch_normalization(), fused.updates():
                     return function(batch)
@@ -285,6 +288,7 @@ class Trace:
                 # Those of all towers, one behind the other, are the batch's.
                 known |= {key(gradient.values): ROWS, key(gradient.indices): ROWS}
                 self.gradients.add(key(gradient.values))
+                self.indices.add(key(gradient.indices))
                 if gradient.dense_shape is not None:
                     known[key(gradient.dense_shape)] = NONE
             elif gradient is not None:

@@ -317,12 +317,12 @@ class Placement:
     def lines(self, name: str) -> Sequence[str]:
         """Says what runs at home on the rows of all towers, for a function's name."""
         gathered = {op.name for op in self.gathered}
-        # An optimizer takes sparse gradients of all towers, which is no news.
+        # An optimizer adds up sparse gradients of all towers, which is no news.
         first = [
             op
             for op in self.gathered
             if not {t.op.name for t in op.inputs} & gathered
-            and not {*map(key, op.inputs)} & self._trace.gradients
+            and not {*map(key, op.inputs)} & self._trace.indices
         ]
         places = dict.fromkeys(f"'{op.type}'{where(op)}" for op in first)
         if not places:
