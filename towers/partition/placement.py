@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from towers.analysis import effects
 from towers.analysis.axes.blocks import Blocks
+from towers.analysis.axes.sizes import STATELESS_DRAWS
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -29,7 +30,6 @@ from towers.analysis.kinds import (
     Dependence,
 )
 from towers.analysis.layer_calls import key
-from towers.analysis.operations import STATELESS_DRAWS
 from towers.keras_adapter.graphs import calls_functions, is_stateful
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
@@ -222,13 +222,21 @@ class Placement:
             return False
         # It is to be read before it is known as rows, for its blocks.
         blocks = self.blocks(op.outputs[0]) or (1,)
-        if op.type in draws.SKIPPABLE and len(blocks) == 1:
+        count = self._reader.counts.of(op.inputs[place])
+        if count is None:
+            self.gathered.append(op)
+            return False
+        # Whose counter is read as the numbers are drawn, only home has.
+        own = self._reader.of(op.outputs[0]) is ROWS
+        if op.type in draws.SKIPPABLE and len(blocks) == 1 and own:
             return True
         kind = self._reader.of(op.inputs[place])
         if kind is SHAPE or (kind is SIZE and op.inputs[place].shape.rank == 1):
             # Drawn for the whole batch, and cut.
             self._made_at_home.update(key(t) for t in op.outputs)
             self._reader.know({key(t): ROWS for t in op.outputs})
+            for each in op.outputs:
+                self._reader.counts.set(each, count)
         return False
 
     def _note_statistics(self, op, region):

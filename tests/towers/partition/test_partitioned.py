@@ -34,6 +34,7 @@ class Functions:
         self.weights = tf.Variable(start)
         self.total = tf.Variable(0.0)
         self.seeds = keras.random.SeedGenerator(5)
+        self.state = tf.Variable([1, 2, 3], dtype=tf.int64)
 
     def rows(self, x):
         """One row an example."""
@@ -296,6 +297,61 @@ class Functions:
             loss = tf.reduce_sum(total * 3)
         return tape.gradient(loss, total)
 
+    def repeated(self, x):
+        """Rows that are repeated, behind one another or side by side, and gradients."""
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            flat = tf.repeat(x, 3, axis=0) @ self.weights
+            apart = tf.reshape(flat, [-1, 3, 3]) * tf.constant([[1.0], [2.0], [-1.0]])
+            again = tf.reshape(keras.ops.repeat(x, 2, axis=0), [tf.shape(x)[0], 2, 4])
+            loss = tf.reduce_mean(apart**2) + tf.reduce_mean(again**3)
+        return flat, apart, again, loss, tape.gradient(loss, [x, self.weights])
+
+    def patches(self, x):
+        """Patches of images, and their gradient."""
+        ones, squares = [1, 1, 1, 1], [1, 2, 2, 1]
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            images = tf.reshape(x, [-1, 2, 2, 1])
+            found = tf.image.extract_patches(images, squares, ones, ones, "SAME")
+            more = keras.ops.image.extract_patches(images, (2, 2))
+            loss = tf.reduce_mean(found**2) + tf.reduce_mean(more**3)
+        return found, more, loss, tape.gradient(loss, x)
+
+    def products(self, x):
+        """Products with weights that have other axes first, and their gradient."""
+        with tf.GradientTape() as tape:
+            rows = tf.reshape(x, [-1, 2, 2])
+            weights = tf.reshape(self.weights, [2, 2, 3])
+            found = [
+                tf.matmul(rows, weights[:1]),
+                tf.matmul(weights[:1], rows, transpose_a=True, transpose_b=True),
+                tf.matmul(rows[:, :, None], weights),
+                tf.matmul(weights[None], rows[..., None], transpose_a=True),
+                tf.transpose(tf.matmul(x, tf.reshape(self.weights, [3, 4, 1]))[..., 0]),
+                tf.transpose(tf.matmul(self.weights, x, True, True)),
+                tf.einsum("bhi,hij->bhj", rows, weights),
+            ]
+            loss = tf.add_n([tf.reduce_mean(each**2) for each in found])
+        return found, loss, tape.gradient(loss, self.weights)
+
+    def paddings(self, x):
+        """Paddings that are made column by column, and add a row."""
+        return tf.pad(x, tf.stack([[0, 0], [1, 1]], axis=1))
+
+    def drawn_for_elements(self, x):
+        """Numbers that are drawn for all elements, of which a row has several."""
+        draw = tf.random.stateless_truncated_normal
+        drawn = draw([tf.size(x)], [1, 2])
+        several = tf.shape(x)[0] * tf.cast(self.total + 2.0, tf.int32)
+        return drawn, tf.reshape(drawn, [-1, 4]) + x, draw([several, 3], [3, 4])
+
+    def of_a_generator(self, x):
+        """Numbers whose counter a generator moves on."""
+        generator = tf.random.Generator.from_state(self.state, "philox")
+        n = tf.shape(x)[0]
+        return generator.normal([n, 4]) + x, generator.uniform([2 * n, 3])
+
     def condition(self, x):
         """A branch on what all rows decide."""
         loss = tf.reduce_mean(x)
@@ -318,10 +374,9 @@ class Functions:
 
 # Examples meet, or it is not read how they do not.
 GATHERED = set(
-    """alignment blocks_reshaped branch_with_an_effect custom drawn_rows draws
-    made_for_all
-    norm_of_a_gradient pairs root several_targets shapes through_a_total twice weighted
-    weighted_by_a_total""".split()
+    """alignment blocks_reshaped branch_with_an_effect drawn_for_elements drawn_rows
+    draws made_for_all norm_of_a_gradient paddings pairs several_targets shapes
+    through_a_total twice weighted""".split()
 )
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]
 
