@@ -316,23 +316,31 @@ class Reader:
             if kinds[0] is not NONE:
                 return UNKNOWN
             inputs, kinds = inputs[1:], kinds[1:]
-        found = {self._of_function(tensor, name, inputs, kinds) for name in attributes}
-        return found.pop() if len(found) == 1 else UNKNOWN
+        called = [
+            self._of_function(tensor.op, name, inputs, kinds) for name in attributes
+        ]
+        found = [{*each} for each in zip(*called, strict=True)]
+        if self._meets is not None:
+            # It runs in one place, so where it returns one such thing, all are.
+            odd = any(len(each) > 1 or each & {COUPLED, UNKNOWN} for each in found)
+            return UNKNOWN if odd else found[tensor.value_index].pop()
+        mine = found[tensor.value_index]
+        return mine.pop() if len(mine) == 1 else UNKNOWN
 
     def _is_of_unknown_count(self, op):
         """Whether it draws for the whole batch, and how many a row is not known."""
         whole = self._meets is not None and op.type in DRAWS
         return whole and self.counts.of(op.inputs[0]) is None
 
-    def _of_function(self, tensor, attribute, inputs, kinds):
-        """What a function that an operation calls returns for a tensor."""
-        name = tensor.op.get_attr(attribute).name
+    def _of_function(self, op, attribute, inputs, kinds):
+        """What a function that an operation calls returns."""
+        name = op.get_attr(attribute).name
         graph = function_graph(name, [each.shape for each in inputs])
         known = zip(map(key, graph.inputs), kinds, strict=True)
         pairs = zip(graph.inputs, inputs, strict=True)
         seeds = [inner for inner, outer in pairs if self.is_seeded(outer)]
         reader = Reader((), {}, dict(known), seeds)
-        return reader.of(graph.outputs[tensor.value_index])
+        return [*map(reader.of, graph.outputs)]
 
     def _by_totals(self, tensor, inputs, kinds):
         """What an operation returns if it takes totals of the whole batch.

@@ -104,6 +104,9 @@ class Placement:
             if op.type != "Const":
                 level = self._level(op)
                 self.places[op.name] = Place(level, bool(self._on_towers[op.name]))
+        for tensor in trace.returned:
+            if self._on_towers.get(tensor.op.name):
+                self._check_combined(None, tensor)
 
     def kind(self, tensor: tf.Tensor) -> Dependence:
         """Tells how the towers' values of a tensor make the batch's."""
@@ -207,9 +210,7 @@ class Placement:
         kinds = {self._reader.of(tensor) for tensor in op.outputs}
         if not touched and not kinds & {*_ON_TOWERS}:
             return _alike(op)
-        if kinds & {*_ON_TOWERS} or any(
-            key(t) in self._reader.extremes for t in op.outputs
-        ):
+        if kinds & {*_ON_TOWERS} or any(map(self.is_extreme, op.outputs)):
             return True
         if kinds & {COUPLED, UNKNOWN}:
             self.gathered.append(op)
@@ -288,10 +289,12 @@ class Placement:
         if self.kind(tensor) in (COUPLED, UNKNOWN) and (
             key(tensor) not in self._reader.extremes
         ):
+            taker = "The function returns"
+            if op is not None:
+                taker = f"Operation '{op.name}' ({op.type}){where(op)} takes"
             raise PartitionError(
-                f"Operation '{op.name}' ({op.type}){where(op)} takes "
-                f"'{tensor.name}', which cannot be put together from what towers "
-                f"compute of their rows, because of {self._reader.why(tensor)}."
+                f"{taker} '{tensor.name}', which cannot be put together from what "
+                f"towers compute of their rows, because of {self._reader.why(tensor)}."
             )
 
     def lines(self, name: str) -> Sequence[str]:

@@ -352,6 +352,25 @@ class Functions:
         n = tf.shape(x)[0]
         return generator.normal([n, 4]) + x, generator.uniform([2 * n, 3])
 
+    def tangents(self, x):
+        """Products with Jacobians and Hessians, by a forward accumulator."""
+        forward, ones = tf.autodiff.ForwardAccumulator, tf.ones_like(self.weights)
+        with forward([self.weights, x], [ones, x]) as of_both:
+            with tf.GradientTape() as tape:
+                rows = tf.tanh(x @ self.weights)
+                loss = tf.reduce_sum(tf.exp(rows)) + tf.reduce_mean(rows)
+            gradient = tape.gradient(loss, self.weights)
+        found = rows, loss, gradient
+        return found, of_both.jvp(found)
+
+    def both_of_a_call(self, x):
+        """Of what a branch returns, one can be added and one cannot."""
+
+        def both():
+            return tf.reduce_sum(x), tf.reduce_max(x)
+
+        return tf.cond(self.total >= 0.0, both, lambda: (tf.reduce_sum(-x), 1.0))
+
     def condition(self, x):
         """A branch on what all rows decide."""
         loss = tf.reduce_mean(x)
@@ -374,9 +393,9 @@ class Functions:
 
 # Examples meet, or it is not read how they do not.
 GATHERED = set(
-    """alignment blocks_reshaped branch_with_an_effect drawn_for_elements drawn_rows
-    draws made_for_all norm_of_a_gradient paddings pairs several_targets shapes
-    through_a_total twice weighted""".split()
+    """alignment blocks_reshaped both_of_a_call branch_with_an_effect drawn_for_elements
+    drawn_rows draws made_for_all norm_of_a_gradient paddings pairs several_targets
+    shapes tangents through_a_total twice weighted""".split()
 )
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]
 
