@@ -114,6 +114,17 @@ class Functions:
             loss = tf.sqrt(tf.reduce_mean(tf.square(x @ self.weights)))
         return loss, tape.gradient(loss, self.weights)
 
+    def root_of_images(self, x):
+        """The gradient of a root of what convolutions and pools make of images."""
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            images = tf.reshape(x, [-1, 2, 2, 1])
+            kernel = tf.reshape(self.weights, [2, 2, 1, 3])
+            found = tf.nn.relu(tf.nn.conv2d(images, kernel, 1, "SAME"))
+            found = tf.tanh(tf.nn.max_pool2d(found, 2, 1, "SAME"))
+            loss = tf.sqrt(tf.reduce_mean(tf.square(found)))
+        return loss, tape.gradient(loss, [x, self.weights])
+
     def through_a_total(self, x):
         """The gradient of a mean, in which another mean of the weights takes part."""
         with tf.GradientTape() as tape:
