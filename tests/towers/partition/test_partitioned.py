@@ -318,6 +318,14 @@ class Functions:
             loss = tf.reduce_mean(apart**2) + tf.reduce_mean(again**3)
         return flat, apart, again, loss, tape.gradient(loss, [x, self.weights])
 
+    def parts(self, x):
+        """All rows, by their number, of which some columns are taken."""
+        n = tf.shape(x)[0]
+        joined = tf.concat([x, -x], 0)
+        found = x[:n, 1:]
+        sliced = tf.slice(x, [0, 1], [n, 2])
+        return found, tf.transpose(found), sliced, joined[: 2 * n, 1:]
+
     def patches(self, x):
         """Patches of images, and their gradient."""
         ones, squares = [1, 1, 1, 1], [1, 2, 2, 1]
