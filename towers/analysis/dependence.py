@@ -27,6 +27,7 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.axes.blocks import RowBlocks
 from towers.analysis.axes.counts import RowCounts
+from towers.analysis.axes.sizes import DRAWS, STATELESS_DRAWS
 from towers.analysis.kinds import (
     COUPLED,
     MEAN,
@@ -39,12 +40,7 @@ from towers.analysis.kinds import (
     Dependence,
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
-from towers.analysis.operations import (
-    STATELESS_DRAWS,
-    of_layer,
-    of_operation,
-    of_target,
-)
+from towers.analysis.operations import of_layer, of_operation, of_target
 from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.
@@ -305,8 +301,11 @@ class Reader:
             if draws and not self.is_seeded(inputs[1]):
                 # By the same seed, each tower would draw the first rows of one device.
                 found = UNKNOWN
-            if found is UNKNOWN:
-                found = self._by_counts(tensor, inputs, kinds)
+            if self._is_of_unknown_count(tensor.op):
+                # Whoever draws for all towers could not cut them.
+                found = UNKNOWN
+            elif found is UNKNOWN:
+                found = self.counts.read(tensor, inputs, kinds)
             self.counts.keep(tensor, found, inputs, kinds)
             return found
         if self._meets is not None and any(effects.of([tensor.op])):
@@ -317,28 +316,31 @@ class Reader:
             if kinds[0] is not NONE:
                 return UNKNOWN
             inputs, kinds = inputs[1:], kinds[1:]
-        found = {self._of_function(tensor, name, inputs, kinds) for name in attributes}
-        return found.pop() if len(found) == 1 else UNKNOWN
+        called = [
+            self._of_function(tensor.op, name, inputs, kinds) for name in attributes
+        ]
+        found = [{*each} for each in zip(*called, strict=True)]
+        if self._meets is not None:
+            # It runs in one place, so where it returns one such thing, all are.
+            odd = any(len(each) > 1 or each & {COUPLED, UNKNOWN} for each in found)
+            return UNKNOWN if odd else found[tensor.value_index].pop()
+        mine = found[tensor.value_index]
+        return mine.pop() if len(mine) == 1 else UNKNOWN
 
-    def _by_counts(self, tensor, inputs, kinds):
-        """What an operation returns where it is known how many rows an example has."""
-        if tensor.op.type == "FloorDiv" and kinds == [SIZE, NONE]:
-            return SIZE if self.counts.divides(*inputs) else UNKNOWN
-        if tensor.op.type == "Reshape" and kinds == [ROWS, NONE]:
-            known = tensor.shape.rank is not None and tensor.shape[0] is None
-            if known and self.counts.reshaped(tensor) is not None:
-                return ROWS
-        return UNKNOWN
+    def _is_of_unknown_count(self, op):
+        """Whether it draws for the whole batch, and how many a row is not known."""
+        whole = self._meets is not None and op.type in DRAWS
+        return whole and self.counts.of(op.inputs[0]) is None
 
-    def _of_function(self, tensor, attribute, inputs, kinds):
-        """What a function that an operation calls returns for a tensor."""
-        name = tensor.op.get_attr(attribute).name
+    def _of_function(self, op, attribute, inputs, kinds):
+        """What a function that an operation calls returns."""
+        name = op.get_attr(attribute).name
         graph = function_graph(name, [each.shape for each in inputs])
         known = zip(map(key, graph.inputs), kinds, strict=True)
         pairs = zip(graph.inputs, inputs, strict=True)
         seeds = [inner for inner, outer in pairs if self.is_seeded(outer)]
         reader = Reader((), {}, dict(known), seeds)
-        return reader.of(graph.outputs[tensor.value_index])
+        return [*map(reader.of, graph.outputs)]
 
     def _by_totals(self, tensor, inputs, kinds):
         """What an operation returns if it takes totals of the whole batch.

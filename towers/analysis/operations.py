@@ -1,7 +1,7 @@
 """Tells of an operation how its result depends on the examples, where its inputs do.
 
-`axes/rows.py` does so for rows, `axes/columns.py` for columns, `axes/position.py` where
-the axis is all that matters, and this module for all other kinds.
+`axes/rows.py` does so for rows, `axes/columns.py` for columns, `axes/sizes.py` for
+shapes, `axes/position.py` where the axis is all that matters, this module for others.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,9 @@ import tensorflow as tf
 
 from towers.analysis.axes.columns import of_columns
 from towers.analysis.axes.position import of_einsum, with_examples_at
-from towers.analysis.axes.rows import ELEMENTWISE, of_rows
+from towers.analysis.axes.rows import of_rows
+from towers.analysis.axes.sizes import of_sizes
+from towers.analysis.axes.types import ELEMENTWISE
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -24,20 +26,8 @@ from towers.analysis.kinds import (
     UNKNOWN,
     Dependence,
 )
-from towers.analysis.static_values import integers
 from towers.keras_adapter.graphs import gradient_module
 
-# Each element is drawn by itself. Their second input is of the seed.
-STATELESS_DRAWS = set(
-    """StatelessRandomGammaV3 StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
-    StatelessRandomUniformIntV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2
-    """.split()
-)
-_DRAWS = STATELESS_DRAWS | set(
-    "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal".split()
-)
-# Numbers of these types count examples. Smaller integers overflow.
-_COUNTS = {tf.int32, tf.int64, tf.bfloat16, tf.float16, tf.float32, tf.float64}
 # Where TensorFlow defines them.
 _ACTIVATIONS = "tensorflow.python.ops.nn_impl"
 # Their result for a sum is the sum of their results, wherever the axes are.
@@ -76,7 +66,7 @@ def of_operation(
     if present <= {SUM, MEAN}:
         found = _of_totals(tensor, op, inputs, kinds, present)
     elif present <= {SIZE, SHAPE}:
-        found = _of_sizes(tensor, op, inputs, kinds)
+        found = of_sizes(tensor, op, inputs, kinds)
     elif op.type in ("RealDiv", "DivNoNan") and kinds == [SUM, SIZE]:
         found = MEAN
     elif present <= {ROWS, SHAPE}:
@@ -104,7 +94,13 @@ def _of_parts(op, inputs, kinds):
         return UNKNOWN
     present = set(kinds) - {NONE}
     if present <= {SIZE, SHAPE}:
-        ahead = kinds[0] is not NONE and all(kind is NONE for kind in kinds[1:])
+        if op.type == "ConcatV2":
+            # Nothing may stand before it, such as what comes before the first axis.
+            pairs = zip(inputs, kinds, strict=True)
+            kinds = [kind for each, kind in pairs if each.shape.num_elements() != 0]
+        ahead = (
+            kinds and kinds[0] is not NONE and all(kind is NONE for kind in kinds[1:])
+        )
         # Shapes one above the other are no shape.
         flat = op.type != "Pack" or inputs[0].shape.rank == 0
         return SHAPE if ahead and flat else UNKNOWN
@@ -146,65 +142,6 @@ def _of_totals(tensor, op, inputs, kinds, present):
 def _is_zero(tensor):
     value = tf.get_static_value(tensor)
     return value is not None and not value.any()
-
-
-def _of_sizes(tensor, op, inputs, kinds):
-    """Of numbers of examples, and of shapes."""
-    if op.type == "Cast":
-        exact = inputs[0].dtype.is_integer and tensor.dtype in _COUNTS
-        return kinds[0] if exact else UNKNOWN
-    if op.type == "Identity":
-        return kinds[0]
-    if op.type == "StridedSlice" and kinds[0] is SHAPE:
-        begin, end, step = map(integers, inputs[1:4])
-        if begin is None or end is None or step is None or len(begin) != 1:
-            return UNKNOWN
-        first = 0 if op.get_attr("begin_mask") & 1 else int(begin[0])
-        if first < 0 and inputs[0].shape[0] is not None:
-            first += inputs[0].shape[0]
-        if first < 0 or int(step[0]) != 1 or op.get_attr("new_axis_mask"):
-            return UNKNOWN
-        if first > 0:
-            return NONE
-        if op.get_attr("shrink_axis_mask") & 1:
-            return SIZE
-        last = None if op.get_attr("end_mask") & 1 else int(end[0])
-        if last is not None and last < 0:
-            if inputs[0].shape[0] is None:
-                return UNKNOWN
-            last += inputs[0].shape[0]
-        return NONE if last is not None and last <= 0 else SHAPE
-    if op.type == "Slice" and kinds[0] is SHAPE:
-        begin, sizes = integers(inputs[1]), integers(inputs[2])
-        if begin is None or sizes is None:
-            return UNKNOWN
-        return NONE if begin[0] > 0 or sizes[0] == 0 else SHAPE
-    if op.type == "GatherV2" and kinds == [SHAPE, NONE, NONE]:
-        places = integers(inputs[1])
-        if places is None or 0 in places[1:] or min(places) < 0:
-            return UNKNOWN
-        if places[0] > 0:
-            return NONE
-        return SHAPE if inputs[1].shape.rank == 1 else SIZE
-    if op.type == "Tile" and kinds == [NONE, SHAPE] and inputs[0].shape.rank:
-        return ROWS if inputs[0].shape[0] == 1 else UNKNOWN
-    if op.type == "Prod" and kinds[0] is SHAPE:
-        return SIZE
-    if op.type == "ExpandDims" and kinds[0] is SIZE and not inputs[0].shape.rank:
-        return SHAPE
-    if op.type in ("Squeeze", "Reshape") and kinds[0] is SIZE:
-        return SIZE if all(kind is NONE for kind in kinds[1:]) else UNKNOWN
-    if op.type == "Mul" and set(kinds) == {SIZE, NONE}:
-        return SIZE
-    if op.type == "Fill" and kinds == [SHAPE, NONE]:
-        return ROWS
-    if op.type == "BroadcastTo" and kinds == [NONE, SHAPE]:
-        old, new = inputs[0].shape, inputs[1].shape[0]
-        same = old.rank is not None and (old.rank != new or old[0] == 1)
-        return ROWS if same and new is not None else UNKNOWN
-    if op.type in _DRAWS and kinds[0] is SHAPE and set(kinds[1:]) <= {NONE}:
-        return ROWS
-    return UNKNOWN
 
 
 def of_target(tensor: tf.Tensor, kind: Dependence) -> Dependence:

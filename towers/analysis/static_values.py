@@ -1,51 +1,97 @@
 """Values that a graph knows before it runs, more of them than TensorFlow tells."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import tensorflow as tf
 
+# They leave the values and their order as they are.
+_KEEP = "ExpandDims", "Identity", "Reshape", "Squeeze"
+_ELEMENTS = {
+    "AddV2": np.add,
+    "FloorMod": np.mod,
+    "Maximum": np.maximum,
+    "Minimum": np.minimum,
+    "Mul": np.multiply,
+    "Neg": np.negative,
+    "Sub": np.subtract,
+}
+
 
 def integers(tensor: tf.Tensor) -> list[int] | None:
-    """Returns the known value of a vector of integers, `None` if it is not known."""
+    """Returns the known values of integers, in order, `None` if one is not known."""
     value = tf.get_static_value(tensor)
     if value is not None:
         return value.ravel().tolist()
     op = tensor.op
-    if op.type in ("Slice", "StridedSlice") and op.inputs[0].op.type == "Shape":
-        return _of_shape(op)
-    if op.type in ("ExpandDims", "Identity", "Reshape", "Squeeze"):
+    if op.type in ("Slice", "StridedSlice"):
+        return _picked(op)
+    if op.type in _KEEP:
         return integers(op.inputs[0])
     if op.type == "Range":
         start, limit, delta = map(integers, op.inputs)
         known = None not in (start, limit, delta)
         return [*range(*start, *limit, *delta)] if known else None
-    if op.type not in ("Sub", "AddV2", "Pack", "ConcatV2"):
+    parts = [*map(integers, _parts(op))]
+    if not parts or None in parts:
         return None
-    parts = [integers(part) for part in op.inputs[: -1 if "tV2" in op.type else None]]
-    if None in parts:
-        return None
-    if op.type in ("Sub", "AddV2"):
-        sign = -1 if op.type == "Sub" else 1
-        return [int(each) for each in np.add(parts[0], sign * np.array(parts[1], int))]
+    if op.type in _ELEMENTS:
+        found = _ELEMENTS[op.type](*(np.array(part, int) for part in parts))
+        return found.tolist()
     return [each for part in parts for each in part]
 
 
-def _of_shape(op: tf.Operation) -> list[int] | None:
-    """The known value of a part of a tensor's shape."""
-    shape = op.inputs[0].op.inputs[0].shape
+def leading(tensor: tf.Tensor, count: int) -> list[int] | None:
+    """Returns the first integers of a tensor, `None` if one of them is not known."""
+    if (known := integers(tensor)) is not None:
+        return known[:count]
+    op, found = tensor.op, []
+    if op.type in _KEEP:
+        return leading(op.inputs[0], count)
+    for part in _parts(op) if op.type in ("Pack", "ConcatV2") else ():
+        values = leading(part, count - len(found))
+        if values is None:
+            return None
+        found += values
+        if len(found) == count:
+            return found
+    return None
+
+
+def _parts(op: tf.Operation) -> Sequence[tf.Tensor]:
+    """What an operation makes its elements of, each of one or one behind the other."""
+    if op.type in _ELEMENTS and op.outputs[0].dtype.is_integer:
+        # Of vectors, there is one way to pair elements.
+        return op.inputs if op.outputs[0].shape.rank in (0, 1) else ()
+    vector = op.outputs and op.outputs[0].shape.rank == 1
+    if op.type == "Pack":
+        return op.inputs if vector or op.get_attr("axis") == 0 else ()
+    if op.type == "ConcatV2":
+        along = vector or tf.get_static_value(op.inputs[-1]) == 0
+        return op.inputs[:-1] if along else ()
+    return ()
+
+
+def _picked(op: tf.Operation) -> list[int] | None:
+    """The known values of a part of a vector, such as a tensor's shape."""
+    source = op.inputs[0]
     places = [*map(integers, op.inputs[1:])]
-    if None in places or shape.rank is None:
+    values = integers(source) if source.shape.rank == 1 else None
+    if source.op.type == "Shape" and source.op.inputs[0].shape.rank is not None:
+        values = source.op.inputs[0].shape.as_list()
+    if None in places or values is None:
         return None
     if op.type == "Slice":
         (begin,), (size,) = places
-        found = shape[begin : None if size < 0 else begin + size].as_list()
+        found = values[begin : None if size < 0 else begin + size]
     else:
         if op.get_attr("new_axis_mask") or op.get_attr("ellipsis_mask"):
             return None
         (begin,), (end,), (step,) = places
         if op.get_attr("shrink_axis_mask"):
-            found = [shape[begin]]
+            found = [values[begin]]
         else:
             begin = None if op.get_attr("begin_mask") else begin
             end = None if op.get_attr("end_mask") else end
-            found = shape.as_list()[begin:end:step]
+            found = values[begin:end:step]
     return None if None in found else found

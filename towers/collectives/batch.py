@@ -283,7 +283,7 @@ def join(local_batches: Sequence[Any], sizes: Sequence[Any]) -> Any:
                 else lambda axis, parts: tf.concat(parts, axis)
             )
             return concat(0, list(parts))
-        if None in parts[0].shape[1:]:
+        if any(None in part.shape[1:] for part in parts):
             # An idle tower cannot know the other dimensions of what it did not
             # compute, and concat insists on them.
             inner = tf.shape(parts[0])[1:]

@@ -8,7 +8,7 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.graph_pb2 import GraphDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.core.framework.op_def_pb2 import OpDef
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, forwardprop_util
 from tensorflow.python.framework import op_def_registry, ops
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import custom_gradient
@@ -28,6 +28,7 @@ __all__ = [
     "function_definition",
     "function_graph",
     "gradient_module",
+    "has_tangents",
     "is_compiled",
     "is_placed",
     "is_stateful",
@@ -107,6 +108,11 @@ def function_graph(name: str | bytes, shapes: Sequence[tf.TensorShape]) -> tf.Gr
         tf.errors.NotFoundError: There is no such function.
     """
     return function_def_to_graph(function_definition(name), list(shapes))
+
+
+def has_tangents(tensors: Iterable[tf.Tensor]) -> bool:
+    """Tells whether a `tf.autodiff.ForwardAccumulator` follows one of some tensors."""
+    return bool(forwardprop_util.pack_tangents([*tensors]).tangents)
 
 
 def gradient_module(operation: tf.Operation) -> str:

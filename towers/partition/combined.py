@@ -53,7 +53,11 @@ class Combination:
                 return batch.join(parts, [tf.shape(part)[0] for part in parts])
             return self._joined(parts, blocks)
         if kind is COLUMNS:
-            return tf.concat(parts, axis=1)
+            if None not in (tensor.shape[0], *tensor.shape[2:]):
+                return tf.concat(parts, axis=1)
+            # A tower without rows does not know the other dimensions.
+            rows = batch.join([*map(_swapped, parts)], [tf.shape(p)[1] for p in parts])
+            return _swapped(rows)
         if kind is SHAPE:
             rows = tf.add_n([part[:1] for part in parts])
             return tf.concat([rows, parts[0][1:]], axis=0)

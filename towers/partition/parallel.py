@@ -11,6 +11,7 @@ from towers.analysis.kinds import ROWS
 from towers.collectives import batch
 from towers.collectives.hosts import this_host
 from towers.devices import HOST, is_gpu
+from towers.keras_adapter.graphs import has_tangents
 from towers.keras_adapter.variables import value_behind
 from towers.layers import fused
 from towers.loop.loop import flat, pack
@@ -219,8 +220,16 @@ class _Parallel:
 
     @_as_it_is
     def __call__(self, *batch: Any) -> Any:
-        compute = self._in_graph if tf.executing_eagerly() else self._compute
-        return compute(*tf.nest.map_structure(_tensor, batch))
+        batch = tf.nest.map_structure(_tensor, batch)
+        if tf.executing_eagerly():
+            return self._in_graph(*batch)
+        placed = len(batch) == 1 and isinstance(batch[0], PlacedBatch)
+        found = self._partition(batch[0].local_batches[0] if placed else batch)
+        variables = found.trace.concrete.variables
+        if has_tangents(tf.convert_to_tensor(each.handle) for each in variables):
+            # TensorFlow would lose the variables' part without a word.
+            raise self._accumulated()
+        return self._compute(*batch)
 
     def _compute(self, *data):
         if len(data) == 1 and isinstance(data[0], PlacedBatch):
@@ -243,6 +252,13 @@ class _Parallel:
             return returned, gradient
 
         return pack(found.trace.concrete.structured_outputs, call(*flat(data)))
+
+    def _accumulated(self):
+        return ValueError(
+            f"Received a call of '{self.__name__}' within a "
+            "tf.autodiff.ForwardAccumulator, which TensorFlow cannot differentiate so; "
+            "expected none around it, so use the accumulator inside of the function."
+        )
 
     def _of_placed(self, placed):
         found, plan = self._partition(placed.local_batches[0]), self._plan
@@ -290,6 +306,9 @@ class _Parallel:
                 sources = flat(local)
                 tape.watch([each for each in sources if each.dtype.is_floating])
                 targets = flat(self._function(*local))
+            if len(targets) != len(seeds):
+                # Within an accumulator, TensorFlow finds no gradients of gradients.
+                raise self._accumulated()
             pairs = [
                 (target, seed)
                 for target, seed in zip(targets, seeds, strict=True)

@@ -1276,6 +1276,23 @@ def _():
     assert module(mine) == __name__
 
 
+@contract(
+    "tensorflow.python.eager.forwardprop_util",
+    "has_tangents",
+    "knows what forward accumulators follow, also variables in a graph",
+)
+def _():
+    watched, other = tf.Variable(1.0), tf.Variable(1.0)
+
+    @tf.function(autograph=False)
+    def found():
+        with tf.autodiff.ForwardAccumulator(watched, tf.constant(1.0)):
+            handles = [tf.convert_to_tensor(each.handle) for each in (watched, other)]
+            return [graphs.has_tangents([each]) for each in handles]
+
+    assert [*map(bool, found())] == [True, False]
+
+
 @pytest.mark.parametrize("contract", [pytest.param(c, id=c.name) for c in CONTRACTS])
 def test_contract(contract):
     try:

@@ -61,6 +61,56 @@ def test_it_can_be_differentiated(inside):
     _close(differentiate(ours, tf.constant(X)), gradients(layer, tf.constant(X)))
 
 
+def _tangents(function, x, variable):
+    with tf.autodiff.ForwardAccumulator(variable, tf.ones_like(variable)) as forward:
+        found = tf.nest.flatten(function(x))
+    return [forward.jvp(each) for each in found]
+
+
+def test_an_accumulator_around_it_follows_what_tensorflow_can():
+    weights = tf.Variable(RANDOM.normal(size=[4, 3]).astype("float32"))
+
+    def loss(x):
+        return tf.reduce_mean((x @ weights) ** 2)
+
+    ours, x = towers.parallelize(loss, gpus=2), tf.constant(X)
+    of_rows = tf.function(lambda x: _tangents(ours, x, x), autograph=False)
+    of_weights = tf.function(lambda x: _tangents(ours, x, weights), autograph=False)
+    _close(_tangents(ours, x, weights), _tangents(loss, x, weights))
+    _close(_tangents(ours, x, x), _tangents(loss, x, x))
+    _close(of_rows(x), _tangents(loss, x, x))
+    # It would be 0.
+    with pytest.raises(ValueError, match=r"'loss' within a tf.*inside of the function"):
+        of_weights(x)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_accumulator_around_gradients_is_refused(inside):
+    scale = tf.Variable(2.0)
+
+    def cost(x):
+        return tf.reduce_mean((x * scale) ** 2)
+
+    step = towers.GradientTowers(cost, [scale], gpus=2)
+    follow = tf.function(_tangents, autograph=False) if inside else _tangents
+    with pytest.raises(ValueError, match=r"'cost' within a tf.autodiff.Forward"):
+        follow(step, tf.constant(X), scale)
+
+
+def test_an_accumulator_in_a_loss():
+    scale = tf.Variable(2.0)
+
+    def cost(x):
+        with tf.autodiff.ForwardAccumulator(scale, tf.constant(1.0)) as forward:
+            loss = tf.reduce_mean(tf.exp(x * scale))
+        return loss + forward.jvp(loss)
+
+    with tf.GradientTape() as tape:
+        loss = cost(tf.constant(X))
+    found = towers.GradientTowers(cost, [scale], gpus=3)(X)
+    _close([found.loss, *found.gradients], [loss, tape.gradient(loss, scale)])
+
+
 def test_several_rows_of_an_example_are_not_differentiated_from_outside():
     twice = towers.parallelize(lambda x: tf.concat([x, 2 * x], 0), gpus=2)
     x = tf.constant(X)

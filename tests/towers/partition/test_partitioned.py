@@ -34,6 +34,7 @@ class Functions:
         self.weights = tf.Variable(start)
         self.total = tf.Variable(0.0)
         self.seeds = keras.random.SeedGenerator(5)
+        self.state = tf.Variable([1, 2, 3], dtype=tf.int64)
 
     def rows(self, x):
         """One row an example."""
@@ -112,6 +113,17 @@ class Functions:
         with tf.GradientTape() as tape:
             loss = tf.sqrt(tf.reduce_mean(tf.square(x @ self.weights)))
         return loss, tape.gradient(loss, self.weights)
+
+    def root_of_images(self, x):
+        """The gradient of a root of what convolutions and pools make of images."""
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            images = tf.reshape(x, [-1, 2, 2, 1])
+            kernel = tf.reshape(self.weights, [2, 2, 1, 3])
+            found = tf.nn.relu(tf.nn.conv2d(images, kernel, 1, "SAME"))
+            found = tf.tanh(tf.nn.max_pool2d(found, 2, 1, "SAME"))
+            loss = tf.sqrt(tf.reduce_mean(tf.square(found)))
+        return loss, tape.gradient(loss, [x, self.weights])
 
     def through_a_total(self, x):
         """The gradient of a mean, in which another mean of the weights takes part."""
@@ -316,6 +328,88 @@ class Functions:
             loss = tf.reduce_sum(total * 3)
         return tape.gradient(loss, total)
 
+    def repeated(self, x):
+        """Rows that are repeated, behind one another or side by side, and gradients."""
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            flat = tf.repeat(x, 3, axis=0) @ self.weights
+            apart = tf.reshape(flat, [-1, 3, 3]) * tf.constant([[1.0], [2.0], [-1.0]])
+            again = tf.reshape(keras.ops.repeat(x, 2, axis=0), [tf.shape(x)[0], 2, 4])
+            loss = tf.reduce_mean(apart**2) + tf.reduce_mean(again**3)
+        return flat, apart, again, loss, tape.gradient(loss, [x, self.weights])
+
+    def parts(self, x):
+        """All rows, by their number, of which some columns are taken."""
+        n = tf.shape(x)[0]
+        joined = tf.concat([x, -x], 0)
+        found = x[:n, 1:]
+        sliced = tf.slice(x, [0, 1], [n, 2])
+        return found, tf.transpose(found), sliced, joined[: 2 * n, 1:]
+
+    def patches(self, x):
+        """Patches of images, and their gradient."""
+        ones, squares = [1, 1, 1, 1], [1, 2, 2, 1]
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            images = tf.reshape(x, [-1, 2, 2, 1])
+            found = tf.image.extract_patches(images, squares, ones, ones, "SAME")
+            more = keras.ops.image.extract_patches(images, (2, 2))
+            loss = tf.reduce_mean(found**2) + tf.reduce_mean(more**3)
+        return found, more, loss, tape.gradient(loss, x)
+
+    def products(self, x):
+        """Products with weights that have other axes first, and their gradient."""
+        with tf.GradientTape() as tape:
+            rows = tf.reshape(x, [-1, 2, 2])
+            weights = tf.reshape(self.weights, [2, 2, 3])
+            found = [
+                tf.matmul(rows, weights[:1]),
+                tf.matmul(weights[:1], rows, transpose_a=True, transpose_b=True),
+                tf.matmul(rows[:, :, None], weights),
+                tf.matmul(weights[None], rows[..., None], transpose_a=True),
+                tf.transpose(tf.matmul(x, tf.reshape(self.weights, [3, 4, 1]))[..., 0]),
+                tf.transpose(tf.matmul(self.weights, x, True, True)),
+                tf.einsum("bhi,hij->bhj", rows, weights),
+            ]
+            loss = tf.add_n([tf.reduce_mean(each**2) for each in found])
+        return found, loss, tape.gradient(loss, self.weights)
+
+    def paddings(self, x):
+        """Paddings that are made column by column, and add a row."""
+        return tf.pad(x, tf.stack([[0, 0], [1, 1]], axis=1))
+
+    def drawn_for_elements(self, x):
+        """Numbers that are drawn for all elements, of which a row has several."""
+        draw = tf.random.stateless_truncated_normal
+        drawn = draw([tf.size(x)], [1, 2])
+        several = tf.shape(x)[0] * tf.cast(self.total + 2.0, tf.int32)
+        return drawn, tf.reshape(drawn, [-1, 4]) + x, draw([several, 3], [3, 4])
+
+    def of_a_generator(self, x):
+        """Numbers whose counter a generator moves on."""
+        generator = tf.random.Generator.from_state(self.state, "philox")
+        n = tf.shape(x)[0]
+        return generator.normal([n, 4]) + x, generator.uniform([2 * n, 3])
+
+    def tangents(self, x):
+        """Products with Jacobians and Hessians, by a forward accumulator."""
+        forward, ones = tf.autodiff.ForwardAccumulator, tf.ones_like(self.weights)
+        with forward([self.weights, x], [ones, x]) as of_both:
+            with tf.GradientTape() as tape:
+                rows = tf.tanh(x @ self.weights)
+                loss = tf.reduce_sum(tf.exp(rows)) + tf.reduce_mean(rows)
+            gradient = tape.gradient(loss, self.weights)
+        found = rows, loss, gradient
+        return found, of_both.jvp(found)
+
+    def both_of_a_call(self, x):
+        """Of what a branch returns, one can be added and one cannot."""
+
+        def both():
+            return tf.reduce_sum(x), tf.reduce_max(x)
+
+        return tf.cond(self.total >= 0.0, both, lambda: (tf.reduce_sum(-x), 1.0))
+
     def condition(self, x):
         """A branch on what all rows decide."""
         loss = tf.reduce_mean(x)
@@ -338,11 +432,10 @@ class Functions:
 
 # Examples meet, or it is not read how they do not.
 GATHERED = set(
-    """alignment blocks_reshaped branch_with_an_effect custom drawn_rows draws
-    made_for_all
-    norm_of_a_gradient pairs root several_targets shapes sum_of_kinds_times_a_weight
-    through_a_total twice weighted
-    weighted_by_a_total""".split()
+    """alignment blocks_reshaped both_of_a_call branch_with_an_effect drawn_for_elements
+    drawn_rows draws made_for_all norm_of_a_gradient paddings pairs several_targets
+    shapes sum_of_kinds_times_a_weight tangents through_a_total twice
+    weighted""".split()
 )
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]
 

@@ -25,7 +25,9 @@ from towers.analysis.static_values import integers
 # How many rows of each example there are in each block.
 Blocks = tuple[int, ...]
 
-_KEEP_SHAPES = set("Cast ConcatV2 GatherV2 Identity Pack Shape StridedSlice".split())
+_KEEP_SHAPES = set(
+    "Cast ConcatV2 GatherV2 Identity Pack Shape SplitV StridedSlice Unpack".split()
+)
 # Their rows are all alike, so that it does not matter where the blocks are.
 _ALIKE = "Fill", "OnesLike", "ZerosLike"
 _MOST = 8

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.analysis.axes.position import moves, of_moved, with_examples_at
-from towers.analysis.axes.rows import ELEMENTWISE
+from towers.analysis.axes.position import (
+    moves,
+    of_factor,
+    of_moved,
+    with_examples_at,
+)
+from towers.analysis.axes.types import ELEMENTWISE
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -42,7 +47,7 @@ def of_columns(
         inputs: What it takes.
         kinds: Of each input COLUMNS, ROWS or NONE; COLUMNS of one at least.
     """
-    if op.type == "MatMul":
+    if op.type == "MatMul" and NONE not in kinds:
         # Over the examples; or each with each.
         flipped = op.get_attr("transpose_a") or op.get_attr("transpose_b")
         found = {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(tuple(kinds))
@@ -51,7 +56,7 @@ def of_columns(
         return UNKNOWN
     if op.type in ELEMENTWISE:
         return _of_elements(inputs, kinds)
-    if op.type == "BatchMatMulV2":
+    if op.type in ("BatchMatMulV2", "BatchMatMulV3", "MatMul"):
         return _of_product(op, inputs, kinds)
     if moves(op):
         return of_moved(op, inputs, kinds)
@@ -89,12 +94,9 @@ def _of_elements(inputs, kinds):
 
 def _of_product(op, inputs, kinds):
     rank, other = (each.shape.rank for each in inputs)
-    if kinds == [COLUMNS, COLUMNS]:
-        return COLUMNS if rank == other and rank > 3 else UNKNOWN
-    if kinds != [COLUMNS, NONE] or rank < 3 or (rank == 3 and op.get_attr("adj_x")):
-        return UNKNOWN
-    # With three axes, the second is a matrix's rows.
-    return COLUMNS if other == 2 or rank == other == 3 else UNKNOWN
+    if NONE in kinds:
+        return of_factor(op, inputs, kinds)
+    return COLUMNS if rank == other and rank > 3 else UNKNOWN
 
 
 @_rule(*_LAST_AXIS)

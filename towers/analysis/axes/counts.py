@@ -14,15 +14,18 @@ from towers.analysis.kinds import (
     ROWS,
     SHAPE,
     SIZE,
+    UNKNOWN,
     Dependence,
 )
 from towers.analysis.layer_calls import key
+from towers.analysis.static_values import integers, leading
 
 # They make a shape, or a part of one, of what is as long or has as many rows.
 _OF_SHAPES = set(
-    "Cast ConcatV2 ExpandDims GatherV2 Identity Pack Shape Slice Squeeze StridedSlice"
-    " Reshape".split()
+    """Cast ConcatV2 ExpandDims GatherV2 Identity Pack Pad PadV2 Reshape Shape ShapeN
+    Slice SplitV Squeeze StridedSlice Unpack""".split()
 )
+_MASKS = "begin", "ellipsis", "new_axis", "shrink_axis"
 
 
 class RowCounts:
@@ -40,7 +43,40 @@ class RowCounts:
         """Is told the count of a tensor."""
         self._counts[key(tensor)] = count
 
-    def divides(self, size: tf.Tensor, divisor: tf.Tensor) -> bool:
+    def read(
+        self,
+        tensor: tf.Tensor,
+        inputs: Sequence[tf.Tensor],
+        kinds: Sequence[Dependence],
+    ) -> Dependence:
+        """Reads what an operation returns, where that hangs on counts.
+
+        Args:
+            tensor: What it returns.
+            inputs: What it takes.
+            kinds: How that depends on the examples.
+        """
+        op, kinds = tensor.op, [*kinds]
+        if op.type == "FloorDiv" and kinds == [SIZE, NONE]:
+            return SIZE if self._divides(*inputs) else UNKNOWN
+        if op.type == "Reshape" and kinds == [ROWS, NONE]:
+            known = tensor.shape.rank is not None and tensor.shape[0] is None
+            return ROWS if known and self.reshaped(tensor) is not None else UNKNOWN
+        if op.type == "StridedSlice" and kinds == [ROWS, NONE, SHAPE, NONE]:
+            masks = [op.get_attr(f"{name}_mask") & 1 for name in _MASKS]
+            begin = [0] if masks[0] else leading(inputs[1], 1)
+            whole = not any(masks[1:]) and leading(inputs[3], 1) == [1]
+            return ROWS if whole and self._all(begin, *inputs[::2]) else UNKNOWN
+        if op.type == "Slice" and kinds == [ROWS, NONE, SHAPE]:
+            return ROWS if self._all(leading(inputs[1], 1), *inputs[::2]) else UNKNOWN
+        return UNKNOWN
+
+    def _all(self, begin, rows, end):
+        """Whether what begins there, and ends where a shape does, is all rows."""
+        count = self._counts.get(key(rows))
+        return begin == [0] and count is not None and count == self.of(end)
+
+    def _divides(self, size, divisor):
         """Whether a divisor is known to divide a size, however many examples it has."""
         count, value = self._counts.get(key(size)), _whole(divisor)
         return count is not None and value is not None and count % value == 0
@@ -100,6 +136,9 @@ class RowCounts:
             return None
         if kind in (ROWS, COLUMNS) or tensor.op.type in _OF_SHAPES:
             return count
+        if tensor.op.type in ("Prod", "Size"):
+            others = _of_others(tensor.op)
+            return count * others if others else None
         values = [_whole(t) for t, k in pairs if k is NONE]
         if len(values) != 1 or values[0] is None:
             return None
@@ -108,8 +147,15 @@ class RowCounts:
         return count // values[0] if tensor.op.type == "FloorDiv" else None
 
 
+def _of_others(op):
+    """How many numbers a row has whose shape is multiplied, `None` if unknown."""
+    shape = op.inputs[0].op if op.type == "Prod" else op
+    known = shape.type in ("Shape", "Size")
+    return shape.inputs[0].shape[1:].num_elements() if known else None
+
+
 def _whole(tensor):
     """The known value of a scalar, where it is a whole number of at least one."""
-    value = tf.get_static_value(tensor)
-    known = value is not None and value.ndim == 0 and value >= 1 and value % 1 == 0
-    return int(value) if known else None
+    value = integers(tensor) if tensor.shape.rank == 0 else None
+    known = value is not None and value[0] >= 1 and value[0] % 1 == 0
+    return int(value[0]) if known else None

@@ -104,6 +104,39 @@ def _of_expanded(op, inputs, axis):
     return axis + (int(new) % (rank + 1) <= axis)
 
 
+def flipped(op: tf.Operation) -> tuple[bool, bool]:
+    """Tells of a product of matrices which of the two are transposed."""
+    names = (
+        ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
+    )
+    return op.get_attr(names[0]), op.get_attr(names[1])
+
+
+def of_factor(
+    op: tf.Operation, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
+) -> Dependence:
+    """Tells how a product of matrices depends on the examples, if one of them does.
+
+    Args:
+        op: The product, of matrices or of batches of them, whose ranks are known.
+        inputs: What it takes.
+        kinds: Of one input ROWS or COLUMNS, of the other NONE.
+    """
+    mine = int(kinds[0] is NONE)
+    other, axis = inputs[1 - mine].shape, int(kinds[mine] is COLUMNS)
+    rank = max(inputs[mine].shape.rank, other.rank)
+    new = rank - inputs[mine].shape.rank
+    if axis < inputs[mine].shape.rank - 2:
+        # It counts matrices, of which others may be one for all, or one for each.
+        meets = axis + new - (rank - other.rank)
+        apart = meets < 0 or other[meets] == 1
+        return with_examples_at(axis + new) if apart else UNKNOWN
+    # The left matrix's rows stay, and the right one's columns.
+    last = axis == inputs[mine].shape.rank - 1
+    stays = last == (mine != flipped(op)[mine])
+    return with_examples_at(rank - 2 + mine) if stays else UNKNOWN
+
+
 def of_einsum(
     op: tf.Operation, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
 ) -> Dependence:

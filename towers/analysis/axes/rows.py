@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.analysis.axes.position import moves, of_moved
+from towers.analysis.axes.position import flipped, moves, of_factor, of_moved
+from towers.analysis.axes.types import (
+    ELEMENTWISE,
+    LAST_AXES,
+    MATRICES,
+    ROWWISE,
+    SIGNATURES,
+)
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -21,25 +28,8 @@ from towers.analysis.kinds import (
     UNKNOWN,
     Dependence,
 )
-from towers.analysis.static_values import integers
+from towers.analysis.static_values import integers, leading
 
-ELEMENTWISE = set(
-    """Abs Acos Acosh AddN AddV2 Add Asin Asinh Atan Atan2 Atanh BitwiseAnd BitwiseOr
-    BitwiseXor Cast Ceil Complex ComplexAbs Conj Imag Invert LeftShift RightShift
-    CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu Equal Erf Erfc Exp
-    Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity Inv IsFinite
-    IsInf IsNan LeakyRelu Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot
-    LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NotEqual OnesLike Pow
-    PreventGradient Real RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2
-    Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference
-    StopGradient Sub Tan Tanh TruncateDiv Xdivy Xlog1py Xlogy ZerosLike""".split()
-)
-# They treat the rows of their first input each by itself.
-_ROWWISE = set(
-    """AvgPool AvgPool3D BiasAdd Conv2D Conv3D DepthToSpace DepthwiseConv2dNative
-    MaxPool MaxPool3D ResizeBicubic ResizeBilinear ResizeNearestNeighbor
-    SpaceToDepth Bitcast""".split()
-)
 # What these make of rows, whatever they are.
 _ALWAYS = {"L2Loss": SUM, "Rank": NONE, "Shape": SHAPE, "Size": SIZE}
 # By type of operation, what takes (tensor, op, inputs, kinds); and what takes (op,
@@ -69,10 +59,17 @@ def of_rows(
         return _ALWAYS[op.type]
     if op.type in _RULES:
         return _RULES[op.type](tensor, op, inputs, kinds)
+    if op.type in SIGNATURES:
+        wanted, found = SIGNATURES[op.type]
+        return found if [*kinds] == wanted else UNKNOWN
+    if op.type in MATRICES:
+        return _of_matrices(op, inputs, kinds)
     if kinds[0] is not ROWS or any(kind is not NONE for kind in kinds[1:]):
         return UNKNOWN
-    if op.type in _ROWWISE:
+    if op.type in ROWWISE:
         return ROWS
+    if op.type in LAST_AXES:
+        return _if_more_axes_than(LAST_AXES[op.type], inputs)
     rule = _RULES_OF_FIRST.get(op.type)
     return UNKNOWN if rule is None else rule(op, inputs)
 
@@ -108,9 +105,45 @@ def _of_stacked_list(op, inputs):
     return COLUMNS
 
 
-@_rule("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
-def _of_cross_entropy(tensor, op, inputs, kinds):
-    return ROWS if kinds == [ROWS, ROWS] else UNKNOWN
+def _of_matrices(op, inputs, kinds):
+    wanted, axes = MATRICES[op.type]
+    ranks = {t.shape.rank for t, k in zip(inputs, kinds, strict=True) if k is ROWS}
+    if [*kinds] != wanted or len(ranks) > 1:
+        return UNKNOWN
+    return _if_more_axes_than(axes, inputs)
+
+
+@_rule("ShapeN")
+def _of_shapes(tensor, op, inputs, kinds):
+    found = {NONE: NONE, ROWS: SHAPE}
+    return found.get(kinds[tensor.value_index], UNKNOWN)
+
+
+@_rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
+def _of_projection(tensor, op, inputs, kinds):
+    """One transform is for all images; otherwise each has its own."""
+    one = kinds[1] is NONE and inputs[1].shape.rank == 2 and inputs[1].shape[0] == 1
+    apart = kinds[0] is ROWS and {*kinds[2:]} == {NONE}
+    return ROWS if apart and (one or kinds[1] is ROWS) else UNKNOWN
+
+
+@_rule("ReverseSequence")
+def _of_reversed(tensor, op, inputs, kinds):
+    return ROWS if kinds == [ROWS, ROWS] and not op.get_attr("batch_dim") else UNKNOWN
+
+
+@_rule("MaxPoolWithArgmax")
+def _of_pooling(tensor, op, inputs, kinds):
+    """The places may be counted from the first example on."""
+    counted = tensor.value_index and op.get_attr("include_batch_in_index")
+    return UNKNOWN if counted else ROWS
+
+
+@_rule("FusedBatchNormV3")
+def _of_normalization(tensor, op, inputs, kinds):
+    """In inference, its statistics are given."""
+    given = not op.get_attr("is_training") and kinds == [ROWS, *4 * [NONE]]
+    return ROWS if given and tensor.value_index == 0 else UNKNOWN
 
 
 @_rule("BroadcastTo")
@@ -119,24 +152,29 @@ def _of_broadcast(tensor, op, inputs, kinds):
     return ROWS if stays and tensor.shape.rank == inputs[0].shape.rank else UNKNOWN
 
 
+@_rule_of_first("EnsureShape")
+def _of_ensured(op, inputs):
+    shape = tf.TensorShape(op.get_attr("shape"))
+    return ROWS if shape.rank is None or shape[0] is None else UNKNOWN
+
+
 @_rule_of_first("OneHot")
 def _of_one_hot(op, inputs):
-    return ROWS if op.get_attr("axis") == -1 else UNKNOWN
+    return ROWS if op.get_attr("axis") else UNKNOWN
 
 
-@_rule_of_first("MatrixBandPart", "MatrixDiagPartV3", "MatrixSetDiagV3")
-def _of_matrices(op, inputs):
-    return _if_more_axes_than(2, inputs)
+@_rule_of_first("MatrixDiagV3")
+def _of_diagonals(op, inputs):
+    """One diagonal has one axis, several have two."""
+    places = integers(inputs[1])
+    one = places is not None and places[0] == places[-1]
+    return _if_more_axes_than(1 if one else 2, inputs)
 
 
-@_rule_of_first("FFT2D", "IFFT2D", "IRFFT2D", "RFFT2D")
-def _of_last_two_axes(op, inputs):
-    return _if_more_axes_than(2, inputs)
-
-
-@_rule_of_first("FFT", "IFFT", "IRFFT", "LogSoftmax", "RFFT", "Softmax", "TopKV2")
-def _of_last_axis(op, inputs):
-    return _if_more_axes_than(1, inputs)
+@_rule("MatrixSetDiagV3")
+def _of_set_diagonals(tensor, op, inputs, kinds):
+    apart = kinds == [ROWS, ROWS, NONE]
+    return _if_more_axes_than(2, inputs) if apart else UNKNOWN
 
 
 def _if_more_axes_than(axes, inputs):
@@ -147,17 +185,23 @@ def _if_more_axes_than(axes, inputs):
 
 @_rule_of_first("MirrorPad", "Pad", "PadV2")
 def _of_padding(op, inputs):
-    paddings = integers(inputs[1])
-    return ROWS if paddings is not None and not any(paddings[:2]) else UNKNOWN
+    paddings = leading(inputs[1], 2)
+    return ROWS if paddings is not None and not any(paddings) else UNKNOWN
 
 
 @_rule_of_first("Tile")
 def _of_tile(op, inputs):
-    multiples = integers(inputs[1])
-    return ROWS if multiples is not None and multiples[0] == 1 else UNKNOWN
+    return ROWS if leading(inputs[1], 1) == [1] else UNKNOWN
 
 
-@_rule_of_first("Cumprod", "Cumsum", "ReverseV2", "Roll")
+@_rule_of_first("Slice")
+def _of_part(op, inputs):
+    """Rows stay if all of the first axis are taken."""
+    begin, size = (leading(each, 1) for each in inputs[1:])
+    return ROWS if (begin, size) == ([0], [-1]) else UNKNOWN
+
+
+@_rule_of_first("Cumprod", "Cumsum", "CumulativeLogsumexp", "ReverseV2", "Roll")
 def _of_moved(op, inputs):
     """Of what moves values along axes."""
     axes, rank = tf.get_static_value(inputs[-1]), inputs[0].shape.rank
@@ -186,13 +230,12 @@ def _of_elements(inputs, kinds):
     return ROWS
 
 
-@_rule("All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum")
+@_rule(*"All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum".split())
 def _of_reduction(tensor, op, inputs, kinds):
-    axes = tf.get_static_value(inputs[1])
-    rank = inputs[0].shape.rank
+    axes, rank = integers(inputs[1]), inputs[0].shape.rank
     if axes is None or rank is None:
         return UNKNOWN
-    if all(int(axis) % rank != 0 for axis in axes.ravel()):
+    if all(axis % rank != 0 for axis in axes):
         return ROWS
     if op.type == "Mean" and inputs[0].dtype.is_floating:
         return MEAN
@@ -202,27 +245,22 @@ def _of_reduction(tensor, op, inputs, kinds):
     return COUPLED if inputs[0].dtype.is_floating else UNKNOWN
 
 
-@_rule("MatMul", "BatchMatMulV2")
+@_rule("MatMul", "BatchMatMulV2", "BatchMatMulV3")
 def _of_product(tensor, op, inputs, kinds):
-    matmul = op.type == "MatMul"
-    flip = op.get_attr("transpose_a" if matmul else "adj_x")
-    flip_other = op.get_attr("transpose_b" if matmul else "adj_y")
     rank, other = inputs[0].shape.rank, inputs[1].shape.rank
     if rank is None or other is None:
         return UNKNOWN
-    if rank == other == 2:
-        if kinds == [ROWS, ROWS] and flip and not flip_other:
-            return SUM  # over the examples, of products of their rows
-        if kinds == [ROWS, ROWS] and flip_other and not flip:
-            return COUPLED  # each with each
-        if kinds == [ROWS, ROWS] and not flip:
-            return COUPLED  # each with all, as by an adjacency matrix
-        return ROWS if kinds == [ROWS, NONE] and not flip else UNKNOWN
-    if kinds == [ROWS, ROWS] and rank == other:
+    if NONE in kinds:
+        return of_factor(op, inputs, kinds)
+    if kinds != [ROWS, ROWS] or rank != other:
+        return UNKNOWN
+    if rank > 2:
         return ROWS
-    if kinds == [ROWS, NONE] and other == 2:
-        return ROWS
-    return UNKNOWN
+    flip, flip_other = flipped(op)
+    if flip and not flip_other:
+        return SUM  # over the examples, of products of their rows
+    # Each with each; or each with all, as by an adjacency matrix.
+    return UNKNOWN if flip else COUPLED
 
 
 @_rule("Reshape")
@@ -250,11 +288,11 @@ def _of_reshape(tensor, op, inputs, kinds):
 
 @_rule("GatherV2")
 def _of_gather(tensor, op, inputs, kinds):
-    axis, rank = tf.get_static_value(inputs[2]), inputs[0].shape.rank
+    axis, rank = integers(inputs[2]), inputs[0].shape.rank
     if axis is None or rank is None:
         return UNKNOWN
     # Where both have the examples' axis, each takes from its own row.
-    apart = int(axis) % rank != 0
+    apart = axis[0] % rank != 0
     if op.get_attr("batch_dims") > 0:
         return ROWS if kinds[:2] == [ROWS, ROWS] and apart else UNKNOWN
     if op.get_attr("batch_dims") != 0:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from towers.analysis import effects
 from towers.analysis.axes.blocks import Blocks
+from towers.analysis.axes.sizes import STATELESS_DRAWS
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -29,7 +30,6 @@ from towers.analysis.kinds import (
     Dependence,
 )
 from towers.analysis.layer_calls import key
-from towers.analysis.operations import STATELESS_DRAWS
 from towers.keras_adapter.graphs import calls_functions, is_stateful
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
@@ -132,6 +132,9 @@ class Placement:
                 place = Place(0, on_towers, op.name in on_copies)
                 level = self._level(op, place)
                 self.places[op.name] = dataclasses.replace(place, level=level)
+        for tensor in trace.returned:
+            if self._on_towers.get(tensor.op.name):
+                self._check_combined(None, tensor)
 
     def kind(self, tensor: tf.Tensor) -> Dependence:
         """Tells how the towers' values of a tensor make the batch's."""
@@ -235,9 +238,7 @@ class Placement:
         kinds = {self._reader.of(tensor) for tensor in op.outputs}
         if not touched and not kinds & {*_ON_TOWERS}:
             return _alike(op)
-        if kinds & {*_ON_TOWERS} or any(
-            key(t) in self._reader.extremes for t in op.outputs
-        ):
+        if kinds & {*_ON_TOWERS} or any(map(self.is_extreme, op.outputs)):
             return True
         if kinds & {COUPLED, UNKNOWN}:
             self.gathered.append(op)
@@ -250,13 +251,21 @@ class Placement:
             return False
         # It is to be read before it is known as rows, for its blocks.
         blocks = self.blocks(op.outputs[0]) or (1,)
-        if op.type in draws.SKIPPABLE and len(blocks) == 1:
+        count = self._reader.counts.of(op.inputs[place])
+        if count is None:
+            self.gathered.append(op)
+            return False
+        # Whose counter is read as the numbers are drawn, only home has.
+        own = self._reader.of(op.outputs[0]) is ROWS
+        if op.type in draws.SKIPPABLE and len(blocks) == 1 and own:
             return True
         kind = self._reader.of(op.inputs[place])
         if kind is SHAPE or (kind is SIZE and op.inputs[place].shape.rank == 1):
             # Drawn for the whole batch, and cut.
             self._made_at_home.update(key(t) for t in op.outputs)
             self._reader.know({key(t): ROWS for t in op.outputs})
+            for each in op.outputs:
+                self._reader.counts.set(each, count)
         return False
 
     def _note_statistics(self, op, region):
@@ -308,10 +317,12 @@ class Placement:
         if self.kind(tensor) in (COUPLED, UNKNOWN) and (
             key(tensor) not in self._reader.extremes
         ):
+            taker = "The function returns"
+            if op is not None:
+                taker = f"Operation '{op.name}' ({op.type}){where(op)} takes"
             raise PartitionError(
-                f"Operation '{op.name}' ({op.type}){where(op)} takes "
-                f"'{tensor.name}', which cannot be put together from what towers "
-                f"compute of their rows, because of {self._reader.why(tensor)}."
+                f"{taker} '{tensor.name}', which cannot be put together from what "
+                f"towers compute of their rows, because of {self._reader.why(tensor)}."
             )
 
     def lines(self, name: str) -> Sequence[str]:

@@ -1,0 +1,135 @@
+"""Tells of an operation what it makes of shapes, and of numbers of examples."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from towers.analysis.kinds import NONE, ROWS, SHAPE, SIZE, UNKNOWN, Dependence
+from towers.analysis.static_values import integers, leading
+
+# Each element is drawn by itself. They take a shape, and then what is of the seed.
+STATELESS_DRAWS = set(
+    """StatelessRandomGammaV3 StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
+    StatelessRandomUniformIntV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2
+    """.split()
+)
+DRAWS = STATELESS_DRAWS | set(
+    "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal".split()
+)
+# Numbers of these types count examples. Smaller integers overflow.
+_COUNTS = {tf.int32, tf.int64, tf.bfloat16, tf.float16, tf.float32, tf.float64}
+# By type of operation, what takes (tensor, op, inputs), where the first is a shape,
+# and nothing else depends on the examples.
+_RULES_OF_SHAPES = {}
+
+
+def of_sizes(
+    tensor: tf.Tensor,
+    op: tf.Operation,
+    inputs: Sequence[tf.Tensor],
+    kinds: Sequence[Dependence],
+) -> Dependence:
+    """Tells how what an operation returns depends on the examples.
+
+    Args:
+        tensor: What it returns.
+        op: The operation.
+        inputs: What it takes.
+        kinds: Of each input SHAPE, SIZE or NONE; SHAPE or SIZE of one at least.
+    """
+    if op.type == "Cast":
+        exact = inputs[0].dtype.is_integer and tensor.dtype in _COUNTS
+        return kinds[0] if exact else UNKNOWN
+    if op.type == "Identity":
+        return kinds[0]
+    if op.type in _RULES_OF_SHAPES:
+        of_shape = kinds[0] is SHAPE and {*kinds[1:]} <= {NONE}
+        return _RULES_OF_SHAPES[op.type](tensor, op, inputs) if of_shape else UNKNOWN
+    if op.type == "Tile" and kinds == [NONE, SHAPE] and inputs[0].shape.rank:
+        return ROWS if inputs[0].shape[0] == 1 else UNKNOWN
+    if op.type == "Prod" and kinds[0] is SHAPE:
+        return SIZE
+    if op.type == "ExpandDims" and kinds[0] is SIZE and not inputs[0].shape.rank:
+        return SHAPE
+    if op.type in ("Squeeze", "Reshape") and kinds[0] is SIZE:
+        return SIZE if all(kind is NONE for kind in kinds[1:]) else UNKNOWN
+    if op.type == "Mul" and set(kinds) == {SIZE, NONE}:
+        return SIZE
+    if op.type == "Fill" and kinds == [SHAPE, NONE]:
+        return ROWS
+    if op.type == "BroadcastTo" and kinds == [NONE, SHAPE]:
+        old, new = inputs[0].shape, inputs[1].shape[0]
+        same = old.rank is not None and (old.rank != new or old[0] == 1)
+        return ROWS if same and new is not None else UNKNOWN
+    if op.type in DRAWS and kinds[0] is SHAPE and set(kinds[1:]) <= {NONE}:
+        return ROWS
+    return UNKNOWN
+
+
+def _rule(*types):
+    """A decorator: the function is the rule for these types of operations."""
+
+    def register(function):
+        _RULES_OF_SHAPES.update(dict.fromkeys(types, function))
+        return function
+
+    return register
+
+
+@_rule("StridedSlice")
+def _of_slice(tensor, op, inputs):
+    begin, end, step = map(integers, inputs[1:4])
+    if begin is None or end is None or step is None or len(begin) != 1:
+        return UNKNOWN
+    first = 0 if op.get_attr("begin_mask") & 1 else int(begin[0])
+    if first < 0 and inputs[0].shape[0] is not None:
+        first += inputs[0].shape[0]
+    if first < 0 or int(step[0]) != 1 or op.get_attr("new_axis_mask"):
+        return UNKNOWN
+    if first > 0:
+        return NONE
+    if op.get_attr("shrink_axis_mask") & 1:
+        return SIZE
+    last = None if op.get_attr("end_mask") & 1 else int(end[0])
+    if last is not None and last < 0:
+        if inputs[0].shape[0] is None:
+            return UNKNOWN
+        last += inputs[0].shape[0]
+    return NONE if last is not None and last <= 0 else SHAPE
+
+
+@_rule("Slice")
+def _of_part(tensor, op, inputs):
+    begin, sizes = integers(inputs[1]), integers(inputs[2])
+    if begin is None or sizes is None:
+        return UNKNOWN
+    return NONE if begin[0] > 0 or sizes[0] == 0 else SHAPE
+
+
+@_rule("GatherV2")
+def _of_places(tensor, op, inputs):
+    places = integers(inputs[1])
+    if not places or 0 in places[1:] or min(places) < 0:
+        return UNKNOWN
+    if places[0] > 0:
+        return NONE
+    return SHAPE if inputs[1].shape.rank == 1 else SIZE
+
+
+@_rule("Unpack")
+def _of_one(tensor, op, inputs):
+    return NONE if tensor.value_index else SIZE
+
+
+@_rule("SplitV")
+def _of_piece(tensor, op, inputs):
+    sizes, mine = integers(inputs[1]), tensor.shape.num_elements()
+    before = None if sizes is None else sizes[: tensor.value_index]
+    if before is None or mine is None or min(before, default=0) < 0:
+        return UNKNOWN
+    return NONE if any(before) or not mine else SHAPE
+
+
+@_rule("Pad", "PadV2")
+def _of_longer(tensor, op, inputs):
+    return SHAPE if leading(inputs[1], 1) == [0] else UNKNOWN
