@@ -27,6 +27,7 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.axes.blocks import RowBlocks
 from towers.analysis.axes.counts import RowCounts
+from towers.analysis.axes.own import Decided, OwnRows
 from towers.analysis.kinds import (
     COUPLED,
     MEAN,
@@ -37,6 +38,8 @@ from towers.analysis.kinds import (
     SUM,
     UNKNOWN,
     Dependence,
+    Edge,
+    Total,
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
 from towers.analysis.operations import (
@@ -61,31 +64,6 @@ _CALLS = {
     **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
 }
-
-
-class Edge(NamedTuple):
-    """An input of an operation that is to be a total of the whole batch.
-
-    Attributes:
-        operation: The name of the operation.
-        index: Of its inputs.
-    """
-
-    operation: str
-    index: int
-
-
-class Total(NamedTuple):
-    """A total over the local batch, which the whole batch's is to stand in for.
-
-    Attributes:
-        tensor: The local batch's.
-        kind: How those of all towers make the whole batch's: SUM, SIZE or MEAN; or
-            COUPLED, by the function in `EXTREMES`.
-    """
-
-    tensor: tf.Tensor
-    kind: Dependence
 
 
 class Culprit(NamedTuple):
@@ -119,6 +97,7 @@ class Reader:
         known: Mapping[Any, Dependence] | None = None,
         seeds: Iterable[tf.Tensor] = (),
         meets: Callable[[tf.Operation], bool] | None = None,
+        decided: Decided | None = None,
     ):
         """Takes a local batch, and what `recorded_layers` remembered.
 
@@ -127,7 +106,7 @@ class Reader:
         numbers that each tower has its own of. `meets` tells of an operation whether
         it may take totals of the whole batch, whatever they depend on; then random
         numbers are those of the whole batch, too, and no layer of the user's is taken
-        to keep rows apart.
+        to keep rows apart. With `decided`, what lets examples meet is a tower's own.
         """
         self._seeds = {key(seed) for _, seed in parts([*seeds])}
         self._calls = calls
@@ -146,6 +125,9 @@ class Reader:
         )
         # Where each tower computes as one device does, of rows in several blocks, too.
         self.blocks = None if meets is None else RowBlocks(self.counts)
+        self.own: OwnRows | None = None
+        if decided is not None:
+            self.own = OwnRows(decided, self.counts, self.blocks, meets)
         self._known = {
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in parts(local_batch)
@@ -277,9 +259,16 @@ class Reader:
             if any(key(t) in self._of_totals for t in inputs):
                 self._of_totals.add(key(tensor))
             return NONE
+        found = self._of_examples(inputs, kinds, rule, tensor, *extra)
+        if self.own is None:
+            return found
+        return self.own.read(tensor, list(inputs), kinds, found)
+
+    def _of_examples(self, inputs, kinds, rule, tensor, *extra):
         if any(map(self._is_for_all_rows, inputs)):
             self._culprits[key(tensor)] = Culprit(tensor.op)
             return UNKNOWN
+        kinds = [*kinds]
         whole = self._meets is not None and kinds[1:] and kinds[1] in (COUPLED, UNKNOWN)
         if tensor.op.type == "Reshape" and rule == self._of_operation and not whole:
             kinds[1] = of_target(tensor, kinds[1])
@@ -347,6 +336,8 @@ class Reader:
         """
         op = tensor.op
         if self._meets is not None and not self._meets(op):
+            return None
+        if self.own is not None and not self.own.may_take_totals(tensor, inputs, kinds):
             return None
         if op.type in EXTREMES and kinds[0] is ROWS and self._may_be_total(tensor):
             total = Total(tensor, COUPLED)

@@ -200,10 +200,9 @@ def multi_gpu_model(
     arguments.check_hosts(hosts.count, variable_update)
     arguments.check_sharding(shard_embeddings, variable_update)
     arguments.check_own_steps(
-        model,
+        *(model, loss_placement),
         {
             "variable_update": (variable_update, "parameter_server"),
-            "loss_placement": (loss_placement, "auto"),
             "stages": (stages, 1),
             "micro_batches": (micro_batches, 1),
             "recompute": (recompute, "none"),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from towers.analysis.axes.own import Decided
 from towers.analysis.kinds import ROWS
 from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing
@@ -15,6 +16,9 @@ from towers.partition.phases import phases
 from towers.partition.placement import STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
+
+# By the second, most often nothing new is found.
+_TRACES = 9
 
 
 class Observer(NamedTuple):
@@ -39,15 +43,26 @@ class Partitioned:
         phases: What runs in one go, in order.
     """
 
-    def __init__(self, function: Callable[[Any], Any], spec: Any):
-        """Traces a function of a batch; see `Trace`."""
+    def __init__(
+        self, function: Callable[[Any], Any], spec: Any, loss_placement: str = "auto"
+    ):
+        """Traces a function of a batch.
+
+        Args:
+            function: Takes a batch; see `Trace`.
+            spec: As for `Trace`.
+            loss_placement: Where examples meet: "auto" is at home, on the rows of all
+                towers. "tower" is on each tower, which takes its rows for the batch.
+
+        Raises:
+            PartitionError: Towers cannot compute it.
+        """
+        own = Decided() if loss_placement == "tower" else None
         try:
-            self.trace = Trace(function, spec)
-            self.placement = Placement(self.trace)
+            self.trace, self.placement = _placed(function, spec, True, own)
         except PartitionError:
             # Operations within a layer are needed outside: all are read one by one.
-            self.trace = Trace(function, spec, knows_regions=False)
-            self.placement = Placement(self.trace)
+            self.trace, self.placement = _placed(function, spec, False, own)
         self.phases = phases(self.trace, self.placement)
 
     def lines(self, name: str) -> Sequence[str]:
@@ -91,6 +106,25 @@ class Partitioned:
         with tf.device(plan.home):
             flat = call.at_home(self.trace.returned)
         return self.trace.packed(flat)
+
+
+def _placed(function, spec, knows_regions, decided):
+    """Traces and places a function, again where one trace decides for the next."""
+    for _ in range(_TRACES):
+        trace, error = Trace(function, spec, knows_regions, decided), None
+        try:
+            placement = Placement(trace)
+        except PartitionError as found:
+            error = found
+        before, decided = decided, trace.decide()
+        if before == decided and error is not None:
+            raise error
+        if before == decided:
+            return trace, placement
+    raise PartitionError(
+        "Towers find no end of what is each tower's own, as loss_placement='tower' "
+        "asks; use 'auto'."
+    )
 
 
 class _Call:

@@ -73,7 +73,8 @@ class OwnSteps:
         """Returns a step of the model, partitioned for batches of a kind."""
         if (step, str(spec)) not in self._partitioned:
             context = self.pieces.context
-            found = Partitioned(self._function(step), spec)
+            function, placement = self._function(step), context.loss_placement
+            found = Partitioned(function, spec, placement)
             self._partitioned[step, str(spec)] = found
             name = f"The {step} of model '{context.model.name}'"
             context.say(found.lines(name))
