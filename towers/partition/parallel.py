@@ -123,6 +123,7 @@ class GradientTowers:
             )
         self._loss_fn, self._plan = loss_fn, _plan(gpus, self.variables)
         self._step = _Parallel(self._compute, self._plan, loss_placement)
+        self._step.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._applies: dict[int, tuple[Any, Callable]] = {}
 
     @_as_it_is

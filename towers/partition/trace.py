@@ -252,9 +252,9 @@ class Trace:
             found = original(tape, target, sources, *args, **kwargs)
         own.by_hand.update(op.name for op in made)
         targets = [*filter(tf.is_symbolic_tensor, tf.nest.flatten(target))]
-        contested = self._contested(targets, sources) if self._knows_regions else set()
-        own.contested |= contested
-        for each in () if contested else targets:
+        if self._knows_regions:
+            own.contested |= self._contested(targets, sources)
+        for each in targets:
             self.reader.of(each)
             own.send_home(each)
         return found

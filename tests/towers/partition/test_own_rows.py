@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.towers.partition.own_losses import Losses, similar
 from towers.collectives import batch
 from towers.partition.errors import PartitionError
 from towers.partition.partitioned import Partitioned
@@ -15,117 +16,6 @@ from towers.plan import Plan
 
 X = np.random.default_rng(0).normal(size=[9, 4]).astype("float32")
 W = np.random.default_rng(1).normal(size=[4, 3]).astype("float32")
-
-
-def similar(first, second):
-    first, second = tf.nn.l2_normalize(first, 1), tf.nn.l2_normalize(second, 1)
-    return tf.matmul(first, second, transpose_b=True) / 0.5
-
-
-class Losses:
-    """Losses of rows and weights, whose examples meet."""
-
-    def contrastive(self, x, w):
-        """SimCLR's, of Keras's example."""
-        matrix = similar(x @ w, tf.tanh(x) @ w)
-        labels = tf.range(tf.shape(x)[0])
-        losses = [
-            keras.losses.sparse_categorical_crossentropy(labels, each, from_logits=True)
-            for each in (matrix, tf.transpose(matrix))
-        ]
-        return tf.reduce_mean(sum(losses)) / 2
-
-    def nt_xent(self, x, w):
-        """SimCLR's, of its authors: both views in one batch, and itself masked."""
-        n = tf.shape(x)[0]
-        a, b = tf.nn.l2_normalize(x @ w, 1), tf.nn.l2_normalize(tf.tanh(x) @ w, 1)
-        labels = tf.one_hot(tf.range(n), n * 2)
-        masks = tf.one_hot(tf.range(n), n) * 1e9
-        aa = tf.matmul(a, a, transpose_b=True) - masks
-        ab = tf.matmul(a, b, transpose_b=True)
-        logits = tf.concat([ab, aa], 1)
-        return tf.reduce_mean(
-            tf.nn.softmax_cross_entropy_with_logits(tf.stop_gradient(labels), logits)
-        )
-
-    def both_views(self, x, w):
-        """Both views one behind the other, without the similarity to itself."""
-        both = tf.concat([x, tf.tanh(x)], 0) @ w
-        n = tf.shape(x)[0]
-        matrix = similar(both, both) - 1e9 * tf.eye(2 * n)
-        labels = tf.concat([tf.range(n, 2 * n), tf.range(n)], 0)
-        return tf.reduce_mean(
-            tf.nn.sparse_softmax_cross_entropy_with_logits(labels, matrix)
-        )
-
-    def pairs_but_itself(self, x, w):
-        """A mean over the pairs of different rows."""
-        matrix, n = similar(x @ w, x @ w) ** 2, tf.cast(tf.shape(x)[0], tf.float32)
-        pairs = n * (n - 1)
-        total = tf.reduce_sum(matrix) - tf.reduce_sum(tf.linalg.diag_part(matrix))
-        return total / tf.maximum(pairs, 1.0)
-
-    def divided_first(self, x, w):
-        """A sum of what is divided by a number of rows before."""
-        n = tf.shape(x)[0]
-        weights = 1 / tf.cast(n * n, tf.float32)
-        return tf.reduce_sum(tf.nn.softplus(similar(x @ w, x[:, :3])[:, :1] * weights))
-
-    def variance(self, x, w):
-        """Of VICReg: a hinge on each feature's deviation."""
-        h = x @ w
-        return tf.reduce_mean(tf.nn.relu(1 - tf.sqrt(tf.math.reduce_variance(h) + 0.1)))
-
-    def barlow(self, x, w):
-        """Of Barlow Twins: a matrix of correlations near to the identity."""
-        first, second = x @ w, tf.tanh(x) @ w
-        n = tf.shape(x)[0] - 1
-        matrix = tf.matmul(first, second, transpose_a=True)
-        matrix /= tf.maximum(tf.cast(n, tf.float32), 1.0)
-        return tf.reduce_sum((matrix - tf.eye(3)) ** 2)
-
-    def root(self, x, w):
-        """A root of a mean."""
-        return tf.sqrt(tf.reduce_mean(tf.square(x @ w)))
-
-    def ratio(self, x, w):
-        """A ratio of sums that weights decide."""
-        h = tf.square(x @ w)
-        return tf.reduce_sum(h * x[:, :1] ** 2) / tf.reduce_sum(h)
-
-    def weighted(self, x, w):
-        """A mean weighted by the data, of what meets."""
-        weight = tf.abs(x[:, 0])
-        rows = tf.reduce_logsumexp(similar(x @ w, x @ w), 1)
-        return tf.reduce_sum(rows * (weight / tf.reduce_sum(weight)))
-
-    def log_of_all(self, x, w):
-        """A logarithm of a sum of exponentials over all pairs."""
-        return tf.reduce_logsumexp(similar(x @ w, x @ w))
-
-    def neighbours(self, x, w):
-        """Nearest neighbours within the batch."""
-        h = x @ w
-        n = tf.shape(x)[0]
-        matrix = similar(h, h) - 10 * tf.eye(n)
-        near = tf.gather(h, tf.argmax(matrix, 1))
-        return tf.reduce_mean(tf.square(h - tf.stop_gradient(near)))
-
-    def centred(self, x, w):
-        """Rows without their mean, by hand."""
-        h = x @ w
-        return tf.reduce_mean(tf.square(h - tf.reduce_mean(h, 0)) ** 2)
-
-    def attention(self, x, w):
-        """Attention over the examples."""
-        h = x @ w
-        weights = tf.nn.softmax(tf.matmul(h, h, transpose_b=True))
-        return tf.reduce_mean(tf.square(weights @ h - x[:, :3]))
-
-    def columns(self, x, w):
-        """A sum over the first axis of all pairs."""
-        total = tf.reduce_sum(tf.exp(similar(x @ w, x[:, :3])), 0)
-        return tf.reduce_mean(tf.math.log(total))
 
 
 def plan_of(towers, ratios=None):
@@ -179,7 +69,7 @@ def test_a_loss_is_the_mean_of_the_towers_losses(name, towers, ratios):
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
     (line,) = made.lines("It")
     assert "as loss_placement='tower' asks: " in line
-    assert "test_own_rows.py:" in line
+    assert "own_losses.py:" in line
 
 
 def same_as_one_device(function, towers=3, rows=(X, X[:5], X[:1])):

@@ -213,9 +213,11 @@ class OwnRows:
             if key(total.tensor) in found
         }
         names |= {each.tensor.op.name for k, each in extremes.items() if k in found}
-        return Decided(
-            self._decided.no_totals | names, self._decided.at_home | self.at_home
-        )
+        before = self._decided
+        if names <= before.no_totals:
+            return before._replace(at_home=before.at_home | self.at_home)
+        # Without these totals, less may be needed whole.
+        return before._replace(no_totals=before.no_totals | names)
 
     def _totals_behind(self, totals, extremes, known) -> Iterable[Any]:
         """Yields the keys of totals that go into what is a tower's own."""
