@@ -17,7 +17,7 @@ from towers.partition.placement import STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
 
-# By the second, most often nothing new is found.
+# Most functions need one, and those with totals behind what is own some more.
 _TRACES = 9
 
 
