@@ -1,10 +1,12 @@
 """Runs models with a `train_step` of their own on one of several hosts.
 
-    python -m tests.exact.own_steps_on_hosts RANK ADDRESSES TOWERS NAMES GIVEN FILE
+    python -m tests.exact.own_steps_on_hosts RANK ADDRESSES TOWERS \\
+        NAMES GIVEN UPDATE FILE
 
 ADDRESSES, TOWERS and NAMES have commas between. Hosts are GIVEN "whole" batches or
-their own "rows". The first host compares with one device, and writes the largest
-difference of each example of `examples/steps/`, and where it is, to FILE.
+their own "rows". UPDATE is the way to update variables. The first host compares with
+one device, and writes the largest difference of each example of `examples/steps/`, and
+where it is, to FILE.
 """
 
 import functools
@@ -21,7 +23,7 @@ from towers.cluster.membership import Membership
 from towers.collectives.hosts import this_host
 
 
-def main(rank, addresses, counts, names, given, file):
+def main(rank, addresses, counts, names, given, update, file):
     """Runs the examples, one after another, as all other hosts do."""
     rank, addresses = int(rank), tuple(addresses.split(","))
     counts, found = [*map(int, counts.split(","))], {}
@@ -32,7 +34,8 @@ def main(rank, addresses, counts, names, given, file):
     for name in names.split(","):
         if given == "rows":
             oracle.dataset = functools.partial(on_hosts.in_rows, plain)
-        wrap = functools.partial(towers.multi_gpu_model, gpus=counts[rank])
+        options = {"gpus": counts[rank], "variable_update": update}
+        wrap = functools.partial(towers.multi_gpu_model, **options)
         try:
             ours = test_own_steps.run(name, wrap)
         except Exception as error:

@@ -117,18 +117,34 @@ def test_loss_placement_changes_only_what_lets_examples_meet(name):
 
 
 @pytest.mark.parametrize(
-    ("layout", "names", "given"),
+    ("name", "gpus", "algorithm"),
+    [
+        case if case[:2] in QUICK else slow(*case)
+        for name in NAMES
+        for case in [(name, 2, "ring"), (name, 3, "device")]
+    ],
+)
+def test_copies_on_towers_equal_one_device(name, gpus, algorithm):
+    options = {"variable_update": "replicated", "all_reduce_alg": algorithm}
+    ours = run(name, functools.partial(towers.multi_gpu_model, gpus=gpus, **options))
+    difference, where = apart(ours, one_device(name))
+    assert difference <= LIMIT, where
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "given", "update"),
     [
         # Rows in blocks, random numbers and two optimizers; a condition.
-        ((1, 2), ("accumulate", "dcgan"), "whole"),
-        slow((1, 1), NAMES, "whole"),
-        slow((1, 2), NAMES, "rows"),
+        ((1, 2), ("accumulate", "dcgan"), "whole", "parameter_server"),
+        slow((1, 2), ("accumulate", "dcgan"), "whole", "replicated"),
+        slow((1, 1), NAMES, "whole", "parameter_server"),
+        slow((1, 2), NAMES, "rows", "parameter_server"),
     ],
     ids=str,
 )
-def test_hosts_equal_one_device(layout, names, given, tmp_path):
+def test_hosts_equal_one_device(layout, names, given, update, tmp_path):
     file = tmp_path / "found.json"
-    arguments = ",".join(names), given, file
+    arguments = ",".join(names), given, update, file
     hosts.run("tests.exact.own_steps_on_hosts", layout, *arguments, timeout_s=700)
     found = json.loads(file.read_text())
     assert found.keys() == {*names}

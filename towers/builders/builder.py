@@ -64,7 +64,8 @@ class Builder:
         self.evaluation = Evaluation(self.pieces)
         self._own = None
         if has_own_steps(self.model):
-            self._own = self.training = self.evaluation = OwnSteps(self.pieces)
+            reducer = self.training.reducer
+            self._own = self.training = self.evaluation = OwnSteps(self.pieces, reducer)
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
         """Makes the function that Keras's `fit` calls; see `steps.train_function`."""

@@ -90,7 +90,7 @@ class Agreement:
             rows = tf.cast(batch.batch_size(data) % _MOST, tf.float32)
             rate = self._learning_rate()
             rate = tf.zeros([]) if rate is None else tf.cast(rate.value, tf.float32)
-            said = tf.stack([rows, _digest(data), self._wish.value(), rate])
+            said = tf.stack([rows, digest(data), self._wish.value(), rate])
             if times is not None:
                 said = tf.concat([said, times.latest()], axis=0)
             return self._placed(said)
@@ -277,8 +277,8 @@ class FollowHosts(keras.callbacks.Callback):
         self.model.stop_training = self._agreement.meet(wish)
 
 
-def _digest(data):
-    """A number that tells nearly all batches apart, of their first examples."""
+def digest(data: Any) -> tf.Tensor:
+    """Returns a number that tells nearly all batches apart, by their first examples."""
     if (part := batch.part_of(data)) is not None:
         # Hosts are given other rows of it.
         return tf.cast(part.mark, tf.float32)

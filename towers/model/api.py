@@ -204,11 +204,12 @@ def multi_gpu_model(
     arguments.check_own_steps(
         *(model, loss_placement),
         {
-            "variable_update": (variable_update, "parameter_server"),
+            "variable_update": (variable_update, "parameter_server", "replicated"),
             "stages": (stages, 1),
             "micro_batches": (micro_batches, 1),
             "recompute": (recompute, "none"),
             "shard_embeddings": (shard_embeddings, "none"),
+            "shard_optimizer_state": (shard_optimizer_state, False),
         },
     )
     if shard_optimizer_state:

@@ -58,7 +58,7 @@ def check_own_steps(
         model: The model.
         loss_placement: Where losses are to be computed.
         options: What was asked for, by the names of arguments of `multi_gpu_model`,
-            each with the value that such a model needs.
+            each with the values that such a model can have.
     """
     if not has_own_steps(model):
         return
@@ -69,12 +69,12 @@ def check_own_steps(
             "step, such as `train_step`; expected 'auto', which gathers what lets "
             "examples meet, or 'tower'."
         )
-    for option, (value, needed) in options.items():
-        if value != needed:
+    for option, (value, *known) in options.items():
+        if value not in known:
             raise ValueError(
                 f"Received {option}={value!r} with {name}, which defines its own step, "
-                f"such as `train_step`; expected {option}={needed!r}, as towers run "
-                "such a step as it stands."
+                f"such as `train_step`; expected {' or '.join(map(repr, known))}, as "
+                "towers run such a step as it stands."
             )
 
 

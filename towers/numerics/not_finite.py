@@ -68,7 +68,7 @@ def explain(
     """
     raw = keras.utils.unpack_x_y_sample_weight(stopped.data)
     if has_own_steps(builder.model):
-        return _explain_own_step(builder, stopped, raw, given, place)
+        return _explain_own_step(builder, stopped, raw, given, place, file)
     recorded = _record(builder, stopped, raw)
     own = builder.plan.devices
     # Also what towers of other hosts have computed is computed here.
@@ -90,7 +90,7 @@ def explain(
     return NotFiniteStep(stopped.step, origin, f"{text}{written}", file)
 
 
-def _explain_own_step(builder, stopped, raw, given, place):
+def _explain_own_step(builder, stopped, raw, given, place, file):
     """The same for a step that the model defines itself, which is not repeated."""
     plan = builder.plan
     # Each host knows of its own towers.
@@ -108,6 +108,10 @@ def _explain_own_step(builder, stopped, raw, given, place):
         f"{_sentence(stopped, place, origin, row)}; the optimizer did not apply this "
         "gradient, but may have counted the step"
     )
+    if file is not None:
+        text += (
+            f"; {file} is not written, as a step of the model's own cannot be repeated"
+        )
     return NotFiniteStep(stopped.step, origin, text, None)
 
 

@@ -8,7 +8,7 @@ from towers.analysis.dependence import EXTREMES
 from towers.analysis.kinds import COLUMNS, COUPLED, MEAN, NONE, ROWS, SHAPE, SIZE, SUM
 from towers.collectives import batch, reduce
 from towers.partition.errors import PartitionError, where
-from towers.partition.placement import Placement
+from towers.partition.placement.placement import Placement
 from towers.plan import Plan
 
 

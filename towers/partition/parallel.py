@@ -34,6 +34,9 @@ def parallelize(
     added. What lets examples meet is computed on one device, with all rows, and a line
     says so. Variables that the function assigns get the values of the whole batch.
 
+    If several hosts train together, each is given the whole batch, computes its own
+    devices' rows of it, and returns what one device would.
+
     Examples:
         >>> add = towers.parallelize(tf.add, gpus=2)
         >>> add(tf.range(5), tf.range(5))
@@ -51,7 +54,8 @@ def parallelize(
         `tf.function`, and be differentiated.
 
     Raises:
-        ValueError: A device does not exist, or several hosts train together.
+        ValueError: A device does not exist; or on several hosts, the function draws
+            random numbers of TensorFlow's own state.
     """
     return _Parallel(function, _plan(gpus))
 
@@ -86,6 +90,10 @@ class GradientTowers:
         ...     step.apply(optimizer, gradients)
 
     `prefetch` copies batches to the devices while a step runs.
+
+    If several hosts train together, each makes a `GradientTowers`, and calls it with
+    the same batches. Variables begin with the first host's values, and all hosts get
+    the same gradients. Each host builds the same optimizers.
     """
 
     def __init__(
@@ -122,6 +130,7 @@ class GradientTowers:
                 "the model before, and pass `model.trainable_variables`."
             )
         self._loss_fn, self._plan = loss_fn, _plan(gpus, self.variables)
+        self._follow_first_host()
         self._step = _Parallel(self._compute, self._plan, loss_placement)
         self._step.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._applies: dict[int, tuple[Any, Callable]] = {}
@@ -181,6 +190,15 @@ class GradientTowers:
                 self._applies[id(optimizer)] = found
             self._applies[id(optimizer)][1]([*gradients])
 
+    def _follow_first_host(self):
+        hosts = self._plan.hosts
+        if hosts.count > 1:
+            values = [tf.convert_to_tensor(each) for each in self.variables]
+            for each, value in zip(
+                self.variables, hosts.first(values, "variables"), strict=True
+            ):
+                each.assign(value)
+
     def _update(self, optimizer, gradients):
         with fused.updates():
             optimizer.apply(gradients, self.variables)
@@ -238,14 +256,26 @@ class _Parallel:
         return pack(found.trace.concrete.structured_outputs, call(*flat(data)))
 
     def _of_placed(self, placed):
-        found = self._partition(placed.local_batches[0])
-        return found(self._plan, *placed)
+        found, plan = self._partition(placed.local_batches[0]), self._plan
+        if plan.hosts.count == 1:
+            return found(plan, placed.local_batches, placed.size)
+        for line in found.stateful_draws:
+            raise ValueError(
+                f"Received '{self.__name__}', which draws random numbers of "
+                f"TensorFlow's own state{line}, on {plan.hosts.count} hosts, where "
+                "each has another; expected keras.random with a seed generator, or "
+                "tf.random.stateless_*."
+            )
+        with tf.control_dependencies([_same_batch(plan.hosts, placed)]):
+            return found(plan, placed.local_batches, placed.size)
 
     def _partition(self, data):
         spec = batch.local_spec(data, None)
         if str(spec) not in self._partitioned:
             found = Partitioned(
-                lambda local: self._function(*local), spec, self._loss_placement
+                lambda local: self._function(*local),
+                spec,
+                loss_placement=self._loss_placement,
             )
             self._partitioned[str(spec)] = found
             for line in found.lines(f"The function '{self.__name__}'"):
@@ -284,10 +314,16 @@ class _Parallel:
             return tape.gradient(targets, [*sources, *variables], seeds)
 
         given = data, [upstream[i] for i in rows]
-        partitioned = Partitioned(
-            backward, batch.local_spec(given, None), self._loss_placement
-        )
-        return partitioned(self._plan, *place(self._plan, given))
+        spec, way = batch.local_spec(given, None), self._loss_placement
+        partitioned = Partitioned(backward, spec, loss_placement=way)
+        local_batches, size, _ = place(self._plan, given)
+
+        def call():
+            return partitioned(self._plan, local_batches, size)
+
+        # TensorFlow orders what has effects, as what hosts exchange, in functions only.
+        alone = self._plan.hosts.count == 1
+        return call() if alone else tf.function(call, autograph=False)()
 
 
 def _tensor(value):
@@ -300,14 +336,25 @@ def _as_tensor(value):
 
 
 def _plan(gpus, variables=()):
-    if (count := this_host().count) > 1:
-        raise ValueError(
-            f"Called on one of {count} hosts that train together; expected one host, "
-            "or `multi_gpu_model`, which trains on several."
-        )
     towers = devices.resolve(gpus)
     home = towers[0] if is_gpu(towers[0]) else HOST
     for variable in variables[:1]:
         plain = isinstance(variable, tf.Variable)
         home = (variable if plain else value_behind(variable)).device
-    return Plan.of(towers, [1] * len(towers), home)
+    return Plan.of(towers, [1] * len(towers), home, hosts=this_host())
+
+
+def _same_batch(hosts, placed):
+    """Checks that hosts have the same global batch."""
+    with tf.device(HOST):
+        mine = tf.stack([tf.cast(placed.size, tf.float32), placed.digest])
+        every = hosts.stack(mine, "batch")
+        return tf.debugging.Assert(
+            tf.reduce_all(every == every[0]),
+            [
+                "Hosts have different batches; give all hosts the same global "
+                "batches, in the same order. Rows and digest, by host:",
+                every,
+            ],
+            summarize=2 * hosts.count,
+        )

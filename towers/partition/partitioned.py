@@ -1,19 +1,20 @@
 """Runs a function of a batch on several towers, as one device would."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towers.analysis.axes.own import Decided
-from towers.analysis.kinds import ROWS
+from towers.analysis.kinds import ROWS, SUM
 from towers.analysis.layer_calls import key
-from towers.collectives import batch, packing
+from towers.collectives import batch, packing, reduce
 from towers.partition.combined import Combination
 from towers.partition.errors import PartitionError, where
 from towers.partition.phases import phases
-from towers.partition.placement import STATEFUL_DRAWS, Placement
+from towers.partition.placement.placement import STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
 
@@ -34,36 +35,87 @@ class Observer(NamedTuple):
     gradients: Callable[..., AbstractContextManager]
 
 
+class Copied(NamedTuple):
+    """The variables of which each tower has a copy.
+
+    Attributes:
+        handles: For each tower, by the `id` of a variable's handle, that of its copy.
+            The first tower's copy is the variable itself.
+        all_reduce_alg: How gradients are added for all; see `reduce.all_reduce`.
+    """
+
+    handles: Sequence[Mapping[int, tf.Tensor]]
+    all_reduce_alg: str
+
+
 class Partitioned:
     """A function of a batch, traced and divided among home and towers.
 
     Attributes:
         trace: The function as it was traced.
         placement: Where its operations run.
-        phases: What runs in one go, in order.
+        copied: The variables that towers have copies of, if they have some.
+        phases: What runs in one go, in order: for each tower's copies.
     """
 
     def __init__(
-        self, function: Callable[[Any], Any], spec: Any, loss_placement: str = "auto"
+        self,
+        function: Callable[[Any], Any],
+        spec: Any,
+        copied: Callable[[Trace], Copied | None] = lambda trace: None,
+        loss_placement: str = "auto",
     ):
         """Traces a function of a batch.
 
         Args:
             function: Takes a batch; see `Trace`.
             spec: As for `Trace`.
+            copied: Is called when variables that the function creates are there.
             loss_placement: Where examples meet: "auto" is at home, on the rows of all
                 towers. "tower" is on each tower, which takes its rows for the batch.
 
         Raises:
             PartitionError: Towers cannot compute it.
         """
+        self._copied = copied
         own = Decided() if loss_placement == "tower" else None
+        trace = functools.partial(Trace, function, spec)
         try:
-            self.trace, self.placement = _placed(function, spec, True, own)
+            self._place(functools.partial(trace, True), own)
         except PartitionError:
             # Operations within a layer are needed outside: all are read one by one.
-            self.trace, self.placement = _placed(function, spec, False, own)
-        self.phases = phases(self.trace, self.placement)
+            self._place(functools.partial(trace, False), own)
+        found = phases(self.trace, self.placement)
+        self.phases = [
+            [phase.of_copy(each) for each in self.handles] for phase in found
+        ]
+
+    def _place(self, trace, decided):
+        """Traces and places, again where one trace decides for the next."""
+        for _ in range(_TRACES):
+            self.trace, error = trace(decided), None
+            self.copied = self._copied(self.trace)
+            known = self.handles[-1]
+            try:
+                self.placement = Placement(
+                    self.trace, lambda each, known=known: id(each) in known
+                )
+            except PartitionError as found:
+                error = found
+            before, decided = decided, self.trace.decide()
+            if before == decided and error is not None:
+                raise error
+            if before == decided:
+                return
+        raise PartitionError(
+            "Towers find no end of what is each tower's own, as loss_placement='tower' "
+            "asks; use 'auto'."
+        )
+
+    @property
+    def handles(self) -> Sequence[Mapping[int, tf.Tensor]]:
+        """See `Copied`; without copies, that of home alone."""
+        return [{}] if self.copied is None else self.copied.handles
 
     def lines(self, name: str) -> Sequence[str]:
         """Says what the function, of some name, cannot compute on towers."""
@@ -108,25 +160,6 @@ class Partitioned:
         return self.trace.packed(flat)
 
 
-def _placed(function, spec, knows_regions, decided):
-    """Traces and places a function, again where one trace decides for the next."""
-    for _ in range(_TRACES):
-        trace, error = Trace(function, spec, knows_regions, decided), None
-        try:
-            placement = Placement(trace)
-        except PartitionError as found:
-            error = found
-        before, decided = decided, trace.decide()
-        if before == decided and error is not None:
-            raise error
-        if before == decided:
-            return trace, placement
-    raise PartitionError(
-        "Towers find no end of what is each tower's own, as loss_placement='tower' "
-        "asks; use 'auto'."
-    )
-
-
 class _Call:
     """One call of a partitioned function: what home and towers have made so far.
 
@@ -143,7 +176,9 @@ class _Call:
         fractions = plan.fractions(self._sizes, size)
         self._combined = Combination(plan, self._placement, size)
         trace = partitioned.trace
-        self._home: dict[Any, tf.Tensor] = {}
+        # What the device of each copy has of the whole batch. The first one is home.
+        self._copies: list[dict[Any, tf.Tensor]] = [{} for _ in partitioned.handles]
+        self._home = self._copies[0]
         self._towers: list[dict[Any, tf.Tensor]] = []
         for local, fraction in zip(local_batches, fractions, strict=True):
             given = tf.nest.flatten([trace.batch], expand_composites=True)
@@ -154,19 +189,33 @@ class _Call:
         # What has been sent to a tower.
         self._sent: list[dict[Any, tf.Tensor]] = [{} for _ in local_batches]
 
-    def run(self, phase):
-        """Runs a phase, at home or on each tower."""
-        if not phase.place.on_towers:
-            with tf.device(self._plan.home), tf.name_scope("home"):
-                values = self.at_home([taken.tensor for taken in phase.takes])
-                with self._observed(phase):
-                    made = phase(values)
-            self._home.update(zip(map(key, phase.makes), made, strict=True))
+    def run(self, of_copies):
+        """Runs a phase, which is given for each copy: at home, or wherever it runs."""
+        phase, plan = of_copies[0], self._plan
+        if phase.place.on_towers:
+            self._run_on_towers(of_copies)
             return
+        takes = [taken.tensor for taken in phase.takes]
+        with tf.device(plan.home), tf.name_scope("home"):
+            if phase.place.on_copies:
+                self._all_reduce(takes)
+            self.at_home(takes)
+            with self._observed(phase):
+                self._run_on_copies(of_copies if phase.place.on_copies else [phase])
+
+    def _run_on_copies(self, of_copies):
+        for k, phase in enumerate(of_copies):
+            with tf.device(self._plan.towers[k].device if k else self._plan.home):
+                made = phase([self._of_copy(k, taken.tensor) for taken in phase.takes])
+            self._copies[k].update(zip(map(key, phase.makes), made, strict=True))
+
+    def _run_on_towers(self, of_copies):
+        phase = of_copies[0]
         with tf.device(self._plan.home):
             self.at_home([taken.tensor for taken in phase.takes if taken.whole])
         self.computed = []
         for k, tower in enumerate(self._plan.towers):
+            phase = of_copies[k % len(of_copies)]
             # The first of all towers always has an example, unless there is none.
             known = isinstance(self._sizes[k], int) and self._sizes[k] > 0
             guard = None if known or tower.index == 0 else self._sizes[k]
@@ -180,6 +229,33 @@ class _Call:
                 made = phase(values, guard)
             self._towers[k].update(zip(map(key, phase.makes), made, strict=True))
             self.computed.append(made)
+
+    def _all_reduce(self, tensors):
+        """Adds gradients for all copies, and keeps the sums on the device of each."""
+        gradients = [
+            tensor
+            for tensor in tensors
+            if key(tensor) not in self._home
+            and self._placement.is_on_towers(tensor)
+            and self._placement.kind(tensor) is SUM
+            and tensor.dtype.is_floating
+            and tensor.shape.is_fully_defined()
+        ]
+        if not gradients or len(self._copies) == 1 or self._plan.hosts.count > 1:
+            return
+        devices, keys = self._plan.devices, [*map(key, gradients)]
+        parts = [[made[each] for each in keys] for made in self._towers]
+        algorithm = self._partitioned.copied.all_reduce_alg
+        sums = reduce.all_reduce(parts, devices, devices, algorithm)
+        for mine, each in zip(self._copies, sums, strict=True):
+            mine.update(zip(keys, each, strict=True))
+
+    def _of_copy(self, k, tensor):
+        """The whole batch's value of a tensor, on the device of a copy."""
+        mine = self._copies[k]
+        if key(tensor) not in mine:
+            mine[key(tensor)] = packing.copy(self._home[key(tensor)])
+        return mine[key(tensor)]
 
     def _observed(self, phase):
         """The context of a phase at home, in which it takes gradients of towers."""
@@ -216,7 +292,9 @@ class _Call:
         if not whole and key(tensor) in self._towers[k]:
             return self._towers[k][key(tensor)]
         if key(tensor) not in self._sent[k]:
-            value = self._home[key(tensor)]
+            # Where there are no copies, home has the only one.
+            value = self._copies[k % len(self._copies)].get(key(tensor))
+            value = self._home[key(tensor)] if value is None else value
             if not whole and self._placement.kind(tensor) is ROWS:
                 value = self._cut(k, value, self._placement.blocks(tensor))
             self._sent[k][key(tensor)] = packing.copy(value)

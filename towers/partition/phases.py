@@ -1,16 +1,17 @@
 """Makes functions of a traced function's operations: of those that run in one go."""
 
 import collections
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import GraphDef, add_call, add_copy, keep_functions
-from towers.partition import draws
-from towers.partition.placement import Place, Placement
+from towers.partition.placement import draws
+from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
 from towers.tower.traced import nothing_like
 
@@ -113,7 +114,7 @@ class Phase:
             operations: In an order in which they may run.
             wanted: The keys of what others need of them.
         """
-        part = _Part(placement, place, operations)
+        self._part = part = _Part(placement, place, operations)
         self.place, self.takes, self.draws = place, part.takes, part.draws
         self.makes = [
             tensor
@@ -122,22 +123,45 @@ class Phase:
             if key(tensor) in wanted
         ]
 
+        self._specs = [
+            tf.TensorSpec(taken.tensor.shape, taken.tensor.dtype)
+            for taken in self.takes
+        ]
+        self._specs += [tf.TensorSpec([2], tf.int64)] if self.draws else []
+        self._captured = part.captured
+        self._function = self._trace()
+
+    def of_copy(self, handles: Mapping[int, tf.Tensor]) -> "Phase":
+        """Returns the phase for a copy of some variables.
+
+        Args:
+            handles: By the `id` of the handle of a variable, that of its copy.
+        """
+        captured = {
+            feed: handles.get(id(each), each) for feed, each in self._captured.items()
+        }
+        if all(each is self._captured[feed] for feed, each in captured.items()):
+            return self
+        same = copy.copy(self)
+        same.__dict__.pop("_guarded", None)
+        same._captured = captured
+        same._function = same._trace()
+        return same
+
+    def _trace(self):
+        part, captured = self._part, self._captured
+
         def function(*values):
             graph = tf.compat.v1.get_default_graph()
             fed = dict(zip(part.feeds, values, strict=True))
-            fed |= {feed: graph.capture(each) for feed, each in part.captured.items()}
+            fed |= {feed: graph.capture(each) for feed, each in captured.items()}
             names = [tensor.name for tensor in self.makes]
             found = tf.graph_util.import_graph_def(part.graph, fed, names, name="")
             for tensor, like in zip(found, self.makes, strict=True):
                 tensor.set_shape(like.shape)
             return found
 
-        self._specs = [
-            tf.TensorSpec(taken.tensor.shape, taken.tensor.dtype)
-            for taken in self.takes
-        ]
-        self._specs += [tf.TensorSpec([2], tf.int64)] if self.draws else []
-        self._function = _traced(function, *self._specs)
+        return _traced(function, *self._specs)
 
     def __call__(
         self, values: Sequence[tf.Tensor], size: tf.Tensor | None = None

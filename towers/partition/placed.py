@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towers.collectives import batch, packing
+from towers.devices import HOST
+from towers.loop import agreement
 from towers.plan import Plan
 
 
@@ -16,10 +18,13 @@ class PlacedBatch(NamedTuple):
     Attributes:
         local_batches: What each tower has of it, on its device.
         size: Number of examples of the whole batch.
+        digest: A number of the batch, which all hosts must have alike; `None` if there
+            is one host.
     """
 
     local_batches: tuple[Any, ...]
     size: tf.Tensor | int
+    digest: tf.Tensor | None = None
 
 
 def place(plan: Plan, data: Any) -> PlacedBatch:
@@ -29,7 +34,10 @@ def place(plan: Plan, data: Any) -> PlacedBatch:
     for device, bounds in zip(plan.devices, plan.bounds(size), strict=True):
         with tf.device(device):
             local.append(packing.copy(batch.take(data, *bounds)))
-    return PlacedBatch(tuple(local), size)
+    if plan.hosts.count == 1:
+        return PlacedBatch(tuple(local), size)
+    with tf.device(HOST):
+        return PlacedBatch(tuple(local), size, agreement.digest(data))
 
 
 def prefetch(
@@ -38,7 +46,8 @@ def prefetch(
     """Yields the batches of a data set, with `count` more of them placed already."""
     waiting = collections.deque()
     for data in dataset:
-        placed = place(plan, data if isinstance(data, tuple) else (data,))
+        data = data if isinstance(data, tuple) else (data,)
+        placed = place(plan, tf.nest.map_structure(batch.as_tensor, data))
         # In a tf.function, a number that changes must be a tensor.
         size = tf.convert_to_tensor(placed.size, tf.int32)
         waiting.append((placed._replace(size=size),))

@@ -35,14 +35,7 @@ from towers.keras_adapter.graphs import (
 from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.patching import patched
 from towers.layers import fused
-from towers.partition.paths import (
-    behind,
-    depends,
-    is_custom,
-    starts,
-    taken,
-    totals_behind,
-)
+from towers.partition import backward
 
 
 class Region(NamedTuple):
@@ -69,6 +62,7 @@ class Trace:
         added: The keys of gradients of variables, which are added over the towers at
             once, whoever takes them.
         gradients: The keys of those, and of rows of sparse ones.
+        indices: The keys of the numbers of rows of sparse ones.
         compiled: Whether a function that is called asks for XLA.
         reads_gradients: Whether a gradient is read operation by operation.
         regions: By the name of an operation, the outermost region that it is in.
@@ -97,6 +91,7 @@ class Trace:
         self.added: dict[Any, Dependence] = {}
         self.compiled = self.reads_gradients = False
         self.gradients: set[Any] = set()
+        self.indices: set[Any] = set()
 
         def step(batch, fraction):
             self.graph = tf.compat.v1.get_default_graph()
@@ -105,6 +100,7 @@ class Trace:
             self.regions.clear()
             self.added.clear()
             self.gradients.clear()
+            self.indices.clear()
             with self._reading(batch), self._in_one_graph():
                 with fused.batch_normalization(), fused.updates():
                     return function(batch)
@@ -198,18 +194,13 @@ class Trace:
         unconnected_gradients=tf.UnconnectedGradients.NONE,
     ):
         """Takes a gradient of each tower's part of the target, where it has one."""
-        flat = tf.nest.flatten(target)
+        flat, given = self._terms(target, sources, output_gradients)
         symbolic = all(tf.is_symbolic_tensor(each) for each in flat)
         kinds = [self.reader.of(each) for each in flat] if symbolic else []
         of_sources = [
             self.reader.of(each) if tf.is_symbolic_tensor(each) else NONE
             for each in (tf.nest.flatten(sources) if self._here() else ())
         ]
-        given = (
-            [None] * len(flat)
-            if output_gradients is None
-            else tf.nest.flatten(output_gradients)
-        )
         if (
             not self._here()
             or not {*of_sources} <= {NONE, ROWS}
@@ -217,12 +208,17 @@ class Trace:
             or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
             or self._crosses(flat, tf.nest.flatten(sources))
             or not all(map(self._fits, flat, kinds, given))
-            or any(map(is_custom, behind(flat)))
-            or (totals := totals_behind(flat, self.is_total, self.reader.totals))
+            or any(map(backward.is_custom, backward.behind(flat)))
+            or (totals := backward.totals(flat, self.is_total, self.reader.totals))
             is None
         ):
             # Each operation of the gradient is read by itself, as any other.
             self.reads_gradients |= self._here()
+            if symbolic and self._here() and (own := self.reader.own) is not None:
+                begin = backward.starts(self.graph, sources)
+                known = self.is_total, self.reader.totals
+                own.contested |= backward.hindering(flat, *known, begin)
+                own.contested |= {*map(key, flat)} & {*self.reader.extremes}
             return self._gradient_by_hand(
                 *(original, tape, target, sources),
                 *(output_gradients, unconnected_gradients),
@@ -252,32 +248,36 @@ class Trace:
             found = original(tape, target, sources, *args, **kwargs)
         own.by_hand.update(op.name for op in made)
         targets = [*filter(tf.is_symbolic_tensor, tf.nest.flatten(target))]
-        if self._knows_regions:
-            own.contested |= self._contested(targets, sources)
-        for each in targets:
-            self.reader.of(each)
-            own.send_home(each)
+        for tensor in [t for op in backward.behind(targets) for t in op.outputs]:
+            self.reader.of(tensor)
+            own.send_home(tensor)
         return found
-
-    def _contested(self, targets, sources):
-        """The keys of totals without which a gradient would be known as a whole."""
-        totals, begin = taken(targets, self.is_total), starts(self.graph, sources)
-        if totals_behind(targets, self.is_total, self.reader.totals) is not None:
-            totals = {k: t for k, t in totals.items() if depends([t], begin)}
-        extremes = {*self.reader.extremes}
-        taken_as = {key(each.tensor) for each in self.reader.totals.values()}
-        return {*totals} & (taken_as | extremes) | {*map(key, targets)} & extremes
 
     def decide(self) -> Decided | None:
         """Returns what another trace has to know of what is each tower's own."""
-        reader = self.reader
-        if reader.own is None:
-            return None
-        return reader.own.decide(reader.totals, reader.extremes, self._in_gradient)
+        own, reader = self.reader.own, self.reader
+        return own and own.decide(reader.totals, reader.extremes, self._in_gradient)
 
     def _in_gradient(self, op):
         region = self.regions.get(op.name)
         return region is not None and region.layer is None
+
+    def _terms(self, target, sources, output_gradients):
+        """The targets, as their terms, and the gradients given for each."""
+        flat = tf.nest.flatten(target)
+        given = [None] * len(flat)
+        if output_gradients is not None:
+            given = tf.nest.flatten(output_gradients)
+        if not self._here() or not all(map(tf.is_symbolic_tensor, flat)):
+            return flat, given
+        starts = backward.starts(self.graph, sources)
+        each = zip(flat, given, strict=True)
+        pairs = [
+            pair
+            for target, factor in each
+            for pair in backward.terms(target, factor, starts, self.reader.of)
+        ]
+        return [term for term, _ in pairs], [factor for _, factor in pairs]
 
     def _fits(self, target, kind, given):
         """Whether a target, and the gradient given for it, are what a tower has."""
@@ -318,6 +318,7 @@ class Trace:
                 # Those of all towers, one behind the other, are the batch's.
                 known |= {key(gradient.values): ROWS, key(gradient.indices): ROWS}
                 self.gradients.add(key(gradient.values))
+                self.indices.add(key(gradient.indices))
                 if gradient.dense_shape is not None:
                     known[key(gradient.dense_shape)] = NONE
             elif gradient is not None:
@@ -336,8 +337,8 @@ class Trace:
 
         Then the gradient of a tower's part is not a part of the gradient.
         """
-        totals = taken(targets, self.is_total).values()
-        return depends([*totals], starts(self.graph, sources))
+        totals = backward.taken(targets, self.is_total).values()
+        return backward.meets([*totals], backward.starts(self.graph, sources))
 
     def is_total(self, op: tf.Operation, index: int) -> bool:
         """Tells whether an operation takes the whole batch's value of an input."""

@@ -1,5 +1,6 @@
 """What the house does for models that define a `train_step` themselves."""
 
+import collections
 import json
 
 import keras
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import hosts
+from tests import executed, hosts
 from towers import multi_gpu_model
 from towers.numerics import NotFiniteStep
 
@@ -94,6 +95,15 @@ def test_a_number_of_the_data_is_named():
     bad[5, 2] = np.nan
     with pytest.raises(NotFiniteStep, match=r"x\[5\] of what `fit` has got"):
         parallel.fit(bad, Y, batch_size=8, shuffle=False, verbose=0)
+
+
+def test_a_batch_that_is_not_written_is_said(tmp_path):
+    file = str(tmp_path / "step.npz")
+    parallel, _ = clipped(check_numerics=file)
+    bad = X.copy()
+    bad[5, 2] = np.nan
+    with pytest.raises(NotFiniteStep, match="is not written, as a step of the model's"):
+        parallel.fit(bad, Y, batch_size=8, verbose=0)
 
 
 def test_an_optimizer_that_came_before_has_applied_its_own():
@@ -231,3 +241,150 @@ def test_hosts_say_what_they_cannot_go_on_with(tmp_path):
         assert "own state at" in each["draws"]
         assert "own_steps_on_hosts.py" in each["draws"]
         assert "keras.random" in each["draws"]
+
+
+def _assert_copies_are_equal(parallel):
+    """Asserts that towers have copies, each with the bits of the model's own."""
+    kept = parallel.builder.pieces.copies
+    assert len(kept._originals) > len(parallel.trainable_variables)
+    others = parallel.builder.plan.devices[1:]
+    for device, copies in zip(others, kept._copies, strict=True):
+        for variable, copy in zip(kept._originals, copies, strict=True):
+            assert copy.device.endswith(device)
+            mine, own = copy.numpy(), variable.value.numpy()
+            assert mine.tobytes() == own.tobytes(), variable.path
+
+
+class _Changes(keras.callbacks.Callback):
+    """Changes what copies have to follow, and looks at them before it does."""
+
+    def __init__(self, trained):
+        super().__init__()
+        self.trained = trained
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Changes the learning rate, and a weight."""
+        if hasattr(self.trained, "builder"):
+            _assert_copies_are_equal(self.trained)
+        self.model.optimizer.learning_rate = 0.02 * (epoch + 1)
+        weight = self.model.trainable_variables[0]
+        weight.assign(weight + 0.1)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("towers", [1, 2, 3])
+def test_copies_follow_what_is_changed(towers, scaled):
+    found = []
+    for wrap in (
+        lambda model: model,
+        lambda model: multi_gpu_model(model, towers, variable_update="replicated"),
+    ):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input([4])
+        hidden = keras.layers.Dense(8, "tanh")(inputs)
+        model = Clipped(inputs, keras.layers.Dense(1)(hidden))
+        trained, optimizer = wrap(model), keras.optimizers.Adam(0.01)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        trained.compile(optimizer, jit_compile=False)
+        for rows in (8, 5, 1):
+            data = {"x": X[:rows], "y": Y[:rows], "batch_size": rows}
+            trained.fit(**data, epochs=2, verbose=0, callbacks=[_Changes(trained)])
+        found.append([*values(model), *map(np.array, optimizer.variables)])
+    for mine, wanted in zip(*found, strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_are_updated_where_they_are_and_no_weight_travels():
+    _, *others = devices = [f"/device:CPU:{k}" for k in (1, 2, 3)]
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input([4])
+    hidden = keras.layers.Dense(7)(inputs)
+    model = Clipped(inputs, keras.layers.Dense(1)(hidden), name="own_copies")
+    parallel = multi_gpu_model(
+        model, devices, variable_update="replicated", all_reduce_alg="ring"
+    )
+    parallel.compile("adam", jit_compile=False)
+    nodes = executed.run(lambda: parallel.fit(X, Y, verbose=0), "own_copies")
+    assert parallel.builder.graph is not None
+    updated = {}
+    for device in devices:
+        kinds = collections.Counter(node.op for node in nodes[device])
+        updated[device] = {k: n for k, n in kinds.items() if "Assign" in k}
+    assert all(updated[device] for device in others)
+    assert updated[others[0]] == updated[others[1]]
+    read = {
+        (source, name)
+        for source, _, _, name in executed.transfers(nodes)
+        if "ReadVariableOp" in name and not name.startswith("learning_rate")
+    }
+    assert not read
+
+
+@pytest.mark.parametrize(("row", "tower"), [(1, 0), (6, 1)])
+def test_a_gradient_that_is_not_finite_reaches_no_copy(row, tower):
+    options = {"check_numerics": True, "variable_update": "replicated"}
+    parallel, model = clipped(**options)
+    parallel.fit(X, Y, batch_size=8, verbose=0)
+    before, x = values(model), X.copy()
+    x[row, 0] = -10
+    with pytest.raises(NotFiniteStep, match=f"tower {tower} of 2"):
+        parallel.fit(x, Y, batch_size=8, shuffle=False, verbose=0)
+    for mine, kept in zip(values(model), before, strict=True):
+        np.testing.assert_array_equal(mine, kept)
+    _assert_copies_are_equal(parallel)
+
+
+def test_a_branch_that_changes_other_variables_has_copies_of_those():
+    """As `examples/steps/accumulate.py`, but of what the model does not list."""
+
+    class Beside(Clipped):
+        def train_step(self, data):
+            def count():
+                self.seen.assign_add(1.0)
+                self.trainable_variables[0].assign(self.trainable_variables[0] * 0.5)
+                return 0.0
+
+            tf.cond(tf.reduce_sum(data[0]) > -1e9, count, lambda: 0.0)
+            return super().train_step(data)
+
+    inputs = keras.Input([4])
+    model = Beside(inputs, keras.layers.Dense(1)(inputs))
+    model.seen = tf.Variable(0.0)
+    parallel = multi_gpu_model(model, 2, variable_update="replicated")
+    parallel.compile("sgd", jit_compile=False)
+    with pytest.raises(ValueError, match="which towers have copies, and others"):
+        parallel.fit(X, Y, verbose=0)
+
+
+def test_what_copies_cannot_have_is_refused():
+    inputs = keras.Input([4])
+    model = Clipped(inputs, keras.layers.Dense(1)(inputs))
+    for option in (
+        {"variable_update": "asynchronous"},
+        {"variable_update": "replicated", "shard_optimizer_state": True},
+    ):
+        with pytest.raises(ValueError, match="Clipped, which defines its own step"):
+            multi_gpu_model(model, 2, **option)
+
+
+class Plain(keras.Model):
+    """Does what Keras's own step does."""
+
+    def train_step(self, data):
+        """Trains on x and y."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_sparse_gradients_are_no_news(caplog):
+    inputs = keras.Input([4], dtype="int32")
+    rows = keras.layers.Flatten()(keras.layers.Embedding(9, 2)(inputs))
+    parallel = multi_gpu_model(Plain(inputs, keras.layers.Dense(1)(rows)), 2)
+    parallel.compile("adam", jit_compile=False)
+    parallel.fit(np.abs(X).astype("int32"), Y, verbose=0)
+    assert "one device" not in caplog.text

@@ -115,12 +115,6 @@ class Losses:
         total = tf.reduce_sum(tf.exp(similar(x @ w, x[:, :3])), 0)
         return tf.reduce_mean(tf.math.log(total))
 
-    def beside_a_masked_mean(self, x, w):
-        """The same, and a mean of what counts."""
-        mask, rows = tf.cast(x[:, 0] > 0, tf.float32), tf.reduce_sum((x @ w) ** 2, 1)
-        masked = tf.reduce_sum(rows * mask) / (tf.reduce_sum(mask) + 1)
-        return self.contrastive(x, w) + masked
-
     def beside_a_mean(self, x, w):
         """The same, and what adds up."""
         weights = 0.01 * tf.reduce_sum(w**2)

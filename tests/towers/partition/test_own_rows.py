@@ -24,7 +24,9 @@ def plan_of(towers, ratios=None):
 
 
 def partitioned(function, plan, loss_placement="tower"):
-    made = Partitioned(function, tf.TensorSpec([None, 4]), loss_placement)
+    made = Partitioned(
+        function, tf.TensorSpec([None, 4]), loss_placement=loss_placement
+    )
 
     @tf.function(autograph=False)
     def call(data):
@@ -107,10 +109,20 @@ def test_beside_what_meets_totals_stay_exact():
             loss = tf.reduce_sum(losses * mask) / (tf.reduce_sum(mask) + 1)
         return loss, tape.gradient(loss, weights)
 
+    def both(x):
+        mask = tf.cast(x[:, 0] > 0, tf.float32)
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum(tf.square(x @ weights), 1)
+            loss = tf.reduce_sum(losses * mask) / (tf.reduce_sum(mask) + 1)
+            loss += Losses().barlow(x, tf.convert_to_tensor(weights))
+        return loss, tape.gradient(loss, weights)
+
     own = step_of(Losses().barlow, weights)
     plan = plan_of(3, (2, 1, 3))
-    call, _ = partitioned(lambda x: (exact(x), own(x)), plan)
-    found, meeting = call(tf.constant(X))
+    call, _ = partitioned(lambda x: (exact(x), own(x), both(x)), plan)
+    found, meeting, sums = call(tf.constant(X))
+    for each in zip(sums, found, meeting, strict=True):
+        np.testing.assert_allclose(each[0], each[1] + each[2], rtol=1e-5, atol=1e-6)
     for mine, other in zip(found, exact(tf.constant(X)), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
     for mine, other in zip(meeting, of_each_tower(own, plan, X), strict=True):

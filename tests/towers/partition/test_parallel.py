@@ -1,5 +1,7 @@
 """Functions and loops of one's own, on towers."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,9 @@ import tensorflow as tf
 from tensorflow.python.autograph.utils import ag_logging as autograph_logging
 
 import towers
+from tests import hosts
+from tests.towers.partition import parallel_on_hosts
+from tests.variants import slow
 from towers.plan import Plan
 
 RANDOM = np.random.default_rng(0)
@@ -213,3 +218,38 @@ def test_autograph_leaves_it_alone(monkeypatch):
 def test_no_variables_are_refused():
     with pytest.raises(ValueError, match="no variables"):
         towers.GradientTowers(tf.reduce_mean, [], gpus=2)
+
+
+@pytest.mark.parametrize("layout", [(1, 2), slow((1, 1, 1))], ids=str)
+def test_hosts_equal_one_device(layout, tmp_path):
+    module = "tests.towers.partition.parallel_on_hosts"
+    hosts.run(module, layout, tmp_path, timeout_s=200)
+
+    def make(model, optimizer):
+        loss_fn = parallel_on_hosts.loss_of(model)
+
+        def step(*batch):
+            with tf.GradientTape() as tape:
+                loss = loss_fn(*batch)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        return step
+
+    wanted = parallel_on_hosts.trained(make)
+    x = tf.constant(parallel_on_hosts.X)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        rows, largest = parallel_on_hosts.centred(x)
+        total = tf.reduce_sum(rows**2) + largest
+    gradient = tape.gradient(total, x).numpy().tolist()
+    for rank in range(len(layout)):
+        found = json.loads((tmp_path / f"found{rank}.json").read_text())
+        for way in ("trained", "prefetched"):
+            _close(found[way], [*wanted])
+        _close(found["rows"], rows.numpy().tolist())
+        _close(found["gradient"], gradient)
+        assert found["largest"] == float(largest)
+        assert "Hosts have different batches; give all hosts" in found["differ"]
+        assert "own state at" in found["draws"] and "keras.random" in found["draws"]

@@ -288,6 +288,26 @@ class Functions:
             loss = keras.losses.CTC()(labels, tf.tile(logits, [1, 2, 1]))
         return loss, tape.gradient(loss, self.weights)
 
+    def sum_of_kinds(self, x):
+        """The gradient of a quotient of totals, a mean, a sum and a norm of weights."""
+        with tf.GradientTape() as tape:
+            rows = tf.square(tf.tanh(x @ self.weights))
+            given = tf.nn.sigmoid(x[:, :1])
+            masked = tf.reduce_sum(rows * given) / tf.reduce_sum(given)
+            others = [tf.reduce_mean(rows), 0.1 * tf.reduce_sum(self.weights**2)]
+            loss = masked - 0.5 * (tf.add_n(others) - tf.reduce_sum(rows[:, 0])) / 3
+            scaled = loss * (self.total + 8.0) / tf.reduce_sum(given)
+        return loss, tape.gradient(scaled, self.weights, tf.constant(2.0))
+
+    def sum_of_kinds_times_a_weight(self, x):
+        """The same, but what scales the sum has a gradient of its own."""
+        with tf.GradientTape() as tape:
+            rows, given = tf.square(x @ self.weights), tf.nn.sigmoid(x[:, :1])
+            masked = tf.reduce_sum(rows * given) / tf.reduce_sum(given)
+            loss = (masked + tf.reduce_mean(rows)) * tf.reduce_sum(self.weights)
+            loss += (masked + tf.reduce_mean(rows)) * tf.reduce_mean(rows)
+        return loss, tape.gradient(loss, self.weights)
+
     def of_a_sum(self, x):
         """The gradient for what the rows add up to."""
         with tf.GradientTape() as tape:
@@ -320,7 +340,8 @@ class Functions:
 GATHERED = set(
     """alignment blocks_reshaped branch_with_an_effect custom drawn_rows draws
     made_for_all
-    norm_of_a_gradient pairs root several_targets shapes through_a_total twice weighted
+    norm_of_a_gradient pairs root several_targets shapes sum_of_kinds_times_a_weight
+    through_a_total twice weighted
     weighted_by_a_total""".split()
 )
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]

@@ -278,11 +278,12 @@ def build(input_shape, num_outputs):
 """
 
 
-def test_a_model_with_a_step_of_its_own(tmp_path):
+@pytest.mark.parametrize("update", ["auto", "replicated"])
+def test_a_model_with_a_step_of_its_own(update, tmp_path):
     """By flags and defaults of training; it is stopped, and begun again."""
     path = write(tmp_path, OWN_STEP)
     flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80", "--deterministic"
-    flags += "--variable_update=auto", "--batch_size=16", "--save_steps=1"
+    flags += f"--variable_update={update}", "--batch_size=16", "--save_steps=1"
 
     def run(name, steps):
         folder = tmp_path / name

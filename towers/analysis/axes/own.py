@@ -49,6 +49,8 @@ _ROWS_OF = {
     "SoftmaxCrossEntropyWithLogits": 0,
 }
 
+_SUMS = "Add", "AddN", "AddV2", "Sub"
+
 
 class Decided(NamedTuple):
     """What an earlier trace of the same function has shown, by names of operations.
@@ -112,13 +114,12 @@ class OwnRows:
         if tensor.op.name in self._decided.no_totals | self._decided.at_home:
             return False
         if any(t in self for t in inputs):
-            # A metric adds what is found to what it has: of all towers, at home.
-            alone = [kind for kind in kinds if kind is not NONE] in (
-                [MEAN],
-                [SIZE],
-                [SUM],
-            )
-            return alone and tensor.shape.is_fully_defined()
+            # A metric adds what is found to what it has: of all towers, at home. So are
+            # losses of several kinds added, of which the gradient takes each by itself.
+            totals = [kind for kind in kinds if kind is not NONE]
+            few = len(totals) == 1 or tensor.op.type in _SUMS
+            fits = few and {*totals} <= {MEAN, SIZE, SUM}
+            return fits and tensor.shape.is_fully_defined()
         # What has a row for each example has one for each of the tower's.
         return tensor.shape.is_fully_defined() or bool({ROWS, COLUMNS} & {*kinds})
 

@@ -9,7 +9,6 @@ that may change them (`listeners.py`).
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,7 +18,11 @@ from towers.collectives import optimizer_shards, packing, placing
 from towers.collectives.optimizer_shards import OptimizerShards
 from towers.collectives.spread.variable import SpreadVariable
 from towers.devices import HOST
-from towers.keras_adapter.optimizers import all_variables, learning_rate_variable
+from towers.keras_adapter.optimizers import (
+    all_variables,
+    learning_rate_variable,
+    updating,
+)
 from towers.keras_adapter.variables import (
     swapped_values,
     value_behind,
@@ -81,11 +84,37 @@ class Copies:
         elif optimizer is not None:
             originals += all_variables(optimizer)
         # What is cut is on several devices as it is.
-        self._originals = [each for each in originals if sharded.of(each) is None]
+        self.add([each for each in originals if sharded.of(each) is None])
+
+    def add(self, originals: Sequence[keras.Variable]) -> None:
+        """Creates copies of those of some variables that have none yet."""
+        known = {*map(id, self._originals)}
+        added = {id(each): each for each in originals if id(each) not in known}
+        added = [*added.values()]
+        if not added:
+            return
         with tf.init_scope():
-            self._copies = [*map(self._copy, self.towers)]
-        # Other hosts may have no copies, and all follow the first one together.
-        self.stale = self.stale and self._context.plan.hosts.count > 1
+            plan = self._context.plan
+            copies = [_copy(plan, tower, added) for tower in self.towers]
+        if not self._originals:
+            # Other hosts may have no copies, and all follow the first one together.
+            self.stale = self.stale and self._context.plan.hosts.count > 1
+        self._originals = [*self._originals, *added]
+        self._copies = [
+            [*mine, *more]
+            for mine, more in zip(
+                self._copies or [[] for _ in copies], copies, strict=True
+            )
+        ]
+
+    def handles(self) -> list[dict[int, tf.Tensor]]:
+        """Returns, for each tower, the handles of its copies.
+
+        They are by the `id` of the handle of the model's own variable.
+        """
+        own = [value_behind(each).handle for each in self._originals]
+        every = [own, *([copy.handle for copy in copies] for copies in self._copies)]
+        return [dict(zip(map(id, own), mine, strict=True)) for mine in every]
 
     def variables(self) -> list[tf.Variable]:
         """Returns the copies of all towers, and what belongs to shards."""
@@ -203,25 +232,41 @@ class Copies:
 
         Each of `updates` applies it, with the gradients of one of these towers.
         """
-        optimizer = self._context.model.optimizer
+        rates = _learning_rates(self._context.model, self._originals)
         for k, (tower, copy) in enumerate(
             zip(self.towers, self._copies, strict=False), start=1
         ):
             stages = self._context.plan.pipeline.stages
             where = placing.updates(tower.device, stages)
             with where, tf.name_scope(f"apply_{k}"):
-                for variable, mine in zip(self._originals, copy, strict=True):
-                    if _is_learning_rate(variable, optimizer):
-                        mine.assign(variable.value)
+                for i in rates:
+                    copy[i].assign(self._originals[i].value)
                 with swapped_values(self._originals, copy):
                     updates[k - 1]()
 
-    def _copy(self, tower):
-        copies, stage_of = [], self._context.plan.pipeline.stage_of
-        for variable in self._originals:
-            device, original = tower.devices[stage_of(variable)], variable.value
-            copies.append(variable_like(original, device, original))
-        return copies
+    def follow_learning_rates(self) -> None:
+        """Gives copies of learning rates their values, which callbacks change."""
+        rates = _learning_rates(self._context.model, self._originals)
+        for tower, copy in zip(self.towers, self._copies, strict=False):
+            with tf.device(tower.device), tf.name_scope("learning_rate"):
+                for i in rates:
+                    copy[i].assign(self._originals[i].value)
+
+
+def _learning_rates(model, originals):
+    """The places of learning rates: they are changed all the time, and small."""
+    every = variables.optimizers(model).values()
+    leaves = [leaf for each in every for leaf in (each, *updating(each))]
+    rates = {id(learning_rate_variable(leaf)) for leaf in leaves}
+    return [i for i, each in enumerate(originals) if id(each) in rates]
+
+
+def _copy(plan, tower, originals):
+    copies, stage_of = [], plan.pipeline.stage_of
+    for variable in originals:
+        device, original = tower.devices[stage_of(variable)], variable.value
+        copies.append(variable_like(original, device, original))
+    return copies
 
 
 def _refuse(model):
@@ -251,8 +296,3 @@ def _digest(values):
         odd = odd * 6364136223846793005 % 2**62 | 1
         total += bits * odd
     return total
-
-
-def _is_learning_rate(variable: keras.Variable, optimizer: Any) -> bool:
-    # It is changed from outside all the time, and small.
-    return variable is learning_rate_variable(optimizer)

@@ -10,11 +10,15 @@ import keras
 import tensorflow as tf
 
 from towers.builders.common import Pieces
+from towers.builders.pieces.reducer import AllReduce, Reducer
 from towers.builders.steps.keras_steps import Scope, train_function
 from towers.collectives import batch
+from towers.keras_adapter import optimizers
 from towers.keras_adapter.models import overrides
+from towers.keras_adapter.variables import value_behind
 from towers.layers import variables
-from towers.partition.partitioned import Observer, Partitioned
+from towers.partition.partitioned import Copied, Observer, Partitioned
+from towers.partition.placement.copies import taken_together
 from towers.tower.errors import ModelError
 
 _STEPS = "train_step", "test_step", "predict_step"
@@ -27,9 +31,15 @@ def has_own_steps(model: keras.Model) -> bool:
 
 @dataclasses.dataclass
 class OwnSteps:
-    """The steps of a model that defines one of them itself, as one device has them."""
+    """The steps of a model that defines one of them itself, as one device has them.
+
+    Attributes:
+        pieces: What all ways to update variables have in common.
+        reducer: How gradients are added.
+    """
 
     pieces: Pieces
+    reducer: Reducer
 
     def __post_init__(self):
         self._partitioned: dict[Any, Partitioned] = {}
@@ -73,8 +83,9 @@ class OwnSteps:
         """Returns a step of the model, partitioned for batches of a kind."""
         if (step, str(spec)) not in self._partitioned:
             context = self.pieces.context
-            function, placement = self._function(step), context.loss_placement
-            found = Partitioned(function, spec, placement)
+            copied = self._copied if step == "train_step" else lambda trace: None
+            placement = context.loss_placement
+            found = Partitioned(self._function(step), spec, copied, placement)
             self._partitioned[step, str(spec)] = found
             name = f"The {step} of model '{context.model.name}'"
             context.say(found.lines(name))
@@ -83,6 +94,26 @@ class OwnSteps:
             if context.guard is not None and found.trace.reads_gradients:
                 context.say([f"{name} has gradients that check_numerics does not see."])
         return self._partitioned[step, str(spec)]
+
+    def _copied(self, trace):
+        """What each tower has a copy of: what optimizers update, and their state."""
+        copies, model = self.pieces.copies, self.pieces.context.model
+        if not isinstance(self.reducer, AllReduce):
+            return None
+        # Also for a single tower: other hosts have more, and the same phases.
+        wanted = [*model.trainable_variables]
+        for optimizer in variables.optimizers(model).values():
+            wanted += optimizers.all_variables(optimizer)
+            for leaf in optimizers.updating(optimizer):
+                wanted += optimizers.known_variables(leaf)
+        known = {id(value_behind(each).handle): each for each in variables.of(model)}
+        found = {id(value_behind(each).handle) for each in wanted}
+        groups = [*taken_together(trace.graph)]
+        # What a branch changes together with these.
+        while more := [g for g in groups if g & found and (g - found) & known.keys()]:
+            found |= set().union(*more) & known.keys()
+        copies.add([*wanted, *(known[each] for each in found & known.keys())])
+        return Copied(copies.handles(), self.reducer.algorithm)
 
     def _run(self, step, data, local_batches=None):
         context, plan = self.pieces.context, self.pieces.context.plan
@@ -106,6 +137,8 @@ class OwnSteps:
             self._check_alone(f"draws random numbers of TensorFlow's own state{line}")
         observer = self._observer(data) if step == "train_step" else None
         with self._together(step, data):
+            if found.copied is not None:
+                self.pieces.copies.follow_learning_rates()
             return found(plan, local_batches, batch.batch_size(data), observer)
 
     def _check_alone(self, what):
@@ -136,13 +169,15 @@ class OwnSteps:
     def _function(self, step):
         """A step of the model, of a batch as it is given."""
         model, preprocess = self.pieces.context.model, self.pieces.context.preprocess
-        if preprocess is None:
-            return getattr(model, step)
+        home = self.pieces.context.plan.home
 
         def function(data):
-            data = keras.utils.unpack_x_y_sample_weight(data)
-            data = preprocess(data, step == "train_step")
-            return getattr(model, step)(keras.utils.pack_x_y_sample_weight(*data))
+            if preprocess is not None:
+                data = keras.utils.unpack_x_y_sample_weight(data)
+                data = preprocess(data, step == "train_step")
+                data = keras.utils.pack_x_y_sample_weight(*data)
+            with _creating_on(home):
+                return getattr(model, step)(data)
 
         return function
 
@@ -150,15 +185,15 @@ class OwnSteps:
         """Measures a step of training, and stops it if a gradient is not finite."""
         context = self.pieces.context
         guard, model = context.guard, context.model
-        optimizers = [*variables.optimizers(model).values()]
+        of_model = [*variables.optimizers(model).values()]
         done = None
-        if guard is not None and optimizers:
+        if guard is not None and of_model:
             # As the step begins: optimizers take turns in it.
-            counts = [tf.identity(each.iterations) for each in optimizers]
+            counts = [tf.identity(each.iterations) for each in of_model]
             done = tf.reduce_max([tf.cast(each, tf.int64) for each in counts])
         scaled = [
             each
-            for each in optimizers
+            for each in of_model
             if isinstance(each, keras.optimizers.LossScaleOptimizer)
         ]
 
@@ -175,6 +210,21 @@ class OwnSteps:
             )
 
         return Observer(context.timers.computed, gradients)
+
+
+@contextlib.contextmanager
+def _creating_on(device):
+    """Inside, variables are created on a device, such as slots of an optimizer."""
+
+    def create(creator, **given):
+        with tf.device(device):
+            return creator(**given)
+
+    with contextlib.ExitStack() as stack:
+        # Keras leaves the graph for it.
+        with tf.init_scope():
+            stack.enter_context(tf.variable_creator_scope(create))
+        yield
 
 
 def _local_spec(data):

@@ -9,7 +9,7 @@ Xu et al. 2021): a tensor is split by rows, replicated, or partial.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -34,8 +34,8 @@ from towers.analysis.operations import STATELESS_DRAWS
 from towers.keras_adapter.graphs import calls_functions, is_stateful
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
-from towers.partition import draws
 from towers.partition.errors import PartitionError, where
+from towers.partition.placement import copies, draws
 from towers.partition.trace import Region, Trace
 
 # What towers have of a tensor, so that it makes the batch's.
@@ -61,12 +61,23 @@ class Place:
     """Where and when an operation runs.
 
     Attributes:
-        level: What is of one level runs in one go: first home, then the towers.
-        on_towers: Whether it runs on each tower.
+        level: What is of one level runs in one go: first home, then the copies, then
+            the towers.
+        on_towers: Whether it runs on each tower, with the tower's rows.
+        on_copies: Whether it runs on each copy of the variables, as at home.
     """
 
     level: int
     on_towers: bool
+    on_copies: bool = False
+
+    def is_behind(self, other: "Place") -> bool:
+        """Tells whether, at the same level, it runs later than the other."""
+        mine, others = (
+            (self.on_towers, self.on_copies),
+            (other.on_towers, other.on_copies),
+        )
+        return mine > others
 
 
 class Placement:
@@ -79,8 +90,17 @@ class Placement:
         gathered: What lets examples meet, and so runs at home on rows of all towers.
     """
 
-    def __init__(self, trace: Trace):
+    def __init__(
+        self,
+        trace: Trace,
+        is_copied: Callable[[tf.Tensor | None], bool] = lambda handle: False,
+    ):
         """Places the operations.
+
+        Args:
+            trace: The traced function.
+            is_copied: Tells of a handle from outside whether each tower has a copy of
+                its variable.
 
         Raises:
             PartitionError: Something can neither run on towers nor at home.
@@ -101,10 +121,18 @@ class Placement:
         for op in self.order:
             self._on_towers[op.name] = self._decide(op)
         self._decide_others()
+        at_home = [op for op in self.order if not self._on_towers[op.name]]
+        on_copies = copies.found(
+            at_home,
+            {op.name for op in self.gathered},
+            lambda handle: is_copied(self._handles.get(key(handle))),
+        )
         for op in self.order:
             if op.type != "Const":
-                level = self._level(op)
-                self.places[op.name] = Place(level, bool(self._on_towers[op.name]))
+                on_towers = bool(self._on_towers[op.name])
+                place = Place(0, on_towers, op.name in on_copies)
+                level = self._level(op, place)
+                self.places[op.name] = dataclasses.replace(place, level=level)
         if self._reader.own is not None:
             _check_own(self._reader.own, trace.returned, self.order)
 
@@ -259,23 +287,23 @@ class Placement:
                 name = tensor.op.name
                 on_towers[name] = on_towers.get(name, True) and here
 
-    def _level(self, op):
-        mine, level = bool(self._on_towers[op.name]), 0
+    def _level(self, op, mine):
+        level = 0
         for i, tensor in enumerate(op.inputs):
             place = self.places.get(tensor.op.name)
+            whole = not mine.on_towers or self.takes_total(op, i)
             if self.is_given(tensor):
-                away = not mine or self.takes_total(op, i)
-                level = max(level, int(away))
-                if away:
+                level = max(level, int(whole))
+                if whole:
                     self._check_combined(op, tensor)
             if place is None:
                 continue
-            away = place.on_towers and (not mine or self.takes_total(op, i))
-            level = max(level, place.level + away)
+            away = place.on_towers and whole
+            level = max(level, place.level + (away or place.is_behind(mine)))
             if away:
                 self._check_combined(op, tensor)
         for place in _places_before(op, self.places):
-            level = max(level, place.level + (place.on_towers and not mine))
+            level = max(level, place.level + place.is_behind(mine))
         return level
 
     def _check_combined(self, op, tensor):
@@ -294,8 +322,12 @@ class Placement:
     def lines(self, name: str) -> Sequence[str]:
         """Says what runs at home on the rows of all towers, for a function's name."""
         gathered = {op.name for op in self.gathered}
+        # An optimizer adds up sparse gradients of all towers, which is no news.
         first = [
-            op for op in self.gathered if not {t.op.name for t in op.inputs} & gathered
+            op
+            for op in self.gathered
+            if not {t.op.name for t in op.inputs} & gathered
+            and not {*map(key, op.inputs)} & self._trace.indices
         ]
         lines = []
         if first:

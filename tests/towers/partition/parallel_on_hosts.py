@@ -1,0 +1,108 @@
+"""Loops and functions of one's own on one of several hosts.
+
+    python -m tests.towers.partition.parallel_on_hosts RANK ADDRESSES TOWERS FOLDER
+
+Each host writes to FOLDER what it has computed, and what it was told.
+"""
+
+import json
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import towers
+from towers.cluster import process_group
+from towers.cluster.membership import Membership
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=[7, 4]).astype("float32")
+Y = RANDOM.normal(size=[7, 1]).astype("float32")
+ENDS = 7, 4, 1, 2
+
+
+def centred(x):
+    """Rows less their mean, and the largest of all."""
+    return x - tf.reduce_mean(x, axis=0), tf.reduce_max(x)
+
+
+def trained(make_step, seed=1):
+    """Trains a small model; returns its weights, and the losses."""
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    step, losses = make_step(model, keras.optimizers.Adam(0.01, epsilon=1e-4)), []
+    for end in ENDS:
+        losses.append(float(step(X[:end], Y[:end])))
+    return [variable.numpy().tolist() for variable in model.variables], losses
+
+
+def loss_of(model):
+    """A loss whose denominator is of the whole batch, beside a mean."""
+
+    def loss_fn(x, y):
+        squares, weights = tf.square(model(x) - y), tf.nn.sigmoid(x[:, :1])
+        masked = tf.reduce_sum(squares * weights) / tf.reduce_sum(weights)
+        return masked + tf.reduce_mean(squares)
+
+    return loss_fn
+
+
+def on_towers(gpus, prefetches=False):
+    """Makes a step of `GradientTowers`."""
+
+    def make(model, optimizer):
+        towers_ = towers.GradientTowers(loss_of(model), model.trainable_variables, gpus)
+
+        def step(*batch):
+            if prefetches:
+                (batch,) = towers_.prefetch([batch])
+            loss, gradients, _ = towers_(*batch)
+            towers_.apply(optimizer, gradients)
+            return loss
+
+        return step
+
+    return make
+
+
+def said(call):
+    """What a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def main(rank, addresses, counts, folder):
+    """Computes all."""
+    rank, addresses = int(rank), tuple(addresses.split(","))
+    mine = int(counts.split(",")[rank])
+    towers.configure(num_gpus=2)
+    called = tuple(f"host {k}" for k in range(len(addresses)))
+    process_group.join(Membership(rank, addresses, called))
+    # The second host begins with the first one's weights.
+    found = {"trained": trained(on_towers(mine), seed=1 + rank)}
+    found["prefetched"] = trained(on_towers(mine, prefetches=True))
+    function = towers.parallelize(centred, mine)
+    with tf.GradientTape() as tape:
+        x = tf.constant(X)
+        tape.watch(x)
+        rows, largest = function(x)
+        total = tf.reduce_sum(rows**2) + largest
+    found["rows"], found["largest"] = rows.numpy().tolist(), float(largest)
+    found["gradient"] = tape.gradient(total, x).numpy().tolist()
+    found["differ"] = said(lambda: function(X[: 5 + rank]))
+    noisy = towers.parallelize(lambda x: x + tf.random.normal(tf.shape(x)), mine)
+    found["draws"] = said(lambda: noisy(X))
+    with open(os.path.join(folder, f"found{rank}.json"), "w") as file:
+        json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,153 @@
+"""What a gradient of some tensors flows through, as operations of a graph."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.analysis.kinds import NONE, SUM, Dependence, Edge, Total
+from towers.analysis.layer_calls import key
+from towers.keras_adapter.graphs import gradient_module
+
+# Their gradients do not take what they have taken.
+_PASS_ON = set(
+    "AddN AddV2 Cast ExpandDims Identity Neg Pack Reshape Shape Squeeze Sub".split()
+)
+# Tells whether an operation takes the whole batch's value of an input.
+IsTotal = Callable[[tf.Operation, int], bool]
+
+
+def behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
+    """Yields the operations through which a gradient of some tensors flows."""
+    waiting, seen = [tensor.op for tensor in tensors], set()
+    while waiting:
+        op = waiting.pop()
+        if op.name not in seen and op.type != "StopGradient":
+            seen.add(op.name)
+            yield op
+            waiting += [each.op for each in op.inputs if not each.dtype.is_integer]
+
+
+def meets(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
+    """Tells whether a gradient of some tensors flows to a tensor of those keys."""
+    return any(
+        key(tensor) in keys
+        for op in behind(tensors)
+        for tensor in (*op.inputs, *op.outputs)
+    )
+
+
+def starts(graph: tf.Graph, sources: Any) -> set[Any]:
+    """Returns the keys of what stands for variables and tensors in a graph."""
+    sources = tf.nest.flatten(sources)
+    handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
+    found = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
+    return found | {
+        key(inside) for outside, inside in graph.captures if id(outside) in handles
+    }
+
+
+def taken(tensors: Sequence[tf.Tensor], is_total: IsTotal) -> dict[Any, tf.Tensor]:
+    """Returns the totals that operations behind some tensors take, by their keys."""
+    return {
+        key(tensor): tensor
+        for op in behind(tensors)
+        for i, tensor in enumerate(op.inputs)
+        if is_total(op, i)
+    }
+
+
+def totals(
+    targets: Sequence[tf.Tensor], is_total: IsTotal, known: Mapping[Edge, Total]
+) -> dict[Any, Total] | None:
+    """Returns the totals behind some tensors, whose gradients take them as well.
+
+    Returns `None` where another operation, whose gradient takes it, too, takes a
+    tower's part of one. `known` has those that are more than sums.
+    """
+    found, parts = {}, set()
+    for op in behind(targets):
+        for i, tensor in enumerate(op.inputs):
+            if is_total(op, i):
+                edge, total = Edge(op.name, i), Total(tensor, SUM)
+                found[key(tensor)] = known.get(edge, total)
+            elif op.type not in _PASS_ON:
+                parts.add(key(tensor))
+    return None if parts & found.keys() else found
+
+
+def hindering(
+    targets: Sequence[tf.Tensor],
+    is_total: IsTotal,
+    known: Mapping[Edge, Total],
+    begin: Collection[Any],
+) -> set[Any]:
+    """Returns the keys of totals without which a gradient is one of towers' parts.
+
+    They are those that depend on its sources, whose keys are `begin`; or all, where
+    `totals` knows none.
+    """
+    found = taken(targets, is_total)
+    if totals(targets, is_total, known) is None:
+        return {*found}
+    return {name for name, tensor in found.items() if meets([tensor], begin)}
+
+
+def is_custom(op: tf.Operation) -> bool:
+    """Tells whether a user has defined the gradient of an operation."""
+    if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
+        return False
+    return not gradient_module(op).startswith(("keras.", "tensorflow."))
+
+
+def terms(
+    target: tf.Tensor,
+    given: tf.Tensor | None,
+    starts: Collection[Any],
+    kind: Callable[[tf.Tensor], Dependence],
+) -> Iterator[tuple[tf.Tensor, tf.Tensor | None]]:
+    """Yields what a gradient may be taken of instead of a scalar.
+
+    A sum of several kinds, such as of a quotient of totals, a mean and a norm of
+    weights, is no tower's part of anything. Its terms are.
+
+    Args:
+        target: What to differentiate.
+        given: The gradient given for it; `None` for one.
+        starts: The keys of what to differentiate for.
+        kind: Tells how a tensor depends on the examples.
+
+    Yields:
+        The terms, each with the gradient that is given for it.
+    """
+    waiting = [(target, given)]
+    while waiting:
+        term, factor = waiting.pop()
+        before = None
+        if term.shape.rank == 0 and kind(term) is NONE:
+            before = _before(term.op, factor, starts)
+        if before is None:
+            yield term, factor
+        else:
+            waiting += before
+
+
+def _before(op, factor, starts):
+    """The terms of a sum or of a multiple, each with its factor; or `None`."""
+    if op.type in ("AddN", "AddV2"):
+        return [(each, factor) for each in op.inputs]
+    if op.type == "Identity":
+        return [(op.inputs[0], factor)]
+    if op.type == "Sub":
+        minus = tf.cast(-1, op.inputs[1].dtype) if factor is None else -factor
+        return [(op.inputs[0], factor), (op.inputs[1], minus)]
+    if op.type not in ("Mul", "RealDiv"):
+        return None
+    left, right = op.inputs
+    if op.type == "Mul" and not meets([left], starts):
+        left, right = right, left
+    if meets([right], starts):
+        return None
+    if op.type == "RealDiv":
+        return [(left, (1 if factor is None else factor) / right)]
+    return [(left, right if factor is None else right * factor)]

@@ -1,0 +1,1 @@
+"""Decides where each operation of a traced function runs."""

@@ -1,0 +1,58 @@
+"""Finds what runs on each copy of the variables, if each tower has a copy."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import tensorflow as tf
+
+from towers.analysis.layer_calls import key
+from towers.keras_adapter.graphs import is_stateful
+from towers.partition.errors import PartitionError, where
+
+
+def found(
+    at_home: Sequence[tf.Operation],
+    gathered: Collection[str],
+    is_copied: Callable[[tf.Tensor], bool],
+) -> set[str]:
+    """Returns the names of operations that each copy's device runs by itself.
+
+    They read or change a variable that has copies, or make what those take. All get the
+    same, so that the copies stay equal.
+
+    Args:
+        at_home: What does not run with a tower's rows, in order.
+        gathered: The names of those that take the rows of all towers, and run once.
+        is_copied: Tells of a handle whether its variable has copies.
+
+    Raises:
+        PartitionError: One operation changes variables with copies, and others.
+    """
+    names, wanted = set(), set()
+    for op in reversed(at_home):
+        handles = [tensor for tensor in op.inputs if tensor.dtype == tf.resource]
+        copied = [*map(is_copied, handles)]
+        if any(copied) and not all(copied):
+            raise PartitionError(
+                f"Operation '{op.name}' ({op.type}){where(op)} changes variables of "
+                "which towers have copies, and others in one go; expected variables "
+                "that are attributes of the model, or "
+                "variable_update='parameter_server'."
+            )
+        # What may give another result at each call runs once.
+        alike = op.name not in gathered and not handles and not is_stateful(op)
+        if any(copied) or (op.name in wanted and alike and op.type != "Const"):
+            names.add(op.name)
+            wanted |= {tensor.op.name for tensor in op.inputs}
+    return names
+
+
+def taken_together(graph: tf.Graph) -> Iterator[set[int]]:
+    """Yields the `id`s of the handles that an operation takes, if there are several.
+
+    They are those from outside of the graph, which is a function's.
+    """
+    outside = {key(inside): id(each) for each, inside in graph.captures}
+    for op in graph.get_operations():
+        found = {outside[key(t)] for t in op.inputs if key(t) in outside}
+        if len(found) > 1:
+            yield found
