@@ -19,9 +19,17 @@ def check(ours, ratios):
     assert apart[worst] <= LIMIT, (worst, apart[worst])
 
 
-@pytest.mark.parametrize("ratios", [(2, 1), (1, 1, 1), (1, 3, 2)])
-def test_towers_compute_with_their_own_rows(ratios, caplog):
+@pytest.mark.parametrize(
+    ("ratios", "update"),
+    [
+        ((2, 1), "parameter_server"),
+        ((1, 1, 1), "parameter_server"),
+        ((1, 3, 2), "replicated"),
+    ],
+)
+def test_towers_compute_with_their_own_rows(ratios, update, caplog):
     options = {"split_ratios": ratios, "loss_placement": "tower"}
+    options["variable_update"] = update
     wrap = functools.partial(multi_gpu_model, gpus=len(ratios), **options)
     check(own_rows.on_towers(wrap), ratios)
     assert "as loss_placement='tower' asks: 'MatMul' at" in caplog.text
