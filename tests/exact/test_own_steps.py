@@ -106,6 +106,17 @@ def test_towers_equal_one_device(name, gpus):
 
 
 @pytest.mark.parametrize(
+    "name",
+    # SimCLR compares pairs, so its numbers are others.
+    [name if name == "vae" else slow(name) for name in NAMES if name != "simclr"],
+)
+def test_loss_placement_changes_only_what_lets_examples_meet(name):
+    wrap = functools.partial(towers.multi_gpu_model, gpus=3, loss_placement="tower")
+    difference, where = apart(run(name, wrap), one_device(name))
+    assert difference <= LIMIT, where
+
+
+@pytest.mark.parametrize(
     ("name", "gpus", "algorithm"),
     [
         case if case[:2] in QUICK else slow(*case)

@@ -27,6 +27,7 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.axes.blocks import RowBlocks
 from towers.analysis.axes.counts import RowCounts
+from towers.analysis.axes.own import Decided, OwnRows
 from towers.analysis.axes.sizes import DRAWS, STATELESS_DRAWS
 from towers.analysis.kinds import (
     COUPLED,
@@ -38,6 +39,8 @@ from towers.analysis.kinds import (
     SUM,
     UNKNOWN,
     Dependence,
+    Edge,
+    Total,
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
 from towers.analysis.operations import of_layer, of_operation, of_target
@@ -57,31 +60,6 @@ _CALLS = {
     **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
 }
-
-
-class Edge(NamedTuple):
-    """An input of an operation that is to be a total of the whole batch.
-
-    Attributes:
-        operation: The name of the operation.
-        index: Of its inputs.
-    """
-
-    operation: str
-    index: int
-
-
-class Total(NamedTuple):
-    """A total over the local batch, which the whole batch's is to stand in for.
-
-    Attributes:
-        tensor: The local batch's.
-        kind: How those of all towers make the whole batch's: SUM, SIZE or MEAN; or
-            COUPLED, by the function in `EXTREMES`.
-    """
-
-    tensor: tf.Tensor
-    kind: Dependence
 
 
 class Culprit(NamedTuple):
@@ -115,6 +93,7 @@ class Reader:
         known: Mapping[Any, Dependence] | None = None,
         seeds: Iterable[tf.Tensor] = (),
         meets: Callable[[tf.Operation], bool] | None = None,
+        decided: Decided | None = None,
     ):
         """Takes a local batch, and what `recorded_layers` remembered.
 
@@ -123,7 +102,7 @@ class Reader:
         numbers that each tower has its own of. `meets` tells of an operation whether
         it may take totals of the whole batch, whatever they depend on; then random
         numbers are those of the whole batch, too, and no layer of the user's is taken
-        to keep rows apart.
+        to keep rows apart. With `decided`, what lets examples meet is a tower's own.
         """
         self._seeds = {key(seed) for _, seed in parts([*seeds])}
         self._calls = calls
@@ -142,6 +121,9 @@ class Reader:
         )
         # Where each tower computes as one device does, of rows in several blocks, too.
         self.blocks = None if meets is None else RowBlocks(self.counts)
+        self.own: OwnRows | None = None
+        if decided is not None:
+            self.own = OwnRows(decided, self.counts, self.blocks, meets)
         self._known = {
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in parts(local_batch)
@@ -273,9 +255,16 @@ class Reader:
             if any(key(t) in self._of_totals for t in inputs):
                 self._of_totals.add(key(tensor))
             return NONE
+        found = self._of_examples(inputs, kinds, rule, tensor, *extra)
+        if self.own is None:
+            return found
+        return self.own.read(tensor, list(inputs), kinds, found)
+
+    def _of_examples(self, inputs, kinds, rule, tensor, *extra):
         if any(map(self._is_for_all_rows, inputs)):
             self._culprits[key(tensor)] = Culprit(tensor.op)
             return UNKNOWN
+        kinds = [*kinds]
         whole = self._meets is not None and kinds[1:] and kinds[1] in (COUPLED, UNKNOWN)
         if tensor.op.type == "Reshape" and rule == self._of_operation and not whole:
             kinds[1] = of_target(tensor, kinds[1])
@@ -296,12 +285,13 @@ class Reader:
     def _of_operation(self, tensor, inputs, kinds):
         attributes = _CALLS.get(tensor.op.type)
         if attributes is None:
-            found = of_operation(tensor, inputs, kinds)
-            draws = tensor.op.type in STATELESS_DRAWS and self._meets is None
+            found, kind = of_operation(tensor, inputs, kinds), tensor.op.type
+            draws = kind in STATELESS_DRAWS and self._meets is None
             if draws and not self.is_seeded(inputs[1]):
                 # By the same seed, each tower would draw the first rows of one device.
                 found = UNKNOWN
-            if self._is_of_unknown_count(tensor.op):
+            whole = kind in DRAWS and self._meets is not None
+            if whole and self.counts.of(tensor.op.inputs[0]) is None:
                 # Whoever draws for all towers could not cut them.
                 found = UNKNOWN
             elif found is UNKNOWN:
@@ -327,11 +317,6 @@ class Reader:
         mine = found[tensor.value_index]
         return mine.pop() if len(mine) == 1 else UNKNOWN
 
-    def _is_of_unknown_count(self, op):
-        """Whether it draws for the whole batch, and how many a row is not known."""
-        whole = self._meets is not None and op.type in DRAWS
-        return whole and self.counts.of(op.inputs[0]) is None
-
     def _of_function(self, op, attribute, inputs, kinds):
         """What a function that an operation calls returns."""
         name = op.get_attr(attribute).name
@@ -349,6 +334,8 @@ class Reader:
         """
         op = tensor.op
         if self._meets is not None and not self._meets(op):
+            return None
+        if self.own is not None and not self.own.may_take_totals(tensor, inputs, kinds):
             return None
         if op.type in EXTREMES and kinds[0] is ROWS and self._may_be_total(tensor):
             total = Total(tensor, COUPLED)

@@ -1,6 +1,9 @@
 """How a value can depend on the examples of a batch."""
 
 import enum
+from typing import NamedTuple
+
+import tensorflow as tf
 
 
 class Dependence(enum.Enum):
@@ -18,6 +21,8 @@ class Dependence(enum.Enum):
         MEAN: A mean over the examples, perhaps with something added that does not
             depend on them.
         PACKED: Part of a ragged or sparse tensor of examples.
+        OWN: On the rows of a tower, which takes them for the batch; see `axes/own.py`.
+            It is none of the above, and no value of the whole batch.
         COUPLED: On several examples, in a way that is none of these.
         UNKNOWN: In a way that cannot be told.
     """
@@ -30,8 +35,34 @@ class Dependence(enum.Enum):
     SUM = enum.auto()
     MEAN = enum.auto()
     PACKED = enum.auto()
+    OWN = enum.auto()
     COUPLED = enum.auto()
     UNKNOWN = enum.auto()
 
 
-NONE, ROWS, COLUMNS, SHAPE, SIZE, SUM, MEAN, PACKED, COUPLED, UNKNOWN = Dependence
+NONE, ROWS, COLUMNS, SHAPE, SIZE, SUM, MEAN, PACKED, OWN, COUPLED, UNKNOWN = Dependence
+
+
+class Edge(NamedTuple):
+    """An input of an operation that is to be a total of the whole batch.
+
+    Attributes:
+        operation: The name of the operation.
+        index: Of its inputs.
+    """
+
+    operation: str
+    index: int
+
+
+class Total(NamedTuple):
+    """A total over the local batch, which the whole batch's is to stand in for.
+
+    Attributes:
+        tensor: The local batch's.
+        kind: How those of all towers make the whole batch's: SUM, SIZE or MEAN; or
+            COUPLED, by the function in `EXTREMES`.
+    """
+
+    tensor: tf.Tensor
+    kind: Dependence

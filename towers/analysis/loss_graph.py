@@ -12,8 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.analysis.dependence import Edge, Total
-from towers.analysis.kinds import Dependence
+from towers.analysis.kinds import Dependence, Edge, Total
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import GraphDef, add_copy, keep_functions
 

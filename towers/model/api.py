@@ -94,7 +94,9 @@ def multi_gpu_model(
             those that layers add. "gathered": the loss is computed once, on the outputs
             of all towers. "auto": on the towers if the loss is proved to be a mean or a
             sum over examples, and otherwise gathered. With `run_eagerly`, it is
-            gathered.
+            gathered. A model's own `train_step` may be "auto": what lets examples meet
+            is computed once, on the rows of all towers; or "tower": each tower takes
+            its part for the batch there, and a loss of that is a mean by their sizes.
         strict: Whether to refuse a model if towers would compute other numbers than one
             device. That is the case if a layer lets examples depend on one another, or
             assigns a value that cannot be combined from parts of a batch. If False,
@@ -200,10 +202,9 @@ def multi_gpu_model(
     arguments.check_hosts(hosts.count, variable_update)
     arguments.check_sharding(shard_embeddings, variable_update)
     arguments.check_own_steps(
-        model,
+        *(model, loss_placement),
         {
             "variable_update": (variable_update, "parameter_server", "replicated"),
-            "loss_placement": (loss_placement, "auto"),
             "stages": (stages, 1),
             "micro_batches": (micro_batches, 1),
             "recompute": (recompute, "none"),

@@ -49,17 +49,26 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_own_steps(model: keras.Model, options: Mapping[str, Any]) -> None:
+def check_own_steps(
+    model: keras.Model, loss_placement: str, options: Mapping[str, Any]
+) -> None:
     """Checks that towers can run the steps that a model defines itself, if it does.
 
     Args:
         model: The model.
+        loss_placement: Where losses are to be computed.
         options: What was asked for, by the names of arguments of `multi_gpu_model`,
             each with the values that such a model can have.
     """
     if not has_own_steps(model):
         return
     name = type(model).__name__
+    if loss_placement == "gathered":
+        raise ValueError(
+            f"Received loss_placement='gathered' with {name}, which defines its own "
+            "step, such as `train_step`; expected 'auto', which gathers what lets "
+            "examples meet, or 'tower'."
+        )
     for option, (value, *known) in options.items():
         if value not in known:
             raise ValueError(

@@ -1,13 +1,20 @@
 """What a gradient of some tensors flows through, as operations of a graph."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towers.analysis.kinds import NONE, Dependence
+from towers.analysis.kinds import NONE, SUM, Dependence, Edge, Total
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import gradient_module
+
+# Their gradients do not take what they have taken.
+_PASS_ON = set(
+    "AddN AddV2 Cast ExpandDims Identity Neg Pack Reshape Shape Squeeze Sub".split()
+)
+# Tells whether an operation takes the whole batch's value of an input.
+IsTotal = Callable[[tf.Operation, int], bool]
 
 
 def behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
@@ -28,6 +35,62 @@ def meets(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
         for op in behind(tensors)
         for tensor in (*op.inputs, *op.outputs)
     )
+
+
+def starts(graph: tf.Graph, sources: Any) -> set[Any]:
+    """Returns the keys of what stands for variables and tensors in a graph."""
+    sources = tf.nest.flatten(sources)
+    handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
+    found = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
+    return found | {
+        key(inside) for outside, inside in graph.captures if id(outside) in handles
+    }
+
+
+def taken(tensors: Sequence[tf.Tensor], is_total: IsTotal) -> dict[Any, tf.Tensor]:
+    """Returns the totals that operations behind some tensors take, by their keys."""
+    return {
+        key(tensor): tensor
+        for op in behind(tensors)
+        for i, tensor in enumerate(op.inputs)
+        if is_total(op, i)
+    }
+
+
+def totals(
+    targets: Sequence[tf.Tensor], is_total: IsTotal, known: Mapping[Edge, Total]
+) -> dict[Any, Total] | None:
+    """Returns the totals behind some tensors, whose gradients take them as well.
+
+    Returns `None` where another operation, whose gradient takes it, too, takes a
+    tower's part of one. `known` has those that are more than sums.
+    """
+    found, parts = {}, set()
+    for op in behind(targets):
+        for i, tensor in enumerate(op.inputs):
+            if is_total(op, i):
+                edge, total = Edge(op.name, i), Total(tensor, SUM)
+                found[key(tensor)] = known.get(edge, total)
+            elif op.type not in _PASS_ON:
+                parts.add(key(tensor))
+    return None if parts & found.keys() else found
+
+
+def hindering(
+    targets: Sequence[tf.Tensor],
+    is_total: IsTotal,
+    known: Mapping[Edge, Total],
+    begin: Collection[Any],
+) -> set[Any]:
+    """Returns the keys of totals without which a gradient is one of towers' parts.
+
+    They are those that depend on its sources, whose keys are `begin`; or all, where
+    `totals` knows none.
+    """
+    found = taken(targets, is_total)
+    if totals(targets, is_total, known) is None:
+        return {*found}
+    return {name for name, tensor in found.items() if meets([tensor], begin)}
 
 
 def is_custom(op: tf.Operation) -> bool:

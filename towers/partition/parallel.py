@@ -102,6 +102,7 @@ class GradientTowers:
         loss_fn: Callable[..., Any],
         variables: Sequence[keras.Variable | tf.Variable],
         gpus: int | Sequence[int] | Sequence[str] | None = None,
+        loss_placement: str = "auto",
     ):
         """Traces nothing yet.
 
@@ -110,10 +111,19 @@ class GradientTowers:
                 the loss, a scalar; or the loss and a nest of other tensors.
             variables: What to differentiate for, created by now.
             gpus: As for `parallelize`.
+            loss_placement: Where examples meet, as in a loss over pairs. "auto": on one
+                device, with all rows. "tower": on each device, which takes its rows for
+                the batch; loss and gradients are then weighted means of the devices'.
 
         Raises:
-            ValueError: There is no variable; or as `parallelize`.
+            ValueError: There is no variable, or an unknown `loss_placement`; or as
+                `parallelize`.
         """
+        if loss_placement not in ("auto", "tower"):
+            raise ValueError(
+                f"Received loss_placement={loss_placement!r}; expected 'auto', which "
+                "gathers what lets examples meet, or 'tower'."
+            )
         self.variables = [*variables]
         if not self.variables:
             raise ValueError(
@@ -122,7 +132,7 @@ class GradientTowers:
             )
         self._loss_fn, self._plan = loss_fn, _plan(gpus, self.variables)
         self._follow_first_host()
-        self._step = _Parallel(self._compute, self._plan)
+        self._step = _Parallel(self._compute, self._plan, loss_placement)
         self._step.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._applies: dict[int, tuple[Any, Callable]] = {}
 
@@ -209,8 +219,9 @@ class GradientTowers:
 class _Parallel:
     """A function of a batch on the towers of a plan; it is traced for each kind."""
 
-    def __init__(self, function, plan):
+    def __init__(self, function, plan, loss_placement="auto"):
         self._function, self._plan = function, plan
+        self._loss_placement = loss_placement
         self._partitioned: dict[str, Partitioned] = {}
         self._in_graph = tf.function(
             self._compute, autograph=False, reduce_retracing=True
@@ -277,7 +288,11 @@ class _Parallel:
     def _partition(self, data):
         spec = batch.local_spec(data, None)
         if str(spec) not in self._partitioned:
-            found = Partitioned(lambda local: self._function(*local), spec)
+            found = Partitioned(
+                lambda local: self._function(*local),
+                spec,
+                loss_placement=self._loss_placement,
+            )
             self._partitioned[str(spec)] = found
             for line in found.lines(f"The function '{self.__name__}'"):
                 say(line)
@@ -318,7 +333,8 @@ class _Parallel:
             return tape.gradient(targets, [*sources, *variables], seeds)
 
         given = data, [upstream[i] for i in rows]
-        partitioned = Partitioned(backward, batch.local_spec(given, None))
+        spec, way = batch.local_spec(given, None), self._loss_placement
+        partitioned = Partitioned(backward, spec, loss_placement=way)
         local_batches, size, _ = place(self._plan, given)
 
         def call():

@@ -1,11 +1,13 @@
 """Runs a function of a batch on several towers, as one device would."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from towers.analysis.axes.own import Decided
 from towers.analysis.kinds import ROWS, SUM
 from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
@@ -15,6 +17,9 @@ from towers.partition.phases import phases
 from towers.partition.placement.placement import STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
+
+# Most functions need one, and those with totals behind what is own some more.
+_TRACES = 9
 
 
 class Observer(NamedTuple):
@@ -58,26 +63,54 @@ class Partitioned:
         function: Callable[[Any], Any],
         spec: Any,
         copied: Callable[[Trace], Copied | None] = lambda trace: None,
+        loss_placement: str = "auto",
     ):
-        """Traces a function of a batch; see `Trace`.
+        """Traces a function of a batch.
 
-        `copied` is called when variables that the function creates are there.
+        Args:
+            function: Takes a batch; see `Trace`.
+            spec: As for `Trace`.
+            copied: Is called when variables that the function creates are there.
+            loss_placement: Where examples meet: "auto" is at home, on the rows of all
+                towers. "tower" is on each tower, which takes its rows for the batch.
+
+        Raises:
+            PartitionError: Towers cannot compute it.
         """
         self._copied = copied
+        own = Decided() if loss_placement == "tower" else None
+        trace = functools.partial(Trace, function, spec)
         try:
-            self._place(Trace(function, spec))
+            self._place(functools.partial(trace, True), own)
         except PartitionError:
             # Operations within a layer are needed outside: all are read one by one.
-            self._place(Trace(function, spec, knows_regions=False))
+            self._place(functools.partial(trace, False), own)
         found = phases(self.trace, self.placement)
         self.phases = [
             [phase.of_copy(each) for each in self.handles] for phase in found
         ]
 
-    def _place(self, trace):
-        self.trace, self.copied = trace, self._copied(trace)
-        known = self.handles[-1]
-        self.placement = Placement(trace, lambda handle: id(handle) in known)
+    def _place(self, trace, decided):
+        """Traces and places, again where one trace decides for the next."""
+        for _ in range(_TRACES):
+            self.trace, error = trace(decided), None
+            self.copied = self._copied(self.trace)
+            known = self.handles[-1]
+            try:
+                self.placement = Placement(
+                    self.trace, lambda each, known=known: id(each) in known
+                )
+            except PartitionError as found:
+                error = found
+            before, decided = decided, self.trace.decide()
+            if before == decided and error is not None:
+                raise error
+            if before == decided:
+                return
+        raise PartitionError(
+            "Towers find no end of what is each tower's own, as loss_placement='tower' "
+            "asks; use 'auto'."
+        )
 
     @property
     def handles(self) -> Sequence[Mapping[int, tf.Tensor]]:

@@ -8,14 +8,24 @@ calls are traced in its place, so that all operations are in one graph.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from towers.analysis.dependence import Edge, Reader, Total
-from towers.analysis.kinds import MEAN, NONE, ROWS, SUM, UNKNOWN, Dependence
+from towers.analysis.axes.own import Decided
+from towers.analysis.dependence import Reader
+from towers.analysis.kinds import (
+    MEAN,
+    NONE,
+    ROWS,
+    SUM,
+    UNKNOWN,
+    Dependence,
+    Edge,
+)
 from towers.analysis.layer_calls import key, recorded_layers
 from towers.keras_adapter.graphs import (
     FUNCTION_CALL,
@@ -26,11 +36,6 @@ from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.patching import patched
 from towers.layers import fused
 from towers.partition import backward
-
-# Their gradients do not take what they have taken.
-_PASS_ON = set(
-    "AddN AddV2 Cast ExpandDims Identity Neg Pack Reshape Shape Squeeze Sub".split()
-)
 
 
 class Region(NamedTuple):
@@ -65,7 +70,11 @@ class Trace:
     """
 
     def __init__(
-        self, function: Callable[[Any], Any], spec: Any, knows_regions: bool = True
+        self,
+        function: Callable[[Any], Any],
+        spec: Any,
+        knows_regions: bool = True,
+        decided: Decided | None = None,
     ):
         """Traces a function.
 
@@ -74,8 +83,10 @@ class Trace:
             spec: The `tf.TypeSpec`s of a local batch, with an unknown number of rows.
             knows_regions: Whether layers and gradients are known as a whole. If not,
                 each of their operations is read by itself.
+            decided: What is known by now of tensors that are each tower's own; `None`
+                if none is to be.
         """
-        self._knows_regions = knows_regions
+        self._knows_regions, self._decided = knows_regions, decided
         self.regions: dict[str, Region] = {}
         self.added: dict[Any, Dependence] = {}
         self.compiled = self.reads_gradients = False
@@ -113,13 +124,17 @@ class Trace:
     def _reading(self, batch) -> Iterator[None]:
         # What a loss does runs operation by operation, and is read so.
         with recorded_layers(losses=False) as calls:
-            self.reader = Reader(batch, calls, meets=self._is_read)
+            self.reader = Reader(
+                *(batch, calls if self._knows_regions else {}),
+                meets=self._is_read,
+                decided=self._decided,
+            )
             # It asks for no totals, so that it may read within gradients.
             self._apart = Reader(batch, calls, meets=lambda op: False)
             self._calls = calls
             if not self._knows_regions:
-                self.reader = Reader(batch, {}, meets=self._is_read)
-                yield
+                with patched(GRADIENT, self._gradient_by_hand):
+                    yield
                 return
             # It is each tower's own, and nobody's outside of a gradient.
             self.reader.know({key(self.fraction): UNKNOWN})
@@ -194,19 +209,26 @@ class Trace:
             or self._crosses(flat, tf.nest.flatten(sources))
             or not all(map(self._fits, flat, kinds, given))
             or any(map(backward.is_custom, backward.behind(flat)))
-            or (totals := self._totals_behind(flat)) is None
+            or (totals := backward.totals(flat, self.is_total, self.reader.totals))
+            is None
         ):
             # Each operation of the gradient is read by itself, as any other.
             self.reads_gradients |= self._here()
-            return original(
-                tape, target, sources, output_gradients, unconnected_gradients
+            if symbolic and self._here() and (own := self.reader.own) is not None:
+                begin = backward.starts(self.graph, sources)
+                known = self.is_total, self.reader.totals
+                own.contested |= backward.hindering(flat, *known, begin)
+                own.contested |= {*map(key, flat)} & {*self.reader.extremes}
+            return self._gradient_by_hand(
+                *(original, tape, target, sources),
+                *(output_gradients, unconnected_gradients),
             )
         with self._made() as made:
-            seeds = [*map(self._seed, flat, kinds, given)]
+            seeds = [*map(functools.partial(_seed, self.fraction), flat, kinds, given)]
             found = original(tape, flat, sources, seeds, unconnected_gradients)
             found = tf.nest.map_structure(self._kept, found)
         known = self._known(
-            tf.nest.flatten(found), tf.nest.flatten(sources), of_sources
+            *(flat, tf.nest.flatten(found), tf.nest.flatten(sources), of_sources)
         )
         self.reader.know(known)
         region = Region([*known])
@@ -217,6 +239,29 @@ class Trace:
                     self.reader.totals[Edge(op.name, i)] = totals[key(tensor)]
         return found
 
+    def _gradient_by_hand(self, original, tape, target, sources, *args, **kwargs):
+        """Takes a gradient of which each operation is read by itself."""
+        own = self.reader.own
+        if own is None or not self._here():
+            return original(tape, target, sources, *args, **kwargs)
+        with self._made() as made:
+            found = original(tape, target, sources, *args, **kwargs)
+        own.by_hand.update(op.name for op in made)
+        targets = [*filter(tf.is_symbolic_tensor, tf.nest.flatten(target))]
+        for tensor in [t for op in backward.behind(targets) for t in op.outputs]:
+            self.reader.of(tensor)
+            own.send_home(tensor)
+        return found
+
+    def decide(self) -> Decided | None:
+        """Returns what another trace has to know of what is each tower's own."""
+        own, reader = self.reader.own, self.reader
+        return own and own.decide(reader.totals, reader.extremes, self._in_gradient)
+
+    def _in_gradient(self, op):
+        region = self.regions.get(op.name)
+        return region is not None and region.layer is None
+
     def _terms(self, target, sources, output_gradients):
         """The targets, as their terms, and the gradients given for each."""
         flat = tf.nest.flatten(target)
@@ -225,7 +270,7 @@ class Trace:
             given = tf.nest.flatten(output_gradients)
         if not self._here() or not all(map(tf.is_symbolic_tensor, flat)):
             return flat, given
-        starts = self._starts(tf.nest.flatten(sources))
+        starts = backward.starts(self.graph, sources)
         each = zip(flat, given, strict=True)
         pairs = [
             pair
@@ -258,25 +303,10 @@ class Trace:
         """How the rows that a sparse gradient has depend on the examples."""
         return self._apart.of(slices.indices)
 
-    def _totals_behind(self, targets):
-        """The totals that some operations take, whose gradients take them as well.
-
-        Returns `None` where another operation, whose gradient takes it, too, takes a
-        tower's part of one.
-        """
-        found, parts = {}, set()
-        for op in backward.behind(targets):
-            for i, tensor in enumerate(op.inputs):
-                if self.is_total(op, i):
-                    edge, total = Edge(op.name, i), Total(tensor, SUM)
-                    found[key(tensor)] = self.reader.totals.get(edge, total)
-                elif op.type not in _PASS_ON:
-                    parts.add(key(tensor))
-        return None if parts & found.keys() else found
-
-    def _known(self, gradients, sources, kinds):
+    def _known(self, targets, gradients, sources, kinds):
         """How gradients depend on the examples, by their keys."""
-        known = {}
+        known, own = {}, self.reader.own
+        mine = own is not None and any(target in own for target in targets)
         for gradient, source, kind in zip(gradients, sources, kinds, strict=True):
             sparse = isinstance(gradient, tf.IndexedSlices)
             if sparse and self._rows_of(gradient) is NONE:
@@ -295,6 +325,8 @@ class Trace:
                 known[key(gradient)] = kind
                 if kind is ROWS:
                     self.reader.blocks.same(gradient, source)
+                    if mine:
+                        own.like(gradient, source)
                 else:
                     self.added[key(gradient)] = SUM
                     self.gradients.add(key(gradient))
@@ -305,23 +337,8 @@ class Trace:
 
         Then the gradient of a tower's part is not a part of the gradient.
         """
-        totals = [
-            op.inputs[i]
-            for op in backward.behind(targets)
-            for i in range(len(op.inputs))
-            if self.is_total(op, i)
-        ]
-        return backward.meets(totals, self._starts(sources))
-
-    def _starts(self, sources):
-        """The keys of what stands for sources of a gradient."""
-        handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
-        starts = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
-        return starts | {
-            key(inside)
-            for outside, inside in self.graph.captures
-            if id(outside) in handles
-        }
+        totals = backward.taken(targets, self.is_total).values()
+        return backward.meets([*totals], backward.starts(self.graph, sources))
 
     def is_total(self, op: tf.Operation, index: int) -> bool:
         """Tells whether an operation takes the whole batch's value of an input."""
@@ -331,18 +348,17 @@ class Trace:
         if key(tensor) in self.reader.extremes:
             return True
         # Within a gradient of a gradient, each tower has its own part.
-        region = self.regions.get(op.name)
-        inside = region is not None and region.layer is None
-        return key(tensor) in self.added and not inside
+        return key(tensor) in self.added and not self._in_gradient(op)
 
-    def _seed(self, target, kind, given):
-        """The gradient of the whole batch's target, with respect to a tower's part."""
-        if kind in (ROWS, SUM):
-            return tf.ones_like(target) if given is None else given
-        fraction = tf.cast(self.fraction, target.dtype)
-        if given is None:
-            return tf.broadcast_to(fraction, tf.shape(target))
-        return fraction * given
+
+def _seed(fraction, target, kind, given):
+    """The gradient of the whole batch's target, with respect to a tower's part."""
+    if kind in (ROWS, SUM):
+        return tf.ones_like(target) if given is None else given
+    fraction = tf.cast(fraction, target.dtype)
+    if given is None:
+        return tf.broadcast_to(fraction, tf.shape(target))
+    return fraction * given
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

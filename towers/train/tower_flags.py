@@ -73,7 +73,8 @@ HELPS = {
     "loss_placement": (
         "Where to compute the loss. tower: on the towers. gathered: once, on the "
         "outputs of all towers. auto: on the towers where that is exact, else "
-        "gathered."
+        "gathered. Of a model with its own train_step, auto gathers what lets "
+        "examples meet, and tower has each tower take its part for the batch."
     ),
     "strict": ("Refuse a model if towers would compute other numbers than one device."),
     "steps_per_loop": "Number of training steps in one call of the graph.",

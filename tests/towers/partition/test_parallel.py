@@ -12,6 +12,7 @@ import towers
 from tests import hosts
 from tests.towers.partition import parallel_on_hosts
 from tests.variants import slow
+from towers.plan import Plan
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[7, 4]).astype("float32")
@@ -157,6 +158,44 @@ def test_a_loop_of_ones_own(gpus):
         weights.append([variable.numpy() for variable in model.variables])
     _close(losses[0], losses[1])
     _close(*weights)
+
+
+@pytest.mark.parametrize("placement", ["auto", "tower"])
+def test_a_loss_over_pairs(placement):
+    """On one device, or the mean of the devices' losses by their numbers of rows."""
+    weights = tf.Variable(tf.ones([4, 2]) + tf.constant([0.0, 0.1]))
+
+    def loss_fn(x, y):
+        h = tf.nn.l2_normalize(x @ weights, 1)
+        pairs = tf.matmul(h, h, transpose_b=True) - 5 * tf.eye(tf.shape(x)[0])
+        return tf.reduce_mean(tf.reduce_logsumexp(pairs, 1)), y
+
+    def plain(x, y):
+        with tf.GradientTape() as tape:
+            loss, _ = loss_fn(x, y)
+        return loss, tape.gradient(loss, weights)
+
+    step = towers.GradientTowers(loss_fn, [weights], 3, loss_placement=placement)
+    plan = Plan.of(["/cpu:0", "/cpu:1", "/cpu:2"], [1] * 3, "/cpu:0")
+    for size in (7, 5, 2, 1):
+        loss, (gradient,), aux = step(X[:size], Y[:size])
+        cuts = [(0, size)]
+        if placement == "tower":
+            cuts = [(b, e) for b, e in plan.bounds(size) if e > b]
+        parts = [plain(X[b:e], Y[b:e]) for b, e in cuts]
+        shares = [(e - b) / size for b, e in cuts]
+        wanted = [
+            sum(share * part for share, part in zip(shares, each, strict=True))
+            for each in zip(*parts, strict=True)
+        ]
+        _close([loss, gradient, aux], [*wanted, tf.constant(Y[:size])])
+
+
+def test_an_unknown_loss_placement_is_refused():
+    with pytest.raises(ValueError, match="loss_placement='gathered'; expected 'auto'"):
+        towers.GradientTowers(
+            tf.reduce_mean, [tf.Variable(1.0)], 2, loss_placement="gathered"
+        )
 
 
 def test_what_is_beside_the_loss():

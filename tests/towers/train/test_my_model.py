@@ -301,6 +301,25 @@ def test_a_model_with_a_step_of_its_own(update, tmp_path):
     assert_same_bits(weights(whole), weights(parts))
 
 
+PAIRS = (
+    "loss = self.compute_loss(x, y, outputs)",
+    "alike = tf.matmul(outputs, outputs, transpose_b=True)\n"
+    "            loss = tf.reduce_mean(tf.reduce_logsumexp(alike, 1))",
+)
+
+
+def test_a_step_over_pairs_with_each_towers_own_rows(tmp_path):
+    path = write(tmp_path, OWN_STEP.replace(*PAIRS))
+    flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80", "--num_gpus=2"
+    folder = tmp_path / "run"
+    done = heard(
+        *(run_here, *flags, "--loss_placement=tower", "--max_train_steps=3"),
+        f"--model_dir={folder}",
+    )
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    assert "as loss_placement='tower' asks: 'MatMul' at" in done.stdout + done.stderr
+
+
 def test_labels_of_another_form_than_its_step_expects(tmp_path):
     path = write(tmp_path, OWN_STEP)
     flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80"

@@ -84,7 +84,8 @@ class OwnSteps:
         if (step, str(spec)) not in self._partitioned:
             context = self.pieces.context
             copied = self._copied if step == "train_step" else lambda trace: None
-            found = Partitioned(self._function(step), spec, copied)
+            placement = context.loss_placement
+            found = Partitioned(self._function(step), spec, copied, placement)
             self._partitioned[step, str(spec)] = found
             name = f"The {step} of model '{context.model.name}'"
             context.say(found.lines(name))

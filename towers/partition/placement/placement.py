@@ -21,6 +21,7 @@ from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
     MEAN,
+    OWN,
     PACKED,
     ROWS,
     SHAPE,
@@ -38,7 +39,7 @@ from towers.partition.placement import copies, draws
 from towers.partition.trace import Region, Trace
 
 # What towers have of a tensor, so that it makes the batch's.
-_ON_TOWERS = COLUMNS, MEAN, PACKED, ROWS, SHAPE, SIZE, SUM
+_ON_TOWERS = COLUMNS, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM
 # By type, the place of the shape among what a stateful operation takes that draws.
 STATEFUL_DRAWS = {
     "RandomStandardNormal": 0,
@@ -135,6 +136,8 @@ class Placement:
         for tensor in trace.returned:
             if self._on_towers.get(tensor.op.name):
                 self._check_combined(None, tensor)
+        if self._reader.own is not None:
+            _check_own(self._reader.own, trace.returned, self.order)
 
     def kind(self, tensor: tf.Tensor) -> Dependence:
         """Tells how the towers' values of a tensor make the batch's."""
@@ -314,7 +317,9 @@ class Placement:
 
     def _check_combined(self, op, tensor):
         """Refuses what cannot be put together from what the towers have."""
-        if self.kind(tensor) in (COUPLED, UNKNOWN) and (
+        if self._reader.own is not None:
+            self._reader.own.need(tensor)
+        if self.kind(tensor) in (COUPLED, OWN, UNKNOWN) and (
             key(tensor) not in self._reader.extremes
         ):
             taker = "The function returns"
@@ -335,13 +340,45 @@ class Placement:
             if not {t.op.name for t in op.inputs} & gathered
             and not {*map(key, op.inputs)} & self._trace.indices
         ]
-        places = dict.fromkeys(f"'{op.type}'{where(op)}" for op in first)
-        if not places:
-            return []
-        return [
-            f"{name} computes on one device, with the rows of all towers: "
-            f"{', '.join([*places][:5])}."
-        ]
+        lines = []
+        if first:
+            lines.append(
+                f"{name} computes on one device, with the rows of all towers: "
+                f"{_listed(first)}."
+            )
+        if own := _own_firsts(self._reader.own, self.order):
+            lines.append(
+                f"{name} computes with each tower's own rows what lets examples meet, "
+                f"as loss_placement='tower' asks: {_listed(own)}. Its numbers are not "
+                "those of one device."
+            )
+        return lines
+
+
+def _check_own(own, returned, order):
+    """Refuses gradients of what is each tower's own, where they are not its own."""
+    for tensor in returned:
+        own.need(tensor)
+    for op in order:
+        if op.name in own.by_hand and any(tensor in own for tensor in op.inputs):
+            raise PartitionError(
+                f"Operation '{op.name}' ({op.type}){where(op)} is of a gradient that "
+                "cannot be put together from what towers compute of their own rows, as "
+                "loss_placement='tower' asks; use 'auto'."
+            )
+
+
+def _own_firsts(own, order):
+    """What lets examples meet on each tower; numbers of rows only if that is all."""
+    firsts = {op.name for op in own.firsts} if own is not None else set()
+    found = [op for op in order if op.name in firsts]
+    return [op for op in found if op.outputs[0].dtype.is_floating] or found
+
+
+def _listed(operations: Sequence[tf.Operation]) -> str:
+    """Names the first of some operations, with the lines of the user's."""
+    places = dict.fromkeys(f"'{op.type}'{where(op)}" for op in operations)
+    return ", ".join([*places][:5])
 
 
 def _alike(op: tf.Operation) -> bool | None:

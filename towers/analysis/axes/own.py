@@ -1,0 +1,308 @@
+"""What is each tower's own: where examples meet, a tower takes its rows for the batch.
+
+That is asked for by `loss_placement="tower"`: a matrix that compares each example with
+each has a row for each of the tower's rows, and as many columns. Its rows add up as
+rows do: a sum over them is a sum, a mean over them a mean. A scalar that is neither is
+taken for a mean, which counts by the tower's fraction of the batch.
+
+What a tower's own is made of has to be its own, too: a tower that divides by the number
+of its pairs must not take the number of all pairs. So a function is traced again, until
+no total of the whole batch goes into what is a tower's own (`totals_behind`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from towers.analysis.axes.blocks import RowBlocks
+from towers.analysis.axes.counts import RowCounts
+from towers.analysis.axes.rows import ELEMENTWISE
+from towers.analysis.kinds import (
+    COLUMNS,
+    COUPLED,
+    MEAN,
+    NONE,
+    OWN,
+    PACKED,
+    ROWS,
+    SHAPE,
+    SIZE,
+    SUM,
+    UNKNOWN,
+    Dependence,
+    Edge,
+    Total,
+)
+from towers.analysis.layer_calls import key
+from towers.analysis.static_values import integers
+from towers.keras_adapter.graphs import is_stateful
+
+# They draw random numbers, for all rows.
+_DRAWS = "StatelessRandom", "StatelessTruncated"
+# What they return has the rows of what they take at this place.
+_ROWS_OF = {
+    "BatchMatMulV2": 0,
+    "GatherV2": 1,
+    "MatMul": 0,
+    "SparseSoftmaxCrossEntropyWithLogits": 0,
+    "SoftmaxCrossEntropyWithLogits": 0,
+}
+
+_SUMS = "Add", "AddN", "AddV2", "Sub"
+
+
+class Decided(NamedTuple):
+    """What an earlier trace of the same function has shown, by names of operations.
+
+    Attributes:
+        no_totals: What takes no total of the whole batch.
+        at_home: What is nobody's own, and runs at home on the rows of all towers.
+    """
+
+    no_totals: frozenset[str] = frozenset()
+    at_home: frozenset[str] = frozenset()
+
+
+class OwnRows:
+    """Which tensors are a tower's own, and how they depend on its rows.
+
+    Attributes:
+        firsts: The operations that make something a tower's own of what is not.
+        by_hand: The names of operations that may make none: those of gradients that
+            are read operation by operation.
+        contested: The keys of totals that operations must not take.
+        at_home: The names of operations whose result is needed whole.
+    """
+
+    def __init__(
+        self,
+        decided: Decided,
+        counts: RowCounts,
+        blocks: RowBlocks,
+        meets: Callable[[tf.Operation], bool],
+    ):
+        """Takes what is decided, and what knows the rows of a graph's tensors.
+
+        `meets` tells of an operation whether it is read by itself.
+        """
+        self._decided, self._meets = decided, meets
+        self._counts, self._blocks = counts, blocks
+        self.firsts: list[tf.Operation] = []
+        self.by_hand: set[str] = set()
+        self.contested: set[Any] = set()
+        self.at_home: set[str] = set()
+        self._kinds: dict[Any, Dependence] = {}
+        self._operations: list[tf.Operation] = []
+        # What is divided by a number of the tower's rows, or alike. What it adds up to
+        # does not add up over towers.
+        self._scaled: set[Any] = set()
+        # What has as many rows as is known of it.
+        self._aligned: set[Any] = set()
+
+    def __contains__(self, tensor: tf.Tensor) -> bool:
+        """Tells whether a tensor is a tower's own."""
+        return key(tensor) in self._kinds
+
+    def may_take_totals(
+        self,
+        tensor: tf.Tensor,
+        inputs: Sequence[tf.Tensor],
+        kinds: Sequence[Dependence],
+    ) -> bool:
+        """Tells whether totals of the whole batch may go into a tensor."""
+        if tensor.op.name in self._decided.no_totals | self._decided.at_home:
+            return False
+        if any(t in self for t in inputs):
+            # A metric adds what is found to what it has: of all towers, at home. So are
+            # losses of several kinds added, of which the gradient takes each by itself.
+            totals = [kind for kind in kinds if kind is not NONE]
+            few = len(totals) == 1 or tensor.op.type in _SUMS
+            fits = few and {*totals} <= {MEAN, SIZE, SUM}
+            return fits and tensor.shape.is_fully_defined()
+        # What has a row for each example has one for each of the tower's.
+        return tensor.shape.is_fully_defined() or bool({ROWS, COLUMNS} & {*kinds})
+
+    def read(
+        self,
+        tensor: tf.Tensor,
+        inputs: Sequence[tf.Tensor],
+        kinds: Sequence[Dependence],
+        found: Dependence,
+    ) -> Dependence:
+        """Tells how a tensor depends on a tower's rows, if it is the tower's own.
+
+        Args:
+            tensor: A tensor.
+            inputs: What it is made of.
+            kinds: How that depends on the examples.
+            found: How the tensor does, as far as that is known of the whole batch.
+
+        Returns:
+            How it does; `found`, if it is no tower's own.
+        """
+        mine = [t for t in inputs if t in self]
+        if not self._may_be_own(tensor.op, kinds, found, bool(mine)):
+            return found
+        scaled = any(key(t) in self._scaled for t in mine)
+        if found in (COUPLED, UNKNOWN):
+            found = self._made(tensor, inputs, kinds)
+            scaled |= any(
+                t.dtype.is_floating and kind in (MEAN, OWN, SIZE, SUM)
+                for t, kind in zip(inputs, kinds, strict=True)
+            )
+        else:
+            found = self._kept(tensor, inputs, found)
+        if found is SUM and scaled:
+            found = MEAN
+        if scaled and tensor.dtype.is_floating:
+            self._scaled.add(key(tensor))
+        if not mine:
+            self.firsts.append(tensor.op)
+        self._operations.append(tensor.op)
+        self._kinds[key(tensor)] = found
+        return found
+
+    def like(self, gradient: tf.Tensor, source: tf.Tensor) -> None:
+        """Is told that a gradient of what is own has the rows of its source."""
+        self._kinds[key(gradient)] = ROWS
+        if source not in self or key(source) in self._aligned:
+            self._aligned.add(key(gradient))
+
+    def is_part(self, tensor: tf.Tensor) -> bool:
+        """Tells whether what towers have of a tensor makes something of all rows."""
+        kind = self._kinds.get(key(tensor))
+        if kind is OWN:
+            return False
+        if kind not in (COLUMNS, ROWS):
+            return True
+        others = [*tensor.shape][1:] if kind is ROWS else [tensor.shape[0]]
+        return key(tensor) in self._aligned and None not in others
+
+    def need(self, tensor: tf.Tensor) -> None:
+        """Is told that something needs the whole batch's value of a tensor."""
+        if not self.is_part(tensor):
+            self.send_home(tensor)
+
+    def send_home(self, tensor: tf.Tensor) -> None:
+        """Has nothing behind a tensor be a tower's own."""
+        waiting, seen = [tensor], set()
+        while waiting:
+            current = waiting.pop()
+            if current in self and key(current) not in seen:
+                seen.add(key(current))
+                self.at_home.add(current.op.name)
+                waiting += current.op.inputs
+
+    def decide(
+        self,
+        totals: Mapping[Edge, Total],
+        extremes: Mapping[Any, Total],
+        known: Callable[[tf.Operation], bool],
+    ) -> Decided:
+        """Returns what is decided by now, for another trace.
+
+        Args:
+            totals: The totals that operations take.
+            extremes: Largest and smallest values, by their keys.
+            known: Tells of an operation whether its result is known as a whole.
+        """
+        found = self.contested | {*self._totals_behind(totals, extremes, known)}
+        names = {
+            edge.operation
+            for edge, total in totals.items()
+            if key(total.tensor) in found
+        }
+        names |= {each.tensor.op.name for k, each in extremes.items() if k in found}
+        before = self._decided
+        if names <= before.no_totals:
+            return before._replace(at_home=before.at_home | self.at_home)
+        # Without these totals, less may be needed whole.
+        return before._replace(no_totals=before.no_totals | names)
+
+    def _totals_behind(self, totals, extremes, known) -> Iterable[Any]:
+        """Yields the keys of totals that go into what is a tower's own."""
+        waiting, seen = [*self._operations], set()
+        while waiting:
+            op = waiting.pop()
+            if op.name in seen or op.name in self.by_hand or known(op):
+                continue
+            seen.add(op.name)
+            for i, tensor in enumerate(op.inputs):
+                if Edge(op.name, i) in totals:
+                    yield key(totals[Edge(op.name, i)].tensor)
+                elif key(tensor) in extremes:
+                    yield key(tensor)
+                waiting.append(tensor.op)
+
+    def _may_be_own(self, op, kinds, found, mine):
+        if found is NONE or op.name in self.by_hand:
+            return False
+        if {COUPLED, PACKED, UNKNOWN} & {*kinds}:
+            # It runs at home, with what it takes.
+            return False
+        if found not in (COUPLED, UNKNOWN):
+            return mine
+        if is_stateful(op) or op.type.startswith(_DRAWS):
+            return False
+        return op.name not in self._decided.at_home and (mine or self._meets(op))
+
+    def _made(self, tensor, inputs, kinds):
+        """How a tensor depends on rows that meet in it, or of which nothing is read."""
+        shape = tensor.shape
+        if shape.rank == 0 and tensor.dtype.is_floating:
+            return MEAN
+        if not shape.rank or shape[0] is not None:
+            return OWN
+        source = self._rows_of(tensor, inputs, kinds)
+        if source is not None:
+            self._aligned.add(key(tensor))
+            self._blocks.same(tensor, source)
+            if (count := self._counts.of(source)) is not None:
+                self._counts.set(tensor, count)
+        return ROWS
+
+    def _kept(self, tensor, inputs, found):
+        """How a tensor that is made of own ones depends on rows, as was found."""
+        shape = tensor.shape
+        if tensor.op.type in ("Shape", "Size"):
+            # As many columns as rows are no number that all towers have.
+            before = inputs[0].shape
+            return OWN if before.rank is None or None in before[1:] else found
+        if found in (SHAPE, SIZE) or (
+            found in (MEAN, SUM) and shape.is_fully_defined()
+        ):
+            return found
+        if not shape.rank or (shape[0] is not None and found in (MEAN, SUM)):
+            return OWN
+        mine = [t for t in inputs if self._kinds.get(key(t)) in (COLUMNS, ROWS)]
+        square = found is COLUMNS and shape[0] is None
+        if found in (COLUMNS, ROWS) and not square:
+            if all(key(t) in self._aligned for t in mine):
+                self._aligned.add(key(tensor))
+            return found
+        return ROWS
+
+    def _rows_of(self, tensor, inputs, kinds):
+        """Which input has the rows of a tensor, as far as that is proved."""
+        op = tensor.op
+        known = [
+            t
+            for t, kind in zip(inputs, kinds, strict=True)
+            if kind is ROWS and (t not in self or key(t) in self._aligned)
+        ]
+        if op.type == "Range":
+            start, step = integers(op.inputs[0]), integers(op.inputs[2])
+            whole = kinds[1] is SIZE and self._counts.of(inputs[1]) == 1
+            return inputs[1] if whole and (start, step) == ([0], [1]) else None
+        if op.type in ELEMENTWISE:
+            same = [t for t in known if t.shape.rank == tensor.shape.rank]
+            return same[0] if same else None
+        place = _ROWS_OF.get(op.type)
+        if place is None or not any(t is inputs[place] for t in known):
+            return None
+        if op.type == "GatherV2" and integers(inputs[2]) != [0]:
+            return None
+        flipped = op.type == "MatMul" and op.get_attr("transpose_a")
+        short = op.type == "BatchMatMulV2" and tensor.shape.rank < 3
+        return None if flipped or short else inputs[place]
