@@ -192,15 +192,7 @@ class Reader:
 
     def is_seeded(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor is made of a seed that each tower has its own of."""
-        waiting, seen = [tensor], set()
-        while waiting:
-            current = waiting.pop()
-            if key(current) in self._seeds:
-                return True
-            if key(current) not in seen:
-                seen.add(key(current))
-                waiting.extend(current.op.inputs)
-        return False
+        return _is_made_of(tensor, self._seeds)
 
     def why(self, tensor: tf.Tensor) -> Culprit:
         """Returns what made `tensor` coupled or unknown, or else what made it."""
@@ -285,13 +277,12 @@ class Reader:
     def _of_operation(self, tensor, inputs, kinds):
         attributes = _CALLS.get(tensor.op.type)
         if attributes is None:
-            found, kind = of_operation(tensor, inputs, kinds), tensor.op.type
-            draws = kind in STATELESS_DRAWS and self._meets is None
+            found = of_operation(tensor, inputs, kinds)
+            draws = tensor.op.type in STATELESS_DRAWS and self._meets is None
             if draws and not self.is_seeded(inputs[1]):
                 # By the same seed, each tower would draw the first rows of one device.
                 found = UNKNOWN
-            whole = kind in DRAWS and self._meets is not None
-            if whole and self.counts.of(tensor.op.inputs[0]) is None:
+            if self._is_of_unknown_count(tensor.op):
                 # Whoever draws for all towers could not cut them.
                 found = UNKNOWN
             elif found is UNKNOWN:
@@ -316,6 +307,11 @@ class Reader:
             return UNKNOWN if odd else found[tensor.value_index].pop()
         mine = found[tensor.value_index]
         return mine.pop() if len(mine) == 1 else UNKNOWN
+
+    def _is_of_unknown_count(self, op):
+        """Whether it draws for the whole batch, and how many a row is not known."""
+        whole = self._meets is not None and op.type in DRAWS
+        return whole and self.counts.of(op.inputs[0]) is None
 
     def _of_function(self, op, attribute, inputs, kinds):
         """What a function that an operation calls returns."""
@@ -385,3 +381,16 @@ class Reader:
 
     def _may_be_total(self, tensor):
         return self._meets is not None or self.is_of_data(tensor)
+
+
+def _is_made_of(tensor, keys):
+    """Whether something that has one of the keys is behind a tensor."""
+    waiting, seen = [tensor], set()
+    while waiting:
+        current = waiting.pop()
+        if key(current) in keys:
+            return True
+        if key(current) not in seen:
+            seen.add(key(current))
+            waiting.extend(current.op.inputs)
+    return False
