@@ -1,7 +1,7 @@
 """Makes functions of a traced function's operations: of those that run in one go."""
 
 import collections
-import copy
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,25 +88,31 @@ class _Part:
         return self._names[named]
 
 
+@dataclasses.dataclass
 class Phase:
     """Operations that run in one go, at home or on each tower.
 
     Attributes:
         place: Where and when they run.
-        takes: What it is called with.
+        part: The operations.
         makes: The tensors that it returns.
-        draws: Whether it takes, behind all else, the number of the first example, and
-            how many there are.
+        captured: What it takes from outside of the function, by the names of that.
     """
 
-    def __init__(
-        self,
+    place: Place
+    part: _Part
+    makes: list[tf.Tensor]
+    captured: dict[str, tf.Tensor]
+
+    @classmethod
+    def of(
+        cls,
         placement: Placement,
         place: Place,
         operations: Sequence[tf.Operation],
         wanted: set[Any],
-    ):
-        """Traces a function of some operations.
+    ) -> "Phase":
+        """Makes a phase of some operations.
 
         Args:
             placement: Where the operations of the traced function run.
@@ -114,22 +120,31 @@ class Phase:
             operations: In an order in which they may run.
             wanted: The keys of what others need of them.
         """
-        self._part = part = _Part(placement, place, operations)
-        self.place, self.takes, self.draws = place, part.takes, part.draws
-        self.makes = [
+        part = _Part(placement, place, operations)
+        makes = [
             tensor
             for op in operations
             for tensor in op.outputs
             if key(tensor) in wanted
         ]
+        return cls(place, part, makes, part.captured)
 
-        self._specs = [
-            tf.TensorSpec(taken.tensor.shape, taken.tensor.dtype)
-            for taken in self.takes
-        ]
-        self._specs += [tf.TensorSpec([2], tf.int64)] if self.draws else []
-        self._captured = part.captured
-        self._function = self._trace()
+    def __post_init__(self):
+        """Traces a function of the operations."""
+        self._function = _traced(self._run, *self._specs)
+
+    @property
+    def takes(self) -> list[Taken]:
+        """What it is called with."""
+        return self.part.takes
+
+    @property
+    def draws(self) -> bool:
+        """Whether it takes, behind all else, the first example's number, and a count.
+
+        The count is that of the examples.
+        """
+        return self.part.draws
 
     def of_copy(self, handles: Mapping[int, tf.Tensor]) -> "Phase":
         """Returns the phase for a copy of some variables.
@@ -138,30 +153,29 @@ class Phase:
             handles: By the `id` of the handle of a variable, that of its copy.
         """
         captured = {
-            feed: handles.get(id(each), each) for feed, each in self._captured.items()
+            feed: handles.get(id(each), each) for feed, each in self.captured.items()
         }
-        if all(each is self._captured[feed] for feed, each in captured.items()):
+        if all(each is self.captured[feed] for feed, each in captured.items()):
             return self
-        same = copy.copy(self)
-        same.__dict__.pop("_guarded", None)
-        same._captured = captured
-        same._function = same._trace()
-        return same
+        return dataclasses.replace(self, captured=captured)
 
-    def _trace(self):
-        part, captured = self._part, self._captured
+    @property
+    def _specs(self):
+        specs = [
+            tf.TensorSpec(taken.tensor.shape, taken.tensor.dtype)
+            for taken in self.takes
+        ]
+        return [*specs, *([tf.TensorSpec([2], tf.int64)] if self.draws else [])]
 
-        def function(*values):
-            graph = tf.compat.v1.get_default_graph()
-            fed = dict(zip(part.feeds, values, strict=True))
-            fed |= {feed: graph.capture(each) for feed, each in captured.items()}
-            names = [tensor.name for tensor in self.makes]
-            found = tf.graph_util.import_graph_def(part.graph, fed, names, name="")
-            for tensor, like in zip(found, self.makes, strict=True):
-                tensor.set_shape(like.shape)
-            return found
-
-        return _traced(function, *self._specs)
+    def _run(self, *values):
+        graph = tf.compat.v1.get_default_graph()
+        fed = dict(zip(self.part.feeds, values, strict=True))
+        fed |= {feed: graph.capture(each) for feed, each in self.captured.items()}
+        names = [tensor.name for tensor in self.makes]
+        found = tf.graph_util.import_graph_def(self.part.graph, fed, names, name="")
+        for tensor, like in zip(found, self.makes, strict=True):
+            tensor.set_shape(like.shape)
+        return found
 
     def __call__(
         self, values: Sequence[tf.Tensor], size: tf.Tensor | None = None
@@ -204,7 +218,9 @@ def phases(trace: Trace, placement: Placement) -> list[Phase]:
                 wanted.add(key(tensor))
     for tensor in trace.returned:
         wanted.add(key(tensor))
-    return [Phase(placement, place, groups[place], wanted) for place in sorted(groups)]
+    return [
+        Phase.of(placement, place, groups[place], wanted) for place in sorted(groups)
+    ]
 
 
 def _before(op, members):
