@@ -171,6 +171,11 @@ def _remarks(trials, rows):
     """What should be known of models that are equal."""
     if not trials.changes_variables:
         yield "No trainable variable changed, so that this says little."
+    if not trials.predicts:
+        yield (
+            "Predictions are not compared, as the model does not predict for what it "
+            "trains on."
+        )
     rounded = [row for row in rows if row.verdict == ROUNDING]
     if rounded:
         most = max(rounded, key=lambda row: row.difference)

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.builders.steps.own_steps import has_own_steps
 from towers.collectives.hosts import this_host
 from towers.keras_adapter.layers import (
     has_training_argument,
@@ -200,19 +201,48 @@ class Trials:
             self._disturb(disturbance)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(self.batches[0])
         for step, data in enumerate(self.batches):
-            data = keras.utils.unpack_x_y_sample_weight(data)
-            logs = trainer.train_on_batch(*data, return_dict=True)
-            yield Entry("loss", f"step {step + 1}", step, logs.pop("loss"))
+            logs = self._train_on_batch(trainer, data)
+            if "loss" in logs:
+                yield Entry("loss", f"step {step + 1}", step, logs.pop("loss"))
             for name, value in logs.items():
                 yield Entry("metric", name, step, np.asarray(value))
             # After the first step, as rounding has not been amplified, and at the end.
             if step in (0, len(self.batches) - 1):
                 yield from self._variables(step)
+                if not self.predicts:
+                    continue
                 outputs = trainer.predict_on_batch(x)
                 flat = tf.nest.flatten(outputs, expand_composites=True)
                 for number, output in enumerate(flat):
                     name = f"output {number}"
                     yield Entry("prediction", name, step, np.asarray(output))
+
+    @functools.cached_property
+    def predicts(self) -> bool:
+        """Whether the model predicts for what it trains on.
+
+        If it has a step of its own, that may be otherwise: an adversarial network
+        trains on pictures, and makes some of noise.
+        """
+        if not has_own_steps(self.model):
+            return True
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(self.batches[0])
+        try:
+            self.model.predict_on_batch(x)
+        except Exception:
+            # It is the user's model that is called.
+            return False
+        finally:
+            self.model.predict_function = None
+        return True
+
+    def _train_on_batch(self, trainer, data):
+        if not has_own_steps(self.model):
+            data = keras.utils.unpack_x_y_sample_weight(data)
+            return trainer.train_on_batch(*data, return_dict=True)
+        # A step of its own gets the batch as it is given, which `fit` alone does.
+        history = trainer.fit(tf.data.Dataset.from_tensors(data), verbose=0).history
+        return {name: values[-1] for name, values in history.items()}
 
     def _disturb(self, seed):
         random = np.random.default_rng(seed)
@@ -224,10 +254,14 @@ class Trials:
         for kind, found in (
             ("variable", self.model.trainable_variables),
             ("state", self.model.non_trainable_variables),
-            ("optimizer", getattr(self.model.optimizer, "variables", [])),
+            ("optimizer", self._optimizer_variables()),
         ):
             for variable in found:
                 yield Entry(kind, variable.path, step, variable.numpy())
+
+    def _optimizer_variables(self):
+        every = variables.optimizers(self.model).values()
+        return [variable for each in every for variable in each.variables]
 
     @contextlib.contextmanager
     def _set(self, setting):

@@ -1,12 +1,14 @@
 """check_parity: what it finds equal, what it finds different, and why it says so."""
 
 import contextlib
+import importlib
 import textwrap
 from unittest import mock
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from absl.testing import flagsaver
 
 from tests import warm
@@ -148,6 +150,50 @@ def test_equal():
 
 
 @pytest.mark.slow
+class OwnStep(keras.Model):
+    """A step that takes two values, whether or not there are weights."""
+
+    def train_step(self, data):
+        """Trains on x and y."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = keras.ops.mean(keras.ops.square(self(x) - y))
+        gradients = tape.gradient(error, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"error": error}
+
+
+def test_a_step_of_the_models_own():
+    inputs = keras.Input((6,))
+    model = OwnStep(inputs, layers.Dense(2)(layers.Dense(8, "tanh")(inputs)))
+    model.compile("adam")
+    for update in ("parameter_server", "replicated"):
+        parity = check_parity(model, data(11), gpus=3, variable_update=update)
+        assert parity.equal, parity
+        kinds = {row.kind for row in parity.rows}
+        assert kinds == {"metric", "variable", "optimizer", "prediction"}
+
+
+@pytest.mark.parametrize("name", ["dcgan", slow("wgan_gp"), slow("simclr")])
+def test_published_steps(name):
+    example = importlib.import_module(f"examples.steps.{name}")
+    batch = keras.tree.map_structure(lambda each: each[:7], example.data())
+    parity = check_parity(example.build(), batch, gpus=2, parity_steps=2)
+    assert parity.equal, parity
+    optimizers = [row for row in parity.rows if row.kind == "optimizer"]
+    assert optimizers and all(row.verdict in (EQUAL, ROUNDING) for row in parity.rows)
+    assert ("Predictions are not compared" in str(parity)) == (name != "simclr")
+
+
+def test_pairs_that_towers_compare_among_their_own_are_not_equal():
+    example = importlib.import_module("examples.steps.simclr")
+    batch = keras.tree.map_structure(lambda each: each[:7], example.data())
+    parity = check_parity(
+        *(example.build(), batch), gpus=2, parity_steps=2, loss_placement="tower"
+    )
+    assert not parity.equal
+
+
 def test_stages():
     parity = check_parity(compiled(), data(), gpus=4, stages=2, micro_batches=3)
     assert str(parity).endswith(
