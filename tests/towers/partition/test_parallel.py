@@ -247,6 +247,14 @@ def test_an_unknown_loss_placement_is_refused():
         )
 
 
+@pytest.mark.parametrize(
+    "batch", [tf.ragged.constant([[1.0], [], [2.0, 3.0]]), tf.sparse.from_dense(X)]
+)
+def test_values_of_ragged_and_sparse_tensors_are_refused(batch):
+    with pytest.raises(ValueError, match="a ragged or sparse tensor in"):
+        towers.parallelize(lambda rows: rows * 2.0, gpus=2)(batch)
+
+
 def test_what_is_beside_the_loss():
     scale = tf.Variable(2.0)
     step = towers.GradientTowers(
