@@ -115,22 +115,23 @@ def batch_size(batch: Any) -> int | tf.Tensor:
 
     Args:
         batch: A nest of tensors whose first dimensions are the examples; `None`
-            entries are passed over.
+            entries and scalars are passed over.
 
     Returns:
         An int where the shape is known, a scalar int32 tensor where it is not.
 
     Raises:
-        ValueError: If the batch holds no tensor.
+        ValueError: If the batch holds no tensor with rows.
     """
     if (part := part_of(batch)) is not None:
         total = tf.get_static_value(part.total)
         return part.total if total is None else int(total)
-    tensors = [t for t in tf.nest.flatten(batch) if t is not None]
+    every = [t for t in tf.nest.flatten(batch) if t is not None]
+    tensors = [t for t in every if not _is_scalar(t)]
     if not tensors:
+        found = "with scalars only" if every else "without any tensor"
         raise ValueError(
-            "Received a batch without any tensor; expected inputs with one row an "
-            "example."
+            f"Received a batch {found}; expected inputs with one row an example."
         )
     first = tensors[0]
     size = first.shape[0]

@@ -8,7 +8,9 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.graph_pb2 import GraphDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.core.framework.op_def_pb2 import OpDef
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager import context, forwardprop_util
+from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.framework import op_def_registry, ops
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import custom_gradient
@@ -34,6 +36,7 @@ __all__ = [
     "is_stateful",
     "keep_functions",
     "operation_definition",
+    "run_in_place",
     "run_independently",
 ]
 
@@ -64,6 +67,20 @@ def calls_functions(operation: tf.Operation) -> bool:
 def is_compiled(function: Any) -> bool:
     """Tells whether what `tf.function` has returned asks for XLA."""
     return bool(function._jit_compile)
+
+
+def run_in_place(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls what `tf.function` was given, as TensorFlow does when it traces it.
+
+    AutoGraph converts it, unless `tf.function` was told otherwise.
+    """
+    inner, status = function.python_function, ag_ctx.Status.DISABLED
+    if function._autograph:
+        options = function._experimental_autograph_options
+        inner = autograph_util.py_func_from_autograph(inner, options)
+        status = ag_ctx.Status.ENABLED
+    with ag_ctx.ControlStatusCtx(status=status):
+        return inner(*args, **kwargs)
 
 
 def run_independently(operations: Iterable[tf.Operation]) -> None:

@@ -77,6 +77,12 @@ class Combination:
                 for part, size in zip(parts, self._sizes, strict=True)
             ]
             return EXTREMES[tensor.op.type](tf.stack(some), axis=0)
+        if self._placement.is_given(tensor):
+            raise PartitionError(
+                "Received a ragged or sparse tensor in a batch, of which towers cannot "
+                "read the values in a step or function of your own; expected dense "
+                "tensors, such as of `to_tensor()` or `tf.sparse.to_dense`."
+            )
         raise PartitionError(
             f"'{tensor.name}'{where(tensor.op)} cannot be put together from what "
             "towers compute of their rows."

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from towers import devices
+from towers.analysis import effects
 from towers.analysis.kinds import ROWS
 from towers.collectives import batch
 from towers.collectives.hosts import this_host
@@ -15,8 +16,9 @@ from towers.keras_adapter.graphs import has_tangents
 from towers.keras_adapter.variables import value_behind
 from towers.layers import fused
 from towers.loop.loop import flat, pack
+from towers.partition.errors import where
 from towers.partition.partitioned import Partitioned
-from towers.partition.placed import PlacedBatch, place, prefetch
+from towers.partition.placed import PlacedBatch, place, prefetch, same_batch
 from towers.plan import Plan
 from towers.program.voice import say
 
@@ -51,8 +53,9 @@ def parallelize(
             default all GPUs. Without a GPU, logical CPUs are used.
 
     Returns:
-        A function with the same arguments and results. It may be called eagerly or in a
-        `tf.function`, and be differentiated.
+        A function with the same arguments, by position, and the same results. It may
+        be called eagerly or in a `tf.function`. It may be differentiated, unless it
+        assigns variables or draws random numbers.
 
     Raises:
         ValueError: A device does not exist; or on several hosts, the function draws
@@ -116,8 +119,8 @@ class GradientTowers:
                 the batch; loss and gradients are then weighted means of the devices'.
 
         Raises:
-            ValueError: There is no variable, or an unknown `loss_placement`; or as
-                `parallelize`.
+            ValueError: There is no variable, or something else in their place, or an
+                unknown `loss_placement`; or as `parallelize`.
         """
         if loss_placement not in ("auto", "tower"):
             raise ValueError(
@@ -125,6 +128,12 @@ class GradientTowers:
                 "gathers what lets examples meet, or 'tower'."
             )
         self.variables = [*variables]
+        for each in self.variables:
+            if not isinstance(each, keras.Variable | tf.Variable):
+                raise ValueError(
+                    f"Received a {type(each).__name__} among the variables; expected a "
+                    "list of variables, such as `model.trainable_variables`."
+                )
         if not self.variables:
             raise ValueError(
                 "Received no variables to differentiate for; expected some, so build "
@@ -141,7 +150,7 @@ class GradientTowers:
         """Computes the loss of a batch, and its gradients.
 
         Raises:
-            ValueError: The loss is no scalar.
+            ValueError: The loss is no scalar tensor.
         """
         return self._step(*batch)
 
@@ -187,7 +196,8 @@ class GradientTowers:
                 def update(gradients):
                     self._update(optimizer, gradients)
 
-                found = optimizer, tf.function(update, autograph=False)
+                update = tf.function(update, autograph=False, reduce_retracing=True)
+                found = optimizer, update
                 self._applies[id(optimizer)] = found
             self._applies[id(optimizer)][1]([*gradients])
 
@@ -207,7 +217,15 @@ class GradientTowers:
     def _compute(self, *batch):
         with tf.GradientTape() as tape:
             found = self._loss_fn(*batch)
-            loss, aux = found if isinstance(found, tuple) else (found, None)
+            if isinstance(found, tuple) and len(found) == 2:
+                loss, aux = found
+            else:
+                loss, aux = found, None
+        if not tf.is_tensor(loss):
+            raise ValueError(
+                f"Received a {type(loss).__name__} from loss_fn; expected the loss, a "
+                "scalar tensor, or a tuple of the loss and a nest of other tensors."
+            )
         if loss.shape.rank != 0:
             raise ValueError(
                 f"Received a loss of shape {loss.shape} from loss_fn; expected a "
@@ -223,9 +241,8 @@ class _Parallel:
         self._function, self._plan = function, plan
         self._loss_placement = loss_placement
         self._partitioned: dict[str, Partitioned] = {}
-        self._in_graph = tf.function(
-            self._compute, autograph=False, reduce_retracing=True
-        )
+        # By ranks; else TensorFlow takes several for an unknown one.
+        self._in_graph: dict[Sequence[int | None], Callable] = {}
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__doc__ = function.__doc__
 
@@ -233,7 +250,14 @@ class _Parallel:
     def __call__(self, *batch: Any) -> Any:
         batch = tf.nest.map_structure(_tensor, batch)
         if tf.executing_eagerly():
-            return self._in_graph(*batch)
+            ranks = tuple(
+                t if t is None else t.shape.rank for t in tf.nest.flatten(batch)
+            )
+            if ranks not in self._in_graph:
+                self._in_graph[ranks] = tf.function(
+                    self._compute, autograph=False, reduce_retracing=True
+                )
+            return self._in_graph[ranks](*batch)
         placed = len(batch) == 1 and isinstance(batch[0], PlacedBatch)
         found = self._partition(batch[0].local_batches[0] if placed else batch)
         variables = found.trace.concrete.variables
@@ -264,6 +288,18 @@ class _Parallel:
 
         return pack(found.trace.concrete.structured_outputs, call(*flat(data)))
 
+    def _check_repeatable(self, placement):
+        """Refuses a gradient if computing forward again would change a number."""
+        for effect in effects.of(placement.order):
+            if effect.type not in effects.REPEATED:
+                (op,) = [op for op in placement.order if op.name == effect.name]
+                raise ValueError(
+                    f"Received '{self.__name__}' to differentiate, which assigns a "
+                    f"variable, draws random numbers or alike, by {effect}{where(op)}. "
+                    "The gradient would do so again; expected the tape inside of the "
+                    "function, or a call outside of the tape."
+                )
+
     def _accumulated(self):
         return ValueError(
             f"Received a call of '{self.__name__}' within a "
@@ -282,7 +318,7 @@ class _Parallel:
                 "each has another; expected keras.random with a seed generator, or "
                 "tf.random.stateless_*."
             )
-        with tf.control_dependencies([_same_batch(plan.hosts, placed)]):
+        with tf.control_dependencies([same_batch(plan.hosts, placed)]):
             return found(plan, placed.local_batches, placed.size)
 
     def _partition(self, data):
@@ -305,6 +341,7 @@ class _Parallel:
         """
         returned, placement = found.trace.returned, found.placement
         rows = [i for i, t in enumerate(returned) if placement.kind(t) is ROWS]
+        self._check_repeatable(placement)
         if any(placement.blocks(returned[i]) for i in rows):
             raise ValueError(
                 f"Received a gradient of '{self.__name__}', which returns several rows "
@@ -361,19 +398,3 @@ def _plan(gpus, variables=()):
         plain = isinstance(variable, tf.Variable)
         home = (variable if plain else value_behind(variable)).device
     return Plan.of(towers, [1] * len(towers), home, hosts=this_host())
-
-
-def _same_batch(hosts, placed):
-    """Checks that hosts have the same global batch."""
-    with tf.device(HOST):
-        mine = tf.stack([tf.cast(placed.size, tf.float32), placed.digest])
-        every = hosts.stack(mine, "batch")
-        return tf.debugging.Assert(
-            tf.reduce_all(every == every[0]),
-            [
-                "Hosts have different batches; give all hosts the same global "
-                "batches, in the same order. Rows and digest, by host:",
-                every,
-            ],
-            summarize=2 * hosts.count,
-        )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towers.collectives import batch, packing
+from towers.collectives.hosts import OneHost
 from towers.devices import HOST
 from towers.loop import agreement
 from towers.plan import Plan
@@ -54,3 +55,19 @@ def prefetch(
         if len(waiting) > count:
             yield waiting.popleft()
     yield from waiting
+
+
+def same_batch(hosts: OneHost, placed: PlacedBatch) -> tf.Operation:
+    """Checks, in the graph being built, that hosts have the same global batch."""
+    with tf.device(HOST):
+        mine = tf.stack([tf.cast(placed.size, tf.float32), placed.digest])
+        every = hosts.stack(mine, "batch")
+        return tf.debugging.Assert(
+            tf.reduce_all(every == every[0]),
+            [
+                "Hosts have different batches; give all hosts the same global "
+                "batches, in the same order. Rows and digest, by host:",
+                every,
+            ],
+            summarize=2 * hosts.count,
+        )

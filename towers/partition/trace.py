@@ -31,6 +31,7 @@ from towers.keras_adapter.graphs import (
     FUNCTION_CALL,
     GRADIENT,
     is_compiled,
+    run_in_place,
 )
 from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.patching import patched
@@ -149,7 +150,7 @@ class Trace:
             if not self._here():
                 return original(function, *args, **kwargs)
             self.compiled |= is_compiled(function)
-            return function.python_function(*args, **kwargs)
+            return run_in_place(function, *args, **kwargs)
 
         with patched(FUNCTION_CALL, call):
             yield

@@ -818,6 +818,39 @@ def _():
 # Graphs.
 
 
+@contract("_autograph", "run_in_place", "tells whether AutoGraph converts")
+@contract("_experimental_autograph_options", "run_in_place", "what more it converts")
+@contract(
+    "tensorflow.python.autograph.core.ag_ctx",
+    "run_in_place",
+    "switches AutoGraph on, also where it is off",
+)
+@contract(
+    "tensorflow.python.eager.polymorphic_function.autograph_util",
+    "run_in_place",
+    "converts a function as tf.function does",
+)
+def _():
+    def doubled_if_large(x):
+        if x > 1:
+            return 2 * x
+        return x
+
+    class Owner:
+        @tf.function
+        def doubled(self, x):
+            return doubled_if_large(x)
+
+    converted = tf.function(doubled_if_large)
+    as_it_is = tf.function(doubled_if_large, autograph=False)
+    with tf.Graph().as_default():
+        for function in (converted, Owner().doubled):
+            found = graphs.run_in_place(function, tf.constant(3))
+            assert found.op.type in ("If", "StatelessIf", "Identity")
+        with pytest.raises(TypeError, match="Python `bool`"):
+            graphs.run_in_place(as_it_is, tf.constant(3))
+
+
 @contract("_jit_compile", "is_compiled", "tells what tf.function is asked to compile")
 def _():
     assert graphs.is_compiled(tf.function(lambda x: x, jit_compile=True))

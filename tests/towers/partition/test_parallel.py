@@ -25,6 +25,12 @@ def _close(ours, theirs):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def test_tensors_of_several_ranks():
+    add = towers.parallelize(tf.add, gpus=2)
+    for x in (X[:, 0], X, X[:5, None], X[:3, 0]):
+        _close(add(x, x), 2 * x)
+
+
 @pytest.mark.parametrize("rows", [7, 2, 1])
 def test_a_plain_function(rows):
     add = towers.parallelize(tf.add, gpus=3)
@@ -37,6 +43,25 @@ def test_nests_and_scalars():
 
     found = towers.parallelize(scaled, gpus=2)({"x": X}, 3.0)
     _close(found, {"rows": tf.constant(3 * X), "sum": tf.constant(X.sum())})
+
+
+def test_a_scalar_may_come_first():
+    scaled = towers.parallelize(lambda factor, x: factor * x, gpus=2)
+    _close(scaled(3.0, X), tf.constant(3 * X))
+    with pytest.raises(ValueError, match="with scalars only; expected inputs with one"):
+        scaled(3.0, 2.0)
+
+
+def test_autograph_converts_functions_that_are_called():
+    @tf.function
+    def doubled_if_large(x):
+        if tf.reduce_mean(x) > 1.0:
+            return 2 * x
+        return x
+
+    ours = towers.parallelize(lambda x: doubled_if_large(x), gpus=2)
+    _close(ours(X + 2), tf.constant(2 * (X + 2)))
+    _close(ours(X), tf.constant(X))
 
 
 def test_rows_of_different_number_are_refused():
@@ -120,6 +145,30 @@ def test_several_rows_of_an_example_are_not_differentiated_from_outside():
         tape.gradient(tf.reduce_sum(twice(x) ** 2), x)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_would_happen_twice_is_not_differentiated_from_outside(inside):
+    """A gradient computes forward again; it would be of other random numbers."""
+    seed = keras.random.SeedGenerator(0)
+    count = tf.Variable(0.0, trainable=False)
+
+    def counted(x):
+        count.assign_add(1.0)
+        return x * count
+
+    def gradient(function, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            returned = function(x)
+        return tape.gradient(returned, x)
+
+    differentiate = tf.function(gradient, autograph=False) if inside else gradient
+    for function in (counted, lambda x: keras.random.dropout(x, 0.5, seed=seed)):
+        ours = towers.parallelize(function, gpus=2)
+        with pytest.raises(ValueError, match="to differentiate, which assigns"):
+            differentiate(ours, tf.constant(X))
+        assert ours(X).shape == X.shape
+
+
 def _loop(optimizer, step, apply):
     for end in (7, 4, 1):
         for _ in range(3):
@@ -198,6 +247,14 @@ def test_an_unknown_loss_placement_is_refused():
         )
 
 
+@pytest.mark.parametrize(
+    "batch", [tf.ragged.constant([[1.0], [], [2.0, 3.0]]), tf.sparse.from_dense(X)]
+)
+def test_values_of_ragged_and_sparse_tensors_are_refused(batch):
+    with pytest.raises(ValueError, match="a ragged or sparse tensor in"):
+        towers.parallelize(lambda rows: rows * 2.0, gpus=2)(batch)
+
+
 def test_what_is_beside_the_loss():
     scale = tf.Variable(2.0)
     step = towers.GradientTowers(
@@ -247,6 +304,35 @@ def test_a_loss_for_each_example_is_refused():
         step(X)
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (3.0, "a float from loss_fn; expected the loss, a scalar tensor"),
+        ((1, 2, 3), "a tuple from loss_fn"),
+        ([tf.constant(1.0), 2], "a list from loss_fn"),
+        (None, "a NoneType from loss_fn"),
+    ],
+)
+def test_what_is_no_loss_is_refused(returned, said):
+    step = towers.GradientTowers(lambda x: returned, [tf.Variable(2.0)], gpus=2)
+    with pytest.raises(ValueError, match=said):
+        step(X)
+
+
+def test_sparse_gradients_of_any_number_of_rows_are_applied_by_one_function():
+    table = keras.layers.Embedding(50, 3)
+    table.build(None)
+    optimizer, traced = keras.optimizers.SGD(0.1), []
+    apply = optimizer.apply
+    optimizer.apply = lambda *given: [traced.append(1), apply(*given)]
+    step = towers.GradientTowers(
+        lambda ids: tf.reduce_mean(table(ids) ** 2), table.trainable_variables, gpus=2
+    )
+    for count in range(4, 12):
+        step.apply(optimizer, step(np.arange(count)).gradients)
+    assert len(traced) < 4
+
+
 def test_autograph_leaves_it_alone(monkeypatch):
     """In a user's `tf.function`, it tried to convert our code, and warned."""
     warned = []
@@ -265,9 +351,11 @@ def test_autograph_leaves_it_alone(monkeypatch):
     assert not warned
 
 
-def test_no_variables_are_refused():
+def test_no_variables_or_no_list_of_some_are_refused():
     with pytest.raises(ValueError, match="no variables"):
         towers.GradientTowers(tf.reduce_mean, [], gpus=2)
+    with pytest.raises(ValueError, match="EagerTensor among the variables; expected a"):
+        towers.GradientTowers(tf.reduce_mean, tf.Variable([1.0, 2.0]), gpus=2)
 
 
 @pytest.mark.parametrize("layout", [(1, 2), slow((1, 1, 1))], ids=str)
