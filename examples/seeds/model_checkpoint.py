@@ -10,7 +10,7 @@ import numpy as np
 import towers
 
 
-def main(path: str = "best.keras") -> tuple[float, float]:
+def main(path: str = "runs/best.keras") -> tuple[float, float]:
     """Prints the best loss, and the loss of the file's model; returns both."""
     towers.configure(num_gpus=2)
     keras.utils.set_random_seed(0)

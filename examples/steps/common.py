@@ -44,6 +44,12 @@ def main(
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", type=int, default=2, help="1: plain Keras")
+    parser.add_argument(
+        "--loss_placement",
+        choices=["auto", "tower"],
+        default="auto",
+        help="where examples meet: on one device, or on each with its rows",
+    )
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=-1, help="steps of an epoch")
@@ -53,7 +59,9 @@ def main(
     keras.utils.set_random_seed(0)
     model = build()
     if flags.gpus > 1:
-        model = towers.multi_gpu_model(model, gpus=flags.gpus)
+        model = towers.multi_gpu_model(
+            model, gpus=flags.gpus, loss_placement=flags.loss_placement
+        )
     batches = tf.data.Dataset.from_tensor_slices(data()).shuffle(2000)
     batches = batches.batch(flags.batch_size).take(flags.steps)
     return model.fit(batches, epochs=flags.epochs)

@@ -391,3 +391,12 @@ def test_hosts_equal_one_device(layout, tmp_path):
         assert found["largest"] == float(largest)
         assert "Hosts have different batches; give all hosts" in found["differ"]
         assert "own state at" in found["draws"] and "keras.random" in found["draws"]
+
+
+def test_gradients_of_another_number_are_refused():
+    scale = tf.Variable(2.0)
+    step = towers.GradientTowers(lambda x: tf.reduce_mean(x * scale), [scale], gpus=2)
+    gradients = step(X).gradients
+    for wrong in ([], gradients * 2):
+        with pytest.raises(ValueError, match=f"Received {len(wrong)} gradients for 1"):
+            step.apply(keras.optimizers.SGD(0.1), wrong)

@@ -1,0 +1,189 @@
+"""Gradients of a batch on several devices, for loops of one's own."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from towers.layers import fused
+from towers.partition.parallel import Parallel, as_it_is, plan_of
+from towers.partition.placed import PlacedBatch, prefetch
+
+
+class GradientStep(NamedTuple):
+    """What a step of `GradientTowers` computes.
+
+    Attributes:
+        loss: The loss of the whole batch: a scalar.
+        gradients: Its gradient for each variable; `None` where it does not depend on
+            the variable.
+        aux: What the loss function returns beside the loss, or `None`.
+    """
+
+    loss: tf.Tensor
+    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    aux: Any
+
+
+class GradientTowers:
+    """Computes loss and gradients of a batch on several devices, as on one.
+
+    It is the tower loop of TensorFlow's multi-GPU tutorials, with one model and one set
+    of variables: gradients of each device's rows are added, and then applied once.
+
+    Examples:
+        >>> def loss_fn(x, y):
+        ...     return tf.reduce_mean(tf.square(model(x) - y))
+        >>> step = towers.GradientTowers(loss_fn, model.trainable_variables, gpus=2)
+        >>> for x, y in dataset:
+        ...     loss, gradients, _ = step(x, y)
+        ...     step.apply(optimizer, gradients)
+
+    `prefetch` copies batches to the devices while a step runs.
+
+    If several hosts train together, each makes a `GradientTowers`, and calls it with
+    the same batches. Variables begin with the first host's values, and all hosts get
+    the same gradients. Each host builds the same optimizers.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        variables: Sequence[keras.Variable | tf.Variable],
+        gpus: int | Sequence[int] | Sequence[str] | None = None,
+        loss_placement: str = "auto",
+    ):
+        """Traces nothing yet.
+
+        Args:
+            loss_fn: Takes a batch: nests of tensors with one row an example. Returns
+                the loss, a scalar; or the loss and a nest of other tensors.
+            variables: What to differentiate for, created by now.
+            gpus: As for `parallelize`.
+            loss_placement: Where examples meet, as in a loss over pairs. "auto": on one
+                device, with all rows. "tower": on each device, which takes its rows for
+                the batch; loss and gradients are then weighted means of the devices'.
+
+        Raises:
+            ValueError: There is no variable, or something else in their place, or an
+                unknown `loss_placement`; or as `parallelize`.
+        """
+        if loss_placement not in ("auto", "tower"):
+            raise ValueError(
+                f"Received loss_placement={loss_placement!r}; expected 'auto', which "
+                "gathers what lets examples meet, or 'tower'."
+            )
+        self.variables = [*variables]
+        for each in self.variables:
+            if not isinstance(each, keras.Variable | tf.Variable):
+                raise ValueError(
+                    f"Received a {type(each).__name__} among the variables; expected a "
+                    "list of variables, such as `model.trainable_variables`."
+                )
+        if not self.variables:
+            raise ValueError(
+                "Received no variables to differentiate for; expected some, so build "
+                "the model before, and pass `model.trainable_variables`."
+            )
+        self._loss_fn, self._plan = loss_fn, plan_of(gpus, self.variables)
+        self._follow_first_host()
+        self._step = Parallel(self._compute, self._plan, loss_placement)
+        self._step.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        self._applies: dict[int, tuple[Any, Callable]] = {}
+
+    @as_it_is
+    def __call__(self, *batch: Any) -> GradientStep:
+        """Computes the loss of a batch, and its gradients.
+
+        Raises:
+            ValueError: The loss is no scalar tensor.
+        """
+        return self._step(*batch)
+
+    def prefetch(
+        self, dataset: Iterable[Any], count: int = 2
+    ) -> Iterator[tuple[PlacedBatch]]:
+        """Yields batches whose rows are copied to the devices ahead of their use.
+
+        On GPUs, copying then takes place while a step runs.
+
+        Examples:
+            >>> for batch in step.prefetch(dataset):
+            ...     loss, gradients, _ = step(*batch)
+            ...     step.apply(optimizer, gradients)
+
+        Args:
+            dataset: A `tf.data.Dataset`, or anything else that yields batches.
+            count: How many batches are copied ahead.
+        """
+        return prefetch(self._plan, dataset, count)
+
+    @as_it_is
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    ) -> None:
+        """Updates the variables once, where they are.
+
+        Args:
+            optimizer: A Keras optimizer. Several may take turns.
+            gradients: One for each variable, in order.
+
+        Raises:
+            ValueError: There are more gradients than variables, or fewer.
+        """
+        if len(gradients) != len(self.variables):
+            raise ValueError(
+                f"Received {len(gradients)} gradients for {len(self.variables)} "
+                "variables; expected one for each, in the order of `variables`."
+            )
+        with tf.device(self._plan.home):
+            if not optimizer.built:
+                with tf.init_scope():
+                    optimizer.build(self.variables)
+            if not tf.executing_eagerly():
+                self._update(optimizer, gradients)
+                return
+            if id(optimizer) not in self._applies:
+
+                def update(gradients):
+                    self._update(optimizer, gradients)
+
+                update = tf.function(update, autograph=False, reduce_retracing=True)
+                found = optimizer, update
+                self._applies[id(optimizer)] = found
+            self._applies[id(optimizer)][1]([*gradients])
+
+    def _follow_first_host(self):
+        hosts = self._plan.hosts
+        if hosts.count > 1:
+            values = [tf.convert_to_tensor(each) for each in self.variables]
+            for each, value in zip(
+                self.variables, hosts.first(values, "variables"), strict=True
+            ):
+                each.assign(value)
+
+    def _update(self, optimizer, gradients):
+        with fused.updates():
+            optimizer.apply(gradients, self.variables)
+
+    def _compute(self, *batch):
+        with tf.GradientTape() as tape:
+            found = self._loss_fn(*batch)
+            if isinstance(found, tuple) and len(found) == 2:
+                loss, aux = found
+            else:
+                loss, aux = found, None
+        if not tf.is_tensor(loss):
+            raise ValueError(
+                f"Received a {type(loss).__name__} from loss_fn; expected the loss, a "
+                "scalar tensor, or a tuple of the loss and a nest of other tensors."
+            )
+        if loss.shape.rank != 0:
+            raise ValueError(
+                f"Received a loss of shape {loss.shape} from loss_fn; expected a "
+                "scalar, such as `tf.reduce_mean` of one value an example."
+            )
+        return GradientStep(loss, tape.gradient(loss, self.variables), aux)
