@@ -54,6 +54,12 @@ RANDOM = set(
     ThreadUnsafeUnigramCandidateSampler TruncatedNormal
     UniformCandidateSampler""".split()
 )
+# What these draw changes a variable, the state of a `tf.random.Generator`.
+OF_GENERATORS = set(
+    """RngReadAndSkip RngSkip StatefulRandomBinomial StatefulStandardNormal
+    StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform
+    StatefulUniformFullInt StatefulUniformInt""".split()
+)
 
 
 class Effect(NamedTuple):

@@ -1,5 +1,6 @@
 """Functions and loops of one's own, on towers."""
 
+import functools
 import json
 
 import keras
@@ -35,6 +36,33 @@ def test_tensors_of_several_ranks():
 def test_a_plain_function(rows):
     add = towers.parallelize(tf.add, gpus=3)
     _close(add(X[:rows], X[:rows]), 2 * X[:rows])
+
+
+@pytest.mark.parametrize("rows", [2, 1])
+def test_a_number_of_rows_that_is_given_is_the_batchs(rows):
+    """Each of two towers has one row, which alone could become two."""
+
+    def widened(x):
+        return tf.reduce_sum(tf.broadcast_to(x, [2, 3]))
+
+    call = towers.parallelize(widened, gpus=2)
+    _close(call(Y[:rows]), widened(Y[:rows]))
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_what_a_generator_leaves_out_is_left_out(gpus):
+    def drawn(generator, x):
+        generator.skip(tf.shape(x)[0])
+        generator.normal([3])
+        tf.cond(x[0, 0] > 9.0, lambda: 0.0, lambda: generator.uniform([2])[0] * 0.0)
+        return generator.normal(tf.shape(x)) + x
+
+    found = []
+    for wrap in (tf.function, functools.partial(towers.parallelize, gpus=gpus)):
+        generator = tf.random.Generator.from_seed(7)
+        call = wrap(functools.partial(drawn, generator))
+        found.append([call(tf.constant(X)), generator.state.read_value()])
+    _close(*found)
 
 
 def test_nests_and_scalars():

@@ -148,8 +148,9 @@ def _of_normalization(tensor, op, inputs, kinds):
 
 @_rule("BroadcastTo")
 def _of_broadcast(tensor, op, inputs, kinds):
-    stays = kinds in ([ROWS, NONE], [ROWS, SHAPE])
-    return ROWS if stays and tensor.shape.rank == inputs[0].shape.rank else UNKNOWN
+    """A number of rows that is given would be one tower's as well as the batch's."""
+    same = tensor.shape.rank == inputs[0].shape.rank
+    return ROWS if kinds == [ROWS, SHAPE] and same else UNKNOWN
 
 
 @_rule_of_first("EnsureShape")

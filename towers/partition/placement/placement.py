@@ -185,7 +185,11 @@ class Placement:
         graph = self._trace.graph
         for effect in effects.of(graph.get_operations()):
             op = graph.get_operation_by_name(effect.name)
-            if effect.type not in effects.RANDOM:
+            # A generator's state is a variable, which others may read.
+            if (
+                effect.type not in effects.RANDOM
+                or effect.type in effects.OF_GENERATORS
+            ):
                 yield op
         for op in graph.get_operations():
             if op.type == "Assert":
