@@ -35,7 +35,7 @@ def found(
             raise PartitionError(
                 f"Operation '{op.name}' ({op.type}){where(op)} changes variables of "
                 "which towers have copies, and others in one go; expected variables "
-                "that are attributes of the model, or "
+                "of the model's `add_weight`, or "
                 "variable_update='parameter_server'."
             )
         # What may give another result at each call runs once.
