@@ -50,8 +50,15 @@ def optimizers(
 
 
 def plain(model: keras.Model) -> dict[str, tf.Variable]:
-    """Returns TensorFlow's variables in a model with a `train_step` of its own."""
-    return _attributes(model, tf.Variable)
+    """Returns TensorFlow's variables in a model with a `train_step` of its own.
+
+    The states of its generators are among them.
+    """
+    generator = tf.random.Generator
+    return {
+        name: each.state if isinstance(each, generator) else each
+        for name, each in _attributes(model, (tf.Variable, generator)).items()
+    }
 
 
 def steps_done(model: keras.Model) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.analysis.kinds import NONE, SUM, Dependence, Edge, Total
+from towers.analysis.kinds import MEAN, NONE, SUM, Dependence, Edge, Total
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import gradient_module
 
@@ -120,11 +120,20 @@ def terms(
     Yields:
         The terms, each with the gradient that is given for it.
     """
+    leaves = [*_leaves(target, given, starts, kind)]
+    if kind(target) is MEAN and all(
+        kind(leaf) is MEAN or not meets([leaf], starts) for leaf, _ in leaves
+    ):
+        leaves = [(target, given)]
+    yield from leaves
+
+
+def _leaves(target, given, starts, kind):
     waiting = [(target, given)]
     while waiting:
         term, factor = waiting.pop()
         before = None
-        if term.shape.rank == 0 and kind(term) is NONE:
+        if term.shape.rank == 0 and kind(term) in (MEAN, NONE):
             before = _before(term.op, factor, starts)
         if before is None:
             yield term, factor

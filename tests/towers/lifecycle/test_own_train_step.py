@@ -28,6 +28,7 @@ class Rivals(keras.Model):
         )
         self.noise = keras.random.SeedGenerator(2)
         self.seen = tf.Variable(0, dtype=tf.int64)
+        self.generator = tf.random.Generator.from_seed(3)
         self.loss_tracker = keras.metrics.Mean(name="loss")
 
     def compile(self):
@@ -48,6 +49,7 @@ class Rivals(keras.Model):
         """Trains one network, and then both."""
         self.seen.assign_add(1)
         noise = keras.random.normal(tf.shape(x), seed=self.noise)
+        noise += self.generator.normal(tf.shape(x))
         with tf.GradientTape(persistent=True) as tape:
             loss = tf.reduce_mean(tf.square(self(x + noise) - x))
             late = loss * tf.cast(self.seen > 2, tf.float32)

@@ -49,6 +49,13 @@ def test_a_number_of_rows_that_is_given_is_the_batchs(rows):
     _close(call(Y[:rows]), widened(Y[:rows]))
 
 
+def test_a_vector_that_is_given_chooses_rows_of_the_batch():
+    def chosen(x):
+        return tf.compat.v1.where(tf.constant(3 * [True] + 4 * [False]), x, -x)
+
+    _close(towers.parallelize(chosen, gpus=2)(X), chosen(tf.constant(X)))
+
+
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_what_a_generator_leaves_out_is_left_out(gpus):
     def drawn(generator, x):

@@ -311,6 +311,14 @@ class Functions:
             scaled = loss * (self.total + 8.0) / tf.reduce_sum(given)
         return loss, tape.gradient(scaled, self.weights, tf.constant(2.0))
 
+    def sum_of_kinds_in_another_order(self, x):
+        """A mean, to which something is added that was made of totals."""
+        with tf.GradientTape() as tape:
+            rows = tf.square(tf.tanh(x @ self.weights))
+            masked = tf.reduce_sum(rows) / (1 + tf.reduce_sum(x**2))
+            loss = 2 * (tf.reduce_mean(rows) + (1.0 - masked))
+        return loss, tape.gradient(loss, self.weights)
+
     def sum_of_kinds_times_a_weight(self, x):
         """The same, but what scales the sum has a gradient of its own."""
         with tf.GradientTape() as tape:

@@ -228,7 +228,11 @@ class OwnRows:
             if op.name in seen or op.name in self.by_hand or known(op):
                 continue
             seen.add(op.name)
+            # What is added to a tower's own is nothing of its own.
+            adds = op.type in _SUMS and any(each in self for each in op.inputs)
             for i, tensor in enumerate(op.inputs):
+                if adds and tensor not in self:
+                    continue
                 if Edge(op.name, i) in totals:
                     yield key(totals[Edge(op.name, i)].tensor)
                 elif key(tensor) in extremes:

@@ -52,6 +52,9 @@ def of_rows(
         kinds: Of each input ROWS, SHAPE or NONE; ROWS or SHAPE of one at least.
     """
     if op.type in ELEMENTWISE:
+        if op.type == "Select" and kinds[0] is NONE and inputs[0].shape.rank:
+            # A vector chooses rows.
+            return UNKNOWN
         return _of_elements(inputs, kinds)
     if moves(op):
         return of_moved(op, inputs, kinds)

@@ -34,8 +34,8 @@ def found(
         if any(copied) and not all(copied):
             raise PartitionError(
                 f"Operation '{op.name}' ({op.type}){where(op)} changes variables of "
-                "which towers have copies, and others in one go; expected Keras "
-                "variables of the model (`self.add_weight(trainable=False)`), or "
+                "which towers have copies, and others in one go; expected variables "
+                "of the model's `add_weight`, or "
                 "variable_update='parameter_server'."
             )
         # What may give another result at each call runs once.
