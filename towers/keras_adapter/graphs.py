@@ -1,6 +1,6 @@
 """TensorFlow's graphs: operations and their definitions, functions, and their order."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -225,3 +225,20 @@ def _called(nodes: Iterable[NodeDef]) -> Iterator[str]:
             if attribute.HasField("func"):
                 yield attribute.func.name
             yield from (function.name for function in attribute.list.func)
+
+
+def before(operation: tf.Operation, known: Container[str]) -> Iterator[str]:
+    """Yields the names of operations that one waits for, whatever it takes.
+
+    They are among those that are `known`, whose names it tells.
+    """
+    waiting, seen = [*operation.control_inputs], set()
+    while waiting:
+        earlier = waiting.pop()
+        if earlier.name in seen:
+            continue
+        seen.add(earlier.name)
+        if earlier.name in known:
+            yield earlier.name
+        elif earlier.type == "NoOp":
+            waiting += earlier.control_inputs

@@ -133,7 +133,11 @@ def _leaves(target, given, starts, kind):
     while waiting:
         term, factor = waiting.pop()
         before = None
-        if term.shape.rank == 0 and kind(term) in (MEAN, NONE):
+        # A mean that is a quotient of parts has no part of a mean to be divided.
+        linear = kind(term) is NONE or (
+            kind(term) is MEAN and {*map(kind, term.op.inputs)} <= {MEAN, NONE}
+        )
+        if term.shape.rank == 0 and linear:
             before = _before(term.op, factor, starts)
         if before is None:
             yield term, factor

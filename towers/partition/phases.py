@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
-from towers.keras_adapter.graphs import GraphDef, add_call, add_copy, keep_functions
+from towers.keras_adapter.graphs import (
+    GraphDef,
+    add_call,
+    add_copy,
+    before,
+    keep_functions,
+)
 from towers.partition.placement import draws
 from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
@@ -60,13 +66,13 @@ class _Part:
 
     def _add(self, op):
         inputs = [self._name(op, i) for i in range(len(op.inputs))]
-        before = [f"^{each}" for each in _before(op, self._members)]
+        waits = [f"^{each}" for each in before(op, self._members)]
         if self._place.on_towers and op.type in draws.SKIPPABLE:
             self.draws = True
-            inputs = [*inputs, f"{_ROWS}:0", *before]
+            inputs = [*inputs, f"{_ROWS}:0", *waits]
             add_call(self.graph, op, draws.function_of(op), inputs)
         else:
-            add_copy(self.graph, op, inputs + before).device = ""
+            add_copy(self.graph, op, inputs + waits).device = ""
 
     def _name(self, op, i):
         """The name of an input of an operation, as the phase has it."""
@@ -221,20 +227,6 @@ def phases(trace: Trace, placement: Placement) -> list[Phase]:
     return [
         Phase.of(placement, place, groups[place], wanted) for place in sorted(groups)
     ]
-
-
-def _before(op, members):
-    """The operations among `members` that an operation has to wait for."""
-    waiting, seen = [*op.control_inputs], set()
-    while waiting:
-        before = waiting.pop()
-        if before.name in seen:
-            continue
-        seen.add(before.name)
-        if before.name in members:
-            yield before.name
-        elif before.type == "NoOp":
-            waiting += before.control_inputs
 
 
 def _traced(function, *specs):

@@ -247,3 +247,39 @@ def test_a_gradient_weighted_by_what_is_own_is_refused():
 
     with pytest.raises(PartitionError, match="loss_placement='tower' asks; use 'auto'"):
         partitioned(step, plan_of(2))
+
+
+@pytest.mark.parametrize("towers", [2, 3])
+def test_the_order_of_a_sum_does_not_matter(towers):
+    """What is made of proved totals stays exact, wherever it is added."""
+    weights, found = tf.Variable(W), []
+
+    def parts(x):
+        outputs = x @ weights
+        squares = tf.reduce_sum(tf.square(outputs - x[:, :3]))
+        varies = 1 + tf.reduce_sum(tf.square(x - tf.reduce_mean(x, 0)))
+        similar_rows = tf.matmul(outputs, outputs, transpose_b=True)
+        return tf.reduce_mean(similar_rows), squares / varies
+
+    def first(x):
+        pairs, ratio = parts(x)
+        return (pairs + 1) - ratio
+
+    def second(x):
+        pairs, ratio = parts(x)
+        return pairs + (1 - ratio)
+
+    def exact(x):
+        return 1 - parts(x)[1]
+
+    for loss in (first, second):
+        call, _ = partitioned(
+            step_of(lambda x, _, f=loss: f(x), weights), plan_of(towers)
+        )
+        found.append([each.numpy() for each in call(tf.constant(X))])
+    pairs = step_of(lambda x, _: parts(x)[0], weights)
+    own = of_each_tower(pairs, plan_of(towers), X)
+    whole = step_of(lambda x, _: exact(x), weights)(tf.constant(X))
+    for one, other, mine, rest in zip(*found, own, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one, mine + rest.numpy(), rtol=1e-5, atol=1e-6)

@@ -228,8 +228,9 @@ class OwnRows:
             if op.name in seen or op.name in self.by_hand or known(op):
                 continue
             seen.add(op.name)
-            # What is added to a tower's own is nothing of its own.
-            adds = op.type in _SUMS and any(each in self for each in op.inputs)
+            # A number that is added to a tower's own is nothing of its own.
+            adds = op.type in _SUMS and op.outputs[0].shape.rank == 0
+            adds &= any(each in self for each in op.inputs)
             for i, tensor in enumerate(op.inputs):
                 if adds and tensor not in self:
                     continue

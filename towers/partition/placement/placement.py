@@ -9,7 +9,7 @@ Xu et al. 2021): a tensor is split by rows, replicated, or partial.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -31,7 +31,7 @@ from towers.analysis.kinds import (
     Dependence,
 )
 from towers.analysis.layer_calls import key
-from towers.keras_adapter.graphs import calls_functions, is_stateful
+from towers.keras_adapter.graphs import before, calls_functions, is_stateful
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
 from towers.partition.errors import PartitionError, where
@@ -315,7 +315,8 @@ class Placement:
             level = max(level, place.level + (away or place.is_behind(mine)))
             if away:
                 self._check_combined(op, tensor)
-        for place in _places_before(op, self.places):
+        for name in before(op, self.places):
+            place = self.places[name]
             level = max(level, place.level + place.is_behind(mine))
         return level
 
@@ -388,17 +389,3 @@ def _listed(operations: Sequence[tf.Operation]) -> str:
 def _alike(op: tf.Operation) -> bool | None:
     """Where an operation runs that gives the same everywhere: at home if it must."""
     return False if is_stateful(op) else None
-
-
-def _places_before(op: tf.Operation, places: Mapping[str, Place]) -> Iterator[Place]:
-    """The places of what has to run before an operation, whatever it takes."""
-    waiting, seen = [*op.control_inputs], set()
-    while waiting:
-        before = waiting.pop()
-        if before.name in seen:
-            continue
-        seen.add(before.name)
-        if (place := places.get(before.name)) is not None:
-            yield place
-        elif before.type == "NoOp":
-            waiting += before.control_inputs
