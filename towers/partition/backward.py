@@ -137,7 +137,8 @@ def _leaves(target, given, starts, kind):
         linear = kind(term) is NONE or (
             kind(term) is MEAN and {*map(kind, term.op.inputs)} <= {MEAN, NONE}
         )
-        if term.shape.rank == 0 and linear:
+        # What it is differentiated for is no sum of others.
+        if term.shape.rank == 0 and linear and key(term) not in starts:
             before = _before(term.op, factor, starts)
         if before is None:
             yield term, factor

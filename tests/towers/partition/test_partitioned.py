@@ -319,6 +319,15 @@ class Functions:
             loss = 2 * (tf.reduce_mean(rows) + (1.0 - masked))
         return loss, tape.gradient(loss, self.weights)
 
+    def for_a_sum_of_kinds(self, x):
+        """The gradient for a sum of kinds, which is a part of another."""
+        with tf.GradientTape() as tape:
+            rows, given = tf.square(x @ self.weights), tf.nn.sigmoid(x[:, :1])
+            masked = tf.reduce_sum(rows * given) / tf.reduce_sum(given)
+            between = masked + tf.reduce_mean(rows)
+            loss = 2 * (between + masked) - 1
+        return loss, tape.gradient(loss, between)
+
     def sum_of_kinds_times_a_weight(self, x):
         """The same, but what scales the sum has a gradient of its own."""
         with tf.GradientTape() as tape:
