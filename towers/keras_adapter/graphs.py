@@ -50,6 +50,9 @@ It searches the graph behind a custom gradient for variables.
 GRADIENT = Target(tf.GradientTape, "gradient")
 """`GradientTape.gradient(target, sources, output_gradients, unconnected_gradients)`."""
 
+STOP_RECORDING = Target(tf.GradientTape, "stop_recording")
+"""`GradientTape.stop_recording()`."""
+
 FUNCTION_CALL = Target(type(tf.function(lambda: None)), "__call__")
 """`__call__` of what `tf.function` returns."""
 

@@ -101,31 +101,34 @@ def is_custom(op: tf.Operation) -> bool:
 
 
 def terms(
-    target: tf.Tensor,
-    given: tf.Tensor | None,
+    targets: Sequence[tf.Tensor],
+    given: Sequence[tf.Tensor | None],
     starts: Collection[Any],
     kind: Callable[[tf.Tensor], Dependence],
-) -> Iterator[tuple[tf.Tensor, tf.Tensor | None]]:
-    """Yields what a gradient may be taken of instead of a scalar.
+) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+    """Returns what a gradient may be taken of instead of some targets.
 
-    A sum of several kinds, such as of a quotient of totals, a mean and a norm of
-    weights, is no tower's part of anything. Its terms are.
+    A scalar that is a sum of several kinds, such as of a quotient of totals, a mean and
+    a norm of weights, is no tower's part of anything. Its terms are.
 
     Args:
-        target: What to differentiate.
-        given: The gradient given for it; `None` for one.
+        targets: What to differentiate.
+        given: The gradient given for each; `None` for one.
         starts: The keys of what to differentiate for.
         kind: Tells how a tensor depends on the examples.
 
-    Yields:
-        The terms, each with the gradient that is given for it.
+    Returns:
+        The terms, and the gradients given for them.
     """
-    leaves = [*_leaves(target, given, starts, kind)]
-    if kind(target) is MEAN and all(
-        kind(leaf) is MEAN or not meets([leaf], starts) for leaf, _ in leaves
-    ):
-        leaves = [(target, given)]
-    yield from leaves
+    pairs = []
+    for target, factor in zip(targets, given, strict=True):
+        leaves = [*_leaves(target, factor, starts, kind)]
+        if kind(target) is MEAN and all(
+            kind(leaf) is MEAN or not meets([leaf], starts) for leaf, _ in leaves
+        ):
+            leaves = [(target, factor)]
+        pairs += leaves
+    return [term for term, _ in pairs], [factor for _, factor in pairs]
 
 
 def _leaves(target, given, starts, kind):

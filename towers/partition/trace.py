@@ -30,6 +30,7 @@ from towers.analysis.layer_calls import key, recorded_layers
 from towers.keras_adapter.graphs import (
     FUNCTION_CALL,
     GRADIENT,
+    STOP_RECORDING,
     is_compiled,
     run_in_place,
 )
@@ -93,6 +94,7 @@ class Trace:
         self.compiled = self.reads_gradients = False
         self.gradients: set[Any] = set()
         self.indices: set[Any] = set()
+        self._records_all = True
 
         def step(batch, fraction):
             self.graph = tf.compat.v1.get_default_graph()
@@ -123,6 +125,11 @@ class Trace:
 
     @contextlib.contextmanager
     def _reading(self, batch) -> Iterator[None]:
+        def stop(original, tape):
+            # The graph does not tell what a tape has recorded of a sum.
+            self._records_all = False
+            return original(tape)
+
         # What a loss does runs operation by operation, and is read so.
         with recorded_layers(losses=False) as calls:
             self.reader = Reader(
@@ -139,7 +146,11 @@ class Trace:
                 return
             # It is each tower's own, and nobody's outside of a gradient.
             self.reader.know({key(self.fraction): UNKNOWN})
-            with patched(LAYER_CALL, self._call), patched(GRADIENT, self._gradient):
+            with (
+                patched(LAYER_CALL, self._call),
+                patched(GRADIENT, self._gradient),
+                patched(STOP_RECORDING, stop),
+            ):
                 yield
 
     @contextlib.contextmanager
@@ -195,8 +206,14 @@ class Trace:
         unconnected_gradients=tf.UnconnectedGradients.NONE,
     ):
         """Takes a gradient of each tower's part of the target, where it has one."""
-        flat, given = self._terms(target, sources, output_gradients)
+        flat = tf.nest.flatten(target)
         symbolic = all(tf.is_symbolic_tensor(each) for each in flat)
+        given = [None] * len(flat)
+        if output_gradients is not None:
+            given = tf.nest.flatten(output_gradients)
+        if self._here() and symbolic and self._records_all:
+            starts = backward.starts(self.graph, sources)
+            flat, given = backward.terms(flat, given, starts, self.reader.of)
         kinds = [self.reader.of(each) for each in flat] if symbolic else []
         of_sources = [
             self.reader.of(each) if tf.is_symbolic_tensor(each) else NONE
@@ -262,23 +279,6 @@ class Trace:
     def _in_gradient(self, op):
         region = self.regions.get(op.name)
         return region is not None and region.layer is None
-
-    def _terms(self, target, sources, output_gradients):
-        """The targets, as their terms, and the gradients given for each."""
-        flat = tf.nest.flatten(target)
-        given = [None] * len(flat)
-        if output_gradients is not None:
-            given = tf.nest.flatten(output_gradients)
-        if not self._here() or not all(map(tf.is_symbolic_tensor, flat)):
-            return flat, given
-        starts = backward.starts(self.graph, sources)
-        each = zip(flat, given, strict=True)
-        pairs = [
-            pair
-            for target, factor in each
-            for pair in backward.terms(target, factor, starts, self.reader.of)
-        ]
-        return [term for term, _ in pairs], [factor for _, factor in pairs]
 
     def _fits(self, target, kind, given):
         """Whether a target, and the gradient given for it, are what a tower has."""
