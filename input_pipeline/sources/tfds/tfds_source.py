@@ -175,6 +175,9 @@ class TFDSSource(StreamSource):
         config = tfds.download.DownloadConfig(
             num_shards=self._num_shards, try_download_gcs=False
         )
+        if os.environ.get("TQDM_DISABLE") == "1":
+            # tqdm has read it when it was imported, which may have been before.
+            tfds.disable_progress_bar()
         try:
             with network.no_waiting():
                 self._builder.download_and_prepare(download_config=config)

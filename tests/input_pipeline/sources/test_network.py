@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+from towers import input_pipeline
 from towers.input_pipeline.sources.tfds import network, tfds_source
 
 
@@ -106,3 +107,14 @@ def test_sigterm_ends_a_download_at_once(tmp_path):
     assert process.returncode == 143
     assert said.endswith("towers.train: Stopped by SIGTERM: nothing was saved yet.\n")
     assert "Traceback" not in said
+
+
+def test_no_bars_where_nobody_watches(tmp_path, monkeypatch, capsys):
+    """tqdm has been imported by now, and looks at its variable no more."""
+    tfds.enable_progress_bar()
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    try:
+        input_pipeline.open_source("digits", data_dir=tmp_path).prepare()
+    finally:
+        tfds.enable_progress_bar()
+    assert "examples/s" not in capsys.readouterr().err
