@@ -1,5 +1,6 @@
 """Functions of a batch on several devices, with or without Keras."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ def parallelize(
             default all GPUs. Without a GPU, logical CPUs are used.
 
     Returns:
-        A function with the same arguments, by position, and the same results. It may
+        A function with the same arguments, and the same results. It may
         be called eagerly or in a `tf.function`. It may be differentiated, unless it
         assigns variables or draws random numbers.
 
@@ -79,8 +80,10 @@ class Parallel:
         self.__doc__ = function.__doc__
 
     @as_it_is
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """Computes the function; see `parallelize`."""
+        if named:
+            batch = self._in_order(batch, named)
         batch = tf.nest.map_structure(_tensor, batch)
         if tf.executing_eagerly():
             ranks = tuple(
@@ -98,6 +101,17 @@ class Parallel:
             # TensorFlow would lose the variables' part without a word.
             raise self._accumulated()
         return self._compute(*batch)
+
+    def _in_order(self, batch, named):
+        """All arguments by position."""
+        bound = inspect.signature(self._function).bind(*batch, **named)
+        if bound.kwargs:
+            raise ValueError(
+                f"Received {[*bound.kwargs]} by name for '{self.__name__}', which "
+                "takes them only so, or behind others that are left out; expected "
+                "arguments that may be given by position."
+            )
+        return bound.args
 
     def _compute(self, *data):
         if len(data) == 1 and isinstance(data[0], PlacedBatch):
@@ -156,16 +170,21 @@ class Parallel:
 
     def _partition(self, data):
         spec = batch.local_spec(data, None)
-        if str(spec) not in self._partitioned:
-            found = Partitioned(
-                lambda local: self._function(*local),
-                spec,
-                loss_placement=self._loss_placement,
-            )
+        if str(spec) in self._partitioned:
+            return self._partitioned[str(spec)]
+        found = Partitioned(
+            lambda local: self._function(*local),
+            spec,
+            loss_placement=self._loss_placement,
+        )
+        for line in found.lines(f"The function '{self.__name__}'"):
+            say(line)
+        if not any(
+            tf.is_symbolic_tensor(each) for each, _ in found.trace.graph.captures
+        ):
+            # What it takes of a tf.function around it is there for one call.
             self._partitioned[str(spec)] = found
-            for line in found.lines(f"The function '{self.__name__}'"):
-                say(line)
-        return self._partitioned[str(spec)]
+        return found
 
     def _gradient(self, found, data, upstream, variables):
         """The gradient for the batch and some variables; it computes forward again.

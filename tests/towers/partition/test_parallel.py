@@ -435,3 +435,36 @@ def test_gradients_of_another_number_are_refused():
     for wrong in ([], gradients * 2):
         with pytest.raises(ValueError, match=f"Received {len(wrong)} gradients for 1"):
             step.apply(keras.optimizers.SGD(0.1), wrong)
+
+
+def test_arguments_by_name():
+    def scaled(x, y, *, factor=None):
+        return (x - y) * (1.0 if factor is None else factor)
+
+    found = towers.parallelize(scaled, gpus=2)
+    _close(found(y=Y, x=X[:, :1]), tf.constant(X[:, :1] - Y))
+    with pytest.raises(ValueError, match=r"Received \['factor'\] by name"):
+        found(X[:, :1], Y, factor=2.0)
+
+
+def test_a_tensor_of_the_function_around_it():
+    """A function that is called in two others, and takes what they have made."""
+
+    def caller(parallel, x):
+        factor = tf.reduce_mean(x) + 1
+
+        def scaled(rows):
+            return rows * factor
+
+        return (towers.parallelize(scaled, gpus=2) if parallel else scaled)(x)
+
+    kept = {}
+
+    def again(x):
+        kept["factor"] = tf.reduce_mean(x) + 1
+        return made(x)
+
+    made = towers.parallelize(lambda rows: rows * kept["factor"], gpus=2)
+    for function in (lambda x: caller(True, x), again, again):
+        found = tf.function(function, autograph=False)(tf.constant(X))
+        _close(found, caller(False, tf.constant(X)))
