@@ -337,7 +337,8 @@ def local_spec(batch: Any, rows: int | None) -> Any:
     """Describes a local batch, for tracing.
 
     Args:
-        batch: A nest of tensors with one row an example; `None` and scalars stay.
+        batch: A nest of tensors with one row an example, or of their `tf.TypeSpec`s;
+            `None` and scalars stay.
         rows: Number of rows, `None` where local batches differ.
 
     Returns:
@@ -349,9 +350,9 @@ def local_spec(batch: Any, rows: int | None) -> Any:
             return None
         if _is_scalar(tensor):
             return tf.TensorSpec([], tensor.dtype)
-        if isinstance(tensor, tf.Tensor):
+        if isinstance(tensor, tf.Tensor | tf.TensorSpec):
             return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
-        if isinstance(tensor, tf.SparseTensor):
+        if isinstance(tensor, tf.SparseTensor | tf.SparseTensorSpec):
             return tf.SparseTensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
         return tf.RaggedTensorSpec(
             [rows, *tensor.shape[1:]],

@@ -1,6 +1,6 @@
 """TensorFlow's graphs: operations and their definitions, functions, and their order."""
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -228,6 +228,12 @@ def _called(nodes: Iterable[NodeDef]) -> Iterator[str]:
             if attribute.HasField("func"):
                 yield attribute.func.name
             yield from (function.name for function in attribute.list.func)
+
+
+def traced(function: Callable[..., Any], *specs: tf.TypeSpec) -> Callable[..., Any]:
+    """Traces a function, whose operations are on no device but the caller's."""
+    with tf.device(None):
+        return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
 def before(operation: tf.Operation, known: Container[str]) -> Iterator[str]:

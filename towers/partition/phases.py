@@ -15,6 +15,7 @@ from towers.keras_adapter.graphs import (
     add_copy,
     before,
     keep_functions,
+    traced,
 )
 from towers.partition.placement import draws
 from towers.partition.placement.placement import Place, Placement
@@ -137,7 +138,7 @@ class Phase:
 
     def __post_init__(self):
         """Traces a function of the operations."""
-        self._function = _traced(self._run, *self._specs)
+        self._function = traced(self._run, *self._specs)
 
     @property
     def takes(self) -> list[Taken]:
@@ -207,7 +208,7 @@ class Phase:
 
             return tf.cond(size > 0, lambda: self._function(*values), nothing)
 
-        return _traced(guarded, tf.TensorSpec([], tf.int32), *self._specs)
+        return traced(guarded, tf.TensorSpec([], tf.int32), *self._specs)
 
 
 def phases(trace: Trace, placement: Placement) -> list[Phase]:
@@ -227,8 +228,3 @@ def phases(trace: Trace, placement: Placement) -> list[Phase]:
     return [
         Phase.of(placement, place, groups[place], wanted) for place in sorted(groups)
     ]
-
-
-def _traced(function, *specs):
-    with tf.device(None):
-        return tf.function(function, autograph=False).get_concrete_function(*specs)

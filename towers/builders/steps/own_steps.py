@@ -228,9 +228,4 @@ def _creating_on(device):
 
 
 def _local_spec(data):
-    def without_rows(spec):
-        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank == 0:
-            return spec
-        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-
-    return tf.nest.map_structure(without_rows, batch.specs(batch.rows_given(data)))
+    return batch.local_spec(batch.specs(batch.rows_given(data)), None)

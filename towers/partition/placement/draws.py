@@ -7,6 +7,8 @@ that is ahead by what the rows before take.
 
 import tensorflow as tf
 
+from towers.keras_adapter.graphs import traced
+
 # Each number takes as much of the counter as any other. Theirs are blocks of 16 bytes.
 SKIPPABLE = set(
     """StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
@@ -52,9 +54,4 @@ def function_of(op: tf.Operation) -> tf.types.experimental.ConcreteFunction:
         return found
 
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in op.inputs]
-    return _traced(rows, *specs, tf.TensorSpec([2], tf.int64))
-
-
-def _traced(function, *specs):
-    with tf.device(None):
-        return tf.function(function, autograph=False).get_concrete_function(*specs)
+    return traced(rows, *specs, tf.TensorSpec([2], tf.int64))
