@@ -4,6 +4,7 @@ Attention puts queries, keys and values first, and a mixture of experts puts the
 of it is undone soon, so what is known here are the ways back to rows.
 """
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -14,7 +15,7 @@ from towers.analysis.axes.position import (
     of_moved,
     with_examples_at,
 )
-from towers.analysis.axes.types import ELEMENTWISE
+from towers.analysis.axes.types import ELEMENTWISE, rule_for
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -66,14 +67,7 @@ def of_columns(
     return rule(tensor, op, inputs)
 
 
-def _rule(*types):
-    """A decorator: the function is the rule for these types of operations."""
-
-    def register(function):
-        _RULES.update(dict.fromkeys(types, function))
-        return function
-
-    return register
+_rule = functools.partial(rule_for, _RULES)
 
 
 def _of_elements(inputs, kinds):

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towers.analysis.axes.blocks import RowBlocks
 from towers.analysis.axes.counts import RowCounts
-from towers.analysis.axes.rows import ELEMENTWISE
+from towers.analysis.axes.types import ELEMENTWISE
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,

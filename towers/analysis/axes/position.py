@@ -1,9 +1,11 @@
 """Follows the examples' axis, the first or the second, where operations move axes."""
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.analysis.axes.types import rule_for
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -48,14 +50,7 @@ def of_moved(
     return with_examples_at(_RULES[op.type](op, inputs, axis))
 
 
-def _rule(*types):
-    """A decorator: the function is the rule for these types of operations."""
-
-    def register(function):
-        _RULES.update(dict.fromkeys(types, function))
-        return function
-
-    return register
+_rule = functools.partial(rule_for, _RULES)
 
 
 @_rule("Transpose")

@@ -4,6 +4,7 @@ What treats each row by itself gives rows, what adds them up a total. Where two 
 meet in another way, the result is coupled.
 """
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ from towers.analysis.axes.types import (
     MATRICES,
     ROWWISE,
     SIGNATURES,
+    rule_for,
 )
 from towers.analysis.kinds import (
     COLUMNS,
@@ -77,18 +79,8 @@ def of_rows(
     return UNKNOWN if rule is None else rule(op, inputs)
 
 
-def _rule(*types, rules=_RULES):
-    """A decorator: the function is the rule for these types of operations."""
-
-    def register(function):
-        rules.update(dict.fromkeys(types, function))
-        return function
-
-    return register
-
-
-def _rule_of_first(*types):
-    return _rule(*types, rules=_RULES_OF_FIRST)
+_rule = functools.partial(rule_for, _RULES)
+_rule_of_first = functools.partial(rule_for, _RULES_OF_FIRST)
 
 
 @_rule("TensorListSetItem")

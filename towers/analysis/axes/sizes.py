@@ -1,9 +1,11 @@
 """Tells of an operation what it makes of shapes, and of numbers of examples."""
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.analysis.axes.types import rule_for
 from towers.analysis.kinds import NONE, ROWS, SHAPE, SIZE, UNKNOWN, Dependence
 from towers.analysis.static_values import integers, leading
 
@@ -66,14 +68,7 @@ def of_sizes(
     return UNKNOWN
 
 
-def _rule(*types):
-    """A decorator: the function is the rule for these types of operations."""
-
-    def register(function):
-        _RULES_OF_SHAPES.update(dict.fromkeys(types, function))
-        return function
-
-    return register
+_rule = functools.partial(rule_for, _RULES_OF_SHAPES)
 
 
 @_rule("StridedSlice")

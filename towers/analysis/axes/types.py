@@ -1,5 +1,8 @@
 """Types of operations, by which axes they join and what they take."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from towers.analysis.kinds import NONE, ROWS, SHAPE, SUM, Dependence
 
 ELEMENTWISE = set(
@@ -79,3 +82,16 @@ MATRICES: dict[str, tuple[list[Dependence], int]] = {
     "TridiagonalMatMul": (4 * [ROWS], 2),
     "TridiagonalSolve": (_IN_PAIRS, 2),
 }
+
+
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+
+def rule_for(rules: dict[str, Any], *types: str) -> Callable[[Rule], Rule]:
+    """A decorator: the function is the rule for these types of operations."""
+
+    def register(function):
+        rules.update(dict.fromkeys(types, function))
+        return function
+
+    return register
