@@ -7,19 +7,31 @@ import tensorflow as tf
 from towers.analysis.dependence import EXTREMES
 from towers.analysis.kinds import COLUMNS, COUPLED, MEAN, NONE, ROWS, SHAPE, SIZE, SUM
 from towers.collectives import batch, reduce
+from towers.collectives.hosts import OneHost
 from towers.partition.errors import PartitionError, where
 from towers.partition.placement.placement import Placement
-from towers.plan import Plan
 
 
 class Combination:
     """Makes the whole batch's values of what the towers have, where it is called."""
 
-    def __init__(self, plan: Plan, placement: Placement, size: int | tf.Tensor):
-        """Takes a plan, what tells the kinds of tensors, and the number of examples."""
-        self._hosts, self._placement = plan.hosts, placement
-        self._sizes = plan.sizes(size)
-        self._fractions = plan.fractions(self._sizes, size)
+    def __init__(
+        self,
+        hosts: OneHost,
+        placement: Placement,
+        sizes: Sequence[int | tf.Tensor],
+        fractions: Sequence[tf.Tensor],
+    ):
+        """Takes what tells the kinds of tensors, and what each tower has of a batch.
+
+        Args:
+            hosts: The hosts that compute it.
+            placement: Tells the kinds.
+            sizes: Number of examples of each tower of this host.
+            fractions: What part of the batch that is.
+        """
+        self._hosts, self._placement = hosts, placement
+        self._sizes, self._fractions = sizes, fractions
         self._calls = 0
 
     def __call__(

@@ -174,7 +174,9 @@ class _Call:
         self._bounds = plan.bounds(size)
         self._sizes = plan.sizes(size)
         fractions = plan.fractions(self._sizes, size)
-        self._combined = Combination(plan, self._placement, size)
+        self._combined = Combination(
+            plan.hosts, self._placement, self._sizes, fractions
+        )
         trace = partitioned.trace
         # What the device of each copy has of the whole batch. The first one is home.
         self._copies: list[dict[Any, tf.Tensor]] = [{} for _ in partitioned.handles]

@@ -232,24 +232,21 @@ class Copies:
 
         Each of `updates` applies it, with the gradients of one of these towers.
         """
-        rates = _learning_rates(self._context.model, self._originals)
+        self.follow_learning_rates()
         for k, (tower, copy) in enumerate(
             zip(self.towers, self._copies, strict=False), start=1
         ):
             stages = self._context.plan.pipeline.stages
             where = placing.updates(tower.device, stages)
             with where, tf.name_scope(f"apply_{k}"):
-                for i in rates:
-                    copy[i].assign(self._originals[i].value)
                 with swapped_values(self._originals, copy):
                     updates[k - 1]()
 
     def follow_learning_rates(self) -> None:
         """Gives copies of learning rates their values, which callbacks change."""
-        rates = _learning_rates(self._context.model, self._originals)
-        for tower, copy in zip(self.towers, self._copies, strict=False):
-            with tf.device(tower.device), tf.name_scope("learning_rate"):
-                for i in rates:
+        for i in _learning_rates(self._context.model, self._originals):
+            for copy in self._copies:
+                with tf.device(copy[i].device), tf.name_scope("learning_rate"):
                     copy[i].assign(self._originals[i].value)
 
 
