@@ -230,8 +230,9 @@ def _fit(make, optimizer, x=X, wrap=lambda model: model, **options):
     data = tf.data.Dataset.from_tensor_slices((x, X)).batch(4)
     fit = functools.partial(trained.fit, data, epochs=2, verbose=0)
     nodes = executed.run(fit, "apply/")
+    scopes = "apply", "learning_rate"
     ours = {
-        device: [n.op for n in each if n.name.startswith("apply") and n.op not in _FREE]
+        device: [n.op for n in each if n.name.startswith(scopes) and n.op not in _FREE]
         for device, each in nodes.items()
     }
     return made.get_weights(), {device: ops for device, ops in ours.items() if ops}
