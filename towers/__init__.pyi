@@ -7,8 +7,8 @@ from .model.api import multi_gpu_model as multi_gpu_model
 from .model.tower_model import TowerModel as TowerModel
 from .parity import Parity as Parity
 from .parity import check_parity as check_parity
-from .partition.gradient_towers import GradientStep as GradientStep
-from .partition.gradient_towers import GradientTowers as GradientTowers
-from .partition.parallel import parallelize as parallelize
+from .partition.functions.gradient_towers import GradientStep as GradientStep
+from .partition.functions.gradient_towers import GradientTowers as GradientTowers
+from .partition.functions.parallel import parallelize as parallelize
 from .predict.trained import Trained as Trained
 from .predict.trained import load_model as load_model

@@ -100,3 +100,20 @@ def _places(tensors):
         if isinstance(tensor, tf.Tensor | tf.TensorSpec) and tensor.dtype.is_floating:
             by_type.setdefault(tensor.dtype, []).append(i)
     return list(by_type.values())
+
+
+def broadcast(
+    home: str,
+    originals: Sequence[tf.Variable],
+    devices: Sequence[str],
+    copies: Sequence[Sequence[tf.Variable]],
+) -> None:
+    """Gives each device's copies of variables the values that they have at home."""
+    with tf.device(home):
+        values = [tf.convert_to_tensor(original) for original in originals]
+        buffers = pack(values)
+    for device, mine in zip(devices, copies, strict=False):
+        with tf.device(device):
+            received = unpack(buffers, values)
+            for copy, value in zip(mine, received, strict=True):
+                copy.assign(value)

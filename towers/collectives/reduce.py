@@ -15,7 +15,7 @@ from towers.analysis.dependence import EXTREMES
 from towers.analysis.kinds import Dependence
 from towers.collectives import packing
 from towers.collectives.hosts import ONE_HOST, OneHost
-from towers.devices import HOST
+from towers.devices import HOST, is_gpu, nccl_fits
 from towers.keras_adapter.runtime import nccl_sums
 from towers.layers import overwritten
 
@@ -233,6 +233,35 @@ def _nccl(parts, devices):
 
 # How packed gradients are added. NCCL's op is TensorFlow's, and takes GPUs only.
 ALGORITHMS = {"cpu": _on_cpu, "device": _on_device, "ring": _ring, "nccl": _nccl}
+
+
+def check_all_reduce(
+    algorithm: str, variable_update: str, towers: Sequence[str]
+) -> None:
+    """Checks that towers can add gradients that way; see `multi_gpu_model`."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"Received all_reduce_alg='{algorithm}'; expected one of "
+            f"{['auto', *ALGORITHMS]}."
+        )
+    if variable_update != "replicated":
+        raise ValueError(
+            f"Received all_reduce_alg='{algorithm}' with variable_update="
+            f"'{variable_update}'; it says how variable_update='replicated' adds "
+            "gradients, so give that as well."
+        )
+    if algorithm == "nccl" and not nccl_fits(towers):
+        raise ValueError(
+            f"Received all_reduce_alg='nccl' for towers on {', '.join(towers)}; NCCL "
+            "needs several towers, each on a GPU of its own, so use 'ring'."
+        )
+
+
+def algorithm_for(name: str, home: str) -> str:
+    """Returns a key of `ALGORITHMS`: "auto" takes the first GPU, or else the CPU."""
+    if name != "auto":
+        return name
+    return "device" if is_gpu(home) else "cpu"
 
 
 def add(gradients: Sequence[Gradient]) -> Gradient:

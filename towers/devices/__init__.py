@@ -7,6 +7,15 @@ it in words.
 
 from towers.devices.configuration import Devices, configure
 from towers.devices.listing import rows, table
-from towers.devices.names import HOST, is_gpu, resolve
+from towers.devices.names import HOST, is_gpu, nccl_fits, resolve
 
-__all__ = ["HOST", "Devices", "configure", "is_gpu", "resolve", "rows", "table"]
+__all__ = [
+    "HOST",
+    "Devices",
+    "configure",
+    "is_gpu",
+    "nccl_fits",
+    "resolve",
+    "rows",
+    "table",
+]

@@ -118,3 +118,10 @@ def _more_devices(numbered: Sequence[str]) -> str:
         "restart the program (in a notebook, the kernel), and make more logical CPUs "
         "with towers.configure(num_gpus=...) before a model is built"
     )
+
+
+def nccl_fits(towers: Sequence[str]) -> bool:
+    """Tells whether each of several towers has a GPU of its own, which none shares."""
+    gpus = len(tf.config.get_visible_devices("GPU"))
+    unsplit = gpus == len(tf.config.list_logical_devices("GPU"))
+    return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))

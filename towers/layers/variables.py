@@ -1,7 +1,8 @@
 """All variables that training changes: moved, their values kept and given back."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -172,3 +173,43 @@ def unchanged(model: keras.Model, others: Sequence[tf.Variable] = ()) -> Iterato
         assign(model, start)
         for variable, value in zip(others, theirs, strict=True):
             variable.assign(value)
+
+
+# Bits of a number, as whole numbers: several of 32 bits, as sums of larger ones overflow.
+_BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int32, 16: tf.int32}
+
+
+def digest(values: Iterable[Any]) -> tf.Tensor:
+    """Returns a number that tells values apart, and the same ones in another order.
+
+    Args:
+        values: Tensors, or variables, of numbers.
+
+    Returns:
+        An int64, which two values that differ share about once in 2^60.
+    """
+    total, first = tf.zeros([], tf.int64), 1
+    for value in map(tf.convert_to_tensor, values):
+        if not value.dtype.is_bool:
+            # As floats, minus zero would be zero.
+            value = tf.bitcast(value, _BITS[value.dtype.size])
+        bits = tf.cast(value, tf.int64)
+        # Axis by axis: TensorFlow keeps the multipliers, which are few then.
+        while bits.shape.rank:
+            count = tf.shape(bits, tf.int64)[-1]
+            bits = tf.reduce_sum(bits * _mixed(tf.range(first, first + count)), -1)
+            first += count
+        total = total * _ODD + bits
+    return total
+
+
+def _mixed(places):
+    """Odd numbers that look random; sums with plain places are often alike."""
+    places = places * _ODD
+    mixed = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, 29)) * _ODD
+    # Even ones would lose the highest bits.
+    return tf.bitwise.bitwise_or(mixed, 1)
+
+
+# Knuth's multiplier, "The Art of Computer Programming", volume 2, 3.3.4.
+_ODD = 6364136223846793005

@@ -12,9 +12,10 @@ from towers._deprecated import accepts_old_names
 from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.builders.strategies import STRATEGIES
+from towers.collectives import reduce
 from towers.collectives.hosts import COMPRESSIONS, OneHost, this_host
 from towers.collectives.spread import tables as spread_tables
-from towers.devices import is_gpu
+from towers.devices import is_gpu, nccl_fits
 from towers.layers import tables, variables
 from towers.loop.agreement import Agreement
 from towers.model import arguments, auto
@@ -179,7 +180,7 @@ def multi_gpu_model(
     arguments.check_updates_stages(pipeline, variable_update)
     split_ratios = arguments.check_split_ratios(split_ratios, len(towers))
     if all_reduce_alg != "auto":
-        arguments.check_all_reduce(all_reduce_alg, variable_update, towers)
+        reduce.check_all_reduce(all_reduce_alg, variable_update, towers)
     if max_staleness is not None:
         arguments.check_max_staleness(max_staleness, variable_update)
     prefetch = arguments.check_prefetch(prefetch, towers)
@@ -194,7 +195,7 @@ def multi_gpu_model(
         home = towers[0]
     home = arguments.find_home(home, model, variable_update, towers)
     stays = moved and home != towers[0]
-    nccl = arguments.nccl_fits(towers)
+    nccl = nccl_fits(towers)
     arguments.check_choice(
         "gradient_compression", gradient_compression, list(COMPRESSIONS)
     )

@@ -11,7 +11,6 @@ import tensorflow as tf
 from towers import devices
 from towers.builders.guard import Guard
 from towers.builders.steps.own_steps import has_own_steps
-from towers.collectives import reduce
 from towers.devices import is_gpu
 from towers.keras_adapter.models import overrides
 from towers.layers import pipeline as pipelines
@@ -122,28 +121,6 @@ def find_home(
     return found
 
 
-def check_all_reduce(
-    algorithm: str, variable_update: str, towers: Sequence[str]
-) -> None:
-    """Checks that a builder can add gradients that way; see `multi_gpu_model`."""
-    if algorithm not in reduce.ALGORITHMS:
-        raise ValueError(
-            f"Received all_reduce_alg='{algorithm}'; expected one of "
-            f"{['auto', *reduce.ALGORITHMS]}."
-        )
-    if variable_update != "replicated":
-        raise ValueError(
-            f"Received all_reduce_alg='{algorithm}' with variable_update="
-            f"'{variable_update}'; it says how variable_update='replicated' adds "
-            "gradients, so give that as well."
-        )
-    if algorithm == "nccl" and not nccl_fits(towers):
-        raise ValueError(
-            f"Received all_reduce_alg='nccl' for towers on {', '.join(towers)}; NCCL "
-            "needs several towers, each on a GPU of its own, so use 'ring'."
-        )
-
-
 def check_optimizer_shards(variable_update: str, algorithm: str) -> None:
     """Checks that the optimizer's state can be sharded."""
     if variable_update != "replicated":
@@ -157,13 +134,6 @@ def check_optimizer_shards(variable_update: str, algorithm: str) -> None:
             f"Received all_reduce_alg='{algorithm}' with shard_optimizer_state=True, "
             "where no tower gets all sums; leave it out."
         )
-
-
-def nccl_fits(towers: Sequence[str]) -> bool:
-    """Tells whether each of several towers has a GPU of its own, which none shares."""
-    gpus = len(tf.config.get_visible_devices("GPU"))
-    unsplit = gpus == len(tf.config.list_logical_devices("GPU"))
-    return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))
 
 
 def check_split_ratios(ratios: Any, towers: int) -> tuple[int, ...]:

@@ -150,14 +150,29 @@ class Partitioned:
         Returns:
             What the function returns for the whole batch, at home.
         """
+        return self.on_copies(plan, local_batches, size, observer)[0]
+
+    def on_copies(
+        self,
+        plan: Plan,
+        local_batches: Sequence[Any],
+        size: int | tf.Tensor,
+        observer: Observer | None = None,
+    ) -> list[Any]:
+        """Adds a call to the graph being built; see `__call__`.
+
+        Returns:
+            What the function returns, at home; then what of it the device of each other
+            copy has, in the same structure: sums that were all-reduced, `None` for all
+            else.
+        """
         call = _Call(self, plan, local_batches, size, observer)
         for phase in self.phases:
             call.run(phase)
         if observer is not None and call.computed:
             observer.computed(call.computed)
         with tf.device(plan.home):
-            flat = call.at_home(self.trace.returned)
-        return self.trace.packed(flat)
+            return [*map(self.trace.packed, call.returned(self.trace.returned))]
 
 
 class _Call:
@@ -205,6 +220,12 @@ class _Call:
             with self._observed(phase):
                 self._run_on_copies(of_copies if phase.place.on_copies else [phase])
 
+    def returned(self, tensors):
+        """What each copy's device has of what the function returns."""
+        self._all_reduce(tensors)
+        others = [[mine.get(key(t)) for t in tensors] for mine in self._copies[1:]]
+        return [self.at_home(tensors), *others]
+
     def _run_on_copies(self, of_copies):
         for k, phase in enumerate(of_copies):
             with tf.device(self._plan.towers[k].device if k else self._plan.home):
@@ -244,6 +265,7 @@ class _Call:
             and tensor.shape.is_fully_defined()
         ]
         if not gradients or len(self._copies) == 1 or self._plan.hosts.count > 1:
+            # What hosts add is sent to the copies of each.
             return
         devices, keys = self._plan.devices, [*map(key, gradients)]
         parts = [[made[each] for each in keys] for made in self._towers]

@@ -115,13 +115,23 @@ class Trace:
             )
         self.returned = [*map(_source, self.concrete.outputs)]
 
-    def packed(self, values: Sequence[tf.Tensor]) -> Any:
-        """Returns values in the structure of what the function returns."""
+    def packed(self, values: Sequence[tf.Tensor | None]) -> Any:
+        """Returns values in the structure of what the function returns.
+
+        What lacks a component, such as its indices, is `None`.
+        """
         values = iter(values)
-        like = self.concrete.structured_outputs
-        flat = tf.nest.flatten(like, expand_composites=True)
-        every = [next(values) if tf.is_symbolic_tensor(each) else each for each in flat]
-        return tf.nest.pack_sequence_as(like, every, expand_composites=True)
+
+        def one(like):
+            parts = [
+                next(values) if tf.is_symbolic_tensor(part) else part
+                for part in tf.nest.flatten(like, expand_composites=True)
+            ]
+            if any(part is None for part in parts):
+                return None
+            return tf.nest.pack_sequence_as(like, parts, expand_composites=True)
+
+        return tf.nest.map_structure(one, self.concrete.structured_outputs)
 
     @contextlib.contextmanager
     def _reading(self, batch) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from towers import devices
-from towers.collectives import batch
+from towers.collectives import batch, reduce
 from towers.collectives.hosts import this_host
 from towers.devices import HOST, Devices
 from towers.input_pipeline.records import quarantine
@@ -20,7 +20,6 @@ from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
 from towers.loop import alike
-from towers.model.arguments import check_all_reduce
 from towers.model.tower_model import TowerModel
 from towers.program import words
 from towers.train import checks, continued
@@ -258,6 +257,6 @@ def _check_sizes(settings, ratios):
 def check_reduction(settings: Settings, devices: Devices) -> None:
     """Checks that these towers can add gradients as --all_reduce_alg says."""
     if settings.all_reduce_alg != "auto":
-        check_all_reduce(
+        reduce.check_all_reduce(
             settings.all_reduce_alg, settings.variable_update, devices.towers
         )

@@ -17,7 +17,6 @@ from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.devices import listing, nvml
 from towers.devices.nvml import Gpu
-from towers.model import arguments
 
 
 def run_python(script: str) -> subprocess.CompletedProcess:
@@ -622,14 +621,14 @@ def test_nccl_needs_a_whole_gpu_for_each_tower(machine, monkeypatch, wish, fits)
     machine(8)
     towers = devices.configure(**wish).towers
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
-    assert arguments.nccl_fits(towers) is fits
+    assert devices.nccl_fits(towers) is fits
 
 
 def test_nccl_does_not_fit_towers_of_two_kinds(machine, monkeypatch):
     machine(8)
     towers = devices.configure(2).towers
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
-    assert not arguments.nccl_fits([towers[0], "/device:CPU:0"])
+    assert not devices.nccl_fits([towers[0], "/device:CPU:0"])
 
 
 # Threads.

@@ -52,11 +52,12 @@ def loss_of(model):
     return loss_fn
 
 
-def on_towers(gpus, prefetches=False):
+def on_towers(gpus, prefetches=False, **options):
     """Makes a step of `GradientTowers`."""
 
     def make(model, optimizer):
-        towers_ = towers.GradientTowers(loss_of(model), model.trainable_variables, gpus)
+        variables = model.trainable_variables
+        towers_ = towers.GradientTowers(loss_of(model), variables, gpus, **options)
 
         def step(*batch):
             if prefetches:
@@ -89,6 +90,8 @@ def main(rank, addresses, counts, folder):
     # The second host begins with the first one's weights.
     found = {"trained": trained(on_towers(mine), seed=1 + rank)}
     found["prefetched"] = trained(on_towers(mine, prefetches=True))
+    make = on_towers(mine, variable_update="replicated")
+    found["replicated"] = trained(make, seed=1 + rank)
     function = towers.parallelize(centred, mine)
     with tf.GradientTape() as tape:
         x = tf.constant(X)

@@ -419,7 +419,7 @@ def test_hosts_equal_one_device(layout, tmp_path):
     gradient = tape.gradient(total, x).numpy().tolist()
     for rank in range(len(layout)):
         found = json.loads((tmp_path / f"found{rank}.json").read_text())
-        for way in ("trained", "prefetched"):
+        for way in ("trained", "prefetched", "replicated"):
             _close(found[way], [*wanted])
         _close(found["rows"], rows.numpy().tolist())
         _close(found["gradient"], gradient)

@@ -157,15 +157,10 @@ class Copies:
     def broadcast(self) -> None:
         """Gives all copies the values of the model's own variables."""
         for places, plan in self._context.plan.by_stage(self._originals):
-            with tf.device(plan.home):
-                originals = [self._originals[i].value for i in places]
-                values = [tf.convert_to_tensor(original) for original in originals]
-                buffers = packing.pack(values)
-            for tower, copies in zip(plan.replicas[1:], self._copies, strict=False):
-                with tf.device(tower.device):
-                    received = packing.unpack(buffers, values)
-                    for i, value in zip(places, received, strict=True):
-                        copies[i].assign(value)
+            originals = [self._originals[i].value for i in places]
+            copies = [[mine[i] for i in places] for mine in self._copies]
+            devices = [tower.device for tower in plan.replicas[1:]]
+            packing.broadcast(plan.home, originals, devices, copies)
 
     def follow_first_host(self) -> None:
         """Gives the model, its optimizer and metrics the values of the first host's."""
@@ -179,7 +174,7 @@ class Copies:
         of_model = [each for each in of_model if id(each) not in apart]
         with tf.device(HOST), tf.name_scope("first_host"):
             values = [tf.convert_to_tensor(variable.value) for variable in of_model]
-            digest = hosts.stack(_digest(values), "digests")
+            digest = hosts.stack(variables.digest(values), "digests")
 
             def follow():
                 received = hosts.first(values, "variables")
@@ -273,23 +268,3 @@ def _refuse(model):
             f"{reason}; expected one of Keras's optimizers, or a class with an "
             "`update_step` alone, which keeps slots in lists, one for each variable."
         )
-
-
-_BITS = {
-    **{tf.float32: tf.int32, tf.float64: tf.int64},
-    **{tf.float16: tf.int16, tf.bfloat16: tf.int16},
-}
-
-
-def _digest(values):
-    """A number that tells nearly all values apart."""
-    odd, total = 1, tf.zeros([], tf.int64)
-    for value in values:
-        if (bits := _BITS.get(value.dtype)) is not None:
-            # Minus zero is not zero.
-            value = tf.bitcast(value, bits)
-        bits = tf.reduce_sum(tf.cast(value, tf.int64))
-        # Of two values that are exchanged, too.
-        odd = odd * 6364136223846793005 % 2**62 | 1
-        total += bits * odd
-    return total

@@ -16,7 +16,7 @@ from towers.collectives import reduce, scattered
 from towers.collectives.optimizer_shards import OptimizerShards
 from towers.collectives.parts import part_of
 from towers.collectives.spread import tables as spread_tables
-from towers.devices import HOST, is_gpu
+from towers.devices import HOST
 from towers.layers import overwritten, sharded
 from towers.tower.passes import TowerResult
 
@@ -222,15 +222,14 @@ class AllReduce(Reducer):
     """Adds the towers' gradients, and gives every tower the sums.
 
     Attributes:
-        algorithm: A key of `reduce.ALGORITHMS`; "auto" takes the first GPU, or else the
-            CPU.
+        algorithm: See `reduce.algorithm_for`.
     """
 
     algorithm: str = "auto"
 
     def __post_init__(self):
-        if self.algorithm == "auto":
-            self.algorithm = "device" if is_gpu(self.context.plan.home) else "cpu"
+        home = self.context.plan.home
+        self.algorithm = reduce.algorithm_for(self.algorithm, home)
 
     def _sum(self, plan, places, gradients, sources, largest, seen):
         targets = [tower.device for tower in plan.replicas]

@@ -17,8 +17,8 @@ from towers.keras_adapter.graphs import has_tangents
 from towers.keras_adapter.variables import value_behind
 from towers.loop.loop import flat, pack
 from towers.partition.errors import where
-from towers.partition.partitioned import Partitioned
-from towers.partition.placed import PlacedBatch, place, same_batch
+from towers.partition.functions.placed import PlacedBatch, place, same_batch
+from towers.partition.partitioned import Copied, Partitioned
 from towers.plan import Plan
 from towers.program.voice import say
 
@@ -68,11 +68,15 @@ class Parallel:
     """A function of a batch on the towers of a plan; it is traced for each kind."""
 
     def __init__(
-        self, function: Callable[..., Any], plan: Plan, loss_placement: str = "auto"
+        self,
+        function: Callable[..., Any],
+        plan: Plan,
+        loss_placement: str = "auto",
+        copied: Copied | None = None,
     ):
-        """Traces nothing yet."""
+        """Traces nothing yet; the last two are as for `Partitioned`."""
         self._function, self._plan = function, plan
-        self._loss_placement = loss_placement
+        self._loss_placement, self._copied = loss_placement, copied
         self._partitioned: dict[str, Partitioned] = {}
         # By ranks; else TensorFlow takes several for an unknown one.
         self._in_graph: dict[Sequence[int | None], Callable] = {}
@@ -82,6 +86,11 @@ class Parallel:
     @as_it_is
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Computes the function; see `parallelize`."""
+        return self.on_copies(*batch, **named)[0]
+
+    @as_it_is
+    def on_copies(self, *batch: Any, **named: Any) -> list[Any]:
+        """Computes the function, and returns it as `Partitioned.on_copies` does."""
         if named:
             batch = self._in_order(batch, named)
         batch = tf.nest.map_structure(_tensor, batch)
@@ -117,23 +126,25 @@ class Parallel:
         if len(data) == 1 and isinstance(data[0], PlacedBatch):
             return self._of_placed(data[0])
         batch.check_rows(data)
-        found = self._partition(data)
+        found, everywhere = self._partition(data), []
 
         @tf.custom_gradient
         def call(*tensors):
             for variable in found.trace.concrete.variables:
                 # So that a tape outside knows that it was read.
                 tf.convert_to_tensor(variable)
-            returned = flat(self._of_placed(place(self._plan, data)))
+            everywhere[:] = self._of_placed(place(self._plan, data))
 
             def gradient(*upstream, variables=()):
                 before = self._gradient(found, data, upstream, variables)
                 count = len(tensors)
                 return (before[:count], before[count:]) if variables else before
 
-            return returned, gradient
+            return flat(everywhere[0]), gradient
 
-        return pack(found.trace.concrete.structured_outputs, call(*flat(data)))
+        tensors = call(*flat(data))
+        # What others have stays where it is; TensorFlow would take it home and back.
+        return [pack(everywhere[0], tensors), *everywhere[1:]]
 
     def _check_repeatable(self, placement):
         """Refuses a gradient if computing forward again would change a number."""
@@ -157,7 +168,7 @@ class Parallel:
     def _of_placed(self, placed):
         found, plan = self._partition(placed.local_batches[0]), self._plan
         if plan.hosts.count == 1:
-            return found(plan, placed.local_batches, placed.size)
+            return found.on_copies(plan, placed.local_batches, placed.size)
         for line in found.stateful_draws:
             raise ValueError(
                 f"Received '{self.__name__}', which draws random numbers of "
@@ -166,7 +177,7 @@ class Parallel:
                 "tf.random.stateless_*."
             )
         with tf.control_dependencies([same_batch(plan.hosts, placed)]):
-            return found(plan, placed.local_batches, placed.size)
+            return found.on_copies(plan, placed.local_batches, placed.size)
 
     def _partition(self, data):
         spec = batch.local_spec(data, None)
@@ -175,7 +186,8 @@ class Parallel:
         found = Partitioned(
             lambda local: self._function(*local),
             spec,
-            loss_placement=self._loss_placement,
+            lambda trace: self._copied,
+            self._loss_placement,
         )
         for line in found.lines(f"The function '{self.__name__}'"):
             say(line)
@@ -255,6 +267,11 @@ def plan_of(
     towers = devices.resolve(gpus)
     home = towers[0] if is_gpu(towers[0]) else HOST
     for variable in variables[:1]:
-        plain = isinstance(variable, tf.Variable)
-        home = (variable if plain else value_behind(variable)).device
+        home = device_of(variable)
     return Plan.of(towers, [1] * len(towers), home, hosts=this_host())
+
+
+def device_of(variable: keras.Variable | tf.Variable) -> str:
+    """Returns the device that has a variable."""
+    plain = isinstance(variable, tf.Variable)
+    return (variable if plain else value_behind(variable)).device

@@ -1,0 +1,1 @@
+"""Functions of a batch on several devices, which loops of users call."""

@@ -1,0 +1,274 @@
+"""Gradients of a batch on several devices, for loops of one's own."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from towers.collectives import packing, reduce
+from towers.devices import resolve
+from towers.keras_adapter.optimizers import all_variables
+from towers.layers import fused
+from towers.partition.functions.parallel import Parallel, as_it_is, device_of, plan_of
+from towers.partition.functions.placed import PlacedBatch, prefetch
+from towers.partition.functions.variable_copies import VariableCopies
+from towers.partition.partitioned import Copied
+
+
+class GradientStep(NamedTuple):
+    """What a step of `GradientTowers` computes.
+
+    Attributes:
+        loss: The loss of the whole batch: a scalar.
+        gradients: Its gradient for each variable; `None` where it does not depend on
+            the variable.
+        aux: What the loss function returns beside the loss, or `None`.
+    """
+
+    loss: tf.Tensor
+    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    aux: Any
+
+
+class GradientTowers:
+    """Computes loss and gradients of a batch on several devices, as on one.
+
+    It is the tower loop of TensorFlow's multi-GPU tutorials, with one model and one set
+    of variables: gradients of each device's rows are added, and then applied once.
+
+    Examples:
+        >>> def loss_fn(x, y):
+        ...     return tf.reduce_mean(tf.square(model(x) - y))
+        >>> step = towers.GradientTowers(loss_fn, model.trainable_variables, gpus=2)
+        >>> for x, y in dataset:
+        ...     loss, gradients, _ = step(x, y)
+        ...     step.apply(optimizer, gradients)
+
+    `prefetch` copies batches to the devices while a step runs.
+
+    If several hosts train together, each makes a `GradientTowers`, and calls it with
+    the same batches. Variables begin with the first host's values, and all hosts get
+    the same gradients. Each host builds the same optimizers.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        variables: Sequence[keras.Variable | tf.Variable],
+        gpus: int | Sequence[int] | Sequence[str] | None = None,
+        loss_placement: str = "auto",
+        variable_update: str = "parameter_server",
+        all_reduce_alg: str = "auto",
+    ):
+        """Traces nothing yet.
+
+        Args:
+            loss_fn: Takes a batch: nests of tensors with one row an example. Returns
+                the loss, a scalar; or the loss and a nest of other tensors.
+            variables: What to differentiate for, created by now.
+            gpus: As for `parallelize`.
+            loss_placement: Where examples meet, as in a loss over pairs. "auto": on one
+                device, with all rows. "tower": on each device, which takes its rows for
+                the batch; loss and gradients are then weighted means of the devices'.
+            variable_update: "parameter_server": variables are where they were created,
+                and each device reads them from there. "replicated": each device has a
+                copy, which `apply` updates; gradients travel instead of variables. If
+                something else assigns the variables, copies get their values in the
+                next call.
+            all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
+                "device"; in a "ring", where each device adds a part; or by "nccl", for
+                devices with a GPU each. "auto" is the device on GPUs, and the CPU
+                otherwise.
+
+        Raises:
+            ValueError: There is no variable, or something else in their place, or an
+                unknown choice; or as `parallelize`.
+        """
+        self.variables = [*variables]
+        _check(self.variables, loss_placement, variable_update)
+        self._loss_fn, self._plan = loss_fn, plan_of(gpus, self.variables)
+        if all_reduce_alg != "auto":
+            reduce.check_all_reduce(all_reduce_alg, variable_update, self._plan.devices)
+        self._follow_first_host()
+        self._copies, copied = None, None
+        if variable_update == "replicated":
+            self._check_home()
+            self._copies = VariableCopies(self.variables, self._plan.devices)
+            algorithm = reduce.algorithm_for(all_reduce_alg, self._plan.home)
+            copied = Copied(self._copies.handles(), algorithm)
+            self._refresh = tf.function(self._copies.refresh, autograph=False)
+        self._step = Parallel(self._compute, self._plan, loss_placement, copied)
+        self._step.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        # The gradients of the last step, and what other devices than home have of them.
+        self._latest: tuple[Sequence[Any], Sequence[Sequence[Any]]] = [], []
+        self._updates: dict[int, _Update] = {}
+
+    @as_it_is
+    def __call__(self, *batch: Any) -> GradientStep:
+        """Computes the loss of a batch, and its gradients.
+
+        Raises:
+            ValueError: The loss is no scalar tensor.
+        """
+        if self._copies is None:
+            return self._step(*batch)
+        self._refresh()
+        found, *others = self._step.on_copies(*batch)
+        self._latest = found.gradients, [each.gradients for each in others]
+        return found
+
+    def prefetch(
+        self, dataset: Iterable[Any], count: int = 2
+    ) -> Iterator[tuple[PlacedBatch]]:
+        """Yields batches whose rows are copied to the devices ahead of their use.
+
+        On GPUs, copying then takes place while a step runs.
+
+        Examples:
+            >>> for batch in step.prefetch(dataset):
+            ...     loss, gradients, _ = step(*batch)
+            ...     step.apply(optimizer, gradients)
+
+        Args:
+            dataset: A `tf.data.Dataset`, or anything else that yields batches.
+            count: How many batches are copied ahead.
+        """
+        return prefetch(self._plan, dataset, count)
+
+    @as_it_is
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    ) -> None:
+        """Updates the variables once, where they are.
+
+        Args:
+            optimizer: A Keras optimizer. Several may take turns.
+            gradients: One for each variable, in order.
+
+        Raises:
+            ValueError: There are more gradients than variables, or fewer.
+        """
+        if len(gradients) != len(self.variables):
+            raise ValueError(
+                f"Received {len(gradients)} gradients for {len(self.variables)} "
+                "variables; expected one for each, in the order of `variables`."
+            )
+        if id(optimizer) not in self._updates:
+            with tf.init_scope(), tf.device(self._plan.home):
+                if not optimizer.built:
+                    optimizer.build(self.variables)
+                update = _Update(optimizer, self.variables, self._plan, self._copies)
+            self._updates[id(optimizer)] = update
+        update = self._updates[id(optimizer)]
+        if tf.executing_eagerly():
+            update = update.in_graph
+        update([*gradients], self._on_others(gradients))
+
+    def _on_others(self, gradients):
+        """What other devices than home have of gradients that the last step made."""
+        latest, others = self._latest
+        made = {id(each): i for i, each in enumerate(latest)}
+        places = [made.get(id(each)) for each in gradients]
+        return [[None if i is None else mine[i] for i in places] for mine in others]
+
+    def _check_home(self):
+        first = self._plan.devices[0]
+        for each in self.variables:
+            (home,) = resolve([device_of(each)])
+            if home != first:
+                raise ValueError(
+                    f"Received variable_update='replicated', and variable "
+                    f"'{each.name}' on {home}; expected all on the first device, "
+                    f"{first}, so create them within `tf.device('{first}')`."
+                )
+
+    def _follow_first_host(self):
+        hosts = self._plan.hosts
+        if hosts.count > 1:
+            values = [tf.convert_to_tensor(each) for each in self.variables]
+            for each, value in zip(
+                self.variables, hosts.first(values, "variables"), strict=True
+            ):
+                each.assign(value)
+
+    def _compute(self, *batch):
+        with tf.GradientTape() as tape:
+            found = self._loss_fn(*batch)
+            if isinstance(found, tuple) and len(found) == 2:
+                loss, aux = found
+            else:
+                loss, aux = found, None
+        if not tf.is_tensor(loss):
+            raise ValueError(
+                f"Received a {type(loss).__name__} from loss_fn; expected the loss, a "
+                "scalar tensor, or a tuple of the loss and a nest of other tensors."
+            )
+        if loss.shape.rank != 0:
+            raise ValueError(
+                f"Received a loss of shape {loss.shape} from loss_fn; expected a "
+                "scalar, such as `tf.reduce_mean` of one value an example."
+            )
+        return GradientStep(loss, tape.gradient(loss, self.variables), aux)
+
+
+class _Update:
+    """Updates variables by an optimizer; copies, too, each on its device.
+
+    Attributes:
+        in_graph: The same, as a graph.
+    """
+
+    def __init__(self, optimizer, variables, plan, copies):
+        self._optimizer, self._variables, self._plan = optimizer, variables, plan
+        self._copies, self._state = copies, None
+        if copies is not None:
+            self._state = VariableCopies(all_variables(optimizer), plan.devices)
+        self.in_graph = tf.function(self, autograph=False, reduce_retracing=True)
+
+    def __call__(self, gradients, others):
+        """Takes gradients, and for each other device what it has of them."""
+        if self._copies is not None:
+            self._state.refresh()
+        with tf.device(self._plan.home):
+            self._apply(gradients, self._variables)
+        if self._copies is None:
+            return
+        devices = self._plan.devices[1:]
+        others = others or [[None] * len(gradients) for _ in devices]
+        for k, (device, mine) in enumerate(zip(devices, others, strict=True), start=1):
+            with tf.device(device), tf.name_scope(f"copy_{k}"):
+                pairs = zip(mine, gradients, strict=True)
+                mine = [packing.copy(g) if m is None else m for m, g in pairs]
+                with self._state.of(k), self._copies.of(k) as variables:
+                    self._apply(mine, variables)
+
+    def _apply(self, gradients, variables):
+        with fused.updates():
+            self._optimizer.apply(gradients, variables)
+
+
+def _check(variables, loss_placement, variable_update):
+    if loss_placement not in ("auto", "tower"):
+        raise ValueError(
+            f"Received loss_placement={loss_placement!r}; expected 'auto', which "
+            "gathers what lets examples meet, or 'tower'."
+        )
+    if variable_update not in ("parameter_server", "replicated"):
+        raise ValueError(
+            f"Received variable_update={variable_update!r}; expected "
+            "'parameter_server' or 'replicated'."
+        )
+    for each in variables:
+        if not isinstance(each, keras.Variable | tf.Variable):
+            raise ValueError(
+                f"Received a {type(each).__name__} among the variables; expected a "
+                "list of variables, such as `model.trainable_variables`."
+            )
+    if not variables:
+        raise ValueError(
+            "Received no variables to differentiate for; expected some, so build "
+            "the model before, and pass `model.trainable_variables`."
+        )
