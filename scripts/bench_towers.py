@@ -17,7 +17,7 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
     one_device                  Keras fit, one device, the whole batch
     mirrored, mirrored_loop     MirroredStrategy: Keras fit; a loop by hand, no metrics
     tower_loop                  a loop with towers.GradientTowers, no metrics, on mlp
-                                and resnet20
+                                and resnet20; tower_loop:replicated with copies
     loop_by_hand                the same loop with towers by hand, in one tf.function
     hosts, hosts:BUILDER        towers on hosts of one tower each, in processes
     multi_worker_loop           MultiWorkerMirroredStrategy in processes: a loop by

@@ -36,7 +36,9 @@ KINDS = {
     ),
     "mirrored": Kind("Keras fit, MirroredStrategy", "keras_fit"),
     "mirrored_loop": Kind("MirroredStrategy, loop by hand", "loops"),
-    "tower_loop": Kind("Loop with GradientTowers", "loops", works=("mlp", "resnet20")),
+    "tower_loop": Kind(
+        "Loop with GradientTowers", "loops", ways=(), works=("mlp", "resnet20")
+    ),
     "loop_by_hand": Kind(
         "Loop by hand, inlined towers", "loops", works=("mlp", "resnet20")
     ),

@@ -175,7 +175,7 @@ def unchanged(model: keras.Model, others: Sequence[tf.Variable] = ()) -> Iterato
             variable.assign(value)
 
 
-# Bits of a number, as whole numbers: several of 32 bits, as sums of larger ones overflow.
+# Bits of a number, as whole numbers: sums of those of 64 bits would overflow.
 _BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int32, 16: tf.int32}
 
 

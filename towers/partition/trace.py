@@ -120,18 +120,7 @@ class Trace:
 
         What lacks a component, such as its indices, is `None`.
         """
-        values = iter(values)
-
-        def one(like):
-            parts = [
-                next(values) if tf.is_symbolic_tensor(part) else part
-                for part in tf.nest.flatten(like, expand_composites=True)
-            ]
-            if any(part is None for part in parts):
-                return None
-            return tf.nest.pack_sequence_as(like, parts, expand_composites=True)
-
-        return tf.nest.map_structure(one, self.concrete.structured_outputs)
+        return _packed(self.concrete.structured_outputs, iter(values))
 
     @contextlib.contextmanager
     def _reading(self, batch) -> Iterator[None]:
@@ -377,3 +366,16 @@ def _source(tensor: tf.Tensor) -> tf.Tensor:
     while tensor.op.type == "Identity" and tensor.op.control_inputs:
         tensor = tensor.op.inputs[0]
     return tensor
+
+
+def _packed(structure, values):
+    def one(like):
+        parts = [
+            next(values) if tf.is_symbolic_tensor(part) else part
+            for part in tf.nest.flatten(like, expand_composites=True)
+        ]
+        if any(part is None for part in parts):
+            return None
+        return tf.nest.pack_sequence_as(like, parts, expand_composites=True)
+
+    return tf.nest.map_structure(one, structure)

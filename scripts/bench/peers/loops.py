@@ -4,6 +4,7 @@
 one `tf.function`. Both divide the threads among the towers.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
@@ -72,7 +73,11 @@ def _tower_steps(job, placed) -> Iterator[None]:
     """Trains in a loop with towers; yields after each step."""
     data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
     data = data.prefetch(tf.data.AUTOTUNE)
-    with tf.device(placed.home):
+    way, home, make = job.parsed.way or "parameter_server", placed.home, _by_hand
+    if job.parsed.name == "tower_loop":
+        make = functools.partial(_gradient_towers, variable_update=way)
+        home = placed.towers[0] if way == "replicated" else home
+    with tf.device(home):
         model = works.build(job.work)
         optimizer = works.optimizer(job.work)
         optimizer.build(model.trainable_variables)
@@ -81,8 +86,6 @@ def _tower_steps(job, placed) -> Iterator[None]:
     def loss_fn(x, y):
         return loss(y, model(x, training=True))
 
-    by_hand = job.parsed.name == "loop_by_hand"
-    make = _by_hand if by_hand else _gradient_towers
     step = make(loss_fn, model.trainable_variables, optimizer, placed.towers)
     for x, y in data:
         # As `fit` does, it waits for the loss.
@@ -90,9 +93,13 @@ def _tower_steps(job, placed) -> Iterator[None]:
         yield
 
 
-def _gradient_towers(loss_fn, variables, optimizer, towers_) -> Callable:
+def _gradient_towers(
+    loss_fn, variables, optimizer, towers_, variable_update
+) -> Callable:
     """Returns a step by `towers.GradientTowers`."""
-    gradient_towers = towers.GradientTowers(loss_fn, variables, gpus=towers_)
+    gradient_towers = towers.GradientTowers(
+        loss_fn, variables, gpus=towers_, variable_update=variable_update
+    )
 
     @tf.function
     def step(x, y):

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from towers.collectives import packing, reduce
-from towers.devices import resolve
+from towers.devices import HOST, resolve
 from towers.keras_adapter.optimizers import all_variables
 from towers.layers import fused
 from towers.partition.functions.parallel import Parallel, as_it_is, device_of, plan_of
@@ -225,13 +225,18 @@ class _Update:
         self._optimizer, self._variables, self._plan = optimizer, variables, plan
         self._copies, self._state = copies, None
         if copies is not None:
-            self._state = VariableCopies(all_variables(optimizer), plan.devices)
+            # Slots are as large as variables. Who assigns them assigns these, too.
+            self._state = VariableCopies(
+                all_variables(optimizer), plan.devices, lambda each: not each.shape.rank
+            )
+            with tf.device(HOST):
+                self._renewals = tf.Variable(copies.renewals, trainable=False)
         self.in_graph = tf.function(self, autograph=False, reduce_retracing=True)
 
     def __call__(self, gradients, others):
         """Takes gradients, and for each other device what it has of them."""
         if self._copies is not None:
-            self._state.refresh()
+            self._refresh()
         with tf.device(self._plan.home):
             self._apply(gradients, self._variables)
         if self._copies is None:
@@ -244,6 +249,12 @@ class _Update:
                 mine = [packing.copy(g) if m is None else m for m, g in pairs]
                 with self._state.of(k), self._copies.of(k) as variables:
                     self._apply(mine, variables)
+
+    def _refresh(self):
+        """Renews copies of the state, too, if those of the variables were renewed."""
+        now = self._copies.renewals.read_value()
+        self._state.refresh(now != self._renewals)
+        self._renewals.assign(now)
 
     def _apply(self, gradients, variables):
         with fused.updates():

@@ -1,12 +1,13 @@
 """Copies of variables on each device, for loops of one's own."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
 
 from towers.collectives import packing
+from towers.devices import HOST
 from towers.keras_adapter.variables import (
     swapped_values,
     value_behind,
@@ -19,12 +20,24 @@ class VariableCopies:
     """Copies of variables on all devices but the first, which has the variables.
 
     A loop may assign the variables at any time. `refresh` finds that out.
+
+    Attributes:
+        renewals: How often the copies were given the variables' values, as a variable.
     """
 
     def __init__(
-        self, originals: Sequence[keras.Variable | tf.Variable], devices: Sequence[str]
+        self,
+        originals: Sequence[keras.Variable | tf.Variable],
+        devices: Sequence[str],
+        compared: Callable[[tf.Variable], bool] = lambda variable: True,
     ):
-        """Creates the copies, with the values that the variables have."""
+        """Creates the copies, with the values that the variables have.
+
+        Args:
+            originals: The variables.
+            devices: All devices.
+            compared: Tells of which variables `refresh` compares the values.
+        """
         self._originals, self._devices = [*originals], devices
         self._values = [
             each if isinstance(each, tf.Variable) else value_behind(each)
@@ -34,6 +47,9 @@ class VariableCopies:
             [variable_like(value, device, value) for value in self._values]
             for device in devices[1:]
         ]
+        self._compared = [i for i, each in enumerate(self._values) if compared(each)]
+        with tf.init_scope(), tf.device(HOST):
+            self.renewals = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def handles(self) -> list[dict[int, tf.Tensor]]:
         """Returns, for each device, the handles of its copies; see `Copied`."""
@@ -42,26 +58,31 @@ class VariableCopies:
         ]
         return [dict(zip(map(id, every[0]), mine, strict=True)) for mine in every]
 
-    def refresh(self) -> None:
-        """Gives the copies the variables' values, if those were assigned elsewhere.
+    def refresh(self, renews: tf.Tensor | bool = False) -> None:
+        """Gives the copies the variables' values, if something else assigned those.
 
         Digests tell, so that values travel only then.
+
+        Args:
+            renews: Whether to do so in any case.
         """
+        if not self._copies:
+            return
         digests = []
         for device, copies in zip(
             self._devices, [self._values, *self._copies], strict=True
         ):
             with tf.device(device), tf.name_scope("digest"):
-                digests.append(variables.digest(copies))
+                digests.append(variables.digest(copies[i] for i in self._compared))
         home, *others = self._devices
+
+        def renew():
+            packing.broadcast(home, self._values, others, self._copies)
+            self.renewals.assign_add(1)
+
         with tf.device(home), tf.name_scope("broadcast"):
-
-            def broadcast():
-                packing.broadcast(home, self._values, others, self._copies)
-
-            tf.cond(
-                tf.reduce_all(tf.stack(digests) == digests[0]), lambda: None, broadcast
-            )
+            same = tf.reduce_all(tf.stack(digests) == digests[0])
+            tf.cond(same & ~tf.convert_to_tensor(renews), lambda: None, renew)
 
     @contextlib.contextmanager
     def of(self, k: int) -> Iterator[list[keras.Variable | tf.Variable]]:
