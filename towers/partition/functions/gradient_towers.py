@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers.collectives import packing, reduce
-from towers.devices import HOST, resolve
-from towers.keras_adapter.optimizers import all_variables
-from towers.layers import fused
+from towers.collectives import reduce
+from towers.devices import resolve
 from towers.partition.functions.parallel import Parallel, as_it_is, device_of, plan_of
 from towers.partition.functions.placed import PlacedBatch, prefetch
+from towers.partition.functions.update import Update
 from towers.partition.functions.variable_copies import VariableCopies
 from towers.partition.partitioned import Copied
 
@@ -102,7 +101,7 @@ class GradientTowers:
         self._step.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         # The gradients of the last step, and what other devices than home have of them.
         self._latest: tuple[Sequence[Any], Sequence[Sequence[Any]]] = [], []
-        self._updates: dict[int, _Update] = {}
+        self._updates: dict[int, Update] = {}
 
     @as_it_is
     def __call__(self, *batch: Any) -> GradientStep:
@@ -160,7 +159,7 @@ class GradientTowers:
             with tf.init_scope(), tf.device(self._plan.home):
                 if not optimizer.built:
                     optimizer.build(self.variables)
-                update = _Update(optimizer, self.variables, self._plan, self._copies)
+                update = Update(optimizer, self.variables, self._plan, self._copies)
             self._updates[id(optimizer)] = update
         update = self._updates[id(optimizer)]
         if tf.executing_eagerly():
@@ -212,53 +211,6 @@ class GradientTowers:
                 "scalar, such as `tf.reduce_mean` of one value an example."
             )
         return GradientStep(loss, tape.gradient(loss, self.variables), aux)
-
-
-class _Update:
-    """Updates variables by an optimizer; copies, too, each on its device.
-
-    Attributes:
-        in_graph: The same, as a graph.
-    """
-
-    def __init__(self, optimizer, variables, plan, copies):
-        self._optimizer, self._variables, self._plan = optimizer, variables, plan
-        self._copies, self._state = copies, None
-        if copies is not None:
-            # Slots are as large as variables. Who assigns them assigns these, too.
-            self._state = VariableCopies(
-                all_variables(optimizer), plan.devices, lambda each: not each.shape.rank
-            )
-            with tf.device(HOST):
-                self._renewals = tf.Variable(copies.renewals, trainable=False)
-        self.in_graph = tf.function(self, autograph=False, reduce_retracing=True)
-
-    def __call__(self, gradients, others):
-        """Takes gradients, and for each other device what it has of them."""
-        if self._copies is not None:
-            self._refresh()
-        with tf.device(self._plan.home):
-            self._apply(gradients, self._variables)
-        if self._copies is None:
-            return
-        devices = self._plan.devices[1:]
-        others = others or [[None] * len(gradients) for _ in devices]
-        for k, (device, mine) in enumerate(zip(devices, others, strict=True), start=1):
-            with tf.device(device), tf.name_scope(f"copy_{k}"):
-                pairs = zip(mine, gradients, strict=True)
-                mine = [packing.copy(g) if m is None else m for m, g in pairs]
-                with self._state.of(k), self._copies.of(k) as variables:
-                    self._apply(mine, variables)
-
-    def _refresh(self):
-        """Renews copies of the state, too, if those of the variables were renewed."""
-        now = self._copies.renewals.read_value()
-        self._state.refresh(now != self._renewals)
-        self._renewals.assign(now)
-
-    def _apply(self, gradients, variables):
-        with fused.updates():
-            self._optimizer.apply(gradients, variables)
 
 
 def _check(variables, loss_placement, variable_update):
