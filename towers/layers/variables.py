@@ -12,7 +12,7 @@ from towers.devices import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of, own_seed_generators
 from towers.keras_adapter.models import compiled_loss, overrides
 from towers.keras_adapter.optimizers import all_variables
-from towers.keras_adapter.variables import put_behind, variable_like
+from towers.keras_adapter.variables import put_behind, value_behind, variable_like
 from towers.layers import sharded
 
 # Variables of these types exist on no GPU.
@@ -53,13 +53,19 @@ def optimizers(
 def plain(model: keras.Model) -> dict[str, tf.Variable]:
     """Returns TensorFlow's variables in a model with a `train_step` of its own.
 
-    The states of its generators are among them.
+    The states of its generators are among them, and what `tf.Module`s hold. Attributes
+    of layers count, too.
     """
-    generator = tf.random.Generator
-    return {
-        name: each.state if isinstance(each, generator) else each
-        for name, each in _attributes(model, (tf.Variable, generator)).items()
-    }
+    kinds = tf.Variable, tf.random.Generator, tf.Module
+    found = {}
+    for name, each in _attributes(model, kinds).items():
+        if isinstance(each, tf.Module):
+            found |= {f"{name} {i}": v for i, v in enumerate(each.variables, start=1)}
+        else:
+            found[name] = each if isinstance(each, tf.Variable) else each.state
+    known = {id(value_behind(variable)) for variable in of(model)}
+    unique = {id(each): name for name, each in reversed(found.items())}
+    return {n: v for n, v in found.items() if unique[id(v)] == n and id(v) not in known}
 
 
 def steps_done(model: keras.Model) -> int:
@@ -71,14 +77,12 @@ def steps_done(model: keras.Model) -> int:
 
 
 def _attributes(model, kind):
-    """Those of a type that attributes of a model hold, and of the models in it."""
+    """Those of a type that attributes of a model hold, and of the layers in it."""
     found, seen = {}, set()
     model = getattr(model, "__wrapped__", model)
     if not (isinstance(model, keras.Model) and overrides(model, "train_step")):
         return found
     for part in layers_of(model):
-        if not isinstance(part, keras.Model):
-            continue
         for name in vars(part):
             # TensorFlow keeps lists of what it tracks.
             if name.startswith("_self_"):

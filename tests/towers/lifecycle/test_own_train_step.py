@@ -17,13 +17,29 @@ from towers.lifecycle.stop_at_step import StopAtStep
 BATCH, STEPS = 8, 4
 
 
+class Counting(keras.layers.Layer):
+    """Holds what is TensorFlow's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = tf.Variable(0.0, trainable=False)
+        self.more = tf.Module()
+        self.more.calls = [tf.Variable(0.0, trainable=False)]
+
+    def call(self, x):
+        """Counts."""
+        for count in (self.calls, *self.more.calls):
+            count.assign_add(1.0)
+        return x * (1 + 0.01 * self.calls + 0.01 * self.more.calls[0])
+
+
 class Rivals(keras.Model):
     """Two networks with an optimizer each, the second of which begins late."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = (
-            keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+            keras.Sequential([keras.Input((3,)), Counting(), keras.layers.Dense(3)])
             for _ in range(2)
         )
         self.noise = keras.random.SeedGenerator(2)
