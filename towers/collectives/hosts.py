@@ -19,6 +19,7 @@ import tensorflow as tf
 from towers.cluster import process_group
 from towers.cluster.communicator import Communicator, aligned
 from towers.devices import HOST
+from towers.layers.variables import digest
 
 T = TypeVar("T")
 
@@ -361,3 +362,29 @@ def this_host() -> OneHost:
     if membership is None:
         return ONE_HOST
     return Cluster(membership.names, membership.rank, process_group.communicator())
+
+
+def follow_first_host(hosts: OneHost, variables: Sequence[Any]) -> None:
+    """Gives variables the first host's values; all hosts call it together.
+
+    Values travel only where digests tell that they differ.
+
+    Args:
+        hosts: All hosts.
+        variables: Keras variables, or TensorFlow's, in the same order on each host.
+    """
+    if hosts.count == 1 or not variables:
+        return
+    with tf.device(HOST), tf.name_scope("first_host"):
+        values = [*map(tf.convert_to_tensor, variables)]
+        digests = hosts.stack(digest(values), "digests")
+
+        def follow():
+            received = hosts.first(values, "variables")
+            for variable, value in zip(variables, received, strict=True):
+                variable.assign(value)
+            return tf.constant(True)
+
+        # All hosts see all digests, and so decide alike.
+        equal = tf.reduce_all(digests == digests[0])
+        tf.cond(equal, lambda: tf.constant(True), follow)

@@ -18,6 +18,7 @@ import tensorflow as tf
 import towers
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
+from towers.collectives.hosts import this_host
 
 X = np.random.default_rng(0).normal(size=[8, 4]).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -28,13 +29,18 @@ class Steps(keras.Model):
 
     noisy = False
 
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        # The second host begins with the first one's, which is 0.
+        self.shift = tf.Variable(float(this_host().index), trainable=False)
+
     def train_step(self, data):
         """Trains on x and y."""
         x, y = data[:2]
         if self.noisy:
             x += tf.random.normal(tf.shape(x))
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self(x) - y))
+            loss = tf.reduce_mean(tf.square(self(x) + self.shift - y))
         weights = self.trainable_variables
         self.optimizer.apply(tape.gradient(loss, weights), weights)
         return {"loss": loss}
@@ -74,6 +80,7 @@ def main(rank, addresses, counts, folder):
     bad[6, 1] = np.inf
     found["data"] = said(lambda: parallel.train_on_batch(bad, Y))
     found["loss"] = float(parallel.train_on_batch(X, Y))
+    found["shift"] = float(parallel.__wrapped__.shift)
     noisy = on_towers(noisy=True, gpus=mine)
     found["draws"] = said(lambda: noisy.train_on_batch(X, Y))
     with open(os.path.join(folder, f"found{rank}.json"), "w") as file:

@@ -237,6 +237,7 @@ def test_hosts_say_what_they_cannot_go_on_with(tmp_path):
     assert "a gradient is not finite on tower 2 of 3;" in second["gradient"]
     assert "x[6] of the batch" in first["data"]
     assert first["loss"] == second["loss"] > 0
+    assert first["shift"] == second["shift"] == 0
     for each in (first, second):
         assert "own state at" in each["draws"]
         assert "own_steps_on_hosts.py" in each["draws"]

@@ -422,6 +422,7 @@ def test_hosts_equal_one_device(layout, tmp_path):
         for way in ("trained", "prefetched", "replicated"):
             _close(found[way], [*wanted])
         _close(found["rows"], rows.numpy().tolist())
+        _close(found["scaled"], (2 * parallel_on_hosts.X).tolist())
         _close(found["gradient"], gradient)
         assert found["largest"] == float(largest)
         assert "Hosts have different batches; give all hosts" in found["differ"]

@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.collectives import optimizer_shards, packing, placing
+from towers.collectives.hosts import follow_first_host
 from towers.collectives.optimizer_shards import OptimizerShards
 from towers.collectives.spread.variable import SpreadVariable
-from towers.devices import HOST
 from towers.keras_adapter.optimizers import (
     all_variables,
     learning_rate_variable,
@@ -164,27 +164,11 @@ class Copies:
 
     def follow_first_host(self) -> None:
         """Gives the model, its optimizer and metrics the values of the first host's."""
-        hosts = self._context.plan.hosts
-        if hosts.count == 1:
-            return
-        of_model = variables.of(self._context.model)
+        model = self._context.model
+        every = [*variables.of(model), *variables.plain(model).values()]
         # No host has all of what is divided among them.
-        spread = [v for v in of_model if isinstance(sharded.of(v), SpreadVariable)]
-        apart = {*map(id, spread)}
-        of_model = [each for each in of_model if id(each) not in apart]
-        with tf.device(HOST), tf.name_scope("first_host"):
-            values = [tf.convert_to_tensor(variable.value) for variable in of_model]
-            digest = hosts.stack(variables.digest(values), "digests")
-
-            def follow():
-                received = hosts.first(values, "variables")
-                for variable, value in zip(of_model, received, strict=True):
-                    variable.assign(value)
-                return tf.constant(True)
-
-            # All hosts see all digests, and so decide alike.
-            equal = tf.reduce_all(digest == digest[0])
-            tf.cond(equal, lambda: tf.constant(True), follow)
+        whole = [v for v in every if not isinstance(sharded.of(v), SpreadVariable)]
+        follow_first_host(self._context.plan.hosts, whole)
 
     def keep_state(self) -> None:
         """Has each host read by itself what hosts divide, until training goes on.

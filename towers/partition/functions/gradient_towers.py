@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from towers.collectives import reduce
+from towers.collectives.hosts import follow_first_host
 from towers.devices import resolve
 from towers.partition.functions.parallel import Parallel, as_it_is, device_of, plan_of
 from towers.partition.functions.placed import PlacedBatch, prefetch
@@ -89,7 +90,7 @@ class GradientTowers:
         self._loss_fn, self._plan = loss_fn, plan_of(gpus, self.variables)
         if all_reduce_alg != "auto":
             reduce.check_all_reduce(all_reduce_alg, variable_update, self._plan.devices)
-        self._follow_first_host()
+        follow_first_host(self._plan.hosts, self.variables)
         self._copies, copied = None, None
         if variable_update == "replicated":
             self._check_home()
@@ -183,15 +184,6 @@ class GradientTowers:
                     f"'{each.name}' on {home}; expected all on the first device, "
                     f"{first}, so create them within `tf.device('{first}')`."
                 )
-
-    def _follow_first_host(self):
-        hosts = self._plan.hosts
-        if hosts.count > 1:
-            values = [tf.convert_to_tensor(each) for each in self.variables]
-            for each, value in zip(
-                self.variables, hosts.first(values, "variables"), strict=True
-            ):
-                each.assign(value)
 
     def _compute(self, *batch):
         with tf.GradientTape() as tape:

@@ -11,7 +11,7 @@ from towers import devices
 from towers.analysis import effects
 from towers.analysis.kinds import ROWS
 from towers.collectives import batch
-from towers.collectives.hosts import this_host
+from towers.collectives.hosts import follow_first_host, this_host
 from towers.devices import HOST, is_gpu
 from towers.keras_adapter.graphs import has_tangents
 from towers.keras_adapter.variables import value_behind
@@ -38,7 +38,8 @@ def parallelize(
     says so. Variables that the function assigns get the values of the whole batch.
 
     If several hosts train together, each is given the whole batch, computes its own
-    devices' rows of it, and returns what one device would.
+    devices' rows of it, and returns what one device would. Variables begin with the
+    first host's values.
 
     Examples:
         >>> add = towers.parallelize(tf.add, gpus=2)
@@ -78,6 +79,7 @@ class Parallel:
         self._function, self._plan = function, plan
         self._loss_placement, self._copied = loss_placement, copied
         self._partitioned: dict[str, Partitioned] = {}
+        self._followed: dict[int, tf.Variable] = {}
         # By ranks; else TensorFlow takes several for an unknown one.
         self._in_graph: dict[Sequence[int | None], Callable] = {}
         self.__name__ = getattr(function, "__name__", type(function).__name__)
@@ -191,12 +193,23 @@ class Parallel:
         )
         for line in found.lines(f"The function '{self.__name__}'"):
             say(line)
+        self._follow_first_host(found.trace)
         if not any(
             tf.is_symbolic_tensor(each) for each, _ in found.trace.graph.captures
         ):
             # What it takes of a tf.function around it is there for one call.
             self._partitioned[str(spec)] = found
         return found
+
+    def _follow_first_host(self, trace):
+        """Gives variables that were not read before the first host's values."""
+        # TensorFlow keeps them in no order that hosts share.
+        known = {id(each.handle): each for each in trace.concrete.variables}
+        taken = [known.get(id(outside)) for outside, _ in trace.graph.captures]
+        new = [v for v in taken if v is not None and id(v) not in self._followed]
+        self._followed |= {id(each): each for each in new}
+        with tf.init_scope():
+            follow_first_host(self._plan.hosts, new)
 
     def _gradient(self, found, data, upstream, variables):
         """The gradient for the batch and some variables; it computes forward again.
