@@ -5,16 +5,19 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
 from towers.builders.asynchronous.part import Part, graph
 from towers.builders.steps.own_steps import OwnSteps
 from towers.collectives import batch, packing
+from towers.layers import variables
 from towers.partition.errors import PartitionError
 from towers.partition.partitioned import Partitioned
 from towers.partition.phases import phases
 from towers.partition.placement.late import Late, use
+from towers.tower.errors import ModelError
 
 _DONE = "steps done"
 
@@ -41,17 +44,16 @@ class OwnTowerStep:
     def __init__(self, own: OwnSteps):
         """Takes the steps of all towers together."""
         self._own, self._context = own, own.pieces.context
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets what was traced."""
         self._partitioned: dict[str, Partitioned] = {}
         self._any_of = graph(lambda local: None)
+
+    def forget(self) -> None:
+        """Keeps the step, which is the same in whatever function calls it."""
 
     def create_variables(self, data: Any) -> None:
         """Has the step create what it creates late; `data` is a batch, or its specs."""
         if not self._context.model.run_eagerly:
-            self._partition(batch.local_spec(batch.specs(data), None))
+            self._partition(self._alike(data))
 
     def parts(self) -> list[Part]:
         """Returns the step as it stands, which is alone at home for as long."""
@@ -59,7 +61,7 @@ class OwnTowerStep:
 
     def trace(self, spec: Any, rows: int | None) -> list[Part]:
         """Returns the parts, traced for local batches of a kind, of any size."""
-        spec = self._alike(batch.local_spec(spec, None))
+        spec = self._alike(spec)
         found = self._partition(spec)
         self._context.found.graph = found.trace.graph
         call = _Call(self._own, found)
@@ -89,14 +91,30 @@ class OwnTowerStep:
             for k, (function, at_home, reads, updates) in enumerate(found)
         ]
 
-    def _alike(self, spec):
-        """What local batches are like of which sizes differ in more than rows."""
+    def _alike(self, data):
+        """What such local batches are like, if more than the number of rows differs."""
+        spec = batch.local_spec(batch.specs(data), None)
         found = self._any_of.get_concrete_function(spec)
         ((spec,), _) = found.structured_input_signature
         return spec
 
+    def _check(self):
+        """Refuses an optimizer of which others may change the scale meanwhile."""
+        model = self._context.model
+        for each in variables.optimizers(model).values():
+            scaled = isinstance(each, keras.optimizers.LossScaleOptimizer)
+            if scaled and self._context.plan.count > 1:
+                raise ModelError(
+                    f"Model '{model.name}', which defines its own step, trains with a "
+                    "LossScaleOptimizer, whose scale another tower may change while "
+                    "one computes with it; expected none with variable_update="
+                    "'asynchronous', so use mixed_bfloat16, or variable_update="
+                    "'parameter_server'."
+                )
+
     def _partition(self, spec):
         if str(spec) not in self._partitioned:
+            self._check()
             context, function = self._context, self._own.function("train_step")
             # Not in an `init_scope`, where no tape records.
             with tf.device(context.plan.home):

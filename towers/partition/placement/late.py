@@ -89,6 +89,8 @@ class Late:
             for op in placement.order
             if (place := placement.places.get(op.name)) is not None
             and not place.on_towers
+            # What checks has no outputs, for which anybody would ask.
+            and op.outputs
             and not any(effects.of([op]))
         }
         # By handle, the operations that may change a variable.
