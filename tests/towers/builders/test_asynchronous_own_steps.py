@@ -341,7 +341,7 @@ def test_a_step_that_fails_reaches_the_caller(bound):
     parallel = compiled(towers_of(model, 3, max_staleness=bound), steps_per_execution=2)
     for row in (0, 5, 15):
         bad = X.copy()
-        bad[row] = 1000
+        bad[row] = np.inf
         with pytest.raises(tf.errors.InvalidArgumentError, match="far too large"):
             parallel.fit(bad, Y, batch_size=8, shuffle=False, verbose=0)
         seen = float(model.seen)
@@ -379,13 +379,14 @@ def test_a_scale_of_losses_is_refused():
 
 def test_towers_compute_on_their_devices():
     devices, home = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:3"
-    model = rivals(name="own_where")
+    optimizer = functools.partial(keras.optimizers.Adam, name="own_adam")
+    model = rivals(name="own_where", optimizer=optimizer)
     options = {"variable_update": "asynchronous", "local_parameter_device": home}
     parallel = compiled(multi_gpu_model(model, devices, **options))
-    nodes = executed.run(lambda: parallel.train_on_batch(X[:8], Y[:8]), "own_where")
+
+    # Each part of a step is a graph of its own. TensorFlow tells of it once.
+    nodes = executed.run(lambda: parallel.train_on_batch(X[:8], Y[:8]), "own_")
     products = {d for d, found in nodes.items() if any("MatMul" in n.op for n in found)}
     assert products == {*devices}
-    updates = {
-        d for d, found in nodes.items() if any("ApplyAdam" in n.op for n in found)
-    }
+    updates = {d for d, found in nodes.items() if any("Assign" in n.op for n in found)}
     assert updates == {home}
