@@ -230,12 +230,19 @@ class _Call:
 
     def _send(self, values, source, target):
         """Sends values from one device to another, "" for that of the tower."""
-        if any(map(self._plan.packs, self._plan.devices)):
-            return packing.send(values, source, target)
-        if not target:
-            return values
+        if not any(map(self._plan.packs, self._plan.devices)):
+            if not target:
+                return values
+            with tf.device(target):
+                return packing.copy(values)
+        # Of rows, nobody knows how many there are.
+        fixed = [v if v.shape.is_fully_defined() else None for v in values]
+        sent = packing.send(fixed, source, target)
         with tf.device(target):
-            return packing.copy(values)
+            return [
+                tf.identity(value) if mine is None else mine
+                for mine, value in zip(sent, values, strict=True)
+            ]
 
 
 def _is_at_home(phase, used):
