@@ -5,7 +5,8 @@ this changes no number. Where they do not, an optimizer would update what it has
 when the step began, and lose all updates made since. So home reads a variable again
 where it needs its value, until the step itself has written the variable, and what only
 comes of such values is computed again. A value that towers have computed with stays as
-it was, or a gradient would not fit what it is the gradient of.
+it was, or a gradient would not fit what it is the gradient of. Where a tower would add
+its mean to a total that it was sent, as of a metric, home does so instead.
 """
 
 import collections
@@ -15,9 +16,12 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from towers.analysis import effects
+from towers.analysis.kinds import COLUMNS, PACKED, ROWS, SHAPE
 from towers.keras_adapter.graphs import is_stateful
 from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
+
+_OF_ROWS = {COLUMNS, PACKED, ROWS, SHAPE}
 
 
 class Group(NamedTuple):
@@ -82,7 +86,7 @@ class Late:
 
     def __init__(self, trace: Trace, placement: Placement):
         """Finds them for a traced function."""
-        self._placement = placement
+        self._trace, self._placement = trace, placement
         self._order = {op.name: i for i, op in enumerate(placement.order)}
         self._pure = {
             op.name
@@ -156,9 +160,12 @@ class Late:
 
         `root` is what changes something, for which it is needed in the end.
         """
-        if op.name not in self._pure or (op.name, level) in self._seen:
+        if (op.name, level) in self._seen:
             return
-        if not self._is_fresh(op, level, root):
+        if op.name not in self._pure:
+            if root is None or not self._is_added_to(op, level, root):
+                return
+        elif not self._is_fresh(op, level, root):
             self._carry(op)
             return
         self._seen.add((op.name, level))
@@ -178,6 +185,32 @@ class Late:
                 return True
             waiting += [each.op for each in op.inputs]
         return False
+
+    def _is_added_to(self, op, level, root):
+        """Whether a tower would add to what home assigns, having been sent it."""
+        if root.type != "AssignVariableOp":
+            return False
+        waiting, seen = [op], set()
+        while waiting:
+            op = waiting.pop()
+            if op.name in seen:
+                continue
+            seen.add(op.name)
+            if self._handles(op) & self._handles(root):
+                if op.name in self._pure and self._may_read(op, level, root):
+                    return True
+            elif op.name in self._pure or self._may_come_home(op):
+                waiting += [each.op for each in op.inputs]
+        return False
+
+    def _may_come_home(self, op):
+        """Whether a tower makes something that has no rows, and is of no gradient."""
+        place = self._placement.places.get(op.name)
+        if place is None or not place.on_towers or any(effects.of([op])):
+            return False
+        region = self._trace.regions.get(op.name)
+        kinds = {*map(self._placement.kind, op.outputs)}
+        return (region is None or region.layer is not None) and not kinds & _OF_ROWS
 
     def _may_read(self, op, level, root):
         """Whether an operation reads a variable, and may do so at a level."""
