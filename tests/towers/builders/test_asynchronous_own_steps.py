@@ -229,15 +229,17 @@ def test_examples_learn(name, gpus):
     example = importlib.import_module(f"examples.steps.{name}")
     model = example.build()
     data = tf.data.Dataset.from_tensor_slices(example.data()).batch(32).take(20)
-    parallel = towers_of(model, gpus)
+    # Staler updates with momentum make SAM learn little.
+    parallel = towers_of(model, gpus, max_staleness=1)
     history = parallel.fit(data, epochs=4, verbose=0).history
     most = max(int(e.iterations) for e in variables.optimizers(model).values())
     # Three times a step, or every fourth one, by examples of their own.
     each = {"wgan_gp": 3, "accumulate": 1 / 4}.get(name, 1)
     assert most == 80 * gpus * each
-    loss = next(k for k in ("loss", "d_loss", "c_loss", "total_loss") if k in history)
-    assert np.all(np.isfinite(history[loss]))
-    if name != "fixmatch":
+    assert np.all(np.isfinite([*history.values()]))
+    # The losses of rivals, and of labels that are yet to come, need not fall.
+    if name not in ("dcgan", "fixmatch", "wgan_gp"):
+        loss = next(k for k in ("loss", "c_loss", "total_loss") if k in history)
         assert history[loss][-1] < history[loss][0]
 
 
