@@ -132,6 +132,22 @@ def test_copies_on_towers_equal_one_device(name, gpus, algorithm):
 
 
 @pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        *((name, None) if name in dict(QUICK) else slow(name, None) for name in NAMES),
+        # Where home is on another GPU, values travel in one piece.
+        ("dcgan", True),
+        slow("sam", True),
+    ],
+)
+def test_a_single_asynchronous_tower_equals_one_device(name, packed):
+    options = {"gpus": 1, "variable_update": "asynchronous", "packed": packed}
+    ours = run(name, functools.partial(towers.multi_gpu_model, **options))
+    difference, where = apart(ours, one_device(name))
+    assert difference <= LIMIT, where
+
+
+@pytest.mark.parametrize(
     ("layout", "names", "given", "update"),
     [
         # Rows in blocks, random numbers and two optimizers; a condition.

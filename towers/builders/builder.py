@@ -9,17 +9,34 @@ of their results, is Keras's business.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from towers.builders.asynchronous.own_tower_step import OwnTowerStep
 from towers.builders.asynchronous.staleness import Staleness
 from towers.builders.asynchronous.training import Asynchronous
 from towers.builders.common import Pieces
 from towers.builders.context import Context, Found
 from towers.builders.steps.keras_steps import Evaluation, Scope, TrainStep
-from towers.builders.steps.own_steps import OwnSteps, has_own_steps
+from towers.builders.steps.own_steps import OwnSteps
 from towers.tower.compare import BatchWanted
+
+
+class Composed(NamedTuple):
+    """What a builder is put together of.
+
+    Attributes:
+        pieces: What all ways to update variables have in common.
+        training: Trains.
+        evaluation: Evaluates and predicts.
+        own: Creates variables, if the model defines a step itself; else the pieces do.
+    """
+
+    pieces: Pieces
+    training: TrainStep | OwnSteps | Asynchronous
+    evaluation: Evaluation | OwnSteps
+    own: OwnSteps | OwnTowerStep | None = None
 
 
 class Builder:
@@ -43,13 +60,12 @@ class Builder:
         self,
         name: str,
         context: Context,
-        compose: Callable[[], tuple[Pieces, TrainStep | Asynchronous]],
+        compose: Callable[[], Composed],
         staleness: Staleness | None = None,
     ):
         """Puts a builder together.
 
-        `compose` makes the pieces, and what trains with them. They know nothing of the
-        model yet.
+        What `compose` makes knows nothing of the model yet.
         """
         self.name, self.context, self.staleness = name, context, staleness
         self.model, self.plan = context.model, context.plan
@@ -60,12 +76,7 @@ class Builder:
     def reset_traces(self) -> None:
         """Forgets what was found out about the model, which has changed."""
         self.context.found = Found()
-        self.pieces, self.training = self._compose()
-        self.evaluation = Evaluation(self.pieces)
-        self._own = None
-        if has_own_steps(self.model):
-            reducer = self.training.reducer
-            self._own = self.training = self.evaluation = OwnSteps(self.pieces, reducer)
+        self.pieces, self.training, self.evaluation, self._own = self._compose()
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
         """Makes the function that Keras's `fit` calls; see `steps.train_function`."""

@@ -6,15 +6,18 @@ A new way is a function here that lists its pieces, and an entry in `STRATEGIES`
 import concurrent.futures
 from collections.abc import Callable
 
+from towers.builders.asynchronous.own_tower_step import OwnTowerStep
 from towers.builders.asynchronous.staleness import Staleness
+from towers.builders.asynchronous.tower_step import TowerStep
 from towers.builders.asynchronous.training import Asynchronous
-from towers.builders.builder import Builder
+from towers.builders.builder import Builder, Composed
 from towers.builders.common import Pieces
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
-from towers.builders.pieces.reader import CopyReader
-from towers.builders.pieces.reducer import AllReduce, ReduceScatter, SumAtHome
-from towers.builders.steps.keras_steps import TrainStep
+from towers.builders.pieces.reader import CopyReader, VariableReader
+from towers.builders.pieces.reducer import AllReduce, Reducer, ReduceScatter, SumAtHome
+from towers.builders.steps.keras_steps import Evaluation, TrainStep
+from towers.builders.steps.own_steps import OwnSteps, has_own_steps
 
 
 def parameter_server(context: Context) -> Builder:
@@ -28,7 +31,7 @@ def parameter_server(context: Context) -> Builder:
 
     def compose():
         pieces = Pieces(context)
-        return pieces, TrainStep(pieces, pieces.reader, SumAtHome(context))
+        return _together(pieces, pieces.reader, SumAtHome(context))
 
     return Builder("parameter_server", context, compose)
 
@@ -61,7 +64,7 @@ def replicated(
         reducer = AllReduce(context, all_reduce_alg)
         if copies.shards is not None:
             reducer = ReduceScatter(context, copies.shards)
-        return pieces, TrainStep(pieces, reader, reducer)
+        return _together(pieces, reader, reducer)
 
     return Builder("replicated", context, compose)
 
@@ -80,14 +83,30 @@ def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
     )
 
     def compose():
-        # To a tower, its part of the batch is the batch.
-        each = context.of_each_tower()
-        of_tower = Pieces(each)
-        step = TrainStep(of_tower, of_tower.reader, SumAtHome(each))
-        pieces = Pieces(context)
-        return pieces, Asynchronous(pieces, step, staleness, threads)
+        pieces, own = Pieces(context), None
+        if has_own_steps(context.model):
+            own = OwnSteps(pieces, SumAtHome(context))
+            step = OwnTowerStep(own)
+        else:
+            # To a tower, its part of the batch is the batch.
+            each = context.of_each_tower()
+            of_tower = Pieces(each)
+            alone = TrainStep(of_tower, of_tower.reader, SumAtHome(each))
+            step = TowerStep(pieces, alone)
+        training = Asynchronous(pieces, step, staleness, threads)
+        return Composed(pieces, training, own or Evaluation(pieces), own and step)
 
     return Builder("asynchronous", context, compose, staleness)
+
+
+def _together(
+    pieces: Pieces, reader: VariableReader | CopyReader, reducer: Reducer
+) -> Composed:
+    """Puts together what trains towers that wait for one another."""
+    if has_own_steps(pieces.context.model):
+        own = OwnSteps(pieces, reducer)
+        return Composed(pieces, own, own, own)
+    return Composed(pieces, TrainStep(pieces, reader, reducer), Evaluation(pieces))
 
 
 STRATEGIES: dict[str, Callable[..., Builder]] = {

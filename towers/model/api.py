@@ -205,7 +205,6 @@ def multi_gpu_model(
     arguments.check_own_steps(
         *(model, loss_placement),
         {
-            "variable_update": (variable_update, "parameter_server", "replicated"),
             "stages": (stages, 1),
             "micro_batches": (micro_batches, 1),
             "recompute": (recompute, "none"),

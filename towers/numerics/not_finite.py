@@ -93,8 +93,9 @@ def explain(
 def _explain_own_step(builder, stopped, raw, given, place, file):
     """The same for a step that the model defines itself, which is not repeated."""
     plan = builder.plan
-    # Each host knows of its own towers.
-    tower = plan.towers[stopped.blamed[0]].index if stopped.blamed else None
+    # Each host knows of its own towers. One that does not wait for others is alone.
+    blamed = stopped.blamed if stopped.tower is None else (stopped.tower,)
+    tower = plan.towers[blamed[0]].index if blamed else None
     origin = dataclasses.replace(
         search.in_data(raw) or NonFiniteOrigin("gradient"),
         tower=tower,

@@ -13,7 +13,7 @@ from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
 from towers.partition.combined import Combination
 from towers.partition.errors import PartitionError, where
-from towers.partition.phases import phases
+from towers.partition.phases import Phase, phases
 from towers.partition.placement.placement import STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
@@ -55,7 +55,6 @@ class Partitioned:
         trace: The function as it was traced.
         placement: Where its operations run.
         copied: The variables that towers have copies of, if they have some.
-        phases: What runs in one go, in order: for each tower's copies.
     """
 
     def __init__(
@@ -85,10 +84,12 @@ class Partitioned:
         except PartitionError:
             # Operations within a layer are needed outside: all are read one by one.
             self._place(functools.partial(trace, False), own)
+
+    @functools.cached_property
+    def phases(self) -> list[list[Phase]]:
+        """What runs in one go, in order: for each tower's copies."""
         found = phases(self.trace, self.placement)
-        self.phases = [
-            [phase.of_copy(each) for each in self.handles] for phase in found
-        ]
+        return [[phase.of_copy(each) for each in self.handles] for phase in found]
 
     def _place(self, trace, decided):
         """Traces and places, again where one trace decides for the next."""
@@ -119,13 +120,16 @@ class Partitioned:
 
     def lines(self, name: str) -> Sequence[str]:
         """Says what the function, of some name, cannot compute on towers."""
-        lines = [*self.placement.lines(name)]
-        if self.trace.compiled:
-            lines.append(
-                f"{name} calls a tf.function with jit_compile=True, which towers trace "
-                "without XLA. Layers such as Dropout then draw what they draw without."
-            )
-        return lines
+        return [*self.placement.lines(name), *self.compiled(name)]
+
+    def compiled(self, name: str) -> Sequence[str]:
+        """Says what the function, of some name, does without XLA."""
+        if not self.trace.compiled:
+            return []
+        return [
+            f"{name} calls a tf.function with jit_compile=True, which towers trace "
+            "without XLA. Layers such as Dropout then draw what they draw without."
+        ]
 
     @property
     def stateful_draws(self) -> list[str]:

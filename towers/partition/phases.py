@@ -1,6 +1,5 @@
 """Makes functions of a traced function's operations: of those that run in one go."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from towers.keras_adapter.graphs import (
     traced,
 )
 from towers.partition.placement import draws
+from towers.partition.placement.late import Group, as_placed
 from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
 from towers.tower.traced import nothing_like
@@ -118,6 +118,7 @@ class Phase:
         place: Place,
         operations: Sequence[tf.Operation],
         wanted: set[Any],
+        exported: set[str],
     ) -> "Phase":
         """Makes a phase of some operations.
 
@@ -125,14 +126,15 @@ class Phase:
             placement: Where the operations of the traced function run.
             place: Where these do.
             operations: In an order in which they may run.
-            wanted: The keys of what others need of them.
+            wanted: The keys of what is needed of all operations.
+            exported: The names of those from which others take it here.
         """
         part = _Part(placement, place, operations)
         makes = [
             tensor
             for op in operations
             for tensor in op.outputs
-            if key(tensor) in wanted
+            if op.name in exported and key(tensor) in wanted
         ]
         return cls(place, part, makes, part.captured)
 
@@ -211,20 +213,26 @@ class Phase:
         return traced(guarded, tf.TensorSpec([], tf.int32), *self._specs)
 
 
-def phases(trace: Trace, placement: Placement) -> list[Phase]:
-    """Returns the phases of a traced function, in the order in which they run."""
-    groups, wanted = collections.defaultdict(list), set()
-    for op in placement.order:
-        if (place := placement.places.get(op.name)) is not None:
-            groups[place].append(op)
-    for op in placement.order:
-        mine = placement.places.get(op.name)
-        for i, tensor in enumerate(op.inputs):
-            theirs = placement.places.get(tensor.op.name)
-            if theirs != mine or placement.takes_total(op, i):
-                wanted.add(key(tensor))
+def phases(
+    trace: Trace, placement: Placement, groups: Sequence[Group] | None = None
+) -> list[Phase]:
+    """Returns the phases of a traced function, in the order in which they run.
+
+    Args:
+        trace: The function.
+        placement: Where its operations run.
+        groups: What runs in one go, by default as it is placed.
+    """
+    groups, wanted = as_placed(placement) if groups is None else groups, set()
+    for group in groups:
+        members = {op.name for op in group.operations}
+        for op in group.operations:
+            for i, tensor in enumerate(op.inputs):
+                if tensor.op.name not in members or placement.takes_total(op, i):
+                    wanted.add(key(tensor))
     for tensor in trace.returned:
         wanted.add(key(tensor))
     return [
-        Phase.of(placement, place, groups[place], wanted) for place in sorted(groups)
+        Phase.of(placement, place, operations, wanted, exported)
+        for place, operations, exported in groups
     ]

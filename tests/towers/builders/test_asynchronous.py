@@ -85,13 +85,19 @@ class _Schedule:
         if tower not in self._in_flight:
             with self.staleness.reading(tower):
                 self._in_flight[tower] = self._version
+        elif self._random.random() < 0.2:
+            with self.staleness.reading(tower):
+                self._in_flight[tower] = self._version
         elif self._random.random() < 0.1:
             self.staleness.drop(tower)
             del self._in_flight[tower]
         else:
-            with self.staleness.updating(tower):
+            goes_on = self._random.random() < 0.5
+            with self.staleness.updating(tower, goes_on):
                 self.found.append(self._version - self._in_flight.pop(tower))
             self._version += 1
+            if goes_on:
+                self._in_flight[tower] = self._version
 
 
 @pytest.mark.parametrize("towers", [1, 2, 5])
@@ -141,6 +147,19 @@ def test_it_is_measured_anew_after_a_reset():
     with staleness.updating(1):
         pass
     assert (staleness.updates, staleness.mean, staleness.maximum) == (1, 1.0, 1)
+
+
+def test_a_tower_that_has_not_read_does_so_as_it_updates():
+    staleness = Staleness(0)
+    with staleness.updating(0, goes_on=True):
+        pass
+    assert not staleness._may_read()
+    with staleness.alone():
+        pass
+    with staleness.updating(0):
+        pass
+    assert staleness._may_read()
+    assert (staleness.updates, staleness.maximum) == (2, 0)
 
 
 def test_an_older_tower_goes_first_where_the_bound_asks_for_it():

@@ -362,7 +362,7 @@ def test_what_copies_cannot_have_is_refused():
     inputs = keras.Input([4])
     model = Clipped(inputs, keras.layers.Dense(1)(inputs))
     for option in (
-        {"variable_update": "asynchronous"},
+        {"variable_update": "asynchronous", "loss_placement": "gathered"},
         {"variable_update": "replicated", "shard_optimizer_state": True},
     ):
         with pytest.raises(ValueError, match="Clipped, which defines its own step"):

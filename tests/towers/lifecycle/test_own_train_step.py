@@ -88,28 +88,38 @@ def dcgan():
     return example.build(), example.data()[:30]
 
 
-def fit(made, *callbacks, epochs=2):
+def fit(made, *callbacks, epochs=2, **options):
     """Trains; returns the history, and all that was changed."""
     model, rows = made
     data = tf.data.Dataset.from_tensor_slices(rows).batch(BATCH)
-    parallel = towers.multi_gpu_model(model, gpus=2)
+    parallel = towers.multi_gpu_model(model, **({"gpus": 2} | options))
     history = parallel.fit(data, epochs=epochs, verbose=0, callbacks=[*callbacks])
     found = [*variables.of(model), *variables.plain(model).values()]
     return history.history, [np.array(variable) for variable in found]
 
 
-@pytest.mark.parametrize("make", [rivals, slow(dcgan)])
+# Of several towers that do not wait, no two runs are the same.
+ALONE = {"gpus": 1, "variable_update": "asynchronous"}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(rivals, {}), slow(dcgan, {}), (rivals, ALONE), slow(dcgan, ALONE)],
+)
 @pytest.mark.parametrize("after", [3, STEPS, STEPS + 3])
-def test_a_run_that_was_broken_off_ends_with_the_same_bits(make, after, tmp_path):
+def test_a_run_that_was_broken_off_ends_with_the_same_bits(
+    make, options, after, tmp_path
+):
     keras.utils.set_random_seed(4)
-    history, wanted = fit(make())
+    history, wanted = fit(make(), **options)
     keras.utils.set_random_seed(4)
     with pytest.raises(ZeroDivisionError):
-        fit(make(), Checkpoint(tmp_path, save_steps=1), Breaks(after))
+        callbacks = Checkpoint(tmp_path, save_steps=1), Breaks(after)
+        fit(make(), *callbacks, **options)
     # Nothing of the new start may be left.
     keras.utils.set_random_seed(5)
     checkpoint = Checkpoint(tmp_path)
-    continued, found = fit(make(), checkpoint)
+    continued, found = fit(make(), checkpoint, **options)
     assert len(found) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -417,7 +417,7 @@ def test_what_a_tower_cannot_do_is_said(layer, words):
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
-        (_OwnStep, {"variable_update": "asynchronous"}, "defines its own step"),
+        (_OwnStep, {"loss_placement": "gathered"}, "defines its own step"),
         (_OwnStep, {"stages": 2, "gpus": 4}, "defines its own step"),
         (_OwnLoop, {}, "overrides `make_train_function`"),
         (lambda: multi_gpu_model(_model(), gpus=2), {}, "user's own Keras model"),

@@ -21,7 +21,11 @@ class Staleness:
     all others version grows by one as their position falls by one; and if none is in
     flight, any may read.
 
-    With a bound of 0 updates are serialised. The rule is related to the Stale
+    A tower whose step goes on after an update, or a reading, reads again: it becomes
+    the newest. Others then move up, and as many are in flight as before. So all this
+    still holds, and an update's staleness is counted from the last reading before it.
+
+    With a bound of 0 steps are serialised. The rule is related to the Stale
     Synchronous Parallel one (Ho et al. 2013, NIPS), which bounds how many steps the
     fastest worker is ahead of the slowest instead.
 
@@ -61,25 +65,41 @@ class Staleness:
     def reading(self, tower: int) -> Iterator[None]:
         """A context in which a tower reads the variables; it waits until it may.
 
-        From then on, the tower is in flight.
+        From then on, the tower is in flight. One that is reads again, at once.
         """
         with self._changed:
-            self._changed.wait_for(self._may_read)
+            if self._read.pop(tower, None) is None:
+                self._changed.wait_for(self._may_read)
             self._read[tower] = self._version
             yield
+            self._changed.notify_all()
 
     @contextlib.contextmanager
-    def updating(self, tower: int) -> Iterator[None]:
-        """A context in which a tower that has read updates; it waits until it may."""
+    def updating(self, tower: int, goes_on: bool = False) -> Iterator[None]:
+        """A context in which a tower updates; it waits until it may.
+
+        One that has not read yet does so before. If its step goes on, it reads again.
+        """
         with self._changed:
+            if tower not in self._read:
+                self._changed.wait_for(self._may_read)
+                self._read[tower] = self._version
             self._changed.wait_for(lambda: self._may_update(tower))
             yield
             found = self._version - self._read.pop(tower)
             self._version += 1
+            if goes_on:
+                self._read[tower] = self._version
             self.updates += 1
             self.maximum = max(self.maximum, found)
             self._total += found
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context in which nobody reads or updates, and nothing is counted."""
+        with self._changed:
+            yield
 
     def drop(self, tower: int) -> None:
         """Lets the others go on if a tower that has read will not update."""

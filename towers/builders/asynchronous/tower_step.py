@@ -1,36 +1,91 @@
 """A tower's step by itself: what it reads, computes, and applies at home."""
 
+import collections
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.builders.context import Context
+from towers.builders.asynchronous.part import Part, graph
+from towers.builders.common import Pieces
 from towers.builders.pieces.loss import StepOutputs
 from towers.builders.pieces.reader import TowerInputs, Values
 from towers.builders.steps.keras_steps import TrainStep
-from towers.collectives import packing
+from towers.collectives import batch, packing
 from towers.devices import HOST, is_gpu
 from towers.layers import overwritten, seeds
 
 
 @dataclasses.dataclass
 class TowerStep:
-    """A tower's step by itself.
+    """A tower's step by itself, as Keras has it.
 
     Attributes:
-        context: That of all towers.
+        pieces: Those of all towers.
         step: The train step of a tower by itself, where it is called.
     """
 
-    context: Context
+    pieces: Pieces
     step: TrainStep
 
-    def graphs(self) -> tuple[Callable, Callable]:
-        """Returns `compute` and `apply`, to be traced."""
+    def __post_init__(self):
+        self.context = self.pieces.context
+        self.forget()
 
+    def forget(self) -> None:
+        """Forgets what was traced."""
+        self._graphs = collections.defaultdict(self._new_graphs)
+
+    def create_variables(self, data: Any) -> None:
+        """Creates what Keras creates late; `data` is a batch, or its specs."""
+        self.pieces.creator.create_variables(data)
+
+    def parts(self) -> list[Part]:
+        """Returns the parts as they are, to be called in turn."""
+        return self._parts(self._reads(), self.compute, self.apply)
+
+    def trace(self, spec: Any, rows: int | None) -> list[Part]:
+        """Returns the parts, traced for local batches of a kind.
+
+        Args:
+            spec: What these are like.
+            rows: Their number of rows, `None` for any.
+        """
+        compute, apply = self._graphs[rows]
+        found = self.context.found
+        tables = found.reads_tables
+        read = [graph(each).get_concrete_function() for each in self._reads()]
+        inputs = batch.specs(read[0].structured_outputs)
+        compute = compute.get_concrete_function(spec, inputs)
+        if found.reads_tables != tables:
+            # A table cannot stay at home, as it turns out.
+            return self.trace(spec, rows)
+        outputs = batch.specs(compute.structured_outputs)
+        apply = apply.get_concrete_function(spec, inputs, outputs)
+        # Each tower calls it.
+        found.graph = compute.graph
+        return self._parts(read, compute, apply)
+
+    def computed_with(self, made: Sequence[Any]) -> Values | None:
+        """Returns what a tower has computed with, of what its parts have made."""
+        return made[0].values[0] if made else None
+
+    def _reads(self):
+        towers = self.context.plan.towers
+        return [functools.partial(self.read, tower.index) for tower in towers]
+
+    def _parts(self, reads, compute, apply):
+        towers = len(reads)
+        return [
+            Part([_without_batch(read) for read in reads], reads=True, goes_on=True),
+            Part([compute] * towers, at_home=False),
+            Part([apply] * towers, updates=True),
+        ]
+
+    def _new_graphs(self):
         def compute(local, inputs):
             # It runs where it is called: in a tower's thread, on the tower's device.
             with tf.device(None):
@@ -135,6 +190,5 @@ def _with_gradients(outputs, gradients):
     return outputs._replace(results=[result._replace(gradients=gradients)])
 
 
-def graph(function: Callable) -> Callable:
-    """Makes a function to be traced for several kinds of local batches."""
-    return tf.function(function, autograph=False, reduce_retracing=True)
+def _without_batch(read):
+    return lambda local: read()

@@ -14,23 +14,20 @@ time, so that staleness is a number that can be measured and bounded. Only the r
 embeddings that stay at home (`embeddings.py`) are read later, and so may be newer.
 """
 
-import collections
 import concurrent.futures
-import functools
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
+from towers.builders.asynchronous.part import Part
 from towers.builders.asynchronous.staleness import Staleness
-from towers.builders.asynchronous.tower_step import TowerStep, graph
 from towers.builders.common import Pieces
-from towers.builders.pieces.loss import StepOutputs
-from towers.builders.pieces.reader import TowerInputs
 from towers.builders.pieces.sizes import usual_rows_of
-from towers.builders.steps.keras_steps import Scope, TrainStep, train_function
+from towers.builders.steps.keras_steps import Scope, train_function
 from towers.collectives import batch
 from towers.loop import loop
 from towers.loop.ahead import Ahead
@@ -40,18 +37,23 @@ from towers.tower.errors import ModelError
 from towers.tower.run import is_synchronized, refuse_stateful
 
 
-class _Step(NamedTuple):
-    """The three parts of a tower's step, for local batches of one kind.
+class Step(Protocol):
+    """A tower's step, which comes in parts: see `TowerStep`, `OwnTowerStep`."""
 
-    Attributes:
-        read: For each tower, a function that reads what it computes with.
-        compute: Takes a local batch and what was read; computes loss and gradients.
-        apply: Takes these, too, and updates variables and metrics.
-    """
+    def forget(self) -> None:
+        """Forgets what was traced."""
 
-    read: Sequence[Callable[[], TowerInputs]]
-    compute: Callable[[Any, TowerInputs], StepOutputs]
-    apply: Callable[[Any, TowerInputs, StepOutputs], dict[str, tf.Tensor]]
+    def create_variables(self, data: Any) -> None:
+        """Creates what is created late; `data` is a batch, or its specs."""
+
+    def parts(self) -> list[Part]:
+        """Returns the parts as they are, to be called in turn."""
+
+    def trace(self, spec: Any, rows: int | None) -> list[Part]:
+        """Returns the parts, traced for local batches of a kind."""
+
+    def computed_with(self, made: Sequence[Any]) -> Any:
+        """Returns what a tower has computed with, if that is known."""
 
 
 class Asynchronous:
@@ -73,17 +75,15 @@ class Asynchronous:
     def __init__(
         self,
         pieces: Pieces,
-        step: TrainStep,
+        step: Step,
         staleness: Staleness,
         threads: concurrent.futures.ThreadPoolExecutor,
     ):
         """Takes the pieces of all towers, and the step and a thread of each one."""
-        self._pieces, self._context = pieces, pieces.context
-        self._step = TowerStep(pieces.context, step)
+        self._pieces, self._context, self._step = pieces, pieces.context, step
         self.staleness, self._threads = staleness, threads
         self._fetching_s = 0.0  # in all, of the thread that fetches
-        self._steps: dict[str, _Step] = {}
-        self._graphs: dict[int | None, tuple[Callable, Callable]] = {}
+        self._steps: dict[str, list[Part]] = {}
 
     def train_step(
         self, data: Any, local_batches: Sequence[Any] | None = None
@@ -104,13 +104,11 @@ class Asynchronous:
                 "so call `fit` or `train_on_batch` instead."
             )
         self._check()
-        self._pieces.creator.create_variables(data)
-        read = [functools.partial(self._step.read, t.index) for t in plan.towers]
-        step = _Step(read, self._step.compute, self._step.apply)
-        logs, turns = {}, eager.Turns(context.model)
+        self._step.create_variables(data)
+        parts, logs, turns = self._step.parts(), {}, eager.Turns(context.model)
         for k, local in enumerate(local_batches):
             if sizes[k]:
-                self._run(k, step, kept[k], local, logs)
+                self._run(k, parts, kept[k], local, logs)
         if context.model.run_eagerly and min(sizes[:2]) > 0:
             context.say(turns.lines_of_all(len(local_batches)))
         return logs
@@ -126,7 +124,8 @@ class Asynchronous:
         if context.model.run_eagerly:
             return train_function(self._pieces, self.train_step, scope)
         steps, fetched = context.model.steps_per_execution, []
-        self._steps, self._graphs = {}, collections.defaultdict(self._step.graphs)
+        self._steps = {}
+        self._step.forget()
 
         def fetch(iterator):
             asked_s = time.perf_counter()
@@ -190,29 +189,40 @@ class Asynchronous:
             raise
         return asked_s
 
-    def _run(self, k, step, kept, local, logs):
+    def _run(self, k, parts, kept, local, logs):
         """One step of one tower; returns when it had its gradients.
 
-        What it is applied with is the local batch where the data are, not the tower's
+        What home does is given the local batch where the data are, not the tower's
         copy, which would have to come back.
         """
-        plan = self._context.plan
+        plan, guard, made = self._context.plan, self._context.guard, []
+        computed_s = time.perf_counter()
         try:
-            with self.staleness.reading(k), tf.device(plan.home):
-                inputs = step.read[k]()
-            with tf.device(plan.devices[k]):
-                outputs = step.compute(local, inputs)
-            computed_s = time.perf_counter()
-            with self.staleness.updating(k), tf.device(plan.home):
-                try:
-                    logs.update(step.apply(kept, inputs, outputs))
-                except tf.errors.OutOfRangeError:
-                    if self._context.guard is not None:
-                        self._context.guard.on_tower(k, inputs.values[0])
-                    raise
+            for part in parts:
+                device, rows = plan.devices[k], local
+                if part.at_home:
+                    device, rows = plan.home, kept
+                with self._turn(k, part), tf.device(device):
+                    made.append(part.functions[k](rows, *made))
+                    if part is parts[-1]:
+                        logs.update(made[-1])
+                if not part.at_home:
+                    computed_s = time.perf_counter()
+        except tf.errors.OutOfRangeError:
+            if guard is not None:
+                guard.on_tower(k, self._step.computed_with(made))
+            raise
         finally:
             self.staleness.drop(k)
         return computed_s
+
+    def _turn(self, k, part):
+        """The context of a part of a tower's step: its turn at home, if it is there."""
+        if not part.at_home:
+            return contextlib.nullcontext()
+        if part.updates:
+            return self.staleness.updating(k, part.goes_on)
+        return self.staleness.reading(k) if part.reads else self.staleness.alone()
 
     def _note(self, k, waited_s, asked_s, came_s, computed_s):
         """Adds a tower's step to the timers: of all towers, the mean counts."""
@@ -240,36 +250,15 @@ class Asynchronous:
         ]
 
     def _trace(self, local):
-        """Returns the step for local batches like this one, traced if need be."""
+        """Returns the parts of a step for such local batches, traced if need be."""
         rows = usual_rows_of(self._context, local)
         spec = batch.local_spec(local, rows)
         key = str(spec)
         if key not in self._steps:
             self._check()
-            self._pieces.creator.create_variables(spec)
-            self._steps[key] = self._trace_step(spec, rows)
+            self._step.create_variables(spec)
+            self._steps[key] = self._step.trace(spec, rows)
         return self._steps[key]
-
-    def _trace_step(self, spec, rows):
-        compute, apply = self._graphs[rows]
-        found = self._context.found
-        tables = found.reads_tables
-        read = [
-            graph(
-                functools.partial(self._step.read, tower.index)
-            ).get_concrete_function()
-            for tower in self._context.plan.towers
-        ]
-        inputs = batch.specs(read[0].structured_outputs)
-        compute = compute.get_concrete_function(spec, inputs)
-        if found.reads_tables != tables:
-            # A table cannot stay at home, as it turns out.
-            return self._trace_step(spec, rows)
-        outputs = batch.specs(compute.structured_outputs)
-        apply = apply.get_concrete_function(spec, inputs, outputs)
-        # Each tower calls it.
-        found.graph = compute.graph
-        return _Step(read, compute, apply)
 
     def _check(self):
         """Refuses layers that need the whole batch, or all towers at once."""

@@ -85,15 +85,28 @@ class OwnSteps:
             context = self.pieces.context
             copied = self._copied if step == "train_step" else lambda trace: None
             placement = context.loss_placement
-            found = Partitioned(self._function(step), spec, copied, placement)
+            found = Partitioned(self.function(step), spec, copied, placement)
             self._partitioned[step, str(spec)] = found
-            name = f"The {step} of model '{context.model.name}'"
-            context.say(found.lines(name))
-            if context.xla:
-                context.say([f"{name} runs without XLA, unlike Keras's own step."])
-            if context.guard is not None and found.trace.reads_gradients:
-                context.say([f"{name} has gradients that check_numerics does not see."])
+            self.say(step, found, found.lines)
         return self._partitioned[step, str(spec)]
+
+    def say(
+        self, step: str, found: Partitioned, lines: Callable[[str], Sequence[str]]
+    ) -> None:
+        """Says what a step does otherwise than it would on one device.
+
+        Args:
+            step: Its name.
+            found: What became of it.
+            lines: Returns what to say of that, for a name.
+        """
+        context = self.pieces.context
+        name = f"The {step} of model '{context.model.name}'"
+        context.say(lines(name))
+        if context.xla:
+            context.say([f"{name} runs without XLA, unlike Keras's own step."])
+        if context.guard is not None and found.trace.reads_gradients:
+            context.say([f"{name} has gradients that check_numerics does not see."])
 
     def _copied(self, trace):
         """What each tower has a copy of: what optimizers update, and their state."""
@@ -128,14 +141,16 @@ class OwnSteps:
             )
             context.say([line])
             with tf.device(plan.home):
-                return self._function(step)(data)
+                return self.function(step)(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
         found = self._partition(step, _local_spec(data))
         if local_batches is None:
             local_batches = self.pieces.batches.place(data)
         for line in found.stateful_draws:
             self._check_alone(f"draws random numbers of TensorFlow's own state{line}")
-        observer = self._observer(data) if step == "train_step" else None
+        observer = None
+        if step == "train_step":
+            observer = self.observer(data, self.steps_done())
         with self._together(step, data):
             if found.copied is not None:
                 self.pieces.copies.follow_learning_rates()
@@ -166,8 +181,8 @@ class OwnSteps:
                 agreement.hear(told, hosts)
                 yield
 
-    def _function(self, step):
-        """A step of the model, of a batch as it is given."""
+    def function(self, step: str) -> Callable[[Any], Any]:
+        """Returns a step of the model, of a batch as it is given."""
         model, preprocess = self.pieces.context.model, self.pieces.context.preprocess
         home = self.pieces.context.plan.home
 
@@ -181,16 +196,27 @@ class OwnSteps:
 
         return function
 
-    def _observer(self, data):
-        """Measures a step of training, and stops it if a gradient is not finite."""
+    def steps_done(self) -> tf.Tensor | None:
+        """Returns how many steps were done, to be read as one begins.
+
+        Optimizers take turns in it. `None` if nobody wants to know.
+        """
+        each = variables.optimizers(self.pieces.context.model).values()
+        if self.pieces.context.guard is None or not each:
+            return None
+        counts = [tf.cast(tf.identity(one.iterations), tf.int64) for one in each]
+        return tf.reduce_max(counts)
+
+    def observer(self, data: Any, done: tf.Tensor | None) -> Observer:
+        """Makes what measures a step, and stops it if a gradient is not finite.
+
+        Args:
+            data: The batch.
+            done: What `steps_done` has returned.
+        """
         context = self.pieces.context
         guard, model = context.guard, context.model
         of_model = [*variables.optimizers(model).values()]
-        done = None
-        if guard is not None and of_model:
-            # As the step begins: optimizers take turns in it.
-            counts = [tf.identity(each.iterations) for each in of_model]
-            done = tf.reduce_max([tf.cast(each, tf.int64) for each in counts])
         scaled = [
             each
             for each in of_model

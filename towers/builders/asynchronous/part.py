@@ -1,0 +1,32 @@
+"""What a tower does in one go: the parts that its step is cut into."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Part(NamedTuple):
+    """What a tower does in one go, at home or on its device.
+
+    The last part of a step is at home, and returns the logs.
+
+    Attributes:
+        functions: One for each tower. It takes the local batch, and what each part
+            before has made.
+        at_home: Whether it runs at home, where one tower is at a time.
+        reads: Whether it reads there what towers compute with.
+        updates: Whether it changes that.
+        goes_on: Whether the tower comes home again in this step.
+    """
+
+    functions: Sequence[Callable[..., Any]]
+    at_home: bool = True
+    reads: bool = False
+    updates: bool = False
+    goes_on: bool = False
+
+
+def graph(function: Callable) -> Callable:
+    """Makes a function to be traced for several kinds of local batches."""
+    return tf.function(function, autograph=False, reduce_retracing=True)
