@@ -88,9 +88,31 @@ def of(operations: Iterable[tf.Operation]) -> Iterator[Effect]:
         stateful, calls = _kind(op.type)
         if stateful and op.type not in HARMLESS:
             yield Effect(op.name, op.type)
-        if calls:
-            for type_ in _of_functions(op.node_def, calls, seen):
+        for type_ in _of_functions(op.node_def, calls, seen):
+            if type_ not in HARMLESS:
                 yield Effect(op.name, type_)
+
+
+def checks(operation: tf.Operation) -> bool:
+    """Tells whether an operation stops the program if something is not as expected."""
+    _, calls = _kind(operation.type)
+    types = _of_functions(operation.node_def, calls, set())
+    return operation.type in _CHECKS or any(type_ in _CHECKS for type_ in types)
+
+
+def only_checks(operation: tf.Operation) -> bool:
+    """Tells whether an operation checks, and nobody takes what it returns.
+
+    `tf.debugging.assert_*` make such branches, which return that they were passed.
+    """
+    taken = [each for t in operation.outputs for each in t.consumers()]
+    branch = operation.type in ("If", "StatelessIf") and len(operation.outputs) == 1
+    passed_on = any(
+        each.type != "Identity" or each.outputs[0].consumers() for each in taken
+    )
+    return operation.type == "Assert" or (
+        branch and checks(operation) and not passed_on
+    )
 
 
 def sentence(model: keras.Model, effect: Effect) -> str:
@@ -136,7 +158,7 @@ def _of_functions(node, calls, seen):
         seen.add(name)
         for inner in function_definition(name).node_def:
             stateful, calls = _kind(inner.op)
-            if stateful and inner.op not in HARMLESS:
+            if stateful:
                 yield inner.op
             waiting += _called(inner, calls)
 

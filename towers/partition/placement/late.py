@@ -93,8 +93,9 @@ class Late:
             for op in placement.order
             if (place := placement.places.get(op.name)) is not None
             and not place.on_towers
-            # What checks has no outputs, for which anybody would ask.
+            # Nobody may ask for what checks.
             and op.outputs
+            and not effects.checks(op)
             and not any(effects.of([op]))
         }
         # By handle, the operations that may change a variable.

@@ -192,7 +192,7 @@ class Placement:
             ):
                 yield op
         for op in graph.get_operations():
-            if op.type == "Assert":
+            if effects.checks(op):
                 yield op
 
     def _needed(self):
@@ -240,7 +240,7 @@ class Placement:
                 self.gathered.append(op)
             self._note_statistics(op, region)
             return False
-        if region is not None or op.type in ("Assert", "NoOp"):
+        if region is not None or op.type == "NoOp" or effects.only_checks(op):
             return True if touched else _alike(op)
         kinds = {self._reader.of(tensor) for tensor in op.outputs}
         if not touched and not kinds & {*_ON_TOWERS}:
