@@ -15,6 +15,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import function_definition, operation_definition
 from towers.keras_adapter.layers import layers_of
 
@@ -91,6 +92,14 @@ def of(operations: Iterable[tf.Operation]) -> Iterator[Effect]:
         for type_ in _of_functions(op.node_def, calls, seen):
             if type_ not in HARMLESS:
                 yield Effect(op.name, type_)
+
+
+def changed(graph: tf.Graph) -> set[int]:
+    """Returns the `id`s of handles of variables that a function's graph may change."""
+    outside = {key(inside): id(handle) for handle, inside in graph.captures}
+    names = {effect.name for effect in of(graph.get_operations())}
+    taken = [graph.get_operation_by_name(name).inputs for name in names]
+    return {outside[key(t)] for each in taken for t in each if key(t) in outside}
 
 
 def checks(operation: tf.Operation) -> bool:

@@ -139,3 +139,21 @@ def test_another_model_is_refused(tmp_path):
     model.of[0] = keras.optimizers.Adam(0.1, amsgrad=True)
     with pytest.raises(ValueError, match="holds another of"):
         fit((model, rows), Checkpoint(tmp_path))
+
+
+def test_what_nobody_saves_is_said(capsys):
+    held_nowhere = tf.Variable(0.0, name="held_nowhere")
+    read_only = tf.Variable(1.0, name="read_only")
+
+    class Forgetful(Rivals):
+        def train_step(self, x):
+            held_nowhere.assign_add(read_only)
+            return super().train_step(x)
+
+    model = Forgetful()
+    model.compile()
+    fit((model, rivals()[1]), epochs=1)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "changes held_nowhere:0, which no attribute of the model" in said
+    fit(rivals(), epochs=1)
+    assert "no attribute" not in capsys.readouterr().err

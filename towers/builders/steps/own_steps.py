@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers.analysis import effects
 from towers.builders.common import Pieces
 from towers.builders.pieces.reducer import AllReduce, Reducer
 from towers.builders.steps.keras_steps import Scope, train_function
@@ -107,6 +108,23 @@ class OwnSteps:
             context.say([f"{name} runs without XLA, unlike Keras's own step."])
         if context.guard is not None and found.trace.reads_gradients:
             context.say([f"{name} has gradients that check_numerics does not see."])
+        if step == "train_step" and (unsaved := self._unsaved(found.trace)):
+            context.say(
+                [
+                    f"{name} changes {', '.join(unsaved)}, which no attribute of the "
+                    "model or of its layers holds, so that checkpoints do not contain "
+                    "it; make it an attribute."
+                ]
+            )
+
+    def _unsaved(self, trace):
+        """The names of variables that a step changes, and nobody saves."""
+        model = self.pieces.context.model
+        saved = {id(value_behind(each).handle) for each in variables.of(model)}
+        saved |= {id(each.handle) for each in variables.plain(model).values()}
+        changed = effects.changed(trace.graph)
+        known = {id(each.handle): each.name for each in trace.concrete.variables}
+        return sorted(known[each] for each in changed & known.keys() - saved)
 
     def _copied(self, trace):
         """What each tower has a copy of: what optimizers update, and their state."""
