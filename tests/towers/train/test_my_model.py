@@ -301,6 +301,21 @@ def test_a_model_with_a_step_of_its_own(update, tmp_path):
     assert_same_bits(weights(whole), weights(parts))
 
 
+def test_a_model_with_a_step_of_its_own_asynchronously(tmp_path):
+    path = write(tmp_path, OWN_STEP)
+    flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80", "--num_gpus=2"
+    flags += "--variable_update=asynchronous", "--batch_size=16", "--save_steps=1"
+    # Each of two towers makes a step of its part of a batch.
+    for steps in (4, 8):
+        done = heard(
+            *(run_here, *flags, f"--model_dir={tmp_path / 'run'}"),
+            *(f"--max_train_steps={steps}", "--train_epochs=3"),
+        )
+    assert "step 4" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 8
+
+
 PAIRS = (
     "loss = self.compute_loss(x, y, outputs)",
     "alike = tf.matmul(outputs, outputs, transpose_b=True)\n"
