@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.utils import ag_logging as autograph_logging
+from tensorflow.python.platform import tf_logging
 
 import towers
 from tests import hosts
@@ -469,3 +470,13 @@ def test_a_tensor_of_the_function_around_it():
     for function in (lambda x: caller(True, x), again, again):
         found = tf.function(function, autograph=False)(tf.constant(X))
         _close(found, caller(False, tf.constant(X)))
+
+
+def test_many_functions_are_not_one_that_is_traced_again(monkeypatch):
+    """TensorFlow would warn of it."""
+    warned = []
+    monkeypatch.setattr(tf_logging, "warning", lambda *text: warned.append(text))
+    for k in range(8):
+        found = towers.parallelize(functools.partial(tf.add, k + 1.0), gpus=2)
+        _close(found(X), tf.constant(X + k + 1))
+    assert not warned

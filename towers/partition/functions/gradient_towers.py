@@ -1,5 +1,6 @@
 """Gradients of a batch on several devices, for loops of one's own."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -97,7 +98,8 @@ class GradientTowers:
             self._copies = VariableCopies(self.variables, self._plan.devices)
             algorithm = reduce.algorithm_for(all_reduce_alg, self._plan.home)
             copied = Copied(self._copies.handles(), algorithm)
-            self._refresh = tf.function(self._copies.refresh, autograph=False)
+            refresh = functools.partial(self._copies.refresh)
+            self._refresh = tf.function(refresh, autograph=False)
         self._step = Parallel(self._compute, self._plan, loss_placement, copied)
         self._step.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         # The gradients of the last step, and what other devices than home have of them.

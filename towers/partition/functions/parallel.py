@@ -1,5 +1,6 @@
 """Functions of a batch on several devices, with or without Keras."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,8 +102,12 @@ class Parallel:
                 t if t is None else t.shape.rank for t in tf.nest.flatten(batch)
             )
             if ranks not in self._in_graph:
+                # TensorFlow would take a method of several objects for one function,
+                # and warn that it is traced too often.
                 self._in_graph[ranks] = tf.function(
-                    self._compute, autograph=False, reduce_retracing=True
+                    functools.partial(self._compute),
+                    autograph=False,
+                    reduce_retracing=True,
                 )
             return self._in_graph[ranks](*batch)
         placed = len(batch) == 1 and isinstance(batch[0], PlacedBatch)
