@@ -201,8 +201,8 @@ def test_sums_travel_in_a_ring():
     def train(x, y):
         step.apply(optimizer, step(x, y).gradients)
 
-    nodes = executed.run(lambda: train(X, Y), "copy_1")
-    sent = [each for each in executed.transfers(nodes) if "broadcast" not in each[-1]]
+    nodes = executed.run(lambda: train(X, Y), "refresh")
+    sent = [each for each in executed.transfers(nodes) if "cond" not in each[-1]]
     counts = collections.Counter(
         (source[-5:], target[-5:])
         for source, target, dtype, name in sent

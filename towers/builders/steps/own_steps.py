@@ -19,7 +19,7 @@ from towers.keras_adapter.models import overrides
 from towers.keras_adapter.variables import value_behind
 from towers.layers import variables
 from towers.partition.partitioned import Copied, Observer, Partitioned
-from towers.partition.placement.copies import taken_together
+from towers.partition.placement.copies import together
 from towers.tower.errors import ModelError
 
 _STEPS = "train_step", "test_step", "predict_step"
@@ -139,10 +139,7 @@ class OwnSteps:
                 wanted += optimizers.known_variables(leaf)
         known = {id(value_behind(each).handle): each for each in variables.of(model)}
         found = {id(value_behind(each).handle) for each in wanted}
-        groups = [*taken_together(trace.graph)]
-        # What a branch changes together with these.
-        while more := [g for g in groups if g & found and (g - found) & known.keys()]:
-            found |= set().union(*more) & known.keys()
+        found = together(trace.graph, found, known.keys())
         copies.add([*wanted, *(known[each] for each in found & known.keys())])
         return Copied(copies.handles(), self.reducer.algorithm)
 

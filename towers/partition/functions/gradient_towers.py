@@ -10,7 +10,12 @@ import tensorflow as tf
 from towers.collectives import reduce
 from towers.collectives.hosts import follow_first_host
 from towers.devices import resolve
-from towers.partition.functions.parallel import Parallel, as_it_is, device_of, plan_of
+from towers.partition.functions.parallel import (
+    Parallel,
+    as_it_is,
+    plan_of,
+    variable_behind,
+)
 from towers.partition.functions.placed import PlacedBatch, prefetch
 from towers.partition.functions.update import Update
 from towers.partition.functions.variable_copies import VariableCopies
@@ -95,15 +100,16 @@ class GradientTowers:
         self._copies, copied = None, None
         if variable_update == "replicated":
             self._check_home()
-            self._copies = VariableCopies(self.variables, self._plan.devices)
+            originals = map(variable_behind, self.variables)
+            self._copies = VariableCopies(originals, self._plan.devices)
             algorithm = reduce.algorithm_for(all_reduce_alg, self._plan.home)
             copied = Copied(self._copies.handles(), algorithm)
             refresh = functools.partial(self._copies.refresh)
             self._refresh = tf.function(refresh, autograph=False)
         self._step = Parallel(self._compute, self._plan, loss_placement, copied)
         self._step.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        # The gradients of the last step, and what other devices than home have of them.
-        self._latest: tuple[Sequence[Any], Sequence[Sequence[Any]]] = [], []
+        # The gradients of a step that were not applied yet, on each device.
+        self._latest: list[Sequence[Any]] = []
         self._updates: dict[int, Update] = {}
 
     @as_it_is
@@ -116,9 +122,9 @@ class GradientTowers:
         if self._copies is None:
             return self._step(*batch)
         self._refresh()
-        found, *others = self._step.on_copies(*batch)
-        self._latest = found.gradients, [each.gradients for each in others]
-        return found
+        found = self._step.on_copies(*batch)
+        self._latest = [each.gradients for each in found]
+        return found[0]
 
     def prefetch(
         self, dataset: Iterable[Any], count: int = 2
@@ -170,16 +176,16 @@ class GradientTowers:
         update([*gradients], self._on_others(gradients))
 
     def _on_others(self, gradients):
-        """What other devices than home have of gradients that the last step made."""
-        latest, others = self._latest
-        made = {id(each): i for i, each in enumerate(latest)}
-        places = [made.get(id(each)) for each in gradients]
-        return [[None if i is None else mine[i] for i in places] for mine in others]
+        """What the other devices have of gradients, if the last step has made these."""
+        mine, *others = self._latest or [()]
+        self._latest = []
+        same = [a is b for a, b in zip(mine, gradients, strict=False)]
+        return others if others and all([*same, len(same) == len(gradients)]) else None
 
     def _check_home(self):
         first = self._plan.devices[0]
         for each in self.variables:
-            (home,) = resolve([device_of(each)])
+            (home,) = resolve([variable_behind(each).device])
             if home != first:
                 raise ValueError(
                     f"Received variable_update='replicated', and variable "

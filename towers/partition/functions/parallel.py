@@ -285,11 +285,10 @@ def plan_of(
     towers = devices.resolve(gpus)
     home = towers[0] if is_gpu(towers[0]) else HOST
     for variable in variables[:1]:
-        home = device_of(variable)
+        home = variable_behind(variable).device
     return Plan.of(towers, [1] * len(towers), home, hosts=this_host())
 
 
-def device_of(variable: keras.Variable | tf.Variable) -> str:
-    """Returns the device that has a variable."""
-    plain = isinstance(variable, tf.Variable)
-    return (variable if plain else value_behind(variable)).device
+def variable_behind(variable: keras.Variable | tf.Variable) -> tf.Variable:
+    """Returns TensorFlow's variable."""
+    return variable if isinstance(variable, tf.Variable) else value_behind(variable)

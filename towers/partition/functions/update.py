@@ -1,6 +1,7 @@
 """Updates variables, and their copies on other devices, by an optimizer."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -9,13 +10,18 @@ from towers.collectives import packing
 from towers.collectives.reduce import Gradient
 from towers.devices import HOST
 from towers.keras_adapter.optimizers import all_variables
+from towers.keras_adapter.variables import value_behind
 from towers.layers import fused
+from towers.loop.loop import flat
 from towers.partition.functions.variable_copies import VariableCopies
+from towers.partition.partitioned import Copied, Partitioned
+from towers.partition.placement.copies import together
+from towers.partition.trace import Trace
 from towers.plan import Plan
 
 
 class Update:
-    """Updates variables by an optimizer; copies, too, each on its device.
+    """Updates variables by an optimizer, whose state has copies if they have some.
 
     Attributes:
         in_graph: The same, as a graph.
@@ -28,46 +34,64 @@ class Update:
         plan: Plan,
         copies: VariableCopies | None,
     ):
-        """Creates copies of the optimizer's state, if the variables have some."""
+        """Takes an optimizer that was built, and the copies of the variables."""
         self._optimizer, self._variables, self._plan = optimizer, variables, plan
-        self._copies, self._state = copies, None
-        if copies is not None:
-            # Slots are as large as variables. Who assigns them assigns these, too.
-            self._state = VariableCopies(
-                all_variables(optimizer), plan.devices, lambda each: not each.shape.rank
-            )
+        self._copies = copies if plan.devices[1:] else None
+        if self._copies is not None:
+            state = map(value_behind, all_variables(optimizer))
+            self._state = VariableCopies(state, plan.devices)
             with tf.device(HOST):
                 self._renewals = tf.Variable(copies.renewals, trainable=False)
         self.in_graph = tf.function(self, autograph=False, reduce_retracing=True)
 
     def __call__(
-        self, gradients: Sequence[Gradient], others: Sequence[Sequence[Gradient]]
+        self,
+        gradients: Sequence[Gradient],
+        others: Sequence[Sequence[Gradient]] | None = None,
     ) -> None:
-        """Takes gradients, and for each other device what it has of them.
+        """Applies gradients.
 
-        Those that a device does not have, which are `None` there, are sent.
+        Args:
+            gradients: One for each variable.
+            others: The same on the devices of copies. What is `None` there, or of all,
+                is sent.
         """
-        if self._copies is not None:
-            self._refresh()
-        with tf.device(self._plan.home):
-            self._apply(gradients, self._variables)
+        home = self._plan.home
         if self._copies is None:
+            with tf.device(home), fused.updates():
+                self._optimizer.apply(gradients, self._variables)
             return
         devices = self._plan.devices[1:]
-        others = others or [[None] * len(gradients) for _ in devices]
-        for k, (device, mine) in enumerate(zip(devices, others, strict=True), start=1):
-            with tf.device(device), tf.name_scope(f"copy_{k}"):
-                pairs = zip(mine, gradients, strict=True)
-                mine = [packing.copy(g) if m is None else m for m, g in pairs]
-                with self._state.of(k), self._copies.of(k) as variables:
-                    self._apply(mine, variables)
+        others = [[None] * len(gradients)] * len(devices) if others is None else others
+        arrived = [*map(functools.partial(_arrived, gradients), others, devices)]
+        # What changes no copied variable, such as a counter, runs once, at home.
+        update = Partitioned(
+            lambda batch: self._optimizer.apply(gradients, self._variables),
+            (),
+            functools.partial(self._copied, arrived),
+        )
+        # If those of the variables were renewed, so is what belongs to them.
+        renewals = self._copies.renewals.read_value()
+        self._state.follow(renewals != self._renewals)
+        self._renewals.assign(renewals)
+        update(self._plan, [()] * len(self._plan.devices), 1)
 
-    def _refresh(self):
-        """Renews copies of the state, too, if those of the variables were renewed."""
-        now = self._copies.renewals.read_value()
-        self._state.refresh(now != self._renewals)
-        self._renewals.assign(now)
+    def _copied(self, arrived: Sequence[Mapping[int, tf.Tensor]], trace: Trace):
+        """What of the update each device has: variables, state, and gradients."""
+        variables = {id(each.handle): each for each in trace.concrete.variables}
+        mine = self._copies.handles()[0].keys() | self._state.handles()[0].keys()
+        needed = together(trace.graph, mine, variables.keys()) - mine
+        self._state.add(variables[each] for each in needed)
+        pairs = zip(self._copies.handles(), self._state.handles(), strict=True)
+        every = [a | b for a, b in pairs]
+        return Copied([every[0], *map(dict.__or__, every[1:], arrived)], "cpu")
 
-    def _apply(self, gradients, variables):
-        with fused.updates():
-            self._optimizer.apply(gradients, variables)
+
+def _arrived(gradients, mine, device):
+    """What a device has of gradients, by the `id` of the tensors at home."""
+    found = {}
+    with tf.device(device):
+        for gradient, there in zip(gradients, mine, strict=True):
+            there = packing.copy(gradient) if there is None else there
+            found |= zip(map(id, flat(gradient)), flat(there), strict=True)
+    return found

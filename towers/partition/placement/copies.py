@@ -1,6 +1,6 @@
 """Finds what runs on each copy of the variables, if each tower has a copy."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import tensorflow as tf
 
@@ -46,13 +46,24 @@ def found(
     return names
 
 
-def taken_together(graph: tf.Graph) -> Iterator[set[int]]:
-    """Yields the `id`s of the handles that an operation takes, if there are several.
+def together(
+    graph: tf.Graph, handles: Collection[int], others: Collection[int]
+) -> set[int]:
+    """Adds to handles those that a function's operations take together with them.
 
-    They are those from outside of the graph, which is a function's.
+    A branch that changes a variable with copies may change others in one go.
+
+    Args:
+        graph: The function's.
+        handles: The `id`s of handles from outside of it.
+        others: Those that may be added.
     """
     outside = {key(inside): id(each) for each, inside in graph.captures}
-    for op in graph.get_operations():
-        found = {outside[key(t)] for t in op.inputs if key(t) in outside}
-        if len(found) > 1:
-            yield found
+    groups = [
+        {outside[key(t)] for t in op.inputs if key(t) in outside}
+        for op in graph.get_operations()
+    ]
+    found, others = {*handles}, {*others}
+    while more := [g for g in groups if g & found and (g - found) & others]:
+        found |= set().union(*more) & others
+    return found
