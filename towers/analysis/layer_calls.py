@@ -8,7 +8,14 @@ import keras
 import tensorflow as tf
 
 from towers.analysis.trust import APART, is_trusted
-from towers.keras_adapter.layers import LAYER_CALL, LOSS_CALL, MASK, logits_of, tag
+from towers.keras_adapter.layers import (
+    LAYER_CALL,
+    LOSS_CALL,
+    MASK,
+    layers_of,
+    logits_of,
+    tag,
+)
 from towers.keras_adapter.patching import patched
 
 
@@ -31,8 +38,15 @@ class LayerCall(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded_layers(losses: bool = True) -> Iterator[dict[Any, LayerCall]]:
-    """Inside, remembers what layers made of what, and losses if asked for.
+def recorded_layers(
+    losses: bool = True, synchronized: bool = True
+) -> Iterator[dict[Any, LayerCall]]:
+    """Inside, remembers what layers made of what.
+
+    Args:
+        losses: Whether it remembers losses, too.
+        synchronized: Whether layers with synchronized=True may be trusted, as towers
+            run them together.
 
     Yields:
         For the key of each tensor that a layer returned, how it was made.
@@ -46,7 +60,9 @@ def recorded_layers(losses: bool = True) -> Iterator[dict[Any, LayerCall]]:
         masks = [tag(each, MASK) for each in given]
         inputs = [part for _, part in parts([given, masks])]
         known = {key(tensor) for tensor in inputs}
-        trusted = is_trusted(layer, inputs)
+        trusted = is_trusted(layer, inputs) and (
+            synchronized or not any(map(_is_synchronized, layers_of(layer)))
+        )
         made = outputs
         if trusted and not {key(part) for _, part in parts(outputs)} & known:
             # What passes its input through has not made its logits.
@@ -77,6 +93,10 @@ def recorded_layers(losses: bool = True) -> Iterator[dict[Any, LayerCall]]:
         if losses:
             patches.enter_context(patched(LOSS_CALL, record_loss))
         yield calls
+
+
+def _is_synchronized(layer):
+    return getattr(layer, "synchronized", False)
 
 
 def _logits(outputs):

@@ -1,4 +1,4 @@
-"""All variables that training changes: moved, their values kept and given back."""
+"""All variables that training changes: moved, kept, given back, and told apart."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +22,10 @@ NOT_ON_GPUS = frozenset(
         *(tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2),
     ]
 )
+# Knuth's multiplier, "The Art of Computer Programming", volume 2, 3.3.4.
+_ODD = 6364136223846793005
+# Types of the same size in which to read the bits of a number; two of the larger ones.
+_BITS = {2: tf.int16, 4: tf.int32, 8: tf.int32, 16: tf.int32}
 
 
 def of(model: keras.Model) -> list[keras.Variable]:
@@ -179,25 +183,25 @@ def unchanged(model: keras.Model, others: Sequence[tf.Variable] = ()) -> Iterato
             variable.assign(value)
 
 
-# Bits of a number, as whole numbers: sums of those of 64 bits would overflow.
-_BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int32, 16: tf.int32}
-
-
 def digest(values: Iterable[Any]) -> tf.Tensor:
     """Returns a number that tells values apart, and the same ones in another order.
+
+    It computes with 64 bits for each number of one value at a time.
 
     Args:
         values: Tensors, or variables, of numbers.
 
     Returns:
-        An int64, which two values that differ share about once in 2^60.
+        An int64, as if by chance: values that differ hardly ever share one.
     """
     total, first = tf.zeros([], tf.int64), 1
     for value in map(tf.convert_to_tensor, values):
-        if not value.dtype.is_bool:
+        if value.dtype.is_floating and value.dtype.size == 1:
+            value = tf.cast(value, tf.float16)
+        if value.dtype.size in _BITS and not value.dtype.is_bool:
             # As floats, minus zero would be zero.
             value = tf.bitcast(value, _BITS[value.dtype.size])
-        bits = tf.cast(value, tf.int64)
+        bits = _mixed(tf.cast(value, tf.int64))
         # Axis by axis: TensorFlow keeps the multipliers, which are few then.
         while bits.shape.rank:
             count = tf.shape(bits, tf.int64)[-1]
@@ -207,13 +211,9 @@ def digest(values: Iterable[Any]) -> tf.Tensor:
     return total
 
 
-def _mixed(places):
-    """Odd numbers that look random; sums with plain places are often alike."""
-    places = places * _ODD
-    mixed = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, 29)) * _ODD
+def _mixed(numbers):
+    """Odd numbers that look random: sums of the numbers themselves are often alike."""
+    numbers = numbers * _ODD
+    numbers = tf.bitwise.bitwise_xor(numbers, tf.bitwise.right_shift(numbers, 29))
     # Even ones would lose the highest bits.
-    return tf.bitwise.bitwise_or(mixed, 1)
-
-
-# Knuth's multiplier, "The Art of Computer Programming", volume 2, 3.3.4.
-_ODD = 6364136223846793005
+    return tf.bitwise.bitwise_or(numbers * _ODD, 1)

@@ -130,7 +130,7 @@ class Trace:
             return original(tape)
 
         # What a loss does runs operation by operation, and is read so.
-        with recorded_layers(losses=False) as calls:
+        with recorded_layers(losses=False, synchronized=False) as calls:
             self.reader = Reader(
                 *(batch, calls if self._knows_regions else {}),
                 meets=self._is_read,

@@ -11,7 +11,7 @@ import tensorflow as tf
 import towers
 from tests import executed, oracle
 from tests.variants import slow
-from towers.layers import variables
+from towers.layers.variables import digest
 from towers.partition.functions import variable_copies
 
 RANDOM = np.random.default_rng(0)
@@ -235,6 +235,98 @@ def test_copies_that_are_alike_are_left_alone(monkeypatch):
     assert len(told) == 2
 
 
+class Around(keras.optimizers.Optimizer):
+    """Wraps an optimizer, has noise, and counts; of this, no optimizer tells."""
+
+    def __init__(self, inner):
+        super().__init__(1.0)
+        self.inner, self.noise = inner, keras.random.SeedGenerator(3)
+        self.applied = tf.Variable(0.0, trainable=False)
+
+    def build(self, variables):
+        super().build(variables)
+        self.inner.build(variables)
+
+    def apply(self, grads, trainable_variables=None):
+        self.applied.assign_add(1.0)
+        grads = [
+            g + 0.01 * self.applied * keras.random.normal(g.shape, seed=self.noise)
+            for g in grads
+        ]
+        self.inner.apply(grads, trainable_variables)
+
+
+def _around(make):
+    model, optimizer = _model(), Around(_adam())
+    step = make(functools.partial(_mean_square, model), model.trainable_variables)
+    optimizer.build(model.trainable_variables)
+    for end in ENDS:
+        step.apply(optimizer, step(X[:end], Y[:end])[1])
+    state = optimizer.applied.numpy(), optimizer.noise.state.numpy()
+    return [*(variable.numpy() for variable in model.variables), *state]
+
+
+def test_what_an_optimizer_does_not_list_changes_once():
+    found = _around(functools.partial(replicated, gpus=3))
+    assert oracle.largest_difference(found, _around(_Plain)) < 1e-5
+
+
+def _halves(make):
+    """An optimizer averages the weights of two models, and one of them is updated."""
+    model = _model()
+    halves = [layer.trainable_variables for layer in model.layers]
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)
+    optimizer.build(model.trainable_variables)
+    loss_fn = functools.partial(_mean_square, model)
+    steps = [make(loss_fn, half) for half in halves]
+    for end in ENDS:
+        for step in steps:
+            step.apply(optimizer, step(X[:end], Y[:end])[1])
+    return [variable.numpy() for variable in model.variables]
+
+
+def test_averages_of_variables_that_have_no_copy():
+    found = _halves(functools.partial(replicated, gpus=2))
+    assert oracle.largest_difference(found, _halves(_Plain)) < 1e-5
+
+
+@pytest.mark.parametrize("update", ["parameter_server", "replicated"])
+@pytest.mark.parametrize(
+    "name", ["momentum", *map(slow, ["clipnorm", "nesterov", "learning_rate"])]
+)
+def test_settings_that_change_between_updates(name, update):
+    value = {"momentum": 0.5, "clipnorm": 0.1, "nesterov": True}.get(
+        name, keras.optimizers.schedules.CosineDecay(0.1, 9)
+    )
+
+    def trained(make):
+        model = _model()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        step = make(functools.partial(_mean_square, model), model.trainable_variables)
+        optimizer.build(model.trainable_variables)
+        for k, end in enumerate(ENDS):
+            if k == 2:
+                setattr(optimizer, name, value)
+            step.apply(optimizer, step(X[:end], Y[:end])[1])
+        return [variable.numpy() for variable in model.variables]
+
+    make = functools.partial(towers.GradientTowers, gpus=2, variable_update=update)
+    assert oracle.largest_difference(trained(make), trained(_Plain)) < 1e-5
+
+
+def test_a_learning_rate_that_changes_renews_no_copies():
+    model, optimizer = _model(), _adam()
+    made = functools.partial(_mean_square, model)
+    step = replicated(made, model.trainable_variables, gpus=2)
+    for k in range(4):
+        optimizer.learning_rate = 0.01 / (k + 1)
+        step.apply(optimizer, step(X, Y).gradients)
+    (update,) = step._updates.values()
+    assert int(step._copies.renewals) == int(update._state.renewals) == 0
+
+
+# Of these, a digest that added products of bits did not tell the first two apart.
+_POSITIVE = tf.random.stateless_uniform([10, 6, 10, 4, 16], [1, 2], 0.001, 0.01)
 _VALUES = {
     "another order": ([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]),
     "evenly spaced": ([1, 5, 3], [3, 1, 5]),
@@ -245,6 +337,8 @@ _VALUES = {
     "both": ([[1.0, 2.0], [2.0, 1.0]], [[2.0, 1.0], [1.0, 2.0]]),
     "transposed": ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 3.0], [2.0, 4.0]]),
     "truth": ([True, False], [False, True]),
+    "all of one sign": (_POSITIVE, -_POSITIVE),
+    "twice as much": (_POSITIVE, 2 * _POSITIVE),
 }
 
 
@@ -256,15 +350,22 @@ def test_a_digest_tells_values_apart(name):
         kinds += [tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.complex128]
     for kind in kinds:
         pair = [tf.cast(each, kind) for each in (one, other)]
-        digests = [int(variables.digest([each])) for each in pair]
+        digests = [int(digest([each])) for each in pair]
         assert digests[0] != digests[1], kind
-        again = int(variables.digest([tf.identity(pair[0])]))
+        again = int(digest([tf.identity(pair[0])]))
         assert again == digests[0]
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_digest_of_small_floats(kind):
+    kind = getattr(tf.dtypes.experimental, kind)
+    pair = [tf.cast(tf.constant(each), kind) for each in ([1.0, 2.0], [2.0, 1.0])]
+    assert int(digest(pair[:1])) != int(digest(pair[1:]))
 
 
 def test_a_digest_tells_variables_apart():
     one, other = tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0])
-    digests = {int(variables.digest(each)) for each in ([one, other], [other, one])}
+    digests = {int(digest(each)) for each in ([one, other], [other, one])}
     assert len(digests) == 2
 
 
@@ -286,6 +387,25 @@ def test_a_digest_tells_variables_apart():
 def test_what_is_refused(given, said):
     with pytest.raises(ValueError, match=said):
         towers.GradientTowers(tf.reduce_mean, [tf.Variable(1.0)], 2, **given)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        tf.Variable("text", name="given"),
+        tf.Variable(1.0, shape=tf.TensorShape(None), name="given"),
+        tf.Variable([1.0], shape=[None], name="given"),
+    ],
+)
+def test_variables_that_cannot_be_copied_are_refused(variable):
+    with pytest.raises(ValueError, match=r"variable 'given:0' of shape .*; expected"):
+        replicated(tf.reduce_mean, [variable], gpus=2)
+
+
+def test_what_is_no_optimizer_is_refused():
+    step = replicated(lambda x: tf.reduce_mean(x), [tf.Variable(1.0)], gpus=2)
+    with pytest.raises(ValueError, match="Received 'adam' as the optimizer"):
+        step.apply("adam", [tf.constant(1.0)])
 
 
 def test_variables_elsewhere_are_refused():

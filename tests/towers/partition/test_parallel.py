@@ -480,3 +480,17 @@ def test_many_functions_are_not_one_that_is_traced_again(monkeypatch):
         found = towers.parallelize(functools.partial(tf.add, k + 1.0), gpus=2)
         _close(found(X), tf.constant(X + k + 1))
     assert not warned
+
+
+@pytest.mark.parametrize("size", [7, 4, 1])
+def test_synchronized_batch_normalization(size):
+    """It was normalised by the statistics of each device's rows."""
+    layer = keras.layers.BatchNormalization(synchronized=True)
+    layer.build((None, 4))
+    found = towers.parallelize(functools.partial(layer, training=True), gpus=3)(
+        X[:size]
+    )
+    found, statistics = found.numpy(), layer.moving_variance.numpy()
+    layer.moving_mean.assign(tf.zeros([4]))
+    layer.moving_variance.assign(tf.ones([4]))
+    _close([found, statistics], [layer(X[:size], training=True), layer.moving_variance])

@@ -40,8 +40,8 @@ class GradientStep(NamedTuple):
 class GradientTowers:
     """Computes loss and gradients of a batch on several devices, as on one.
 
-    It is the tower loop of TensorFlow's multi-GPU tutorials, with one model and one set
-    of variables: gradients of each device's rows are added, and then applied once.
+    It is the tower loop of TensorFlow's multi-GPU tutorials, with one model: gradients
+    of each device's rows are added, and then applied.
 
     Examples:
         >>> def loss_fn(x, y):
@@ -67,11 +67,13 @@ class GradientTowers:
         variable_update: str = "parameter_server",
         all_reduce_alg: str = "auto",
     ):
-        """Traces nothing yet.
+        """Traces nothing yet; with "replicated", it creates the copies.
 
         Args:
             loss_fn: Takes a batch: nests of tensors with one row an example. Returns
-                the loss, a scalar; or the loss and a nest of other tensors.
+                the loss, a scalar; or the loss and a nest of other tensors. TensorFlow
+                traces it, so Python in it runs once; pass a number that changes as an
+                argument.
             variables: What to differentiate for, created by now.
             gpus: As for `parallelize`.
             loss_placement: Where examples meet, as in a loss over pairs. "auto": on one
@@ -99,7 +101,7 @@ class GradientTowers:
         follow_first_host(self._plan.hosts, self.variables)
         self._copies, copied = None, None
         if variable_update == "replicated":
-            self._check_home()
+            self._check_copies()
             originals = map(variable_behind, self.variables)
             self._copies = VariableCopies(originals, self._plan.devices)
             algorithm = reduce.algorithm_for(all_reduce_alg, self._plan.home)
@@ -150,19 +152,28 @@ class GradientTowers:
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
     ) -> None:
-        """Updates the variables once, where they are.
+        """Updates the variables, and their copies if they have some.
+
+        TensorFlow traces the optimizer, again if its settings have changed, such as
+        `optimizer.momentum`.
 
         Args:
             optimizer: A Keras optimizer. Several may take turns.
             gradients: One for each variable, in order.
 
         Raises:
-            ValueError: There are more gradients than variables, or fewer.
+            ValueError: There are more gradients than variables, or fewer; or the
+                optimizer is none.
         """
         if len(gradients) != len(self.variables):
             raise ValueError(
                 f"Received {len(gradients)} gradients for {len(self.variables)} "
                 "variables; expected one for each, in the order of `variables`."
+            )
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ValueError(
+                f"Received {optimizer!r} as the optimizer; expected one of Keras's, "
+                "such as `keras.optimizers.Adam()`."
             )
         if id(optimizer) not in self._updates:
             with tf.init_scope(), tf.device(self._plan.home):
@@ -171,9 +182,11 @@ class GradientTowers:
                 update = Update(optimizer, self.variables, self._plan, self._copies)
             self._updates[id(optimizer)] = update
         update = self._updates[id(optimizer)]
+        others = self._on_others(gradients)
         if tf.executing_eagerly():
-            update = update.in_graph
-        update([*gradients], self._on_others(gradients))
+            update.in_graph([*gradients], others, update.settings())
+        else:
+            update([*gradients], others)
 
     def _on_others(self, gradients):
         """What the other devices have of gradients, if the last step has made these."""
@@ -182,9 +195,17 @@ class GradientTowers:
         same = [a is b for a, b in zip(mine, gradients, strict=False)]
         return others if others and all([*same, len(same) == len(gradients)]) else None
 
-    def _check_home(self):
+    def _check_copies(self):
+        """Refuses variables that cannot be copied from the first device."""
         first = self._plan.devices[0]
         for each in self.variables:
+            shape = tf.TensorShape(each.shape)
+            if each.dtype == tf.string or not shape.is_fully_defined():
+                raise ValueError(
+                    f"Received variable_update='replicated', and variable "
+                    f"'{each.name}' of shape {shape} and {each.dtype}; expected "
+                    "numbers of a known shape, or variable_update='parameter_server'."
+                )
             (home,) = resolve([variable_behind(each).device])
             if home != first:
                 raise ValueError(

@@ -9,7 +9,7 @@ import tensorflow as tf
 from towers.collectives import packing
 from towers.collectives.reduce import Gradient
 from towers.devices import HOST
-from towers.keras_adapter.optimizers import all_variables
+from towers.keras_adapter.optimizers import all_variables, updating
 from towers.keras_adapter.variables import value_behind
 from towers.layers import fused
 from towers.loop.loop import flat
@@ -18,6 +18,9 @@ from towers.partition.partitioned import Copied, Partitioned
 from towers.partition.placement.copies import together
 from towers.partition.trace import Trace
 from towers.plan import Plan
+
+LearningRateSchedule = keras.optimizers.schedules.LearningRateSchedule
+_SETTINGS = bool, int, float, str, type(None)
 
 
 class Update:
@@ -48,6 +51,7 @@ class Update:
         self,
         gradients: Sequence[Gradient],
         others: Sequence[Sequence[Gradient]] | None = None,
+        settings: str = "",
     ) -> None:
         """Applies gradients.
 
@@ -55,6 +59,7 @@ class Update:
             gradients: One for each variable.
             others: The same on the devices of copies. What is `None` there, or of all,
                 is sent.
+            settings: What `settings` returns, for which a graph is traced.
         """
         home = self._plan.home
         if self._copies is None:
@@ -75,6 +80,18 @@ class Update:
         self._state.follow(renewals != self._renewals)
         self._renewals.assign(renewals)
         update(self._plan, [()] * len(self._plan.devices), 1)
+
+    def settings(self) -> str:
+        """Returns what Python reads as an optimizer is traced, such as its momentum."""
+        optimizers = [self._optimizer, *updating(self._optimizer)]
+        found = [
+            (name, value if isinstance(value, _SETTINGS) else id(value))
+            for each in optimizers
+            for name, value in vars(each).items()
+            if isinstance(value, (*_SETTINGS, LearningRateSchedule))
+        ]
+        constraints = [getattr(each, "constraint", None) for each in self._variables]
+        return repr([*found, *map(id, constraints)])
 
     def _copied(self, arrived: Sequence[Mapping[int, tf.Tensor]], trace: Trace):
         """What of the update each device has: variables, state, and gradients."""

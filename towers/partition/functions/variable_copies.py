@@ -7,7 +7,7 @@ import tensorflow as tf
 from towers.collectives import packing
 from towers.devices import HOST
 from towers.keras_adapter.variables import variable_like
-from towers.layers import variables
+from towers.layers.variables import digest
 
 
 class VariableCopies:
@@ -70,7 +70,7 @@ class VariableCopies:
         every = [self._originals, *self._copies]
         for device, copies in zip(self._devices, every, strict=True):
             with tf.device(device):
-                digests.append(variables.digest(copies[i] for i in places))
+                digests.append(digest(copies[i] for i in places))
         with tf.device(self._devices[0]):
             return tf.reduce_any(tf.stack(digests) != digests[0])
 
