@@ -194,7 +194,7 @@ def digest(values: Iterable[Any]) -> tf.Tensor:
     Returns:
         An int64, as if by chance: values that differ hardly ever share one.
     """
-    total, first = tf.zeros([], tf.int64), 1
+    total = tf.zeros([], tf.int64)
     for value in map(tf.convert_to_tensor, values):
         if value.dtype.is_floating and value.dtype.size == 1:
             value = tf.cast(value, tf.float16)
@@ -202,18 +202,30 @@ def digest(values: Iterable[Any]) -> tf.Tensor:
             # As floats, minus zero would be zero.
             value = tf.bitcast(value, _BITS[value.dtype.size])
         bits = _mixed(tf.cast(value, tf.int64))
-        # Axis by axis: TensorFlow keeps the multipliers, which are few then.
+        if bits.shape.rank > 2:
+            bits = tf.reshape(bits, [-1, bits.shape[-1] or tf.shape(bits)[-1]])
+        # Axis by axis, with few multipliers: TensorFlow keeps them.
         while bits.shape.rank:
-            count = tf.shape(bits, tf.int64)[-1]
-            bits = tf.reduce_sum(bits * _mixed(tf.range(first, first + count)), -1)
-            first += count
+            bits = tf.reduce_sum(bits * _multipliers(bits), -1)
         total = total * _ODD + bits
     return total
+
+
+def _multipliers(bits):
+    """A number for each place of the last axis, others for each number of axes."""
+    first = 2**40 * bits.shape.rank
+    count = bits.shape[-1]
+    if count is not None and count < 2**16:
+        places = np.arange(first, first + count)
+    else:
+        places = tf.range(first, first + tf.shape(bits, tf.int64)[-1])
+    return _mixed(places)
 
 
 def _mixed(numbers):
     """Odd numbers that look random: sums of the numbers themselves are often alike."""
     numbers = numbers * _ODD
-    numbers = tf.bitwise.bitwise_xor(numbers, tf.bitwise.right_shift(numbers, 29))
+    library = np if isinstance(numbers, np.ndarray) else tf.bitwise
+    numbers = (numbers ^ library.right_shift(numbers, 29)) * _ODD
     # Even ones would lose the highest bits.
-    return tf.bitwise.bitwise_or(numbers * _ODD, 1)
+    return numbers | 1
