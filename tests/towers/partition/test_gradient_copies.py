@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import towers
-from tests import as_on_gpu, executed, oracle
+from tests import executed, oracle
 from tests.variants import slow
 from towers.layers.variables import digest
 from towers.partition.functions import variable_copies
@@ -68,15 +68,6 @@ def _trained(make, between=lambda model, optimizer, step, gradients: gradients):
 def test_a_loop_equals_one_device(gpus, algorithm):
     make = functools.partial(replicated, gpus=gpus, all_reduce_alg=algorithm)
     assert oracle.largest_difference(_trained(make), _trained(_Plain)) < 1e-5
-
-
-def test_digests_on_gpus_are_compiled():
-    """Logical CPUs stand in for GPUs."""
-    gpus = ["/device:CPU:0", "/device:CPU:1"]
-    wanted = _trained(_Plain, _exchanged)
-    with as_on_gpu.made_up_gpus(*gpus):
-        found = _trained(functools.partial(replicated, gpus=gpus), _exchanged)
-    assert oracle.largest_difference(found, wanted) < 1e-5
 
 
 def _exchanged(model, optimizer, step, gradients):

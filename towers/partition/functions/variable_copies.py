@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from towers.collectives import packing
-from towers.devices import HOST, is_gpu
+from towers.devices import HOST
 from towers.keras_adapter.variables import variable_like
 from towers.layers.variables import digest
 
@@ -71,7 +71,7 @@ class VariableCopies:
         for device, copies in zip(self._devices, every, strict=True):
             with tf.device(device):
                 values = [tf.convert_to_tensor(copies[i]) for i in places]
-                digests.append((_compiled if is_gpu(device) else digest)(values))
+                digests.append(_digest(values))
         with tf.device(self._devices[0]):
             return tf.reduce_any(tf.stack(digests) != digests[0])
 
@@ -86,8 +86,8 @@ class VariableCopies:
         packing.broadcast(home, originals, others, copies)
 
 
-# On a GPU, XLA reads each number once, and keeps none of what is between.
-_compiled = tf.function(digest, autograph=False, jit_compile=True)
+# XLA reads each number once, and keeps nothing of what is between.
+_digest = tf.function(digest, autograph=False, jit_compile=True)
 
 
 def _nothing():
