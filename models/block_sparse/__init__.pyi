@@ -1,0 +1,3 @@
+from .dense import BlockSparseDense as BlockSparseDense
+from .patterns import names as names
+from .product import block_sparse_matmul as block_sparse_matmul

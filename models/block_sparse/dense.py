@@ -1,0 +1,180 @@
+"""A dense layer of which only some blocks are there."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from towers.models.block_sparse import initial, patterns, product
+from towers.models.block_sparse.layout import Reads
+
+
+@keras.saving.register_keras_serializable(package="towers")
+class BlockSparseDense(keras.layers.Layer):
+    """A dense layer whose kernel is zero but for some blocks.
+
+    It computes `activation(x @ kernel + bias)`. Only the blocks that are there are
+    weights; so gradients and the optimizer's slots have no more. docs/block_sparse.md
+    tells which pattern is for what.
+
+    Args:
+        units: Number of outputs.
+        block_size: Rows and columns of a block. "block_diagonal", "butterfly" and
+            "monarch" make larger ones, in multiples of it, as sparsity allows.
+        pattern: Which blocks are there: "block_diagonal", "butterfly", "monarch",
+            "local_strided", "random", "erdos_renyi", "barabasi_albert", or a matrix
+            [input blocks, output blocks] of 0 and 1.
+        sparsity: The share of the kernel that is zero. The nearest that the pattern has
+            is taken; a matrix has its own.
+        activation: As of `keras.layers.Dense`.
+        use_bias: As of `keras.layers.Dense`.
+        kernel_initializer: As of `keras.layers.Dense`; it counts the inputs and outputs
+            that blocks join.
+        bias_initializer: As of `keras.layers.Dense`.
+        kernel_regularizer: Of the blocks.
+        bias_regularizer: As of `keras.layers.Dense`.
+        kernel_constraint: Of the blocks [blocks, inputs, outputs].
+        bias_constraint: As of `keras.layers.Dense`.
+        dynamic: Whether training may move blocks, as `towers.RigL` does. Which input
+            each block reads is then a weight.
+        seed: Of random patterns.
+        **kwargs: As of any layer.
+
+    Raises:
+        ValueError: An argument is none of these.
+    """
+
+    def __init__(
+        self,
+        units: int,
+        block_size: int = 32,
+        pattern: Any = "butterfly",
+        sparsity: float = 0.75,
+        *,
+        activation: Any = None,
+        use_bias: bool = True,
+        kernel_initializer: Any = "glorot_uniform",
+        bias_initializer: Any = "zeros",
+        kernel_regularizer: Any = None,
+        bias_regularizer: Any = None,
+        kernel_constraint: Any = None,
+        bias_constraint: Any = None,
+        dynamic: bool = False,
+        seed: int = 0,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.units, self.block_size, self.seed = units, block_size, seed
+        self.pattern = pattern if isinstance(pattern, str) else np.asarray(pattern)
+        self.sparsity, self.dynamic = sparsity, dynamic
+        self.activation = keras.activations.get(activation)
+        self.use_bias = use_bias
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
+        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
+        self.kernel_constraint = keras.constraints.get(kernel_constraint)
+        self.bias_constraint = keras.constraints.get(bias_constraint)
+        self.supports_masking = True
+
+    def build(self, input_shape):
+        """Creates the blocks."""
+        inputs = input_shape[-1]
+        self.layouts = patterns.layouts(
+            self.pattern, inputs, self.units, self.block_size, self.sparsity, self.seed
+        )
+        self.kernels = [
+            self.add_weight(
+                shape=(layout.num_blocks, *layout.block_shape),
+                initializer=initial.initializer(self.kernel_initializer, layout),
+                regularizer=self.kernel_regularizer,
+                constraint=self.kernel_constraint,
+                name=f"kernel_{number}" if number else "kernel",
+            )
+            for number, layout in enumerate(self.layouts)
+        ]
+        self.bias = None
+        if self.use_bias:
+            self.bias = self.add_weight(
+                shape=(self.units,),
+                initializer=self.bias_initializer,
+                regularizer=self.bias_regularizer,
+                constraint=self.bias_constraint,
+                name="bias",
+            )
+        self.places = None
+        if self.dynamic:
+            self.places = self._add_places()
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: inputs})
+
+    def _add_places(self):
+        if len(self.layouts) > 1:
+            raise ValueError(
+                "Received dynamic=True with pattern='monarch'; expected a pattern of "
+                "one matrix, such as 'random'."
+            )
+        return self.add_weight(
+            shape=self.layouts[0].inputs.shape,
+            dtype="int32",
+            initializer=lambda shape, dtype: ops.cast(self.layouts[0].inputs, dtype),
+            trainable=False,
+            autocast=False,
+            name="places",
+        )
+
+    def call(self, inputs):
+        """Multiplies [..., inputs] by the blocks; returns [..., units]."""
+        outputs = self._multiplied(inputs)
+        if self.bias is not None:
+            outputs += self.bias
+        return self.activation(outputs)
+
+    def _multiplied(self, inputs):
+        slabs = product.slabs_of(inputs, self.layouts[0])
+        for layout, kernel in zip(self.layouts, self.kernels, strict=True):
+            reads = layout.reads
+            if self.dynamic:
+                reads = Reads.of(layout, tf.convert_to_tensor(self.places))
+            slabs = product.multiply(slabs, tf.convert_to_tensor(kernel), layout, reads)
+            if len(self.layouts) > 1:
+                slabs = _dealt(slabs)
+        return product.rows_of(slabs, inputs, self.units)
+
+    def dense_kernel(self) -> tf.Tensor:
+        """Returns the kernel [inputs, units], with its zeros."""
+        return self._multiplied(tf.eye(self.input_spec.axes[-1]))
+
+    def compute_output_shape(self, input_shape):
+        """Returns [..., units]."""
+        return (*input_shape[:-1], self.units)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        pattern = self.pattern
+        if not isinstance(pattern, str):
+            pattern = pattern.astype(int).tolist()
+        return {
+            **super().get_config(),
+            "units": self.units,
+            "block_size": self.block_size,
+            "pattern": pattern,
+            "sparsity": self.sparsity,
+            "activation": keras.activations.serialize(self.activation),
+            "use_bias": self.use_bias,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+            "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
+            "bias_regularizer": keras.regularizers.serialize(self.bias_regularizer),
+            "kernel_constraint": keras.constraints.serialize(self.kernel_constraint),
+            "bias_constraint": keras.constraints.serialize(self.bias_constraint),
+            "dynamic": self.dynamic,
+            "seed": self.seed,
+        }
+
+
+def _dealt(slabs):
+    """Deals out features, one of each group in turn (the permutation of Monarch)."""
+    groups, size, _ = slabs.shape
+    return tf.reshape(tf.transpose(slabs, (1, 0, 2)), (groups, size, -1))

@@ -1,0 +1,218 @@
+"""Which blocks of a matrix are there, and the order in which products read them."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# A group reads at most this many times the values that it is multiplied from: what is
+# gathered stays in the cache, and never is a multiple of the activations.
+_READ_AT_ONCE = 4
+# Rows of a group that have fewer blocks than others are filled with zeros, up to this
+# part of the group.
+_FILLED = 1 / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows of blocks that one batched product computes: `rows` of `width` blocks each.
+
+    Attributes:
+        rows: Their numbers, int [rows].
+        slots: The rank of each of their blocks among all blocks sorted by row, int
+            [rows, width]; -1 where a row has fewer.
+    """
+
+    rows: np.ndarray
+    slots: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Which blocks of a matrix [inputs, outputs] are there.
+
+    The blocks are numbered by output, and those of one output by input:
+    `np.argwhere(mask.T)` lists them.
+
+    Attributes:
+        mask: Bool [input blocks, output blocks].
+        block_shape: Inputs and outputs of a block.
+    """
+
+    mask: np.ndarray
+    block_shape: tuple[int, int]
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that are there."""
+        return int(self.mask.sum())
+
+    @property
+    def size(self) -> int:
+        """The numbers in all blocks."""
+        return self.num_blocks * self.block_shape[0] * self.block_shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Inputs and outputs of the matrix."""
+        return tuple(
+            n * size for n, size in zip(self.mask.shape, self.block_shape, strict=True)
+        )
+
+    @functools.cached_property
+    def inputs(self) -> np.ndarray:
+        """The input block of each block, int [blocks]."""
+        return np.argwhere(self.mask.T)[:, 1]
+
+    @functools.cached_property
+    def outputs(self) -> np.ndarray:
+        """The output block of each block, int [blocks], ascending."""
+        return np.argwhere(self.mask.T)[:, 0]
+
+    @functools.cached_property
+    def by_output(self) -> tuple[Group, ...]:
+        """The groups of output blocks, for products with inputs."""
+        return tuple(_groups(self.mask.sum(0), self.mask.shape[0]))
+
+    @functools.cached_property
+    def by_input(self) -> tuple[Group, ...]:
+        """The groups of input blocks, for products with the transposed matrix."""
+        return tuple(_groups(self.mask.sum(1), self.mask.shape[1]))
+
+    @functools.cached_property
+    def reads(self) -> "Reads":
+        """What products read, for the places that `mask` tells."""
+        return Reads.of(self, self.inputs)
+
+    def dense(self, blocks: Any) -> tf.Tensor:
+        """Returns the matrix [inputs, outputs] with zeros where there is no block."""
+        (rows, columns), (into, out) = self.mask.shape, self.block_shape
+        places = self.inputs * columns + self.outputs
+        grid = tf.scatter_nd(
+            places[:, None], tf.convert_to_tensor(blocks), (rows * columns, into, out)
+        )
+        grid = tf.reshape(grid, (rows, columns, into, out))
+        return tf.reshape(tf.transpose(grid, (0, 2, 1, 3)), self.shape)
+
+    def blocks_of(self, matrix: Any) -> tf.Tensor:
+        """Returns the blocks [blocks, *block_shape] of a matrix [inputs, outputs]."""
+        (rows, columns), (into, out) = self.mask.shape, self.block_shape
+        grid = tf.reshape(tf.convert_to_tensor(matrix), (rows, into, columns, out))
+        grid = tf.reshape(tf.transpose(grid, (0, 2, 1, 3)), (-1, into, out))
+        return tf.gather(grid, self.inputs * columns + self.outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """The indices of what products read: arrays, or tensors if places can change.
+
+    Attributes:
+        forward: For each group by output: the input blocks [rows, width] that it reads
+            (the number of input blocks where it reads zeros), and the blocks.
+        backward: For each group by input: the output blocks [rows, width] it reads,
+            and lines [rows, inputs of a block, width]: the first line of block k is
+            k * inputs of a block.
+        gradient: Where each line of each block is in what the groups by input return,
+            int [blocks, inputs of a block].
+    """
+
+    forward: list[tuple[Any, Any]]
+    backward: list[tuple[Any, Any]]
+    gradient: Any
+
+    @classmethod
+    def of(cls, layout: Layout, inputs: Any) -> "Reads":
+        """Tells what is read if block k reads from input block `inputs[k]`.
+
+        Args:
+            layout: How many blocks each input and output has.
+            inputs: Int [blocks], an array or a tensor; each number as often as in
+                `layout.inputs`.
+        """
+        fixed = isinstance(inputs, np.ndarray)
+        take = np.take if fixed else tf.gather
+        order = np.argsort(inputs, kind="stable") if fixed else _order(inputs)
+        ranks = np.argsort(order) if fixed else _order(order)
+        into = layout.block_shape[0]
+        forward, backward = [], []
+        for group in layout.by_output:
+            blocks = np.maximum(group.slots, 0)
+            read = _where(group.slots, take(inputs, blocks), layout.mask.shape[0])
+            forward.append((read, blocks))
+        for group in layout.by_input:
+            blocks = take(order, np.maximum(group.slots, 0))
+            read = take(layout.outputs, blocks)
+            read = _where(group.slots, read, layout.mask.shape[1])
+            backward.append((read, blocks[:, None] * into + np.arange(into)[:, None]))
+        begins, strides = _returned(layout)
+        rows = take(begins, ranks)[:, None] + take(strides, ranks)[:, None] * np.arange(
+            into
+        )
+        return cls(forward, backward, rows)
+
+
+def checked_mask(mask: Any) -> np.ndarray:
+    """Returns a bool matrix of 0 and 1.
+
+    Raises:
+        ValueError: It is no such matrix, or has no block.
+    """
+    array = np.asarray(mask)
+    if array.ndim != 2 or not np.isin(array, (0, 1)).all() or not array.any():
+        raise ValueError(
+            f"Received a layout of shape {array.shape} with values from "
+            f"{array.min(initial=0)} to {array.max(initial=0)}; expected a matrix "
+            "[input blocks, output blocks] of 0 and 1, with a 1 at least."
+        )
+    return array.astype(bool)
+
+
+def _order(numbers):
+    return tf.argsort(numbers, stable=True)
+
+
+def _where(slots, read, zeros):
+    """What is read, and zeros where there is no block."""
+    if (slots >= 0).all():
+        return read
+    return (np if isinstance(read, np.ndarray) else tf).where(slots >= 0, read, zeros)
+
+
+def _groups(counts: np.ndarray, sources: int) -> Iterator[Group]:
+    """Groups rows that have about as many blocks.
+
+    Args:
+        counts: Blocks of each row.
+        sources: Number of blocks that they are read from.
+    """
+    begins = np.cumsum(counts) - counts
+    rows = np.argsort(-counts, kind="stable")
+    while rows.size:
+        width = counts[rows[0]]
+        most = max(1, _READ_AT_ONCE * sources // max(width, 1))
+        filled = np.cumsum(width - counts[rows[:most]])
+        size = np.arange(1, len(filled) + 1)
+        # As many as fit; `filled` never decreases as a part of the group.
+        number = int((filled <= _FILLED * width * size).sum())
+        chosen, rows = np.sort(rows[:number]), rows[number:]
+        slots = begins[chosen, None] + np.arange(width)
+        there = np.arange(width) < counts[chosen, None]
+        yield Group(chosen, np.where(there, slots, -1))
+
+
+def _returned(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Where groups by input return the first line of a block, and how far on the next."""
+    begins = np.zeros(layout.num_blocks, np.int64)
+    strides = np.zeros(layout.num_blocks, np.int64)
+    offset, into = 0, layout.block_shape[0]
+    for group in layout.by_input:
+        rows, width = group.slots.shape
+        at = offset + np.arange(rows)[:, None] * into * width + np.arange(width)
+        there = group.slots >= 0
+        begins[group.slots[there]] = at[there]
+        strides[group.slots[there]] = width
+        offset += rows * into * width
+    return begins, strides

@@ -1,0 +1,192 @@
+"""The product of inputs and a matrix of which only some blocks are there."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.models.block_sparse.layout import Layout, Reads, checked_mask
+
+
+def block_sparse_matmul(x: Any, blocks: Any, layout: Any) -> tf.Tensor:
+    """Multiplies by a matrix of which only some blocks are there.
+
+    The inputs of a few output blocks at a time are gathered and multiplied by a batched
+    product of TensorFlow. Only the blocks are multiplied and get gradients. OpenAI's
+    block-sparse kernels (Gray, Radford and Kingma 2017) compute the same.
+
+    Args:
+        x: Numbers [..., inputs].
+        blocks: Numbers [blocks, inputs of a block, outputs of a block]: by output, and
+            those of one output by input, as `np.argwhere(layout.T)` lists them.
+        layout: 0 or 1 [input blocks, output blocks]: which blocks are there. Also a
+            `Layout`, which is faster to call again outside of a `tf.function`.
+
+    Returns:
+        Numbers [..., outputs].
+
+    Raises:
+        ValueError: The shapes do not fit.
+    """
+    x, blocks = tf.convert_to_tensor(x), tf.convert_to_tensor(blocks)
+    if not isinstance(layout, Layout):
+        layout = Layout(checked_mask(layout), tuple(blocks.shape[1:]))
+    expected = (layout.num_blocks, *layout.block_shape)
+    if blocks.shape.rank != 3 or tuple(blocks.shape) != expected:
+        raise ValueError(
+            f"Received blocks of shape {tuple(blocks.shape)}; expected {expected} for "
+            f"a layout that has {layout.num_blocks} blocks."
+        )
+    if x.shape.rank is None or x.shape.rank < 1 or x.shape[-1] != layout.shape[0]:
+        raise ValueError(
+            f"Received x of shape {tuple(x.shape)}; expected {layout.shape[0]} as the "
+            f"last axis, for {layout.mask.shape[0]} input blocks of "
+            f"{layout.block_shape[0]}."
+        )
+    y = multiply(slabs_of(x, layout), blocks, layout, layout.reads)
+    return rows_of(y, x, layout.shape[1])
+
+
+def slabs_of(x: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """Makes blocks of features [input blocks, inputs of a block, examples].
+
+    Each is one piece of memory.
+
+    Args:
+        x: Numbers [..., inputs]. Inputs that only the layout has are zero.
+        layout: Which blocks the matrix has.
+    """
+    features = tf.transpose(tf.reshape(x, (-1, x.shape[-1])))
+    missing = layout.shape[0] - x.shape[-1]
+    if missing:
+        features = tf.pad(features, ((0, missing), (0, 0)))
+    return tf.reshape(features, (layout.mask.shape[0], layout.block_shape[0], -1))
+
+
+def rows_of(slabs: tf.Tensor, x: tf.Tensor, outputs: int) -> tf.Tensor:
+    """Makes the first outputs [..., outputs] of blocks of features.
+
+    Args:
+        slabs: [output blocks, outputs of a block, examples].
+        x: What the inputs were made of.
+        outputs: How many.
+    """
+    features = tf.reshape(slabs, (slabs.shape[0] * slabs.shape[1], -1))[:outputs]
+    return tf.reshape(tf.transpose(features), [*_leading(x), outputs])
+
+
+def _leading(x):
+    """The sizes of all axes but the last."""
+    known, sizes = x.shape[:-1].as_list(), tf.shape(x)
+    if known.count(None) == 1:
+        known[known.index(None)] = -1
+        return known
+    return [sizes[i] if size is None else size for i, size in enumerate(known)]
+
+
+def multiply(
+    slabs: tf.Tensor, blocks: tf.Tensor, layout: Layout, reads: Reads
+) -> tf.Tensor:
+    """Multiplies blocks of features.
+
+    Args:
+        slabs: [input blocks, inputs of a block, examples].
+        blocks: [blocks, inputs of a block, outputs of a block].
+        layout: Which blocks are there.
+        reads: What is read.
+
+    Returns:
+        [output blocks, outputs of a block, examples].
+    """
+
+    # The product is linear in both, and so are its gradients: theirs are made of the
+    # same two functions.
+    @tf.custom_gradient
+    def forward(slabs, blocks):
+        return _forward(slabs, blocks, layout, reads), lambda upstream: backward(
+            upstream, slabs, blocks
+        )
+
+    @tf.custom_gradient
+    def backward(upstream, slabs, blocks):
+        def gradient(of_slabs, of_blocks):
+            of_upstream = forward(of_slabs, blocks) + forward(slabs, of_blocks)
+            return of_upstream, *backward(upstream, of_slabs, of_blocks)
+
+        return _backward(upstream, slabs, blocks, layout, reads), gradient
+
+    return forward(slabs, blocks)
+
+
+def _forward(slabs, blocks, layout, reads):
+    """Multiplies with each output block's blocks, one below the other."""
+    (into, out), examples = layout.block_shape, _examples(slabs)
+    slabs = _with_zeros(slabs, layout.by_output)
+    returned = []
+    for group, (read, own) in zip(layout.by_output, reads.forward, strict=True):
+        rows, width = group.slots.shape
+        gathered = _gathered(slabs, read, after=returned[-1:])
+        gathered = tf.reshape(gathered, (rows, width * into, examples))
+        kernel = tf.reshape(_taken(blocks, own), (rows, width * into, out))
+        returned.append(tf.matmul(kernel, gathered, transpose_a=True))
+    return _in_order(returned, layout.by_output)
+
+
+def _backward(upstream, slabs, blocks, layout, reads):
+    """Returns the gradients of slabs and blocks; what both read is gathered once."""
+    (into, out), examples = layout.block_shape, _examples(slabs)
+    lines = tf.reshape(blocks, (-1, out))
+    upstream = _with_zeros(upstream, layout.by_input)
+    of_slabs, of_lines = [], []
+    for group, (read, own) in zip(layout.by_input, reads.backward, strict=True):
+        rows, width = group.slots.shape
+        gathered = _gathered(upstream, read, after=of_lines[-1:])
+        gathered = tf.reshape(gathered, (rows, width * out, examples))
+        # Each input of the block with its weights to all outputs, one beside the other.
+        kernel = tf.reshape(_taken(lines, own), (rows, into, width * out))
+        of_slabs.append(tf.matmul(kernel, gathered))
+        products = tf.matmul(_taken(slabs, group.rows), gathered, transpose_b=True)
+        of_lines.append(tf.reshape(products, (-1, out)))
+    of_blocks = _taken(tf.concat(of_lines, 0), reads.gradient)
+    return _in_order(of_slabs, layout.by_input), of_blocks
+
+
+def _examples(slabs):
+    """Their number: -1 would be ambiguous for rows without blocks."""
+    return tf.shape(slabs)[-1] if slabs.shape[-1] is None else slabs.shape[-1]
+
+
+def _with_zeros(slabs, groups):
+    """Adds a block of zeros, if a group reads any."""
+    if all((group.slots >= 0).all() for group in groups):
+        return slabs
+    return tf.pad(slabs, ((0, 1), (0, 0), (0, 0)))
+
+
+def _gathered(slabs, read, after):
+    """Gathers what a group reads, when the product of the group before is done.
+
+    So the memory of one group is enough, and the cache holds what it reads.
+    """
+    with tf.control_dependencies(after):
+        return _taken(slabs, read)
+
+
+def _taken(values, indices):
+    """Gathers along the first axis; nothing is copied if that changes nothing."""
+    if isinstance(indices, np.ndarray):
+        flat = indices.reshape(-1)
+        if values.shape[0] == flat.size and (flat == np.arange(flat.size)).all():
+            return tf.reshape(values, (*indices.shape, *_sizes(values)[1:]))
+    return tf.gather(values, indices)
+
+
+def _sizes(values):
+    """The sizes of axes, -1 for the one that is unknown."""
+    return [-1 if size is None else size for size in values.shape]
+
+
+def _in_order(returned, groups):
+    """Puts what groups returned into the order of rows."""
+    rows = np.concatenate([group.rows for group in groups])
+    return _taken(tf.concat(returned, 0), np.argsort(rows))
