@@ -128,7 +128,7 @@ class BlockSparseDense(keras.layers.Layer):
         """Multiplies [..., inputs] by the blocks; returns [..., units]."""
         outputs = self._multiplied(inputs)
         if self.bias is not None:
-            outputs += self.bias
+            outputs = ops.add(outputs, self.bias)
         return self.activation(outputs)
 
     def _multiplied(self, inputs):

@@ -191,12 +191,13 @@ def _groups(counts: np.ndarray, sources: int) -> Iterator[Group]:
     begins = np.cumsum(counts) - counts
     rows = np.argsort(-counts, kind="stable")
     while rows.size:
-        width = counts[rows[0]]
-        most = max(1, _READ_AT_ONCE * sources // max(width, 1))
+        # What has no block reads zeros once.
+        width = max(1, counts[rows[0]])
+        most = max(1, _READ_AT_ONCE * sources // width)
         filled = np.cumsum(width - counts[rows[:most]])
         size = np.arange(1, len(filled) + 1)
         # As many as fit; `filled` never decreases as a part of the group.
-        number = int((filled <= _FILLED * width * size).sum())
+        number = max(1, int((filled <= _FILLED * width * size).sum()))
         chosen, rows = np.sort(rows[:number]), rows[number:]
         slots = begins[chosen, None] + np.arange(width)
         there = np.arange(width) < counts[chosen, None]
@@ -204,7 +205,7 @@ def _groups(counts: np.ndarray, sources: int) -> Iterator[Group]:
 
 
 def _returned(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Where groups by input return the first line of a block, and how far on the next."""
+    """Where groups by input return the first line of a block, and the next ones."""
     begins = np.zeros(layout.num_blocks, np.int64)
     strides = np.zeros(layout.num_blocks, np.int64)
     offset, into = 0, layout.block_shape[0]

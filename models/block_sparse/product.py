@@ -1,5 +1,6 @@
 """The product of inputs and a matrix of which only some blocks are there."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,8 @@ def slabs_of(x: tf.Tensor, layout: Layout) -> tf.Tensor:
         x: Numbers [..., inputs]. Inputs that only the layout has are zero.
         layout: Which blocks the matrix has.
     """
-    features = tf.transpose(tf.reshape(x, (-1, x.shape[-1])))
-    missing = layout.shape[0] - x.shape[-1]
-    if missing:
-        features = tf.pad(features, ((0, missing), (0, 0)))
-    return tf.reshape(features, (layout.mask.shape[0], layout.block_shape[0], -1))
+    shape = layout.mask.shape[0], layout.block_shape[0]
+    return _slabs(tf.reshape(x, (-1, x.shape[-1])), shape)
 
 
 def rows_of(slabs: tf.Tensor, x: tf.Tensor, outputs: int) -> tf.Tensor:
@@ -71,8 +69,33 @@ def rows_of(slabs: tf.Tensor, x: tf.Tensor, outputs: int) -> tf.Tensor:
         x: What the inputs were made of.
         outputs: How many.
     """
-    features = tf.reshape(slabs, (slabs.shape[0] * slabs.shape[1], -1))[:outputs]
-    return tf.reshape(tf.transpose(features), [*_leading(x), outputs])
+    return tf.reshape(_rows(slabs, outputs), [*_leading(x), outputs])
+
+
+def _slabs(rows, shape):
+    """Blocks of features, [*shape, examples], of rows [examples, features]."""
+
+    @tf.custom_gradient
+    def made(rows):
+        features = tf.transpose(rows)
+        missing = shape[0] * shape[1] - rows.shape[1]
+        if missing:
+            features = tf.pad(features, ((0, missing), (0, 0)))
+        return tf.reshape(features, (*shape, -1)), lambda g: _rows(g, rows.shape[1])
+
+    return made(rows)
+
+
+def _rows(slabs, number):
+    """Rows [examples, number] of the first features of blocks."""
+
+    @tf.custom_gradient
+    def made(slabs):
+        shape = slabs.shape[:2]
+        features = tf.reshape(slabs, (shape[0] * shape[1], -1))[:number]
+        return tf.transpose(features), lambda g: _slabs(g, shape)
+
+    return made(slabs)
 
 
 def _leading(x):
@@ -98,35 +121,50 @@ def multiply(
     Returns:
         [output blocks, outputs of a block, examples].
     """
+    return bilinear(
+        lambda slabs, blocks: _forward(slabs, blocks, layout, reads),
+        lambda upstream, slabs, blocks: _backward(
+            upstream, slabs, blocks, layout, reads
+        ),
+    )(slabs, blocks)
 
-    # The product is linear in both, and so are its gradients: theirs are made of the
-    # same two functions.
+
+def bilinear(
+    product: Callable[..., tf.Tensor],
+    gradients: Callable[..., tuple[tf.Tensor, tf.Tensor]],
+) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Returns a function of two tensors that has derivatives of any order.
+
+    Args:
+        product: Takes both, and is linear in each.
+        gradients: Takes the gradient of what it returns, and both; returns theirs.
+    """
+
+    # The gradients are linear in all three: theirs are made of the same two functions.
     @tf.custom_gradient
-    def forward(slabs, blocks):
-        return _forward(slabs, blocks, layout, reads), lambda upstream: backward(
-            upstream, slabs, blocks
-        )
+    def forward(a, b):
+        return product(a, b), lambda upstream: backward(upstream, a, b)
 
     @tf.custom_gradient
-    def backward(upstream, slabs, blocks):
-        def gradient(of_slabs, of_blocks):
-            of_upstream = forward(of_slabs, blocks) + forward(slabs, of_blocks)
-            return of_upstream, *backward(upstream, of_slabs, of_blocks)
+    def backward(upstream, a, b):
+        def gradient(of_a, of_b):
+            of_upstream = forward(of_a, b) + forward(a, of_b)
+            return of_upstream, *backward(upstream, of_a, of_b)
 
-        return _backward(upstream, slabs, blocks, layout, reads), gradient
+        return gradients(upstream, a, b), gradient
 
-    return forward(slabs, blocks)
+    return forward
 
 
 def _forward(slabs, blocks, layout, reads):
     """Multiplies with each output block's blocks, one below the other."""
-    (into, out), examples = layout.block_shape, _examples(slabs)
+    into, out = layout.block_shape
     slabs = _with_zeros(slabs, layout.by_output)
     returned = []
     for group, (read, own) in zip(layout.by_output, reads.forward, strict=True):
         rows, width = group.slots.shape
         gathered = _gathered(slabs, read, after=returned[-1:])
-        gathered = tf.reshape(gathered, (rows, width * into, examples))
+        gathered = tf.reshape(gathered, (rows, width * into, -1))
         kernel = tf.reshape(_taken(blocks, own), (rows, width * into, out))
         returned.append(tf.matmul(kernel, gathered, transpose_a=True))
     return _in_order(returned, layout.by_output)
@@ -134,14 +172,14 @@ def _forward(slabs, blocks, layout, reads):
 
 def _backward(upstream, slabs, blocks, layout, reads):
     """Returns the gradients of slabs and blocks; what both read is gathered once."""
-    (into, out), examples = layout.block_shape, _examples(slabs)
+    into, out = layout.block_shape
     lines = tf.reshape(blocks, (-1, out))
     upstream = _with_zeros(upstream, layout.by_input)
     of_slabs, of_lines = [], []
     for group, (read, own) in zip(layout.by_input, reads.backward, strict=True):
         rows, width = group.slots.shape
         gathered = _gathered(upstream, read, after=of_lines[-1:])
-        gathered = tf.reshape(gathered, (rows, width * out, examples))
+        gathered = tf.reshape(gathered, (rows, width * out, -1))
         # Each input of the block with its weights to all outputs, one beside the other.
         kernel = tf.reshape(_taken(lines, own), (rows, into, width * out))
         of_slabs.append(tf.matmul(kernel, gathered))
@@ -149,11 +187,6 @@ def _backward(upstream, slabs, blocks, layout, reads):
         of_lines.append(tf.reshape(products, (-1, out)))
     of_blocks = _taken(tf.concat(of_lines, 0), reads.gradient)
     return _in_order(of_slabs, layout.by_input), of_blocks
-
-
-def _examples(slabs):
-    """Their number: -1 would be ambiguous for rows without blocks."""
-    return tf.shape(slabs)[-1] if slabs.shape[-1] is None else slabs.shape[-1]
 
 
 def _with_zeros(slabs, groups):

@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 import towers
-from tests.exact import combinations, oracle, table
+from tests.exact import block_sparse, combinations, oracle, table
 from tests.exact.table import CASES
 from towers.builders.strategies import STRATEGIES
 
@@ -55,6 +55,7 @@ QUICK = {
         "sizes (8, 8, 5), 3 towers",
         "with validation",
     ),
+    "block-sparse": ("random, tokens", "used twice, batches of (1, 8)"),
     "float8": ("idle towers, clipping and a loss scale",),
     "gradients": (
         "Embedding used twice",
@@ -149,7 +150,8 @@ def builders(case):
         return one
     if not ALL and str(case) in FOR_THE_REPORT:
         return ()
-    turns = STRATEGIES if ALL else TURNS[number % len(TURNS)]
+    every = ALL or case.group == block_sparse.GROUP
+    turns = STRATEGIES if every else TURNS[number % len(TURNS)]
     several = case.group in OF_SEVERAL_TOWERS
     return [name for name in turns if not (name == "asynchronous" and several)]
 

@@ -14,6 +14,7 @@ class Dependence(enum.Enum):
         ROWS: The first axis is the examples', in order, each with the same number of
             rows; no row depends on another example.
         COLUMNS: Like ROWS, transposed: the second axis is the examples'.
+        LAST: Like ROWS, with the examples at the last axis of three or more.
         SHAPE: A vector of integers; the first is the number of rows, no other depends
             on it.
         SIZE: The number of examples, times something that does not depend on them.
@@ -30,6 +31,7 @@ class Dependence(enum.Enum):
     NONE = enum.auto()
     ROWS = enum.auto()
     COLUMNS = enum.auto()
+    LAST = enum.auto()
     SHAPE = enum.auto()
     SIZE = enum.auto()
     SUM = enum.auto()
@@ -40,7 +42,20 @@ class Dependence(enum.Enum):
     UNKNOWN = enum.auto()
 
 
-NONE, ROWS, COLUMNS, SHAPE, SIZE, SUM, MEAN, PACKED, OWN, COUPLED, UNKNOWN = Dependence
+(
+    NONE,
+    ROWS,
+    COLUMNS,
+    LAST,
+    SHAPE,
+    SIZE,
+    SUM,
+    MEAN,
+    PACKED,
+    OWN,
+    COUPLED,
+    UNKNOWN,
+) = Dependence
 
 
 class Edge(NamedTuple):

@@ -1,7 +1,8 @@
 """Tells of an operation how its result depends on the examples, where its inputs do.
 
-`axes/rows.py` does so for rows, `axes/columns.py` for columns, `axes/sizes.py` for
-shapes, `axes/position.py` where the axis is all that matters, this module for others.
+`axes/rows.py` does so for rows, `axes/columns.py` for columns, `axes/last.py` where
+the last axis is the examples', `axes/sizes.py` for shapes, `axes/position.py` where the
+axis is all that matters, this module for others.
 """
 
 from collections.abc import Sequence
@@ -9,13 +10,15 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers.analysis.axes.columns import of_columns
-from towers.analysis.axes.position import of_einsum, with_examples_at
+from towers.analysis.axes.last import of_last
+from towers.analysis.axes.position import axis_of, of_einsum, with_examples_at
 from towers.analysis.axes.rows import of_rows
 from towers.analysis.axes.sizes import of_sizes
 from towers.analysis.axes.types import ELEMENTWISE
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
+    LAST,
     MEAN,
     NONE,
     PACKED,
@@ -28,12 +31,17 @@ from towers.analysis.kinds import (
 )
 from towers.keras_adapter.graphs import gradient_module
 
-# Where TensorFlow defines them.
-_ACTIVATIONS = "tensorflow.python.ops.nn_impl"
+# Modules with functions whose gradients are custom, and keep rows apart as they do:
+# TensorFlow's activations, and the products of blocks.
+_ROWS_APART = (
+    "tensorflow.python.ops.nn_impl",
+    "towers.models.block_sparse.attention",
+    "towers.models.block_sparse.product",
+)
 # Their result for a sum is the sum of their results, wherever the axes are.
 _LINEAR = set(
-    "Cast ExpandDims Identity Mean Neg Reshape Squeeze StopGradient StridedSlice Sum "
-    "Transpose".split()
+    "Cast ExpandDims GatherV2 Identity Mean Neg Pad Reshape Squeeze StopGradient "
+    "StridedSlice Sum Transpose".split()
 )
 
 
@@ -49,8 +57,7 @@ def of_operation(
     """
     op = tensor.op
     if op.type == "IdentityN":
-        # It has a custom gradient. Those of TensorFlow's activations are elementwise.
-        known = gradient_module(op) == _ACTIVATIONS
+        known = gradient_module(op) in _ROWS_APART
         return kinds[tensor.value_index] if known else UNKNOWN
     present = set(kinds) - {NONE}
     if present == {PACKED}:
@@ -62,6 +69,8 @@ def of_operation(
         return of_einsum(op, inputs, kinds)
     if present == {COLUMNS} or present == {COLUMNS, ROWS}:
         return of_columns(tensor, op, inputs, kinds)
+    if present == {LAST}:
+        return of_last(tensor, op, inputs, kinds)
     found = UNKNOWN
     if present <= {SUM, MEAN}:
         found = _of_totals(tensor, op, inputs, kinds, present)
@@ -108,13 +117,14 @@ def _of_parts(op, inputs, kinds):
         return MEAN
     if present == {SUM} and NONE not in kinds:
         return SUM
-    if NONE in kinds or present not in ({ROWS}, {COLUMNS}):
+    if NONE in kinds or present not in ({ROWS}, {COLUMNS}, {LAST}):
         return UNKNOWN
-    packed, examples = op.type == "Pack", int(present == {COLUMNS})
+    packed, examples = op.type == "Pack", axis_of(inputs[0], *present)
     axis = int(axis) % (inputs[0].shape.rank + packed)
     if axis == examples and not packed:
         return UNKNOWN
-    return with_examples_at(examples + (packed and axis <= examples))
+    moved = packed and axis <= examples
+    return with_examples_at(examples + moved, inputs[0].shape.rank + packed)
 
 
 def _of_totals(tensor, op, inputs, kinds, present):

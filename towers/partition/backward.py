@@ -97,7 +97,8 @@ def is_custom(op: tf.Operation) -> bool:
     """Tells whether a user has defined the gradient of an operation."""
     if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
         return False
-    return not gradient_module(op).startswith(("keras.", "tensorflow."))
+    known = "keras.", "tensorflow.", "towers.models."
+    return not gradient_module(op).startswith(known)
 
 
 def terms(

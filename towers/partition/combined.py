@@ -4,8 +4,19 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.analysis.axes.position import axis_of
 from towers.analysis.dependence import EXTREMES
-from towers.analysis.kinds import COLUMNS, COUPLED, MEAN, NONE, ROWS, SHAPE, SIZE, SUM
+from towers.analysis.kinds import (
+    COLUMNS,
+    COUPLED,
+    LAST,
+    MEAN,
+    NONE,
+    ROWS,
+    SHAPE,
+    SIZE,
+    SUM,
+)
 from towers.collectives import batch, reduce
 from towers.collectives.hosts import OneHost
 from towers.partition.errors import PartitionError, where
@@ -64,12 +75,13 @@ class Combination:
                 # Of rows of a table, each tower has as many as it looked up.
                 return batch.join(parts, [tf.shape(part)[0] for part in parts])
             return self._joined(parts, blocks)
-        if kind is COLUMNS:
-            if None not in (tensor.shape[0], *tensor.shape[2:]):
-                return tf.concat(parts, axis=1)
+        if kind in (COLUMNS, LAST):
+            axis = axis_of(tensor, kind)
+            if None not in (*tensor.shape[:axis], *tensor.shape[axis + 1 :]):
+                return tf.concat(parts, axis)
             # A tower without rows does not know the other dimensions.
-            rows = batch.join([*map(_swapped, parts)], [tf.shape(p)[1] for p in parts])
-            return _swapped(rows)
+            rows = [_swapped(part, axis) for part in parts]
+            return _swapped(batch.join(rows, [tf.shape(p)[0] for p in rows]), axis)
         if kind is SHAPE:
             rows = tf.add_n([part[:1] for part in parts])
             return tf.concat([rows, parts[0][1:]], axis=0)
@@ -155,9 +167,10 @@ class Combination:
             if len(blocks) > 1:
                 parts = tf.split(mine, [count * size for count in blocks])
             return tf.concat([hosts.gather(p, None, purpose) for p in parts], axis=0)
-        if kind is COLUMNS:
-            rows = _swapped(mine)
-            return _swapped(hosts.gather(rows, None, purpose))
+        if kind in (COLUMNS, LAST):
+            axis = axis_of(tensor, kind)
+            rows = _swapped(mine, axis)
+            return _swapped(hosts.gather(rows, None, purpose), axis)
         if kind is COUPLED:
             some = tf.reduce_any([size > 0 for size in self._sizes])
             has, each = hosts.stack(some, purpose), hosts.stack(mine, purpose)
@@ -166,6 +179,8 @@ class Combination:
         return mine
 
 
-def _swapped(tensor):
-    others = range(2, tensor.shape.rank)
-    return tf.transpose(tensor, [1, 0, *others])
+def _swapped(tensor, axis):
+    """With an axis and the first one exchanged."""
+    order = [*range(tensor.shape.rank)]
+    order[0], order[axis] = axis, 0
+    return tf.transpose(tensor, order)

@@ -11,6 +11,7 @@ from towers.analysis.kinds import Dependence
 from towers.analysis.layer_calls import recorded_layers
 from towers.analysis.trust import is_trusted
 from towers.keras_adapter.layers import set_tag
+from towers.models.block_sparse import block_sparse_matmul
 
 SUM, MEAN, ROWS, NONE = (
     Dependence.SUM,
@@ -18,8 +19,9 @@ SUM, MEAN, ROWS, NONE = (
     Dependence.ROWS,
     Dependence.NONE,
 )
-COLUMNS, COUPLED, UNKNOWN = (
+COLUMNS, LAST, COUPLED, UNKNOWN = (
     Dependence.COLUMNS,
+    Dependence.LAST,
     Dependence.COUPLED,
     Dependence.UNKNOWN,
 )
@@ -61,6 +63,11 @@ def _in_function(x, y):
 def _turned(x, last=2):
     """As queries and keys are laid out: (2, n, 2)."""
     return tf.transpose(tf.reshape(x, [-1, 4 // last, last]), [1, 0, 2])
+
+
+def _slabs(x, last=-1):
+    """As block-sparse products have features: (2, 2, n)."""
+    return tf.reshape(tf.transpose(x), [2, 2, last])
 
 
 def _joined(x, rows=None):
@@ -188,6 +195,45 @@ CASES = [
     (lambda x, y, w: ops.sum(ops.reshape(x, [-1, 3]) ** 2), UNKNOWN),
     (lambda x, y, w: ops.concatenate([x, x], axis=0), UNKNOWN),
     (lambda x, y, w: ops.sum(ops.softmax(x, axis=0)), UNKNOWN),
+    # The examples' axis is the last of three for a while.
+    (lambda x, y, w: _slabs(x), LAST),
+    (lambda x, y, w: tf.transpose(tf.reshape(_slabs(x), [4, -1])), ROWS),
+    (lambda x, y, w: tf.reshape(_slabs(x), [4, -1]), COLUMNS),
+    (lambda x, y, w: tf.reshape(_slabs(x), [2, -1]), UNKNOWN),
+    (lambda x, y, w: tf.reshape(_slabs(x), [-1, 2]), UNKNOWN),
+    (lambda x, y, w: tf.reshape(_slabs(x), [1, 2, 2, -1]), LAST),
+    (lambda x, y, w: tf.reshape(_slabs(x), [1, -1, 4]), UNKNOWN),
+    (lambda x, y, w: tf.transpose(_slabs(x), [1, 0, 2]), LAST),
+    (lambda x, y, w: tf.transpose(_slabs(x), [2, 0, 1]), ROWS),
+    (lambda x, y, w: tf.transpose(_slabs(x), [0, 2, 1]), COLUMNS),
+    (lambda x, y, w: tf.gather(_slabs(x), [[0, 1, 1]]), LAST),
+    (lambda x, y, w: tf.gather(_slabs(x), [1], axis=1), LAST),
+    (lambda x, y, w: tf.gather(_slabs(x), [0], axis=2), UNKNOWN),
+    (lambda x, y, w: tf.gather(_slabs(x), 1), COLUMNS),
+    (lambda x, y, w: tf.pad(_slabs(x), [[0, 1], [0, 0], [0, 0]]), LAST),
+    (lambda x, y, w: tf.pad(_slabs(x), [[0, 0], [0, 0], [0, 1]]), UNKNOWN),
+    (lambda x, y, w: tf.pad(tf.transpose(x), [[0, 1], [0, 0]]), COLUMNS),
+    (lambda x, y, w: tf.pad(tf.transpose(x), [[0, 0], [0, 1]]), UNKNOWN),
+    (lambda x, y, w: tf.concat([_slabs(x)] * 2, 0), LAST),
+    (lambda x, y, w: tf.concat([_slabs(x)] * 2, 2), UNKNOWN),
+    (lambda x, y, w: tf.stack([_slabs(x)] * 2), LAST),
+    (lambda x, y, w: tf.stack([_slabs(x)] * 2, -1), UNKNOWN),
+    (lambda x, y, w: tf.tanh(_slabs(x)) * _slabs(x), LAST),
+    (lambda x, y, w: _slabs(x) + w[:2, :, None], LAST),
+    (lambda x, y, w: _slabs(x) + w[:2, None], UNKNOWN),
+    (lambda x, y, w: tf.matmul(w[:2], _slabs(x)), LAST),
+    (lambda x, y, w: tf.matmul(w[:2][None], _slabs(x)), LAST),
+    (lambda x, y, w: tf.matmul(_slabs(x), _slabs(x), transpose_b=True), SUM),
+    (lambda x, y, w: tf.matmul(_slabs(x), _slabs(x), transpose_a=True), UNKNOWN),
+    (
+        lambda x, y, w: tf.pad(
+            tf.gather(tf.matmul(_slabs(x), _slabs(x), transpose_b=True), [1]),
+            [[0, 1], [0, 0], [0, 0]],
+        ),
+        SUM,
+    ),
+    (lambda x, y, w: block_sparse_matmul(x, w[None, :2], [[1], [0]]), ROWS),
+    (lambda x, y, w: block_sparse_matmul(x, w[None, :2], [[0], [1]]) ** 2, ROWS),
     # The examples' axis is the second for a while.
     (lambda x, y, w: tf.transpose(x), COLUMNS),
     (lambda x, y, w: tf.unstack(_turned(x))[1], ROWS),
@@ -199,7 +245,7 @@ CASES = [
     (lambda x, y, w: _turned(x)[:, 1:], UNKNOWN),
     (lambda x, y, w: _turned(x)[:, 0], UNKNOWN),
     (lambda x, y, w: tf.transpose(_turned(x), [1, 2, 0]), ROWS),
-    (lambda x, y, w: tf.transpose(_turned(x), [0, 2, 1]), UNKNOWN),
+    (lambda x, y, w: tf.transpose(_turned(x), [0, 2, 1]), LAST),
     (lambda x, y, w: _turned(x) + x[:2, None, :2] * 0 + w[:2, None], COUPLED),
     (lambda x, y, w: tf.nn.softmax(_turned(x) * w[:2, None]), COLUMNS),
     (lambda x, y, w: _turned(x) + w[:2], UNKNOWN),

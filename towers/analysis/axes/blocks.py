@@ -12,6 +12,7 @@ import tensorflow as tf
 from towers.analysis.axes.counts import RowCounts
 from towers.analysis.kinds import (
     COLUMNS,
+    LAST,
     NONE,
     ROWS,
     SHAPE,
@@ -73,7 +74,7 @@ class RowBlocks:
         rows = [
             t
             for t, kind in zip(inputs, kinds, strict=True)
-            if kind in (COLUMNS, ROWS) and key(t) not in self._alike
+            if kind in (COLUMNS, LAST, ROWS) and key(t) not in self._alike
         ]
         several = {self.of(t) for t in rows}
         if not by_layer:
@@ -86,7 +87,7 @@ class RowBlocks:
                 return special
         if not several - {None}:
             return self._of_shapes(tensor, inputs, kinds, found)
-        if len(several) > 1 or found is COLUMNS:
+        if len(several) > 1 or found in (COLUMNS, LAST):
             return UNKNOWN
         if tensor.op.type == "Reshape" and not by_layer and _other_rows(tensor):
             # Rows of two blocks would become one, or a row would become several.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.analysis.axes.last import of_reshape
 from towers.analysis.axes.position import (
     moves,
     of_factor,
@@ -112,11 +113,19 @@ def _of_reduction(tensor, op, inputs):
 def _of_reshape(tensor, op, inputs):
     """The first axis stays, and each example becomes a whole number of columns."""
     old, new = inputs[0].shape, tensor.shape
+    if old.rank == 2 and new.rank and new.rank > 2:
+        return of_reshape(tensor, inputs)
     if new.rank is None or new.rank < 2 or old[0] is None or old[0] != new[0]:
         return UNKNOWN
     size, parts = old[2:].num_elements(), new[2:].num_elements()
     whole = size is not None and parts and size % parts == 0
     return COLUMNS if whole and new[1] is None else UNKNOWN
+
+
+@_rule("Pad", "PadV2")
+def _of_padding(tensor, op, inputs):
+    paddings = integers(inputs[1])
+    return COLUMNS if paddings is not None and not any(paddings[2:4]) else UNKNOWN
 
 
 @_rule("StridedSlice")

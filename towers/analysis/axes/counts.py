@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from towers.analysis.kinds import (
     COLUMNS,
+    LAST,
     NONE,
     ROWS,
     SHAPE,
@@ -112,7 +113,7 @@ class RowCounts:
             kinds: How that depends on them.
             by_layer: Whether a layer returns it, which keeps rows apart.
         """
-        if kind not in (ROWS, COLUMNS, SHAPE, SIZE):
+        if kind not in (ROWS, COLUMNS, LAST, SHAPE, SIZE):
             return
         pairs = [*zip(inputs, kinds, strict=True)]
         count = self._of_all(pairs)
@@ -127,6 +128,8 @@ class RowCounts:
         return found.pop() if len(found) == 1 else None
 
     def _of_operation(self, tensor, kind, pairs, count):
+        if tensor.op.type == "Reshape" and LAST in (kind, pairs[0][1]):
+            return count  # its last axis stays
         if tensor.op.type == "Reshape" and kind in (ROWS, COLUMNS):
             target, how = pairs[1]
             if how is SHAPE:
@@ -134,7 +137,7 @@ class RowCounts:
             return self.reshaped(tensor, int(kind is COLUMNS))
         if count is None:
             return None
-        if kind in (ROWS, COLUMNS) or tensor.op.type in _OF_SHAPES:
+        if kind in (ROWS, COLUMNS, LAST) or tensor.op.type in _OF_SHAPES:
             return count
         if tensor.op.type in ("Prod", "Size"):
             others = _of_others(tensor.op)

@@ -21,6 +21,7 @@ from towers.analysis.axes.types import ELEMENTWISE
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
+    LAST,
     MEAN,
     NONE,
     OWN,
@@ -121,7 +122,7 @@ class OwnRows:
             fits = few and {*totals} <= {MEAN, SIZE, SUM}
             return fits and tensor.shape.is_fully_defined()
         # What has a row for each example has one for each of the tower's.
-        return tensor.shape.is_fully_defined() or bool({ROWS, COLUMNS} & {*kinds})
+        return tensor.shape.is_fully_defined() or bool({ROWS, COLUMNS, LAST} & {*kinds})
 
     def read(
         self,
@@ -174,9 +175,10 @@ class OwnRows:
         kind = self._kinds.get(key(tensor))
         if kind is OWN:
             return False
-        if kind not in (COLUMNS, ROWS):
+        if kind not in (COLUMNS, LAST, ROWS):
             return True
-        others = [*tensor.shape][1:] if kind is ROWS else [tensor.shape[0]]
+        others = {ROWS: tensor.shape[1:], COLUMNS: tensor.shape[:1]}
+        others = others.get(kind, tensor.shape[:-1])
         return key(tensor) in self._aligned and None not in others
 
     def need(self, tensor: tf.Tensor) -> None:
@@ -280,9 +282,11 @@ class OwnRows:
             return found
         if not shape.rank or (shape[0] is not None and found in (MEAN, SUM)):
             return OWN
-        mine = [t for t in inputs if self._kinds.get(key(t)) in (COLUMNS, ROWS)]
-        square = found is COLUMNS and shape[0] is None
-        if found in (COLUMNS, ROWS) and not square:
+        mine = [t for t in inputs if self._kinds.get(key(t)) in (COLUMNS, LAST, ROWS)]
+        square = (found is COLUMNS and shape[0] is None) or (
+            found is LAST and None in shape[:-1]
+        )
+        if found in (COLUMNS, LAST, ROWS) and not square:
             if all(key(t) in self._aligned for t in mine):
                 self._aligned.add(key(tensor))
             return found

@@ -1,4 +1,4 @@
-"""Follows the examples' axis, the first or the second, where operations move axes."""
+"""Follows the examples' axis where operations move axes."""
 
 import functools
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from towers.analysis.axes.types import rule_for
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
+    LAST,
     NONE,
     ROWS,
     SUM,
@@ -22,9 +23,22 @@ from towers.analysis.static_values import integers
 _RULES = {}
 
 
-def with_examples_at(axis: int | None) -> Dependence:
-    """Returns the kind of what has the examples at an axis, in order."""
+def with_examples_at(axis: int | None, rank: int | None = None) -> Dependence:
+    """Returns the kind of what has the examples at an axis, in order.
+
+    Args:
+        axis: The axis; None if it is not known.
+        rank: Number of axes; None if the last axis does not matter.
+    """
+    if axis is not None and axis > 1 and axis + 1 == rank:
+        return LAST
     return {0: ROWS, 1: COLUMNS}.get(axis, UNKNOWN)
+
+
+def axis_of(tensor: tf.Tensor, kind: Dependence) -> int | None:
+    """Returns the axis of the examples; None if a tensor of this kind has none."""
+    last = None if tensor.shape.rank is None else tensor.shape.rank - 1
+    return {ROWS: 0, COLUMNS: 1, LAST: last}.get(kind)
 
 
 def moves(op: tf.Operation) -> bool:
@@ -44,10 +58,10 @@ def of_moved(
     """
     moved = 1 if op.type == "Split" else 0
     others = [kind for i, kind in enumerate(kinds) if i != moved]
-    axis = {ROWS: 0, COLUMNS: 1}.get(kinds[moved])
+    axis = axis_of(inputs[moved], kinds[moved])
     if axis is None or set(others) - {NONE}:
         return UNKNOWN
-    return with_examples_at(_RULES[op.type](op, inputs, axis))
+    return with_examples_at(_RULES[op.type](op, inputs, axis), op.outputs[0].shape.rank)
 
 
 _rule = functools.partial(rule_for, _RULES)
@@ -115,21 +129,21 @@ def of_factor(
     Args:
         op: The product, of matrices or of batches of them, whose ranks are known.
         inputs: What it takes.
-        kinds: Of one input ROWS or COLUMNS, of the other NONE.
+        kinds: Of one input ROWS, COLUMNS or LAST, of the other NONE.
     """
     mine = int(kinds[0] is NONE)
-    other, axis = inputs[1 - mine].shape, int(kinds[mine] is COLUMNS)
+    other, axis = inputs[1 - mine].shape, axis_of(inputs[mine], kinds[mine])
     rank = max(inputs[mine].shape.rank, other.rank)
     new = rank - inputs[mine].shape.rank
     if axis < inputs[mine].shape.rank - 2:
         # It counts matrices, of which others may be one for all, or one for each.
         meets = axis + new - (rank - other.rank)
         apart = meets < 0 or other[meets] == 1
-        return with_examples_at(axis + new) if apart else UNKNOWN
+        return with_examples_at(axis + new, rank) if apart else UNKNOWN
     # The left matrix's rows stay, and the right one's columns.
     last = axis == inputs[mine].shape.rank - 1
     stays = last == (mine != flipped(op)[mine])
-    return with_examples_at(rank - 2 + mine) if stays else UNKNOWN
+    return with_examples_at(rank - 2 + mine, rank) if stays else UNKNOWN
 
 
 def of_einsum(

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from towers.analysis import effects
-from towers.analysis.kinds import COLUMNS, PACKED, ROWS, SHAPE
+from towers.analysis.kinds import COLUMNS, LAST, PACKED, ROWS, SHAPE
 from towers.keras_adapter.graphs import is_stateful
 from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
 
-_OF_ROWS = {COLUMNS, PACKED, ROWS, SHAPE}
+_OF_ROWS = {COLUMNS, LAST, PACKED, ROWS, SHAPE}
 
 
 class Group(NamedTuple):

@@ -20,6 +20,7 @@ from towers.analysis.axes.sizes import STATELESS_DRAWS
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
+    LAST,
     MEAN,
     OWN,
     PACKED,
@@ -39,7 +40,7 @@ from towers.partition.placement import copies, draws
 from towers.partition.trace import Region, Trace
 
 # What towers have of a tensor, so that it makes the batch's.
-_ON_TOWERS = COLUMNS, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM
+_ON_TOWERS = COLUMNS, LAST, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM
 # By type, the place of the shape among what a stateful operation takes that draws.
 STATEFUL_DRAWS = {
     "RandomStandardNormal": 0,

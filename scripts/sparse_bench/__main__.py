@@ -1,0 +1,5 @@
+"""Computes with one framework; see `worker`."""
+
+from .worker import main
+
+main()

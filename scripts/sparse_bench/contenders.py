@@ -1,0 +1,90 @@
+"""Who multiplies: the contenders' names, and the modules that run them."""
+
+import dataclasses
+
+YARDSTICK = "keras_dense"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One contender.
+
+    Attributes:
+        label: What tables call it.
+        module: The module of this package that runs it; those of one module share a
+            process.
+        dense: The contender of the same module that has all blocks, or a product of
+            it.
+    """
+
+    label: str
+    module: str
+    dense: str
+
+
+def _ours(pattern):
+    return Contender(f"BlockSparseDense, {pattern}", "keras_layers", YARDSTICK)
+
+
+CONTENDERS = {
+    YARDSTICK: Contender("Keras Dense", "keras_layers", YARDSTICK),
+    "block_diagonal": _ours("block_diagonal"),
+    "butterfly": _ours("butterfly"),
+    "monarch": _ours("monarch"),
+    "local_strided": _ours("local_strided"),
+    "random": _ours("random"),
+    "erdos_renyi": _ours("erdos_renyi"),
+    "barabasi_albert": _ours("barabasi_albert"),
+    "tf_csr": Contender("TensorFlow CSR", "keras_layers", YARDSTICK),
+    "torch_dense": Contender("PyTorch dense", "torch_bsr", "torch_dense"),
+    "torch_bsr": Contender(
+        "PyTorch BSR, gathered gradient", "torch_bsr", "torch_dense"
+    ),
+    "torch_bsr_dense": Contender(
+        "PyTorch BSR, dense gradient", "torch_bsr", "torch_dense"
+    ),
+    "numpy_dense": Contender("NumPy dense", "scipy_bsr", "numpy_dense"),
+    "scipy_bsr": Contender("SciPy BSR", "scipy_bsr", "numpy_dense"),
+}
+
+# Of --products: forms of the three products, in a process of their own.
+PRODUCTS = {
+    "forward": "forward",
+    "inputs": "gradient of input",
+    "blocks": "gradient of blocks",
+}
+FORMS = {
+    "dense": "dense",
+    "gathered": "gathered, batched product (ours)",
+    "per_block": "a product per block, segment sum",
+    "masked": "dense, masked",
+    "csr": "TensorFlow CSR",
+    "batch_major": "gathered, batch-major",
+    "xla": "gathered, XLA",
+    "unlimited": "gathered, all at once",
+}
+FORM_PRODUCTS = {
+    f"{form}:{product}": Contender(label, "forms", f"dense:{product}")
+    for form, label in FORMS.items()
+    for product in PRODUCTS
+    # `forms.notes` tells why.
+    if (form, product) != ("csr", "blocks")
+}
+
+
+def find(name: str) -> Contender:
+    """Returns the contender of a name, or the form and product of "FORM:PRODUCT"."""
+    return CONTENDERS.get(name) or FORM_PRODUCTS[name]
+
+
+def by_module(names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the contenders of each module, the dense one first, ours before all."""
+    modules = dict.fromkeys([find(YARDSTICK).module, *(find(n).module for n in names)])
+    return {
+        module: tuple(
+            name
+            for name, each in CONTENDERS.items()
+            if each.module == module and (name in names or name == each.dense)
+        )
+        for module in modules
+    }
