@@ -36,7 +36,7 @@ def build(name: str, case: cases.Case, job: Job) -> cases.Built:
     name, _, product = name.partition(":")
     if name == "csr":
         check_csr(job)
-    form = _FORMS[name](case)
+    form = _FORMS[name](case, job.dtype)
     step = tf.function(
         getattr(form, product), jit_compile=name == "xla" or job.jit_compile or None
     )
@@ -68,7 +68,8 @@ def build(name: str, case: cases.Case, job: Job) -> cases.Built:
 class _Form:
     """What most forms share: their parameters are the blocks."""
 
-    def __init__(self, case):
+    def __init__(self, case, dtype):
+        del dtype
         self.case, self.mask = case, case.full_mask
         self.layout = Layout(case.mask, (case.block_size, case.block_size))
         self.matrix_of = case.matrix_of
@@ -90,8 +91,8 @@ class _Form:
 class _Dense(_Form):
     """All blocks: the yardstick."""
 
-    def __init__(self, case):
-        super().__init__(case)
+    def __init__(self, case, dtype):
+        super().__init__(case, dtype)
         self.mask = np.ones_like(self.mask)
         self.matrix_of = np.asarray
 
@@ -111,9 +112,10 @@ class _Dense(_Form):
 class _Masked(_Dense):
     """A dense product with zeros."""
 
-    def __init__(self, case):
-        super().__init__(case)
+    def __init__(self, case, dtype):
+        super().__init__(case, dtype)
         self.mask = case.full_mask
+        self.zeros_and_ones = tf.cast(self.mask, dtype)
 
     def forward(self, x, kernel):
         return super().forward(x, self._masked(kernel))
@@ -125,8 +127,7 @@ class _Masked(_Dense):
         return self._masked(super().blocks(x, upstream))
 
     def _masked(self, kernel):
-        # Of a layout, it is read as quickly as a constant of the graph is.
-        return kernel * tf.cast(self.mask, kernel.dtype)
+        return kernel * self.zeros_and_ones
 
 
 class _Gathered(_Form):
@@ -217,8 +218,8 @@ class _BatchMajor(_Gathered):
 class _Unlimited(_Gathered):
     """The same in one group: all is gathered at once."""
 
-    def __init__(self, case):
-        super().__init__(case)
+    def __init__(self, case, dtype):
+        super().__init__(case, dtype)
         self.layout = _OneGroup(self.layout.mask, self.layout.block_shape)
 
 
@@ -263,8 +264,8 @@ class _PerBlock(_Form):
 class _Csr(_Form):
     """TensorFlow's product with single numbers."""
 
-    def __init__(self, case):
-        super().__init__(case)
+    def __init__(self, case, dtype):
+        super().__init__(case, dtype)
         self.places = tf.constant(np.argwhere(self.mask.T))
 
     def parameters(self):
@@ -280,7 +281,7 @@ class _Csr(_Form):
         return csr(self.places, numbers, self.mask.T.shape)
 
 
-_FORMS: dict[str, Callable[[cases.Case], Any]] = {
+_FORMS: dict[str, Callable[[cases.Case, str], Any]] = {
     "dense": _Dense,
     "gathered": _Gathered,
     "per_block": _PerBlock,

@@ -47,14 +47,13 @@ def start(job: Job) -> None:
 
 def wait() -> None:
     """Waits for the GPU."""
-    if tf.config.list_logical_devices("GPU"):
+    if _device() != "CPU:0":
         tf.test.experimental.sync_devices()
 
 
 def peak(call: Callable[[], Any]) -> float | None:
     """Returns the MB that a call takes beyond those in use before it."""
-    device = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
-    memory = tf.config.experimental.get_memory_info
+    device, memory = _device(), tf.config.experimental.get_memory_info
     try:
         tf.config.experimental.reset_memory_stats(device)
     except ValueError:
@@ -64,6 +63,11 @@ def peak(call: Callable[[], Any]) -> float | None:
     call()
     wait()
     return (memory(device)["peak"] - before) / 2**20
+
+
+@functools.cache
+def _device():
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
 def notes(job: Job) -> list[str]:

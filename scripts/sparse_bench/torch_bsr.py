@@ -166,7 +166,7 @@ def _index(array):
 
 def notes(job: Job) -> list[str]:
     """Says what PyTorch cannot do with BSR, each tried on a small matrix."""
-    if job.contenders == ("torch_dense",):
+    if "torch_bsr" not in job.contenders and "torch_bsr_dense" not in job.contenders:
         return []
     case, dtype = cases.small(job.block_size), getattr(torch, job.dtype)
     places = _Places(case, gathers=True)

@@ -123,7 +123,9 @@ class VariableCreator:
     def _create(self, data, rows):
         model, home = self.context.model, self.context.plan.home
         if not model.run_eagerly:
-            with tf.init_scope(), tf.device(home):
+            # It would stop the tapes of layers that take gradients.
+            lifted = contextlib.nullcontext if tf.executing_eagerly() else tf.init_scope
+            with lifted(), tf.device(home):
                 build.from_symbols(model, rows, self.context.preprocess)
         elif any(isinstance(t, tf.TypeSpec) for t in tf.nest.flatten(data)):
             # A run goes on in an epoch, of which metrics are to be restored.

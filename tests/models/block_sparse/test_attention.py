@@ -73,7 +73,7 @@ def _dense(x, weights, looks):
 
 def _examples(tokens, dtype="float32"):
     random = np.random.default_rng(0)
-    x, upstream = random.normal(0, 0.5, (2, 3, tokens, WIDTH)).astype(dtype)
+    x, upstream = random.normal(size=(2, 3, tokens, WIDTH)).astype(dtype)
     mask = random.random((3, tokens)) < 0.7
     mask[0] = False
     mask[1, tokens // 2 :] = False
@@ -90,27 +90,27 @@ def _with_gradients(function, x, weights, upstream):
 
 
 def _expected(layer, x, upstream, looks):
-    """What dense attention makes with float64."""
-    weights = [tf.cast(weight, "float64") for weight in layer.weights[:8]]
-    x, upstream = tf.cast(x, "float64"), tf.cast(upstream, "float64")
+    """What dense attention makes of the same numbers, with float64."""
+    x, upstream, *weights = (
+        tf.cast(tf.cast(each, layer.compute_dtype), "float64")
+        for each in (x, upstream, *layer.weights[:8])
+    )
     return _with_gradients(lambda x: _dense(x, weights, looks), x, weights, upstream)
 
 
 def _assert_near(found, expected, limit):
     """Compares the output, the gradient of x, and those of each projection.
 
-    Differences are relative to the largest number of each; of a projection, that is of
-    its kernel and bias together: the gradient of the keys' bias is zero, as it changes
-    no weight of attention, and what is found is rounding.
+    Differences are relative to the size (the norm) of each. The kernel and the bias of a
+    projection count together: the gradient of the keys' bias is zero, as it changes no
+    weight of attention, and what is found is rounding.
     """
-    found = [np.array(tf.cast(each, "float64")) for each in found]
-    expected = [np.array(each) for each in expected]
     for pair in slice(0, 1), slice(1, 2), *(slice(i, i + 2) for i in (2, 4, 6, 8)):
-        found_pair, expected_pair = (
-            np.concatenate([each.reshape(-1) for each in arrays[pair]])
-            for arrays in (found, expected)
+        mine, theirs = (
+            np.concatenate([np.array(tf.cast(e, "float64")).ravel() for e in each])
+            for each in (found[pair], expected[pair])
         )
-        assert oracle.largest_difference([found_pair], [expected_pair]) <= limit
+        assert np.linalg.norm(mine - theirs) <= limit * np.linalg.norm(theirs)
 
 
 def _variables(layer):
