@@ -11,8 +11,9 @@ from towers.models.block_sparse import BlockSparseAttention
 
 HEADS, KEY, WIDTH = 2, 4, 6
 PATTERNS = "local", "strided", "global", "matrix"
-# Tokens of a block and of an example (a part of a block, whole ones, a single one), the
-# type, and how near the numbers have to be.
+# Tokens of a block and of an example: a part of a block, whole ones, a single one. The
+# type, and how near numbers are to those of float64. Gradients of kernels are not as
+# near with bfloat16: those of a dense attention are off by up to 2.6e-2 here.
 CASES = [
     (8, 77, "float32", 1e-6),
     (16, 80, "float32", 1e-6),
@@ -101,16 +102,17 @@ def _expected(layer, x, upstream, looks):
 def _assert_near(found, expected, limit):
     """Compares the output, the gradient of x, and those of each projection.
 
-    Differences are relative to the size (the norm) of each. The kernel and the bias of a
-    projection count together: the gradient of the keys' bias is zero, as it changes no
-    weight of attention, and what is found is rounding.
+    Differences are relative to the size (the norm) of each. A projection's kernel and
+    bias count together: the gradient of the keys' bias is zero, as it changes no weight
+    of attention, and what is found is rounding.
     """
     for pair in slice(0, 1), slice(1, 2), *(slice(i, i + 2) for i in (2, 4, 6, 8)):
         mine, theirs = (
             np.concatenate([np.array(tf.cast(e, "float64")).ravel() for e in each])
             for each in (found[pair], expected[pair])
         )
-        assert np.linalg.norm(mine - theirs) <= limit * np.linalg.norm(theirs)
+        wider = 2 if limit > 1e-2 and pair.start > 1 else 1
+        assert np.linalg.norm(mine - theirs) <= wider * limit * np.linalg.norm(theirs)
 
 
 def _variables(layer):
@@ -156,11 +158,12 @@ def test_weights_are_those_of_multi_head_attention():
     expected = theirs(x[1:], x[1:], attention_mask=looks)
     found = ours(x[1:], padding_mask=mask[1:])
     assert oracle.largest_difference([found], [expected]) <= 1e-6
-    assert len({weight.tobytes() for weight in _layer_weights(ours)}) == 8
 
 
-def _layer_weights(layer):
-    return [weight.numpy() for weight in layer.weights]
+def test_projections_begin_with_different_numbers():
+    layer = _layer("local", 8, 77)
+    layer.build((None, 77, WIDTH))
+    assert len({weight.tobytes() for weight in layer.get_weights()}) == 8
 
 
 def test_without_biases():
@@ -208,23 +211,24 @@ def test_dropout():
     # All values are 1, so attention returns sums of weights.
     layer.weights[4].assign(tf.zeros_like(layer.weights[4]))
     x, _, _ = _examples(tokens)
-    one, other = layer(x, training=True), layer(x, training=True)
+    one, other = (layer(x, training=True).numpy() for _ in range(2))
+    whole = layer(x, training=False).numpy()
     assert np.abs(one - other).max() > 1e-2
-    means = [np.mean(keras.ops.convert_to_numpy(each)) for each in (one, other)]
-    kept = keras.ops.convert_to_numpy(layer(x))
-    np.testing.assert_allclose(means, kept.mean(), rtol=0.1)
-    np.testing.assert_allclose(kept, np.broadcast_to(kept[0, 0], kept.shape), rtol=1e-5)
+    np.testing.assert_allclose([one.mean(), other.mean()], whole.mean(), rtol=0.1)
+    np.testing.assert_allclose(
+        whole, np.broadcast_to(whole[0, 0], whole.shape), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("pattern", ["strided", "matrix"])
 def test_second_derivatives(pattern, causal):
-    layer = _layer(pattern, 8, 61, causal=causal)
-    x, upstream, mask = _examples(61)
+    layer = _layer(pattern, 8, 61, causal=causal, dtype="float64")
+    x, upstream, mask = _examples(61, "float64")
     layer.build(x.shape)
     looks = _looks(pattern, 8, 61, causal) & mask[:, None]
 
-    def second(function, x, weights, upstream):
+    def second(function, weights):
         def first(x):
             with tf.GradientTape() as tape:
                 tape.watch(x)
@@ -233,13 +237,10 @@ def test_second_derivatives(pattern, causal):
 
         return _with_gradients(first, x, weights, upstream)
 
-    found = second(
-        lambda x: layer(x, padding_mask=mask), x, _variables(layer), upstream
-    )
-    weights = [tf.cast(weight, "float64") for weight in layer.weights]
-    x, upstream = tf.cast(x, "float64"), tf.cast(upstream, "float64")
-    expected = second(lambda x: _dense(x, weights, looks), x, weights, upstream)
-    _assert_near(found, expected, 3e-6)
+    weights = _variables(layer)
+    found = second(lambda x: layer(x, padding_mask=mask), weights)
+    expected = second(lambda x: _dense(x, weights, looks), weights)
+    _assert_near(found, expected, 1e-11)
 
 
 # In graphs
@@ -421,6 +422,8 @@ def test_on_towers_as_on_one_device(caplog):
     parallel = multi_gpu_model(model, gpus=2)
     parallel.compile(keras.optimizers.SGD(0.5), loss)
     parallel.fit(data, verbose=0)
+    # The graph proves that examples are apart: no rows are compared.
+    assert not [r.getMessage() for r in caplog.records if "Model" in r.getMessage()]
     oracle.train(reference, keras.optimizers.SGD(0.5), loss, data)
     before = _model().get_weights()
     steps = [
