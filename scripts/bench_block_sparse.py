@@ -108,6 +108,7 @@ def main(argv):
     if FLAGS.products:
         columns, cells = race.PRODUCT_COLUMNS, race.product_cells
         results = [*race.by_form(results)]
+    results = [each | settings() for each in results]
     found = report.show(results, columns, cells, machine(), FLAGS.json)
     notes = [note for each in answers for note in each["notes"]]
     for each in answers:
@@ -197,20 +198,25 @@ def jobs(sparsities, masks):
     modules = by_module(FLAGS.contenders)
     if FLAGS.products:
         modules = {"forms": tuple(FORM_PRODUCTS)}
-    names = (
-        *("inputs", "outputs", "batch", "block_size", "dtype", "device", "threads"),
-        *("seconds", "jit_compile", "tf32"),
-    )
     return [
         Job(
             module=module,
             contenders=contenders,
             sparsities=tuple(sparsities),
             masks=masks,
-            **{name: FLAGS[name].value for name in names},
+            **settings(),
         )
         for module, contenders in modules.items()
     ]
+
+
+def settings():
+    """Returns the flags that each process and each JSON line has."""
+    names = (
+        *("inputs", "outputs", "batch", "block_size", "dtype", "device", "threads"),
+        *("seconds", "jit_compile", "tf32"),
+    )
+    return {name: FLAGS[name].value for name in names}
 
 
 def machine():

@@ -271,6 +271,7 @@ def test_a_short_race(tmp_path):
     for result in results:
         assert len(result["rounds_ms"]) == 2
         assert result["ms"] > 0
+        assert result["batch"] == 4
         assert result["times_keras"] > 0
         has = 0.0 if "dense" in result["contender"] else result["sparsity"]
         assert result["has_sparsity"] == has
