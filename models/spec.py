@@ -10,7 +10,7 @@ from pathlib import Path
 
 # The models of this project, which registry.py builds: what an example may be, and the
 # flags of towers.train that the model takes.
-_TRANSFORMER = ("layers", "width", "heads", "positions", "dropout")
+_TRANSFORMER = ("layers", "width", "heads", "positions", "dropout", "sparsity")
 OWN = {
     "cnn": (("image",), ("dropout",)),
     "dlrm": (("columns",), ("width",)),

@@ -12,3 +12,6 @@ from .partition.functions.gradient_towers import GradientTowers as GradientTower
 from .partition.functions.parallel import parallelize as parallelize
 from .predict.trained import Trained as Trained
 from .predict.trained import load_model as load_model
+from .sparse.convert import sparsify as sparsify
+from .sparse.pruning import PruneBlocks as PruneBlocks
+from .sparse.rigl import RigL as RigL

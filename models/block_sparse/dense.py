@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from towers.models.block_sparse import initial, patterns, product
+from towers.models.block_sparse import patterns, product, weights
 from towers.models.block_sparse.layout import Reads
 
 
@@ -78,6 +78,8 @@ class BlockSparseDense(keras.layers.Layer):
         self.kernel_constraint = keras.constraints.get(kernel_constraint)
         self.bias_constraint = keras.constraints.get(bias_constraint)
         self.supports_masking = True
+        # A kernel [inputs, units] that is added to the blocks, to see its gradient.
+        self.added_kernel: tf.Tensor | None = None
 
     def build(self, input_shape):
         """Creates the blocks."""
@@ -85,66 +87,37 @@ class BlockSparseDense(keras.layers.Layer):
         self.layouts = patterns.layouts(
             self.pattern, inputs, self.units, self.block_size, self.sparsity, self.seed
         )
-        self.kernels = [
-            self.add_weight(
-                shape=(layout.num_blocks, *layout.block_shape),
-                initializer=initial.initializer(self.kernel_initializer, layout),
-                regularizer=self.kernel_regularizer,
-                constraint=self.kernel_constraint,
-                name=f"kernel_{number}" if number else "kernel",
-            )
-            for number, layout in enumerate(self.layouts)
-        ]
-        self.bias = None
-        if self.use_bias:
-            self.bias = self.add_weight(
-                shape=(self.units,),
-                initializer=self.bias_initializer,
-                regularizer=self.bias_regularizer,
-                constraint=self.bias_constraint,
-                name="bias",
-            )
-        self.places = None
-        if self.dynamic:
-            self.places = self._add_places()
+        self.kernels = weights.add_kernels(self, self.layouts)
+        self.bias = weights.add_bias(self, self.units)
+        self.places = weights.add_places(self, self.layouts)
+        self.present = weights.add_present(self, self.layouts)
+        self.dense_shape = inputs, self.units
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: inputs})
-
-    def _add_places(self):
-        if len(self.layouts) > 1:
-            raise ValueError(
-                "Received dynamic=True with pattern='monarch'; expected a pattern of "
-                "one matrix, such as 'random'."
-            )
-        return self.add_weight(
-            shape=self.layouts[0].inputs.shape,
-            dtype="int32",
-            initializer=lambda shape, dtype: ops.cast(self.layouts[0].inputs, dtype),
-            trainable=False,
-            autocast=False,
-            name="places",
-        )
 
     def call(self, inputs):
         """Multiplies [..., inputs] by the blocks; returns [..., units]."""
         outputs = self._multiplied(inputs)
+        if self.added_kernel is not None:
+            added = tf.cast(self.added_kernel, outputs.dtype)
+            outputs += tf.tensordot(inputs, added, 1)
         if self.bias is not None:
             outputs = ops.add(outputs, self.bias)
         return self.activation(outputs)
 
     def _multiplied(self, inputs):
         slabs = product.slabs_of(inputs, self.layouts[0])
-        for layout, kernel in zip(self.layouts, self.kernels, strict=True):
+        for layout, blocks in zip(self.layouts, weights.values(self), strict=True):
             reads = layout.reads
             if self.dynamic:
                 reads = Reads.of(layout, tf.convert_to_tensor(self.places))
-            slabs = product.multiply(slabs, tf.convert_to_tensor(kernel), layout, reads)
+            slabs = product.multiply(slabs, blocks, layout, reads)
             if len(self.layouts) > 1:
                 slabs = _dealt(slabs)
         return product.rows_of(slabs, inputs, self.units)
 
     def dense_kernel(self) -> tf.Tensor:
         """Returns the kernel [inputs, units], with its zeros."""
-        return self._multiplied(tf.eye(self.input_spec.axes[-1]))
+        return self._multiplied(tf.eye(self.dense_shape[0]))
 
     def compute_output_shape(self, input_shape):
         """Returns [..., units]."""
@@ -152,26 +125,7 @@ class BlockSparseDense(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments."""
-        pattern = self.pattern
-        if not isinstance(pattern, str):
-            pattern = pattern.astype(int).tolist()
-        return {
-            **super().get_config(),
-            "units": self.units,
-            "block_size": self.block_size,
-            "pattern": pattern,
-            "sparsity": self.sparsity,
-            "activation": keras.activations.serialize(self.activation),
-            "use_bias": self.use_bias,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-            "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
-            "bias_regularizer": keras.regularizers.serialize(self.bias_regularizer),
-            "kernel_constraint": keras.constraints.serialize(self.kernel_constraint),
-            "bias_constraint": keras.constraints.serialize(self.bias_constraint),
-            "dynamic": self.dynamic,
-            "seed": self.seed,
-        }
+        return {**super().get_config(), "units": self.units, **weights.config(self)}
 
 
 def _dealt(slabs):

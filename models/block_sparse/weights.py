@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from towers.models.block_sparse import initial
@@ -83,6 +84,31 @@ def add_places(
         autocast=False,
         name="places",
     )
+
+
+def add_present(
+    layer: keras.layers.Layer, layouts: Sequence[Layout]
+) -> keras.Variable | None:
+    """Adds which blocks have not been dropped, 1 or 0 [blocks], if any can be."""
+    if not layer.dynamic:
+        return None
+    return layer.add_weight(
+        shape=(layouts[0].num_blocks,),
+        initializer="ones",
+        trainable=False,
+        name="present",
+    )
+
+
+def values(layer: keras.layers.Layer) -> list[tf.Tensor]:
+    """Returns the blocks of each matrix, with zeros for those that were dropped."""
+    blocks = [*map(tf.convert_to_tensor, layer.kernels)]
+    if not layer.dynamic:
+        return blocks
+    (only,) = blocks
+    shape = (-1, *(only.shape.rank - 1) * (1,))
+    # So their gradients are zero, too.
+    return [only * tf.reshape(tf.convert_to_tensor(layer.present), shape)]
 
 
 def config(layer: keras.layers.Layer) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import keras
 
+from towers.models.block_sparse import BlockSparseDense
 from towers.models.spec import POSITIONS
 from towers.models.text import layers
 
@@ -13,6 +14,7 @@ def check(
     heads: int,
     positions: str,
     dropout: float,
+    sparsity: float,
     sequence_length: int | None,
 ) -> None:
     """Checks the arguments of a transformer.
@@ -47,11 +49,12 @@ def check(
             f"The model {name!r} received positions=learned for texts of any length; "
             "expected positions=rotary, or a sequence_length."
         )
-    if not 0 <= dropout < 1:
-        raise ValueError(
-            f"The model {name!r} received dropout={dropout}; expected at least 0 and "
-            "less than 1."
-        )
+    for what, value in (("dropout", dropout), ("sparsity", sparsity)):
+        if not 0 <= value < 1:
+            raise ValueError(
+                f"The model {name!r} received {what}={value}; expected at least 0 and "
+                "less than 1."
+            )
 
 
 def stack(
@@ -63,6 +66,7 @@ def stack(
     causal: bool,
     positions: str,
     dropout: float,
+    sparsity: float = 0.0,
     padding_mask: keras.KerasTensor | None = None,
 ) -> keras.KerasTensor:
     """Makes features of embedded tokens: positions, blocks, and a last normalisation.
@@ -76,6 +80,7 @@ def stack(
         positions: "learned" ones are added to the tokens; "rotary" ones come with
             attention.
         dropout: Share of the features dropped.
+        sparsity: Share of the perceptrons' weights that is zero.
         padding_mask: Which tokens are no padding; None if all are.
     """
     if positions == "learned":
@@ -90,6 +95,7 @@ def stack(
             causal=causal,
             rotary=positions == "rotary",
             dropout=dropout,
+            sparsity=sparsity,
             padding_mask=padding_mask,
         )
     return _normalised(x, "norm")
@@ -104,6 +110,7 @@ def _block(
     causal: bool,
     rotary: bool,
     dropout: float,
+    sparsity: float,
     padding_mask: keras.KerasTensor | None,
 ) -> keras.KerasTensor:
     """Adds attention and a perceptron, each of normalised features (pre-norm)."""
@@ -116,14 +123,26 @@ def _block(
         name=f"attention_{number}",
     )(_normalised(x, f"attention_norm_{number}"), padding_mask=padding_mask)
     x = keras.layers.Add()([x, keras.layers.Dropout(dropout)(attended)])
-    hidden = layers.project("btw,wo->bto", (None, 4 * width), name=f"expand_{number}")(
-        _normalised(x, f"expand_norm_{number}")
-    )
+    normalised = _normalised(x, f"expand_norm_{number}")
+    hidden = _dense(4 * width, sparsity, 0, f"expand_{number}")(normalised)
     hidden = keras.layers.Activation("gelu")(hidden)
-    hidden = layers.project(
-        "bto,ow->btw", (None, width), depth, name=f"reduce_{number}"
-    )(hidden)
+    hidden = _dense(width, sparsity, depth, f"reduce_{number}")(hidden)
     return keras.layers.Add()([x, keras.layers.Dropout(dropout)(hidden)])
+
+
+def _dense(units: int, sparsity: float, depth: int, name: str) -> keras.layers.Layer:
+    """Makes a layer of a perceptron; `depth` is as for `layers.project`."""
+    if not sparsity:
+        return layers.project("btw,wo->bto", (None, units), depth, name=name)
+    # An output has fewer inputs, so that these count for more.
+    scale = layers.first_scale(depth) / (1 - sparsity) ** 0.5
+    return BlockSparseDense(
+        units,
+        pattern="butterfly",
+        sparsity=sparsity,
+        kernel_initializer=keras.initializers.RandomNormal(stddev=scale),
+        name=name,
+    )
 
 
 def _normalised(x: keras.KerasTensor, name: str) -> keras.KerasTensor:

@@ -192,11 +192,10 @@ def project(
     Args:
         equation: Of inputs and kernel, such as "btw,wo->bto".
         shape: Of its outputs, without the batch.
-        depth: For a layer that adds to what passes by it, the layers of the network:
-            2 * depth such sums are not to grow. 0 for any other.
+        depth: As for `first_scale`.
         **kwargs: As of any layer.
     """
-    scale = 0.02 / (2 * depth) ** 0.5 if depth else 0.02
+    scale = first_scale(depth)
     return Projection(
         equation,
         output_shape=shape,
@@ -204,3 +203,13 @@ def project(
         kernel_initializer=keras.initializers.RandomNormal(stddev=scale),
         **kwargs,
     )
+
+
+def first_scale(depth: int) -> float:
+    """Returns the standard deviation of a kernel's first values, as GPT-2 has it.
+
+    Args:
+        depth: For a layer that adds to what passes by it, the layers of the network:
+            2 * depth such sums are not to grow. 0 for any other.
+    """
+    return 0.02 / (2 * depth) ** 0.5 if depth else 0.02

@@ -18,6 +18,7 @@ def build(
     heads: int = 4,
     positions: str = "rotary",
     dropout: float = 0.1,
+    sparsity: float = 0.0,
 ) -> keras.Model:
     """Builds an encoder: the blocks of `transformer_lm`, where tokens look both ways.
 
@@ -34,6 +35,7 @@ def build(
         heads: Heads of attention, which divide the width.
         positions: "rotary" or "learned".
         dropout: Share of the features dropped, in training.
+        sparsity: Share of the perceptrons' weights that is zero, in blocks.
 
     Returns:
         A model from int tokens [batch, tokens] to float32 logits [batch, num_outputs]
@@ -43,7 +45,8 @@ def build(
         ValueError: The arguments do not go together.
     """
     blocks.check(
-        "transformer_encoder", layers, width, heads, positions, dropout, sequence_length
+        *("transformer_encoder", layers, width, heads, positions, dropout, sparsity),
+        sequence_length,
     )
     inputs = keras.Input((sequence_length,), dtype="int32", name="tokens")
     mask = ops.not_equal(inputs, 0)
@@ -56,6 +59,7 @@ def build(
         causal=False,
         positions=positions,
         dropout=dropout,
+        sparsity=sparsity,
         padding_mask=mask,
     )
     if task != "tagging":

@@ -15,6 +15,7 @@ def build(
     heads: int = 4,
     positions: str = "rotary",
     dropout: float = 0.1,
+    sparsity: float = 0.0,
 ) -> keras.Model:
     """Builds a decoder like GPT-2 (Radford et al. 2019).
 
@@ -29,6 +30,7 @@ def build(
         heads: Heads of attention, which divide the width.
         positions: "rotary" or "learned".
         dropout: Share of the features dropped, in training.
+        sparsity: Share of the perceptrons' weights that is zero, in blocks.
 
     Returns:
         A model from int tokens [batch, tokens] to float32 logits [batch, tokens,
@@ -38,7 +40,8 @@ def build(
         ValueError: The arguments do not go together.
     """
     blocks.check(
-        "transformer_lm", layers, width, heads, positions, dropout, sequence_length
+        *("transformer_lm", layers, width, heads, positions, dropout, sparsity),
+        sequence_length,
     )
     inputs = keras.Input((sequence_length,), dtype="int32", name="tokens")
     embedding = TiedEmbedding(
@@ -55,6 +58,7 @@ def build(
         causal=True,
         positions=positions,
         dropout=dropout,
+        sparsity=sparsity,
     )
     logits = embedding(x, reverse=True)
     return keras.Model(inputs, logits, name="transformer_lm")

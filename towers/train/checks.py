@@ -199,11 +199,12 @@ def _check_optimizer(settings: Settings) -> None:
             f"Received {settings.as_flag('clip_norm')}; expected a number above 0, "
             "such as --clip_norm=1."
         )
-    if not 0 <= settings.label_smoothing < 1:
-        raise ValueError(
-            f"Received {settings.as_flag('label_smoothing')}; expected at least 0 and "
-            "less than 1, such as 0.1."
-        )
+    for name in ("dropout", "label_smoothing", "sparsity"):
+        if not 0 <= (getattr(settings, name) or 0) < 1:
+            raise ValueError(
+                f"Received {settings.as_flag(name)}; expected at least 0 and less "
+                "than 1."
+            )
     if settings.class_weights is not None and settings.mixes:
         raise ValueError(
             f"Received {settings.as_flag('class_weight')} with --mixup_alpha or "

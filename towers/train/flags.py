@@ -140,6 +140,11 @@ HELPS = {
             "Fraction of the features that cnn and transformers drop in training. "
             "Default: that of the model."
         ),
+        "sparsity": (
+            "Fraction of the weights of a transformer's feed-forward layers that is "
+            "zero, such as 0.75. They are in blocks, in the pattern of a butterfly, "
+            "and the layers are faster and smaller. Default: 0."
+        ),
         "task": (
             "What to learn. It sets the loss, the metrics and the expected output. "
             "Default: the task that fits the data; none if --model=FILE.py defines "

@@ -106,6 +106,7 @@ class Settings:
     heads: int | None = None
     positions: Literal[*spec.POSITIONS] | None = None
     dropout: float | None = None
+    sparsity: float | None = None
     task: Literal[*TASKS] | None = None
     batch_size: int = 64
     train_epochs: int = 30

@@ -1,0 +1,74 @@
+"""Layers whose blocks can change, and when callbacks change them."""
+
+from typing import Any
+
+import keras
+
+from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.optimizers import slots_of
+from towers.models.block_sparse import BlockSparseConv2D, BlockSparseDense
+
+
+def dynamic_layers(model: Any) -> list[keras.layers.Layer]:
+    """Returns the layers of a model whose blocks can change.
+
+    Raises:
+        ValueError: There is none.
+    """
+    kinds = BlockSparseConv2D, BlockSparseDense
+    found = [
+        layer
+        for layer in layers_of(model)
+        if isinstance(layer, kinds) and layer.dynamic and layer.built
+    ]
+    if not found:
+        raise ValueError(
+            f"Received model {model.name!r} without a layer whose blocks can change; "
+            "expected one that is built with dynamic=True, such as of "
+            "towers.sparsify(model, dynamic=True)."
+        )
+    return found
+
+
+def begin_anew(optimizer: Any, layer: keras.layers.Layer, blocks: Any) -> None:
+    """Makes the weights of some blocks zero, and what an optimizer keeps of them.
+
+    Args:
+        optimizer: The optimizer.
+        layer: The layer.
+        blocks: Bool [blocks]: which ones.
+    """
+    (kernel,) = layer.kernels
+    for variable in (kernel, *slots_of(optimizer, kernel)):
+        values = keras.ops.convert_to_numpy(variable).copy()
+        values[blocks] = 0
+        variable.assign(values)
+
+
+class Turns:
+    """Tells when it is time to change blocks: after each so many steps."""
+
+    def __init__(self, every: int):
+        """Takes a number of steps."""
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"Received every={every!r}; expected a whole number of steps of at "
+                "least 1, such as 100."
+            )
+        self.every, self._done = every, 0
+
+    def begin(self, model: Any) -> int:
+        """Returns how many turns there have been before a run, or its continuation."""
+        self._done = self._turns(model)
+        return self._done
+
+    def is_due(self, model: Any) -> bool:
+        """Whether there is a turn that has not been taken.
+
+        Several that have passed in one call of a step are taken as one.
+        """
+        before, self._done = self._done, self._turns(model)
+        return self._done > before
+
+    def _turns(self, model):
+        return int(model.optimizer.iterations.numpy()) // self.every

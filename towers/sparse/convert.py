@@ -1,0 +1,210 @@
+"""Makes block-sparse layers of a model's dense ones."""
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from towers.model.tower_model import TowerModel
+from towers.models.block_sparse import BlockSparseConv2D, BlockSparseDense
+from towers.program.voice import say
+
+# The pattern that keeps the blocks with the largest values.
+MAGNITUDE = "magnitude"
+# A product of the last axis and a matrix, such as "btw,wo->bto".
+_OF_LAST_AXIS = re.compile(r"(\w*)(\w),\2(\w)->\1\3")
+_SPARSE = BlockSparseConv2D, BlockSparseDense
+# What these arguments say stays as it is.
+_KEPT = (
+    *("name", "dtype", "trainable", "activation", "use_bias", "bias_initializer"),
+    *("kernel_initializer", "kernel_regularizer", "bias_regularizer"),
+    "bias_constraint",
+)
+_OF_CONVOLUTIONS = (
+    *("filters", "kernel_size", "strides", "padding", "data_format"),
+    "dilation_rate",
+)
+
+
+def sparsify(
+    model: keras.Model,
+    pattern: Any = MAGNITUDE,
+    sparsity: float = 0.75,
+    *,
+    block_size: int = 32,
+    layers: Collection[str] | None = None,
+    dynamic: bool = False,
+    seed: int = 0,
+) -> keras.Model:
+    """Makes a copy of a model in which layers are block-sparse.
+
+    `Dense` becomes `BlockSparseDense`, and so does an `EinsumDense` that multiplies the
+    last axis by a matrix. `Conv2D` becomes `BlockSparseConv2D`. The blocks that stay
+    keep their values. Layers that have blocks already are made sparse again, so a model
+    that `towers.PruneBlocks` has trained becomes as small as it is sparse. A line tells
+    which layers changed, and which did not. Layers within layers of your own do not.
+
+    Train the copy afterwards, so that the blocks that stay make up for the others.
+
+    Examples:
+        >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
+        >>> towers.sparsify(model, sparsity=0.5, block_size=16).count_params()
+        4224
+
+    Args:
+        model: A functional or sequential model, before `multi_gpu_model`.
+        pattern: "magnitude" keeps the blocks of each layer with the largest sums of
+            squares. Else a pattern of `BlockSparseDense`, but "monarch".
+        sparsity: The share of each kernel that becomes zero.
+        block_size: Rows and columns of a block.
+        layers: Names of layers; by default all whose kernels have at least two blocks
+            of inputs and two of outputs.
+        dynamic: Whether `towers.RigL` or `towers.PruneBlocks` may change the blocks.
+        seed: Of random patterns.
+
+    Returns:
+        The copy, which is to be compiled.
+
+    Raises:
+        ValueError: An argument is none of these.
+    """
+    _check(model, pattern)
+    options = {"sparsity": sparsity, "block_size": block_size}
+    options |= {"dynamic": dynamic, "seed": seed}
+    copies = []
+
+    def copied(layer):
+        kernel = _dense_kernel(layer)
+        if not _is_wanted(layer, kernel, layers, block_size):
+            new, kernel = type(layer).from_config(layer.get_config()), None
+        elif isinstance(pattern, str) and pattern == MAGNITUDE:
+            mask = _largest(kernel, sparsity, block_size)
+            new = _like(layer, pattern=mask, **options)
+        else:
+            new = _like(layer, pattern=pattern, **options)
+        copies.append((layer, new, kernel))
+        return new
+
+    copy = keras.models.clone_model(model, clone_function=copied, recursive=True)
+    _check_found(model, copies, layers, block_size)
+    for layer, new, kernel in copies:
+        if kernel is None:
+            new.set_weights(layer.get_weights())
+        else:
+            _fill(new, kernel, layer.bias)
+    _tell(model, copy, copies)
+    return copy
+
+
+def _check(model, pattern):
+    if isinstance(model, TowerModel):
+        raise ValueError(
+            "Received a model of several towers; expected the model that they are made "
+            "of, so call sparsify before multi_gpu_model."
+        )
+    if not (model.built and model.inputs):
+        raise ValueError(
+            f"Received model {model.name!r}, whose layers are not known; expected a "
+            "functional or sequential model with an Input, so use BlockSparseDense and "
+            "BlockSparseConv2D in a class of your own."
+        )
+    if isinstance(pattern, str) and pattern == "monarch":
+        raise ValueError(
+            "Received pattern='monarch', which is a product of two matrices; expected "
+            "a pattern of one, such as 'butterfly', which can keep a kernel's blocks."
+        )
+
+
+def _check_found(model, copies, names, block_size):
+    can = _candidates(copies)
+    if missing := {*(names or ())} - {*can}:
+        raise ValueError(
+            f"Received layers={sorted(missing)} for model {model.name!r}; expected "
+            f"some of its layers with a kernel: {', '.join(can) or 'there is none'}."
+        )
+    if all(kernel is None for *_, kernel in copies):
+        raise ValueError(
+            f"Received model {model.name!r} and block_size={block_size}; expected a "
+            "layer whose kernel has two blocks at least each way, so use smaller ones, "
+            "or name layers."
+        )
+
+
+def _dense_kernel(layer: keras.layers.Layer) -> np.ndarray | None:
+    """The kernel [..., inputs, outputs] of a layer that can be made sparse."""
+    if isinstance(layer, _SPARSE):
+        return None if len(layer.layouts) > 1 else layer.dense_kernel().numpy()
+    convolves = isinstance(layer, keras.layers.Conv2D) and layer.groups == 1
+    multiplies = isinstance(layer, keras.layers.EinsumDense) and (
+        _OF_LAST_AXIS.fullmatch(layer.equation.replace(" ", ""))
+        and (layer.bias_axes is None or len(layer.bias_axes) == 1)
+    )
+    if convolves or multiplies or isinstance(layer, keras.layers.Dense):
+        return keras.ops.convert_to_numpy(layer.kernel)
+    return None
+
+
+def _is_wanted(layer, kernel, names, block_size) -> bool:
+    if kernel is None:
+        return False
+    if names is not None:
+        return layer.name in names
+    return min(kernel.shape[-2:]) >= 2 * block_size
+
+
+def _largest(kernel: np.ndarray, sparsity: float, block_size: int) -> np.ndarray:
+    """Which blocks have the largest sums of squares, bool [inputs, outputs]."""
+    squares = (kernel.astype("float64") ** 2).reshape(-1, *kernel.shape[-2:]).sum(0)
+    shape = [-(-size // block_size) for size in squares.shape]
+    squares = _padded(squares, [size * block_size for size in shape])
+    squares = squares.reshape(shape[0], block_size, shape[1], block_size).sum((1, 3))
+    number = max(1, round((1 - sparsity) * squares.size))
+    mask = np.zeros(squares.size, bool)
+    mask[np.argsort(-squares, axis=None, kind="stable")[:number]] = True
+    return mask.reshape(shape)
+
+
+def _padded(matrix: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """A matrix with zeros below and beside it; axes before the last two stay."""
+    more = [(0, n - size) for n, size in zip(shape, matrix.shape[-2:], strict=True)]
+    return np.pad(matrix, [(0, 0)] * (matrix.ndim - 2) + more)
+
+
+def _like(layer: keras.layers.Layer, **options: Any) -> keras.layers.Layer:
+    """Makes a block-sparse layer with the arguments of a dense one."""
+    given = layer.get_config()
+    kept = {name: given[name] for name in _KEPT if name in given}
+    if isinstance(layer, keras.layers.EinsumDense):
+        kept["use_bias"] = layer.bias is not None
+    if "filters" in given:
+        kept |= {name: given[name] for name in _OF_CONVOLUTIONS}
+        return BlockSparseConv2D.from_config({**kept, **options})
+    units = given.get("units", layer.kernel.shape[-1] if "units" not in given else None)
+    return BlockSparseDense.from_config({**kept, "units": units, **options})
+
+
+def _fill(layer: keras.layers.Layer, kernel: np.ndarray, bias: Any) -> None:
+    """Gives a layer its blocks of a kernel [..., inputs, outputs]."""
+    (layout,) = layer.layouts
+    padded = _padded(kernel, layout.shape)
+    places = padded.reshape(-1, *layout.shape)
+    blocks = np.stack([layout.blocks_of(place).numpy() for place in places], axis=1)
+    layer.kernels[0].assign(blocks.reshape(layer.kernels[0].shape))
+    if bias is not None:
+        layer.bias.assign(bias)
+
+
+def _candidates(copies):
+    return [layer.name for layer, *_ in copies if _dense_kernel(layer) is not None]
+
+
+def _tell(model, copy, copies):
+    sparse = [layer.name for layer, _, kernel in copies if kernel is not None]
+    left = [name for name in _candidates(copies) if name not in sparse]
+    others = f"; unchanged: {', '.join(left)}" if left else ""
+    say(
+        f"Model {model.name!r} has {copy.count_params():,} parameters instead of "
+        f"{model.count_params():,}. Block-sparse: {', '.join(sparse)}{others}."
+    )

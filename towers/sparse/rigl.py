@@ -1,0 +1,113 @@
+"""RigL: blocks move to where gradients are large, while a model trains."""
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.collectives.hosts import this_host
+from towers.program.voice import say
+from towers.sparse.changing import Turns, begin_anew, dynamic_layers
+from towers.sparse.gradients import norms_of_blocks
+from towers.sparse.moves import moved
+
+
+class RigL(keras.callbacks.Callback):
+    """Moves blocks of block-sparse layers while a model trains.
+
+    Every so many steps, the blocks with the smallest weights are dropped, and as many
+    grow where the gradient is largest, with weights of zero (RigL, Evci et al. 2020,
+    https://arxiv.org/abs/1911.11134; here at the level of blocks). The share that moves
+    falls from `drop` to 0 by half a cosine. Each input and each output of a layer keeps
+    its number of blocks, so nothing is traced again.
+
+    The gradients are those of whole kernels, of one batch of `data`. They are computed
+    on one device, whatever the number of towers, so that all runs move the same blocks.
+    They need as much memory as those of a dense model. If several hosts train, all do
+    as the first one. Which blocks there are is part of the model's weights, so that it
+    is saved with them.
+
+    Examples:
+        >>> model = towers.sparsify(model, "erdos_renyi", 0.9, dynamic=True)
+        >>> parallel = towers.multi_gpu_model(model, gpus=2)
+        >>> parallel.compile("adam", "mse")
+        >>> rigl = towers.RigL((x[:256], y[:256]), every=100, until=7500)
+        >>> parallel.fit(x, y, epochs=10, callbacks=[rigl])
+    """
+
+    def __init__(self, data: Any, every: int, until: int, drop: float = 0.3):
+        """Moves nothing yet.
+
+        Args:
+            data: A batch (x, y) or (x, y, sample_weight), or a `tf.data.Dataset` of
+                batches, of which each move takes the next one.
+            every: Steps between two moves.
+            until: The step after which nothing moves. The authors take three quarters
+                of all steps.
+            drop: The share of the blocks that moves at first.
+
+        Raises:
+            ValueError: A number is none of these.
+        """
+        super().__init__()
+        self._turns = Turns(every)
+        if not isinstance(until, int) or until < every:
+            raise ValueError(
+                f"Received until={until!r} and every={every}; expected until to be a "
+                "number of steps of at least every."
+            )
+        if not 0 < drop <= 1:
+            raise ValueError(
+                f"Received drop={drop!r}; expected more than 0 and at most 1, such as "
+                "0.3."
+            )
+        self._data, self._until, self._drop = data, until, drop
+
+    def on_train_begin(self, logs=None):
+        """Looks for layers whose blocks can move."""
+        self._layers = dynamic_layers(self.model)
+        self._norms = norms_of_blocks(self.model, self._layers)
+        self._batches = _batches(self._data, self._turns.begin(self.model))
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Moves blocks, if it is time."""
+        step = int(self.model.optimizer.iterations.numpy())
+        if not self._turns.is_due(self.model) or step > self._until:
+            return
+        share = self._drop / 2 * (1 + math.cos(math.pi * step / self._until))
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(next(self._batches))
+        norms = [each.numpy() for each in self._norms(x, y, weight)]
+        number = sum(
+            self._move(layer, each, share)
+            for layer, each in zip(self._layers, norms, strict=True)
+        )
+        blocks = sum(layer.layouts[0].num_blocks for layer in self._layers)
+        say(f"RigL moved {number} of {blocks} blocks after step {step}.")
+
+    def _move(self, layer, gradients, share):
+        """Moves blocks of a layer; returns how many."""
+        kernel = keras.ops.convert_to_numpy(layer.kernels[0]).astype("float64")
+        before = keras.ops.convert_to_numpy(layer.places)
+        after = moved(
+            before,
+            layer.layouts[0].outputs,
+            np.sqrt((kernel**2).sum(tuple(range(1, kernel.ndim)))),
+            gradients,
+            round(share * len(before)),
+        )
+        # On another machine, sums may be rounded otherwise.
+        after = np.array(this_host().broadcast(after.tolist()), before.dtype)
+        layer.places.assign(after)
+        begin_anew(self.model.optimizer, layer, after != before)
+        return int((after != before).sum())
+
+
+def _batches(data: Any, begin: int) -> Iterable[Any]:
+    """An endless iterator of batches, from one of a number on."""
+    if isinstance(data, tf.data.Dataset):
+        return iter(data.repeat().skip(begin))
+    return itertools.repeat(tf.nest.map_structure(tf.convert_to_tensor, data))
