@@ -1,8 +1,6 @@
 """A convolution whose kernel has only some blocks of channels x filters."""
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -10,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from towers.models.block_sparse import patterns, product, weights
-from towers.models.block_sparse.layout import Layout
+from towers.models.block_sparse import convolve, patterns, weights
+from towers.models.block_sparse.convolve import Window
 
 
 @keras.saving.register_keras_serializable(package="towers")
@@ -26,7 +24,8 @@ class BlockSparseConv2D(keras.layers.Layer):
     The filters of an output block are one convolution of TensorFlow, of the channels
     that they read. With "block_diagonal" these are the groups of a grouped convolution
     (Krizhevsky et al. 2012; ResNeXt, Xie et al. 2017:
-    https://arxiv.org/abs/1611.05431). Blocks of fewer than 16 channels are slow.
+    https://arxiv.org/abs/1611.05431). Blocks of fewer than 16 channels are slow, and
+    those of fewer than 32 if the kernel is 1 x 1.
 
     Args:
         filters: Number of filters.
@@ -102,11 +101,17 @@ class BlockSparseConv2D(keras.layers.Layer):
         self.bias_regularizer = keras.regularizers.get(bias_regularizer)
         self.kernel_constraint = keras.constraints.get(kernel_constraint)
         self.bias_constraint = keras.constraints.get(bias_constraint)
+        # A kernel of `dense_shape` that is added to the blocks, to see its gradient.
+        self.added_kernel: tf.Tensor | None = None
         _check(self)
 
     @property
     def _channels_last(self):
         return self.data_format == "channels_last"
+
+    @property
+    def _window(self):
+        return Window(self.kernel_size, self.strides, self.padding, self.dilation_rate)
 
     def build(self, input_shape):
         """Creates the blocks."""
@@ -117,6 +122,13 @@ class BlockSparseConv2D(keras.layers.Layer):
                 f"Received inputs of shape {tuple(input_shape)}; expected four axes, "
                 f"and the number of channels on axis {axis} for "
                 f"data_format={self.data_format!r}."
+            )
+        if any(size is not None and size < 1 for size in self._sizes(input_shape)):
+            raise ValueError(
+                f"Received inputs of shape {tuple(input_shape)}; expected at least the "
+                f"height and width of the kernel, {self.kernel_size} with "
+                f"dilation_rate={self.dilation_rate}, so make it smaller or pass "
+                "padding='same'."
             )
         self.layouts = patterns.layouts(
             self.pattern,
@@ -129,6 +141,8 @@ class BlockSparseConv2D(keras.layers.Layer):
         self.kernels = weights.add_kernels(self, self.layouts, self.kernel_size)
         self.bias = weights.add_bias(self, self.filters)
         self.places = weights.add_places(self, self.layouts)
+        self.present = weights.add_present(self, self.layouts)
+        self.dense_shape = *self.kernel_size, channels, self.filters
         self.input_spec = keras.layers.InputSpec(ndim=4, axes={axis: channels})
 
     def call(self, inputs):
@@ -142,18 +156,12 @@ class BlockSparseConv2D(keras.layers.Layer):
         missing = self.layouts[0].shape[0] - x.shape[-1]
         if missing:
             x = tf.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing)))
-        x = _convolve(
-            x,
-            tf.convert_to_tensor(self.kernels[0]),
-            self.layouts[0],
-            self._inputs(),
-            {
-                "strides": (1, *self.strides, 1),
-                "padding": self.padding.upper(),
-                "dilations": (1, *self.dilation_rate, 1),
-            },
-        )
-        x = x[..., : self.filters]
+        (blocks,) = weights.values(self)
+        x = convolve.convolve(x, blocks, self.layouts[0], self._inputs(), self._window)
+        if x.shape[-1] > self.filters:
+            x = x[..., : self.filters]
+        if self.added_kernel is not None:
+            x += self._added(inputs)
         if self.bias is not None:
             x = ops.add(x, self.bias)
         if not self._channels_last:
@@ -166,9 +174,23 @@ class BlockSparseConv2D(keras.layers.Layer):
             return tf.convert_to_tensor(self.places)
         return self.layouts[0].inputs
 
+    def _added(self, inputs):
+        """What the added kernel makes of pictures, with channels last."""
+        x = tf.convert_to_tensor(inputs)
+        if not self._channels_last:
+            x = tf.transpose(x, (0, 2, 3, 1))
+        return ops.conv(
+            x,
+            tf.cast(self.added_kernel, x.dtype),
+            strides=self.strides,
+            padding=self.padding,
+            data_format="channels_last",
+            dilation_rate=self.dilation_rate,
+        )
+
     def dense_kernel(self) -> tf.Tensor:
         """Returns the kernel [height, width, channels, filters], with its zeros."""
-        (layout,), (blocks,) = self.layouts, self.kernels
+        (layout,), (blocks,) = self.layouts, weights.values(self)
         rows, columns = layout.mask.shape
         place = self._inputs() * columns + layout.outputs
         grid = tf.scatter_nd(
@@ -183,19 +205,14 @@ class BlockSparseConv2D(keras.layers.Layer):
         (channels,) = self.input_spec.axes.values()
         return kernel[:, :, :channels, : self.filters]
 
+    def _sizes(self, input_shape):
+        """Height and width of what it makes of pictures of a shape."""
+        begin = 1 if self._channels_last else 2
+        return self._window.output_sizes(input_shape[begin : begin + 2])
+
     def compute_output_shape(self, input_shape):
         """Returns the shape of what it makes of pictures of a shape."""
-        begin = 1 if self._channels_last else 2
-        sizes = [
-            size and _output_size(self.padding, size, *window)
-            for size, *window in zip(
-                input_shape[begin : begin + 2],
-                self.kernel_size,
-                self.strides,
-                self.dilation_rate,
-                strict=True,
-            )
-        ]
+        sizes = self._sizes(input_shape)
         if self._channels_last:
             return (input_shape[0], *sizes, self.filters)
         return (input_shape[0], self.filters, *sizes)
@@ -250,138 +267,3 @@ def _check(layer: BlockSparseConv2D) -> None:
             "Received pattern='monarch'; expected a pattern of one matrix, as the two "
             "of Monarch are no single kernel, so take 'butterfly' or 'random'."
         )
-
-
-def _output_size(padding, size, kernel, stride, dilation):
-    if padding == "valid":
-        size -= (kernel - 1) * dilation
-    return -(-size // stride)
-
-
-# In what follows, pictures are [batch, height, width, channels], and blocks
-# [blocks, height, width, channels, filters].
-
-
-def _convolve(
-    x: tf.Tensor, blocks: tf.Tensor, layout: Layout, inputs: Any, options: dict
-) -> tf.Tensor:
-    """Convolves pictures.
-
-    A product of slabs, as that of BlockSparseDense, would need each pixel once for each
-    place of the kernel. TensorFlow's convolution does not, and so is several times as
-    fast, with one for each output block. docs/block_sparse.md has what was tried.
-
-    Args:
-        x: Pictures.
-        blocks: The kernel's.
-        layout: Which of them are there.
-        inputs: Int [blocks]: the block of channels that each reads.
-        options: Strides, padding and dilations, as TensorFlow's operations take them.
-    """
-    settings = {"layout": layout, "inputs": inputs, "options": options}
-    return product.bilinear(
-        functools.partial(_forward, **settings),
-        functools.partial(_backward, **settings),
-    )(x, blocks)
-
-
-def _forward(x, blocks, layout, inputs, options):
-    """Makes one convolution for each output block."""
-    read = _reader(x, layout.mask.shape[0])
-    returned = {}
-    for number, own in _slices(layout.mask.sum(0)):
-        kernel = tf.transpose(blocks[own], (1, 2, 0, 3, 4))
-        kernel = tf.reshape(kernel, (*kernel.shape[:2], -1, kernel.shape[-1]))
-        with _after(returned):
-            source = read(inputs[own])
-        returned[number] = tf.raw_ops.Conv2D(input=source, filter=kernel, **options)
-    return _joined(returned, layout.mask.shape[1])
-
-
-def _backward(upstream, x, blocks, layout, inputs, options):
-    """Returns the gradients of pictures and blocks: two for each input block.
-
-    They read the same channels of `upstream`.
-    """
-    read = _reader(upstream, layout.mask.shape[1])
-    sources = tf.split(x, layout.mask.shape[0], -1)
-    # Sorted by input, as the loop goes through them.
-    order, ranks = _order(inputs)
-    of_sources, of_blocks = {}, []
-    for number, own in _slices(layout.mask.sum(1)):
-        kernel = tf.transpose(tf.gather(blocks, order[own]), (1, 2, 3, 0, 4))
-        split = kernel.shape
-        kernel = tf.reshape(kernel, (*split[:3], -1))
-        with _after(of_sources):
-            gradient = read(_take(layout.outputs, order[own]))
-        of_sources[number] = tf.raw_ops.Conv2DBackpropInput(
-            input_sizes=tf.shape(sources[number]),
-            filter=kernel,
-            out_backprop=gradient,
-            **options,
-        )
-        of_kernel = tf.raw_ops.Conv2DBackpropFilter(
-            input=sources[number],
-            filter_sizes=kernel.shape,
-            out_backprop=gradient,
-            **options,
-        )
-        of_blocks.append(tf.transpose(tf.reshape(of_kernel, split), (3, 0, 1, 2, 4)))
-    of_x = _joined(of_sources, layout.mask.shape[0])
-    return of_x, tf.gather(tf.concat(of_blocks, 0), ranks)
-
-
-def _slices(counts: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """The number of each block that has others, and where they are in their list."""
-    for number, (begin, end) in enumerate(itertools.pairwise((0, *np.cumsum(counts)))):
-        if begin < end:
-            yield number, slice(begin, end)
-
-
-def _reader(x: tf.Tensor, number: int) -> Callable[[Any], tf.Tensor]:
-    """Returns a function that reads blocks of channels, one beside the other.
-
-    Args:
-        x: Pictures.
-        number: How many blocks they have.
-    """
-    parts = tf.split(x, number, -1)
-
-    def read(blocks):
-        # This is faster than to gather, if the numbers are known.
-        if isinstance(blocks, np.ndarray):
-            return tf.concat([parts[block] for block in blocks], -1)
-        size, shape = parts[0].shape[-1], tf.shape(x)[:-1]
-        grid = tf.reshape(x, tf.concat([shape, (number, size)], 0))
-        taken = tf.gather(grid, blocks, axis=-2)
-        return tf.reshape(taken, tf.concat([shape, (blocks.shape[0] * size,)], 0))
-
-    return read
-
-
-def _after(returned):
-    """Lets what a convolution reads be copied when the one before is done.
-
-    So the memory of one such copy is enough, and it is still in the cache.
-    """
-    return tf.control_dependencies([*returned.values()][-1:])
-
-
-def _joined(returned: dict[int, tf.Tensor], number: int) -> tf.Tensor:
-    """Puts blocks of channels beside each other; those that are missing are zero."""
-    zeros = tf.zeros_like(next(iter(returned.values())))
-    return tf.concat([returned.get(block, zeros) for block in range(number)], -1)
-
-
-def _order(inputs):
-    """The blocks by input, and where each one is among them."""
-    if isinstance(inputs, np.ndarray):
-        order = np.argsort(inputs, kind="stable")
-        return order, np.argsort(order)
-    order = tf.argsort(inputs, stable=True)
-    return order, tf.argsort(order)
-
-
-def _take(values, numbers):
-    known = isinstance(numbers, np.ndarray)
-    return values[numbers] if known else tf.gather(values, numbers)
