@@ -15,15 +15,16 @@ FLOORS = (
     *("cluster", "devices", "analysis", "layers", "collectives", "tower"),
     *("stages", "loop"),
     *("plan", "partition", "builders", "numerics", "model"),
-    *("lifecycle", "monitoring", "callbacks"),
+    *("lifecycle", "monitoring", "callbacks", "sparse"),
     *("train", "parity", "doctor", "find_batch_size", "report", "predict"),
     *("export", "generate", "launch"),
     "towers",
 )
-# These know nothing of towers but what all share, and only programs know them.
+# These know nothing of towers but what all share, and only programs know them. What
+# makes layers sparse knows those layers.
 APART = ("input_pipeline", "models")
 SHARED = ("_deprecated", "program", "keras_adapter")
-PROGRAMS = FLOORS[FLOORS.index("train") :]
+PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 
 INPUT_FLOORS = (
     *("choices", "specs", "tokenizer_specs", "data_flags", "service", "text"),

@@ -73,21 +73,7 @@ def sparsify(
     _check(model, pattern)
     options = {"sparsity": sparsity, "block_size": block_size}
     options |= {"dynamic": dynamic, "seed": seed}
-    copies = []
-
-    def copied(layer):
-        kernel = _dense_kernel(layer)
-        if not _is_wanted(layer, kernel, layers, block_size):
-            new, kernel = type(layer).from_config(layer.get_config()), None
-        elif isinstance(pattern, str) and pattern == MAGNITUDE:
-            mask = _largest(kernel, sparsity, block_size)
-            new = _like(layer, pattern=mask, **options)
-        else:
-            new = _like(layer, pattern=pattern, **options)
-        copies.append((layer, new, kernel))
-        return new
-
-    copy = keras.models.clone_model(model, clone_function=copied, recursive=True)
+    copy, copies = _copied(model, pattern, layers, options)
     _check_found(model, copies, layers, block_size)
     for layer, new, kernel in copies:
         if kernel is None:
@@ -96,6 +82,31 @@ def sparsify(
             _fill(new, kernel, layer.bias)
     _tell(model, copy, copies)
     return copy
+
+
+def _copied(model, pattern, names, options):
+    """Copies a model, without its weights.
+
+    Returns:
+        The copy; and of each layer the layer, its copy, and its kernel if the copy is
+        to have blocks of it.
+    """
+    copies = []
+
+    def copied(layer):
+        kernel = _dense_kernel(layer)
+        if not _is_wanted(layer, kernel, names, options["block_size"]):
+            new, kernel = type(layer).from_config(layer.get_config()), None
+        elif isinstance(pattern, str) and pattern == MAGNITUDE:
+            mask = _largest(kernel, options["sparsity"], options["block_size"])
+            new = _like(layer, pattern=mask, **options)
+        else:
+            new = _like(layer, pattern=pattern, **options)
+        copies.append((layer, new, kernel))
+        return new
+
+    copy = keras.models.clone_model(model, clone_function=copied, recursive=True)
+    return copy, copies
 
 
 def _check(model, pattern):

@@ -52,15 +52,7 @@ def moved(
             givers.discard(block)
         if there[source, target]:
             continue
-        pair = next(
-            (
-                (taker, giver)
-                for taker in sorted(takers)
-                for giver in sorted(givers)
-                if not there[inputs[taker], outputs[giver]]
-            ),
-            None,
-        )
+        pair = _exchange(inputs, outputs, there, takers, givers)
         if pair is not None:
             taker, giver = pair
             before = inputs[taker]
@@ -73,3 +65,12 @@ def moved(
             by_input[source].discard(giver)
             by_input[before].add(giver)
     return inputs
+
+
+def _exchange(inputs, outputs, there, takers, givers):
+    """Returns a taker and a giver that may exchange their inputs; None without any."""
+    for taker in sorted(takers):
+        for giver in sorted(givers):
+            if not there[inputs[taker], outputs[giver]]:
+                return taker, giver
+    return None
