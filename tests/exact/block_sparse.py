@@ -12,7 +12,11 @@ from keras import ops, optimizers
 
 from tests.exact import cases
 from tests.exact.cases import Case
-from towers.models.block_sparse import BlockSparseDense
+from towers.models.block_sparse import (
+    BlockSparseAttention,
+    BlockSparseConv2D,
+    BlockSparseDense,
+)
 
 GROUP = "block-sparse"
 _SHAPE, _OUT = (16,), (12,)
@@ -63,6 +67,41 @@ def _penalised():
     return keras.Sequential([keras.Input(_SHAPE), Penalised()])
 
 
+def _pictures(*options, **more):
+    """Two convolutions, and a mean of each channel."""
+
+    def make():
+        return keras.Sequential(
+            [
+                keras.Input((7, 7, 8)),
+                BlockSparseConv2D(
+                    12, 3, *options, block_size=4, activation="relu", **more
+                ),
+                BlockSparseConv2D(_OUT[0], 1, 2, block_size=4, pattern="random"),
+                keras.layers.GlobalAveragePooling2D(),
+            ]
+        )
+
+    return make
+
+
+def _attention(**options):
+    """Attention of 10 tokens in blocks of 4, the last of which has two."""
+
+    def make():
+        return keras.Sequential(
+            [
+                keras.Input((10, 8)),
+                BlockSparseAttention(2, 4, 4, window=0, stride=2, **options),
+                keras.layers.Dense(_OUT[0]),
+            ]
+        )
+
+    return make
+
+
+_PIXELS = cases._numbers(shape=(7, 7, 8), out=_OUT)
+_TEXTS = cases._numbers(shape=(10, 8), out=(10, *_OUT))
 _GIVEN = np.array([[1, 0, 0, 1, 0, 0], [0, 1, 0, 1, 0, 0], [1] * 6, [0] * 6])
 _NUMBERS = cases._numbers(shape=_SHAPE, out=_OUT)
 _TOKENS = cases._numbers(shape=(5, *_SHAPE), out=(5, *_OUT))
@@ -100,6 +139,27 @@ CASES = [
                 )
             },
         ),
+        (
+            "Conv2D, block_diagonal, same",
+            _pictures(1, "same", pattern="block_diagonal", sparsity=0.5),
+            _PIXELS,
+            {},
+        ),
+        (
+            "Conv2D, strides, dynamic",
+            _pictures(2, pattern="erdos_renyi", sparsity=0.5, dynamic=True),
+            _PIXELS,
+            {},
+        ),
+        (
+            "Conv2D, dilation",
+            _pictures(pattern="random", sparsity=0.5, dilation_rate=2),
+            _PIXELS,
+            {},
+        ),
+        ("attention, local, causal", _attention(causal=True), _TEXTS, {}),
+        ("attention, strided", _attention(pattern="strided"), _TEXTS, {}),
+        ("attention, global", _attention(pattern="global"), _TEXTS, {}),
         ("mixed_bfloat16", _dense("random"), _NUMBERS, {"policy": "mixed_bfloat16"}),
     ]
 ]
