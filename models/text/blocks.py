@@ -124,20 +124,25 @@ def _block(
     )(_normalised(x, f"attention_norm_{number}"), padding_mask=padding_mask)
     x = keras.layers.Add()([x, keras.layers.Dropout(dropout)(attended)])
     normalised = _normalised(x, f"expand_norm_{number}")
-    hidden = _dense(4 * width, sparsity, 0, f"expand_{number}")(normalised)
+    hidden = _dense(width, 4 * width, sparsity, 0, f"expand_{number}")(normalised)
     hidden = keras.layers.Activation("gelu")(hidden)
-    hidden = _dense(width, sparsity, depth, f"reduce_{number}")(hidden)
+    hidden = _dense(4 * width, width, sparsity, depth, f"reduce_{number}")(hidden)
     return keras.layers.Add()([x, keras.layers.Dropout(dropout)(hidden)])
 
 
-def _dense(units: int, sparsity: float, depth: int, name: str) -> keras.layers.Layer:
+def _dense(
+    inputs: int, units: int, sparsity: float, depth: int, name: str
+) -> keras.layers.Layer:
     """Makes a layer of a perceptron; `depth` is as for `layers.project`."""
     if not sparsity:
         return layers.project("btw,wo->bto", (None, units), depth, name=name)
     # An output has fewer inputs, so that these count for more.
     scale = layers.first_scale(depth) / (1 - sparsity) ** 0.5
+    width = min(units, inputs)
     return BlockSparseDense(
         units,
+        # Of a narrow model, a butterfly needs smaller blocks.
+        block_size=max(1, min(32, width // 8)),
         pattern="butterfly",
         sparsity=sparsity,
         kernel_initializer=keras.initializers.RandomNormal(stddev=scale),
