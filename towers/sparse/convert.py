@@ -14,13 +14,13 @@ from towers.program.voice import say
 # The pattern that keeps the blocks with the largest values.
 MAGNITUDE = "magnitude"
 # A product of the last axis and a matrix, such as "btw,wo->bto".
-_OF_LAST_AXIS = re.compile(r"(\w*)(\w),\2(\w)->\1\3")
+_OF_LAST_AXIS = re.compile(r"((?:\.{3})?\w*)(\w),\2(\w)->\1\3")
 _SPARSE = BlockSparseConv2D, BlockSparseDense
 # What these arguments say stays as it is.
 _KEPT = (
     *("name", "dtype", "trainable", "activation", "use_bias", "bias_initializer"),
     *("kernel_initializer", "kernel_regularizer", "bias_regularizer"),
-    "bias_constraint",
+    *("bias_constraint", "activity_regularizer"),
 )
 _OF_CONVOLUTIONS = (
     *("filters", "kernel_size", "strides", "padding", "data_format"),
@@ -44,7 +44,8 @@ def sparsify(
     last axis by a matrix. `Conv2D` becomes `BlockSparseConv2D`. The blocks that stay
     keep their values. Layers that have blocks already are made sparse again, so a model
     that `towers.PruneBlocks` has trained becomes as small as it is sparse. A line tells
-    which layers changed, and which did not. Layers within layers of your own do not.
+    which layers changed, and which did not. Those whose kernels have constraints do
+    not, nor do layers within layers of your own.
 
     Train the copy afterwards, so that the blocks that stay make up for the others.
 
@@ -70,7 +71,7 @@ def sparsify(
     Raises:
         ValueError: An argument is none of these.
     """
-    _check(model, pattern)
+    _check(model, pattern, block_size)
     options = {"sparsity": sparsity, "block_size": block_size}
     options |= {"dynamic": dynamic, "seed": seed}
     copy, copies = _copied(model, pattern, layers, options)
@@ -109,13 +110,13 @@ def _copied(model, pattern, names, options):
     return copy, copies
 
 
-def _check(model, pattern):
+def _check(model, pattern, block_size):
     if isinstance(model, TowerModel):
         raise ValueError(
             "Received a model of several towers; expected the model that they are made "
             "of, so call sparsify before multi_gpu_model."
         )
-    if not (model.built and model.inputs):
+    if not (model.built and getattr(model, "inputs", None)):
         raise ValueError(
             f"Received model {model.name!r}, whose layers are not known; expected a "
             "functional or sequential model with an Input, so use BlockSparseDense and "
@@ -125,6 +126,11 @@ def _check(model, pattern):
         raise ValueError(
             "Received pattern='monarch', which is a product of two matrices; expected "
             "a pattern of one, such as 'butterfly', which can keep a kernel's blocks."
+        )
+    if not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(
+            f"Received block_size={block_size!r}; expected a whole number of at least "
+            "1, such as 32."
         )
 
 
@@ -145,16 +151,28 @@ def _check_found(model, copies, names, block_size):
 
 def _dense_kernel(layer: keras.layers.Layer) -> np.ndarray | None:
     """The kernel [..., inputs, outputs] of a layer that can be made sparse."""
-    if isinstance(layer, _SPARSE):
+    # Of a constraint, it is not known what it makes of blocks.
+    if getattr(layer, "kernel_constraint", None) is not None:
+        return None
+    if _is(layer, *_SPARSE):
         return None if len(layer.layouts) > 1 else layer.dense_kernel().numpy()
-    convolves = isinstance(layer, keras.layers.Conv2D) and layer.groups == 1
-    multiplies = isinstance(layer, keras.layers.EinsumDense) and (
-        _OF_LAST_AXIS.fullmatch(layer.equation.replace(" ", ""))
-        and (layer.bias_axes is None or len(layer.bias_axes) == 1)
-    )
-    if convolves or multiplies or isinstance(layer, keras.layers.Dense):
+    convolves = _is(layer, keras.layers.Conv2D) and layer.groups == 1
+    multiplies = _is(layer, keras.layers.EinsumDense) and _is_of_last_axis(layer)
+    if convolves or multiplies or _is(layer, keras.layers.Dense):
         return keras.ops.convert_to_numpy(layer.kernel)
     return None
+
+
+def _is(layer, *kinds) -> bool:
+    """Whether a layer computes what one of these does, also in a class of its own."""
+    return any(
+        isinstance(layer, kind) and type(layer).call is kind.call for kind in kinds
+    )
+
+
+def _is_of_last_axis(layer: keras.layers.EinsumDense) -> bool:
+    found = _OF_LAST_AXIS.fullmatch(layer.equation.replace(" ", ""))
+    return bool(found) and layer.bias_axes in (None, "", found[3])
 
 
 def _is_wanted(layer, kernel, names, block_size) -> bool:

@@ -29,7 +29,7 @@ def norms_of_blocks(
         with (
             tf.GradientTape(watch_accessed_variables=False) as tape,
             # What training would change, such as statistics and seeds, stays as it is.
-            keras.StatelessScope(),
+            keras.StatelessScope(collect_losses=True),
             _added(layers, kernels),
         ):
             tape.watch(kernels)

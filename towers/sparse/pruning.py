@@ -48,6 +48,9 @@ class PruneBlocks(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Looks for layers whose blocks can be dropped."""
         self._layers = dynamic_layers(self.model)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Looks how many steps there have been."""
         self._turns.begin(self.model)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -55,7 +58,8 @@ class PruneBlocks(keras.callbacks.Callback):
         if not self._turns.is_due(self.model):
             return
         step = int(self.model.optimizer.iterations.numpy())
-        sparsity = float(self._sparsity(step))
+        # Keras's schedules are float32; so 0.9 is the 0.9 that `sparsify` takes.
+        sparsity = round(float(self._sparsity(step)), 6)
         if not 0 <= sparsity < 1:
             raise ValueError(
                 f"Received a sparsity of {sparsity} for step {step}; expected a "

@@ -44,7 +44,8 @@ class RigL(keras.callbacks.Callback):
 
         Args:
             data: A batch (x, y) or (x, y, sample_weight), or a `tf.data.Dataset` of
-                batches, of which each move takes the next one.
+                batches, of which each move takes the next one. A function `preprocess`
+                of towers has been applied to them.
             every: Steps between two moves.
             until: The step after which nothing moves. The authors take three quarters
                 of all steps.
@@ -71,7 +72,13 @@ class RigL(keras.callbacks.Callback):
         """Looks for layers whose blocks can move."""
         self._layers = dynamic_layers(self.model)
         self._norms = norms_of_blocks(self.model, self._layers)
-        self._batches = _batches(self._data, self._turns.begin(self.model))
+        self._batches = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Looks how many steps there have been."""
+        turns = self._turns.begin(self.model)
+        if self._batches is None:
+            self._batches = _batches(self._data, turns)
 
     def on_train_batch_end(self, batch, logs=None):
         """Moves blocks, if it is time."""
@@ -110,4 +117,9 @@ def _batches(data: Any, begin: int) -> Iterable[Any]:
     """An endless iterator of batches, from one of a number on."""
     if isinstance(data, tf.data.Dataset):
         return iter(data.repeat().skip(begin))
-    return itertools.repeat(tf.nest.map_structure(tf.convert_to_tensor, data))
+    parts = keras.utils.unpack_x_y_sample_weight(data)
+    return itertools.repeat(keras.tree.map_structure(_tensor, parts))
+
+
+def _tensor(values):
+    return None if values is None else tf.convert_to_tensor(values)
