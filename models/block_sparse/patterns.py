@@ -143,7 +143,7 @@ def _monarch(inputs, outputs, block_size, density):
     """
     middle = min(inputs, outputs)
     # The features in between are all there, and no more.
-    groups = [n for n in range(2, middle) if middle % (n * block_size) == 0]
+    groups = [n for n in range(2, middle + 1) if middle % (n * block_size) == 0]
     if not groups:
         raise ValueError(
             f"Received pattern='monarch' for {inputs} inputs and {outputs} outputs "
@@ -261,7 +261,8 @@ def _barabasi_albert(rows, columns, density, random):
             found.add(ends[random.randint(len(ends))])
         for other in found:
             mask[node, other] = mask[other, node] = True
-        ends += [*found, *[node] * joined]
+        # In an order that no version of Python changes: saved models need the same.
+        ends += [*sorted(found), *[node] * joined]
     order = random.permutation(nodes)
     return mask[np.ix_(order, order)][:rows, :columns]
 
