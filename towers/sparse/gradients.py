@@ -39,7 +39,8 @@ def norms_of_blocks(
             loss = model.optimizer.scale_loss(loss)
         gradients = tape.gradient(loss, kernels)
         return [
-            _norms(gradient, layer.layouts[0])
+            # Of batches of any size, shapes of gradients are not known.
+            _norms(tf.ensure_shape(gradient, layer.dense_shape), layer.layouts[0])
             for gradient, layer in zip(gradients, layers, strict=True)
         ]
 

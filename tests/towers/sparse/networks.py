@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 import towers
@@ -88,3 +89,9 @@ def apart(weights, others):
     """The largest difference of lists of weights."""
     pairs = zip(weights, others, strict=True)
     return max(np.abs(np.asarray(a, "float64") - b).max() for a, b in pairs)
+
+
+def slow_but(names, *fast):
+    """Parameters of which all but some are for slow tests."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in fast else slow) for name in names]
