@@ -110,6 +110,10 @@ class BlockSparseDense(keras.layers.Layer):
             reads = layout.reads
             if self.dynamic:
                 reads = Reads.of(layout, tf.convert_to_tensor(self.places))
+            if len(self.layouts) > 1:
+                # If features are padded, groups of one can be of another size.
+                shape = layout.mask.shape[0], layout.block_shape[0], -1
+                slabs = tf.reshape(slabs, shape)
             slabs = product.multiply(slabs, blocks, layout, reads)
             if len(self.layouts) > 1:
                 slabs = _dealt(slabs)
@@ -117,7 +121,7 @@ class BlockSparseDense(keras.layers.Layer):
 
     def dense_kernel(self) -> tf.Tensor:
         """Returns the kernel [inputs, units], with its zeros."""
-        return self._multiplied(tf.eye(self.dense_shape[0]))
+        return self._multiplied(tf.eye(self.dense_shape[0], dtype=self.variable_dtype))
 
     def compute_output_shape(self, input_shape):
         """Returns [..., units]."""
