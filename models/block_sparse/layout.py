@@ -161,11 +161,13 @@ def checked_mask(mask: Any) -> np.ndarray:
         ValueError: It is no such matrix, or has no block.
     """
     array = np.asarray(mask)
-    if array.ndim != 2 or not np.isin(array, (0, 1)).all() or not array.any():
+    known = np.isin(array, (0, 1))
+    if array.ndim != 2 or not known.all() or not array.any():
         raise ValueError(
-            f"Received a layout of shape {array.shape} with values from "
-            f"{array.min(initial=0)} to {array.max(initial=0)}; expected a matrix "
-            "[input blocks, output blocks] of 0 and 1, with a 1 at least."
+            f"Received a layout of shape {array.shape} with {known.size - known.sum()} "
+            f"values other than 0 and 1, and {(known & (array == 1)).sum()} of 1; "
+            "expected a matrix [input blocks, output blocks] of 0 and 1, with a 1 at "
+            "least."
         )
     return array.astype(bool)
 

@@ -71,8 +71,8 @@ def layouts(
     if abs(found - sparsity) > _NEAR:
         warnings.warn(
             f"The pattern {pattern!r} has a sparsity of {found:.2f} at {inputs} inputs "
-            f"and {outputs} outputs with block_size={block_size}; {sparsity} was asked "
-            "for, and is not near to any that it can have.",
+            f"and {outputs} outputs with block_size={block_size}, instead of "
+            f"{sparsity}; smaller blocks may come nearer.",
             stacklevel=2,
         )
     return made

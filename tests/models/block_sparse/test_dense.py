@@ -491,7 +491,10 @@ def test_it_trains_as_a_dense_layer_that_is_masked():
     [
         ({"pattern": "other"}, r"pattern='other'; expected one of"),
         ({"pattern": np.eye(3)}, r"pattern of shape \(3, 3\); expected \(4, 5\)"),
-        ({"pattern": np.eye(4, 5) * 2}, r"values from 0.0 to 2.0; expected a matrix"),
+        (
+            {"pattern": np.eye(4, 5) * 2},
+            r"4 values other than 0 and 1, and 0 of 1; expected",
+        ),
         ({"pattern": "random", "sparsity": 1}, r"sparsity=1; expected at least 0 and"),
         ({"block_size": 0}, r"block_size=0; expected a whole number"),
         ({"block_size": "8"}, r"block_size='8'; expected a whole number"),

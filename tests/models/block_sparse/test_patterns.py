@@ -62,7 +62,10 @@ def test_the_share_is_near_or_told(pattern, sparsity):
         assert (
             f"{pattern!r} has a sparsity of {found:.2f} at {inputs} inputs" in message
         )
-        assert f"{outputs} outputs with block_size={size}; {sparsity} was" in message
+        assert (
+            f"{outputs} outputs with block_size={size}, instead of {sparsity};"
+            in message
+        )
 
 
 @pytest.mark.parametrize("pattern", names())
@@ -346,9 +349,18 @@ def test_types_of_a_given_matrix(kind):
             {"pattern": np.eye(3)},
             "shape (3, 3); expected (4, 5), the blocks of 16 in 60",
         ),
-        ({"pattern": np.zeros((4, 5))}, "values from 0.0 to 0.0; expected a matrix"),
-        ({"pattern": np.eye(4, 5) * 3}, "values from 0.0 to 3.0; expected a matrix"),
-        ({"pattern": [1, 0]}, "shape (2,) with values from 0 to 1; expected a matrix"),
+        (
+            {"pattern": np.zeros((4, 5))},
+            "0 values other than 0 and 1, and 0 of 1; expected a matrix",
+        ),
+        (
+            {"pattern": np.eye(4, 5) * 3},
+            "4 values other than 0 and 1, and 0 of 1; expected a matrix",
+        ),
+        (
+            {"pattern": [1, 0]},
+            "shape (2,) with 0 values other than 0 and 1, and 1 of 1",
+        ),
         ({"block_size": 0}, "block_size=0; expected a whole number of at least 1"),
         ({"block_size": 8.0}, "block_size=8.0; expected a whole number of at least 1"),
         ({"sparsity": 1}, "sparsity=1; expected at least 0 and less than 1, such as"),

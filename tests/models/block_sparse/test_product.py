@@ -444,7 +444,7 @@ def test_groups_have_each_row_once(name):
             ((2, 8), (2, 4, 3), mask, rf"layout of shape {shape}.*expected a matrix")
             for mask, shape in (
                 (np.zeros((2, 2)), r"\(2, 2\)"),
-                (np.diag([1, 2]), r"\(2, 2\) with values from 0 to 2"),
+                (np.diag([1, 2]), r"\(2, 2\) with 1 values other than 0 and 1"),
                 (np.ones(2), r"\(2,\)"),
                 (np.ones((1, 2, 2)), r"\(1, 2, 2\)"),
                 ([], r"\(0,\)"),

@@ -1,4 +1,4 @@
-"""Trains on one of two hosts with RigL and PruneBlocks; the first also alone.
+"""Trains on one of two hosts with RigL and PruneBlocks.
 
     python -m tests.towers.sparse.on_hosts RANK ADDRESSES TOWERS UPDATE FOLDER
 
@@ -44,9 +44,6 @@ def main(rank, addresses, counts, update, folder):
     rank, addresses = int(rank), tuple(addresses.split(","))
     counts = [*map(int, counts.split(","))]
     towers.configure(num_gpus=max(counts[rank], 2))
-    if not rank:
-        for kind in ("rigl", "prune"):
-            train(kind, lambda model: model, f"{folder}/{kind}-one.npz")
     called = tuple(f"host {k}" for k in range(len(addresses)))
     process_group.join(Membership(rank, addresses, called))
 

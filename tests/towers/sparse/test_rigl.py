@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import towers
 from tests import hosts
-from tests.towers.sparse import networks
+from tests.towers.sparse import networks, on_hosts
 from towers import callbacks
 from towers.keras_adapter.optimizers import slots_of
 from towers.sparse.gradients import norms_of_blocks
@@ -383,6 +383,7 @@ def test_needs_a_dynamic_layer():
 def test_hosts_move_the_same_blocks(update, tmp_path):
     hosts.run("tests.towers.sparse.on_hosts", (1, 2), update, tmp_path, timeout_s=200)
     for kind in ("rigl", "prune"):
+        on_hosts.train(kind, lambda model: model, tmp_path / f"{kind}-one.npz")
         one, *others = (
             [each for _, each in sorted(np.load(tmp_path / f"{kind}-{k}.npz").items())]
             for k in ("one", 0, 1)
