@@ -12,7 +12,7 @@ from towers.models.block_sparse import BlockSparseConv2D, BlockSparseDense
 def dynamic_layers(model: Any) -> list[keras.layers.Layer]:
     """Returns the layers of a model whose blocks can change.
 
-    Those that do not train stay as they are.
+    Those that do not train stay as they are. The first step may build the others.
 
     Raises:
         ValueError: There is none.
@@ -21,10 +21,7 @@ def dynamic_layers(model: Any) -> list[keras.layers.Layer]:
     found = [
         layer
         for layer in layers_of(model)
-        if isinstance(layer, kinds)
-        and layer.dynamic
-        and layer.built
-        and layer.trainable
+        if isinstance(layer, kinds) and layer.dynamic and layer.trainable
     ]
     if not found:
         raise ValueError(

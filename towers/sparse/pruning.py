@@ -65,7 +65,9 @@ class PruneBlocks(keras.callbacks.Callback):
                 f"Received a sparsity of {sparsity} for step {step}; expected a "
                 "schedule of at least 0 and less than 1."
             )
-        number = sum(self._prune(layer, sparsity) for layer in self._layers)
+        number = sum(
+            self._prune(layer, sparsity) for layer in self._layers if layer.built
+        )
         if number:
             say(
                 f"{number} blocks were dropped after step {step}, for a sparsity of "

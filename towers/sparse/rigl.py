@@ -71,8 +71,7 @@ class RigL(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Looks for layers whose blocks can move."""
         self._layers = dynamic_layers(self.model)
-        self._norms = norms_of_blocks(self.model, self._layers)
-        self._batches = None
+        self._norms = self._batches = None
 
     def on_epoch_begin(self, epoch, logs=None):
         """Looks how many steps there have been."""
@@ -86,7 +85,16 @@ class RigL(keras.callbacks.Callback):
         if not self._turns.is_due(self.model) or step > self._until:
             return
         share = self._drop / 2 * (1 + math.cos(math.pi * step / self._until))
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(next(self._batches))
+        if self._norms is None:
+            self._layers = [layer for layer in self._layers if layer.built]
+            self._norms = norms_of_blocks(self.model, self._layers)
+        batch = next(self._batches, None)
+        if batch is None:
+            raise ValueError(
+                f"Received data={self._data!r}, which has no batch; expected one at "
+                "least."
+            )
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
         norms = [each.numpy() for each in self._norms(x, y, weight)]
         number = sum(
             self._move(layer, each, share)

@@ -12,6 +12,7 @@ from tests import hosts
 from tests.towers.sparse import networks, on_hosts
 from towers import callbacks
 from towers.keras_adapter.optimizers import slots_of
+from towers.models.block_sparse import BlockSparseDense
 from towers.sparse.gradients import norms_of_blocks
 from towers.sparse.moves import moved
 
@@ -376,6 +377,26 @@ def test_says_what_is_wrong(options, message):
 def test_needs_a_dynamic_layer():
     with pytest.raises(ValueError, match=r"expected a trainable one .*dynamic=True"):
         trained(model=networks.dense())
+
+
+def test_needs_a_batch():
+    with pytest.raises(ValueError, match="which has no batch; expected one"):
+        trained(data=in_batches(8).take(0), epochs=1)
+
+
+def test_a_model_that_its_first_step_builds():
+    options = {"pattern": "random", "sparsity": 0.5, "dynamic": True}
+    dense = BlockSparseDense(networks.OUTPUTS, block_size=1, **options)
+    unused = BlockSparseDense(networks.OUTPUTS, **options)
+    model = keras.Sequential([keras.layers.Flatten(), dense])
+    model.unused = unused
+    model.compile(adam(), "mse")
+    rigl = towers.RigL((X, Y), every=2, until=9, drop=0.9)
+    prune = towers.PruneBlocks(lambda step: 0.8, every=3)
+    options = {"batch_size": 8, "verbose": 0}
+    model.fit(X, Y, callbacks=[rigl, prune], **options)
+    assert (dense.places.numpy() != dense.layouts[0].inputs).any()
+    assert np.mean(dense.present) < 0.5
 
 
 @pytest.mark.slow
