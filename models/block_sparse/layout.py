@@ -196,6 +196,8 @@ def _groups(counts: np.ndarray, sources: int) -> Iterator[Group]:
         # What has no block reads zeros once.
         width = max(1, counts[rows[0]])
         most = max(1, _READ_AT_ONCE * sources // width)
+        # As many in each group, rather than few in the last.
+        most = -(-len(rows) // -(-len(rows) // most))
         filled = np.cumsum(width - counts[rows[:most]])
         size = np.arange(1, len(filled) + 1)
         # As many as fit; `filled` never decreases as a part of the group.
