@@ -210,8 +210,8 @@ def _like(layer: keras.layers.Layer, **options: Any) -> keras.layers.Layer:
     if "filters" in given:
         kept |= {name: given[name] for name in _OF_CONVOLUTIONS}
         return BlockSparseConv2D.from_config({**kept, **options})
-    units = given.get("units", layer.kernel.shape[-1] if "units" not in given else None)
-    return BlockSparseDense.from_config({**kept, "units": units, **options})
+    kept["units"] = given.get("units") or layer.kernel.shape[-1]
+    return BlockSparseDense.from_config({**kept, **options})
 
 
 def _fill(layer: keras.layers.Layer, kernel: np.ndarray, bias: Any) -> None:
