@@ -1,6 +1,16 @@
-"""Layers that compute only some blocks of a kernel, or of the scores of attention."""
+"""Layers that compute only some blocks of a kernel, or of the scores of attention.
 
-from towers.program import lazy
+To import it lets Keras load models that have them.
+"""
 
-# As in `towers`.
-__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)
+from towers.models.block_sparse.attention import BlockSparseAttention
+from towers.models.block_sparse.convolution import BlockSparseConv2D
+from towers.models.block_sparse.dense import BlockSparseDense
+from towers.models.block_sparse.product import block_sparse_matmul
+
+__all__ = [
+    "BlockSparseAttention",
+    "BlockSparseConv2D",
+    "BlockSparseDense",
+    "block_sparse_matmul",
+]

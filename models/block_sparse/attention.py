@@ -170,6 +170,12 @@ class BlockSparseAttention(keras.layers.Layer):
         inputs = _blocks(inputs, self.block_size)
         padding_mask = mask if padding_mask is None else padding_mask
         if padding_mask is not None:
+            padding_mask = tf.convert_to_tensor(padding_mask)
+            if not padding_mask.shape.is_compatible_with([None, tokens]):
+                raise ValueError(
+                    f"Received a mask of shape {tuple(padding_mask.shape)}; expected "
+                    f"[batch, tokens] of {tokens} tokens."
+                )
             padding_mask = _blocks(tf.cast(padding_mask, "bool"), self.block_size)
         visible = [
             _visible(rows, keys, self.block_size, tokens, self.causal, padding_mask)

@@ -53,7 +53,8 @@ class BlockSparseConv2D(keras.layers.Layer):
         bias_constraint: As of `keras.layers.Conv2D`.
         dynamic: Whether training may move blocks, as `towers.RigL` does. Which channels
             each block reads is then a weight.
-        seed: Of random patterns.
+        seed: Of random patterns, and of which groups meet in a butterfly. By default
+            each layer draws one, so that layers have different patterns.
         **kwargs: As of any layer.
 
     Raises:
@@ -81,7 +82,7 @@ class BlockSparseConv2D(keras.layers.Layer):
         kernel_constraint: Any = None,
         bias_constraint: Any = None,
         dynamic: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
@@ -91,7 +92,9 @@ class BlockSparseConv2D(keras.layers.Layer):
         self.dilation_rate = _pair("dilation_rate", dilation_rate)
         self.padding = str(padding).lower()
         self.data_format = data_format or keras.config.image_data_format()
-        self.block_size, self.sparsity, self.seed = block_size, sparsity, seed
+        self.block_size, self.sparsity = block_size, sparsity
+        self.seed = weights.drawn(seed)
+        patterns.check(block_size, sparsity, self.seed)
         self.pattern = pattern if isinstance(pattern, str) else np.asarray(pattern)
         self.dynamic, self.use_bias = dynamic, use_bias
         self.activation = keras.activations.get(activation)

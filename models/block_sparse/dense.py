@@ -39,7 +39,8 @@ class BlockSparseDense(keras.layers.Layer):
         bias_constraint: As of `keras.layers.Dense`.
         dynamic: Whether training may move blocks, as `towers.RigL` does. Which input
             each block reads is then a weight.
-        seed: Of random patterns.
+        seed: Of random patterns, and of which groups meet in a butterfly. By default
+            each layer draws one, so that layers have different patterns.
         **kwargs: As of any layer.
 
     Raises:
@@ -62,11 +63,12 @@ class BlockSparseDense(keras.layers.Layer):
         kernel_constraint: Any = None,
         bias_constraint: Any = None,
         dynamic: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.units, self.block_size, self.seed = units, block_size, seed
+        self.units, self.block_size = units, block_size
+        self.seed = weights.drawn(seed)
         self.pattern = pattern if isinstance(pattern, str) else np.asarray(pattern)
         self.sparsity, self.dynamic = sparsity, dynamic
         self.activation = keras.activations.get(activation)
@@ -78,6 +80,8 @@ class BlockSparseDense(keras.layers.Layer):
         self.kernel_constraint = keras.constraints.get(kernel_constraint)
         self.bias_constraint = keras.constraints.get(bias_constraint)
         self.supports_masking = True
+        patterns.check_whole("units", units, 1, "128")
+        patterns.check(block_size, sparsity, self.seed)
         # A kernel [inputs, units] that is added to the blocks, to see its gradient.
         self.added_kernel: tf.Tensor | None = None
 

@@ -41,3 +41,24 @@ def initializer(
         return keras.ops.reshape(scaled(drawn, dtype), shape)
 
     return initial
+
+
+def of_factor(given: Any, number: int, factors: int) -> Any:
+    """Makes an initializer of one of several matrices that are multiplied in turn.
+
+    Each gets other numbers. All together, they scale as a single one would.
+
+    Args:
+        given: The initializer of a single matrix.
+        number: Which of the matrices it is.
+        factors: How many there are.
+    """
+    if factors == 1 or not isinstance(given, keras.initializers.Initializer):
+        return given
+    config = given.get_config()
+    if isinstance(config.get("seed"), int):
+        config["seed"] += number
+    made = type(given).from_config(config)
+    if isinstance(given, keras.initializers.VarianceScaling):
+        made.scale = given.scale ** (1 / factors)
+    return made

@@ -3,6 +3,7 @@
 docs/block_sparse.md tells which pattern is for what.
 """
 
+import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,7 @@ def layouts(
             and "monarch" are as large as the sparsity lets them be, in multiples of it.
         sparsity: The share of the matrix that is zero; what is nearest to it is taken.
             A matrix of 0 and 1 has its own.
-        seed: Of random patterns.
+        seed: Of random patterns; and which bits a butterfly has, if not all.
 
     Returns:
         One layout; for "monarch" two. A matrix that has no whole number of blocks is
@@ -46,8 +47,10 @@ def layouts(
     Raises:
         ValueError: The pattern or a number is none of these.
     """
-    _check(block_size, sparsity)
+    check(block_size, sparsity, seed)
     shape = _ceil(inputs, block_size), _ceil(outputs, block_size)
+    if pattern is None or (np.ndim(pattern) == 0 and not isinstance(pattern, str)):
+        raise _no_pattern(pattern)
     if not isinstance(pattern, str):
         mask = checked_mask(pattern)
         if mask.shape != shape:
@@ -57,16 +60,13 @@ def layouts(
             )
         return (Layout(mask, (block_size, block_size)),)
     if pattern in _OF_GROUPS:
-        made = _OF_GROUPS[pattern](inputs, outputs, block_size, 1 - sparsity)
+        made = _OF_GROUPS[pattern](inputs, outputs, block_size, 1 - sparsity, seed)
     elif pattern in _OF_BLOCKS:
         random = np.random.RandomState(seed)
         mask = _OF_BLOCKS[pattern](*shape, 1 - sparsity, random)
         made = (Layout(mask, (block_size, block_size)),)
     else:
-        raise ValueError(
-            f"Received pattern={pattern!r}; expected one of {', '.join(names())}, or a "
-            "matrix [input blocks, output blocks] of 0 and 1."
-        )
+        raise _no_pattern(pattern)
     found = 1 - sum(layout.size for layout in made) / np.prod(shape) / block_size**2
     if abs(found - sparsity) > _NEAR:
         warnings.warn(
@@ -78,29 +78,54 @@ def layouts(
     return made
 
 
+def _no_pattern(pattern):
+    return ValueError(
+        f"Received pattern={pattern!r}; expected one of {', '.join(names())}, or a "
+        "matrix [input blocks, output blocks] of 0 and 1."
+    )
+
+
 def names() -> tuple[str, ...]:
     """Returns every pattern's name."""
     return (*_OF_GROUPS, *_OF_BLOCKS)
 
 
-def _check(block_size: int, sparsity: float) -> None:
-    if not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(
-            f"Received block_size={block_size!r}; expected a whole number of at least "
-            "1, such as 32."
-        )
-    if not 0 <= sparsity < 1:
+def check(block_size: Any, sparsity: Any, seed: Any) -> None:
+    """Checks numbers.
+
+    Raises:
+        ValueError: One of them is not what it has to be.
+    """
+    check_whole("block_size", block_size, 1, "32")
+    check_whole("seed", seed, 0, "1")
+    number = isinstance(sparsity, numbers.Real) and not isinstance(sparsity, bool)
+    if not number or not 0 <= sparsity < 1:
         raise ValueError(
             f"Received sparsity={sparsity!r}; expected at least 0 and less than 1, "
             "such as 0.75 for a quarter of the blocks."
         )
 
 
+def check_whole(name: str, value: Any, least: int, example: str) -> None:
+    """Checks that an argument is a whole number.
+
+    Raises:
+        ValueError: It is none, or too small.
+    """
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < least:
+        raise ValueError(
+            f"Received {name}={value!r}; expected a whole number of at least {least}, "
+            f"such as {example}."
+        )
+
+
 # Patterns of groups of blocks. Where groups can be equal, each is one large block.
 
 
-def _block_diagonal(inputs, outputs, block_size, density):
+def _block_diagonal(inputs, outputs, block_size, density, seed):
     """Groups of inputs, each for a group of outputs."""
+    del seed
 
     def badness(groups):
         # Equal groups are faster, and worth a hundredth.
@@ -113,12 +138,14 @@ def _block_diagonal(inputs, outputs, block_size, density):
     return (_grouped(np.eye(groups, dtype=bool), inputs, outputs, block_size),)
 
 
-def _butterfly(inputs, outputs, block_size, density):
+def _butterfly(inputs, outputs, block_size, density, seed):
     """A flat block butterfly (Pixelated Butterfly, Dao et al. 2022).
 
-    Group i of n = 2**m meets group i and those whose number differs in one bit, out of
-    the first ones. Where several are as near to the density, that with the most bits is
-    taken, and with it the smallest groups.
+    Group i of n = 2**m meets group i and those whose number differs in one bit. If the
+    density does not let it be any of the m bits, it is one of some that follow each
+    other; the seed tells the first, so that layers with different seeds mix all groups.
+    Where several choices are as near to the density, that with the most bits is taken,
+    and with it the smallest groups.
     """
     side = min(_ceil(inputs, block_size), _ceil(outputs, block_size))
     choices = [
@@ -131,16 +158,17 @@ def _butterfly(inputs, outputs, block_size, density):
     )
     number = np.arange(groups)
     mask = np.eye(groups, dtype=bool)
-    for bit in range(bits):
-        mask[number, number ^ (1 << bit)] = True
+    for bit in range(seed, seed + bits):
+        mask[number, number ^ (1 << bit % (groups.bit_length() - 1))] = True
     return (_grouped(mask, inputs, outputs, block_size),)
 
 
-def _monarch(inputs, outputs, block_size, density):
+def _monarch(inputs, outputs, block_size, density, seed):
     """Two block-diagonal matrices; in between, groups deal out what they return.
 
     (Monarch, Dao et al. 2022: https://arxiv.org/abs/2204.00595.)
     """
+    del seed
     middle = min(inputs, outputs)
     # The features in between are all there, and no more.
     groups = [n for n in range(2, middle + 1) if middle % (n * block_size) == 0]

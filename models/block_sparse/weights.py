@@ -1,6 +1,7 @@
 """The weights of layers that have only some blocks, and the arguments these share."""
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,9 @@ def add_kernels(
         layer.add_weight(
             shape=(layout.num_blocks, *window, *layout.block_shape),
             initializer=initial.initializer(
-                layer.kernel_initializer, layout, math.prod(window)
+                initial.of_factor(layer.kernel_initializer, number, len(layouts)),
+                layout,
+                math.prod(window),
             ),
             regularizer=layer.kernel_regularizer,
             constraint=layer.kernel_constraint,
@@ -45,6 +48,11 @@ def add_kernels(
         )
         for number, layout in enumerate(layouts)
     ]
+
+
+def drawn(seed: int | None) -> int:
+    """Returns a seed, drawn as Keras draws those of its layers if there is none."""
+    return random.randrange(2**31) if seed is None else seed
 
 
 def add_bias(layer: keras.layers.Layer, size: int) -> keras.Variable | None:

@@ -1,10 +1,15 @@
 """The blocks that a transformer is made of, and what all of them check."""
 
+import warnings
+
 import keras
 
-from towers.models.block_sparse import BlockSparseDense
+from towers.models.block_sparse import BlockSparseDense, patterns
 from towers.models.spec import POSITIONS
 from towers.models.text import layers
+
+# A sparsity that is farther from what was asked for is refused.
+_NEAR = 0.05
 
 
 def check(
@@ -124,29 +129,44 @@ def _block(
     )(_normalised(x, f"attention_norm_{number}"), padding_mask=padding_mask)
     x = keras.layers.Add()([x, keras.layers.Dropout(dropout)(attended)])
     normalised = _normalised(x, f"expand_norm_{number}")
-    hidden = _dense(width, 4 * width, sparsity, 0, f"expand_{number}")(normalised)
+    hidden = _dense(width, 4 * width, sparsity, 0, f"expand_{number}", 2 * number)(
+        normalised
+    )
     hidden = keras.layers.Activation("gelu")(hidden)
-    hidden = _dense(4 * width, width, sparsity, depth, f"reduce_{number}")(hidden)
+    hidden = _dense(
+        4 * width, width, sparsity, depth, f"reduce_{number}", 2 * number + 1
+    )(hidden)
     return keras.layers.Add()([x, keras.layers.Dropout(dropout)(hidden)])
 
 
 def _dense(
-    inputs: int, units: int, sparsity: float, depth: int, name: str
+    inputs: int, units: int, sparsity: float, depth: int, name: str, seed: int
 ) -> keras.layers.Layer:
     """Makes a layer of a perceptron; `depth` is as for `layers.project`."""
     if not sparsity:
         return layers.project("btw,wo->bto", (None, units), depth, name=name)
+    # Of a narrow model, a butterfly needs smaller blocks.
+    width = min(inputs, units)
+    blocks = {"block_size": max(1, min(32, width // 8)), "sparsity": sparsity}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (layout,) = patterns.layouts("butterfly", inputs, units, seed=seed, **blocks)
+    density = layout.size / inputs / units
+    if abs(1 - density - sparsity) > _NEAR:
+        raise ValueError(
+            f"Received sparsity={sparsity} for a transformer of width={width}; the "
+            f"nearest that it can have is {1 - density:.2f}, so give that, or another "
+            "width."
+        )
     # An output has fewer inputs, so that these count for more.
-    scale = layers.first_scale(depth) / (1 - sparsity) ** 0.5
-    width = min(units, inputs)
+    scale = layers.first_scale(depth) / density**0.5
     return BlockSparseDense(
         units,
-        # Of a narrow model, a butterfly needs smaller blocks.
-        block_size=max(1, min(32, width // 8)),
         pattern="butterfly",
-        sparsity=sparsity,
         kernel_initializer=keras.initializers.RandomNormal(stddev=scale),
+        seed=seed,
         name=name,
+        **blocks,
     )
 
 

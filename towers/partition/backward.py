@@ -97,7 +97,7 @@ def is_custom(op: tf.Operation) -> bool:
     """Tells whether a user has defined the gradient of an operation."""
     if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
         return False
-    known = "keras.", "tensorflow.", "towers.models."
+    known = "keras.", "tensorflow.", "towers.models.block_sparse."
     return not gradient_module(op).startswith(known)
 
 

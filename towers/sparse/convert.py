@@ -7,12 +7,16 @@ from typing import Any
 import keras
 import numpy as np
 
+from towers.keras_adapter.layers import layers_of
 from towers.model.tower_model import TowerModel
 from towers.models.block_sparse import BlockSparseConv2D, BlockSparseDense
+from towers.models.block_sparse.patterns import check
+from towers.models.text.layers import Projection
 from towers.program.voice import say
 
 # The pattern that keeps the blocks with the largest values.
 MAGNITUDE = "magnitude"
+_BLOCK_SIZE = 32
 # A product of the last axis and a matrix, such as "btw,wo->bto".
 _OF_LAST_AXIS = re.compile(r"((?:\.{3})?\w*)(\w),\2(\w)->\1\3")
 _SPARSE = BlockSparseConv2D, BlockSparseDense
@@ -33,7 +37,7 @@ def sparsify(
     pattern: Any = MAGNITUDE,
     sparsity: float = 0.75,
     *,
-    block_size: int = 32,
+    block_size: int | None = None,
     layers: Collection[str] | None = None,
     dynamic: bool = False,
     seed: int = 0,
@@ -59,11 +63,12 @@ def sparsify(
         pattern: "magnitude" keeps the blocks of each layer with the largest sums of
             squares. Else a pattern of `BlockSparseDense`, but "monarch".
         sparsity: The share of each kernel that becomes zero.
-        block_size: Rows and columns of a block.
+        block_size: Rows and columns of a block; by default 32, and for a layer that has
+            blocks, its own.
         layers: Names of layers; by default all whose kernels have at least two blocks
             of inputs and two of outputs.
         dynamic: Whether `towers.RigL` or `towers.PruneBlocks` may change the blocks.
-        seed: Of random patterns.
+        seed: Of random patterns, which differ from layer to layer.
 
     Returns:
         The copy, which is to be compiled.
@@ -71,7 +76,8 @@ def sparsify(
     Raises:
         ValueError: An argument is none of these.
     """
-    _check(model, pattern, block_size)
+    _check(model, pattern)
+    check(_BLOCK_SIZE if block_size is None else block_size, sparsity, seed)
     options = {"sparsity": sparsity, "block_size": block_size}
     options |= {"dynamic": dynamic, "seed": seed}
     copy, copies = _copied(model, pattern, layers, options)
@@ -95,14 +101,20 @@ def _copied(model, pattern, names, options):
     copies = []
 
     def copied(layer):
-        kernel = _dense_kernel(layer)
-        if not _is_wanted(layer, kernel, names, options["block_size"]):
+        if not isinstance(layer, keras.layers.Layer):
+            # An operation, such as of `x + y`, has no weights.
+            return type(layer).from_config(layer.get_config())
+        kernel, own = _dense_kernel(layer), {**options}
+        if own["block_size"] is None:
+            own["block_size"] = getattr(layer, "block_size", _BLOCK_SIZE)
+        if not _is_wanted(layer, kernel, names, own["block_size"]):
             new, kernel = type(layer).from_config(layer.get_config()), None
-        elif isinstance(pattern, str) and pattern == MAGNITUDE:
-            mask = _largest(kernel, options["sparsity"], options["block_size"])
-            new = _like(layer, pattern=mask, **options)
         else:
-            new = _like(layer, pattern=pattern, **options)
+            chosen = pattern
+            if isinstance(pattern, str) and pattern == MAGNITUDE:
+                chosen = _largest(kernel, own["sparsity"], own["block_size"])
+            own["seed"] += len(copies)
+            new = _like(layer, pattern=chosen, **own)
         copies.append((layer, new, kernel))
         return new
 
@@ -110,40 +122,53 @@ def _copied(model, pattern, names, options):
     return copy, copies
 
 
-def _check(model, pattern, block_size):
+def _check(model, pattern):
     if isinstance(model, TowerModel):
         raise ValueError(
             "Received a model of several towers; expected the model that they are made "
             "of, so call sparsify before multi_gpu_model."
         )
-    if not (model.built and getattr(model, "inputs", None)):
+    if not isinstance(model, keras.Model) or not (
+        model.built and getattr(model, "inputs", None)
+    ):
         raise ValueError(
-            f"Received model {model.name!r}, whose layers are not known; expected a "
-            "functional or sequential model with an Input, so use BlockSparseDense and "
-            "BlockSparseConv2D in a class of your own."
+            f"Received {getattr(model, 'name', model)!r}, whose layers are not known; "
+            "expected a functional or sequential model with an Input, so use "
+            "BlockSparseDense and BlockSparseConv2D in a class of your own."
         )
     if isinstance(pattern, str) and pattern == "monarch":
         raise ValueError(
             "Received pattern='monarch', which is a product of two matrices; expected "
             "a pattern of one, such as 'butterfly', which can keep a kernel's blocks."
         )
-    if not isinstance(block_size, int) or block_size < 1:
+    quantized = [
+        layer.name
+        for layer in layers_of(model)
+        if getattr(layer, "quantization_mode", None) is not None
+    ]
+    if quantized:
         raise ValueError(
-            f"Received block_size={block_size!r}; expected a whole number of at least "
-            "1, such as 32."
+            f"Received model {model.name!r}, in which {', '.join(quantized)} are "
+            "quantized; expected one that is not, so call sparsify before quantize."
         )
 
 
 def _check_found(model, copies, names, block_size):
     can = _candidates(copies)
+    if not can:
+        raise ValueError(
+            f"Received model {model.name!r}, in which no layer can be made sparse; "
+            "expected Dense, Conv2D or EinsumDense without a constraint of the kernel."
+        )
     if missing := {*(names or ())} - {*can}:
         raise ValueError(
             f"Received layers={sorted(missing)} for model {model.name!r}; expected "
-            f"some of its layers with a kernel: {', '.join(can) or 'there is none'}."
+            f"some of its layers with a kernel: {', '.join(can)}."
         )
     if all(kernel is None for *_, kernel in copies):
         raise ValueError(
-            f"Received model {model.name!r} and block_size={block_size}; expected a "
+            f"Received model {model.name!r} and block_size="
+            f"{block_size or _BLOCK_SIZE}; expected a "
             "layer whose kernel has two blocks at least each way, so use smaller ones, "
             "or name layers."
         )
@@ -157,7 +182,9 @@ def _dense_kernel(layer: keras.layers.Layer) -> np.ndarray | None:
     if _is(layer, *_SPARSE):
         return None if len(layer.layouts) > 1 else layer.dense_kernel().numpy()
     convolves = _is(layer, keras.layers.Conv2D) and layer.groups == 1
-    multiplies = _is(layer, keras.layers.EinsumDense) and _is_of_last_axis(layer)
+    multiplies = _is(layer, keras.layers.EinsumDense, Projection) and _is_of_last_axis(
+        layer
+    )
     if convolves or multiplies or _is(layer, keras.layers.Dense):
         return keras.ops.convert_to_numpy(layer.kernel)
     return None

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from tests import oracle
 from towers import multi_gpu_model
-from towers.models.block_sparse import BlockSparseConv2D, names
+from towers.models.block_sparse import BlockSparseConv2D
+from towers.models.block_sparse.patterns import names
 
 PATTERNS = [name for name in names() if name != "monarch"]
 # Channels, filters and a block: whole blocks; larger inputs; uneven ones; few.

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
-from towers.models.block_sparse import BlockSparseDense, names
+from towers.models.block_sparse import BlockSparseDense
+from towers.models.block_sparse.patterns import names
 
 # Inputs, units and a block: whole blocks; larger inputs; uneven ones; few.
 SIZES = (
@@ -523,3 +526,50 @@ def test_inputs_of_another_size():
         ValueError, match="expected axis -1 of input shape to have value"
     ):
         layer(tf.zeros((2, 12)))
+
+
+def test_layers_draw_seeds_of_their_own_and_keep_them():
+    keras.utils.set_random_seed(1)
+    one, other = (BlockSparseDense(64, 4, "random") for _ in range(2))
+    again = BlockSparseDense.from_config(one.get_config())
+    for layer in (one, other, again):
+        layer.build((None, 64))
+    assert (one.layouts[0].mask == again.layouts[0].mask).all()
+    assert (one.layouts[0].mask != other.layouts[0].mask).any()
+
+
+@pytest.mark.parametrize("kernel_initializer", ["glorot_uniform", "he_normal"])
+def test_factors_of_monarch_begin_apart_and_scale_as_one(kernel_initializer):
+    keras.utils.set_random_seed(1)
+    options = {"kernel_initializer": kernel_initializer, "use_bias": False}
+    layer = BlockSparseDense(512, 32, "monarch", **options)
+    dense = keras.layers.Dense(512, **options)
+    x = np.random.default_rng(0).normal(size=(256, 512))
+    outputs = [np.std(each(x)) for each in (layer, dense)]
+    assert not np.array_equal(*layer.kernels)
+    assert outputs[0] == pytest.approx(outputs[1], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"units": 0}, "Received units=0; expected a whole number"),
+        ({"units": "64"}, "Received units='64'"),
+        ({"sparsity": "a"}, "Received sparsity='a'"),
+        ({"sparsity": None}, "Received sparsity=None"),
+        ({"seed": -1}, "Received seed=-1"),
+    ],
+)
+def test_wrong_numbers(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        BlockSparseDense(**{"units": 8, **wrong})
+
+
+def test_one_import_is_enough_to_load(tmp_path):
+    model = keras.Sequential([keras.Input((64,)), BlockSparseDense(32, 8)])
+    model.save(tmp_path / "m.keras")
+    program = (
+        "import keras, towers.models.block_sparse; "
+        f"keras.saving.load_model({str(tmp_path / 'm.keras')!r})"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

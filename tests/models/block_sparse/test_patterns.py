@@ -311,7 +311,8 @@ def test_seeds(pattern):
     same = [np.array_equal(*pair) for pair in zip(masks(3), masks(3), strict=True)]
     other = [np.array_equal(*pair) for pair in zip(masks(3), masks(4), strict=True)]
     assert all(same)
-    assert all(other) == (pattern not in RANDOM)
+    # Seeds tell which bits a butterfly has, too.
+    assert all(other) == (pattern not in (*RANDOM, "butterfly"))
 
 
 def test_the_program_s_random_numbers_are_left_alone():
@@ -378,3 +379,13 @@ def test_errors(arguments, message):
     arguments = {"pattern": "random", "block_size": 16, "sparsity": 0.5, **arguments}
     with pytest.raises(ValueError, match=re.escape(message)):
         layouts(**{"inputs": 60, "outputs": 80, **arguments})
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.75, 0.9])
+def test_butterflies_of_several_seeds_mix_all_features(sparsity):
+    reach = None
+    for seed in range(8):
+        (layout,) = layouts("butterfly", 4096, 4096, 32, sparsity, seed)
+        step = layout.mask.astype(int)
+        reach = step if reach is None else np.minimum(reach @ step, 1)
+    assert reach.all()

@@ -205,6 +205,8 @@ CASES = [
     (lambda x, y, w: tf.reshape(_slabs(x), [1, -1, 4]), UNKNOWN),
     (lambda x, y, w: tf.transpose(_slabs(x), [1, 0, 2]), LAST),
     (lambda x, y, w: tf.transpose(_slabs(x), [2, 0, 1]), ROWS),
+    (lambda x, y, w: tf.transpose(_slabs(x), [-1, 0, 1]), ROWS),
+    (lambda x, y, w: tf.reshape(tf.transpose(x), [4, -1, 1]), COLUMNS),
     (lambda x, y, w: tf.transpose(_slabs(x), [0, 2, 1]), COLUMNS),
     (lambda x, y, w: tf.gather(_slabs(x), [[0, 1, 1]]), LAST),
     (lambda x, y, w: tf.gather(_slabs(x), [1], axis=1), LAST),

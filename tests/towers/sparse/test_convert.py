@@ -8,6 +8,7 @@ from keras import layers
 import towers
 from tests.towers.sparse import networks
 from towers.models.block_sparse import BlockSparseConv2D, BlockSparseDense
+from towers.models.text import transformer_lm
 
 LIMIT = 1e-5
 
@@ -245,3 +246,34 @@ def own():
 def test_says_what_is_wrong(make, options, message):
     with pytest.raises(ValueError, match=message):
         towers.sparsify(make(), **options)
+
+
+def test_operations_of_a_functional_model_are_copied():
+    inputs = keras.Input((64,))
+    model = keras.Model(inputs, keras.layers.Dense(64)(inputs) + inputs)
+    copy = towers.sparsify(model, sparsity=0.0)
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype("float32")
+    np.testing.assert_allclose(copy(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_with_blocks_keep_their_size():
+    layer = BlockSparseDense(64, 16, "random", 0.5)
+    model = keras.Sequential([keras.Input((64,)), layer])
+    copy = towers.sparsify(model, sparsity=0.5)
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype("float32")
+    np.testing.assert_allclose(copy(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_transformers_are_made_sparse():
+    model = transformer_lm.build(50, 16, width=64, layers=1, heads=2)
+    copy = towers.sparsify(model, sparsity=0.0)
+    tokens = np.arange(16)[None]
+    np.testing.assert_allclose(copy(tokens), model(tokens), rtol=1e-4, atol=1e-5)
+    assert isinstance(copy.get_layer("expand_0"), BlockSparseDense)
+
+
+def test_quantized_models_are_refused():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    model.quantize("int8")
+    with pytest.raises(ValueError, match="call sparsify before quantize"):
+        towers.sparsify(model)

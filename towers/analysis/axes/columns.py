@@ -113,7 +113,7 @@ def _of_reduction(tensor, op, inputs):
 def _of_reshape(tensor, op, inputs):
     """The first axis stays, and each example becomes a whole number of columns."""
     old, new = inputs[0].shape, tensor.shape
-    if old.rank == 2 and new.rank and new.rank > 2:
+    if old.rank == 2 and new.rank and new.rank > 2 and new[-1] is None:
         return of_reshape(tensor, inputs)
     if new.rank is None or new.rank < 2 or old[0] is None or old[0] != new[0]:
         return UNKNOWN

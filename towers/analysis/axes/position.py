@@ -70,7 +70,9 @@ _rule = functools.partial(rule_for, _RULES)
 @_rule("Transpose")
 def _of_transposed(op, inputs, axis):
     order = integers(inputs[1])
-    return None if order is None else order.index(axis)
+    if order is None:
+        return None
+    return [each % len(order) for each in order].index(axis)
 
 
 @_rule("Split")
