@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.models.block_sparse import attention_patterns
+from towers.models.block_sparse import arguments, attention_patterns, product
 from towers.models.block_sparse.attention_patterns import Gather, Gathers
 
 # A score of what is not to be looked at: far below any other, and finite.
@@ -90,17 +90,26 @@ class BlockSparseAttention(keras.layers.Layer):
             stride=stride,
             global_blocks=global_blocks,
         )
-        self.num_heads, self.key_dim, self.block_size = num_heads, key_dim, block_size
-        self.pattern = pattern if isinstance(pattern, str) else np.asarray(pattern)
-        self.window, self.stride, self.global_blocks = window, stride, global_blocks
-        self.causal, self.dropout, self.use_bias = causal, dropout, use_bias
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
-        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
-        self.kernel_constraint = keras.constraints.get(kernel_constraint)
-        self.bias_constraint = keras.constraints.get(bias_constraint)
-        self.seed = seed
+        arguments.keep(
+            self,
+            num_heads=num_heads,
+            key_dim=key_dim,
+            block_size=block_size,
+            pattern=pattern,
+            window=window,
+            stride=stride,
+            global_blocks=global_blocks,
+            causal=causal,
+            dropout=dropout,
+            use_bias=use_bias,
+            kernel_initializer=kernel_initializer,
+            bias_initializer=bias_initializer,
+            kernel_regularizer=kernel_regularizer,
+            bias_regularizer=bias_regularizer,
+            kernel_constraint=kernel_constraint,
+            bias_constraint=bias_constraint,
+            seed=seed,
+        )
         self._drop = keras.layers.Dropout(dropout, seed=seed, dtype=self.dtype_policy)
         self.supports_masking = True
 
@@ -202,29 +211,7 @@ class BlockSparseAttention(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments."""
-        pattern = self.pattern
-        if not isinstance(pattern, str):
-            pattern = pattern.astype(int).tolist()
-        return {
-            **super().get_config(),
-            "num_heads": self.num_heads,
-            "key_dim": self.key_dim,
-            "block_size": self.block_size,
-            "pattern": pattern,
-            "window": self.window,
-            "stride": self.stride,
-            "global_blocks": self.global_blocks,
-            "causal": self.causal,
-            "dropout": self.dropout,
-            "use_bias": self.use_bias,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-            "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
-            "bias_regularizer": keras.regularizers.serialize(self.bias_regularizer),
-            "kernel_constraint": keras.constraints.serialize(self.kernel_constraint),
-            "bias_constraint": keras.constraints.serialize(self.bias_constraint),
-            "seed": self.seed,
-        }
+        return {**super().get_config(), **arguments.config(self)}
 
 
 def attend(
@@ -333,7 +320,7 @@ def _read(blocks, gather):
     _, heads, _, size, features = blocks.shape
     return [
         tf.reshape(
-            _taken(blocks, np.maximum(group, 0)),
+            product.taken(blocks, np.maximum(group, 0), axis=2),
             (-1, heads, len(group), group.shape[1] * size, features),
         )
         for group in gather.blocks
@@ -352,20 +339,12 @@ def _added_up(parts, gather):
     if any((group == count).any() for group in gather.readers):
         places.append(tf.zeros_like(places[0][:, :, :1]))
     places = tf.concat(places, 2)
-    blocks = [_summed(_taken(places, group)) for group in gather.readers]
-    return _taken(tf.concat(blocks, 2), gather.order)
+    blocks = [_summed(product.taken(places, group, axis=2)) for group in gather.readers]
+    return product.taken(tf.concat(blocks, 2), gather.order, axis=2)
 
 
 def _summed(taken):
     return tf.squeeze(taken, 3) if taken.shape[3] == 1 else tf.reduce_sum(taken, 3)
-
-
-def _taken(blocks, indices):
-    """Gathers along the third axis; nothing is copied if that changes nothing."""
-    _, heads, count, *others = blocks.shape
-    if np.array_equal(indices.reshape(-1), np.arange(count)):
-        return tf.reshape(blocks, (-1, heads, *indices.shape, *others))
-    return tf.gather(blocks, indices, axis=2)
 
 
 def _blocks(tokens, size):

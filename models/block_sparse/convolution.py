@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from towers.models.block_sparse import convolve, patterns, weights
+from towers.models.block_sparse import arguments, convolve, patterns, weights
 from towers.models.block_sparse.convolve import Window
 
 
@@ -86,24 +85,29 @@ class BlockSparseConv2D(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.filters = filters
-        self.kernel_size = _pair("kernel_size", kernel_size)
-        self.strides = _pair("strides", strides)
-        self.dilation_rate = _pair("dilation_rate", dilation_rate)
-        self.padding = str(padding).lower()
-        self.data_format = data_format or keras.config.image_data_format()
-        self.block_size, self.sparsity = block_size, sparsity
-        self.seed = weights.drawn(seed)
+        arguments.keep(
+            self,
+            filters=filters,
+            kernel_size=_pair("kernel_size", kernel_size),
+            strides=_pair("strides", strides),
+            padding=str(padding).lower(),
+            block_size=block_size,
+            pattern=pattern,
+            sparsity=sparsity,
+            data_format=data_format or keras.config.image_data_format(),
+            dilation_rate=_pair("dilation_rate", dilation_rate),
+            activation=activation,
+            use_bias=use_bias,
+            kernel_initializer=kernel_initializer,
+            bias_initializer=bias_initializer,
+            kernel_regularizer=kernel_regularizer,
+            bias_regularizer=bias_regularizer,
+            kernel_constraint=kernel_constraint,
+            bias_constraint=bias_constraint,
+            dynamic=dynamic,
+            seed=arguments.drawn(seed),
+        )
         patterns.check(block_size, sparsity, self.seed)
-        self.pattern = pattern if isinstance(pattern, str) else np.asarray(pattern)
-        self.dynamic, self.use_bias = dynamic, use_bias
-        self.activation = keras.activations.get(activation)
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
-        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
-        self.kernel_constraint = keras.constraints.get(kernel_constraint)
-        self.bias_constraint = keras.constraints.get(bias_constraint)
         # A kernel of `dense_shape` that is added to the blocks, to see its gradient.
         self.added_kernel: tf.Tensor | None = None
         _check(self)
@@ -153,10 +157,10 @@ class BlockSparseConv2D(keras.layers.Layer):
 
         With `data_format="channels_first"`, both have channels on the second axis.
         """
-        x = tf.convert_to_tensor(inputs)
+        pictures = tf.convert_to_tensor(inputs)
         if not self._channels_last:
-            x = tf.transpose(x, (0, 2, 3, 1))
-        missing = self.layouts[0].shape[0] - x.shape[-1]
+            pictures = tf.transpose(pictures, (0, 2, 3, 1))
+        x, missing = pictures, self.layouts[0].shape[0] - pictures.shape[-1]
         if missing:
             x = tf.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing)))
         (blocks,) = weights.values(self)
@@ -164,7 +168,7 @@ class BlockSparseConv2D(keras.layers.Layer):
         if x.shape[-1] > self.filters:
             x = x[..., : self.filters]
         if self.added_kernel is not None:
-            x += self._added(inputs)
+            x += self._added(pictures)
         if self.bias is not None:
             x = ops.add(x, self.bias)
         if not self._channels_last:
@@ -177,14 +181,11 @@ class BlockSparseConv2D(keras.layers.Layer):
             return tf.convert_to_tensor(self.places)
         return self.layouts[0].inputs
 
-    def _added(self, inputs):
+    def _added(self, pictures):
         """What the added kernel makes of pictures, with channels last."""
-        x = tf.convert_to_tensor(inputs)
-        if not self._channels_last:
-            x = tf.transpose(x, (0, 2, 3, 1))
         return ops.conv(
-            x,
-            tf.cast(self.added_kernel, x.dtype),
+            pictures,
+            tf.cast(self.added_kernel, pictures.dtype),
             strides=self.strides,
             padding=self.padding,
             data_format="channels_last",
@@ -194,17 +195,7 @@ class BlockSparseConv2D(keras.layers.Layer):
     def dense_kernel(self) -> tf.Tensor:
         """Returns the kernel [height, width, channels, filters], with its zeros."""
         (layout,), (blocks,) = self.layouts, weights.values(self)
-        rows, columns = layout.mask.shape
-        place = self._inputs() * columns + layout.outputs
-        grid = tf.scatter_nd(
-            place[:, None],
-            tf.convert_to_tensor(blocks),
-            (rows * columns, *blocks.shape[1:]),
-        )
-        grid = tf.reshape(grid, (rows, columns, *blocks.shape[1:]))
-        kernel = tf.reshape(
-            tf.transpose(grid, (2, 3, 0, 4, 1, 5)), (*self.kernel_size, *layout.shape)
-        )
+        kernel = layout.dense(blocks, self._inputs())
         (channels,) = self.input_spec.axes.values()
         return kernel[:, :, :channels, : self.filters]
 
@@ -222,16 +213,7 @@ class BlockSparseConv2D(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments."""
-        return {
-            **super().get_config(),
-            "filters": self.filters,
-            "kernel_size": self.kernel_size,
-            "strides": self.strides,
-            "padding": self.padding,
-            "data_format": self.data_format,
-            "dilation_rate": self.dilation_rate,
-            **weights.config(self),
-        }
+        return {**super().get_config(), **arguments.config(self)}
 
 
 def _pair(name: str, value: Any) -> tuple[int, int]:

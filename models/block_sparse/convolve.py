@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.models.block_sparse import product
-from towers.models.block_sparse.layout import Layout
+from towers.models.block_sparse.layout import Layout, by_input, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,14 +127,14 @@ def _backward(upstream, x, blocks, layout, inputs, options):
     read = _reader(upstream, layout.mask.shape[1])
     sources = tf.split(x, layout.mask.shape[0], -1)
     # Sorted by input, as the loop goes through them.
-    order, ranks = _order(inputs)
+    order, ranks = by_input(inputs)
     of_sources, of_blocks = {}, []
     for number, own in _slices(layout.mask.sum(1)):
         kernel = tf.transpose(tf.gather(blocks, order[own]), (1, 2, 3, 0, 4))
         split = kernel.shape
         kernel = tf.reshape(kernel, (*split[:3], -1))
         with _after(of_sources):
-            gradient = read(_take(layout.outputs, order[own]))
+            gradient = read(take(layout.outputs, order[own]))
         of_sources[number] = tf.raw_ops.Conv2DBackpropInput(
             input_sizes=tf.shape(sources[number]),
             filter=kernel,
@@ -192,17 +192,3 @@ def _joined(returned: dict[int, tf.Tensor], number: int) -> tf.Tensor:
     """Puts blocks of channels beside each other; those that are missing are zero."""
     zeros = tf.zeros_like(next(iter(returned.values())))
     return tf.concat([returned.get(block, zeros) for block in range(number)], -1)
-
-
-def _order(inputs):
-    """The blocks by input, and where each one is among them."""
-    if isinstance(inputs, np.ndarray):
-        order = np.argsort(inputs, kind="stable")
-        return order, np.argsort(order)
-    order = tf.argsort(inputs, stable=True)
-    return order, tf.argsort(order)
-
-
-def _take(values, numbers):
-    known = isinstance(numbers, np.ndarray)
-    return values[numbers] if known else tf.gather(values, numbers)

@@ -3,11 +3,10 @@
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from towers.models.block_sparse import patterns, product, weights
+from towers.models.block_sparse import arguments, patterns, product, weights
 from towers.models.block_sparse.layout import Reads
 
 
@@ -67,18 +66,23 @@ class BlockSparseDense(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.units, self.block_size = units, block_size
-        self.seed = weights.drawn(seed)
-        self.pattern = pattern if isinstance(pattern, str) else np.asarray(pattern)
-        self.sparsity, self.dynamic = sparsity, dynamic
-        self.activation = keras.activations.get(activation)
-        self.use_bias = use_bias
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
-        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
-        self.kernel_constraint = keras.constraints.get(kernel_constraint)
-        self.bias_constraint = keras.constraints.get(bias_constraint)
+        arguments.keep(
+            self,
+            units=units,
+            block_size=block_size,
+            pattern=pattern,
+            sparsity=sparsity,
+            activation=activation,
+            use_bias=use_bias,
+            kernel_initializer=kernel_initializer,
+            bias_initializer=bias_initializer,
+            kernel_regularizer=kernel_regularizer,
+            bias_regularizer=bias_regularizer,
+            kernel_constraint=kernel_constraint,
+            bias_constraint=bias_constraint,
+            dynamic=dynamic,
+            seed=arguments.drawn(seed),
+        )
         self.supports_masking = True
         patterns.check_whole("units", units, 1, "128")
         patterns.check(block_size, sparsity, self.seed)
@@ -133,7 +137,7 @@ class BlockSparseDense(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments."""
-        return {**super().get_config(), "units": self.units, **weights.config(self)}
+        return {**super().get_config(), **arguments.config(self)}
 
 
 def _dealt(slabs):

@@ -87,22 +87,46 @@ class Layout:
         """What products read, for the places that `mask` tells."""
         return Reads.of(self, self.inputs)
 
-    def dense(self, blocks: Any) -> tf.Tensor:
-        """Returns the matrix [inputs, outputs] with zeros where there is no block."""
-        (rows, columns), (into, out) = self.mask.shape, self.block_shape
-        places = self.inputs * columns + self.outputs
+    def dense(self, blocks: Any, inputs: Any = None) -> tf.Tensor:
+        """Returns the matrix [..., inputs, outputs], with zeros for other blocks.
+
+        Args:
+            blocks: Numbers [blocks, ..., *block_shape].
+            inputs: The input block of each block, if not those of `mask`: int [blocks].
+        """
+        blocks, (rows, columns) = tf.convert_to_tensor(blocks), self.mask.shape
+        others, places = blocks.shape[1:-2], self._places(inputs)
         grid = tf.scatter_nd(
-            places[:, None], tf.convert_to_tensor(blocks), (rows * columns, into, out)
+            places[:, None], blocks, (rows * columns, *blocks.shape[1:])
         )
-        grid = tf.reshape(grid, (rows, columns, into, out))
-        return tf.reshape(tf.transpose(grid, (0, 2, 1, 3)), self.shape)
+        grid = tf.reshape(grid, (rows, columns, *blocks.shape[1:]))
+        n = len(others)
+        grid = tf.transpose(grid, (*range(2, n + 2), 0, n + 2, 1, n + 3))
+        return tf.reshape(grid, (*others, *self.shape))
 
     def blocks_of(self, matrix: Any) -> tf.Tensor:
-        """Returns the blocks [blocks, *block_shape] of a matrix [inputs, outputs]."""
+        """Returns the blocks of a matrix.
+
+        Args:
+            matrix: Numbers [..., inputs, outputs]. It is filled with zeros to a whole
+                number of blocks.
+
+        Returns:
+            Numbers [blocks, ..., *block_shape].
+        """
+        matrix = _filled(matrix, self.shape)
         (rows, columns), (into, out) = self.mask.shape, self.block_shape
-        grid = tf.reshape(tf.convert_to_tensor(matrix), (rows, into, columns, out))
-        grid = tf.reshape(tf.transpose(grid, (0, 2, 1, 3)), (-1, into, out))
-        return tf.gather(grid, self.inputs * columns + self.outputs)
+        others = matrix.shape[:-2]
+        n = len(others)
+        grid = tf.reshape(matrix, (*others, rows, into, columns, out))
+        grid = tf.transpose(grid, (n, n + 2, *range(n), n + 1, n + 3))
+        grid = tf.reshape(grid, (-1, *others, into, out))
+        return tf.gather(grid, self._places())
+
+    def _places(self, inputs=None):
+        """Where each block is among all that there could be, int [blocks]."""
+        inputs = self.inputs if inputs is None else inputs
+        return inputs * self.mask.shape[1] + self.outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +156,7 @@ class Reads:
             inputs: Int [blocks], an array or a tensor; each number as often as in
                 `layout.inputs`.
         """
-        fixed = isinstance(inputs, np.ndarray)
-        take = np.take if fixed else tf.gather
-        order = np.argsort(inputs, kind="stable") if fixed else _order(inputs)
-        ranks = np.argsort(order) if fixed else _order(order)
+        order, ranks = by_input(inputs)
         into = layout.block_shape[0]
         forward, backward = [], []
         for group in layout.by_output:
@@ -172,8 +193,50 @@ def checked_mask(mask: Any) -> np.ndarray:
     return array.astype(bool)
 
 
-def _order(numbers):
-    return tf.argsort(numbers, stable=True)
+def by_input(inputs: Any) -> tuple[Any, Any]:
+    """Sorts blocks by the inputs that they read: an array, or a tensor.
+
+    Returns:
+        The blocks in that order, and where each block is in it.
+    """
+    if isinstance(inputs, np.ndarray):
+        order = np.argsort(inputs, kind="stable")
+        return order, np.argsort(order)
+    order = tf.argsort(inputs, stable=True)
+    return order, tf.argsort(order)
+
+
+def take(values: Any, indices: Any) -> Any:
+    """Takes values by indices: an array if both are, else a tensor."""
+    known = isinstance(values, np.ndarray) and isinstance(indices, np.ndarray)
+    return values[indices] if known else tf.gather(values, indices)
+
+
+def sums_of_blocks(
+    matrix: Any, blocks: tuple[int, int], block_shape: tuple[int, int]
+) -> tf.Tensor:
+    """Returns the sum of each block of a matrix [..., inputs, outputs].
+
+    Args:
+        matrix: The matrix. It is filled with zeros to a whole number of blocks, and
+            added up over axes before the last two.
+        blocks: Number of input blocks and of output blocks.
+        block_shape: Inputs and outputs of a block.
+
+    Returns:
+        Numbers [input blocks, output blocks].
+    """
+    (rows, columns), (into, out) = blocks, block_shape
+    matrix = _filled(matrix, (rows * into, columns * out))
+    grid = tf.reshape(matrix, (-1, rows, into, columns, out))
+    return tf.reduce_sum(grid, (0, 2, 4))
+
+
+def _filled(matrix, shape):
+    """A matrix with zeros below and beside it; axes before the last two stay."""
+    matrix = tf.convert_to_tensor(matrix)
+    more = [(0, n - size) for n, size in zip(shape, matrix.shape[-2:], strict=True)]
+    return tf.pad(matrix, [(0, 0)] * (matrix.shape.rank - 2) + more)
 
 
 def _where(slots, read, zeros):

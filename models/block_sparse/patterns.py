@@ -13,7 +13,7 @@ import numpy as np
 from towers.models.block_sparse.layout import Layout, checked_mask
 
 # Sparsity that is farther from what was asked for is told.
-_NEAR = 0.05
+NEAR = 0.05
 # Groups are made equal if the matrix does not grow by more than this factor.
 _MOST_FILLED = 1.1
 # Rows and columns of blocks, the share of blocks that are to be there, random numbers.
@@ -68,7 +68,7 @@ def layouts(
     else:
         raise _no_pattern(pattern)
     found = 1 - sum(layout.size for layout in made) / np.prod(shape) / block_size**2
-    if abs(found - sparsity) > _NEAR:
+    if abs(found - sparsity) > NEAR:
         warnings.warn(
             f"The pattern {pattern!r} has a sparsity of {found:.2f} at {inputs} inputs "
             f"and {outputs} outputs with block_size={block_size}, instead of "

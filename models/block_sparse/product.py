@@ -165,7 +165,7 @@ def _forward(slabs, blocks, layout, reads):
         rows, width = group.slots.shape
         gathered = _gathered(slabs, read, after=returned[-1:])
         gathered = tf.reshape(gathered, (rows, width * into, -1))
-        kernel = tf.reshape(_taken(blocks, own), (rows, width * into, out))
+        kernel = tf.reshape(taken(blocks, own), (rows, width * into, out))
         returned.append(tf.matmul(kernel, gathered, transpose_a=True))
     return _in_order(returned, layout.by_output)
 
@@ -181,11 +181,11 @@ def _backward(upstream, slabs, blocks, layout, reads):
         gathered = _gathered(upstream, read, after=of_lines[-1:])
         gathered = tf.reshape(gathered, (rows, width * out, -1))
         # Each input of the block with its weights to all outputs, one beside the other.
-        kernel = tf.reshape(_taken(lines, own), (rows, into, width * out))
+        kernel = tf.reshape(taken(lines, own), (rows, into, width * out))
         of_slabs.append(tf.matmul(kernel, gathered))
-        products = tf.matmul(_taken(slabs, group.rows), gathered, transpose_b=True)
+        products = tf.matmul(taken(slabs, group.rows), gathered, transpose_b=True)
         of_lines.append(tf.reshape(products, (-1, out)))
-    of_blocks = _taken(tf.concat(of_lines, 0), reads.gradient)
+    of_blocks = taken(tf.concat(of_lines, 0), reads.gradient)
     return _in_order(of_slabs, layout.by_input), of_blocks
 
 
@@ -202,24 +202,28 @@ def _gathered(slabs, read, after):
     So the memory of one group is enough, and the cache holds what it reads.
     """
     with tf.control_dependencies(after):
-        return _taken(slabs, read)
+        return taken(slabs, read)
 
 
-def _taken(values, indices):
-    """Gathers along the first axis; nothing is copied if that changes nothing."""
+def taken(values: tf.Tensor, indices: Any, axis: int = 0) -> tf.Tensor:
+    """Gathers along an axis; nothing is copied if that changes nothing.
+
+    Args:
+        values: Numbers, of which one axis at most is not known.
+        indices: An array, or a tensor.
+        axis: The axis.
+    """
     if isinstance(indices, np.ndarray):
         flat = indices.reshape(-1)
-        if values.shape[0] == flat.size and (flat == np.arange(flat.size)).all():
-            return tf.reshape(values, (*indices.shape, *_sizes(values)[1:]))
-    return tf.gather(values, indices)
-
-
-def _sizes(values):
-    """The sizes of axes, -1 for the one that is unknown."""
-    return [-1 if size is None else size for size in values.shape]
+        if values.shape[axis] == flat.size and (flat == np.arange(flat.size)).all():
+            sizes = [-1 if size is None else size for size in values.shape]
+            return tf.reshape(
+                values, (*sizes[:axis], *indices.shape, *sizes[axis + 1 :])
+            )
+    return tf.gather(values, indices, axis=axis)
 
 
 def _in_order(returned, groups):
     """Puts what groups returned into the order of rows."""
     rows = np.concatenate([group.rows for group in groups])
-    return _taken(tf.concat(returned, 0), np.argsort(rows))
+    return taken(tf.concat(returned, 0), np.argsort(rows))

@@ -1,7 +1,7 @@
-"""The weights of layers that have only some blocks, and the arguments these share."""
+"""The weights of layers that have only some blocks."""
 
+import copy
 import math
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,19 +9,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from towers.models.block_sparse import initial
 from towers.models.block_sparse.layout import Layout
-
-_PLAIN = "block_size", "sparsity", "use_bias", "dynamic", "seed"
-_OF_KERAS = {
-    "activation": keras.activations,
-    "kernel_initializer": keras.initializers,
-    "bias_initializer": keras.initializers,
-    "kernel_regularizer": keras.regularizers,
-    "bias_regularizer": keras.regularizers,
-    "kernel_constraint": keras.constraints,
-    "bias_constraint": keras.constraints,
-}
 
 
 def add_kernels(
@@ -37,8 +25,8 @@ def add_kernels(
     return [
         layer.add_weight(
             shape=(layout.num_blocks, *window, *layout.block_shape),
-            initializer=initial.initializer(
-                initial.of_factor(layer.kernel_initializer, number, len(layouts)),
+            initializer=_initializer(
+                _of_factor(layer.kernel_initializer, number, len(layouts)),
                 layout,
                 math.prod(window),
             ),
@@ -48,11 +36,6 @@ def add_kernels(
         )
         for number, layout in enumerate(layouts)
     ]
-
-
-def drawn(seed: int | None) -> int:
-    """Returns a seed, drawn as Keras draws those of its layers if there is none."""
-    return random.randrange(2**31) if seed is None else seed
 
 
 def add_bias(layer: keras.layers.Layer, size: int) -> keras.Variable | None:
@@ -119,14 +102,56 @@ def values(layer: keras.layers.Layer) -> list[tf.Tensor]:
     return [only * tf.reshape(tf.convert_to_tensor(layer.present), shape)]
 
 
-def config(layer: keras.layers.Layer) -> dict[str, Any]:
-    """Returns the arguments that all layers with blocks have, to be saved."""
-    pattern = layer.pattern
-    if not isinstance(pattern, str):
-        pattern = pattern.astype(int).tolist()
-    plain = {name: getattr(layer, name) for name in _PLAIN}
-    of_keras = {
-        name: module.serialize(getattr(layer, name))
-        for name, module in _OF_KERAS.items()
-    }
-    return {"pattern": pattern, **plain, **of_keras}
+def _initializer(
+    given: keras.initializers.Initializer, layout: Layout, places: int = 1
+) -> Any:
+    """Makes an initializer of blocks from one of dense kernels.
+
+    Those that scale by the inputs or outputs of a kernel, such as "glorot_uniform",
+    count how many of them an output or an input meets on average. All others are used
+    as they are.
+
+    Args:
+        given: That of dense kernels.
+        layout: Which blocks are there.
+        places: How often a kernel has them: height x width of a convolution's.
+    """
+    if not isinstance(given, keras.initializers.VarianceScaling):
+        return given
+    rows, columns = layout.mask.shape
+    into, out = layout.block_shape
+    blocks = layout.num_blocks * places
+    fans = blocks * into / columns, blocks * out / rows
+
+    def initial(shape, dtype=None):
+        # Keras counts the fans of a matrix [fan in, fan out].
+        drawn = math.prod(shape[:-1]), shape[-1]
+        mean = {"fan_in": lambda f: f[0], "fan_out": lambda f: f[1]}.get(
+            given.mode, lambda f: (f[0] + f[1]) / 2
+        )
+        scaled = copy.copy(given)
+        scaled.scale = given.scale * max(1.0, mean(drawn)) / max(1.0, mean(fans))
+        return keras.ops.reshape(scaled(drawn, dtype), shape)
+
+    return initial
+
+
+def _of_factor(given: Any, number: int, factors: int) -> Any:
+    """Makes an initializer of one of several matrices that are multiplied in turn.
+
+    Each gets other numbers. All together, they scale as a single one would.
+
+    Args:
+        given: The initializer of a single matrix.
+        number: Which of the matrices it is.
+        factors: How many there are.
+    """
+    if factors == 1 or not isinstance(given, keras.initializers.Initializer):
+        return given
+    config = given.get_config()
+    if isinstance(config.get("seed"), int):
+        config["seed"] += number
+    made = type(given).from_config(config)
+    if isinstance(given, keras.initializers.VarianceScaling):
+        made.scale = given.scale ** (1 / factors)
+    return made

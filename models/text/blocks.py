@@ -8,9 +8,6 @@ from towers.models.block_sparse import BlockSparseDense, patterns
 from towers.models.spec import POSITIONS
 from towers.models.text import layers
 
-# A sparsity that is farther from what was asked for is refused.
-_NEAR = 0.05
-
 
 def check(
     name: str,
@@ -152,7 +149,7 @@ def _dense(
         warnings.simplefilter("ignore")
         (layout,) = patterns.layouts("butterfly", inputs, units, seed=seed, **blocks)
     density = layout.size / inputs / units
-    if abs(1 - density - sparsity) > _NEAR:
+    if abs(1 - density - sparsity) > patterns.NEAR:
         raise ValueError(
             f"Received sparsity={sparsity} for a transformer of width={width}; the "
             f"nearest that it can have is {1 - density:.2f}, so give that, or another "

@@ -31,13 +31,14 @@ from towers.analysis.kinds import (
 )
 from towers.keras_adapter.graphs import gradient_module
 
-# Modules with functions whose gradients are custom, and keep rows apart as they do:
-# TensorFlow's activations, and the products of blocks.
-_ROWS_APART = (
-    "tensorflow.python.ops.nn_impl",
+# Modules of this project with functions whose gradients are custom. All of these keep
+# rows apart, as the functions do.
+BLOCK_PRODUCTS = (
     "towers.models.block_sparse.attention",
     "towers.models.block_sparse.product",
 )
+# So do TensorFlow's activations, which are elementwise.
+_ROWS_APART = ("tensorflow.python.ops.nn_impl", *BLOCK_PRODUCTS)
 # Their result for a sum is the sum of their results, wherever the axes are.
 _LINEAR = set(
     "Cast ExpandDims GatherV2 Identity Mean Neg Pad Reshape Squeeze StopGradient "

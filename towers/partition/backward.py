@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from towers.analysis.kinds import MEAN, NONE, SUM, Dependence, Edge, Total
 from towers.analysis.layer_calls import key
+from towers.analysis.operations import BLOCK_PRODUCTS
 from towers.keras_adapter.graphs import gradient_module
 
 # Their gradients do not take what they have taken.
@@ -97,8 +98,9 @@ def is_custom(op: tf.Operation) -> bool:
     """Tells whether a user has defined the gradient of an operation."""
     if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
         return False
-    known = "keras.", "tensorflow.", "towers.models.block_sparse."
-    return not gradient_module(op).startswith(known)
+    module = gradient_module(op)
+    ours = module in BLOCK_PRODUCTS
+    return not (ours or module.startswith(("keras.", "tensorflow.")))
 
 
 def terms(

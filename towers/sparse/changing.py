@@ -1,12 +1,14 @@
-"""Layers whose blocks can change, and when callbacks change them."""
+"""What callbacks that change blocks share: which layers, and when."""
 
 from typing import Any
 
 import keras
+import numpy as np
 
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.optimizers import accumulator, slots_of, updating_one
 from towers.models.block_sparse import BlockSparseConv2D, BlockSparseDense
+from towers.monitoring.steps import Interval
 
 
 def dynamic_layers(model: Any) -> list[keras.layers.Layer]:
@@ -56,33 +58,24 @@ def begin_anew(optimizer: Any, layer: keras.layers.Layer, blocks: Any) -> None:
         variable.assign(values)
 
 
-class Turns:
-    """Tells when it is time to change blocks: after each so many steps."""
+def squares_of_blocks(layer: keras.layers.Layer) -> np.ndarray:
+    """Returns the sum of the squares of each block's weights, float64 [blocks]."""
+    kernel = keras.ops.convert_to_numpy(layer.kernels[0]).astype("float64")
+    return (kernel**2).sum(tuple(range(1, kernel.ndim)))
 
-    def __init__(self, every: int):
-        """Takes a number of steps."""
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"Received every={every!r}; expected a whole number of steps of at "
-                "least 1, such as 100."
-            )
-        self.every, self._done = every, 0
 
-    def begin(self, model: Any) -> int:
-        """Returns how many turns there have been before an epoch.
+def intervals(every: int) -> Interval:
+    """Tells when it is time to change blocks: after each so many steps.
 
-        All callbacks have begun by then, so a run that is continued is where it was.
-        """
-        self._done = self._turns(model)
-        return self._done
+    Several such times in one call of a step are one. It begins as an epoch does: all
+    callbacks have begun by then, so a run that is continued is where it was.
 
-    def is_due(self, model: Any) -> bool:
-        """Whether there is a turn that has not been taken.
-
-        Several that have passed in one call of a step are taken as one.
-        """
-        before, self._done = self._done, self._turns(model)
-        return self._done > before
-
-    def _turns(self, model):
-        return int(model.optimizer.iterations.numpy()) // self.every
+    Raises:
+        ValueError: It is no number of steps.
+    """
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(
+            f"Received every={every!r}; expected a whole number of steps of at least "
+            "1, such as 100."
+        )
+    return Interval(every)

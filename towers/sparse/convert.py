@@ -1,8 +1,8 @@
 """Makes block-sparse layers of a model's dense ones."""
 
 import re
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from towers.keras_adapter.layers import layers_of
 from towers.model.tower_model import TowerModel
 from towers.models.block_sparse import BlockSparseConv2D, BlockSparseDense
+from towers.models.block_sparse.layout import sums_of_blocks
 from towers.models.block_sparse.patterns import check
 from towers.models.text.layers import Projection
 from towers.program.voice import say
@@ -82,21 +83,36 @@ def sparsify(
     options |= {"dynamic": dynamic, "seed": seed}
     copy, copies = _copied(model, pattern, layers, options)
     _check_found(model, copies, layers, block_size)
-    for layer, new, kernel in copies:
-        if kernel is None:
-            new.set_weights(layer.get_weights())
-        else:
+    for layer, new, kernel, is_sparse in copies:
+        if is_sparse:
             _fill(new, kernel, layer.bias)
+        else:
+            new.set_weights(layer.get_weights())
     _tell(model, copy, copies)
     return copy
+
+
+class _Copied(NamedTuple):
+    """A layer.
+
+    Attributes:
+        layer: The layer.
+        new: Its copy, without the weights.
+        kernel: Its kernel, if it can be made sparse.
+        is_sparse: Whether the copy is to have blocks of that.
+    """
+
+    layer: keras.layers.Layer
+    new: keras.layers.Layer
+    kernel: np.ndarray | None
+    is_sparse: bool
 
 
 def _copied(model, pattern, names, options):
     """Copies a model, without its weights.
 
     Returns:
-        The copy; and of each layer the layer, its copy, and its kernel if the copy is
-        to have blocks of it.
+        The copy, and what has become of each layer.
     """
     copies = []
 
@@ -107,15 +123,16 @@ def _copied(model, pattern, names, options):
         kernel, own = _dense_kernel(layer), {**options}
         if own["block_size"] is None:
             own["block_size"] = getattr(layer, "block_size", _BLOCK_SIZE)
-        if not _is_wanted(layer, kernel, names, own["block_size"]):
-            new, kernel = type(layer).from_config(layer.get_config()), None
+        is_sparse = _is_wanted(layer, kernel, names, own["block_size"])
+        if not is_sparse:
+            new = type(layer).from_config(layer.get_config())
         else:
             chosen = pattern
             if isinstance(pattern, str) and pattern == MAGNITUDE:
                 chosen = _largest(kernel, own["sparsity"], own["block_size"])
             own["seed"] += len(copies)
             new = _like(layer, pattern=chosen, **own)
-        copies.append((layer, new, kernel))
+        copies.append(_Copied(layer, new, kernel, is_sparse))
         return new
 
     copy = keras.models.clone_model(model, clone_function=copied, recursive=True)
@@ -165,7 +182,7 @@ def _check_found(model, copies, names, block_size):
             f"Received layers={sorted(missing)} for model {model.name!r}; expected "
             f"some of its layers with a kernel: {', '.join(can)}."
         )
-    if all(kernel is None for *_, kernel in copies):
+    if not any(each.is_sparse for each in copies):
         raise ValueError(
             f"Received model {model.name!r} and block_size="
             f"{block_size or _BLOCK_SIZE}; expected a "
@@ -212,20 +229,13 @@ def _is_wanted(layer, kernel, names, block_size) -> bool:
 
 def _largest(kernel: np.ndarray, sparsity: float, block_size: int) -> np.ndarray:
     """Which blocks have the largest sums of squares, bool [inputs, outputs]."""
-    squares = (kernel.astype("float64") ** 2).reshape(-1, *kernel.shape[-2:]).sum(0)
-    shape = [-(-size // block_size) for size in squares.shape]
-    squares = _padded(squares, [size * block_size for size in shape])
-    squares = squares.reshape(shape[0], block_size, shape[1], block_size).sum((1, 3))
+    shape = tuple(-(-size // block_size) for size in kernel.shape[-2:])
+    squares = kernel.astype("float64") ** 2
+    squares = sums_of_blocks(squares, shape, (block_size, block_size)).numpy()
     number = max(1, round((1 - sparsity) * squares.size))
     mask = np.zeros(squares.size, bool)
     mask[np.argsort(-squares, axis=None, kind="stable")[:number]] = True
     return mask.reshape(shape)
-
-
-def _padded(matrix: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """A matrix with zeros below and beside it; axes before the last two stay."""
-    more = [(0, n - size) for n, size in zip(shape, matrix.shape[-2:], strict=True)]
-    return np.pad(matrix, [(0, 0)] * (matrix.ndim - 2) + more)
 
 
 def _like(layer: keras.layers.Layer, **options: Any) -> keras.layers.Layer:
@@ -244,20 +254,17 @@ def _like(layer: keras.layers.Layer, **options: Any) -> keras.layers.Layer:
 def _fill(layer: keras.layers.Layer, kernel: np.ndarray, bias: Any) -> None:
     """Gives a layer its blocks of a kernel [..., inputs, outputs]."""
     (layout,) = layer.layouts
-    padded = _padded(kernel, layout.shape)
-    places = padded.reshape(-1, *layout.shape)
-    blocks = np.stack([layout.blocks_of(place).numpy() for place in places], axis=1)
-    layer.kernels[0].assign(blocks.reshape(layer.kernels[0].shape))
+    layer.kernels[0].assign(layout.blocks_of(kernel))
     if bias is not None:
         layer.bias.assign(bias)
 
 
 def _candidates(copies):
-    return [layer.name for layer, *_ in copies if _dense_kernel(layer) is not None]
+    return [each.layer.name for each in copies if each.kernel is not None]
 
 
 def _tell(model, copy, copies):
-    sparse = [layer.name for layer, _, kernel in copies if kernel is not None]
+    sparse = [each.layer.name for each in copies if each.is_sparse]
     left = [name for name in _candidates(copies) if name not in sparse]
     others = f"; unchanged: {', '.join(left)}" if left else ""
     say(

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers.models.block_sparse.layout import sums_of_blocks
+
 
 def norms_of_blocks(
     model: keras.Model, layers: Sequence[keras.layers.Layer]
@@ -62,8 +64,4 @@ def _added(layers: Sequence[Any], kernels: Sequence[tf.Tensor]) -> Iterator[None
 def _norms(gradient, layout):
     """The norm of each block of a matrix [..., inputs, outputs]."""
     squares = tf.square(tf.cast(gradient, tf.float32))
-    squares = tf.reduce_sum(tf.reshape(squares, (-1, *gradient.shape[-2:])), 0)
-    (rows, columns), (into, out) = layout.mask.shape, layout.block_shape
-    more = [(0, n - m) for n, m in zip(layout.shape, squares.shape, strict=True)]
-    squares = tf.reshape(tf.pad(squares, more), (rows, into, columns, out))
-    return tf.sqrt(tf.reduce_sum(squares, (1, 3)))
+    return tf.sqrt(sums_of_blocks(squares, layout.mask.shape, layout.block_shape))

@@ -8,7 +8,12 @@ import numpy as np
 
 from towers.collectives.hosts import this_host
 from towers.program.voice import say
-from towers.sparse.changing import Turns, begin_anew, dynamic_layers
+from towers.sparse.changing import (
+    begin_anew,
+    dynamic_layers,
+    intervals,
+    squares_of_blocks,
+)
 
 
 class PruneBlocks(keras.callbacks.Callback):
@@ -43,7 +48,7 @@ class PruneBlocks(keras.callbacks.Callback):
                 f"Received sparsity={sparsity!r}; expected a function of the step, "
                 "such as keras.optimizers.schedules.PolynomialDecay(0.0, 5000, 0.9, 3)."
             )
-        self._sparsity, self._turns = sparsity, Turns(every)
+        self._sparsity, self._interval = sparsity, intervals(every)
 
     def on_train_begin(self, logs=None):
         """Looks for layers whose blocks can be dropped."""
@@ -51,13 +56,13 @@ class PruneBlocks(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Looks how many steps there have been."""
-        self._turns.begin(self.model)
+        self._interval.begin(self.model)
 
     def on_train_batch_end(self, batch, logs=None):
         """Drops blocks, if it is time."""
-        if not self._turns.is_due(self.model):
+        if not self._interval.is_over(self.model):
             return
-        step = int(self.model.optimizer.iterations.numpy())
+        step = self._interval.step
         # Keras's schedules are float32; so 0.9 is the 0.9 that `sparsify` takes.
         sparsity = round(float(self._sparsity(step)), 6)
         if not 0 <= sparsity < 1:
@@ -76,9 +81,8 @@ class PruneBlocks(keras.callbacks.Callback):
 
     def _prune(self, layer, sparsity):
         """Drops blocks of a layer; returns how many."""
-        kernel = keras.ops.convert_to_numpy(layer.kernels[0]).astype("float64")
         present = keras.ops.convert_to_numpy(layer.present) > 0
-        squares = (kernel**2).sum(tuple(range(1, kernel.ndim)))
+        squares = squares_of_blocks(layer)
         wanted = max(1, round((1 - sparsity) * layer.layouts[0].mask.size))
         # Those that were dropped come last.
         order = np.argsort(np.where(present, -squares, np.inf), kind="stable")

@@ -11,7 +11,12 @@ import tensorflow as tf
 
 from towers.collectives.hosts import this_host
 from towers.program.voice import say
-from towers.sparse.changing import Turns, begin_anew, dynamic_layers
+from towers.sparse.changing import (
+    begin_anew,
+    dynamic_layers,
+    intervals,
+    squares_of_blocks,
+)
 from towers.sparse.gradients import norms_of_blocks
 from towers.sparse.moves import moved
 
@@ -55,7 +60,7 @@ class RigL(keras.callbacks.Callback):
             ValueError: A number is none of these.
         """
         super().__init__()
-        self._turns = Turns(every)
+        self._every, self._interval = every, intervals(every)
         if not isinstance(until, int) or until < every:
             raise ValueError(
                 f"Received until={until!r} and every={every}; expected until to be a "
@@ -75,14 +80,15 @@ class RigL(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Looks how many steps there have been."""
-        turns = self._turns.begin(self.model)
+        self._interval.begin(self.model)
         if self._batches is None:
-            self._batches = _batches(self._data, turns)
+            moves = self._interval.step // self._every
+            self._batches = _batches(self._data, moves)
 
     def on_train_batch_end(self, batch, logs=None):
         """Moves blocks, if it is time."""
-        step = int(self.model.optimizer.iterations.numpy())
-        if not self._turns.is_due(self.model) or step > self._until:
+        is_over, step = self._interval.is_over(self.model), self._interval.step
+        if not is_over or step > self._until:
             return
         share = self._drop / 2 * (1 + math.cos(math.pi * step / self._until))
         if self._norms is None:
@@ -105,12 +111,11 @@ class RigL(keras.callbacks.Callback):
 
     def _move(self, layer, gradients, share):
         """Moves blocks of a layer; returns how many."""
-        kernel = keras.ops.convert_to_numpy(layer.kernels[0]).astype("float64")
         before = keras.ops.convert_to_numpy(layer.places)
         after = moved(
             before,
             layer.layouts[0].outputs,
-            np.sqrt((kernel**2).sum(tuple(range(1, kernel.ndim)))),
+            np.sqrt(squares_of_blocks(layer)),
             gradients,
             round(share * len(before)),
         )
