@@ -18,6 +18,10 @@ The flags of each command, as `--helpfull` shows them. `make docs` generates thi
 from the source.
 """
 
+_OF_ARGPARSE = (
+    *("launch", "resize", "doctor", "report", "predict", "export", "generate"),
+)
+
 # The flags below a heading: name and meaning.
 Groups = dict[str, dict[str, str]]
 
@@ -27,7 +31,7 @@ def help_of(command: str) -> str:
     """Returns the whole help of a command, which lasts until its flags are read."""
     module, _ = COMMANDS[command]
     # argparse knows no --helpfull.
-    short = command in ("launch", "doctor", "report", "predict", "export", "generate")
+    short = command in _OF_ARGPARSE
     done = subprocess.run(
         [sys.executable, "-m", module, "--help" if short else "--helpfull"],
         capture_output=True,

@@ -15,9 +15,9 @@ FLOORS = (
     *("cluster", "devices", "analysis", "layers", "collectives", "tower"),
     *("stages", "loop"),
     *("plan", "partition", "builders", "numerics", "model"),
-    *("lifecycle", "monitoring", "callbacks", "sparse"),
+    *("lifecycle", "monitoring", "elastic", "callbacks", "sparse"),
     *("train", "parity", "doctor", "find_batch_size", "report", "predict"),
-    *("export", "generate", "launch"),
+    *("export", "generate", "launch", "resize"),
     "towers",
 )
 # These know nothing of towers but what all share, and only programs know them. What

@@ -1,5 +1,6 @@
 """Keras callbacks that watch, write and save a run."""
 
+from towers.elastic.resize import Resize
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
@@ -13,6 +14,7 @@ __all__ = [
     "Checkpoint",
     "DeviceReport",
     "Profile",
+    "Resize",
     "Stall",
     "Starvation",
     "StepTime",

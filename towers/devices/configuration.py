@@ -32,6 +32,8 @@ class Devices:
             there was none.
         memory: What one tower may use, in words.
         note: What the user should know besides, as sentences; may be empty.
+        others: Devices that are set up for towers to come; see `TowerModel.resize`.
+        physical_others: As `physical`, of `others`.
     """
 
     towers: tuple[str, ...]
@@ -40,6 +42,19 @@ class Devices:
     local_parameter_device: str | None = None
     memory: str = "shared with the host"
     note: str = ""
+    others: tuple[str, ...] = ()
+    physical_others: tuple[int, ...] = ()
+
+    @property
+    def every(self) -> "Devices":
+        """The same, with towers on all devices that are set up."""
+        return dataclasses.replace(
+            self,
+            towers=self.towers + self.others,
+            physical=self.physical + self.physical_others,
+            others=(),
+            physical_others=(),
+        )
 
 
 def configure(
@@ -53,6 +68,7 @@ def configure(
     soft_placement: bool = True,
     log_device_placement: bool = False,
     hosts: str | None = None,
+    max_gpus: int | None = None,
 ) -> Devices:
     """Chooses and sets up the devices of this process.
 
@@ -78,6 +94,8 @@ def configure(
         hosts: "auto" to train together with the other processes that a launcher has
             started, if it has started others: `towers.launch`, Slurm, Ray Train, or
             what sets TF_CONFIG. It waits for them. None: this process trains alone.
+        max_gpus: Number of GPUs to set up, which `TowerModel.resize` may use later. By
+            default those that training begins with.
 
     Returns:
         The devices. `towers` has one device string for each tower.
@@ -93,6 +111,7 @@ def configure(
         gpu_memory_limit_mb,
         gpu_split,
         local_parameter_device,
+        max_gpus,
     )
     joined = process_group.join_as_started(hosts) if hosts is not None else None
     startup.prepare_gpus()
@@ -103,13 +122,15 @@ def configure(
     if chosen:
         _check_fits_memory(chosen, gpu_memory_limit_mb, gpu_split)
         _set_up_gpus(gpus, chosen, wish)
-        towers, physical = _name_gpus(gpus, chosen, gpu_split)
-        memory, note = _memory_in_words(wish), ""
+        every, physical = _name_gpus(gpus, chosen, gpu_split)
+        memory, first = _memory_in_words(wish), wish.begins_with or len(chosen)
     else:
         hosts_here = joined.count_here if joined else 1
-        towers = _set_up_cpus((num_gpus or 1) * gpu_split, hosts_here)
-        physical, memory = (), Devices.memory
-        note = _stand_in_note(len(towers), wish)
+        every = _set_up_cpus((wish.most or 1) * gpu_split, hosts_here)
+        physical, memory, first = (), Devices.memory, wish.begins_with or 1
+    first *= gpu_split
+    towers, others = every[:first], every[first:]
+    note = "" if chosen else _stand_in_note(len(towers), wish)
     tf.config.set_soft_device_placement(soft_placement)
     tf.debugging.set_log_device_placement(log_device_placement)
     on_first = local_parameter_device == "gpu"
@@ -119,10 +140,12 @@ def configure(
     return Devices(
         towers=towers,
         home=towers[0] if on_first else HOST,
-        physical=physical,
+        physical=physical[:first],
         local_parameter_device=local_parameter_device,
         memory=memory,
         note=note,
+        others=others,
+        physical_others=physical[first:],
     )
 
 
@@ -140,7 +163,7 @@ def _choose(found: int, visible: Sequence[int], wish: Wish) -> tuple[int, ...]:
     Raises:
         ValueError: If the machine has not what was wished for.
     """
-    num_gpus, gpu_indices = wish.num_gpus, wish.gpu_indices
+    gpu_indices = wish.gpu_indices
     if gpu_indices is not None:
         absent = [index for index in gpu_indices if index >= found]
         if absent and not found:
@@ -154,14 +177,16 @@ def _choose(found: int, visible: Sequence[int], wish: Wish) -> tuple[int, ...]:
                 f"{absent[0]}; TensorFlow finds {found}, so choose from "
                 f"{', '.join(map(str, range(found)))}."
             )
-        return tuple(int(index) for index in gpu_indices)
-    if visible and num_gpus is not None and num_gpus > len(visible):
+        asked = [int(index) for index in gpu_indices]
+        visible = [*asked, *(index for index in visible if index not in asked)]
+    if visible and wish.most is not None and wish.most > len(visible):
+        name = "num_gpus" if wish.max_gpus is None else "max_gpus"
         raise ValueError(
-            f"num_gpus={num_gpus} was received, but TensorFlow sees {len(visible)} on "
+            f"{name}={wish.most} was received, but TensorFlow sees {len(visible)} on "
             f"this machine; use at most {len(visible)}, or make more visible with "
             "CUDA_VISIBLE_DEVICES."
         )
-    return tuple(visible[:num_gpus])
+    return tuple(visible[: wish.most])
 
 
 def _set_up_gpus(

@@ -59,6 +59,10 @@ def table(
     lines += _wrapped(f"Variables live on {home}.")
     if devices.physical:
         lines += _wrapped(_numbering(os.environ))
+    if devices.others:
+        count, others = len(devices.others), ", ".join(devices.others)
+        more = words.count(count, "more device is", "more devices are")
+        lines += _wrapped(f"{more} set up for towers resize: {others}.")
     if devices.note:
         lines += _wrapped(f"Note: {devices.note}")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,8 @@ T = TypeVar("T")
 _LIMIT_S = 20.0
 # Set when it has not answered: then it is not asked again.
 _hangs = threading.Event()
+# Of what processes computed, the last seconds count.
+_RECENT_S = 2.0
 
 _WAYS = {
     # The second version counts as nvidia-smi does: without what is reserved.
@@ -46,6 +49,21 @@ class Gpu(NamedTuple):
     index: int
     uuid: str
     memory_mb: int
+
+
+class Use(NamedTuple):
+    """Who uses a GPU.
+
+    Attributes:
+        memory: The part of its memory that is taken, 0 to 1, by whomever.
+        memory_of: What each process takes of it, by its number.
+        compute_of: The part of the last moments in which each computed, 0 to 1;
+            without those that did not, or if the driver does not tell.
+    """
+
+    memory: float
+    memory_of: dict[int, float]
+    compute_of: dict[int, float]
 
 
 class Driver:
@@ -103,6 +121,39 @@ class Driver:
             except self._nvml.NVMLError as error:
                 self.faults[name] = str(error)
         return values
+
+    def use(self, uuid: str) -> Use | None:
+        """Tells who uses a GPU; `None` if the driver does not tell.
+
+        Args:
+            uuid: Its UUID.
+        """
+        return None if self._refuses else _ask(lambda: self._use(uuid), None)
+
+    def _use(self, uuid):
+        nvml = self._nvml
+        try:
+            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
+            found = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
+        except nvml.NVMLError:
+            return None
+        taken = {each.pid: each.usedGpuMemory for each in found}
+        if None in taken.values():  # as on Windows
+            return None
+        memory_of = {pid: used / memory.total for pid, used in taken.items()}
+        return Use(memory.used / memory.total, memory_of, self._compute_of(gpu))
+
+    def _compute_of(self, gpu):
+        since = int((time.time() - _RECENT_S) * 1e6)
+        try:
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(gpu, since)
+        except self._nvml.NVMLError:
+            return {}  # also where none has computed
+        # Some drivers give older ones, too.
+        recent = [each for each in samples if each.timeStamp > since]
+        recent.sort(key=lambda each: each.timeStamp)
+        return {each.pid: each.smUtil / 100 for each in recent}
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Lists the GPUs; none if the driver does not tell, or one is cut up (MIG)."""

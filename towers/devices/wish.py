@@ -22,17 +22,52 @@ class Wish:
     gpu_memory_limit_mb: int | None = None
     gpu_split: int = 1
     local_parameter_device: str | None = None
+    max_gpus: int | None = None
 
     def __post_init__(self):
         """Checks the wish."""
         _check_counts(self.num_gpus, self.gpu_memory_limit_mb, self.gpu_split)
         _check_indices(self.num_gpus, self.gpu_indices)
+        self._check_most()
+        self._check_wanted()
         _check_memory(self.allow_growth, self.gpu_memory_limit_mb, self.gpu_split)
         if self.local_parameter_device not in (None, "cpu", "gpu"):
             raise ValueError(
                 'local_parameter_device must be "cpu", "gpu" or None, but '
                 f"{self.local_parameter_device!r} was received; choose one of them."
             )
+
+    @property
+    def begins_with(self) -> int | None:
+        """How many GPUs there are towers on at first; `None` for all."""
+        return self.num_gpus if self.gpu_indices is None else len(self.gpu_indices)
+
+    @property
+    def most(self) -> int | None:
+        """How many GPUs to set up; `None` for all."""
+        return self.begins_with if self.max_gpus is None else self.max_gpus
+
+    def _check_most(self):
+        most, first = self.max_gpus, self.begins_with
+        if most is None:
+            return
+        if not is_int(most) or most < (first or 1):
+            raise ValueError(
+                f"max_gpus must be a whole number of at least {first or 1}, with which "
+                f"training begins, but {most!r} was received; leave it out to use no "
+                "others later."
+            )
+
+    def _check_wanted(self):
+        wanted = (self.most or 1) * self.gpu_split
+        if wanted <= MOST_DEVICES:
+            return
+        names = "num_gpus", "max_gpus"
+        given = [f"{n}={v}" for n in names if (v := getattr(self, n)) is not None]
+        raise ValueError(
+            f"{', '.join(given)} and gpu_split={self.gpu_split} were received, which "
+            f"are {wanted:,} devices; use at most {MOST_DEVICES}."
+        )
 
     @property
     def grows(self) -> bool:
@@ -72,11 +107,6 @@ def _check_counts(
                 f"{name} must be a whole number of at least 1, but {value!r} was "
                 f"received; {fix}."
             )
-    if (wanted := (num_gpus or 1) * gpu_split) > MOST_DEVICES:
-        raise ValueError(
-            f"num_gpus={num_gpus} and gpu_split={gpu_split} were received, which are "
-            f"{wanted:,} devices; use at most {MOST_DEVICES}."
-        )
 
 
 def _check_indices(num_gpus: int | None, gpu_indices: Sequence[int] | None) -> None:

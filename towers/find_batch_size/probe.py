@@ -41,7 +41,7 @@ from towers.devices import Devices
 from towers.find_batch_size import search
 from towers.find_batch_size.search_flags import Search
 from towers.input_pipeline import free_memory
-from towers.model.arguments import grouped
+from towers.model.update.layout import grouped
 from towers.program import startup
 from towers.program.commands import quieten
 from towers.program.ending import ANOTHER_FAILED

@@ -72,6 +72,23 @@ def variable_like(value: Any, device: str, like: Any, shape: Any = None) -> tf.V
     return new
 
 
+def empty(variable: tf.Variable) -> None:
+    """Frees the memory of a variable's value, until it is given room."""
+    _put_zeros(variable, [0])
+
+
+def give_room(variable: tf.Variable) -> None:
+    """Gives an empty variable a value of its shape: zeros, to be assigned anew."""
+    _put_zeros(variable, variable.shape)
+
+
+def _put_zeros(variable, shape):
+    with tf.device(variable.device):
+        zeros = tf.zeros(shape, variable.dtype)
+        # Unlike `assign`, it takes a value of any shape.
+        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=zeros)
+
+
 def bytes_of(variable: keras.Variable | tf.Variable) -> int:
     """Returns how many bytes a variable takes."""
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size

@@ -1,4 +1,7 @@
-"""Batches that a thread fetches while a step runs, ahead of their use."""
+"""Batches that a thread fetches while a step runs, ahead of their use.
+
+They belong to their iterator: whoever trains on it next, as after a resize, gets them.
+"""
 
 import collections
 import contextlib
@@ -6,8 +9,8 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -18,47 +21,89 @@ from towers.devices import HOST
 _PATIENCE_S = 5.0
 
 
-class Ahead:
-    """Batches that are fetched before they are asked for.
+class Fetched(NamedTuple):
+    """A batch that was taken out of an iterator.
 
-    They belong to their iterator, one of tf.data, and are dropped with it. Of others
-    nothing is fetched ahead.
+    Attributes:
+        data: The whole batch.
+        ready: What was made of it.
     """
 
-    def __init__(self, count: int, fetch: Callable[[Iterator], Any]):
+    data: Any
+    ready: Any
+
+
+class _Waiting:
+    """The batches of one iterator that were fetched and not yet used.
+
+    Attributes:
+        entries: Each batch, or the error that came instead, and whose `Ahead` it was.
+        coming: Tells when a thread has fetched the next ones, if one does.
+    """
+
+    def __init__(self):
+        self.entries = collections.deque()
+        self.coming: threading.Event | None = None
+
+    def wait(self) -> None:
+        """Waits for what an error has left coming; else it is there."""
+        if self.coming is not None:
+            self.coming.wait()
+            self.coming = None
+
+
+_WAITING: MutableMapping[Iterator, _Waiting] = weakref.WeakKeyDictionary()
+
+
+class Ahead:
+    """Fetches batches before they are asked for, of iterators of tf.data only."""
+
+    def __init__(
+        self,
+        count: int,
+        fetch: Callable[[Iterator], Fetched],
+        prepare: Callable[[Iterator, Any], Any],
+    ):
         """Starts with none of `count`.
 
-        `fetch` takes the next batch out of an iterator, and prepares it.
+        Args:
+            count: How many are to be there.
+            fetch: Takes the next batch out of an iterator, and prepares it.
+            prepare: Takes an iterator and a whole batch that another `Ahead` has taken
+                out of it; returns what `fetch` would have made ready.
         """
-        self._count, self._fetch = count, fetch
-        self._waiting = weakref.WeakKeyDictionary()
-        self._coming, self._worker = weakref.WeakKeyDictionary(), None
+        self._count, self._fetch, self._prepare = count, fetch, prepare
+        self._worker = None
 
     def take(self, iterator: Iterator) -> Any:
-        """Returns the next batch, or raises what was raised instead of one."""
+        """Returns what is ready of the next batch, or raises what was raised instead.
+
+        What another `Ahead` has fetched comes first.
+        """
         waiting = self._of(iterator)
         if waiting is None:
-            return self._fetch(iterator)
-        if iterator in self._coming:
-            # An error had left it behind, or it is there.
-            self._coming.pop(iterator).wait()
-        if not waiting:
-            return self._fetch(iterator)
-        batch, error = waiting.popleft()
+            return self._fetch(iterator).ready
+        waiting.wait()
+        if not waiting.entries:
+            return self._fetch(iterator).ready
+        batch, error, by = waiting.entries.popleft()
         if error is not None:
             raise error
-        return batch
+        if by() is not self:
+            return self._prepare(iterator, batch.data)
+        return batch.ready
 
     def fill(self, iterator: Iterator) -> None:
         """Fetches what is missing; an error, or the end, waits for its turn."""
         waiting = self._of(iterator)
+        by = weakref.ref(self)
         while self._lacks(waiting):
             try:
-                waiting.append((self._fetch(iterator), None))
+                waiting.entries.append((self._fetch(iterator), None, by))
             except Exception as error:
                 # Its frames would keep the iterator alive.
                 error.__cause__ = error.__context__ = None
-                waiting.append((None, error.with_traceback(None)))
+                waiting.entries.append((None, error.with_traceback(None), by))
 
     @contextlib.contextmanager
     def filling(self, iterator: Iterator) -> Iterator[None]:
@@ -66,13 +111,14 @@ class Ahead:
 
         On leaving, all is there: what comes between two calls finds nothing running.
         """
-        if not self._lacks(self._of(iterator)):
+        waiting = self._of(iterator)
+        if not self._lacks(waiting):
             yield
             return
         if self._worker is None:
             self._worker = _Worker()
         done = self._worker.begin(functools.partial(self.fill, iterator))
-        self._coming[iterator] = done
+        waiting.coming = done
         try:
             yield
             done.wait()
@@ -83,14 +129,41 @@ class Ahead:
             raise
 
     def _lacks(self, waiting):
-        if waiting is None or (waiting and waiting[-1][1]):
+        if waiting is None or (waiting.entries and waiting.entries[-1][1]):
             return False
-        return len(waiting) < self._count
+        return len(waiting.entries) < self._count
 
     def _of(self, iterator):
         if not self._count or not isinstance(iterator, tf.data.Iterator):
             return None
-        return self._waiting.setdefault(iterator, collections.deque())
+        return _WAITING.setdefault(iterator, _Waiting())
+
+
+def taken(iterator: Iterator, most: int) -> list[Any]:
+    """Takes batches that were fetched of an iterator and not yet used, in order.
+
+    Args:
+        iterator: The iterator.
+        most: How many to take at most.
+
+    Returns:
+        The whole batches; none for an iterator that nothing was fetched of.
+    """
+    batches = []
+    if not isinstance(iterator, tf.data.Iterator) or iterator not in _WAITING:
+        return batches
+    waiting = _WAITING[iterator]
+    waiting.wait()
+    while waiting.entries and len(batches) < most:
+        batch, error, _ = waiting.entries[0]
+        if error is not None:
+            if batches:
+                break
+            waiting.entries.popleft()
+            raise error
+        waiting.entries.popleft()
+        batches.append(batch.data)
+    return batches
 
 
 class _Worker:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towers.collectives import batch
 from towers.collectives.placing import where_its_input_is
-from towers.loop.ahead import Ahead
+from towers.loop.ahead import Ahead, Fetched
 from towers.loop.timers import timestamp_after
 
 
@@ -171,16 +171,24 @@ def _one_ahead(place, step, count):
         times = tf.TensorSpec([None, 3], tf.float64)
         return fetch_one, step.get_concrete_function(*specs, times)
 
-    def fetch_next(iterator):
+    def traced_for(iterator):
         if iterator not in traced:
             traced[iterator] = trace(iterator)
-        fetch_one, step_one = traced[iterator]
-        with fetches.timed() as note:
-            *fetched, times = fetch_one(iterator)
-            note(times.numpy())
-        return step_one, fetched
+        return traced[iterator]
 
-    ahead = Ahead(count, fetch_next)
+    def fetch_next(iterator):
+        fetch_one, step_one = traced_for(iterator)
+        with fetches.timed() as note:
+            data, local_batches, times = fetch_one(iterator)
+            note(times.numpy())
+        return Fetched(data, (step_one, [data, local_batches]))
+
+    def prepare(iterator, data):
+        _, step_one = traced_for(iterator)
+        with fetches.timed():
+            return step_one, [data, place(data)]
+
+    ahead = Ahead(count, fetch_next, prepare)
 
     def function(iterator):
         step_one, fetched = ahead.take(iterator)

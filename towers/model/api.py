@@ -1,28 +1,23 @@
 """The Keras door: `multi_gpu_model()` makes a Keras model train on towers."""
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
-from towers import devices
 from towers._deprecated import accepts_old_names
-from towers.builders.builder import Builder
-from towers.builders.context import Context
 from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
 from towers.collectives.hosts import COMPRESSIONS, OneHost, this_host
-from towers.collectives.spread import tables as spread_tables
-from towers.devices import is_gpu, nccl_fits
-from towers.layers import tables, variables
+from towers.devices import is_gpu
 from towers.loop.agreement import Agreement
-from towers.model import arguments, auto
-from towers.model.auto import Choice
+from towers.model import arguments
 from towers.model.tower_model import TowerModel
-from towers.model.variable_update import VariableUpdate
-from towers.plan import Plan
+from towers.model.update.auto import Choice
+from towers.model.update.layout import Layout
+from towers.model.update.recipe import Recipe
+from towers.model.update.variable_update import VariableUpdate
 
 
 @accepts_old_names
@@ -171,14 +166,13 @@ def multi_gpu_model(
     arguments.check_choice("loss_placement", loss_placement, placements)
     arguments.check_choice("variable_update", variable_update, updates)
     variable_update = arguments.chosen_update(model, variable_update)
-    of_towers = arguments.grouped(devices.resolve(gpus), stages)
-    towers = [each[0] for each in of_towers]
+    layout = Layout.of(gpus, stages, split_ratios)
+    towers = layout.firsts
     pipeline = arguments.check_pipeline(
         *(model, stages, placement, micro_batches, pipeline_schedule, recompute),
         shard_embeddings,
     )
     arguments.check_updates_stages(pipeline, variable_update)
-    split_ratios = arguments.check_split_ratios(split_ratios, len(towers))
     if all_reduce_alg != "auto":
         reduce.check_all_reduce(all_reduce_alg, variable_update, towers)
     if max_staleness is not None:
@@ -187,15 +181,13 @@ def multi_gpu_model(
     if preprocess is not None:
         preprocess = arguments.check_preprocess(preprocess)
     guard, numerics_file = arguments.check_numerics(check_numerics)
-    moved = local_parameter_device is not None or cpu_relocation
-    home = local_parameter_device
-    if home is None and cpu_relocation:
-        home = "cpu"
-    if home is None and stages > 1:
-        home = towers[0]
+    asked = local_parameter_device
+    if asked is None and cpu_relocation:
+        asked = "cpu"
+    in_stages = asked is None and stages > 1
+    home = towers[0] if in_stages else asked
     home = arguments.find_home(home, model, variable_update, towers)
-    stays = moved and home != towers[0]
-    nccl = nccl_fits(towers)
+    follows = asked == "gpu" or in_stages or (is_gpu(home) and home == towers[0])
     arguments.check_choice(
         "gradient_compression", gradient_compression, list(COMPRESSIONS)
     )
@@ -227,48 +219,16 @@ def multi_gpu_model(
         shard_optimizer_state=shard_optimizer_state,
         check_numerics=bool(check_numerics),
     )
-    ways = functools.partial(
-        auto.candidates, towers, nccl, stays=stays, in_stages=not pipeline.alone
+    recipe = Recipe(
+        *(model, home, follows, asked is not None and home != towers[0]),
+        *(cpu_merge, packed, hosts, pipeline, shard_embeddings),
+        *(loss_placement, strict, preprocess, prefetch, guard, agreement),
+        *(shard_optimizer_state, max_staleness),
     )
-
-    def make(choice: Choice) -> Builder:
-        where = towers[0] if choice.variable_update == "replicated" else home
-        homes = (where,) * stages if where != towers[0] else of_towers[0]
-        merges = None
-        if cpu_merge is False:
-            merges = of_towers[0]
-        elif cpu_merge and is_gpu(where):
-            merges = (devices.HOST,) * stages
-        options = {}
-        if choice.variable_update == "replicated":
-            options["all_reduce_alg"] = choice.all_reduce_alg
-            options["shard_optimizer_state"] = shard_optimizer_state
-        if choice.variable_update == "asynchronous":
-            options["max_staleness"] = max_staleness
-        plan = Plan.of(of_towers, split_ratios, homes, merges, packed, hosts, pipeline)
-        if shard_embeddings == "none":
-            tables.bring_home(model, plan.home_of)
-        elif model.built:
-            # Before all else moves, as a table may not fit there.
-            places_of = plan.places_of(choice.variable_update == "replicated")
-            divided = spread_tables.divide(model, plan, shard_embeddings)
-            placed = tables.layout(
-                *(model, plan.all_devices, shard_embeddings, places_of),
-                apart=divided,
-            )
-            tables.put(placed, None)
-        variables.move(model, plan.home_of)
-        context = Context(
-            *(model, plan, loss_placement, strict, preprocess, prefetch, guard),
-            *(agreement, shard_embeddings),
-        )
-        return STRATEGIES[choice.variable_update](context, **options)
-
-    if variable_update != "auto":
-        chosen, ways = Choice(variable_update, all_reduce_alg), None
-    else:
-        chosen = ways(xla=False, synchronized=False)[0]
-    update = VariableUpdate(model, make, chosen, ways, choice_file)
+    choice, chooses = Choice(variable_update, all_reduce_alg), False
+    if variable_update == "auto":
+        choice, chooses = recipe.ways(layout, xla=False, synchronized=False)[0], True
+    update = VariableUpdate(recipe, layout, choice, chooses, choice_file)
     return TowerModel(update, numerics_file)
 
 

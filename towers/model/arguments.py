@@ -1,6 +1,5 @@
 """Checks the arguments of `multi_gpu_model`: a `ValueError` says what is wrong."""
 
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from towers.layers import pipeline as pipelines
 from towers.layers import tables
 from towers.layers.pipeline import Pipeline, Placement
 from towers.model.tower_model import TowerModel
-from towers.program import words
+from towers.model.update.layout import check_count
 from towers.program.voice import say
 from towers.tower.preprocess import Preprocess
 
@@ -136,22 +135,6 @@ def check_optimizer_shards(variable_update: str, algorithm: str) -> None:
         )
 
 
-def check_split_ratios(ratios: Any, towers: int) -> tuple[int, ...]:
-    """Returns the ratios, even by default."""
-    if ratios is None:
-        return (1,) * towers
-    try:
-        found = tuple(map(operator.index, ratios))
-    except TypeError:
-        found = ()
-    if len(found) != towers or min(found) < 1:
-        raise ValueError(
-            f"Received split_ratios={ratios} for {towers} towers; expected a positive "
-            "integer for each, such as (2, 3, 3)."
-        )
-    return found
-
-
 def check_hosts(count: int, variable_update: str) -> None:
     """Checks that several hosts can update the variables that way."""
     if count > 1 and variable_update == "asynchronous":
@@ -224,19 +207,6 @@ def check_preprocess(preprocess: Any) -> Preprocess:
     return Preprocess(preprocess)
 
 
-def grouped(devices: Sequence[str], stages: Any) -> list[tuple[str, ...]]:
-    """Returns the devices of each tower: as many as there are stages."""
-    _check_count("stages", stages)
-    if len(devices) % stages:
-        raise ValueError(
-            f"Received stages={stages} for {words.count(len(devices), 'device')}; "
-            "expected a number of stages that divides that of the devices, as each "
-            "tower takes one for each stage."
-        )
-    firsts = range(0, len(devices), stages)
-    return [tuple(devices[k : k + stages]) for k in firsts]
-
-
 def check_pipeline(
     model: keras.Model,
     stages: int,
@@ -247,7 +217,7 @@ def check_pipeline(
     shard_embeddings: Any = "none",
 ) -> Pipeline:
     """Returns how the devices of a tower share the model; see `multi_gpu_model`."""
-    _check_count("micro_batches", micro_batches)
+    check_count("micro_batches", micro_batches)
     check_choice("pipeline_schedule", schedule, pipelines.SCHEDULES)
     check_choice("recompute", recompute, pipelines.RECOMPUTE)
     if placement != "auto" and not isinstance(placement, Mapping):
@@ -294,11 +264,6 @@ def check_updates_stages(pipeline: Pipeline, variable_update: str) -> None:
             "Received variable_update='asynchronous' with stages, micro_batches or "
             "recompute; expected 'parameter_server' or 'replicated'."
         )
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"Received {name}={value!r}; expected an integer from 1.")
 
 
 def _home_of(model: keras.Model, towers: Sequence[str]) -> str:

@@ -11,7 +11,8 @@ import keras
 
 from towers.loop import described, listeners
 from towers.loop.agreement import Agreement, FollowHosts
-from towers.model import auto, fit_data
+from towers.model import fit_data
+from towers.model.update import auto
 
 # What a host shows of it is its own.
 _OF_A_HOST = ("verbose",)

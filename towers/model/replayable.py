@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from towers.loop import loop
+from towers.loop import ahead, loop
 
 
 class ReplayableBatches:
@@ -23,7 +23,9 @@ class ReplayableBatches:
         Raises:
             StopIteration: If there is none left.
         """
-        self._batches = list(itertools.islice(iterator, steps))
+        waiting = ahead.taken(iterator, steps)
+        more = itertools.islice(iterator, steps - len(waiting))
+        self._batches = [*waiting, *more]
         if not self._batches:
             raise StopIteration
         self._spec = getattr(iterator, "element_spec", None)

@@ -8,6 +8,7 @@ Keras's own.
 import contextlib
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,9 +20,9 @@ from towers.cluster import process_group
 from towers.loop import listeners
 from towers.model import fit_data
 from towers.model.compared import compared
-from towers.model.first_call import FirstCall
 from towers.model.fit_call import FitCall, given
-from towers.model.variable_update import VariableUpdate
+from towers.model.update.first_call import FirstCall
+from towers.model.update.variable_update import VariableUpdate
 from towers.numerics import failed_stage, not_finite
 from towers.tower.errors import (
     explained_look_ups,
@@ -32,6 +33,8 @@ from towers.tower.errors import (
 # Beside `fit`, whose `FitCall` sees to it.
 _OF_MANY_BATCHES = "evaluate", "predict"
 _NOTHING = contextlib.nullcontext()
+# What the loop calls, by the names that it has for them.
+_FUNCTIONS = "train_function", "test_function", "predict_function"
 
 
 class TowerModel(wrapt.CallableObjectProxy):
@@ -62,6 +65,51 @@ class TowerModel(wrapt.CallableObjectProxy):
         """The builder, which knows towers and home. "auto" may put another here."""
         return self._self_update.builder
 
+    def resize(
+        self,
+        gpus: int | Sequence[int] | Sequence[str] | None = None,
+        split_ratios: Sequence[int] | None = None,
+    ) -> None:
+        """Goes on with other towers, between two batches, as in a callback.
+
+        The numbers stay those of one device, as far as they do not depend on the number
+        of towers anyway. Variables leave a GPU that computes no more. Graphs of towers
+        that were used before are kept; others are traced in the next step.
+
+        TensorFlow adds no device later, so `configure` has to set up all of them.
+
+        Examples:
+            >>> towers.configure(num_gpus=4)
+            >>> parallel = towers.multi_gpu_model(model, gpus=2)
+            >>> parallel.resize(gpus=4)
+
+        Args:
+            gpus: As of `multi_gpu_model`: a number, indices or device strings. `None`
+                for all.
+            split_ratios: As of `multi_gpu_model`. By default parts are equal.
+
+        Raises:
+            ValueError: There are no such devices, a batch has fewer micro-batches than
+                towers, or hosts train together.
+        """
+        update = self._self_update
+        layout = update.layout_of(gpus, split_ratios)
+        if self.builder.plan.hosts.count > 1:
+            raise ValueError(
+                f"Received resize() on one of {self.builder.plan.hosts.count} hosts; "
+                "expected one host, so have the launcher start other hosts instead."
+            )
+        self._reset_if_changed()
+        if layout == update.layout:
+            return
+        functions = {name: getattr(self, name) for name in _FUNCTIONS}
+        found = update.change_layout(layout, functions)
+        for name in _FUNCTIONS:
+            setattr(self, name, found.get(name))
+            if functions[name] is not None and getattr(self, name) is None:
+                # A loop calls whatever is here, and asks for nothing.
+                getattr(self, f"make_{name}")(force=True)
+
     @property
     def loss_placement(self) -> str | None:
         """Where the loss is computed, "tower" or "gathered"; `None` before a step."""
@@ -89,7 +137,8 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def _reset_if_changed(self):
         if self._self_update.reset_if_changed():
-            self.train_function = self.test_function = self.predict_function = None
+            for name in _FUNCTIONS:
+                setattr(self, name, None)
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes what `fit` calls with an iterator; see `keras.Model`."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import keras
 
+from towers.layers.variables import steps_done
 from towers.loop import listeners
 from towers.loop.host_times import HostTotals
 from towers.loop.timers import StepTimers, Totals
@@ -144,6 +145,8 @@ class StepTime(keras.callbacks.Callback):
         call = self._calls.end(self.model, batch)
         self._calls_s += call.seconds
         timers = self.model.builder.timers
+        if self._timers not in (None, timers):
+            self._part = f"from step {steps_done(self.model):,} on"
         if not call.warm or timers is not self._timers:
             self._start(timers)
 
@@ -217,6 +220,7 @@ class StepTime(keras.callbacks.Callback):
         self._calls = Calls(self._warmup_steps, self._clock)
         self._calls_s = 0.0
         self._timers: StepTimers | None = None
+        self._part = "whole run"
         self._told: Split | None = None
 
     def _start(self, timers):

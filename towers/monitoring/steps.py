@@ -39,7 +39,7 @@ class Call(NamedTuple):
         first: Its first batch, as the epoch counts.
         end: The batch behind its last one.
         seconds: Time inside it.
-        warm: Whether it began behind the warm-up.
+        warm: Whether it began behind the warm-up, with the towers of the call before.
     """
 
     first: int
@@ -54,7 +54,7 @@ class Calls:
     def __init__(self, warmup_steps: int, clock: Callable[[], float]):
         self._warmup_steps, self._clock = warmup_steps, clock
         self._steps = self._first = 0
-        self._begun_s = 0.0
+        self._begun_s, self._builder = 0.0, None
 
     def begin(self, batch: int) -> None:
         """Starts the clock; `batch` is the first of the call's batches."""
@@ -64,5 +64,8 @@ class Calls:
         """Stops the clock; `batch` is as Keras tells it."""
         seconds = self._clock() - self._begun_s
         end, warm = batches_done(model, batch), self._steps >= self._warmup_steps
+        # Other towers trace another graph in their first call.
+        builder = getattr(model, "builder", None)
+        warm, self._builder = warm and builder is self._builder, builder
         self._steps += end - self._first
         return Call(self._first, end, seconds, warm)

@@ -27,6 +27,9 @@ class Throughput(keras.callbacks.Callback):
     callbacks see the value (progress bar, TensorBoard, history).
 
     Towers step together, so each tower's throughput is its part of the total.
+
+    Attributes:
+        fractions: Fraction of a full batch that each tower gets.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self._batch_size = batch_size
         self._examples = examples
-        self._fractions = fractions
+        self.fractions = fractions
         self._tokens = tokens
         self._calls = Calls(warmup_steps, clock)
         self._counted = 0
@@ -108,7 +111,7 @@ class Throughput(keras.callbacks.Callback):
         if self._counted_s == seconds:
             return {}
         rate = (self._counted - count) / (self._counted_s - seconds)
-        towers = {f"/tower_{k}": part for k, part in enumerate(self._fractions)}
+        towers = {f"/tower_{k}": part for k, part in enumerate(self.fractions)}
         found = {
             f"examples_per_sec{tower}": rate * part
             for tower, part in {"": 1.0, **towers}.items()

@@ -1,7 +1,7 @@
 """The callbacks that measure a run, put together."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
 
@@ -18,14 +18,12 @@ class Watch:
         throughput: How fast is it?
         starvation: What does a step's time go to, and what is it bound by?
         devices: What do the devices have to do?
-        fractions: The part of a full batch that each tower of this host gets.
         first_tower: The number of the first of them among those of all hosts.
     """
 
     throughput: Throughput
     starvation: Starvation
     devices: DeviceReport
-    fractions: Sequence[float]
     first_tower: int = 0
 
     @property
@@ -41,13 +39,13 @@ class Watch:
     def text(self) -> str:
         """Says what was measured of the whole run, in lines."""
         lines = [self.throughput.text()]
-        if len(self.fractions) > 1:
+        fractions, busy = self.throughput.fractions, self.starvation.busy()
+        if len(fractions) > 1:
             lines += [
-                f"  tower {k}: {self.throughput.text(part)}, computing {busy:.0%} of "
+                f"  tower {k}: {self.throughput.text(part)}, computing {share:.0%} of "
                 "the time"
-                for k, (part, busy) in enumerate(
-                    zip(self.fractions, self.starvation.busy(), strict=False),
-                    self.first_tower,
+                for k, (part, share) in enumerate(
+                    zip(fractions, busy, strict=False), self.first_tower
                 )
             ]
         rate = self.throughput.examples_per_sec

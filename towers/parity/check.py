@@ -14,7 +14,7 @@ from towers.collectives.hosts import this_host
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
 from towers.model.api import multi_gpu_model
-from towers.model.arguments import grouped
+from towers.model.update.layout import grouped
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
 from towers.parity.trials import Setting, Trials, in_place, quietly

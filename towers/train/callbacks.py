@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
+from towers.elastic.resize import Resize
 from towers.lifecycle.checkpoints.best import Monitor
 from towers.lifecycle.stop_at_step import StopAtStep
 from towers.loop import listeners
@@ -41,6 +42,9 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     measures = watch.measures
     if settings.asynchronous:
         measures.append(job.parallel.builder.staleness.measured)
+    resize = make_resize(job, watch)
+    if resize is not None:
+        measures.append(resize.measured)
     # The order matters: what one callback adds to the logs, the later ones see.
     setup = job.setup
     own = [] if setup.mine is None else setup.mine.callbacks(**setup.known)
@@ -50,12 +54,15 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         *([keras.callbacks.SwapEMAWeights()] if settings.ema is not None else []),
         *watch.callbacks,
         _TaskLogs(job),
-        make_tensorboard(job, measures, watch),
+        make_tensorboard(job, measures, watch, resize),
         *own,
         job.checkpoint,
     ]
     if (steps := checks.read_profile_steps(settings)) is not None:
         callbacks.insert(0, Profile(os.path.join(job.model_dir, "train"), *steps))
+    if resize is not None:
+        # Before those that measure a call.
+        callbacks.insert(0, resize)
     if settings.stall_seconds:
         # First, to hear of a batch before it is waited for any other.
         callbacks.insert(0, make_stall(job))
@@ -151,20 +158,37 @@ def _shows_mistakes(job):
 
 def make_watch(job: Job) -> Watch:
     """Makes the callbacks that measure the run."""
-    size = job.settings.batch_size
-    fractions = [each / size for each in job.sizes]
-    tokens = job.data.tokens_per_example
+    size, tokens = job.settings.batch_size, job.data.tokens_per_example
     return Watch(
-        Throughput(size, job.data.examples, fractions=fractions, tokens=tokens),
+        Throughput(size, job.data.examples, fractions=job.fractions, tokens=tokens),
         Starvation(job.settings.log_steps, advice=job.data.advice),
-        DeviceReport(job.devices),
-        fractions,
+        DeviceReport(job.devices.every),
         job.parallel.builder.plan.towers[0].index,
     )
 
 
+def make_resize(job: Job, watch: Watch) -> Resize | None:
+    """Makes the callback that changes the towers; `None` if hosts train together."""
+    if job.hosts:
+        return None
+
+    def changed():
+        watch.throughput.fractions = job.fractions
+
+    return Resize(
+        job.model_dir,
+        available=job.devices.every,
+        check=job.check_towers,
+        on_change=changed,
+        generations=job.generations,
+    )
+
+
 def make_tensorboard(
-    job: Job, measures: Sequence[Callable[[], dict[str, float]]], watch: Watch
+    job: Job,
+    measures: Sequence[Callable[[], dict[str, float]]],
+    watch: Watch,
+    resize: Resize | None = None,
 ) -> TensorBoard:
     """Makes the callback that writes what the run does, and is.
 
@@ -172,6 +196,7 @@ def make_tensorboard(
         job: The run.
         measures: What has been measured; see `TensorBoard`.
         watch: Says at the end what was measured.
+        resize: Tells of changes of the towers, if there may be some.
     """
     found = "\n".join(f"{name}: {value}" for name, value in versions().items())
     texts = {
@@ -194,6 +219,7 @@ def make_tensorboard(
             "parameters": job.model.count_params(),
         },
         measures=measures,
+        marks={"resize": resize.marks} if resize is not None else {},
         hparams=hyper_parameters(job),
         histograms=job.settings.histograms,
         graph=lambda: job.parallel.builder.graph,

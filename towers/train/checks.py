@@ -48,6 +48,7 @@ _BOUNDS = (
     ("eval_steps", 1, None),
     ("max_staleness", 0, None),
     ("num_gpus", 1, None),
+    ("max_gpus", 1, None),
     ("num_classes", 1, None),
     ("sequence_length", 1, None),
     ("gpu_split", 1, None),

@@ -216,6 +216,10 @@ HELPS = {
             "GPU, logical CPUs for 2 towers."
         ),
         "gpu_indices": "Numbers of the GPUs to use, as in nvidia-smi, such as 0,2.",
+        "max_gpus": (
+            "Number of GPUs to set up, which towers resize may give to the run later. "
+            "Default: those that it begins with."
+        ),
         "gpu_split": "Number of logical GPUs, and so towers, to make of each GPU.",
         "allow_growth": (
             "Take GPU memory as needed, instead of all at the start. Default: yes, "

@@ -15,6 +15,7 @@ from towers import devices
 from towers.collectives import batch, reduce
 from towers.collectives.hosts import this_host
 from towers.devices import HOST, Devices
+from towers.elastic.generations import Generations
 from towers.input_pipeline.records import quarantine
 from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoint import Checkpoint
@@ -53,6 +54,7 @@ class Job:
         class_weight: How much each class counts, as `fit` takes it.
         notes: What was done to the model before it trains, and how classes count.
         hosts: With several hosts, by name what each has told of its towers.
+        generations: The towers that the run has had.
     """
 
     settings: Settings
@@ -66,6 +68,7 @@ class Job:
     class_weight: Mapping[int, float] | None = None
     notes: Sequence[str] = ()
     hosts: Mapping[str, Sequence[Mapping[str, str]]] | None = None
+    generations: Generations = dataclasses.field(default_factory=Generations)
 
     @property
     def model_dir(self) -> str:
@@ -78,6 +81,11 @@ class Job:
         plan, count = self.parallel.builder.plan, self.settings.micro_batches
         sizes = plan.sizes(self.settings.batch_size)
         return [sum(sizes[k : k + count]) for k in range(0, len(sizes), count)]
+
+    @property
+    def fractions(self) -> list[float]:
+        """The part of a full batch that each tower of this host gets."""
+        return [each / self.settings.batch_size for each in self.sizes]
 
     @property
     def towers(self) -> list[str]:
@@ -96,6 +104,19 @@ class Job:
         """Describes the devices of all hosts; see `towers.devices.table`."""
         stages = self.settings.stages
         return devices.table(self.devices, self.sizes, self.hosts, stages)
+
+    def check_towers(self, devices: int, ratios: Sequence[int] | None = None) -> None:
+        """Checks that a batch has rows for each of other towers, and micro-batch.
+
+        Args:
+            devices: Number of their devices.
+            ratios: The parts of a batch that they get; equal ones by default.
+
+        Raises:
+            ValueError: It has not.
+        """
+        equal = (1,) * max(devices // self.settings.stages, 1)
+        _check_sizes(self.settings, ratios or equal)
 
     def task_logs(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Returns what the task logs beside what Keras does; see `Task.logs`."""

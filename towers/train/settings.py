@@ -50,8 +50,13 @@ _OF_THE_START = ("clean", "eval_only", "checkpoint")
 
 # Of several hosts, each may have its own; all other flags are the same on all.
 OF_A_HOST = (
-    *("num_gpus", "gpu_indices", "gpu_split", "split_ratios", "allow_growth"),
-    *("gpu_memory_limit_mb", "local_parameter_device", "soft_placement"),
+    *("num_gpus", "gpu_indices", "max_gpus", "gpu_split", "split_ratios"),
+    *(
+        "allow_growth",
+        "gpu_memory_limit_mb",
+        "local_parameter_device",
+        "soft_placement",
+    ),
     *("log_device_placement", "ram_budget_mb", "prefetch"),
     *("data_dir", "cache_dir", "model_dir"),
 )
@@ -132,6 +137,7 @@ class Settings:
     # Devices.
     num_gpus: int | None = None
     gpu_indices: tuple[str, ...] | None = None
+    max_gpus: int | None = None
     gpu_split: int = 1
     allow_growth: bool | None = None
     gpu_memory_limit_mb: int | None = None

@@ -205,11 +205,25 @@ def _check_count(settings: Settings) -> None:
     """Checks that no machine is asked for that there is not."""
     ratios = settings.split_ratios or ("1",)
     count = settings.num_gpus or settings.stages * len(ratios)
-    count = max(count, settings.stages) * settings.gpu_split
+    _check_most(settings)
+    count = max(count, settings.stages, settings.max_gpus or 1) * settings.gpu_split
     if count > MOST_DEVICES:
-        names = "num_gpus", "stages", "split_ratios", "gpu_split"
+        names = "num_gpus", "max_gpus", "stages", "split_ratios", "gpu_split"
         given = [name for name in names if getattr(settings, name) not in (None, 1)]
         raise ValueError(
             f"Received {' '.join(map(settings.as_flag, given))}, which needs {count:,} "
             f"devices; expected at most {MOST_DEVICES}."
+        )
+
+
+def _check_most(settings: Settings) -> None:
+    """Checks that a run begins with no more GPUs than are set up."""
+    if settings.max_gpus is None:
+        return
+    first = len(settings.gpu_indices or ()) or settings.num_gpus or 1
+    if settings.max_gpus < first:
+        name = "gpu_indices" if settings.gpu_indices else "num_gpus"
+        raise ValueError(
+            f"Received {settings.as_flag('max_gpus')} and {settings.as_flag(name)}, "
+            f"with which the run begins; expected at least --max_gpus={first}."
         )

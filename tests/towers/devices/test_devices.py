@@ -120,6 +120,44 @@ def test_indices_keep_the_users_order(machine):
     assert made._compute_gpu_options().visible_device_list == "0,2"
 
 
+def test_more_are_set_up_for_later(machine):
+    made = machine(4)
+    result = devices.configure(1, max_gpus=3)
+    assert (result.towers, result.others) == (gpu_strings(0), gpu_strings(1, 2))
+    assert (result.physical, result.physical_others) == ((0,), (1, 2))
+    assert made._compute_gpu_options().visible_device_list == "0,1,2"
+    every = result.every
+    assert (every.towers, every.physical) == (gpu_strings(0, 1, 2), (0, 1, 2))
+
+
+def test_more_than_the_indices_that_are_asked_for(machine):
+    machine(4)
+    result = devices.configure(gpu_indices=[2, 0], max_gpus=3)
+    assert (result.towers, result.others) == (gpu_strings(2, 0), gpu_strings(1))
+    assert (result.physical, result.physical_others) == ((2, 0), (1,))
+
+
+def test_more_parts_of_gpus_for_later(machine):
+    machine(2)
+    result = devices.configure(1, gpu_split=2, gpu_memory_limit_mb=9, max_gpus=2)
+    assert (result.towers, result.others) == (gpu_strings(0, 1), gpu_strings(2, 3))
+    assert result.physical_others == (1, 1)
+
+
+def test_more_than_there_are(machine):
+    machine(2)
+    with pytest.raises(ValueError, match="max_gpus=3 was received, but TensorFlow see"):
+        devices.configure(1, max_gpus=3)
+
+
+@pytest.mark.parametrize(
+    "wish", [{"num_gpus": 2}, {"gpu_indices": [0, 1]}, {"num_gpus": 2}], ids=str
+)
+def test_fewer_than_to_begin_with(wish):
+    with pytest.raises(ValueError, match="max_gpus must be a whole number of at least"):
+        devices.configure(**wish, max_gpus=1)
+
+
 def test_growth_off(machine):
     made = machine(2)
     assert devices.configure(allow_growth=False).memory == "all of it"
@@ -322,6 +360,16 @@ def test_logical_cpus_stand_in(machine):
     assert "4 logical CPUs of this host stand in" in result.note
     assert "gpu_memory_limit_mb has no effect" in result.note
     assert [len(parts) for parts in made._virtual_device_map.values()] == [4]
+
+
+def test_more_logical_cpus_for_later(machine):
+    machine(0)
+    result = devices.configure(1, max_gpus=3)
+    assert result.towers == ("/device:CPU:0",)
+    assert result.others == ("/device:CPU:1", "/device:CPU:2")
+    table = devices.table(result)
+    assert "2 more devices are set up for towers resize: /device:CPU:1" in table
+    assert "so the one tower runs on the CPU" in result.note
 
 
 def test_indices_without_a_gpu(machine):

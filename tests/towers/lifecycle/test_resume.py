@@ -14,7 +14,7 @@ from towers.input_pipeline import ArraySource, make_dataset
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.stop_at_step import StopAtStep
 from towers.model.tower_model import TowerModel
-from towers.model.variable_update import VariableUpdate
+from towers.model.update.variable_update import VariableUpdate
 
 EXAMPLES, BATCH = 21, 4  # six batches
 

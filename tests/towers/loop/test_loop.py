@@ -19,8 +19,8 @@ import tensorflow as tf
 from tests import executed, oracle
 from tests.variants import slow
 from towers import multi_gpu_model
-from towers.loop.ahead import Ahead
-from towers.model import auto
+from towers.loop.ahead import Ahead, Fetched
+from towers.model.update import auto
 
 FEATURES = 6
 # Seven batches, the last one short.
@@ -692,7 +692,7 @@ def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
 def test_an_input_that_hangs_keeps_no_other_from_being_fetched(monkeypatch):
     monkeypatch.setattr("towers.loop.ahead._PATIENCE_S", 0.1)
     held = Held(0)
-    ahead = Ahead(1, next)
+    ahead = Ahead(1, lambda iterator: Fetched(None, next(iterator)), None)
     hangs, other = iter(_numbered(3, held)), iter(_numbered(3))
     with pytest.raises(KeyboardInterrupt), ahead.filling(hangs):
         assert held.reached.wait(TIMEOUT_S)
@@ -738,9 +738,9 @@ def test_the_thread_ends_with_its_train_function():
 
     def fetch(iterator):
         threads.append(threading.current_thread())
-        return next(iterator)
+        return Fetched(None, next(iterator))
 
-    ahead = Ahead(1, fetch)
+    ahead = Ahead(1, fetch, None)
     iterator = iter(_numbered(3))
     for _ in range(2):
         with ahead.filling(iterator):
@@ -757,9 +757,9 @@ def test_a_fetch_ahead_runs_on_the_host_and_knows_no_other_scope():
 
     def fetch(iterator):
         devices.append(tf.zeros([]).device[-5:])
-        return next(iterator)
+        return Fetched(None, next(iterator))
 
-    ahead = Ahead(3, fetch)
+    ahead = Ahead(3, fetch, None)
     iterator = iter(_numbered(2))
     with tf.device("/device:CPU:3"):
         assert ahead.take(iterator)[0][0, 0] == 0

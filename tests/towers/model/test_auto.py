@@ -20,10 +20,10 @@ from towers.builders.pieces.reducer import AllReduce
 from towers.builders.strategies import STRATEGIES
 from towers.collectives.hosts import OneHost
 from towers.loop import loop
-from towers.model import auto, first_call, variable_update
-from towers.model.auto import Choice
 from towers.model.replayable import ReplayableBatches
 from towers.model.tower_model import TowerModel
+from towers.model.update import auto, first_call, variable_update
+from towers.model.update.auto import Choice
 
 SERVER, COPIES = Choice(), Choice("replicated", "ring")
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]

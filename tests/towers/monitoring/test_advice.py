@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.variants import slow
+from towers.devices import Devices
 from towers.input_pipeline import (
     ADVICE,
     Pipeline,
@@ -167,13 +168,13 @@ def test_what_is_kept_is_not_to_be_kept_again():
             setup=types.SimpleNamespace(
                 facts=types.SimpleNamespace(input_kind="image", input_shape=(4, 4, 3))
             ),
-            sizes=[4],
+            fractions=[1.0],
             data=types.SimpleNamespace(
                 examples=8,
                 tokens_per_example=0,
                 advice=stage_advice(kept_already, flags=True),
             ),
-            devices=types.SimpleNamespace(physical=(), towers=()),
+            devices=Devices((), ""),
             parallel=types.SimpleNamespace(
                 builder=types.SimpleNamespace(
                     plan=types.SimpleNamespace(towers=[types.SimpleNamespace(index=0)])

@@ -19,7 +19,7 @@ from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import variables
 from towers.lifecycle.checkpoints import store
-from towers.model import auto
+from towers.model.update import auto
 from towers.numerics import search
 from towers.numerics.not_finite import NotFinite, NotFiniteStep
 

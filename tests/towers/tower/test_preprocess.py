@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests import executed, oracle
 from tests.variants import slow
 from towers import multi_gpu_model
-from towers.model import auto
+from towers.model.update import auto
 
 CLASSES = 4
 # Three batches; the last one leaves towers idle.

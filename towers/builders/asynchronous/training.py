@@ -30,7 +30,7 @@ from towers.builders.pieces.sizes import usual_rows_of
 from towers.builders.steps.keras_steps import Scope, train_function
 from towers.collectives import batch
 from towers.loop import loop
-from towers.loop.ahead import Ahead
+from towers.loop.ahead import Ahead, Fetched
 from towers.loop.streams import Streams
 from towers.tower import eager
 from towers.tower.errors import ModelError
@@ -132,12 +132,15 @@ class Asynchronous:
             data = next(iterator)
             came_s = time.perf_counter()
             self._fetching_s += came_s - asked_s
-            with scope():
-                work = self._deal(loop.without_optionals(data))
+            work = prepare(iterator, data)
             fetched.append((asked_s, came_s, time.perf_counter()))
-            return work
+            return Fetched(data, work)
 
-        ahead = Ahead(context.prefetch if steps == 1 else 0, fetch)
+        def prepare(_, data):
+            with scope():
+                return self._deal(loop.without_optionals(data))
+
+        ahead = Ahead(context.prefetch if steps == 1 else 0, fetch, prepare)
 
         def function(iterator):
             context.timers.reads(iterator)

@@ -97,7 +97,7 @@ class Starvation(StepTime):
         self._unsaid = None
         self._look()
         if self._judge(self.split, self._stages):
-            self._say(f"whole run: {self.verdict}")
+            self._say(f"{self._part}: {self.verdict}")
         # They keep the data alive.
         self._reading = self._first = self._since = None
 

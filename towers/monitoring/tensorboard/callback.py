@@ -70,6 +70,7 @@ class TensorBoard(keras.callbacks.Callback):
         texts: Mapping[str, str | Callable[[], str]] = _NOTHING,
         scalars: Mapping[str, float | None] = _NOTHING,
         measures: Sequence[Callable[[], Mapping[str, float]]] = (),
+        marks: Mapping[str, Callable[[], Sequence[str]]] = _NOTHING,
         hparams: Mapping[str, Value] = _NOTHING,
         histograms: bool = False,
         graph: Callable[[], tf.Graph | None] | None = None,
@@ -88,6 +89,8 @@ class TensorBoard(keras.callbacks.Callback):
             scalars: Numbers by tag that do not change during the run. None is left out.
             measures: Functions that return what was measured since their last call, by
                 tag. They are called at each recorded batch and at the end.
+            marks: Functions that return what has happened since their last call, in
+                sentences, by tag. Each is written as a text at the step that follows.
             hparams: Hyperparameters by name, for the HParams page. None: no such page.
             histograms: Whether to write histograms of the weights after each epoch.
             graph: Returns the graph of a step, or `None` while it does not exist.
@@ -107,6 +110,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._texts = texts
         self._scalars = scalars
         self._measures = measures
+        self._marks = marks
         self._hparams = hparams
         self._histograms = histograms
         self._graph = graph
@@ -152,6 +156,10 @@ class TensorBoard(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Writes the batch's scalars, if its turn has come, and once the graph."""
         over = self._interval.is_over(self.model)
+        for tag, happened in self._marks.items():
+            if sentences := happened():
+                with self._writer("train").as_default(self._interval.step):
+                    tf.summary.text(tag, "\n\n".join(sentences))
         if self._graph is not None and not self._graph_written:
             self._write_graph()
         if over:

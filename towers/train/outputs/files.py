@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from towers._deprecated import with_old_keys
+from towers.elastic import requests
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
@@ -34,7 +35,7 @@ def alone(job: Job) -> Iterator[None]:
     """
     with _written(job):
         os.makedirs(job.model_dir, exist_ok=True)
-        lock = open(os.path.join(job.model_dir, "lock"), "w")
+        lock = open(os.path.join(job.model_dir, requests.LOCK), "w")
     with lock:
         try:
             take(lock)
@@ -136,6 +137,7 @@ def remove_run(model_dir: str) -> None:
         "variable_update.json",
         BAD_RECORDS,
         NOT_FINITE,
+        *requests.FILES,
     ):
         for path in glob.glob(os.path.join(glob.escape(model_dir), pattern)):
             # A trace is one, and so is a save that was killed.

@@ -32,6 +32,7 @@ def summarise(
         "epochs": job.epoch,
         "steps": job.step,
         "towers": job.towers,
+        "generations": job.generations.as_json(),
         "batch_size": job.settings.batch_size,
         "model": os.path.join(job.model_dir, "model.keras"),
         "checkpoint": job.checkpoint.latest,

@@ -18,6 +18,7 @@ def configure_devices(settings: Settings) -> Devices:
     elif num_gpus is None and not tf.config.list_physical_devices("GPU"):
         # Two, so that towers can be seen at work on any machine.
         num_gpus = len(settings.split_ratios or (1, 1)) * settings.stages
+        num_gpus = min(num_gpus, settings.max_gpus or num_gpus)
     devices = configure(
         num_gpus,
         gpu_indices=indices,
@@ -28,6 +29,7 @@ def configure_devices(settings: Settings) -> Devices:
         soft_placement=settings.soft_placement,
         log_device_placement=settings.log_device_placement,
         hosts="auto",
+        max_gpus=settings.max_gpus,
     )
     keras.utils.set_random_seed(settings.seed)
     if settings.deterministic:

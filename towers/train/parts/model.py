@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from towers import input_pipeline, models
 from towers.builders.steps.own_steps import has_own_steps
-from towers.devices import Devices
+from towers.devices import Devices, is_gpu
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
 from towers.train.parts.devices import split_ratios, stages
@@ -171,11 +171,7 @@ def build_towers(
         model,
         gpus=devices.towers,
         # What was not asked for may be chosen.
-        local_parameter_device=(
-            devices.home
-            if devices.local_parameter_device or settings.shard_embeddings != "none"
-            else None
-        ),
+        local_parameter_device=_home(settings, devices),
         variable_update=settings.variable_update,
         split_ratios=split_ratios(settings, devices),
         loss_placement=settings.loss_placement,
@@ -201,6 +197,13 @@ def build_towers(
     with tf.device(devices.home):
         compile_model(setup, parallel, examples, steps_per_batch)
     return parallel
+
+
+def _home(settings, devices):
+    """Where variables are to be, in a word that holds for other towers, too."""
+    if settings.shard_embeddings != "none" and not devices.local_parameter_device:
+        return "gpu" if is_gpu(devices.home) else "cpu"
+    return devices.local_parameter_device
 
 
 def compile_model(

@@ -1,23 +1,30 @@
 """How the variables of a model are updated: by which builder, and whether by XLA."""
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from towers.builders.builder import Builder
-from towers.collectives import batch
+from towers.collectives import batch, reduce
 from towers.devices import HOST
 from towers.keras_adapter.models import compile_config
 from towers.keras_adapter.runtime import is_deterministic
+from towers.keras_adapter.variables import empty, give_room, value_behind
 from towers.layers import variables
-from towers.model.auto import Choice
 from towers.model.replayable import ReplayableBatches
+from towers.model.update.auto import Choice
+from towers.model.update.layout import Layout
+from towers.model.update.recipe import Recipe
 from towers.tower.errors import explained_leaks
 from towers.tower.run import is_synchronized
+
+# Layouts whose graphs are kept, beside the one in use.
+_MOST_KEPT = 8
 
 
 class XlaWish:
@@ -65,6 +72,7 @@ class VariableUpdate:
 
     Attributes:
         model: The user's model.
+        layout: The towers in use.
         builder: The builder in use.
         choice: What the builder was made for.
         chosen: Whether nothing is left to choose.
@@ -76,29 +84,29 @@ class VariableUpdate:
 
     def __init__(
         self,
-        model: keras.Model,
-        make: Callable[[Choice], Builder],
+        recipe: Recipe,
+        layout: Layout,
         choice: Choice,
-        ways: Callable[..., list[Choice]] | None = None,
+        chooses: bool = False,
         file: str | None = None,
     ):
         """Makes the first builder.
 
         Args:
-            model: See the attributes.
-            make: Makes the builder of a choice.
+            recipe: What builders are made of.
+            layout: The first layout.
             choice: The first choice.
-            ways: Lists the choices. It takes whether XLA is wanted, and whether the
-                model is synchronized. `None` if there is only one choice.
+            chooses: Whether there are others, which the first call of training tries.
             file: See the attributes.
         """
-        self.model, self.choice, self.file = model, choice, file
-        self.builder = make(choice)
-        self.chosen = ways is None
+        self.model, self.choice, self.file = recipe.model, choice, file
+        self.layout, self._recipe, self._chooses = layout, recipe, chooses
+        self.builder = recipe.builder(choice, layout)
+        self.chosen = not chooses
         self.xla: bool | None = None
-        self.xla_wish = XlaWish(model)
-        self._make, self._ways = make, ways
+        self.xla_wish = XlaWish(self.model)
         self._seen: list[Any] = []
+        self._kept: dict[Layout, _Kept] = {}
 
     def reset_if_changed(self) -> bool:
         """Starts anew if the model was compiled or moved, through whichever object.
@@ -112,7 +120,8 @@ class VariableUpdate:
         self._seen = self.state()
         self.builder.reset_traces()
         self.xla = self.builder.xla = self.xla_wish.wanted(self.builder.say)
-        self.chosen = self._ways is None
+        self.chosen = not self._chooses
+        self._kept.clear()
         # A step count, a learning rate and means were created where the user was.
         variables.move(self.model, self.builder.pieces.copies.home_of)
         return True
@@ -127,8 +136,7 @@ class VariableUpdate:
 
     def differs(self, before: list[Any]) -> bool:
         """Tells whether `state` has changed."""
-        now = self.state()
-        return len(now) != len(before) or any(map(operator.is_not, now, before))
+        return _differ(before, self.state())
 
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:
@@ -153,16 +161,82 @@ class VariableUpdate:
         if self.chosen or self.model.run_eagerly or is_deterministic():
             return []
         wanted = self.xla_wish.wanted(self.builder.say)
-        return self._ways(wanted, is_synchronized(self.model))
+        return self._recipe.ways(self.layout, wanted, is_synchronized(self.model))
 
     def install(self, choice: Choice, batches: ReplayableBatches) -> None:
         """Puts another builder in use, during the first call, which holds `batches`."""
-        watched = self.builder.context.callbacks_may_write
-        self.choice = choice
-        self.builder = self._make(choice)
-        self.builder.xla = choice.xla or self.xla
-        self.builder.context.callbacks_may_write = watched
+        self._install(choice)
         self.create_first(batches)
+
+    def _install(self, choice):
+        before = self.builder.context
+        self.choice = choice
+        self.builder = self._recipe.builder(choice, self.layout)
+        self.builder.xla = choice.xla or self.xla
+        self.builder.context.callbacks_may_write = before.callbacks_may_write
+        self.builder.context.usual_rows = before.usual_rows
+
+    def change_layout(
+        self, layout: Layout, functions: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Puts a builder for another layout in use, between two calls.
+
+        What was traced for a layout is kept for the next time, unless the variables
+        have moved since. Devices that are left keep no copy of a variable.
+
+        Args:
+            layout: The layout.
+            functions: What was made by the builder that is in use, by name.
+
+        Returns:
+            What was made by the other one before, by name; nothing if it is new.
+        """
+        while len(self._kept) >= _MOST_KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        kept = _Kept(self.builder, self.choice, functions, self._places())
+        self._kept[self.layout] = kept
+        for copy in _copies(self.builder):
+            empty(copy)
+        before, self.layout = self.builder.context, layout
+        found = self._kept.pop(layout, None)
+        if found is not None and not _differ(found.places, self._places()):
+            self.builder, self.choice = found.builder, found.choice
+            watched = before.callbacks_may_write
+            self.builder.context.callbacks_may_write = watched
+            for copy in _copies(self.builder):
+                give_room(copy)
+            self.builder.mark_copies_stale()
+            return found.functions
+        choice = self.choice
+        if choice.all_reduce_alg == "nccl" and not layout.nccl_fits:
+            choice = choice._replace(all_reduce_alg="auto")
+        self._install(choice)
+        # What has moved is no change of the user's.
+        self._seen = self.state()
+        return {}
+
+    def layout_of(
+        self,
+        gpus: int | Sequence[int] | Sequence[str] | None,
+        split_ratios: Sequence[int] | None,
+    ) -> Layout:
+        """Reads the arguments of `TowerModel.resize`.
+
+        Raises:
+            ValueError: There are no such devices, or towers cannot be on them.
+        """
+        pipeline, choice = self._recipe.pipeline, self.choice
+        layout = Layout.of(gpus, pipeline.stages, split_ratios)
+        asked = choice.all_reduce_alg != "auto" and not self._chooses
+        if asked:
+            reduce.check_all_reduce(
+                choice.all_reduce_alg, choice.variable_update, layout.firsts
+            )
+        return layout
+
+    def _places(self):
+        """What stands behind each variable that a step may use."""
+        return [*map(value_behind, variables.of(self.model))]
 
     def create_first(self, batches: ReplayableBatches) -> None:
         """Creates the variables for the first call; its batches have the usual size."""
@@ -174,3 +248,28 @@ class VariableUpdate:
         """Creates missing variables; `data` is a batch or its `tf.TypeSpec`s."""
         with self.step_scope():
             self.builder.create_variables(data)
+
+
+class _Kept(NamedTuple):
+    """A builder that is out of use.
+
+    Attributes:
+        builder: The builder.
+        choice: What it was made for.
+        functions: What it has made, by name.
+        places: What stood behind each variable.
+    """
+
+    builder: Builder
+    choice: Choice
+    functions: dict[str, Any]
+    places: list[Any]
+
+
+def _differ(before, now):
+    return len(now) != len(before) or any(map(operator.is_not, now, before))
+
+
+def _copies(builder):
+    """The variables that take memory on devices only while these compute."""
+    return itertools.chain(*builder.pieces.copies.of_towers())

@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from towers.builders.builder import Builder
 from towers.layers import variables
-from towers.model import auto
-from towers.model.auto import Choice
 from towers.model.replayable import ReplayableBatches
-from towers.model.variable_update import VariableUpdate
+from towers.model.update import auto
+from towers.model.update.auto import Choice
+from towers.model.update.variable_update import VariableUpdate
 from towers.program import words
 from towers.program.voice import say
 

@@ -1,0 +1,120 @@
+"""The file in which the runs of a machine stand, in order of arrival.
+
+Whoever reads or writes it has locked it. It is replaced as a whole, and lost with the
+machine's memory where it is in /dev/shm, as are the runs.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import typing
+from collections.abc import Iterator
+
+from towers.devices.sharing.division import Run
+from towers.devices.sharing.errors import RegistryError
+from towers.devices.sharing.machine import Machine, file_name
+from towers.program.voice import warn
+
+_TYPES = {
+    field.name: typing.get_origin(field.type) or field.type
+    for field in dataclasses.fields(Run)
+}
+
+
+class Table:
+    """The runs that stand in the file of a folder.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, folder: str, machine: Machine):
+        """Takes the folder, which need not exist, and whose processes runs are."""
+        self.path = os.path.join(folder, file_name())
+        self._machine = machine
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[list[Run]]:
+        """Inside, no other run reads or writes the file.
+
+        Yields:
+            The runs that still live. What it is changed to is written at the end,
+            unless that is an error.
+
+        Raises:
+            RegistryError: The file cannot be read or written.
+        """
+        try:
+            with self._lock():
+                before = self._read()
+                runs = [
+                    run
+                    for run in before or ()
+                    if self._machine.runs(run.pid, run.started)
+                ]
+                yield runs
+                if runs != before:
+                    self._write(runs)
+        except OSError as error:
+            raise RegistryError(
+                f"Received {self.path} as the file in which runs meet, which cannot be "
+                f"used ({error}); expected one that can be read and written."
+            ) from error
+
+    @contextlib.contextmanager
+    def _lock(self):
+        name = f"{self.path}.lock"
+        while True:
+            os.makedirs(os.path.dirname(name), mode=0o700, exist_ok=True)
+            with open(name, "a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                # Somebody may have emptied the folder meanwhile.
+                if _is_at(file, name):
+                    yield
+                    return
+
+    def _read(self) -> list[Run] | None:
+        """Reads the file; `None` if it is torn."""
+        try:
+            with open(self.path) as file:
+                return [_run(entry) for entry in json.load(file)["runs"]]
+        except FileNotFoundError:
+            return []
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            warn(
+                f"{self.path} cannot be understood ({error}), so it is begun anew; the "
+                "runs that stood there enter it again when they look next."
+            )
+            return None
+
+    def _write(self, runs):
+        new = f"{self.path}.new"
+        with open(new, "w") as file:
+            json.dump({"runs": [dataclasses.asdict(run) for run in runs]}, file)
+        os.replace(new, self.path)
+
+
+def _is_at(file, name):
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(name))
+    except FileNotFoundError:
+        return False
+
+
+def _run(entry: dict) -> Run:
+    """Makes a run of what the file says of it.
+
+    Raises:
+        ValueError: A value is of another type.
+        TypeError: A value is missing, or not known.
+    """
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in entry.items()
+    }
+    for name, value in values.items():
+        if not isinstance(value, _TYPES.get(name, object)):
+            raise ValueError(f"{name} is {value!r}")
+    return Run(**values)

@@ -1,0 +1,1 @@
+"""Runs whose devices change while they train."""

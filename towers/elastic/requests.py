@@ -1,0 +1,157 @@
+"""Requests for other towers, as files in the model_dir of a run.
+
+`towers resize` writes a request, and the run writes an answer. Both are renamed into
+place when they are whole. An answer names the request that it is for.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+_REQUEST, _ANSWER, LOCK = "resize.json", "resize_answer.json", "lock"
+FILES = (_REQUEST, _ANSWER)
+"""What may be left in a model_dir."""
+# The run looks between two calls of training, and the first call may take minutes.
+_LOOK_S = 0.05
+
+
+class RunError(ValueError):
+    """The run has refused a request, or does not answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Other towers for a run.
+
+    Attributes:
+        key: What tells it from all others.
+        num_gpus: How many GPUs; `None` where they are named.
+        gpu_indices: Their numbers, as of `towers train`; empty where they are counted.
+        split_ratios: How much of a batch each tower gets; empty for equal parts.
+    """
+
+    key: str
+    num_gpus: int | None = None
+    gpu_indices: tuple[int, ...] = ()
+    split_ratios: tuple[int, ...] = ()
+
+    @classmethod
+    def new(cls, **asked: Any) -> "Request":
+        """Makes a request that has a key of its own."""
+        return cls(secrets.token_hex(8), **asked)
+
+
+def is_running(model_dir: str) -> bool:
+    """Tells whether a run trains in a model_dir, which has it locked."""
+    try:
+        with open(os.path.join(model_dir, LOCK)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def ask(model_dir: str, request: Request, seconds: float) -> Mapping[str, Any]:
+    """Asks a run for other towers, and waits for its answer.
+
+    Args:
+        model_dir: The folder of the run.
+        request: What to ask for.
+        seconds: How long to wait.
+
+    Returns:
+        The answer; see `answer`.
+
+    Raises:
+        RunError: The run refuses, has ended, or does not answer in time.
+        OSError: The request cannot be written.
+    """
+    _write(model_dir, _REQUEST, dataclasses.asdict(request))
+    end = time.monotonic() + seconds
+    while True:
+        # In this order: a run may answer, and end.
+        alive, found = is_running(model_dir), _read(model_dir, _ANSWER)
+        if found is not None and found.get("key") == request.key:
+            if "refused" in found:
+                raise RunError(found["refused"])
+            return found
+        if alive and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(model_dir, _REQUEST))
+        if not alive:
+            raise RunError(
+                f"The run in {model_dir} has ended, or has not begun to train; run "
+                "towers train with the --num_gpus that it is to have."
+            )
+        raise RunError(
+            f"The run in {model_dir} did not answer within {seconds:g} s, in which it "
+            "came to no end of a step; try again with a larger --wait_seconds."
+        )
+
+
+class Inbox:
+    """The requests that a run is sent.
+
+    Args:
+        model_dir: The folder of the run.
+    """
+
+    def __init__(self, model_dir: str):
+        self._model_dir = model_dir
+        self._path = os.path.join(model_dir, _REQUEST)
+
+    def take(self) -> Request | None:
+        """Returns a request that was sent, once; `None` if there is none."""
+        if not os.path.exists(self._path):
+            return None
+        found = _read(self._model_dir, _REQUEST)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self._path)
+        try:
+            for name in ("gpu_indices", "split_ratios"):
+                found[name] = tuple(found[name])
+            return Request(**found)
+        except (TypeError, KeyError):
+            return None  # nobody of ours has written it
+
+    def clear(self) -> None:
+        """Removes what was sent to an earlier run."""
+        for name in FILES:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(self._model_dir, name))
+
+    def answer(self, request: Request, **said: Any) -> None:
+        """Answers a request.
+
+        Args:
+            request: The request.
+            said: What to tell as JSON: `refused`, a sentence, or `done`, a sentence.
+        """
+        _write(self._model_dir, _ANSWER, {"key": request.key, **said})
+
+
+def _read(model_dir: str, name: str) -> dict[str, Any] | None:
+    try:
+        with open(os.path.join(model_dir, name)) as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(model_dir: str, name: str, content: Mapping[str, Any]) -> None:
+    path = os.path.join(model_dir, name)
+    unfinished = f"{path}.{os.getpid()}"
+    with open(unfinished, "w") as file:
+        json.dump(content, file)
+    os.replace(unfinished, path)

@@ -1,0 +1,171 @@
+"""Changes the towers of a run between two calls of training, and tells."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import keras
+
+from towers import devices
+from towers.devices import Devices
+from towers.elastic.asked import Asked
+from towers.elastic.generations import Generation, Generations
+from towers.elastic.wish import Wish
+from towers.layers.variables import steps_done
+from towers.loop import listeners
+from towers.model.fit_call import FitCall
+from towers.program import voice
+
+# To look for a file takes microseconds, but milliseconds on a file system far away.
+_LOOK_EVERY_S = 0.2
+
+
+class Source(Protocol):
+    """Where wishes for other towers come from."""
+
+    def look(self) -> Wish | None:
+        """Returns a wish, if there is one; raises a ValueError for a bad one."""
+
+    def refused(self, reason: str) -> None:
+        """Is told, in a sentence, why its wish cannot be."""
+
+    def done(self, line: str) -> None:
+        """Is told, in a sentence, what has become of its wish."""
+
+
+@listeners.changes_no_variable
+class Resize(keras.callbacks.Callback):
+    """Changes the towers of a run that trains, as `towers resize` asks for it.
+
+    It does so between two calls of training. Batches and numbers stay the same; see
+    `TowerModel.resize`. A line tells of each change once its first step is done.
+
+    Attributes:
+        generations: The towers that the run has had.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        available: Devices | None = None,
+        sources: Sequence[Source] = (),
+        check: Callable[[int, Sequence[int] | None], None] | None = None,
+        on_change: Callable[[], None] | None = None,
+        generations: Generations | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Changes nothing yet.
+
+        Args:
+            directory: Folder that `towers resize` is given: the `model_dir` of the run.
+            available: All devices that are set up. By default all GPUs that TensorFlow
+                has, or else all logical CPUs.
+            sources: Who else may want other towers.
+            check: Is called before a change with the number of devices and the split
+                ratios; it raises a ValueError if they cannot be.
+            on_change: Is called after a change, before the next step.
+            generations: Where to note the towers that the run has had.
+            clock: Returns seconds.
+        """
+        super().__init__()
+        self._directory = os.path.abspath(os.path.expanduser(directory))
+        self._available, self._others = available, sources
+        self._check, self._on_change, self._clock = check, on_change, clock
+        self.generations = Generations() if generations is None else generations
+        self._marks: list[str] = []
+        self._forget()
+
+    def _forget(self):
+        self._sources: Sequence[Source] = ()
+        self._looked_s = self._ended_s = None
+        self._changing: tuple[Source, Generation] | None = None
+
+    @contextlib.contextmanager
+    def around_fit(self, call: FitCall) -> Iterator[None]:
+        """Has nobody wait for an answer that will not come."""
+        os.makedirs(self._directory, exist_ok=True)
+        every = self._available
+        if every is None:
+            every = Devices(devices.resolve(None), devices.HOST)
+        self._sources = [Asked(self._directory, every), *self._others]
+        try:
+            yield
+        finally:
+            self._forget()
+
+    def on_train_begin(self, logs=None):
+        """Notes the first towers."""
+        if not self.generations.every:
+            why = "restart" if steps_done(self.model) else "start"
+            self.generations.begin(self._generation(why))
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Looks for wishes."""
+        now_s = self._clock()
+        if self._looked_s is not None and now_s - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        for source in self._sources:
+            try:
+                if (wish := source.look()) is not None:
+                    self._change(source, wish)
+            except ValueError as error:
+                source.refused(str(error))
+
+    def _change(self, source, wish):
+        before = self.model.builder
+        if self._check is not None:
+            self._check(len(wish.gpus), wish.split_ratios)
+        self.model.resize(gpus=wish.gpus, split_ratios=wish.split_ratios)
+        if self.model.builder is before:
+            return source.done("Nothing to change: the run has these towers already.")
+        if self._on_change is not None:
+            self._on_change()
+        # Another source may have one as well, before the next step.
+        if self._changing is not None:
+            self._changing[0].done("The run has changed again at once.")
+        self._changing = source, self._generation(wish.why)
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Tells of a change, once its first step is done."""
+        now_s = self._clock()
+        if self._changing is not None:
+            (source, generation), self._changing = self._changing, None
+            since_s = self._looked_s if self._ended_s is None else self._ended_s
+            generation = dataclasses.replace(generation, seconds=now_s - since_s)
+            line = self.generations.begin(generation)
+            self._marks.append(line)
+            voice.end_progress_bar()
+            voice.say(line)
+            source.done(line)
+        self._ended_s = now_s
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Counts no time between epochs."""
+        self._ended_s = None
+
+    def _generation(self, why):
+        replicas = self.model.builder.plan.replicas
+        towers = [" and ".join(each.devices) for each in replicas]
+        return Generation(steps_done(self.model), towers, why)
+
+    def marks(self) -> list[str]:
+        """Returns what has changed since the last call, in sentences."""
+        marks, self._marks = self._marks, []
+        return marks
+
+    def measured(self) -> dict[str, float]:
+        """Returns the number of towers, for TensorBoard."""
+        return {"towers": len(self.model.builder.plan.replicas)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what another run that goes on is to know."""
+        return {"generations": self.generations.as_json()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts what an earlier run has known before what this one does."""
+        self.generations.recall(state["generations"])

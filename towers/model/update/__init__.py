@@ -1,0 +1,1 @@
+"""How variables are updated, by which towers: chosen, made, and made anew."""

@@ -1,0 +1,1 @@
+"""Gives a run that trains other towers."""
