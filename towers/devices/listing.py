@@ -62,7 +62,7 @@ def table(
     if devices.others:
         count, others = len(devices.others), ", ".join(devices.others)
         more = words.count(count, "more device is", "more devices are")
-        lines += _wrapped(f"{more} set up for towers resize: {others}.")
+        lines += _wrapped(f"{more} set up for later: {others}.")
     if devices.note:
         lines += _wrapped(f"Note: {devices.note}")
     return "\n".join(lines)

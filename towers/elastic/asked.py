@@ -9,13 +9,15 @@ from towers.program import words
 class Asked:
     """What is asked for in a model_dir, as a source of `Resize`."""
 
-    def __init__(self, model_dir: str, devices: Devices):
+    def __init__(self, model_dir: str, devices: Devices, shared: bool = False):
         """Forgets what was asked of an earlier run.
 
         Args:
             model_dir: The folder of the run.
             devices: All devices that are set up.
+            shared: Whether the run shares them with others, which decides alone.
         """
+        self._shared = shared
         self._devices, self._inbox = devices, Inbox(model_dir)
         self._inbox.clear()
         self._request: Request | None = None
@@ -29,8 +31,16 @@ class Asked:
         self._request = self._inbox.take()
         if self._request is None:
             return None
+        if self._shared:
+            raise ValueError(
+                "Received a request for a run with --share_gpus, which gets what other "
+                "runs leave; start it without to decide on its GPUs."
+            )
         ratios = self._request.split_ratios or None
         return Wish("towers resize", self._chosen(self._request), ratios)
+
+    def applied(self) -> None:
+        """Is told that the wish is in place; `done` follows."""
 
     def refused(self, reason: str) -> None:
         """Is told why the wish cannot be."""

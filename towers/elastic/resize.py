@@ -13,6 +13,7 @@ from towers import devices
 from towers.devices import Devices
 from towers.elastic.asked import Asked
 from towers.elastic.generations import Generation, Generations
+from towers.elastic.shares import Shares
 from towers.elastic.wish import Wish
 from towers.layers.variables import steps_done
 from towers.loop import listeners
@@ -28,6 +29,9 @@ class Source(Protocol):
 
     def look(self) -> Wish | None:
         """Returns a wish, if there is one; raises a ValueError for a bad one."""
+
+    def applied(self) -> None:
+        """Is told that the towers are as it wishes, before their first step."""
 
     def refused(self, reason: str) -> None:
         """Is told, in a sentence, why its wish cannot be."""
@@ -52,7 +56,7 @@ class Resize(keras.callbacks.Callback):
         directory: str | os.PathLike,
         *,
         available: Devices | None = None,
-        sources: Sequence[Source] = (),
+        shares: Shares | None = None,
         check: Callable[[int, Sequence[int] | None], None] | None = None,
         on_change: Callable[[], None] | None = None,
         generations: Generations | None = None,
@@ -64,7 +68,8 @@ class Resize(keras.callbacks.Callback):
             directory: Folder that `towers resize` is given: the `model_dir` of the run.
             available: All devices that are set up. By default all GPUs that TensorFlow
                 has, or else all logical CPUs.
-            sources: Who else may want other towers.
+            shares: What the run has among devices that runs share, if it does: that
+                alone decides, and nobody can ask.
             check: Is called before a change with the number of devices and the split
                 ratios; it raises a ValueError if they cannot be.
             on_change: Is called after a change, before the next step.
@@ -73,7 +78,7 @@ class Resize(keras.callbacks.Callback):
         """
         super().__init__()
         self._directory = os.path.abspath(os.path.expanduser(directory))
-        self._available, self._others = available, sources
+        self._available, self._shares = available, shares
         self._check, self._on_change, self._clock = check, on_change, clock
         self.generations = Generations() if generations is None else generations
         self._marks: list[str] = []
@@ -91,7 +96,8 @@ class Resize(keras.callbacks.Callback):
         every = self._available
         if every is None:
             every = Devices(devices.resolve(None), devices.HOST)
-        self._sources = [Asked(self._directory, every), *self._others]
+        asked = Asked(self._directory, every, shared=self._shares is not None)
+        self._sources = [each for each in (asked, self._shares) if each is not None]
         try:
             yield
         finally:
@@ -121,6 +127,7 @@ class Resize(keras.callbacks.Callback):
         if self._check is not None:
             self._check(len(wish.gpus), wish.split_ratios)
         self.model.resize(gpus=wish.gpus, split_ratios=wish.split_ratios)
+        source.applied()
         if self.model.builder is before:
             return source.done("Nothing to change: the run has these towers already.")
         if self._on_change is not None:

@@ -178,6 +178,7 @@ def make_resize(job: Job, watch: Watch) -> Resize | None:
     return Resize(
         job.model_dir,
         available=job.devices.every,
+        shares=job.shares,
         check=job.check_towers,
         on_change=changed,
         generations=job.generations,

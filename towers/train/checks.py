@@ -49,6 +49,7 @@ _BOUNDS = (
     ("max_staleness", 0, None),
     ("num_gpus", 1, None),
     ("max_gpus", 1, None),
+    ("join_seconds", 0, None),
     ("num_classes", 1, None),
     ("sequence_length", 1, None),
     ("gpu_split", 1, None),

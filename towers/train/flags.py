@@ -220,6 +220,15 @@ HELPS = {
             "Number of GPUs to set up, which towers resize may give to the run later. "
             "Default: those that it begins with."
         ),
+        "share_gpus": (
+            "Share the GPUs that are set up with other runs on this machine that have "
+            "this flag: LEAST:MOST, parts of their memory, such as 0.25:0.75. The run "
+            "waits for the least, keeps it, and gets what others leave, up to the most."
+        ),
+        "join_seconds": (
+            "With --share_gpus, number of seconds to wait until other runs leave the "
+            "least that the run needs."
+        ),
         "gpu_split": "Number of logical GPUs, and so towers, to make of each GPU.",
         "allow_growth": (
             "Take GPU memory as needed, instead of all at the start. Default: yes, "

@@ -16,6 +16,7 @@ from towers.collectives import batch, reduce
 from towers.collectives.hosts import this_host
 from towers.devices import HOST, Devices
 from towers.elastic.generations import Generations
+from towers.elastic.shares import Shares
 from towers.input_pipeline.records import quarantine
 from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ from towers.train.parts import model as model_parts
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data
-from towers.train.parts.devices import configure_devices, split_ratios
+from towers.train.parts.devices import configure_devices, share_devices, split_ratios
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
 from towers.train.parts.training import fine_tune, objective
@@ -55,6 +56,7 @@ class Job:
         notes: What was done to the model before it trains, and how classes count.
         hosts: With several hosts, by name what each has told of its towers.
         generations: The towers that the run has had.
+        shares: What the run has of devices that runs share, if it shares them.
     """
 
     settings: Settings
@@ -69,6 +71,7 @@ class Job:
     notes: Sequence[str] = ()
     hosts: Mapping[str, Sequence[Mapping[str, str]]] | None = None
     generations: Generations = dataclasses.field(default_factory=Generations)
+    shares: Shares | None = None
 
     @property
     def model_dir(self) -> str:
@@ -160,7 +163,7 @@ def assemble(settings: Settings) -> Job:
     """
     checks.check_model_dir(settings)
     # Before the data, which TensorFlow may be asked to read.
-    found = configure_devices(settings)
+    found, shares = share_devices(settings, configure_devices(settings))
     alike.check(this_host(), settings.of_all_hosts())
     settings = _of_this_host(settings)
     model_dir = settings.absolute_model_dir
@@ -199,6 +202,7 @@ def assemble(settings: Settings) -> Job:
     job = Job(
         *(settings, data, setup, found, model, parallel, checkpoint, logits),
         notes=notes,
+        shares=shares,
     )
     job = dataclasses.replace(job, hosts=_of_all_hosts(job))
     if not (settings.eval_only or job.is_finished):

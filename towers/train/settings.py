@@ -11,6 +11,7 @@ import math
 import os
 from typing import Any, Literal, Self
 
+from towers.cluster.membership import JOIN_SECONDS
 from towers.input_pipeline import specs
 from towers.input_pipeline.choices import (
     BAD_RECORDS,
@@ -51,6 +52,7 @@ _OF_THE_START = ("clean", "eval_only", "checkpoint")
 # Of several hosts, each may have its own; all other flags are the same on all.
 OF_A_HOST = (
     *("num_gpus", "gpu_indices", "max_gpus", "gpu_split", "split_ratios"),
+    *("share_gpus", "join_seconds"),
     *(
         "allow_growth",
         "gpu_memory_limit_mb",
@@ -138,6 +140,8 @@ class Settings:
     num_gpus: int | None = None
     gpu_indices: tuple[str, ...] | None = None
     max_gpus: int | None = None
+    share_gpus: str | None = None
+    join_seconds: float = JOIN_SECONDS
     gpu_split: int = 1
     allow_growth: bool | None = None
     gpu_memory_limit_mb: int | None = None
@@ -207,6 +211,27 @@ class Settings:
         """What is asked of the model beyond the data, by the names of its flags."""
         given = {name: getattr(self, name) for name in spec.OPTIONS}
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def shared_fractions(self) -> tuple[float, float] | None:
+        """The part of the devices' memory that --share_gpus is sure of, and its limit.
+
+        Raises:
+            ValueError: It has another form.
+        """
+        if self.share_gpus is None:
+            return None
+        try:
+            least, *most = map(float, self.share_gpus.split(":"))
+            (most,) = most or [1.0]
+        except ValueError:
+            least = most = math.nan
+        if not 0 < least <= most <= 1:
+            raise ValueError(
+                f"Received {self.as_flag('share_gpus')}; expected parts of the GPUs' "
+                "memory, the least and the most, such as --share_gpus=0.25:0.75."
+            )
+        return least, most
 
     @property
     def asynchronous(self) -> bool:

@@ -206,6 +206,7 @@ def _check_count(settings: Settings) -> None:
     ratios = settings.split_ratios or ("1",)
     count = settings.num_gpus or settings.stages * len(ratios)
     _check_most(settings)
+    _check_sharing(settings)
     count = max(count, settings.stages, settings.max_gpus or 1) * settings.gpu_split
     if count > MOST_DEVICES:
         names = "num_gpus", "max_gpus", "stages", "split_ratios", "gpu_split"
@@ -214,6 +215,19 @@ def _check_count(settings: Settings) -> None:
             f"Received {' '.join(map(settings.as_flag, given))}, which needs {count:,} "
             f"devices; expected at most {MOST_DEVICES}."
         )
+
+
+def _check_sharing(settings: Settings) -> None:
+    """Checks that towers may come and go."""
+    if settings.shared_fractions is None:
+        return
+    for name in ("num_gpus", "split_ratios", "stages"):
+        if getattr(settings, name) != getattr(DEFAULTS, name):
+            raise ValueError(
+                f"Received {settings.as_flag(name)} and "
+                f"{settings.as_flag('share_gpus')}, by which towers come and go one by "
+                "one; expected one of them, so give --max_gpus for how many to share."
+            )
 
 
 def _check_most(settings: Settings) -> None:

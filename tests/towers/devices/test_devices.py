@@ -368,7 +368,7 @@ def test_more_logical_cpus_for_later(machine):
     assert result.towers == ("/device:CPU:0",)
     assert result.others == ("/device:CPU:1", "/device:CPU:2")
     table = devices.table(result)
-    assert "2 more devices are set up for towers resize: /device:CPU:1" in table
+    assert "2 more devices are set up for later: /device:CPU:1" in table
     assert "so the one tower runs on the CPU" in result.note
 
 

@@ -1,11 +1,14 @@
 """The devices of a run, as settings describe them."""
 
+import atexit
+import dataclasses
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.devices import Devices, configure
+from towers.devices import Devices, configure, is_gpu
+from towers.elastic.shares import Shares, share
 from towers.program import words
 from towers.train.settings import Settings
 
@@ -19,6 +22,8 @@ def configure_devices(settings: Settings) -> Devices:
         # Two, so that towers can be seen at work on any machine.
         num_gpus = len(settings.split_ratios or (1, 1)) * settings.stages
         num_gpus = min(num_gpus, settings.max_gpus or num_gpus)
+        if settings.share_gpus is not None:
+            num_gpus = settings.max_gpus or num_gpus
     devices = configure(
         num_gpus,
         gpu_indices=indices,
@@ -37,6 +42,36 @@ def configure_devices(settings: Settings) -> Devices:
     policies = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
     keras.config.set_dtype_policy(policies[settings.dtype])
     return devices
+
+
+def share_devices(
+    settings: Settings, devices: Devices
+) -> tuple[Devices, Shares | None]:
+    """Leaves some devices to other runs, if --share_gpus says so; waits for its own.
+
+    Raises:
+        RegistryError: Other runs have too many.
+    """
+    fractions = settings.shared_fractions
+    if fractions is None:
+        return devices, None
+    every = devices.every
+    name = settings.absolute_model_dir
+    shares = share(every, *fractions, name, settings.join_seconds)
+    # They go to others also where an error ends the program.
+    atexit.register(shares.leave)
+    physical = dict(zip(every.towers, every.physical, strict=False))
+    others = [device for device in every.towers if device not in shares.first]
+    home = shares.first[0] if is_gpu(devices.home) else devices.home
+    found = dataclasses.replace(
+        devices,
+        towers=tuple(shares.first),
+        physical=tuple(physical[each] for each in shares.first if physical),
+        others=tuple(others),
+        physical_others=tuple(physical[each] for each in others if physical),
+        home=home,
+    )
+    return found, shares
 
 
 def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:

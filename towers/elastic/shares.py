@@ -1,0 +1,120 @@
+"""Other towers because runs of a machine share its GPUs."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from towers.devices import Devices, nvml
+from towers.devices.sharing import Others, Registry
+from towers.elastic.wish import Wish
+from towers.program import voice
+
+_KEEPS = (
+    "TensorFlow keeps the memory of a GPU that the run leaves until the run ends, so "
+    "others get its computing time only. TF_GPU_ALLOCATOR=cuda_malloc_async gives "
+    "memory back, which we have not tried."
+)
+# To look takes a millisecond or so.
+_LOOK_EVERY_S = 1.0
+
+
+class Shares:
+    """The places that a run has among those that runs share; a source of `Resize`.
+
+    Attributes:
+        first: The devices that the run has got, as it joined.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        devices: Mapping[str, str],
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Waits until the run has its minimum.
+
+        Args:
+            registry: Tells which places are the run's.
+            devices: The device of each place.
+            seconds: How long to wait at most.
+            clock: Returns seconds.
+
+        Raises:
+            RegistryError: Others have too much of it.
+        """
+        self._registry, self._devices, self._clock = registry, devices, clock
+        self._wished = registry.join(seconds, voice.say)
+        self._held = self._wished
+        self.first = [devices[place] for place in self._held]
+        self._looked_s = clock()
+
+    def look(self) -> Wish | None:
+        """Returns other towers, if the run should have others now."""
+        if self._clock() - self._looked_s < _LOOK_EVERY_S:
+            return None
+        self._looked_s = self._clock()
+        self._wished = self._registry.look()
+        if {*self._wished} == {*self._held}:
+            return None
+        return Wish("--share_gpus", [self._devices[place] for place in self._wished])
+
+    def applied(self) -> None:
+        """Is told that the run has these towers: others may have what is left."""
+        self._held = self._wished
+        self._registry.hold(self._held)
+
+    def done(self, line: str) -> None:
+        """Is told what has become of the wish, which a line has told already."""
+
+    def refused(self, reason: str) -> None:
+        """Says why the run cannot have these towers; it keeps those that it has."""
+        self._registry.hold(self._held)
+        voice.warn(f"The towers stay as they are: {reason}")
+
+    def leave(self) -> None:
+        """Gives up all places."""
+        self._registry.leave()
+
+
+def share(
+    devices: Devices, minimum: float, limit: float, name: str, seconds: float
+) -> Shares:
+    """Joins the runs of this machine that share devices.
+
+    Args:
+        devices: All devices that are set up.
+        minimum: What part of their memory the run is sure of.
+        limit: What part it takes at most.
+        name: What others call the run.
+        seconds: How long to wait for the minimum.
+
+    Raises:
+        RegistryError: The run cannot have its minimum.
+    """
+    count = len(devices.towers)
+    # Rounded for what floats make of thirds.
+    least = max(1, math.ceil(round(minimum * count, 6)))
+    most = max(least, math.floor(round(limit * count, 6)))
+    places = _places(devices)
+    options = {}
+    if devices.physical:
+        options["filled"] = Others().filled
+        if os.environ.get("TF_GPU_ALLOCATOR") != "cuda_malloc_async":
+            voice.say(_KEEPS)
+    registry = Registry([*places], least, most, name=name, **options)
+    return Shares(registry, places, seconds)
+
+
+def _places(devices: Devices) -> dict[str, str]:
+    """What all runs call a device: by its GPU, and which part of that it is."""
+    if not devices.physical:
+        return {f"cpu:{k}": device for k, device in enumerate(devices.towers)}
+    places: dict[str, str] = {}
+    for device, index in zip(devices.towers, devices.physical, strict=True):
+        gpu = nvml.gpu(index)
+        name = gpu.uuid if gpu else f"gpu:{index}"
+        part = sum(place.startswith(f"{name}/") for place in places)
+        places[f"{name}/{part}"] = device
+    return places
