@@ -77,6 +77,7 @@ class Context:
             calls of training.
         usual_rows: How many examples the first batch of training has; `None` if that is
             not known yet.
+        why_hosts: Why these hosts train together, after others; empty for the first.
         last_batch: Keeps batches, in case a stage fails.
         found: What was found out about the model.
     """
@@ -93,6 +94,7 @@ class Context:
     timers: StepTimers | None = None
     callbacks_may_write: bool = False
     usual_rows: int | None = None
+    why_hosts: str = ""
     last_batch: LastBatch = dataclasses.field(default_factory=LastBatch)
     found: Found = dataclasses.field(default_factory=Found)
     said: set[Any] = dataclasses.field(default_factory=set)

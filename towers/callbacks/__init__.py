@@ -1,5 +1,6 @@
 """Keras callbacks that watch, write and save a run."""
 
+from towers.elastic.preemption import PreemptionNotice
 from towers.elastic.resize import Resize
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.monitoring.bottleneck.starvation import Starvation
@@ -13,6 +14,7 @@ from towers.monitoring.throughput import Throughput
 __all__ = [
     "Checkpoint",
     "DeviceReport",
+    "PreemptionNotice",
     "Profile",
     "Resize",
     "Stall",

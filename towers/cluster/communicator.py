@@ -21,6 +21,8 @@ _SMALL_BYTES = 2**15
 _BLOCK_BYTES = 2**19
 # TensorFlow takes an array as it is if it begins at such an address.
 _ALIGNMENT = 64
+# For a collective in another thread to end once nobody goes on with it.
+_CLOSE_S = 10.0
 
 
 class Communicator:
@@ -44,6 +46,14 @@ class Communicator:
         self._power = 1 << (self._count.bit_length() - 1)
         self._lock = threading.Lock()
         links.connect(self._peers() - {self._rank})
+
+    def close(self) -> None:
+        """Ends what waits, in any thread, and closes the connections."""
+        self.links.abort("This host has left the others.")
+        # Who is called by a signal in the middle of a collective gets no lock.
+        if self._lock.acquire(timeout=_CLOSE_S):
+            self.links.close()
+            self._lock.release()
 
     def all_reduce(
         self, array: np.ndarray, purpose: str, wire: np.dtype | None = None

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 
 from towers.cluster.addresses import is_address
 from towers.cluster.launchers import ray_train, tf_config
-from towers.cluster.membership import JOIN_SECONDS, Place
+from towers.cluster.membership import JOIN_SECONDS, ElasticPlace, Place
 from towers.program.voice import warn
 
 _RANK, _COUNT = "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT"
 _COORDINATOR, _TOKEN = "TOWERS_COORDINATOR", "TOWERS_TOKEN"
 _SECONDS, _GENERATION = "TOWERS_JOIN_SECONDS", "TOWERS_GENERATION"
 _INTERFACE, _TF_CONFIG = "TOWERS_INTERFACE", "TF_CONFIG"
+_ELASTIC, _SLOT = "TOWERS_ELASTIC", "TOWERS_SLOT"
+_RESTARTED = "TOWERS_RESTARTED"
 REPORTS = "TOWERS_REPORTS"
 """Names a file descriptor where `towers.train` writes a line of JSON for each epoch."""
 # Ports from here on are below those that Linux gives to whoever asks for any.
@@ -74,6 +76,56 @@ def variables(place: Place) -> dict[str, str]:
         _GENERATION: place.generation,
     }
     return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def find_elastic(environ: Environ = os.environ) -> ElasticPlace | None:
+    """Finds this process's place among hosts that come and go, if it has one.
+
+    Args:
+        environ: The environment.
+
+    Raises:
+        ValueError: It contradicts itself, or is of another form.
+    """
+    if not environ.get(_ELASTIC):
+        return None
+    common = _common(environ)
+    if common["token"] is None:
+        raise ValueError(
+            f"Received {_ELASTIC} without {_TOKEN}; expected both, as python -m "
+            "towers.launch sets them, or none."
+        )
+    slot = _number(environ, _SLOT, 0, default=0)
+    again = restarted(environ)
+    return ElasticPlace(_coordinator(environ, ""), slot=slot, restarted=again, **common)
+
+
+def elastic_variables(place: ElasticPlace) -> dict[str, str]:
+    """Returns the environment in which `find_elastic` finds a place."""
+    found = {
+        _ELASTIC: 1,
+        _SLOT: place.slot,
+        _COORDINATOR: place.coordinator,
+        _TOKEN: place.token,
+        _SECONDS: f"{place.join_seconds:g}",
+        _INTERFACE: place.interface,
+        _RESTARTED: int(place.restarted),
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def restarted(environ: Environ = os.environ) -> bool:
+    """Tells whether this process goes on with a run that a launcher began before.
+
+    Args:
+        environ: The environment.
+
+    Raises:
+        ValueError: It is of another form.
+    """
+    # Where hosts come and go, the launcher says it of each; else all start anew.
+    name = _RESTARTED if environ.get(_ELASTIC) else _GENERATION
+    return _number(environ, name, 0, default=0) > 0
 
 
 def _of_towers(environ: Environ) -> Place:

@@ -7,8 +7,6 @@ on what was first. Of the links, whichever broke first would tell: it may be tha
 host that ended because of another.
 """
 
-import contextlib
-import dataclasses
 import hmac
 import json
 import os
@@ -22,6 +20,7 @@ from typing import Any
 
 from towers.cluster import addresses
 from towers.cluster.links import LinkError
+from towers.cluster.links.lines import Connections
 from towers.program import words
 from towers.program.ending import ANOTHER_FAILED
 
@@ -34,99 +33,14 @@ LEFT_S = 5.0
 # Then the process is ended, as it does not do so by itself.
 END_S = 12.0
 _MOST_BYTES = 2**16
+# Why a host has left what the others are in, where it was no error.
+_DONE, _PARTED = "its program has ended", "it has left these hosts"
 # Connections that have not said yet who they are, beside those of the hosts.
 _MOST_STRANGERS = 100
 
 
 class HostFailedError(RuntimeError):
     """Another host of those that train together has failed; this one cannot go on."""
-
-
-@dataclasses.dataclass
-class _Peer:
-    """The other end of a connection.
-
-    Attributes:
-        rank: Number of its host; `None` as long as it has not said it.
-        silent: Beats of this host since something came from it. What this process
-            sleeps through is no silence of another's.
-        buffer: A line that has not come whole.
-        unsent: What it has not taken yet.
-    """
-
-    rank: int | None
-    silent: int = 0
-    buffer: bytes = b""
-    unsent: bytes = b""
-
-
-class _Connections:
-    """Those of a host, which none of the others can block.
-
-    Attributes:
-        selector: Waits for them; its data are a `_Peer`, `None` of what listens.
-        lock: Is held by whoever changes something.
-    """
-
-    def __init__(self, most_strangers: int):
-        self.selector, self.lock = selectors.DefaultSelector(), threading.RLock()
-        self._most_strangers = most_strangers
-
-    def keys(self) -> list[selectors.SelectorKey]:
-        """Returns those to others."""
-        keys = [*self.selector.get_map().values()]
-        return [key for key in keys if key.data is not None]
-
-    def add(self, connection: socket.socket, rank: int | None) -> None:
-        """Adds one to a host, if its number is known."""
-        connection.setblocking(False)
-        with self.lock:
-            self.selector.register(connection, selectors.EVENT_READ, _Peer(rank))
-
-    def accept(self, server: socket.socket) -> None:
-        """Adds one that begins; of too many strangers, the oldest has to go."""
-        # Whoever connects may have gone again.
-        with contextlib.suppress(OSError):
-            connection, _ = server.accept()
-            self.add(connection, None)
-        strangers = [key for key in self.keys() if key.data.rank is None]
-        for key in strangers[: max(len(strangers) - self._most_strangers, 0)]:
-            self.drop(key.fileobj)
-
-    def tell(
-        self, message: Mapping[str, Any], without: socket.socket | None = None
-    ) -> None:
-        """Sends a message to all hosts but one."""
-        line = json.dumps(message).encode() + b"\n"
-        with self.lock:
-            for key in self.keys():
-                known = key.data.rank is not None and key.fileobj is not without
-                # Of one that does not take them, beats would only pile up.
-                if known and not ("beat" in message and key.data.unsent):
-                    self.send(key, line)
-
-    def send(self, key: selectors.SelectorKey, line: bytes) -> None:
-        """Sends what the other end takes, and keeps the rest."""
-        peer = key.data
-        with self.lock:
-            peer.unsent += line
-            try:
-                peer.unsent = peer.unsent[key.fileobj.send(peer.unsent) :]
-            except BlockingIOError:
-                pass
-            except OSError:
-                # What ends the connection is seen where something is received.
-                peer.unsent = b""
-            events = selectors.EVENT_READ
-            if peer.unsent:
-                events |= selectors.EVENT_WRITE
-            self.selector.modify(key.fileobj, events, peer)
-
-    def drop(self, connection: socket.socket) -> None:
-        """Closes one."""
-        with self.lock:
-            self.selector.unregister(connection)
-        connection.close()
 
 
 class Heartbeat:
@@ -138,7 +52,11 @@ class Heartbeat:
     """
 
     def __init__(
-        self, rank: int, names: Sequence[str], fail: Callable[[str], None]
+        self,
+        rank: int,
+        names: Sequence[str],
+        fail: Callable[[str], None],
+        ends: bool = True,
     ) -> None:
         """Begins nothing yet.
 
@@ -146,6 +64,7 @@ class Heartbeat:
             rank: Which of the hosts this one is.
             names: What to call each of them in sentences.
             fail: Is called once, in a thread, with what has failed.
+            ends: Whether the process is ended if it does not end then by itself.
         """
         self._rank, self._names, self._fail = rank, names, fail
         self.failure: str | None = None
@@ -154,7 +73,7 @@ class Heartbeat:
         self._answers: dict[int, Any] = {}
         self._failed = threading.Event()
         # All hosts may come at once.
-        self._connections = _Connections(_MOST_STRANGERS + len(names))
+        self._connections = Connections(_MOST_STRANGERS + len(names))
         self._lock = self._connections.lock
         self._answered = threading.Condition(self._lock)
         self._secret = ""
@@ -163,9 +82,13 @@ class Heartbeat:
         self._left: dict[int, tuple[int, str, float]] = {}
         # Which call this host is in, counted from 1, and since when.
         self._calls, self._inside, self._entered_s = 0, False, 0.0
-        # Hosts whose programs are at their end.
+        # Hosts whose programs are at their end, and those that have left the others.
         self._done: set[int] = set()
+        self._parted: set[int] = set()
         self._settled = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ends = ends
+        self._timer: threading.Timer | None = None
 
     def listen(self, address: str) -> str:
         """Waits for the other hosts at an address; they need what this returns."""
@@ -173,7 +96,7 @@ class Heartbeat:
         self._server = socket.create_server((address, 0), family=family)
         self._secret = os.urandom(16).hex()
         told = json.dumps([address, self._server.getsockname()[1], self._secret])
-        self._connections.selector.register(self._server, selectors.EVENT_READ, None)
+        self._connections.listen(self._server)
         self._start()
         return told
 
@@ -220,10 +143,37 @@ class Heartbeat:
         Returns:
             Whether all are, within so many seconds.
         """
-        self._note_done(self._rank)
+        self._note_done(self._rank, _DONE)
         self._connections.tell({"done": self._rank})
         self._settled.wait(seconds)
         return len(self._done) == len(self._names)
+
+    def part(self, seconds: float) -> None:
+        """Is told that this host leaves the others; waits for them to do so, too.
+
+        Nobody takes its end for a failure, unless it is waited for.
+
+        Args:
+            seconds: How long to wait, while nothing has failed.
+        """
+        self._note_done(self._rank, _PARTED)
+        self._connections.tell({"done": self._rank, "parted": 1})
+        self._settled.wait(seconds)
+
+    def close(self) -> None:
+        """Ends the thread, and closes the connections."""
+        with self._lock:
+            if self._connections.is_closed:
+                return
+            self._connections.wake()
+            if self._timer is not None:
+                self._timer.cancel()
+        if self._thread is not None:
+            self._thread.join()
+        self._connections.close()
+        # Whoever waits, in another thread, hears nothing any more.
+        self._failed.set()
+        self._settled.set()
 
     def ask(self, seconds: float) -> dict[int, Any]:
         """Asks all hosts what they do.
@@ -244,14 +194,15 @@ class Heartbeat:
         return self.failure
 
     def _start(self):
-        threading.Thread(target=self._run, name="towers-heartbeat", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._run, name="towers-heartbeat", daemon=True
+        )
+        self._thread.start()
 
     def _run(self):
         next_s = time.monotonic()
-        while True:
-            ready = self._connections.selector.select(next_s - time.monotonic())
-            # What listens comes last: it may close some of the others.
-            for key, events in sorted(ready, key=lambda each: each[0].data is None):
+        while not self._connections.is_closed:
+            for key, events in self._connections.wait(next_s - time.monotonic()):
                 if key.data is None:
                     self._connections.accept(key.fileobj)
                     continue
@@ -291,10 +242,14 @@ class Heartbeat:
         if not data or len(peer.buffer) > _MOST_BYTES:
             # Who has said that it is done may go, unless it is waited for.
             may_go = peer.rank in self._done and not self._inside
+            may_go = may_go or peer.rank in self._parted
             self._connections.drop(connection)
             if peer.rank is not None and not may_go:
                 _, why, _ = self._left.get(peer.rank, (0, "", 0.0))
                 self._note(peer.rank, f"has ended: {why}" if why else "has ended")
+            if not self._connections.keys():
+                # Nobody is left to wait for.
+                self._settled.set()
             return
         peer.silent = 0
         *lines, peer.buffer = (peer.buffer + data).split(b"\n")
@@ -332,14 +287,16 @@ class Heartbeat:
                 self._answered.notify_all()
         elif "done" in message:
             self._pass_on(connection, message)
-            self._note_done(message["done"])
+            self._note_done(message["done"], _PARTED if "parted" in message else _DONE)
         elif "failed" in message:
             self._note(message["failed"], message["why"])
 
-    def _note_done(self, rank):
+    def _note_done(self, rank, why):
         with self._lock:
             self._done.add(rank)
-            self._left.setdefault(rank, (0, "its program has ended", time.monotonic()))
+            if why == _PARTED:
+                self._parted.add(rank)
+            self._left.setdefault(rank, (0, why, time.monotonic()))
             if len(self._done) == len(self._names):
                 self._settled.set()
 
@@ -355,14 +312,15 @@ class Heartbeat:
     def _note(self, rank, why):
         """Notes what has failed first, and tells the others."""
         with self._lock:
-            if self.failure is not None:
+            if self.failure is not None or self._connections.is_closed:
                 return
             self.failure = f"{self._names[rank]} {why}"
+            if self._ends:
+                # Daemon, as the process may well end before.
+                self._timer = threading.Timer(END_S, self._end)
+                self._timer.daemon = True
+                self._timer.start()
         self._connections.tell({"failed": rank, "why": why})
-        # Daemon, as the process may well end before.
-        timer = threading.Timer(END_S, self._end)
-        timer.daemon = True
-        timer.start()
         self._failed.set()
         self._settled.set()
         self._fail(self.failure)

@@ -38,6 +38,28 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
+class ElasticPlace:
+    """What a process knows that is to train with hosts which come and go.
+
+    Attributes:
+        coordinator: Where the coordinator listens, as "host:port".
+        token: What all hosts know and strangers do not.
+        slot: What the launcher calls this process; hosts begin in this order.
+        join_seconds: How long to try to reach the coordinator.
+        interface: As of `Place`.
+        restarted: Whether others have begun before this process was started, as where
+            it takes the place of one that has failed.
+    """
+
+    coordinator: str
+    token: str = dataclasses.field(repr=False)
+    slot: int
+    join_seconds: float = JOIN_SECONDS
+    interface: str | None = None
+    restarted: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Membership:
     """What all hosts know once they have met.
 
@@ -45,8 +67,10 @@ class Membership:
         rank: The number of this host among the hosts, from 0.
         addresses: Of each host, "host:port" where it listens for the others.
         names: What to call each in sentences, such as "host 1 (nodeB, pid 4711)".
-        generation: How often all hosts have started anew.
+        generation: How often all hosts have started anew, or other hosts have met.
         token: As of `Place`.
+        elastic: Whether a host that loses others may leave them and go on with those
+            that remain, instead of to end.
     """
 
     rank: int
@@ -54,6 +78,7 @@ class Membership:
     names: tuple[str, ...]
     generation: int = 0
     token: str | None = dataclasses.field(default=None, repr=False)
+    elastic: bool = False
 
     @property
     def count(self) -> int:

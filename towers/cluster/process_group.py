@@ -1,4 +1,4 @@
-"""The hosts that this process trains with, which it joins once."""
+"""The hosts that this process trains with: one generation, or one after another."""
 
 import atexit
 import contextlib
@@ -8,21 +8,28 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 
-import keras
-
 from towers.cluster import environment, rendezvous
 from towers.cluster.communicator import Communicator
+from towers.cluster.elastic import Member
 from towers.cluster.heartbeat import SILENT_S, Heartbeat, HostFailedError
-from towers.cluster.links import Links
+from towers.cluster.links import LinkError, Links
 from towers.cluster.membership import Membership
-from towers.keras_adapter import runtime
 
 # From when a connection has ended to when the heartbeat knows why.
 _PATIENCE_S = SILENT_S + 3
 # How long a program that is at its end waits for those of the other hosts.
-_LEAVE_S = 60.0
+_FINISH_S = 60.0
+# How long a host that leaves waits for the others to do so, too.
+_LEAVE_S = 5.0
 
+_member: Member | None = None
 _joined: tuple[Membership, Heartbeat, Communicator] | None = None
+# Which generation has ended, and why, before this host may have joined it.
+_ended: tuple[int, str] | None = None
+# What connects to hosts just now, with their generation.
+_joining: tuple[int, Links] | None = None
+# What the first random numbers of all hosts have come from.
+_seed: int | None = None
 # How many `together` this process is in, one inside the other.
 _depth = 0
 _meanwhile: Callable[[], str] | None = None
@@ -51,6 +58,8 @@ def join_as_started(
         )
     if (already := joined()) is not None:
         return already
+    if member(environ) is not None:
+        return None  # until it trains
     place = environment.find(environ)
     if place is None:
         return None
@@ -59,44 +68,194 @@ def join_as_started(
     return membership
 
 
-def join(membership: Membership) -> None:
+def member(environ: Mapping[str, str] = os.environ) -> Member | None:
+    """Returns what connects this process to the coordinator of elastic hosts.
+
+    It is the same at each call; `None` if this process was not started as such a host.
+
+    Args:
+        environ: The environment.
+
+    Raises:
+        ValueError: The environment contradicts itself.
+    """
+    global _member
+    if _member is None and (place := environment.find_elastic(environ)) is not None:
+        _member = Member(
+            *(place.coordinator, place.token),
+            slot=place.slot,
+            join_seconds=place.join_seconds,
+            interface=place.interface,
+            lost=abort,
+        )
+    return _member
+
+
+def join_next(steps: int, seeds: bool = True) -> Membership:
+    """Leaves the present generation of elastic hosts, if any, and joins the next one.
+
+    If one is lost before they have connected, it is the one after that.
+
+    Args:
+        steps: How many this host has done.
+        seeds: As for `join`.
+
+    Returns:
+        Who is in it.
+
+    Raises:
+        HostsMissingError: No other generation begins, or not with this host.
+        RendezvousError: It has another token or other versions than the others.
+    """
+    leave()
+    while True:
+        membership = member().next(steps)
+        try:
+            join(membership, seeds)
+        except LinkError:
+            continue
+        return membership
+
+
+def join(membership: Membership, seeds: bool = True) -> None:
     """Connects this host to the others.
 
-    It listens at its own address only.
+    It listens at its own address only. Where it fails, this process has joined nobody.
+
+    Args:
+        membership: Which hosts there are. A process that has left others may join them.
+        seeds: Whether all hosts draw the same random numbers, unless the user sets a
+            seed, as they join for the first time. It imports Keras.
 
     Raises:
         RuntimeError: It is connected to other hosts already.
         LinkError: A host cannot be reached.
     """
-    global _joined
+    global _joined, _joining
     if _joined is not None:
         raise RuntimeError("This process has joined other hosts already.")
     links = Links(membership)
+    _joining = membership.generation, links
+    try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(links.close)
+            heartbeat, communicator, seed = _connected(membership, links, opened)
+            opened.pop_all()
+        _joined = membership, heartbeat, communicator
+    finally:
+        _joining = None
+    if _depth > 0:
+        heartbeat.enter()
+    _draw_from(seed, seeds)
+    _tell_of_the_end()
+
+
+def _connected(membership, links, opened) -> tuple[Heartbeat, Communicator, int]:
+    """Connects to the others; returns also the first host's seed."""
+    if _ended is not None and _ended[0] == membership.generation:
+        raise LinkError(_ended[1])
     communicator = Communicator(links)
-    heartbeat = Heartbeat(membership.rank, membership.names, links.abort)
+    heartbeat = Heartbeat(
+        *(membership.rank, membership.names, links.abort),
+        ends=not membership.elastic,
+    )
+    opened.callback(heartbeat.close)
     heartbeat.describe = functools.partial(_does, links)
     first = membership.rank == 0
     told = b""
     if first:
-        seed = secrets.randbelow(2**32)
+        seed = secrets.randbelow(2**32) if _seed is None else _seed
         told = json.dumps([heartbeat.listen(links.own_address), seed]).encode()
     listens_at, seed = json.loads(bytes(communicator.all_gather(told, "addresses")[0]))
     if not first:
         heartbeat.connect(listens_at)
-    _joined = membership, heartbeat, communicator
-    if _depth > 0:
-        heartbeat.enter()
-    # All hosts draw the same random numbers, unless the user sets a seed.
-    if runtime.random_seed() is None:
-        keras.utils.set_random_seed(seed)
-    atexit.register(heartbeat.finish, _LEAVE_S)
+    return heartbeat, communicator, seed
+
+
+def _draw_from(seed, seeds):
+    """Has all hosts draw the same random numbers, unless the user sets a seed."""
+    global _seed
+    if _seed is not None:
+        return
+    _seed = seed
+    if seeds:
+        # They take seconds to import.
+        import keras
+
+        from towers.keras_adapter import runtime
+
+        if runtime.random_seed() is None:
+            keras.utils.set_random_seed(seed)
+
+
+@functools.cache
+def _tell_of_the_end():
+    """Has the others told once this host's program is at its end."""
+    atexit.register(_finish)
     # The end of a process that this one has forked is not that of the host.
-    os.register_at_fork(after_in_child=lambda: atexit.unregister(heartbeat.finish))
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(_finish))
+
+
+def _finish():
+    if _joined is not None:
+        _joined[1].finish(_FINISH_S)
+
+
+def leave(seconds: float = _LEAVE_S) -> None:
+    """Leaves the hosts that this process has joined, if any; it may join others then.
+
+    They may be in any state. What waits for them, in any thread, ends by a `LinkError`.
+    Hosts that leave together wait for one another, so that none has another's end for
+    a failure.
+
+    Args:
+        seconds: How long to wait for the others to leave, while none has failed.
+    """
+    global _joined
+    if _joined is None:
+        return
+    (membership, heartbeat, communicator), _joined = _joined, None
+    # Others hear of that from where this host has.
+    is_over = _ended is not None and _ended[0] == membership.generation
+    heartbeat.part(0 if is_over else seconds)
+    communicator.close()
+    heartbeat.close()
+
+
+def abort(generation: int, why: str) -> None:
+    """Ends what waits for hosts of a generation, in any thread, by a `LinkError`.
+
+    It may come before this host has joined them, and after it has left them.
+
+    Args:
+        generation: Of which hosts.
+        why: What has ended it, in a sentence.
+    """
+    global _ended
+    _ended = generation, why
+    now, soon = _joined, _joining
+    if soon is not None and soon[0] == generation:
+        soon[1].abort(why)
+    elif now is not None and now[0].generation == generation:
+        now[2].links.abort(why)
+
+
+def change() -> str | None:
+    """Returns why the present generation of elastic hosts is to end, if it is."""
+    return None if _member is None or _joined is None else _member.change
+
+
+def restarted() -> bool:
+    """Tells whether this process goes on with a run that its launcher began before.
+
+    It then leaves alone what is there of the run.
+    """
+    return environment.restarted()
 
 
 def joined() -> Membership | None:
     """Returns what this process knows of its hosts; `None` if it trains alone."""
-    return None if _joined is None else _joined[0]
+    return None if (now := _joined) is None else now[0]
 
 
 def communicator() -> Communicator:
@@ -107,7 +266,7 @@ def communicator() -> Communicator:
 
 def collective() -> str | None:
     """Returns the collective that this host is in, by its purpose, if it is in one."""
-    doing = None if _joined is None else _joined[2].links.doing
+    doing = None if (now := _joined) is None else now[2].links.doing
     return doing and doing[0]
 
 
@@ -124,7 +283,9 @@ def ask_all(seconds: float) -> dict[str, tuple[str | None, str] | None]:
         By the name of each, in which collective it is, if in any, and what it does
         else, as in "computes"; `None` if it does not answer within so many seconds.
     """
-    membership, heartbeat, _ = _joined
+    if (now := _joined) is None:
+        return {}
+    membership, heartbeat, _ = now
     told = heartbeat.ask(seconds)
     return {
         name: tuple(told[rank]) if rank in told else None
@@ -139,7 +300,7 @@ def _does(links):
 
 def failure() -> str | None:
     """Returns what has failed among the hosts, as a sentence, if anything has."""
-    return None if _joined is None else _joined[1].failure
+    return None if (now := _joined) is None else now[1].failure
 
 
 @contextlib.contextmanager
@@ -182,9 +343,9 @@ def explained() -> Iterator[None]:
 
 def _cause(error):
     """What has ended a collective, in the place of what TensorFlow makes of it."""
-    if _joined is None or isinstance(error, HostFailedError):
+    if (now := _joined) is None or isinstance(error, HostFailedError):
         return error
-    _, heartbeat, communicator = _joined
+    _, heartbeat, communicator = now
     broken = communicator.links.broken
     if broken is not None and not isinstance(broken, OSError):
         return broken
@@ -209,4 +370,6 @@ def check() -> None:
 
 
 def _failed(failure):
-    return HostFailedError(f"{failure}, so this host ends.")
+    elastic = (now := joined()) is not None and now.elastic
+    does = "parts from the others" if elastic else "ends"
+    return HostFailedError(f"{failure}, so this host {does}.")

@@ -355,13 +355,17 @@ def _as_bytes(array):
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-@functools.cache
 def this_host() -> OneHost:
-    """Returns this process's place among the hosts that it trains with."""
+    """Returns this process's place among the hosts that it trains with at present."""
     membership = process_group.joined()
-    if membership is None:
+    if membership is None or membership.count == 1:
         return ONE_HOST
-    return Cluster(membership.names, membership.rank, process_group.communicator())
+    return _cluster(membership, process_group.communicator())
+
+
+@functools.lru_cache(maxsize=1)
+def _cluster(membership, communicator):
+    return Cluster(membership.names, membership.rank, communicator)
 
 
 def follow_first_host(hosts: OneHost, variables: Sequence[Any]) -> None:

@@ -46,7 +46,7 @@ class Generations:
     def begin(self, generation: Generation) -> str | None:
         """Notes a generation; returns what to say of the change, if it is one."""
         self.every.append(generation)
-        if generation.seconds is None:
+        if generation.seconds is None or len(self.every) == 1:
             return None
         return generation.line(self.every[-2])
 
@@ -56,4 +56,7 @@ class Generations:
 
     def recall(self, saved: Sequence[dict[str, Any]]) -> None:
         """Puts those of an earlier run, as `as_json` has returned them, first."""
-        self.every[:-1] = [Generation(**each) for each in saved]
+        before = [Generation(**each) for each in saved]
+        if self.every[-1:] != before[-1:]:
+            before += self.every[-1:]
+        self.every[:] = before

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import keras
 
 from towers import devices
+from towers.cluster import process_group
+from towers.collectives.hosts import this_host
 from towers.devices import Devices
 from towers.elastic.asked import Asked
 from towers.elastic.generations import Generation, Generations
@@ -82,12 +84,14 @@ class Resize(keras.callbacks.Callback):
         self._check, self._on_change, self._clock = check, on_change, clock
         self.generations = Generations() if generations is None else generations
         self._marks: list[str] = []
-        self._forget()
-
-    def _forget(self):
         self._sources: Sequence[Source] = ()
-        self._looked_s = self._ended_s = None
-        self._changing: tuple[Source, Generation] | None = None
+        self._changing: tuple[Source | None, Generation] | None = None
+        self._looked_s: float | None = None
+        # Of the last step: when it ended, and how many were done, where hosts come and
+        # go; and why these train together.
+        self._ended_s: float | None = None
+        self._steps: int | None = None
+        self._why, self._first = "", 0
 
     @contextlib.contextmanager
     def around_fit(self, call: FitCall) -> Iterator[None]:
@@ -96,22 +100,30 @@ class Resize(keras.callbacks.Callback):
         every = self._available
         if every is None:
             every = Devices(devices.resolve(None), devices.HOST)
-        asked = Asked(self._directory, every, shared=self._shares is not None)
+        asked = None
+        if this_host().index == 0:
+            shared = self._shares is not None
+            asked = Asked(self._directory, every, shared=shared)
         self._sources = [each for each in (asked, self._shares) if each is not None]
         try:
             yield
         finally:
-            self._forget()
+            self._sources, self._changing = (), None
 
     def on_train_begin(self, logs=None):
-        """Notes the first towers."""
-        if not self.generations.every:
+        """Notes the first towers, or those of other hosts."""
+        if why := self.model.builder.context.why_hosts:
+            if why != self._why:
+                self._changing = None, self._generation(why)
+            self._why = why
+        elif not self.generations.every:
             why = "restart" if steps_done(self.model) else "start"
             self.generations.begin(self._generation(why))
 
     def on_train_batch_begin(self, batch, logs=None):
         """Looks for wishes."""
         now_s = self._clock()
+        self._first = batch
         if self._looked_s is not None and now_s - self._looked_s < _LOOK_EVERY_S:
             return
         self._looked_s = now_s
@@ -142,22 +154,37 @@ class Resize(keras.callbacks.Callback):
         now_s = self._clock()
         if self._changing is not None:
             (source, generation), self._changing = self._changing, None
+            if source is None:
+                generation = self._of_hosts(generation, batch)
             since_s = self._looked_s if self._ended_s is None else self._ended_s
             generation = dataclasses.replace(generation, seconds=now_s - since_s)
             line = self.generations.begin(generation)
-            self._marks.append(line)
-            voice.end_progress_bar()
-            voice.say(line)
-            source.done(line)
-        self._ended_s = now_s
+            if line is not None:
+                self._marks.append(line)
+                voice.end_progress_bar()
+                voice.say(line)
+            if source is not None:
+                source.done(line)
+        self._ended_s, self._steps = now_s, None
+        if process_group.member() is not None:
+            self._steps = steps_done(self.model)
+
+    def _of_hosts(self, generation, batch):
+        """What is known of other hosts once they have made their first step."""
+        step = steps_done(self.model) - (batch + 1 - self._first)
+        lost = 0 if self._steps is None else max(0, self._steps - step)
+        return dataclasses.replace(generation, step=step, steps_lost=lost)
 
     def on_epoch_end(self, epoch, logs=None):
         """Counts no time between epochs."""
         self._ended_s = None
 
     def _generation(self, why):
-        replicas = self.model.builder.plan.replicas
-        towers = [" and ".join(each.devices) for each in replicas]
+        plan = self.model.builder.plan
+        towers = [" and ".join(each.devices) for each in plan.replicas]
+        if plan.hosts.count > 1:
+            by_host = enumerate(plan.replicas_by_host)
+            towers = [f"host {k} tower {i}" for k, n in by_host for i in range(n)]
         return Generation(steps_done(self.model), towers, why)
 
     def marks(self) -> list[str]:

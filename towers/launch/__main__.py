@@ -2,15 +2,18 @@
 
     python -m towers.launch --hosts=2 -- --model=resnet20 --num_gpus=1
     python -m towers.launch --hosts=2 -- my_script.py --its_flag=1
+    python -m towers.launch --hosts=2:4 -- --model=resnet20
     python -m towers.launch --hosts=4 --host_rank=1 --coordinator=node0:8476 -- ...
 
 What follows -- are flags of towers.train, a Python file or -m and a module, each with
 arguments, or a command. If one host fails, all end, and --max_restarts allows a new
-start from the last checkpoint. With --host_rank, each machine runs one launcher; set
+start from the last checkpoint. With a range of hosts, the others go on without it, and
+it starts again. With --host_rank, each machine runs one launcher; set
 TOWERS_TOKEN to the same secret on all of them. With --launcher=ray, Ray Train starts
 the hosts on the nodes of its cluster.
 Exit codes: 0 done; 75 another host failed; 130 stopped by Ctrl-C; 143 by SIGTERM; else
-that of the host that failed first, with 128 and its number for a signal.
+that of the host that failed first, with 128 and its number for a signal. With a range,
+0 if any host ends with 0, and failures count after which no others have gone on.
 """
 
 import os

@@ -23,7 +23,7 @@ class Options:
 
     Attributes:
         least: How many hosts may do.
-        most: With how many it begins.
+        most: How many there are at most.
         command: What each host runs.
         num_gpus: GPUs of each host; `None` for as many as there are for each.
         host_rank: The one host that is started here; `None` for all of them.
@@ -31,7 +31,10 @@ class Options:
         interface: What hosts on other machines are reached by.
         join_seconds: How long hosts wait for one another.
         fail_seconds: How long they may take to end when one has failed.
-        max_restarts: How often all are started anew.
+        max_restarts: How often all are started anew; of elastic hosts, how often others
+            go on because of a failure, `None` for any number.
+        elastic: Whether hosts come and go while the others go on.
+        host_file: A file that says how many elastic hosts are wanted.
         log_dir: Where the output of hosts other than the first goes; `None` to choose.
         launcher: "local" to start processes of its own, "ray" for Ray Train.
         num_cpus: CPUs that Ray reserves for each host.
@@ -47,7 +50,9 @@ class Options:
     interface: str | None = None
     join_seconds: float = JOIN_SECONDS
     fail_seconds: float = 30.0
-    max_restarts: int = 0
+    max_restarts: int | None = 0
+    elastic: bool = False
+    host_file: str | None = None
     log_dir: str | None = None
     launcher: str = "local"
     num_cpus: int = 1
@@ -58,8 +63,8 @@ class Options:
 _FLAGS = {
     "hosts": (
         *("N", str),
-        "Number of hosts. 2:4 starts 4, and leaves out a host that fails first three "
-        "times in a row, as long as 2 remain.",
+        "Number of hosts. 2:4 starts 4, which may come and go: the others go on as "
+        "long as 2 remain, and one that fails starts again.",
     ),
     "num_gpus": (
         *("N", int),
@@ -91,7 +96,14 @@ _FLAGS = {
     ),
     "max_restarts": (
         *("N", int),
-        "How often all hosts start again when one has failed.",
+        "How often all hosts start again when one has failed. With --hosts=2:4: how "
+        "often the others go on after a failure. Default: 0, and any number with "
+        "--hosts=2:4.",
+    ),
+    "host_file": (
+        *("FILE", str),
+        "With --hosts=2:4: file with the number of hosts that are wanted now. It is "
+        "read again when it changes.",
     ),
     "log_dir": (
         *("DIR", str),
@@ -115,7 +127,7 @@ _FLAGS = {
 }
 # torchrun's, where it has them.
 _DEFAULTS = {
-    **{"join_seconds": JOIN_SECONDS, "fail_seconds": 30.0, "max_restarts": 0},
+    **{"join_seconds": JOIN_SECONDS, "fail_seconds": 30.0},
     **{"launcher": "local", "num_cpus": 1, "placement_strategy": "PACK"},
 }
 # Ray's words.
@@ -140,10 +152,15 @@ def read(argv: Sequence[str], doc: str) -> Options:
                 f"it, such as {_EXAMPLE}."
             )
     found = vars(parser.parse_args(own))
-    least, most = _hosts(found.pop("hosts"))
-    _check(found, least, most)
+    hosts = found.pop("hosts")
+    least, most = _hosts(hosts)
+    elastic = ":" in hosts and found["launcher"] == "local"
+    _check_file(found["host_file"], elastic and found["host_rank"] is None)
+    _check(found, most)
+    if found["max_restarts"] is None and not elastic:
+        found["max_restarts"] = 0
     command, asked = _command(theirs, found)
-    return Options(least, most, command, **(found | asked))
+    return Options(least, most, command, elastic=elastic, **(found | asked))
 
 
 def _parts(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -179,7 +196,7 @@ def _hosts(text: str | None) -> tuple[int, int]:
     return least, most
 
 
-def _check(found: dict, least: int, most: int) -> None:
+def _check(found: dict, most: int) -> None:
     for name, bound in (("num_gpus", 1), ("num_cpus", 1), ("max_restarts", 0)):
         if found[name] is not None and found[name] < bound:
             raise ValueError(
@@ -220,10 +237,13 @@ def _check(found: dict, least: int, most: int) -> None:
             f"Received --coordinator={found['coordinator'] or ''}; expected where the "
             "first host waits for the others, such as node0:8476."
         )
-    if least != most:
+
+
+def _check_file(file: str | None, may_be: bool) -> None:
+    if file is not None and not may_be:
         raise ValueError(
-            f"Received --hosts={least}:{most} with --host_rank; expected one number, "
-            "as each machine has a launcher of its own."
+            f"Received --host_file={file}; expected it only with a range of hosts on "
+            "this machine, such as --hosts=2:4."
         )
 
 

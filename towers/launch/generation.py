@@ -12,10 +12,12 @@ from towers.program.ending import ANOTHER_FAILED
 
 # How a host ends that was asked to, and has saved.
 STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+# How one ends that was given wrong arguments.
+USAGE = 2
 # Between SIGTERM and SIGKILL.
-_TERM_SECONDS = 10.0
+TERM_SECONDS = 10.0
 # For what a host has started to end after it.
-_LAST_WORDS_S = 1.0
+LAST_WORDS_S = 1.0
 
 Events = queue.SimpleQueue  # of hosts that have ended, and of signals' numbers
 
@@ -68,7 +70,7 @@ class Generation:
                 event = self._events.get(timeout=left)
             except queue.Empty:
                 ways.pop(0)()
-                limit = time.monotonic() + _TERM_SECONDS if ways else None
+                limit = time.monotonic() + TERM_SECONDS if ways else None
                 continue
             if isinstance(event, int):
                 self._pass_on(event)
@@ -80,9 +82,9 @@ class Generation:
                 if event.code not in STOPPED and limit is None:
                     limit = time.monotonic() + self._fail_seconds
                     self._wake()
-        self._strays.end(_LAST_WORDS_S)
+        self._strays.end(LAST_WORDS_S)
         for host in self._hosts:
-            host.all_is_shown(_LAST_WORDS_S)
+            host.all_is_shown(LAST_WORDS_S)
         return self._outcome()
 
     def _pass_on(self, number: int) -> None:

@@ -77,6 +77,11 @@ class Host:
         return self._process.returncode
 
     @property
+    def exit_code(self) -> int | None:
+        """Its exit code as a shell has it: 128 and more for a signal."""
+        return self.code if self.code is None or self.code >= 0 else 128 - self.code
+
+    @property
     def how(self) -> str:
         """How it has ended, in words."""
         if self.code >= 0:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import psutil
 
-_NAME = "TOWERS_LAUNCH"
+LAUNCH = "TOWERS_LAUNCH"
 # For a process to be gone after SIGKILL.
 _KILLED_S = 10.0
 
@@ -27,9 +27,15 @@ class Strays:
         mark: What to add to the environment of a host.
     """
 
-    def __init__(self, mark: str | None = None):
-        """Makes a new mark, or takes the value of one."""
-        self.mark = {_NAME: mark or f"{os.getpid()}-{secrets.token_hex(8)}"}
+    def __init__(self, mark: str | None = None, name: str = LAUNCH):
+        """Makes a new mark.
+
+        Args:
+            mark: Its value; `None` for one that nobody else has.
+            name: Its variable. Those with different ones do not hide one another.
+        """
+        self._value = mark or f"{os.getpid()}-{secrets.token_hex(8)}"
+        self.mark = {name: self._value}
         self._watcher: subprocess.Popen | None = None
 
     def processes(self) -> list[psutil.Process]:
@@ -66,7 +72,7 @@ class Strays:
         # A new process, as a fork of one with threads is not safe. Whoever reads this
         # one's output sees its end.
         self._watcher = subprocess.Popen(
-            [sys.executable, "-P", __file__, self.mark[_NAME], str(seconds)],
+            [sys.executable, "-P", __file__, self._value, str(seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -63,6 +63,8 @@ class CurrentEpoch:
         batch_begun: Whether a batch has begun that has not ended.
         metrics: Values of the metrics, while a validation takes their place.
         score: How good it was, once it is over.
+        step: Steps that were done before the batch that has begun, where hosts come
+            and go.
     """
 
     random: Mapping[str, Any] | None = None
@@ -70,3 +72,4 @@ class CurrentEpoch:
     batch_begun: bool = False
     metrics: Sequence[Any] | None = None
     score: float | None = None
+    step: int = 0

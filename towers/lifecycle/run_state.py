@@ -1,6 +1,7 @@
 """Where a run is, and what continues it from there."""
 
 import contextlib
+import functools
 import math
 import warnings
 import weakref
@@ -9,16 +10,19 @@ from typing import Any
 
 import keras
 
+from towers.cluster import process_group
+from towers.collectives.hosts import this_host
 from towers.keras_adapter.models import batches_done
-from towers.lifecycle import data_position, resume
+from towers.lifecycle import contents, handover
 from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.manager import CheckpointManager
 from towers.lifecycle.checkpoints.store import Contents, Position
+from towers.lifecycle.continuing import data_position, resume
+from towers.lifecycle.continuing.resume import ResumeError
+from towers.lifecycle.continuing.skip_batches import SkipDoneBatches, call_from_batch
 from towers.lifecycle.current_fit import CurrentEpoch, CurrentFit
-from towers.lifecycle.resume import ResumeError
 from towers.lifecycle.save_points import SavePoints
 from towers.lifecycle.signals import NAMES, Signals, Stopped
-from towers.lifecycle.skip_batches import SkipDoneBatches, call_from_batch
 from towers.loop.agreement import SignalReceived
 from towers.model.fit_call import FitCall
 from towers.numerics.not_finite import NotFiniteStep
@@ -64,13 +68,13 @@ class RunState:
                 f"Received a model without variables for {directory}, where "
                 "checkpoints are; expected a built one, so give it a keras.Input."
             )
-        path, contents = self.checkpoints.load(model, which)
-        self._known_of, self._known, self._saved = model, contents, None
+        path, found = self.checkpoints.load(model, which)
+        self._known_of, self._known, self._saved = model, found, None
         self.position, self.past = Position(0), None
         if path is None:
             return False
-        self.position, self.past = store.position(path), contents.about.get("past")
-        saved_model.assign(model, contents.values)
+        self.position, self.past = store.position(path), found.about.get("past")
+        saved_model.assign(model, found.values)
         return True
 
     @contextlib.contextmanager
@@ -83,13 +87,20 @@ class RunState:
         """
         options = call.options
         call.build_optimizer()
+        elastic = process_group.member() is not None
         # Equal, if not the same: a tower model is a proxy.
-        if self._known is None or call.model != self._known_of:
+        known = self._known is not None and call.model == self._known_of
+        if not known and not (elastic and this_host().index):
             self.restore(call.model)
+        if elastic:
+            mine = handover.Handed(self.position, self.past, self._known)
+            mine = handover.from_first(this_host(), mine, self.checkpoints.monitor)
+            self.position, self.past, self._known = mine
+            self._known_of, self._saved = call.model, None
         asked = Position(options["initial_epoch"])
         goes_on, self.position = self.position > asked, max(self.position, asked)
         data, given = data_position.order(options), options["x"]
-        start = self._start(call, data, goes_on)
+        start = _start(self, call, data, goes_on)
         options["x"], options["initial_epoch"] = start.data, start.epoch
         self._trained_on = lambda: None
         with contextlib.suppress(TypeError):  # a list, say
@@ -110,6 +121,10 @@ class RunState:
                 call.meet_hosts()
             except SignalReceived as received:
                 self.heed(received.number)
+            except Exception as error:
+                if elastic and not isinstance(error, NotFiniteStep):
+                    self._hand_over()
+                raise
             except NotFiniteStep as error:
                 self.checkpoints.finish()
                 error.checkpoint = self.checkpoints.latest or ""
@@ -119,18 +134,22 @@ class RunState:
                 # What is begun is finished, whatever ends the run.
                 self.checkpoints.finish()
 
-    def _start(self, call, data, goes_on):
-        """Returns how to begin with the data; says what has changed in them."""
-        if goes_on:
-            name = self.checkpoints.latest or self.checkpoints.directory
-            used = self._trained_on() is call.options["x"]
-            about = self._known.about
-            start = resume.start(name, about, self.position, call, data, used)
-        else:
-            start = data_position.start_anew(call.options, self.position)
-        if start.anew:
-            self.past = []
-        return start
+    def _hand_over(self):
+        """Keeps what hosts that train together after these are to know.
+
+        Raises:
+            Stopped: This host leaves, as a signal has asked for.
+        """
+        fit, epoch = self._fit, self._epoch
+        if self._known is None:
+            # Of a call of several steps, the last may have failed.
+            done = fit.step - epoch.step if epoch.batch_begun else 0
+            batch = self.position.batch + done
+            self.position = Position(self.position.epoch, batch)
+            self._known, self._known_of = self._contents(), fit.call.model
+        self._saved = None
+        if fit.call.leaves:
+            self._stop(self._signals.stop)
 
     def _skip(self, call, start):
         # Of data begun in the middle, Keras does not know the end.
@@ -141,29 +160,9 @@ class RunState:
             past=[*(self.past or ())],
             whole=start.whole,
             reading=states.undisturbed if start.read else None,
-            at_end=self._end_skipping,
+            at_end=functools.partial(_end_skipping, self),
         )
         call_from_batch(call, self.position, self._fit.data["steps_per_epoch"])
-
-    def _end_skipping(self):
-        """Undoes what callbacks have done at the beginning of an epoch that goes on.
-
-        They have done it before: what was saved inside of the epoch has seen it.
-        """
-        if not self.position.batch:
-            return
-        model = self._fit.call.model
-        saved_model.assign(model, self._fit.values_before)
-        self._fit.values_before = None
-        values = self._restore_states().values.get("metrics", ())
-        if len(values) != len(model.metrics_variables):
-            raise ResumeError(
-                f"The checkpoint {self.checkpoints.latest} is of the middle of an "
-                "epoch with other metrics; compile the model with the same, or start "
-                "over."
-            )
-        for variable, value in zip(model.metrics_variables, values, strict=True):
-            variable.assign(value)
 
     def _restore_states(self):
         """Gives others what they knew; after `on_train_begin`, where they forget it."""
@@ -202,6 +201,8 @@ class RunState:
         """Saves if it is time, when all callbacks have seen the batch before."""
         self.position = Position(self.position.epoch, batch)
         self._epoch.batch_begun, self._epoch.metrics = True, None
+        if process_group.member() is not None:
+            self._epoch.step = self._fit.step
         # Clocks differ between hosts, and one alone may have heard a signal; but all
         # have a part in a checkpoint.
         wished = self.save_points.minutes_are_over() or self._signals.save
@@ -284,11 +285,17 @@ class RunState:
             voice.say(f"SIGUSR1 received: {self.checkpoints.tell_latest()}.")
         number = agreed or self._signals.stop
         if agreed or (number and self._fit.call.may_stop(number)):
-            self.save()
-            self.checkpoints.wait()
-            _say_stopped(number, self.checkpoints)
-            raise Stopped(number)
+            self._stop(number)
         self.checkpoints.wait(only_if_done=True)
+
+    def _stop(self, number):
+        self.save()
+        self.checkpoints.wait()
+        again = "the last checkpoint is {}; run again to continue"
+        again = self.checkpoints.tell_latest(again)
+        voice.end_progress_bar()
+        voice.say(f"Stopped by {NAMES[number]}: {again}.")
+        raise Stopped(number)
 
     def save(self, values: Mapping[str, Any] | None = None) -> None:
         """Begins to save, unless that was done here.
@@ -299,31 +306,51 @@ class RunState:
             return
         self.checkpoints.wait()
         self._saved = self.position
-        contents = self._contents()
+        found = self._contents()
         values = values or self.checkpoints.values(self._fit.call.model)
-        contents = Contents(values | contents.values, contents.about)
+        found = Contents(values | found.values, found.about)
         self.save_points.count_from(self._fit.step)
-        self.checkpoints.save(self.position, contents)
+        self.checkpoints.save(self.position, found)
 
     def _contents(self):
         """All that is saved, but for the variables."""
-        position, fit, arrays = self.position, self._fit, []
-        model, score = fit.call.model, None if position.batch else self._epoch.score
-        about = {
-            "variables": fit.described(),
-            "built_for": saved_model.built_for(model),
-            "data": fit.data,
-            "past": None if self.past is None else [*self.past],
-            "step": fit.step,
-            **self.checkpoints.monitor.describe(score),
-            **states.collect(model, fit.others, position.epoch, arrays),
-        }
-        values = {"callbacks": arrays}
-        if position.batch:
-            metrics = self._epoch.metrics
-            values["metrics"] = metrics or saved_model.copies(model.metrics_variables)
-            about["random_at_begin"] = self._epoch.random
-        return Contents(values, about)
+        parts = self._fit, self._epoch, self.position, self.past
+        return contents.contents(*parts, self.checkpoints.monitor)
+
+
+def _start(run, call, data, goes_on):
+    """Returns how to begin with the data; says what has changed in them."""
+    if goes_on:
+        name = run.checkpoints.latest or run.checkpoints.directory
+        used = run._trained_on() is call.options["x"]
+        about = run._known.about
+        start = resume.start(name, about, run.position, call, data, used)
+    else:
+        start = data_position.start_anew(call.options, run.position)
+    if start.anew:
+        run.past = []
+    return start
+
+
+def _end_skipping(run):
+    """Undoes what callbacks have done at the beginning of an epoch that goes on.
+
+    They have done it before: what was saved inside of the epoch has seen it.
+    """
+    if not run.position.batch:
+        return
+    model = run._fit.call.model
+    saved_model.assign(model, run._fit.values_before)
+    run._fit.values_before = None
+    values = run._restore_states().values.get("metrics", ())
+    if len(values) != len(model.metrics_variables):
+        raise ResumeError(
+            f"The checkpoint {run.checkpoints.latest} is of the middle of an "
+            "epoch with other metrics; compile the model with the same, or start "
+            "over."
+        )
+    for variable, value in zip(model.metrics_variables, values, strict=True):
+        variable.assign(value)
 
 
 class SaveFirst(keras.callbacks.Callback):
@@ -344,10 +371,3 @@ class SaveFirst(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Passes it on."""
         self._run.keep_weights()
-
-
-def _say_stopped(number, checkpoints):
-    again = "the last checkpoint is {}; run again to continue"
-    again = checkpoints.tell_latest(again)
-    voice.end_progress_bar()
-    voice.say(f"Stopped by {NAMES[number]}: {again}.")

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.cluster import process_group
 from towers.cluster.membership import HostsDifferError
 from towers.collectives import batch
 from towers.collectives.hosts import OneHost
@@ -30,8 +31,8 @@ _MOST, _PRIME = 2**16, 65521
 
 
 # What a host may wish, beside the number of a signal that stops: a checkpoint, nothing,
-# or the end of `fit`.
-_SAVE, _GO_ON, _STOP_TRAINING = -1, 0, 1
+# the end of `fit`, or other hosts, a number that no signal has.
+_SAVE, _GO_ON, _STOP_TRAINING, _CHANGE = -1, 0, 1, 100
 # Of the sums for each batch of an evaluation, and at its end.
 _EVALUATED = "evaluated batch"
 
@@ -46,6 +47,10 @@ class SignalReceived(Exception):
     def __init__(self, number: int):
         super().__init__(f"A host has received signal {number}.")
         self.number = number
+
+
+class HostsChange(Exception):
+    """Hosts come or go, for which all stop at the same batch."""
 
 
 class Agreement:
@@ -163,6 +168,7 @@ class Agreement:
         Raises:
             HostsDifferError: The hosts have different batches.
             SignalReceived: A host stops because of a signal.
+            HostsChange: Hosts come or go.
         """
         self._heard = None
         try:
@@ -171,10 +177,13 @@ class Agreement:
             if self._heard is None:
                 raise
             self._check_batches(self._heard)
+            number = int(self._heard[:, _STOP].max())
+            if number == _CHANGE:
+                raise HostsChange from None
             self.left_a_batch = model.stop_training = True
             # Keras takes it for the end of the data. `fit` puts an end to this.
             warnings.filterwarnings("ignore", "Your input ran out of data")
-            if (number := int(self._heard[:, _STOP].max())) > _STOP_TRAINING:
+            if number > _STOP_TRAINING:
                 raise SignalReceived(number) from None
             raise
 
@@ -216,7 +225,9 @@ class Agreement:
         """
         told = self._placed(tf.constant([0.0, 0.0, max(wish, self.wish), 0.0]))
         (told,) = self._hosts.sum([told], "end of an epoch")
-        found = int(told.numpy()[:, _STOP].max())
+        found = told.numpy()[:, _STOP]
+        # Of other hosts, all hear with the next batch, if there is one.
+        found = int(found[found < _CHANGE].max(initial=_GO_ON))
         if found > _STOP_TRAINING:
             raise SignalReceived(found)
         return found == _STOP_TRAINING
@@ -270,6 +281,8 @@ class FollowHosts(keras.callbacks.Callback):
         if self.model.stop_training:
             self.model.stop_training = False
             self._agreement.wish = _STOP_TRAINING
+        elif process_group.change() is not None and self._agreement.wish <= _GO_ON:
+            self._agreement.wish = _CHANGE
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Stops if any host does."""

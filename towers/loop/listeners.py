@@ -38,7 +38,7 @@ def flat(callbacks: Any) -> Iterator[Any]:
 
 
 def _is_known(callback):
-    kind = type(callback)
+    kind = callback.__class__  # also of one that a proxy stands for
     known = _KNOWN.get(kind)
     if known is None or known.keys() & vars(callback).keys():
         return False

@@ -21,7 +21,7 @@ from towers.loop.timers import timestamp_after
 
 
 def train_function(
-    prepare: Callable[[Any], None],
+    create: Callable[[Any], None],
     place: Callable[[Any], Any],
     step: Callable[[Any, Any, tf.Tensor], Any],
     steps: int,
@@ -35,7 +35,7 @@ def train_function(
     and places batches for later calls instead.
 
     Args:
-        prepare: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
+        create: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
             that do not exist yet: a graph that has to create some is traced twice.
         place: Cuts a batch and copies the local batches to where they are needed.
         step: Takes a batch, its placed local batches and when batches were fetched
@@ -54,24 +54,30 @@ def train_function(
         data = without_optionals(data)
         return step(data, place(data), fetched)
 
-    prepare_once = _once(lambda data: prepare(without_optionals(data)))
+    create_once = _once(lambda data: create(without_optionals(data)))
     if not eager:
         many = _of_tf_data(one, place, step, steps, prefetch)
         one = tf.function(one, autograph=False, reduce_retracing=True)
 
     def function(iterator):
         if not eager and isinstance(iterator, tf.data.Iterator):
-            prepare_once(iterator.element_spec)
+            create_once(iterator.element_spec)
             return many(iterator)
         logs, fetches = None, _Fetches()
         for _, data in zip(range(steps), fetches.read(iterator), strict=False):
-            prepare_once(data)
+            create_once(data)
             logs = one(data, fetches.times())
         if logs is None:
             raise StopIteration
         return logs
 
     return function
+
+
+def prepare(create: Callable[[Any], None], iterator: Iterator) -> None:
+    """Creates variables for the batches of an iterator, if it tells what they are."""
+    if (spec := getattr(iterator, "element_spec", None)) is not None:
+        create(without_optionals(spec))
 
 
 def _once(function):

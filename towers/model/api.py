@@ -8,10 +8,10 @@ import keras
 
 from towers._deprecated import accepts_old_names
 from towers.builders.strategies import STRATEGIES
+from towers.cluster import process_group
 from towers.collectives import reduce
-from towers.collectives.hosts import COMPRESSIONS, OneHost, this_host
+from towers.collectives.hosts import COMPRESSIONS, this_host
 from towers.devices import is_gpu
-from towers.loop.agreement import Agreement
 from towers.model import arguments
 from towers.model.tower_model import TowerModel
 from towers.model.update.auto import Choice
@@ -193,6 +193,10 @@ def multi_gpu_model(
     )
     hosts = this_host().compressing(gradient_compression)
     arguments.check_hosts(hosts.count, variable_update)
+    if process_group.member() is not None:
+        arguments.check_elastic(
+            variable_update, shard_optimizer_state, shard_embeddings
+        )
     arguments.check_sharding(shard_embeddings, variable_update)
     arguments.check_own_steps(
         *(model, loss_placement),
@@ -206,8 +210,7 @@ def multi_gpu_model(
     )
     if shard_optimizer_state:
         arguments.check_optimizer_shards(variable_update, all_reduce_alg)
-    agreement = _agreement(
-        *(hosts, model),
+    given = dict(
         variable_update=variable_update,
         stages=stages,
         micro_batches=micro_batches,
@@ -221,21 +224,14 @@ def multi_gpu_model(
     )
     recipe = Recipe(
         *(model, home, follows, asked is not None and home != towers[0]),
-        *(cpu_merge, packed, hosts, pipeline, shard_embeddings),
-        *(loss_placement, strict, preprocess, prefetch, guard, agreement),
-        *(shard_optimizer_state, max_staleness),
+        *(cpu_merge, packed, hosts, gradient_compression),
+        *(pipeline, shard_embeddings),
+        *(loss_placement, strict, preprocess, prefetch, guard),
+        *(shard_optimizer_state, max_staleness, given),
     )
+    recipe.check_alike()
     choice, chooses = Choice(variable_update, all_reduce_alg), False
     if variable_update == "auto":
         choice, chooses = recipe.ways(layout, xla=False, synchronized=False)[0], True
     update = VariableUpdate(recipe, layout, choice, chooses, choice_file)
     return TowerModel(update, numerics_file)
-
-
-def _agreement(hosts: OneHost, model: keras.Model, **given: Any) -> Agreement | None:
-    """Returns what keeps several hosts together, once all were given the same."""
-    if hosts.count == 1:
-        return None
-    agreement = Agreement(hosts, model)
-    agreement.check_alike({"multi_gpu_model()": given})
-    return agreement

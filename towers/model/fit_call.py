@@ -5,12 +5,14 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from signal import Signals
 from typing import Any
 
 import keras
 
+from towers.cluster import process_group
 from towers.loop import described, listeners
-from towers.loop.agreement import Agreement, FollowHosts
+from towers.loop.agreement import Agreement, FollowHosts, HostsChange
 from towers.model import fit_data
 from towers.model.update import auto
 
@@ -34,6 +36,7 @@ class FitCall:
             calls it instead of the model's own, and evaluates nothing.
         skipped: Grows with each batch that is skipped or read again for that.
         agreement: Keeps hosts at the same batch; `None` with one host.
+        leaves: Whether this host has said that it leaves the others.
     """
 
     def __init__(
@@ -50,12 +53,14 @@ class FitCall:
         """
         self.model, self.create_variables = model, create_variables
         self.skips: Callable[[Iterator], Any] | None = None
-        self.skipped, self.agreement = 0, None
+        self.skipped, self.agreement, self.leaves = 0, None, False
         self._fit = fit
         self._bound = inspect.signature(fit).bind(model, *args, **kwargs)
         self._bound.apply_defaults()
         self.options: dict[str, Any] = self._bound.arguments
         self._place, self._behind = _Place(), []
+        if process_group.member() is not None:
+            self._behind.append(_FollowsChange())
 
     @property
     def callbacks(self) -> list[Any]:
@@ -114,8 +119,15 @@ class FitCall:
         self._behind.append(FollowHosts(agreement))
 
     def may_stop(self, signal: int) -> bool:
-        """Tells whether to stop at once for a signal; other hosts hear of it first."""
-        if self.agreement is not None:
+        """Tells whether to stop at once for a signal; other hosts hear of it first.
+
+        Where hosts come and go, the others go on without this one.
+        """
+        if (member := process_group.member()) is not None:
+            if not self.leaves:
+                self.leaves = True
+                member.leave(Signals(signal).name)
+        elif self.agreement is not None:
             self.agreement.wish = signal
         return self.agreement is None
 
@@ -195,6 +207,15 @@ def if_broken_off(end: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         end()
         raise
+
+
+class _FollowsChange(keras.callbacks.Callback):
+    """Stops a host that trains alone, as others come; several agree on the batch."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Looks whether they come."""
+        if self.model.builder.context.agreement is None and process_group.change():
+            raise HostsChange
 
 
 class _Place(keras.callbacks.Callback):

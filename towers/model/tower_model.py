@@ -18,7 +18,7 @@ from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.cluster import process_group
 from towers.loop import listeners
-from towers.model import fit_data
+from towers.model import fit_data, generations
 from towers.model.compared import compared
 from towers.model.fit_call import FitCall, given
 from towers.model.update.first_call import FirstCall
@@ -137,8 +137,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def _reset_if_changed(self):
         if self._self_update.reset_if_changed():
-            for name in _FUNCTIONS:
-                setattr(self, name, None)
+            _forget_functions(self)
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes what `fit` calls with an iterator; see `keras.Model`."""
@@ -167,7 +166,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         several = builder.context.agreement is not None
 
         def train(iterator):
-            with self._explained("train"), _stops(self) if several else _NOTHING:
+            with _explained(self, "train"), _stops(self) if several else _NOTHING:
                 return made(iterator)
 
         if guard is None:
@@ -205,7 +204,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             setattr(self, name, kept)
 
             def function(data):
-                with self._explained(kind), _stops(self):
+                with _explained(self, kind), _stops(self):
                     return made(data)
 
             return function
@@ -216,18 +215,6 @@ class TowerModel(wrapt.CallableObjectProxy):
     make_test_function = functools.partialmethod(_make_compared, "test")
     make_predict_function = functools.partialmethod(_make_compared, "predict")
 
-    @contextlib.contextmanager
-    def _explained(self, step):
-        plan, model = self.builder.plan, self.__wrapped__
-        reason = functools.partial(failed_stage.reason, self.builder, step)
-        with contextlib.ExitStack() as explained:
-            if len(plan.devices) > 1:
-                explained.enter_context(explained_shapes(model))
-                explained.enter_context(explained_look_ups(model))
-            if plan.pipeline.stages > 1:
-                explained.enter_context(explained_stages(model, reason))
-            yield
-
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """See `keras.Model.fit`; with a `towers.callbacks.Checkpoint`, it goes on.
 
@@ -235,6 +222,14 @@ class TowerModel(wrapt.CallableObjectProxy):
         `FitCall`.
         """
         self._reset_if_changed()
+        run = functools.partial(self._fit, args, kwargs)
+        if process_group.member() is None:
+            return run()
+        forget = functools.partial(_forget_functions, self)
+        return generations.fit(self._self_update, forget, run)
+
+    def _fit(self, args, kwargs):
+        """Calls `fit` of Keras, with these hosts."""
         fit, update = type(self.__wrapped__).fit, self._self_update
         call = FitCall(self, fit, args, kwargs, update.create_variables)
         agreement = self.builder.context.agreement
@@ -289,6 +284,24 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()
+
+
+def _forget_functions(parallel):
+    for name in _FUNCTIONS:
+        setattr(parallel, name, None)
+
+
+@contextlib.contextmanager
+def _explained(parallel, step):
+    plan, model = parallel.builder.plan, parallel.__wrapped__
+    reason = functools.partial(failed_stage.reason, parallel.builder, step)
+    with contextlib.ExitStack() as explained:
+        if len(plan.devices) > 1:
+            explained.enter_context(explained_shapes(model))
+            explained.enter_context(explained_look_ups(model))
+        if plan.pipeline.stages > 1:
+            explained.enter_context(explained_stages(model, reason))
+        yield
 
 
 def _stops(parallel):

@@ -33,7 +33,7 @@ from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
 from towers.cluster.membership import HostsDifferError
 from towers.lifecycle.checkpoints.manager import SaveError
-from towers.lifecycle.resume import ResumeError
+from towers.lifecycle.continuing.resume import ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
 from towers.program import ending, startup, voice

@@ -1,14 +1,21 @@
 """The callbacks of a run: what saves it, watches it and says how far it is."""
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
+import wrapt
 
+from towers.cluster import process_group
+from towers.collectives.hosts import this_host
+from towers.elastic.preemption import PreemptionNotice
 from towers.elastic.resize import Resize
 from towers.lifecycle.checkpoints.best import Monitor
 from towers.lifecycle.stop_at_step import StopAtStep
 from towers.loop import listeners
+from towers.model.fit_call import FitCall
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.lines import Lines
@@ -49,12 +56,12 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     setup = job.setup
     own = [] if setup.mine is None else setup.mine.callbacks(**setup.known)
     callbacks = [
-        _Describe(job),
+        _of_first_host(_Describe(job)),
         # Validates the averages.
         *([keras.callbacks.SwapEMAWeights()] if settings.ema is not None else []),
         *watch.callbacks,
         _TaskLogs(job),
-        make_tensorboard(job, measures, watch, resize),
+        _of_first_host(make_tensorboard(job, measures, watch, resize)),
         *own,
         job.checkpoint,
     ]
@@ -63,6 +70,8 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     if resize is not None:
         # Before those that measure a call.
         callbacks.insert(0, resize)
+    if settings.preemption_notice is not None:
+        callbacks.insert(0, PreemptionNotice(settings.preemption_notice))
     if settings.stall_seconds:
         # First, to hear of a batch before it is waited for any other.
         callbacks.insert(0, make_stall(job))
@@ -75,7 +84,8 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         )
     if settings.log_csv:
         path = os.path.join(job.model_dir, files.LOG)
-        callbacks.append(keras.callbacks.CSVLogger(path, append=True))
+        logger = keras.callbacks.CSVLogger(path, append=True)
+        callbacks.append(_of_first_host(logger))
     if settings.max_train_steps is not None:
         callbacks.append(StopAtStep(settings.max_train_steps))
     if (descriptor := reports.wanted()) is not None:
@@ -83,6 +93,60 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     if lines:
         callbacks.append(Lines(settings.log_steps, rate=watch.throughput.text))
     return callbacks
+
+
+def _of_first_host(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+    """Has a callback that writes do so on the first of hosts that come and go."""
+    if process_group.member() is None:
+        return callback  # others write in a folder of their own
+    return _OfFirstHost(callback)
+
+
+class _OfFirstHost(wrapt.ObjectProxy):
+    """A callback that hears what happens only while this host is the first."""
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name.startswith("on_") and this_host().index:
+            return _nothing
+        return found
+
+
+def _nothing(*args, **kwargs):
+    pass
+
+
+@listeners.changes_no_variable
+class FirstHostWrites(keras.callbacks.Callback):
+    """Has nobody else write to the model_dir, where hosts come and go."""
+
+    def __init__(self, job: Job):
+        super().__init__()
+        self._job = job
+
+    @contextlib.contextmanager
+    def around_fit(self, call: FitCall) -> Iterator[None]:
+        """Locks the model_dir, on the first host."""
+        if this_host().index:
+            yield
+            return
+        with files.alone(self._job):
+            if self._job.settings.clean and process_group.joined().generation == 0:
+                files.remove_run(self._job.model_dir)
+            yield
+
+
+@listeners.changes_no_variable
+class AtTheEnd(keras.callbacks.Callback):
+    """Calls a function once training has ended, while hosts are together."""
+
+    def __init__(self, function: Callable[[], Any]):
+        super().__init__()
+        self._function = function
+
+    def on_train_end(self, logs=None):
+        """Calls it."""
+        self._function()
 
 
 @listeners.changes_no_variable

@@ -3,6 +3,7 @@
 import math
 import os
 
+from towers.elastic import notice
 from towers.input_pipeline import data_flags, specs, tokenizer_specs
 from towers.models import spec
 from towers.program.commands import (
@@ -248,7 +249,7 @@ def _check_init_weights(settings: Settings) -> None:
 
 
 def _check_run(settings: Settings) -> None:
-    """Checks what is asked of an earlier run."""
+    """Checks what is asked of an earlier run, and what ends this one."""
     if settings.clean and settings.eval_only:
         raise ValueError(
             "Received --clean and --eval_only; expected one of them, as nothing is "
@@ -259,6 +260,8 @@ def _check_run(settings: Settings) -> None:
             f"Received --clean and --checkpoint={settings.checkpoint}; expected one of "
             "them, as nothing is left to go on from after --clean."
         )
+    if settings.preemption_notice is not None:
+        notice.check(settings.preemption_notice, "--preemption_notice")
 
 
 def _check_cache(settings: Settings) -> None:

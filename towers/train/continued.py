@@ -7,10 +7,10 @@ import keras
 
 from towers._deprecated import rename_flags
 from towers.layers.variables import steps_done
-from towers.lifecycle import resume
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.saved_model import OtherModelError, check_checkpoint
+from towers.lifecycle.continuing import resume
 from towers.program import words
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import better

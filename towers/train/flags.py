@@ -272,6 +272,12 @@ HELPS = {
         "on_save_error": (
             "Whether to stop or to continue training if a checkpoint cannot be written."
         ),
+        "preemption_notice": (
+            "Where a notice comes from that this machine is about to be taken away: "
+            "aws, gcp, azure, a URL that answers 200 then, or the path of a file that "
+            "exists then. The run then stops as by SIGTERM. Default: none is looked "
+            "for."
+        ),
     },
     "Watching": {
         "log_steps": (

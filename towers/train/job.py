@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from towers import devices
+from towers.cluster import process_group
 from towers.collectives import batch, reduce
 from towers.collectives.hosts import this_host
 from towers.devices import HOST, Devices
@@ -162,6 +163,8 @@ def assemble(settings: Settings) -> Job:
         ValueError: If any input is bad.
     """
     checks.check_model_dir(settings)
+    if process_group.restarted():
+        settings = settings.but(clean=False)  # others of this run have done so
     # Before the data, which TensorFlow may be asked to read.
     found, shares = share_devices(settings, configure_devices(settings))
     alike.check(this_host(), settings.of_all_hosts())

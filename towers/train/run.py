@@ -3,6 +3,8 @@
 import math
 import sys
 
+from towers.cluster import process_group
+from towers.collectives.hosts import this_host
 from towers.monitoring.watch import Watch
 from towers.numerics.not_finite import NotFinite
 from towers.program import words
@@ -18,20 +20,39 @@ def run(job: Job) -> None:
     if job.settings.eval_only:
         print(summary.values_text(evaluate(job)))
         return
+    if process_group.member() is not None:
+        return _run_on_hosts(job)
     with files.alone(job):
         if job.settings.clean:
             files.remove_run(job.model_dir)
         renew_learning_rate(job)
         watch = train(job)
-        figures = summary.summarise(job, evaluate(job), watch)
-        loss = figures["train_loss" if job.data.held_out is None else "val_loss"]
-        if not math.isfinite(loss):
-            raise NotFinite(
-                f"The loss is {loss} after epoch {job.epoch}, so model.keras is not "
-                "written; start over with --clean and a smaller --learning_rate."
-            )
-        files.end(job, figures)
-        print(summary.text(figures, trained=watch is not None))
+        _end(job, watch, evaluate(job))
+
+
+def _run_on_hosts(job):
+    """Runs where hosts come and go: who is first writes, and all evaluate in `fit`."""
+    renew_learning_rate(job)
+    values = {}
+    ending = callbacks.AtTheEnd(lambda: values.update(evaluate(job)))
+    watch = _fit(job, [callbacks.FirstHostWrites(job)], [ending])
+    if this_host().index == 0:
+        with files.alone(job):
+            _end(job, watch, values)
+    process_group.member().close(done=True)
+
+
+def _end(job, watch, values):
+    """Saves and sums up; `values` are those of the evaluation."""
+    figures = summary.summarise(job, values, watch)
+    loss = figures["train_loss" if job.data.held_out is None else "val_loss"]
+    if not math.isfinite(loss):
+        raise NotFinite(
+            f"The loss is {loss} after epoch {job.epoch}, so model.keras is not "
+            "written; start over with --clean and a smaller --learning_rate."
+        )
+    files.end(job, figures)
+    print(summary.text(figures, trained=watch is not None))
 
 
 def renew_learning_rate(job: Job) -> None:
@@ -63,6 +84,14 @@ def train(job: Job) -> Watch | None:
             f"{more}, or --clean to start over. Nothing new was measured."
         )
         return None
+    watch = _fit(job)
+    if job.stopped_early:
+        print(_stopped_early(job))
+    return watch
+
+
+def _fit(job, before=(), behind=()):
+    """Fits, with callbacks before and behind those of the run; returns its watch."""
     watch = callbacks.make_watch(job)
     terminal = sys.stdout.isatty()
     job.parallel.fit(
@@ -70,13 +99,15 @@ def train(job: Job) -> Watch | None:
         validation_data=None if job.data.held_out is None else job.data.evaluation,
         epochs=job.settings.train_epochs,
         steps_per_epoch=job.data.steps_per_epoch(),
-        callbacks=callbacks.make(job, watch, lines=not terminal),
+        callbacks=[
+            *before,
+            *callbacks.make(job, watch, lines=not terminal),
+            *behind,
+        ],
         verbose=1 if terminal else 0,
         shuffle=False,  # the pipeline has shuffled already
         class_weight=job.class_weight,
     )
-    if job.stopped_early:
-        print(_stopped_early(job))
     return watch
 
 

@@ -12,6 +12,7 @@ import os
 from typing import Any, Literal, Self
 
 from towers.cluster.membership import JOIN_SECONDS
+from towers.elastic import notice
 from towers.input_pipeline import specs
 from towers.input_pipeline.choices import (
     BAD_RECORDS,
@@ -60,7 +61,7 @@ OF_A_HOST = (
         "soft_placement",
     ),
     *("log_device_placement", "ram_budget_mb", "prefetch"),
-    *("data_dir", "cache_dir", "model_dir"),
+    *("data_dir", "cache_dir", "model_dir", "preemption_notice"),
 )
 
 
@@ -178,6 +179,7 @@ class Settings:
     save_minutes: float = 10.0
     keep_checkpoints: int = 3
     on_save_error: Literal["stop", "continue"] = "stop"
+    preemption_notice: str | None = None
     # What the run shows, and looks out for.
     log_steps: int = 100
     histograms: bool = False
@@ -368,6 +370,8 @@ def _with_absolute_path(name: str, value: str) -> str | None:
     if name == "init_weights" and value == "imagenet":
         return None
     if name in ("model_dir", "data_dir", "cache_dir", "init_weights") and value:
+        return _absolute(os.path.expanduser(value))
+    if name == "preemption_notice" and value not in notice.CLOUDS:
         return _absolute(os.path.expanduser(value))
     if name in ("dataset", "eval_dataset"):
         kind, _, path = value.partition(":")

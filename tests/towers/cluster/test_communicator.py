@@ -299,7 +299,7 @@ def test_what_waiting_takes_is_counted():
 
 def test_strangers_are_turned_away(monkeypatch):
     """Those that say nothing of ours, and hosts with another token."""
-    monkeypatch.setattr("towers.cluster.links._CONNECT_S", 0.5)
+    monkeypatch.setattr("towers.cluster.links.greeting._CONNECT_S", 0.5)
     first, second = (Links(each) for each in memberships(2, token="secret"))
     other = Links(memberships(2, token="other")[1])
     other._membership = other._membership.__class__(
@@ -330,8 +330,8 @@ def test_strangers_are_turned_away(monkeypatch):
 @pytest.mark.parametrize("most", [2, 100])
 def test_silent_strangers_delay_no_host(monkeypatch, most):
     """However many have connected before it, and say nothing or a part of it."""
-    monkeypatch.setattr("towers.cluster.links._CONNECT_S", 5.0)
-    monkeypatch.setattr("towers.cluster.links._MOST_STRANGERS", most)
+    monkeypatch.setattr("towers.cluster.links.greeting._CONNECT_S", 5.0)
+    monkeypatch.setattr("towers.cluster.links.greeting._MOST_STRANGERS", most)
     first, second = (Links(each) for each in memberships(2, token="secret"))
     address = first.own_address, int(first._membership.addresses[0].split(":")[1])
     strangers, are_there = [], threading.Event()
@@ -362,7 +362,7 @@ def test_silent_strangers_delay_no_host(monkeypatch, most):
 
 
 def test_a_port_in_use_is_said(monkeypatch):
-    monkeypatch.setattr("towers.cluster.links._CONNECT_S", 0.1)
+    monkeypatch.setattr("towers.cluster.links.greeting._CONNECT_S", 0.1)
     first, _ = memberships(2)
     with socket.socket() as holds:
         host, port = first.addresses[0].split(":")

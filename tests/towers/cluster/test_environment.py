@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from towers.cluster import environment
-from towers.cluster.membership import Place
+from towers.cluster.membership import ElasticPlace, Place
 
 OURS = {
     "TOWERS_HOST_RANK": "1",
@@ -205,6 +205,32 @@ def test_a_process_that_srun_did_not_start_trains_alone_and_says_so(monkeypatch)
 def test_what_the_launcher_sets_is_found():
     place = Place(1, 3, "[::1]:7", "secret", 2.5, "lo", generation=4)
     assert environment.find(environment.variables(place)) == place
+
+
+def test_a_place_among_hosts_that_come_and_go():
+    place = ElasticPlace("node0:8476", "secret", 3, 7.5, "eth0")
+    assert environment.find_elastic(environment.elastic_variables(place)) == place
+    # What else the environment says is not asked.
+    assert environment.find_elastic(OURS) is None
+    assert "secret" not in repr(place)
+    variables = {"TOWERS_ELASTIC": "1", "TOWERS_COORDINATOR": "node0:8476"}
+    with pytest.raises(ValueError, match="TOWERS_ELASTIC without TOWERS_TOKEN; expec"):
+        environment.find_elastic(variables)
+    variables = {"TOWERS_ELASTIC": "1", "TOWERS_TOKEN": "secret"}
+    with pytest.raises(ValueError, match="TOWERS_COORDINATOR=; expected the address"):
+        environment.find_elastic(variables)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_whether_others_have_begun_before(restarted):
+    place = ElasticPlace("node0:8476", "secret", 3, restarted=restarted)
+    # That of a launcher around this one does not count.
+    variables = {"TOWERS_GENERATION": "2"} | environment.elastic_variables(place)
+    assert environment.find_elastic(variables) == place
+    assert environment.restarted(variables) == restarted
+    place = Place(0, 1, "node0:8476", "secret", generation=int(restarted))
+    assert environment.restarted(environment.variables(place)) == restarted
+    assert not environment.restarted({})
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.towers.cluster.in_threads import communicators, in_threads, on_each
-from towers.cluster import shared_memory
-from towers.cluster.shared_memory import SharedMemoryConnection, share
+from towers.cluster.links import shared_memory
+from towers.cluster.links.shared_memory import SharedMemoryConnection, share
 
 
 @pytest.fixture
@@ -104,10 +104,15 @@ def test_hosts_at_one_address_share_memory():
         for comm in hosts:
             every = comm.links._to.values()
             assert {type(each) for each in every} == {SharedMemoryConnection}
-    # It has no name in any file system, where a process that is killed would leave it.
+        # It has no name in any file system, where a process that is killed would leave
+        # it.
+        assert "/memfd:towers (deleted)" in mapped()
+    assert "/memfd:towers (deleted)" not in mapped()
+
+
+def mapped():
     with open("/proc/self/maps") as file:
-        lines = [line.split(maxsplit=5)[5].strip() for line in file if "towers" in line]
-    assert "/memfd:towers (deleted)" in lines
+        return [line.split(maxsplit=5)[5].strip() for line in file if "towers" in line]
 
 
 @pytest.mark.parametrize(

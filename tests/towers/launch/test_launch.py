@@ -1,6 +1,5 @@
 """The launcher: what it starts, what it does when a host fails, and what is left."""
 
-import contextlib
 import json
 import os
 import pty
@@ -9,19 +8,17 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from tests.terminal import read_all
+from tests.towers.launch.launching import ROOT, TIMEOUT_S, launch
 from tests.variants import slow
 from towers.launch import arguments, generation, gpus, host, supervisor
 from towers.launch.strays import Strays
 from towers.program.ending import ANOTHER_FAILED
 
-ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 120
 FOREVER = "import signal; signal.pause()"
 RANK = "import os; rank = int(os.environ['TOWERS_HOST_RANK']); "
 
@@ -32,10 +29,9 @@ def launched(tmp_path, capfd, monkeypatch):
     supervisors = []
 
     def launch(code, hosts=2, told=None, **options):
-        least, most = hosts if isinstance(hosts, tuple) else (hosts, hosts)
         command = sys.executable, "-S", "-c", code
         asked = arguments.Options(
-            least, most, command, **{"log_dir": str(tmp_path), **options}
+            hosts, hosts, command, **{"log_dir": str(tmp_path), **options}
         )
         environ = {**os.environ, "TOWERS_TOKEN": "secret"}
         one = supervisor.Supervisor(asked, environ)
@@ -47,8 +43,8 @@ def launched(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 0)
     yield launch
     for one in supervisors:
-        assert not one.strays.processes()
-        one.strays.end(0)
+        assert not one.machine.strays.processes()
+        one.machine.strays.end(0)
 
 
 def read(options, *command):
@@ -173,7 +169,7 @@ def test_hosts_that_do_not_end_are_ended(launched):
 
 
 def test_a_host_that_hears_nothing_is_killed(launched, monkeypatch):
-    monkeypatch.setattr(generation, "_TERM_SECONDS", 0.05)
+    monkeypatch.setattr(generation, "TERM_SECONDS", 0.05)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     code, (_, err) = launched(
         RANK + f"\nif rank: raise SystemExit({ANOTHER_FAILED})\n{deaf}; {FOREVER}",
@@ -212,7 +208,7 @@ def test_a_host_that_was_stopped_goes_on_to_its_end_and_is_named(
 
 def test_nothing_that_a_host_started_outlives_it(launched, monkeypatch, tmp_path):
     """Not even a session of its own; the fixture looks."""
-    monkeypatch.setattr(generation, "_LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(generation, "LAST_WORDS_S", 0.05)
     child = [sys.executable, "-SE", "-c", FOREVER]
     code, _ = launched(
         f"import subprocess; subprocess.Popen({child}, start_new_session=True); "
@@ -274,39 +270,6 @@ def test_pauses_double(launched, monkeypatch):
     assert asked == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_a_host_that_fails_again_and_again_is_left_out(launched, monkeypatch):
-    """The slot with GPU 6 is: where it was, the next one is."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    code, (out, err) = launched(
-        RANK + "gpu, count = map(os.environ.get, "
-        "['CUDA_VISIBLE_DEVICES', 'TOWERS_HOST_COUNT'])\n"
-        "if gpu == '6': raise SystemExit(9)\n"
-        "if count != '3': raise SystemExit(75)\n"
-        "print(count, gpu)",
-        hosts=(2, 4),
-        max_restarts=5,
-    )
-    assert (code, out) == (0, "3 4\n")
-    assert err.count("failed first") == 3
-    assert (
-        "Host 2 was the first to fail 3 times running, and is left out: 3 hosts go on; "
-        "those after it count one less."
-    ) in err
-
-
-@pytest.mark.parametrize(
-    ("hosts", "runs"), [((2, 3), [3, 3, 3, 2, 2, 2, 2]), slow((3, 3), [3] * 7)]
-)
-def test_so_many_hosts_stay(launched, hosts, runs):
-    _, (out, _) = launched(
-        RANK + "print(os.environ['TOWERS_HOST_COUNT']) if rank == 0 else None\n"
-        "raise SystemExit(75 if rank == 0 else 5 if rank == 1 else 75)",
-        hosts=hosts,
-        max_restarts=6,
-    )
-    assert [*map(int, out.split())] == runs
-
-
 # Signals.
 
 ASKED = """
@@ -320,28 +283,6 @@ second = signal.sigwait(signals)
 os.write(1, b"second %d\\n" % second)
 sys.exit(128 + second)
 """
-
-
-@contextlib.contextmanager
-def launch(*words, hangup=signal.SIG_DFL, **options):
-    """Starts the launcher as users do; `hangup` is what SIGHUP is to it at first."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # These tests may run by nohup, whose children ignore SIGHUP.
-    of_tests = signal.signal(signal.SIGHUP, hangup)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "towers.launch", *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
-            **{**pipes, **options},
-        )
-    finally:
-        signal.signal(signal.SIGHUP, of_tests)
-    # It says then what each of its threads does.
-    limit = threading.Timer(TIMEOUT_S, process.send_signal, [signal.SIGABRT])
-    limit.start()
-    with process:
-        yield process
-    limit.cancel()
 
 
 def wait_for_line(log, line):
@@ -473,7 +414,7 @@ def test_a_command(words, command):
     options = read("--hosts=2:4 --num_gpus 1 --max_restarts=3", *words)
     assert options.command == tuple(command)
     assert (options.least, options.most, options.num_gpus) == (2, 4, 1)
-    assert (options.max_restarts, options.log_dir) == (3, None)
+    assert (options.max_restarts, options.log_dir, options.elastic) == (3, None, True)
 
 
 @pytest.mark.parametrize("words", [["--model_dir=d/e"], ["-x", "--model_dir", "d/e"]])
@@ -496,7 +437,9 @@ WRONG = {
     "--hosts=2 --host_rank=1": "Received --coordinator=; expected where",
     "--hosts=2 --coordinator=a:1": "Received --coordinator without --host_rank",
     "--hosts=2 --interface=lo": "Received --interface without --host_rank",
-    "--hosts=2:3 --host_rank=1 --coordinator=a:1": "Received --hosts=2:3 with",
+    "--hosts=2 --host_file=x": "Received --host_file=x; expected it only with a range",
+    "--hosts=1:2 --host_rank=0 --coordinator=a:1 --host_file=x": "Received --host_fi",
+    "--hosts=1:2 --launcher=ray --host_file=x": "Received --host_file=x; expected it",
     "--hosts=2 --launcher=mpi": "Received --launcher=mpi; expected local or ray.",
     "--hosts=2 --num_cpus=2": "Received --num_cpus=2 without --launcher=ray; expected",
     "--hosts=2 --launcher=ray --host_rank=0": "Received --host_rank with --laun",
@@ -527,6 +470,21 @@ def test_arguments_for_ray(monkeypatch):
     options = read("--hosts=2:4 --launcher=ray --num_cpus=3", "--", "my.py")
     assert (options.launcher, options.num_cpus) == ("ray", 3)
     assert (options.least, options.most, options.placement_strategy) == (2, 4, "PACK")
+    assert (options.max_restarts, options.elastic) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "elastic", "restarts"),
+    [
+        ("--hosts=2", False, 0),
+        ("--hosts=2:2", True, None),
+        ("--hosts=1:2 --host_rank=1 --coordinator=a:1", True, None),
+        ("--hosts=1:2 --max_restarts=0 --host_file=x", True, 0),
+    ],
+)
+def test_a_range_of_hosts_is_elastic(words, elastic, restarts):
+    options = read(words, "my.py")
+    assert (options.elastic, options.max_restarts) == (elastic, restarts)
 
 
 def test_no_token_for_several_machines():

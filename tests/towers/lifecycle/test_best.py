@@ -13,9 +13,9 @@ from tests.towers.lifecycle.test_resume import (  # noqa: F401
     pipeline,
     record,
 )
-from towers.lifecycle import resume
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints.best import Monitor
+from towers.lifecycle.continuing import resume
 from towers.model.tower_model import TowerModel
 from towers.train import continued
 from towers.train.settings import Settings

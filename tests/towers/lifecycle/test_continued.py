@@ -30,11 +30,11 @@ from tests.towers.lifecycle.runs import (
     values,
 )
 from tests.variants import slow
-from towers.lifecycle import data_position
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import states, store
 from towers.lifecycle.checkpoints.store import Position
-from towers.lifecycle.resume import ResumeError
+from towers.lifecycle.continuing import data_position
+from towers.lifecycle.continuing.resume import ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.lifecycle.stop_at_step import StopAtStep
 

@@ -9,7 +9,8 @@ from keras import callbacks
 
 import towers.lifecycle
 import towers.monitoring
-from towers.lifecycle import run_state, skip_batches
+from towers.lifecycle import run_state
+from towers.lifecycle.continuing import skip_batches
 from towers.loop import listeners
 
 # How each of Keras's is made, and whether it may change variables between batches. What

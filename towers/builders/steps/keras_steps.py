@@ -17,6 +17,7 @@ from towers.builders.pieces.loss import StepOutputs
 from towers.builders.pieces.metrics import Measured
 from towers.builders.pieces.reader import CopyReader, TowerInputs, VariableReader
 from towers.builders.pieces.reducer import Reducer
+from towers.cluster import process_group
 from towers.collectives import batch, reduce
 from towers.layers import overwritten, sharded
 from towers.loop import loop
@@ -79,7 +80,11 @@ class TrainStep:
         gather = functools.partial(metrics.gather, outputs.results, size)
         outputs, sums, packed, told = self._reduce(data, outputs)
         loss = outputs.measured.loss
-        with self._together(told), self._unless_stopped(data, loss, sums, packed):
+        with (
+            self._together(told),
+            self._whole(sums, outputs),
+            self._unless_stopped(data, loss, sums, packed),
+        ):
             if told is not None:
                 self.pieces.context.agreement.hear(
                     told, self.pieces.context.timers.hosts
@@ -136,6 +141,16 @@ class TrainStep:
                 gradients, sources, packed.append, over_hosts
             )
         return outputs, sums, packed, told
+
+    def _whole(self, sums, outputs):
+        """Inside, all of a step is there: no host assigns some and then loses others.
+
+        Whoever is left, where hosts come and go, then has all of a step or nothing.
+        """
+        if process_group.member() is None or tf.executing_eagerly():
+            return contextlib.nullcontext()
+        every = tf.nest.flatten([sums, outputs.state, outputs.measured.loss], True)
+        return tf.control_dependencies([each for each in every if each is not None])
 
     def _together(self, told):
         if told is None:
@@ -226,6 +241,8 @@ def train_function(
     def function(iterator):
         # What callbacks do between two batches, they do on all hosts.
         if copies.stale and context.plan.hosts.count > 1:
+            # A host that has just arrived has to have what the others have.
+            loop.prepare(create, iterator)
             with scope():
                 follow()
         if copies.differ():

@@ -117,6 +117,15 @@ class Channel:
         except OSError:
             pass  # the other end was faster
 
+    def finish(self) -> None:
+        """Tells the other end that no more is sent, once all is; it may answer."""
+        self._writer.write_eof()
+
+    async def abort(self) -> None:
+        """Closes the connection at once."""
+        self._writer.transport.abort()
+        await self.close()
+
     def _code(self, payload: bytes, number: int, from_listener: bool) -> bytes:
         place = number.to_bytes(8) + bytes([from_listener])
         return hmac.digest(self._key, place + payload, "sha256")

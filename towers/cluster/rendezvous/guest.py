@@ -43,7 +43,7 @@ class Guest:
                     except RendezvousError:
                         raise
                     except (OSError, ValueError) as error:
-                        self._reason = _reason(error)
+                        self._reason = reason(error)
                     limit.reschedule(end)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, 1)
@@ -103,7 +103,8 @@ def _good(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Says in a few words why a host could not be reached."""
     if isinstance(error, TimeoutError):
         return f"no answer within {ANSWER_S:g} s"
     if (getattr(error, "errno", None) or 0) > 0:

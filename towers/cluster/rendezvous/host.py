@@ -59,7 +59,7 @@ class Host:
         """Returns what this process tells."""
         return cls(
             *(place.rank, place.count, place.generation),
-            *(socket.gethostname(), os.getpid(), address, _versions()),
+            *(socket.gethostname(), os.getpid(), address, versions()),
         )
 
     @property
@@ -127,7 +127,8 @@ def membership(place: Place, listed: dict[str, list[str]]) -> Membership:
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of what has to be the same on all hosts."""
     found = {"python": platform.python_version()}
     for name, package in _PACKAGES.items():
         try:

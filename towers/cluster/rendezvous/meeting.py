@@ -36,14 +36,19 @@ async def hold(place: Place) -> Membership:
             f"{place.coordinator} may join; set the same TOWERS_TOKEN on all of them."
         )
     with contextlib.ExitStack() as held:
-        listening = held.enter_context(await _listen(place))
+        listening = held.enter_context(await listen(place))
         reached_by = listening.getsockname()[0]
         own = Host.here(place, own_address(place, reached_by, held))
         return await Meeting(place, own).hold(listening)
 
 
-async def _listen(place: Place) -> socket.socket:
-    """Returns a socket at the coordinator's address."""
+async def listen(place: Place) -> socket.socket:
+    """Returns a socket at the coordinator's address.
+
+    Raises:
+        RendezvousError: It is none of this machine's, or is taken.
+        ValueError: The interface is none of this machine's.
+    """
     host, port = addresses.split(place.coordinator)
     loop = asyncio.get_running_loop()
     end = loop.time() + min(_PORT_S, place.join_seconds)

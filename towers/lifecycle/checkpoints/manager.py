@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from towers.cluster import process_group
 from towers.collectives.hosts import this_host
 from towers.lifecycle.checkpoints import saved_model, store
 from towers.lifecycle.checkpoints.best import Best, Monitor
@@ -55,8 +56,10 @@ class CheckpointManager:
                 f"Received on_save_error={on_save_error!r}; expected 'stop' or "
                 "'continue'."
             )
-        self._hosts, self._received = this_host(), None
-        if self._hosts.index > 0:
+        self._received = None
+        # Where hosts come and go, each may have to write some day.
+        self._elastic = process_group.member() is not None
+        if self._hosts.index > 0 and not self._elastic:
             # Only the first host writes; it sends what it has.
             self._received = tempfile.TemporaryDirectory(prefix="towers-")
             directory = self._received.name
@@ -69,9 +72,13 @@ class CheckpointManager:
         self._saving: concurrent.futures.Future | None = None
         self._scores: dict[str, float | None] = {}
 
+    @property
+    def _hosts(self):
+        return this_host()
+
     def tell_latest(self, clause: str = "the last checkpoint is {}") -> str:
         """Says which checkpoint is the latest, if there is one, as a clause."""
-        if self._received:
+        if self._received or self._hosts.index:
             return f"{self._hosts.names[0]} saves"
         return clause.format(self.latest) if self.latest else "nothing was saved yet"
 
@@ -93,7 +100,7 @@ class CheckpointManager:
             ValueError: There are some, but none can be read, or is of this model.
         """
         path, contents = None, None
-        if self._hosts.index > 0:
+        if self._hosts.index > 0 and not self._elastic:
             path = self._hosts.send_files(None, self.directory)
             contents = path and store.load(path)
         elif which == "last":
@@ -101,7 +108,7 @@ class CheckpointManager:
             path, contents = saved_model.newest_good(self.directory, load, model)
         else:
             path, contents = self._load_chosen(model, which)
-        if self._hosts.index == 0:
+        if self._hosts.index == 0 and not self._elastic:
             self._hosts.send_files(path, self.directory)
         self.latest = path
         if path is not None:

@@ -46,7 +46,7 @@ def collect(
     return {
         "history": _history(model, epochs),
         "callbacks": [
-            [type(callback).__name__, _saved_state(callback, arrays)]
+            [callback.__class__.__name__, _saved_state(callback, arrays)]
             for callback in callbacks
         ],
         "random": random_states(),
@@ -75,7 +75,7 @@ def give_back(
         history.history = rename_keys(states["history"]["history"])
     known = list(states["callbacks"])
     for callback in callbacks:
-        name = type(callback).__name__
+        name = callback.__class__.__name__
         found = next((each for each in known if each[0] == name), [name, None])
         if found[1] is None:
             continue

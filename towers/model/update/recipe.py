@@ -1,6 +1,7 @@
 """What a builder is made of, whichever choice and layout it is made for."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -10,7 +11,7 @@ from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.builders.guard import Guard
 from towers.builders.strategies import STRATEGIES
-from towers.collectives.hosts import OneHost
+from towers.collectives.hosts import OneHost, this_host
 from towers.collectives.spread import tables as spread_tables
 from towers.devices import is_gpu
 from towers.layers import tables, variables
@@ -33,7 +34,8 @@ class Recipe:
         home_follows: Whether that is the first tower's, of whichever layout.
         home_stays: Whether it was asked for, where the first tower is not.
         hosts: The hosts that train together.
-        agreement: Keeps them at the same batch, if there are several.
+        given: What all hosts have to be given, by the names of arguments.
+        agreement: Keeps hosts at the same batch, if there are several.
         said: What has been said, whichever builder has found it.
 
     The others are as of `multi_gpu_model`, or checked.
@@ -46,6 +48,7 @@ class Recipe:
     cpu_merge: bool | None
     packed: bool | None
     hosts: OneHost
+    gradient_compression: str
     pipeline: Pipeline
     shard_embeddings: str
     loss_placement: str
@@ -53,10 +56,27 @@ class Recipe:
     preprocess: Preprocess | None
     prefetch: int
     guard: Guard | None
-    agreement: Agreement | None
     shard_optimizer_state: bool
     max_staleness: int | None
+    given: Mapping[str, Any]
+    agreement: Agreement | None = None
     said: set[Any] = dataclasses.field(default_factory=set)
+
+    def check_alike(self) -> None:
+        """Has hosts that train together compare what they were given.
+
+        Raises:
+            HostsDifferError: They were given different arguments.
+        """
+        self.agreement = None
+        if self.hosts.count > 1:
+            self.agreement = Agreement(self.hosts, self.model)
+            self.agreement.check_alike({"multi_gpu_model()": self.given})
+
+    def follow_hosts(self) -> None:
+        """Takes the hosts that this process has joined since."""
+        self.hosts = this_host().compressing(self.gradient_compression)
+        self.check_alike()
 
     def ways(
         self, layout: Layout, xla: bool | None, synchronized: bool

@@ -10,6 +10,8 @@ import keras
 import tensorflow as tf
 
 from towers.builders.builder import Builder
+from towers.cluster import process_group
+from towers.cluster.membership import Membership
 from towers.collectives import batch, reduce
 from towers.devices import HOST
 from towers.keras_adapter.models import compile_config
@@ -107,6 +109,7 @@ class VariableUpdate:
         self.xla_wish = XlaWish(self.model)
         self._seen: list[Any] = []
         self._kept: dict[Layout, _Kept] = {}
+        self._membership: Membership | None = process_group.joined()
 
     def reset_if_changed(self) -> bool:
         """Starts anew if the model was compiled or moved, through whichever object.
@@ -214,6 +217,30 @@ class VariableUpdate:
         # What has moved is no change of the user's.
         self._seen = self.state()
         return {}
+
+    def is_of_hosts(self, membership: Membership | None) -> bool:
+        """Tells whether the builder in use was made for these hosts."""
+        return self._membership is membership
+
+    def follow_hosts(self, why: str) -> None:
+        """Puts a builder for other hosts in use; all of these hosts call it together.
+
+        They update variables as the first host does, if that was chosen before.
+
+        Args:
+            why: Why they train together, after others; empty for the first ones. What
+                the first host says counts.
+        """
+        self._membership = process_group.joined()
+        self._recipe.follow_hosts()
+        self._kept.clear()
+        hosts = self._recipe.hosts
+        mine = [self.chosen, [*self.choice], self.xla, why]
+        self.chosen, choice, self.xla, why = hosts.broadcast(mine)
+        choice = Choice(*choice)
+        self._install(choice)
+        self.builder.context.why_hosts = why
+        self._seen = self.state()
 
     def layout_of(
         self,

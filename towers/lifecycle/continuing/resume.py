@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from towers.lifecycle import data_position
 from towers.lifecycle.checkpoints.store import Position
-from towers.lifecycle.skip_batches import ResumeError, too_few
+from towers.lifecycle.continuing import data_position
+from towers.lifecycle.continuing.skip_batches import ResumeError, too_few
 from towers.model.fit_call import FitCall
 from towers.program import words
 from towers.program.voice import say

@@ -37,6 +37,7 @@ class SharedMemoryConnection:
     def __init__(self, wakes: socket.socket, out: mmap.mmap, into: mmap.mmap):
         """Takes a socket, and the memory that this end and the other one write."""
         self._wakes = wakes
+        self._memories = out, into
         self._out, self._in = memoryview(out), memoryview(into)
         # Processors write and read such a number as a whole.
         self._out_counts, self._in_counts = self._out.cast("Q"), self._in.cast("Q")
@@ -87,8 +88,12 @@ class SharedMemoryConnection:
         self._wakes.shutdown(how)
 
     def close(self) -> None:
-        """Closes the socket; the memory goes with the last of the two processes."""
+        """Closes it; the memory goes with the last of the two processes."""
         self._wakes.close()
+        for view in (self._out_counts, self._in_counts, self._out, self._in):
+            view.release()
+        for memory in self._memories:
+            memory.close()
 
     def _some(self, count: Callable[[], int]) -> int:
         """Returns how many bytes there are, 0 only where the other end is closed."""

@@ -1,21 +1,18 @@
-"""Connections between hosts, over which collectives exchange bytes."""
+"""A host's connections to others, and the exchange of bytes over them."""
 
 import contextlib
-import hashlib
-import hmac
 import itertools
-import secrets
 import select
-import selectors
 import socket
 import struct
 import time
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from towers.cluster import addresses
+from towers.cluster.links.greeting import Greeting, LinkError
+from towers.cluster.links.shared_memory import SharedMemoryConnection, share
 from towers.cluster.membership import HostsDifferError, Membership
-from towers.cluster.shared_memory import SharedMemoryConnection, read, share
 from towers.program import words
 
 # Every message tells how many bytes follow, and what they are.
@@ -24,16 +21,6 @@ _HEAD, _NAMED = struct.Struct("<Q56s"), 56
 _MOST_BYTES = 2**20
 # Fewer bytes are sent together with their head.
 _SMALL_BYTES = 2**12
-# All have met, so it takes milliseconds.
-_CONNECT_S, _GREET_S, _AGAIN_S = 60.0, 10.0, 0.02
-# Connections that have not shown yet that a host made them.
-_MOST_STRANGERS = 100
-_GREETING = struct.Struct(">8sI16s")
-_MAGIC, _CODE = b"towers-3", hashlib.sha256().digest_size
-
-
-class LinkError(ConnectionError):
-    """Another host cannot be reached any more, or has failed."""
 
 
 class Message(NamedTuple):
@@ -70,6 +57,7 @@ class Links:
         self._aborted: str | None = None
         # What is written to one end wakes whoever waits at the other.
         self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
         self.doing: tuple[str, float] | None = None
         self.moved_bytes = 0
         self.broken: Exception | None = None
@@ -96,18 +84,19 @@ class Links:
         """
         if not peers:
             return
-        until_s = time.monotonic() + _CONNECT_S
+        greeting = Greeting(self._membership, lambda: self._aborted)
         _, port = addresses.split(self._membership.addresses[self.rank])
         own = self.own_address
-        with _listening(own, port, until_s) as server:
+        with greeting.listen(own, port) as server:
             # A host waits for those before it only, so nobody waits in a circle.
             for peer in sorted(peer for peer in peers if peer < self.rank):
-                self._to[peer] = self._dial(peer, until_s)
-            self._admit(server, {*peers} - self._to.keys(), until_s)
+                self._to[peer] = greeting.dial(peer)
+            missing = {*peers} - self._to.keys()
+            self._to.update(greeting.admit(server, self._woken, missing))
         # All do this in the same order, so that nobody waits in a circle.
         for peer in sorted(peers):
             connection = self._to[peer]
-            connection.settimeout(max(until_s - time.monotonic(), 0.001))
+            connection.settimeout(max(greeting.until_s - time.monotonic(), 0.001))
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if connection.getpeername()[0] == connection.getsockname()[0]:
@@ -177,13 +166,21 @@ class Links:
 
     def abort(self, message: str) -> None:
         """Ends what waits, in any thread, by a `LinkError` with a message."""
-        self._aborted = message
-        self._wakes.send(b"!")
+        self._aborted = self._aborted or message
+        # Once it was closed, nobody waits.
+        with contextlib.suppress(OSError):
+            self._wakes.send(b"!")
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections, which nobody uses any more."""
+        self.broken = self.broken or LinkError("This host has left the others.")
         for connection in self._to.values():
+            # A process that this one has forked may have it, too.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
             connection.close()
+        self._woken.close()
+        self._wakes.close()
 
     def _checked(self, source, expected, parts):
         """Yields what to fill: a head, which is checked, before the parts."""
@@ -237,133 +234,3 @@ class Links:
             f"exchanges {there}; hosts that train together have to run the same "
             "program with the same arguments, on the same batches."
         )
-
-    def _dial(self, peer, until_s):
-        """Connects to a host, which may begin to listen a little later."""
-        address = addresses.split(self._membership.addresses[peer])
-        while True:
-            try:
-                connection = socket.create_connection(address, timeout=_GREET_S)
-                try:
-                    self._greet(connection, peer)
-                except BaseException:
-                    connection.close()
-                    raise
-                return connection
-            except OSError as error:
-                if time.monotonic() > until_s:
-                    raise LinkError(
-                        f"{self._names[self.rank]} cannot connect to "
-                        f"{self._names[peer]} at {self._membership.addresses[peer]}: "
-                        f"{error}."
-                    ) from error
-            time.sleep(_AGAIN_S)
-
-    def _greet(self, connection, peer):
-        """Shows the other end that this host has the token, and sees that it has."""
-        nonce = secrets.token_bytes(16)
-        connection.sendall(_GREETING.pack(_MAGIC, self.rank, nonce))
-        answer = read(connection, 16 + _CODE)
-        key = nonce + answer[:16]
-        if not hmac.compare_digest(answer[16:], self._code(peer, key)):
-            raise LinkError("the other end has another token")
-        connection.sendall(self._code(self.rank, key))
-
-    def _admit(self, server, missing: Collection[int], until_s: float) -> None:
-        """Takes the connections of hosts that are missing.
-
-        It listens to all that connect at once, so a silent stranger delays no host.
-        """
-        with contextlib.ExitStack() as opened:
-            selector = opened.enter_context(selectors.DefaultSelector())
-            selector.register(server, selectors.EVENT_READ)
-            opened.callback(_close_strangers, selector, 0)
-            while waits_for := sorted({*missing} - self._to.keys()):
-                if (left_s := until_s - time.monotonic()) <= 0:
-                    listed = ", ".join(self._names[peer] for peer in waits_for)
-                    raise LinkError(
-                        f"{listed} did not connect within {_CONNECT_S:g} s."
-                    )
-                ready = [key for key, _ in selector.select(left_s)]
-                for key in ready:
-                    if key.fileobj is not server:
-                        _continue(selector, key)
-                if any(key.fileobj is server for key in ready):
-                    # Whoever connects may have gone again.
-                    with contextlib.suppress(OSError):
-                        connection, _ = server.accept()
-                        connection.setblocking(False)
-                        visit = self._welcome(connection, missing)
-                        next(visit)
-                        selector.register(connection, selectors.EVENT_READ, visit)
-                    _close_strangers(selector, _MOST_STRANGERS)
-
-    def _welcome(self, connection, missing) -> Generator[None, None, None]:
-        """Takes a connection from a host that is missing.
-
-        It yields whenever it waits for bytes.
-
-        Raises:
-            OSError: A stranger connected, or has gone.
-        """
-        greeting = yield from _arriving(connection, _GREETING.size)
-        magic, peer, nonce = _GREETING.unpack(greeting)
-        if magic != _MAGIC or peer not in missing or peer in self._to:
-            raise LinkError("a stranger connected")
-        own = secrets.token_bytes(16)
-        connection.sendall(own + self._code(self.rank, nonce + own))
-        code = yield from _arriving(connection, _CODE)
-        if not hmac.compare_digest(code, self._code(peer, nonce + own)):
-            raise LinkError("the other end has another token")
-        self._to[peer] = connection
-
-    def _code(self, rank, key):
-        token = (self._membership.token or "").encode()
-        place = struct.pack(">II", rank, self._membership.generation)
-        return hmac.digest(token, place + key, "sha256")
-
-
-def _arriving(connection, count) -> Generator[None, None, bytes]:
-    """Returns so many bytes; yields whenever it waits for some."""
-    data = b""
-    while len(data) < count:
-        yield
-        part = connection.recv(count - len(data))
-        if not part:
-            raise ConnectionError("the other end has closed the connection")
-        data += part
-    return data
-
-
-def _continue(selector, key):
-    """Goes on with a visit that has received something."""
-    try:
-        next(key.data)
-    except StopIteration:
-        selector.unregister(key.fileobj)
-    except OSError:
-        selector.unregister(key.fileobj)
-        key.fileobj.close()
-
-
-def _close_strangers(selector, most):
-    """Closes the oldest connections of strangers, so that no more than some stay."""
-    strangers = [key for key in selector.get_map().values() if key.data is not None]
-    for key in strangers[: max(len(strangers) - most, 0)]:
-        selector.unregister(key.fileobj)
-        key.fileobj.close()
-
-
-def _listening(address, port, until_s):
-    """A socket that listens; that of an earlier process may still have the port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    while True:
-        try:
-            return socket.create_server((address, port), family=family, backlog=1024)
-        except OSError as error:
-            if time.monotonic() > until_s:
-                raise LinkError(
-                    f"This host cannot listen at {addresses.joined(address, port)}: "
-                    f"{error.strerror}."
-                ) from error
-        time.sleep(_AGAIN_S)

@@ -1,0 +1,1 @@
+"""Where a run continues: in its data, and past the batches that are done."""

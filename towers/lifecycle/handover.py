@@ -1,0 +1,78 @@
+"""What hosts hand over to those that train together after them."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from towers.collectives.hosts import OneHost
+from towers.lifecycle.checkpoints.best import Monitor
+from towers.lifecycle.checkpoints.store import Contents, Position
+
+
+class Handed(NamedTuple):
+    """What a host knows of a run, besides its variables.
+
+    Attributes:
+        position: How far the run has come.
+        past: As of `RunState`.
+        contents: As a checkpoint has them, without variables; `None` at the start.
+    """
+
+    position: Position
+    past: Sequence[int] | None
+    contents: Contents | None
+
+
+def from_first(hosts: OneHost, mine: Handed, monitor: Monitor) -> Handed:
+    """Returns what the first of these hosts knows; all call it together.
+
+    Variables follow with the first step.
+
+    Args:
+        hosts: The hosts.
+        mine: What this host knows.
+        monitor: Is told which epoch was the best.
+    """
+    if hosts.count == 1:
+        return mine
+    told = hosts.broadcast(_as_json(mine) if hosts.index == 0 else None)
+    if hosts.index == 0:
+        return mine
+    handed = _from_json(told)
+    if handed.contents is not None:
+        monitor.recall(handed.contents.about)
+    return handed
+
+
+def _as_json(handed: Handed) -> dict[str, Any]:
+    contents = handed.contents
+    values = {} if contents is None else contents.values
+    return {
+        "position": [handed.position.epoch, handed.position.batch],
+        "past": handed.past,
+        "about": contents and contents.about,
+        "values": {name: [*map(_as_text, arrays)] for name, arrays in values.items()},
+    }
+
+
+def _from_json(told: dict[str, Any]) -> Handed:
+    contents = None
+    if told["about"] is not None:
+        values = {
+            name: [*map(_from_text, arrays)] for name, arrays in told["values"].items()
+        }
+        contents = Contents(values, told["about"])
+    return Handed(Position(*told["position"]), told["past"], contents)
+
+
+def _as_text(array: Any) -> list[str]:
+    tensor = tf.convert_to_tensor(array)
+    data = tf.io.serialize_tensor(tensor).numpy()
+    return [tensor.dtype.name, base64.b64encode(data).decode()]
+
+
+def _from_text(told: list[str]) -> tf.Tensor:
+    dtype, data = told
+    return tf.io.parse_tensor(base64.b64decode(data), dtype)

@@ -1,0 +1,58 @@
+"""Fits a model in one generation of hosts after another, where hosts come and go."""
+
+from collections.abc import Callable
+from typing import Any
+
+from towers.cluster import process_group
+from towers.cluster.heartbeat import HostFailedError
+from towers.layers.variables import steps_done
+from towers.loop.agreement import HostsChange
+from towers.model.update.variable_update import VariableUpdate
+
+
+def fit(
+    update: VariableUpdate, forget: Callable[[], None], run: Callable[[], Any]
+) -> Any:
+    """Calls `run` in each generation until it ends in one; returns what it returns.
+
+    Before each call, this process joins a generation, and `update` takes its hosts.
+    What has been done in those before is for `run` to remember; see
+    `lifecycle.run_state`.
+
+    Args:
+        update: How variables are updated.
+        forget: Forgets what was made by the builder that is in use.
+        run: Trains. It raises `HostsChange` where all hosts have agreed to stop, and
+            whatever a collective raises where a host is lost.
+
+    Raises:
+        HostsMissingError: No other generation begins, or not with this host.
+    """
+    _begin(update)
+    why = ""
+    while True:
+        try:
+            with process_group.together():
+                if not update.is_of_hosts(process_group.joined()):
+                    forget()
+                    update.follow_hosts(why)
+                try:
+                    return run()
+                except HostsChange:
+                    why = process_group.change() or "another host has heard of a change"
+                except SystemExit:
+                    # This host was asked to leave the others, who go on.
+                    process_group.leave()
+                    raise
+        except (HostFailedError, ConnectionError) as error:
+            why = str(error).partition(", so this host")[0]
+        process_group.join_next(steps_done(update.model))
+
+
+def _begin(update):
+    """Joins a generation, unless this process is in one that goes on."""
+    healthy = process_group.joined() is not None and not (
+        process_group.change() or process_group.failure()
+    )
+    if not healthy:
+        process_group.join_next(steps_done(update.model))
