@@ -298,6 +298,13 @@ def _does(links):
     return [doing and doing[0], say() if say else "is in no collective"]
 
 
+def is_broken() -> bool:
+    """Tells whether the hosts that this process has joined cannot go on together."""
+    if (now := _joined) is None:
+        return False
+    return now[1].failure is not None or now[2].links.broken is not None
+
+
 def failure() -> str | None:
     """Returns what has failed among the hosts, as a sentence, if anything has."""
     return None if (now := _joined) is None else now[1].failure

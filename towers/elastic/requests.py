@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _REQUEST, _ANSWER, LOCK = "resize.json", "resize_answer.json", "lock"
@@ -57,6 +57,19 @@ def is_running(model_dir: str) -> bool:
     except OSError:
         return False
     return False
+
+
+@contextlib.contextmanager
+def answering(model_dir: str) -> Iterator[None]:
+    """Inside, a run answers requests: the folder is locked, if not by the run already.
+
+    Args:
+        model_dir: The folder of the run.
+    """
+    with open(os.path.join(model_dir, LOCK), "a") as lock:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def ask(model_dir: str, request: Request, seconds: float) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from towers import devices
 from towers.cluster import process_group
 from towers.collectives.hosts import this_host
 from towers.devices import Devices
+from towers.elastic import requests
 from towers.elastic.asked import Asked
 from towers.elastic.generations import Generation, Generations
 from towers.elastic.shares import Shares
@@ -74,7 +75,8 @@ class Resize(keras.callbacks.Callback):
                 alone decides, and nobody can ask.
             check: Is called before a change with the number of devices and the split
                 ratios; it raises a ValueError if they cannot be.
-            on_change: Is called after a change, before the next step.
+            on_change: Is called as training begins and after a change, before the
+                next step.
             generations: Where to note the towers that the run has had.
             clock: Returns seconds.
         """
@@ -105,13 +107,17 @@ class Resize(keras.callbacks.Callback):
             shared = self._shares is not None
             asked = Asked(self._directory, every, shared=shared)
         self._sources = [each for each in (asked, self._shares) if each is not None]
+        listens = requests.answering(self._directory)
         try:
-            yield
+            with listens if asked is not None else contextlib.nullcontext():
+                yield
         finally:
             self._sources, self._changing = (), None
 
     def on_train_begin(self, logs=None):
         """Notes the first towers, or those of other hosts."""
+        if self._on_change is not None:
+            self._on_change()
         if why := self.model.builder.context.why_hosts:
             if why != self._why:
                 self._changing = None, self._generation(why)

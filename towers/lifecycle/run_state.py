@@ -108,7 +108,7 @@ class RunState:
         validates = options["validation_data"] is not None
         validates |= bool(options["validation_split"])
         callbacks = keras.tree.flatten(options["callbacks"])
-        options["callbacks"] = [SaveFirst(self), *callbacks]
+        options["callbacks"] = [SaveFirst(self), *callbacks, *_history(callbacks)]
         self._fit = CurrentFit(call, callbacks, data, validates, self.position)
         self._epoch = CurrentEpoch()
         with self._signals, warnings.catch_warnings():
@@ -148,8 +148,10 @@ class RunState:
             self.position = Position(self.position.epoch, batch)
             self._known, self._known_of = self._contents(), fit.call.model
         self._saved = None
-        if fit.call.leaves:
-            self._stop(self._signals.stop)
+        if (number := self._signals.stop) is not None:
+            # Where it came too late to be heeded, others hear of it now.
+            fit.call.may_stop(number)
+            self._stop(number)
 
     def _skip(self, call, start):
         # Of data begun in the middle, Keras does not know the end.
@@ -330,6 +332,12 @@ def _start(run, call, data, goes_on):
     if start.anew:
         run.past = []
     return start
+
+
+def _history(callbacks):
+    """What Keras would add as the last one, where a failure of hosts may be before."""
+    known = any(isinstance(each, keras.callbacks.History) for each in callbacks)
+    return [] if known else [keras.callbacks.History()]
 
 
 def _end_skipping(run):

@@ -51,8 +51,6 @@ def fit(
 
 def _begin(update):
     """Joins a generation, unless this process is in one that goes on."""
-    healthy = process_group.joined() is not None and not (
-        process_group.change() or process_group.failure()
-    )
-    if not healthy:
+    ends = process_group.change() is not None or process_group.is_broken()
+    if process_group.joined() is None or ends:
         process_group.join_next(steps_done(update.model))

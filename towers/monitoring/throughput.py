@@ -29,7 +29,8 @@ class Throughput(keras.callbacks.Callback):
     Towers step together, so each tower's throughput is its part of the total.
 
     Attributes:
-        fractions: Fraction of a full batch that each tower gets.
+        fractions: Fraction of a full batch that each tower of this host gets.
+        first_tower: The number of the first of them among those of all hosts.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self._batch_size = batch_size
         self._examples = examples
-        self.fractions = fractions
+        self.fractions, self.first_tower = fractions, 0
         self._tokens = tokens
         self._calls = Calls(warmup_steps, clock)
         self._counted = 0

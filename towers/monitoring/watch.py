@@ -18,13 +18,11 @@ class Watch:
         throughput: How fast is it?
         starvation: What does a step's time go to, and what is it bound by?
         devices: What do the devices have to do?
-        first_tower: The number of the first of them among those of all hosts.
     """
 
     throughput: Throughput
     starvation: Starvation
     devices: DeviceReport
-    first_tower: int = 0
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
@@ -45,7 +43,7 @@ class Watch:
                 f"  tower {k}: {self.throughput.text(part)}, computing {share:.0%} of "
                 "the time"
                 for k, (part, share) in enumerate(
-                    zip(fractions, busy, strict=False), self.first_tower
+                    zip(fractions, busy, strict=False), self.throughput.first_tower
                 )
             ]
         rate = self.throughput.examples_per_sec

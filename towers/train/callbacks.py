@@ -1,7 +1,10 @@
 """The callbacks of a run: what saves it, watches it and says how far it is."""
 
+import atexit
 import contextlib
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -61,7 +64,7 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         *([keras.callbacks.SwapEMAWeights()] if settings.ema is not None else []),
         *watch.callbacks,
         _TaskLogs(job),
-        _of_first_host(make_tensorboard(job, measures, watch, resize)),
+        make_tensorboard(job, measures, watch, resize),
         *own,
         job.checkpoint,
     ]
@@ -93,6 +96,15 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     if lines:
         callbacks.append(Lines(settings.log_steps, rate=watch.throughput.text))
     return callbacks
+
+
+def _log_dir(job):
+    """Where TensorBoard's logs go: of hosts that come and go, the first one's count."""
+    if process_group.member() is None:
+        return job.model_dir
+    aside = tempfile.mkdtemp(prefix="towers-")
+    atexit.register(shutil.rmtree, aside, ignore_errors=True)
+    return lambda: aside if this_host().index else job.model_dir
 
 
 def _of_first_host(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
@@ -223,12 +235,19 @@ def _shows_mistakes(job):
 def make_watch(job: Job) -> Watch:
     """Makes the callbacks that measure the run."""
     size, tokens = job.settings.batch_size, job.data.tokens_per_example
+    throughput = Throughput(size, job.data.examples, tokens=tokens)
+    _count_towers(job, throughput)
     return Watch(
-        Throughput(size, job.data.examples, fractions=job.fractions, tokens=tokens),
+        throughput,
         Starvation(job.settings.log_steps, advice=job.data.advice),
         DeviceReport(job.devices.every),
-        job.parallel.builder.plan.towers[0].index,
     )
+
+
+def _count_towers(job, throughput):
+    """Tells what measures a run which towers this host has now."""
+    throughput.fractions = job.fractions
+    throughput.first_tower = job.parallel.builder.plan.towers[0].index
 
 
 def make_resize(job: Job, watch: Watch) -> Resize | None:
@@ -237,7 +256,7 @@ def make_resize(job: Job, watch: Watch) -> Resize | None:
         return None
 
     def changed():
-        watch.throughput.fractions = job.fractions
+        _count_towers(job, watch.throughput)
 
     return Resize(
         job.model_dir,
@@ -271,7 +290,7 @@ def make_tensorboard(
         "versions": found,
     }
     return TensorBoard(
-        job.model_dir,
+        _log_dir(job),
         log_steps=job.settings.log_steps,
         texts={
             **{tag: as_markdown(text) for tag, text in texts.items()},

@@ -94,6 +94,8 @@ class Job:
     @property
     def towers(self) -> list[str]:
         """The devices of the towers of all hosts, in words."""
+        if self.generations.every:
+            return [*self.generations.every[-1].towers]
         if not self.hosts:
             replicas = self.parallel.builder.plan.replicas
             return [" and ".join(tower.devices) for tower in replicas]

@@ -4,10 +4,11 @@ import math
 import sys
 
 from towers.cluster import process_group
+from towers.cluster.heartbeat import HostFailedError
 from towers.collectives.hosts import this_host
 from towers.monitoring.watch import Watch
 from towers.numerics.not_finite import NotFinite
-from towers.program import words
+from towers.program import voice, words
 from towers.train import callbacks
 from towers.train.job import Job
 from towers.train.outputs import files, start, summary
@@ -35,11 +36,18 @@ def _run_on_hosts(job):
     renew_learning_rate(job)
     values = {}
     ending = callbacks.AtTheEnd(lambda: values.update(evaluate(job)))
-    watch = _fit(job, [callbacks.FirstHostWrites(job)], [ending])
-    if this_host().index == 0:
-        with files.alone(job):
-            _end(job, watch, values)
-    process_group.member().close(done=True)
+    while True:
+        watch = _fit(job, [callbacks.FirstHostWrites(job)], [ending])
+        try:
+            with process_group.together():
+                if this_host().index == 0:
+                    with files.alone(job):
+                        _end(job, watch, values)
+                # Others wait: who is the first then writes, if this one is lost.
+                this_host().tell_all("done")
+            return process_group.member().close(done=True)
+        except (HostFailedError, ConnectionError) as error:
+            voice.warn(f"{error} It writes again what is written at the end.")
 
 
 def _end(job, watch, values):

@@ -235,6 +235,23 @@ def test_the_callback(tmp_path, capsys):
     assert resize.measured() == {"towers": 1}
 
 
+def test_a_script_can_be_asked(tmp_path):
+    """The callback has the folder locked, by which `towers resize` finds the run."""
+
+    class Looks(keras.callbacks.Callback):
+        found = ()
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.found += (requests.is_running(str(tmp_path)),)
+
+    looks = Looks()
+    parallel, x, y = model_and_data()
+    resize = towers.callbacks.Resize(tmp_path)
+    parallel.fit(x, y, verbose=0, callbacks=[resize, looks])
+    assert looks.found and all(looks.found)
+    assert not requests.is_running(str(tmp_path))
+
+
 def test_the_callback_refuses(tmp_path):
     parallel, resize = fit(tmp_path, {2: {"num_gpus": 3, "split_ratios": (1, 2)}})
     assert len(resize.generations.every) == 1

@@ -11,10 +11,13 @@ import pytest
 import towers
 from tests import oracle
 from tests.towers.train.runs import read_settings, run, start
+from towers.cluster import process_group
+from towers.cluster.membership import Membership
 from towers.devices import Devices, nvml
 from towers.devices.nvml import Gpu
 from towers.elastic import shares
 from towers.elastic.shares import Shares
+from towers.train.parts.devices import share_devices
 
 DEVICES = {f"cpu:{k}": f"/device:CPU:{k}" for k in range(4)}
 PLACES = (*DEVICES,)
@@ -165,6 +168,14 @@ def test_the_flag_is_checked(value):
 def test_towers_that_come_one_by_one(flag):
     with pytest.raises(ValueError, match="by which towers come and go one by one"):
         read_settings("--share_gpus=0.5", flag)
+
+
+def test_several_hosts_do_not_share(monkeypatch):
+    member = Membership(0, ("a:1", "b:1"), ("host 0", "host 1"))
+    monkeypatch.setattr(process_group, "joined", lambda: member)
+    settings = read_settings("--share_gpus=0.5")
+    with pytest.raises(ValueError, match=r"share_gpus=0\.5 on several hosts; expected"):
+        share_devices(settings, Devices((), ""))
 
 
 class Run:

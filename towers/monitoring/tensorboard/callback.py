@@ -64,7 +64,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     def __init__(
         self,
-        log_dir: str,
+        log_dir: str | Callable[[], str],
         log_steps: int,
         *,
         texts: Mapping[str, str | Callable[[], str]] = _NOTHING,
@@ -82,7 +82,8 @@ class TensorBoard(keras.callbacks.Callback):
         """Initializes the callback. It writes nothing yet.
 
         Args:
-            log_dir: Folder for the runs `train` and `validation`.
+            log_dir: Folder for the runs `train` and `validation`, or a function that
+                returns it as training begins.
             log_steps: Steps between two recorded batches.
             texts: Markdown texts by tag, such as the flags. Functions are called at the
                 end.
@@ -105,7 +106,7 @@ class TensorBoard(keras.callbacks.Callback):
             ValueError: If the number of steps is not positive.
         """
         super().__init__()
-        self._log_dir = log_dir
+        self._asked_dir, self._log_dir = log_dir, ""
         self._interval = Interval(log_steps)
         self._texts = texts
         self._scalars = scalars
@@ -118,9 +119,11 @@ class TensorBoard(keras.callbacks.Callback):
         self._sample = sample
         self._metrics = metrics
         self._classes = pictures.Classes(class_names)
-        self._begin()
+        self._writers, self._failed = {}, False
 
     def _begin(self):
+        folder = self._asked_dir
+        self._log_dir = folder() if callable(folder) else folder
         self._measured_step = self._interval.step
         self._writers, self._failed, self._graph_written = {}, False, False
 

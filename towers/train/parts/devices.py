@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers.cluster import process_group
 from towers.devices import Devices, configure, is_gpu
 from towers.elastic.shares import Shares, share
 from towers.program import words
@@ -55,6 +56,12 @@ def share_devices(
     fractions = settings.shared_fractions
     if fractions is None:
         return devices, None
+    hosts = process_group.joined()
+    if process_group.member() is not None or (hosts is not None and hosts.count > 1):
+        raise ValueError(
+            f"Received {settings.as_flag('share_gpus')} on several hosts; expected it "
+            "on one host, as the towers of one alone can come and go."
+        )
     every = devices.every
     name = settings.absolute_model_dir
     shares = share(every, *fractions, name, settings.join_seconds)

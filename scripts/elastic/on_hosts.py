@@ -1,0 +1,175 @@
+"""Hosts that are killed, leave and arrive at random instants, under the launcher."""
+
+import contextlib
+import itertools
+import os
+import pathlib
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+
+FLAGS = (
+    *("--dataset=synthetic:8x8x1:10:6400", "--model=mlp", "--deterministic"),
+    *("--variable_update=parameter_server", "--num_gpus=1", "--optimizer=sgd"),
+    *("--log_steps=1", "--stall_seconds=0"),
+)
+LIMIT_S = 500
+_STEP = re.compile(r"^epoch \d+/\d+, step (\d+): .*?loss ([\d.]+)")
+_CHANGE = re.compile(r"towers: Step ([\d,]+): .*?; ([\d.]+) s from step")
+
+
+class Run:
+    """A run under the launcher, and what its hosts say.
+
+    Attributes:
+        model_dir: Its folder.
+        losses: The running loss after each step, as each host has told it.
+        changes: By the step that was done before, how long each change took.
+    """
+
+    def __init__(self, model_dir: pathlib.Path, epochs: int, *launch: str):
+        self.model_dir = model_dir
+        self.losses: dict[int, set[str]] = {}
+        self.changes: dict[int, float] = {}
+        program = ["towers.launch", *launch, "--"] if launch else ["towers.train"]
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", *program, *FLAGS),
+                *(f"--train_epochs={epochs}", f"--model_dir={model_dir}"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+        )
+        self.ended_s: dict[int, float] = {}
+        self._thread = threading.Thread(target=self._hear, daemon=True)
+        self._thread.start()
+
+    def _hear(self):
+        for line in self.process.stdout:
+            self.note(line)
+
+    def note(self, line: str) -> None:
+        """Notes what a host has said."""
+        if found := _STEP.match(line):
+            self.losses.setdefault(int(found[1]), set()).add(found[2])
+            self.ended_s.setdefault(int(found[1]), time.monotonic())
+        elif found := _CHANGE.search(line):
+            self.changes[int(found[1].replace(",", ""))] = float(found[2])
+
+    def hosts(self) -> list[psutil.Process]:
+        """Returns the processes that train."""
+        every = psutil.Process(self.process.pid).children(recursive=True)
+        found = []
+        for each in every:
+            with contextlib.suppress(psutil.Error):
+                if "towers.train" in each.cmdline():
+                    found.append(each)
+        return found
+
+    def end(self) -> None:
+        """Waits for the end, and notes what the other hosts have said."""
+        code = self.process.wait(LIMIT_S)
+        self._thread.join(LIMIT_S)
+        if code:
+            raise RuntimeError(f"The run ended with {code}.")
+        for log in self.model_dir.glob("host*.log"):
+            for line in log.read_text().splitlines():
+                self.note(line)
+
+
+def measure(events: int, seed: int) -> dict[str, Any]:
+    """Returns what became of a run with so many events, and of one started anew."""
+    epochs = 4 * events
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        alone = Run(folder / "alone", epochs)
+        alone.end()
+        wanted = folder / "wanted"
+        wanted.write_text("3")
+        run = Run(folder / "run", epochs, "--hosts=1:3", f"--host_file={wanted}")
+        done = [*_events(run, events, random.Random(seed), wanted)]
+        run.end()
+        again = _started_anew(folder / "again")
+        steps = sorted(alone.losses)
+        told = {step: max(map(float, each)) for step, each in alone.losses.items()}
+        worst = max(
+            abs(float(loss) - told[step])
+            for step in steps
+            for loss in run.losses.get(step, ["inf"])
+        )
+        return {
+            "events": done,
+            "steps": [len(steps), len(run.losses)],
+            "loss of each step, largest difference": worst,
+            "weights, largest difference": _apart(alone, run),
+            "changes": len(run.changes),
+            "hosts, s from step to step": _of(run.changes.values()),
+            "plain restart, s from step to step": again,
+        }
+
+
+def _of(seconds) -> list[float]:
+    every = sorted(seconds)
+    return [statistics.median(every), every[-1]]
+
+
+def _events(
+    run: Run, events: int, chance: random.Random, wanted: pathlib.Path
+) -> Iterator[str]:
+    """Has something happen to a host whenever there are several."""
+    for _ in range(events):
+        before = len(run.changes)
+        _until(lambda: len(run.hosts()) >= 2 and run.losses)
+        time.sleep(chance.uniform(2, 10))
+        if run.process.poll() is not None:
+            return
+        host = chance.choice(run.hosts())
+        kind = chance.choice(["SIGKILL", "SIGTERM", "SIGKILL"])
+        with contextlib.suppress(psutil.Error):
+            host.send_signal(getattr(signal, kind))
+            yield kind
+        # Of one that was told to leave, another one takes the place.
+        wanted.write_text("3")
+        _until(lambda n=before: len(run.changes) > n or run.process.poll() is not None)
+
+
+def _until(true) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _apart(one: Run, other: Run) -> float:
+    """Returns the largest difference of weights, relative to the largest of each."""
+    import keras
+
+    models = [
+        keras.models.load_model(r.model_dir / "model.keras") for r in (one, other)
+    ]
+    return max(
+        float(np.abs(a - b).max() / np.abs(b).max())
+        for a, b in zip(*(model.get_weights() for model in models), strict=True)
+    )
+
+
+def _started_anew(folder: pathlib.Path) -> float:
+    """Kills one of a fixed number of hosts; returns seconds from step to step."""
+    run = Run(folder, 6, "--hosts=2", "--max_restarts=1")
+    _until(lambda: len(run.losses) > 150)
+    run.hosts()[1].kill()
+    run.end()
+    times = [run.ended_s[step] for step in sorted(run.ended_s)]
+    return max(b - a for a, b in itertools.pairwise(times))
