@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 FLAGS = (
-    *("--dataset=synthetic:8x8x1:10:6400", "--model=mlp", "--deterministic"),
+    *("--dataset=synthetic:8x8x1:10:1600", "--model=mlp", "--deterministic"),
     *("--variable_update=parameter_server", "--num_gpus=1", "--optimizer=sgd"),
     *("--log_steps=1", "--stall_seconds=0"),
 )
@@ -92,7 +92,7 @@ class Run:
 
 def measure(events: int, seed: int) -> dict[str, Any]:
     """Returns what became of a run with so many events, and of one started anew."""
-    epochs = 4 * events
+    epochs = 12 * events
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         alone = Run(folder / "alone", epochs)
@@ -133,7 +133,7 @@ def _events(
     for _ in range(events):
         before = len(run.changes)
         _until(lambda: len(run.hosts()) >= 2 and run.losses)
-        time.sleep(chance.uniform(2, 10))
+        time.sleep(chance.uniform(1, 4))
         if run.process.poll() is not None:
             return
         host = chance.choice(run.hosts())
@@ -167,7 +167,7 @@ def _apart(one: Run, other: Run) -> float:
 
 def _started_anew(folder: pathlib.Path) -> float:
     """Kills one of a fixed number of hosts; returns seconds from step to step."""
-    run = Run(folder, 6, "--hosts=2", "--max_restarts=1")
+    run = Run(folder, 24, "--hosts=2", "--max_restarts=1")
     _until(lambda: len(run.losses) > 150)
     run.hosts()[1].kill()
     run.end()

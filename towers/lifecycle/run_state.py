@@ -100,6 +100,10 @@ class RunState:
         asked = Position(options["initial_epoch"])
         goes_on, self.position = self.position > asked, max(self.position, asked)
         data, given = data_position.order(options), options["x"]
+        if elastic:
+            # Those that have trained before open data as those that have just come.
+            for name in ("x", "validation_data"):
+                options[name] = data_position.unopened(options[name])
         start = _start(self, call, data, goes_on)
         options["x"], options["initial_epoch"] = start.data, start.epoch
         self._trained_on = lambda: None
@@ -121,13 +125,13 @@ class RunState:
                 call.meet_hosts()
             except SignalReceived as received:
                 self.heed(received.number)
-            except Exception as error:
-                if elastic and not isinstance(error, NotFiniteStep):
-                    self._hand_over()
-                raise
             except NotFiniteStep as error:
                 self.checkpoints.finish()
                 error.checkpoint = self.checkpoints.latest or ""
+                raise
+            except Exception:
+                if elastic:
+                    self._hand_over()
                 raise
             finally:
                 self._fit = None
@@ -259,6 +263,8 @@ class RunState:
         """Saves, waits for it, and keeps what another `fit` is to know."""
         if self._known is not None:
             # There was no epoch, and nobody was given what they knew.
+            if process_group.member() is not None:
+                self._fit.call.model.builder.follow_first_host()
             self._known = self._restore_states()
             done = words.count(self.position.epoch, "epoch")
             directory = self.checkpoints.directory

@@ -1,7 +1,6 @@
 """Processes that leave others and join the next ones: whoever is killed, or arrives."""
 
 import dataclasses
-import functools
 import json
 import os
 import subprocess
@@ -225,7 +224,11 @@ def test_a_process_is_started_as_one_that_joins_whoever_comes(monkeypatch):
             assert other.next(0).count == 2
             other.close()
 
-        joins = functools.partial(process_group.join_as_started, "auto", environ)
+        def joins():
+            # It joins nobody before it trains.
+            assert process_group.join_as_started("auto", environ) is None
+            return process_group.join_next(0)
+
         joined, _ = in_threads([joins, goes])
         assert (joined.generation, joined.count) == (1, 1)
         assert process_group.joined() is joined

@@ -143,11 +143,15 @@ def main(folder, options="{}"):
             if raises.exists():
                 raises.unlink()
                 raise RuntimeError("So a test has asked for.")
-            _wait(lambda: process_group.change() or step < _allowed(folder))
+            _wait(lambda: is_to_stop() or step < _allowed(folder))
 
+        def is_to_stop():
+            return process_group.change() or checkpoint.run._signals.stop
+
+        checkpoint = towers.callbacks.Checkpoint(folder / "run")
         callbacks = [
             steps_of(write),
-            towers.callbacks.Checkpoint(folder / "run"),
+            checkpoint,
             towers.callbacks.Resize(folder / "run"),
         ]
         history = parallel.fit(**arguments(options), callbacks=callbacks).history

@@ -332,13 +332,13 @@ def test_all_are_killed(run, hosts):
 
 @pytest.mark.slow
 def test_too_few_remain(run):
-    run.start("2:2", "--join_seconds=5", steps=11)
+    run.start("2:2", "--join_seconds=20", steps=11)
     before = run.begin(0, 1)
     run.step(11)
     (run.folder / "fails-1").write_text("9")
     kill(before[1])
     run.end(137)
-    run.says(r"1 host is ready \(.*\) after 5 s; expected 2 at least\.")
+    run.says(r"1 host is ready \(.*\) after 20 s; expected 2 at least\.")
     (run.folder / "fails-1").unlink()
     # Whoever had to end has not lost what the checkpoints have.
     run.forget()
@@ -391,8 +391,7 @@ def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     before = run.begin(0, 1)
     run.step(10)
     kill(before[victim], number=signal.SIGTERM)
-    # It leaves after a step.
-    run.allow(20)
+    # It leaves after a step, and holds nobody.
     run.says(rf"Host {victim} \(pid {before[victim]}\) was stopped: exit code 143; it")
     assert run.begin(1 - victim).items() < before.items()
     run.finish()
@@ -406,10 +405,9 @@ def test_all_are_asked_to_end(run, again):
     run.begin(0, 1)
     run.step(12)
     run.process.send_signal(signal.SIGTERM)
-    run.allow(13)
     run.end(143)
     done = max(run.steps())
-    assert done in (12, 13)
+    assert 12 <= done <= 14
     epoch, batch = divmod(done, fits.STEPS_PER_EPOCH)
     assert (run.folder / f"run/ckpt-{epoch}-{batch}").exists(), run.tell()
     assert "failed" not in "".join(run.said), run.tell()
@@ -417,6 +415,16 @@ def test_all_are_asked_to_end(run, again):
     run.start(again)
     run.finish()
     assert min(run.steps()) == done + 1
+
+
+@pytest.mark.slow
+def test_nothing_is_left_to_train(run):
+    """Who comes then has what the first one has."""
+    run.start("1:1")
+    run.finish()
+    run.start("2:2")
+    run.finish()
+    assert len([*run.folder.glob("result-*")]) == 3
 
 
 # Other ways to train, and other data.
@@ -492,7 +500,10 @@ def test_whatever_happens(run, seed, monkeypatch):
         run.step(max(run.steps()) + rng.randrange(1, 4))
         may_be_killed = [each for each in now if kills[each] < slot_module.TIMES - 1]
         events = ["arrival"] * bool(stopped) + ["kill"] * bool(may_be_killed)
-        event = rng.choice(events + ["SIGTERM"] * (len(now) > 1))
+        events += ["SIGTERM"] * (len(now) > 1)
+        if not events:
+            break
+        event = rng.choice(events)
         run.allow(max(run.steps()) + 4)
         if event == "arrival":
             stopped.clear()
