@@ -1,5 +1,6 @@
 """Other towers that somebody asks for, by `towers resize`."""
 
+from towers.cluster import process_group
 from towers.devices import Devices
 from towers.elastic.requests import Inbox, Request
 from towers.elastic.wish import Wish
@@ -20,35 +21,34 @@ class Asked:
         self._shared = shared
         self._devices, self._inbox = devices, Inbox(model_dir)
         self._inbox.clear()
-        self._request: Request | None = None
 
     def look(self) -> Wish | None:
-        """Returns a wish that has come; `None` if none has.
-
-        Raises:
-            ValueError: It is for devices that are not set up.
-        """
-        self._request = self._inbox.take()
-        if self._request is None:
+        """Returns a wish that has come; `None` if none has, or it was refused."""
+        if (request := self._inbox.take()) is None:
             return None
+        try:
+            return Wish(
+                *("towers resize", self._wished(request)),
+                request.split_ratios or None,
+                done=lambda line: self._inbox.answer(request, done=line),
+                refused=lambda reason: self._inbox.answer(request, refused=reason),
+            )
+        except ValueError as error:
+            self._inbox.answer(request, refused=str(error))
+            return None
+
+    def _wished(self, request: Request) -> list[str]:
         if self._shared:
             raise ValueError(
                 "Received a request for a run with --share_gpus, which gets what other "
                 "runs leave; start it without to decide on its GPUs."
             )
-        ratios = self._request.split_ratios or None
-        return Wish("towers resize", self._chosen(self._request), ratios)
-
-    def applied(self) -> None:
-        """Is told that the wish is in place; `done` follows."""
-
-    def refused(self, reason: str) -> None:
-        """Is told why the wish cannot be."""
-        self._inbox.answer(self._request, refused=reason)
-
-    def done(self, line: str) -> None:
-        """Is told, in a line, what has become of the wish."""
-        self._inbox.answer(self._request, done=line)
+        if process_group.member() is not None:
+            raise ValueError(
+                "Received a request for a run whose hosts come and go; expected other "
+                "hosts instead, by the --host_file of towers launch."
+            )
+        return self._chosen(request)
 
     def _chosen(self, request):
         every = self._devices

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 _REQUEST, _ANSWER, LOCK = "resize.json", "resize_answer.json", "lock"
 FILES = (_REQUEST, _ANSWER)
@@ -68,8 +68,23 @@ def answering(model_dir: str) -> Iterator[None]:
     """
     with open(os.path.join(model_dir, LOCK), "a") as lock:
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take(lock)
         yield
+
+
+def take(lock: IO) -> None:
+    """Locks a file; who looks whether it is locked holds it for a moment.
+
+    Raises:
+        BlockingIOError: Another run has locked it.
+    """
+    for again in (True, True, False):
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not again:
+                raise
+            time.sleep(0.1)
 
 
 def ask(model_dir: str, request: Request, seconds: float) -> Mapping[str, Any]:
@@ -99,6 +114,12 @@ def ask(model_dir: str, request: Request, seconds: float) -> Mapping[str, Any]:
         if alive and time.monotonic() < end:
             time.sleep(_LOOK_S)
             continue
+        waits = _read(model_dir, _REQUEST)
+        if waits is not None and waits.get("key") != request.key:
+            raise RunError(
+                f"Another request to {model_dir} came before the run saw this one; "
+                "send one after another."
+            )
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(model_dir, _REQUEST))
         if not alive:

@@ -31,16 +31,7 @@ class Source(Protocol):
     """Where wishes for other towers come from."""
 
     def look(self) -> Wish | None:
-        """Returns a wish, if there is one; raises a ValueError for a bad one."""
-
-    def applied(self) -> None:
-        """Is told that the towers are as it wishes, before their first step."""
-
-    def refused(self, reason: str) -> None:
-        """Is told, in a sentence, why its wish cannot be."""
-
-    def done(self, line: str) -> None:
-        """Is told, in a sentence, what has become of its wish."""
+        """Returns a wish, if there is one."""
 
 
 @listeners.changes_no_variable
@@ -87,7 +78,7 @@ class Resize(keras.callbacks.Callback):
         self.generations = Generations() if generations is None else generations
         self._marks: list[str] = []
         self._sources: Sequence[Source] = ()
-        self._changing: tuple[Source | None, Generation] | None = None
+        self._changing: tuple[Wish | None, Generation] | None = None
         self._looked_s: float | None = None
         # Of the last step: when it ended, and how many were done, where hosts come and
         # go; and why these train together.
@@ -112,6 +103,8 @@ class Resize(keras.callbacks.Callback):
             with listens if asked is not None else contextlib.nullcontext():
                 yield
         finally:
+            if self._changing is not None and self._changing[0] is not None:
+                self._changing[0].done("The run has ended, with no step more.")
             self._sources, self._changing = (), None
 
     def on_train_begin(self, logs=None):
@@ -134,33 +127,31 @@ class Resize(keras.callbacks.Callback):
             return
         self._looked_s = now_s
         for source in self._sources:
-            try:
-                if (wish := source.look()) is not None:
-                    self._change(source, wish)
-            except ValueError as error:
-                source.refused(str(error))
+            # One change after another, each with a step of its own.
+            if self._changing is None and (wish := source.look()) is not None:
+                try:
+                    self._change(wish)
+                except ValueError as error:
+                    wish.refused(str(error))
 
-    def _change(self, source, wish):
+    def _change(self, wish):
         before = self.model.builder
         if self._check is not None:
             self._check(len(wish.gpus), wish.split_ratios)
         self.model.resize(gpus=wish.gpus, split_ratios=wish.split_ratios)
-        source.applied()
+        wish.applied()
         if self.model.builder is before:
-            return source.done("Nothing to change: the run has these towers already.")
+            return wish.done("Nothing to change: the run has these towers already.")
         if self._on_change is not None:
             self._on_change()
-        # Another source may have one as well, before the next step.
-        if self._changing is not None:
-            self._changing[0].done("The run has changed again at once.")
-        self._changing = source, self._generation(wish.why)
+        self._changing = wish, self._generation(wish.why)
 
     def on_train_batch_end(self, batch, logs=None):
         """Tells of a change, once its first step is done."""
         now_s = self._clock()
         if self._changing is not None:
-            (source, generation), self._changing = self._changing, None
-            if source is None:
+            (wish, generation), self._changing = self._changing, None
+            if wish is None:
                 generation = self._of_hosts(generation, batch)
             since_s = self._looked_s if self._ended_s is None else self._ended_s
             generation = dataclasses.replace(generation, seconds=now_s - since_s)
@@ -169,8 +160,8 @@ class Resize(keras.callbacks.Callback):
                 self._marks.append(line)
                 voice.end_progress_bar()
                 voice.say(line)
-            if source is not None:
-                source.done(line)
+            if wish is not None:
+                wish.done(line)
         self._ended_s, self._steps = now_s, None
         if process_group.member() is not None:
             self._steps = steps_done(self.model)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from towers.devices import Devices, nvml
-from towers.devices.sharing import Others, Registry
+from towers.devices.sharing import Others, Registry, RegistryError
 from towers.elastic.wish import Wish
 from towers.program import voice
 
@@ -45,33 +45,48 @@ class Shares:
             RegistryError: Others have too much of it.
         """
         self._registry, self._devices, self._clock = registry, devices, clock
-        self._wished = registry.join(seconds, voice.say)
-        self._held = self._wished
+        self._held = registry.join(seconds, voice.say)
         self.first = [devices[place] for place in self._held]
-        self._looked_s = clock()
+        self._looked_s, self._said = clock(), ""
+        # What the run cannot have, until it should have something else.
+        self._refused: tuple[str, ...] = ()
 
     def look(self) -> Wish | None:
         """Returns other towers, if the run should have others now."""
         if self._clock() - self._looked_s < _LOOK_EVERY_S:
             return None
         self._looked_s = self._clock()
-        self._wished = self._registry.look()
-        if {*self._wished} == {*self._held}:
+        try:
+            places = self._registry.look()
+        except RegistryError as error:
+            self._warn(str(error))
             return None
-        return Wish("--share_gpus", [self._devices[place] for place in self._wished])
+        if {*places} == {*self._held} or places == self._refused:
+            return None
+        return Wish(
+            *("--share_gpus", [self._devices[place] for place in places]),
+            applied=lambda: self._hold(places),
+            refused=lambda reason: self._refuse(places, reason),
+        )
 
-    def applied(self) -> None:
-        """Is told that the run has these towers: others may have what is left."""
-        self._held = self._wished
-        self._registry.hold(self._held)
+    def _hold(self, places):
+        """Tells others that they may have what is left."""
+        self._held, self._refused = places, ()
+        try:
+            self._registry.hold(places)
+        except RegistryError as error:
+            self._warn(str(error))
 
-    def done(self, line: str) -> None:
-        """Is told what has become of the wish, which a line has told already."""
+    def _refuse(self, places, reason):
+        """Keeps what the run has, and says why."""
+        self._hold(self._held)
+        self._refused = places
+        self._warn(reason)
 
-    def refused(self, reason: str) -> None:
-        """Says why the run cannot have these towers; it keeps those that it has."""
-        self._registry.hold(self._held)
-        voice.warn(f"The towers stay as they are: {reason}")
+    def _warn(self, reason):
+        if reason != self._said:
+            self._said = reason
+            voice.warn(f"The towers stay as they are: {reason}")
 
     def leave(self) -> None:
         """Gives up all places."""

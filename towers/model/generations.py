@@ -45,6 +45,8 @@ def fit(
                     process_group.leave()
                     raise
         except (HostFailedError, ConnectionError) as error:
+            if not process_group.is_broken():
+                raise  # the user's own
             why = str(error).partition(", so this host")[0]
         process_group.join_next(steps_done(update.model))
 

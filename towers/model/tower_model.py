@@ -73,8 +73,9 @@ class TowerModel(wrapt.CallableObjectProxy):
         """Goes on with other towers, between two batches, as in a callback.
 
         The numbers stay those of one device, as far as they do not depend on the number
-        of towers anyway. Variables leave a GPU that computes no more. Graphs of towers
-        that were used before are kept; others are traced in the next step.
+        of towers anyway. Compile the model again after layers were frozen. Variables
+        leave a GPU that computes no more. Graphs of towers that were used before are
+        kept; others are traced in the next step.
 
         TensorFlow adds no device later, so `configure` has to set up all of them.
 
@@ -89,8 +90,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             split_ratios: As of `multi_gpu_model`. By default parts are equal.
 
         Raises:
-            ValueError: There are no such devices, a batch has fewer micro-batches than
-                towers, or hosts train together.
+            ValueError: There are no such devices, or hosts train together.
         """
         update = self._self_update
         layout = update.layout_of(gpus, split_ratios)

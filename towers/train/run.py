@@ -47,6 +47,8 @@ def _run_on_hosts(job):
                 this_host().tell_all("done")
             return process_group.member().close(done=True)
         except (HostFailedError, ConnectionError) as error:
+            if not process_group.is_broken():
+                raise
             voice.warn(f"{error} It writes again what is written at the end.")
 
 

@@ -1,5 +1,6 @@
 """Runs that are asked for other towers, by files or by the program."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -9,9 +10,11 @@ import threading
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import towers
 from tests.towers.train.runs import finish, start, summary_of, wait_for
+from towers.cluster import process_group
 from towers.devices import Devices
 from towers.elastic import requests
 from towers.elastic.asked import Asked
@@ -141,8 +144,41 @@ def test_devices_that_are_not_set_up(tmp_path, devices, request_, message):
     (tmp_path / "resize.json").write_text(
         json.dumps({"key": "a", "gpu_indices": (), "split_ratios": (), **request_})
     )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        source.look()
+    assert source.look() is None
+    assert message in answers(tmp_path)["refused"]
+
+
+def test_hosts_that_come_and_go_are_not_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_group, "member", lambda: object())
+    source = Asked(str(tmp_path), Devices(GPUS, ""))
+    (tmp_path / "resize.json").write_text(
+        json.dumps({"key": "a", "num_gpus": 1, "gpu_indices": (), "split_ratios": ()})
+    )
+    assert source.look() is None
+    assert "whose hosts come and go" in answers(tmp_path)["refused"]
+
+
+def test_another_request_comes_before(locked):
+    first, second = Request.new(num_gpus=3), Request.new(num_gpus=2)
+    requests._write(str(locked), "resize.json", dataclasses.asdict(second))
+    real = requests._write
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(requests, "_write", lambda *args: None)
+        with pytest.raises(RunError, match=r"Another request to .* came before"):
+            requests.ask(str(locked), first, 0.01)
+    assert requests._write is real
+    assert Inbox(str(locked)).take() == second
+
+
+def test_the_end_of_the_data_answers(tmp_path):
+    """Of data of unknown length, Keras begins a batch that does not come."""
+    parallel, x, y = model_and_data()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *_: True)
+    asks = Asks(tmp_path, {9: {"num_gpus": 3}})
+    resize = towers.callbacks.Resize(tmp_path, clock=asks.clock)
+    parallel.fit(data, verbose=0, callbacks=[resize, asks])
+    assert answers(tmp_path)["done"] == "The run has ended, with no step more."
+    parallel.fit(data, verbose=0, callbacks=[resize])
 
 
 @pytest.mark.parametrize(

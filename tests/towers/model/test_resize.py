@@ -11,7 +11,7 @@ import tensorflow as tf
 import towers
 from tests import oracle
 from tests.variants import slow
-from towers.model.update import variable_update
+from towers.model.update import recipe, variable_update
 
 BATCH, STEPS = 12, 20
 X = np.random.default_rng(0).normal(size=(BATCH * STEPS - 5, 6)).astype("float32")
@@ -205,6 +205,51 @@ def test_devices_that_are_left_keep_no_copies():
     for copy, variable in zip(copies, model.trainable_variables, strict=False):
         np.testing.assert_array_equal(copy, variable)
     assert oracle.largest_difference(weights, model.get_weights()) > 0
+
+
+@pytest.mark.parametrize("update", ["replicated", "parameter_server"])
+def test_what_fails_leaves_all_as_it_was(monkeypatch, update):
+    expected = parallel(2, variable_update=update)
+    fit(expected, epochs=2)
+
+    class Fails(keras.callbacks.Callback):
+        """A move of variables fails half way, as where memory runs out."""
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch != 3:
+                return
+            moved = iter(range(2))
+            make = recipe.variables.variable_like
+
+            def fails(*args, **options):
+                if next(moved, None) is None:
+                    raise tf.errors.ResourceExhaustedError(None, None, "no room")
+                return make(*args, **options)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(recipe.variables, "variable_like", fails)
+                with pytest.raises(tf.errors.ResourceExhaustedError):
+                    self.model.resize(gpus=[3, 2])
+
+    home = "gpu" if update == "parameter_server" else None
+    model = parallel(2, variable_update=update, local_parameter_device=home)
+    model.fit(X, Y, BATCH, 2, verbose=0, shuffle=False, callbacks=[Fails()])
+    weights = expected.get_weights()
+    assert oracle.largest_difference(model.get_weights(), weights) < 1e-5
+    assert model.builder.plan.devices == ("/device:CPU:0", "/device:CPU:1")
+    model.resize(gpus=4)
+    assert model.builder.plan.count == 4
+
+
+def test_variables_that_were_moved_are_not_kept():
+    model = parallel(2, local_parameter_device="gpu")
+    fit(model, epochs=1)
+    old = [weakref.ref(each.value) for each in model.trainable_variables]
+    model.resize(gpus=[2, 3])
+    fit(model, epochs=1)
+    gc.unfreeze()
+    gc.collect()
+    assert not any(each() is not None for each in old)
 
 
 def test_the_first_towers_variables_move():

@@ -16,7 +16,12 @@ from towers.collectives import batch, reduce
 from towers.devices import HOST
 from towers.keras_adapter.models import compile_config
 from towers.keras_adapter.runtime import is_deterministic
-from towers.keras_adapter.variables import empty, give_room, value_behind
+from towers.keras_adapter.variables import (
+    empty,
+    give_room,
+    put_behind,
+    value_behind,
+)
 from towers.layers import variables
 from towers.model.replayable import ReplayableBatches
 from towers.model.update.auto import Choice
@@ -173,8 +178,8 @@ class VariableUpdate:
 
     def _install(self, choice):
         before = self.builder.context
-        self.choice = choice
         self.builder = self._recipe.builder(choice, self.layout)
+        self.choice = choice
         self.builder.xla = choice.xla or self.xla
         self.builder.context.callbacks_may_write = before.callbacks_may_write
         self.builder.context.usual_rows = before.usual_rows
@@ -194,33 +199,56 @@ class VariableUpdate:
         Returns:
             What was made by the other one before, by name; nothing if it is new.
         """
-        while len(self._kept) >= _MOST_KEPT:
-            self._kept.pop(next(iter(self._kept)))
-        kept = _Kept(self.builder, self.choice, functions, self._places())
-        self._kept[self.layout] = kept
-        for copy in _copies(self.builder):
+        before, kept = self.layout, self._kept.pop(layout, None)
+        now = _Kept(self.builder, self.choice, functions, self._places())
+        for copy in _copies(now.builder):
             empty(copy)
-        before, self.layout = self.builder.context, layout
-        found = self._kept.pop(layout, None)
-        if found is not None and not _differ(found.places, self._places()):
-            self.builder, self.choice = found.builder, found.choice
-            watched = before.callbacks_may_write
+        if kept is not None and not _differ(kept.places, now.places):
+            watched = self.builder.context.callbacks_may_write
+            self.layout, self.builder, self.choice = layout, kept.builder, kept.choice
             self.builder.context.callbacks_may_write = watched
             for copy in _copies(self.builder):
                 give_room(copy)
             self.builder.mark_copies_stale()
-            return found.functions
-        choice = self.choice
+            functions = kept.functions
+        else:
+            functions = {}
+            self._make(layout, now.places)
+        self._keep(before, now)
+        return functions
+
+    def _make(self, layout, places):
+        """Makes a builder of another layout; if that fails, all is as it was."""
+        before, choice = self.layout, self.choice
         if choice.all_reduce_alg == "nccl" and not layout.nccl_fits:
             choice = choice._replace(all_reduce_alg="auto")
-        self._install(choice)
+        self.layout = layout
+        try:
+            self._install(choice)
+        except BaseException:
+            self.layout = before
+            # Some variables may have moved, and have their values where they were.
+            for variable, place in zip(variables.of(self.model), places, strict=True):
+                put_behind(variable, place)
+            self._seen = self.state()
+            for copy in _copies(self.builder):
+                give_room(copy)
+            self.builder.mark_copies_stale()
+            raise
         # What has moved is no change of the user's.
         self._seen = self.state()
-        return {}
 
-    def is_of_hosts(self, membership: Membership | None) -> bool:
-        """Tells whether the builder in use was made for these hosts."""
-        return self._membership is membership
+    def _keep(self, layout, kept):
+        """Keeps what may be used again; of others, variables would stay where left."""
+        self._kept[layout] = kept
+        places = self._places()
+        self._kept = {
+            each: found
+            for each, found in self._kept.items()
+            if not _differ(found.places, places)
+        }
+        while len(self._kept) > _MOST_KEPT:
+            self._kept.pop(next(iter(self._kept)))
 
     def follow_hosts(self, why: str) -> None:
         """Puts a builder for other hosts in use; all of these hosts call it together.

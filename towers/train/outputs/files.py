@@ -2,14 +2,12 @@
 
 import contextlib
 import csv
-import fcntl
 import glob
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 from towers._deprecated import with_old_keys
 from towers.elastic import requests
@@ -38,28 +36,13 @@ def alone(job: Job) -> Iterator[None]:
         lock = open(os.path.join(job.model_dir, requests.LOCK), "w")
     with lock:
         try:
-            take(lock)
+            requests.take(lock)
         except BlockingIOError as error:
             raise SaveError(
                 f"Another run writes to {job.model_dir}; expected one at a time, so "
                 "wait for its end, or choose another --model_dir."
             ) from error
         yield
-
-
-def take(lock: IO) -> None:
-    """Locks a file; a report that looks whether it is locked holds it for a moment.
-
-    Raises:
-        BlockingIOError: If another run has locked it.
-    """
-    for again in (True, True, False):
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not again:
-                raise
-            time.sleep(0.1)
 
 
 def describe(job: Job) -> None:

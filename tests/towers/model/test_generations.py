@@ -1,0 +1,80 @@
+"""Fitting in one generation of hosts after another: what is taken for a lost host."""
+
+import contextlib
+
+import pytest
+
+from towers.cluster import process_group
+from towers.loop.agreement import HostsChange
+from towers.model import generations
+
+
+class Update:
+    """Stands in for a `VariableUpdate`."""
+
+    model = None
+
+    def __init__(self):
+        self.why = []
+
+    def is_of_hosts(self, membership):
+        return False
+
+    def follow_hosts(self, why):
+        self.why.append(why)
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Returns what may be set: whether the present hosts cannot go on together."""
+    state = {"broken": False, "joins": 0}
+
+    def join_next(steps):
+        state["joins"] += 1
+        state["broken"] = False
+
+    for name, value in (
+        ("joined", lambda: state["joins"] or None),
+        ("change", lambda: None),
+        ("is_broken", lambda: state["broken"]),
+        ("join_next", join_next),
+        ("together", contextlib.nullcontext),
+    ):
+        monkeypatch.setattr(process_group, name, value)
+    monkeypatch.setattr(generations, "steps_done", lambda model: 0)
+    return state
+
+
+def fit(update, *errors):
+    """Fits; each call raises one of the errors, but for the last one."""
+    left = [*errors]
+
+    def run():
+        if left:
+            raise left.pop(0)
+        return "history"
+
+    return generations.fit(update, lambda: None, run)
+
+
+def test_a_host_is_lost(hosts):
+    def broken():
+        hosts["broken"] = True
+        return ConnectionError("host 1 has gone")
+
+    update = Update()
+    assert fit(update, broken()) == "history"
+    assert hosts["joins"] == 2
+    assert update.why == ["", "host 1 has gone"]
+
+
+def test_hosts_agree_on_a_change(hosts):
+    update = Update()
+    assert fit(update, HostsChange()) == "history"
+    assert update.why[1] == "another host has heard of a change"
+
+
+def test_the_users_own_connections_are_no_hosts(hosts):
+    with pytest.raises(ConnectionError, match="the monitoring server"):
+        fit(Update(), ConnectionError("the monitoring server"))
+    assert hosts["joins"] == 1
