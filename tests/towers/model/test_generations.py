@@ -46,12 +46,13 @@ def hosts(monkeypatch):
 
 
 def fit(update, *errors):
-    """Fits; each call raises one of the errors, but for the last one."""
+    """Fits; each call raises one of the errors, or makes it, but for the last one."""
     left = [*errors]
 
     def run():
         if left:
-            raise left.pop(0)
+            error = left.pop(0)
+            raise error() if callable(error) else error
         return "history"
 
     return generations.fit(update, lambda: None, run)
@@ -63,7 +64,7 @@ def test_a_host_is_lost(hosts):
         return ConnectionError("host 1 has gone")
 
     update = Update()
-    assert fit(update, broken()) == "history"
+    assert fit(update, broken) == "history"
     assert hosts["joins"] == 2
     assert update.why == ["", "host 1 has gone"]
 
