@@ -250,6 +250,10 @@ class VariableUpdate:
         while len(self._kept) > _MOST_KEPT:
             self._kept.pop(next(iter(self._kept)))
 
+    def is_of_hosts(self, membership: Membership | None) -> bool:
+        """Tells whether the builder in use was made for these hosts."""
+        return self._membership is membership
+
     def follow_hosts(self, why: str) -> None:
         """Puts a builder for other hosts in use; all of these hosts call it together.
 
