@@ -19,6 +19,7 @@ from tests.towers.train.runs import (
     write_folder,
 )
 from towers import devices, input_pipeline
+from towers.elastic import requests
 from towers.input_pipeline.sources.targets import Target
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
@@ -135,10 +136,10 @@ def test_a_report_that_looks_at_the_lock_keeps_no_run_away(tmp_path, monkeypatch
         fcntl.flock(theirs, fcntl.LOCK_SH)
         waits = []
         monkeypatch.setattr(
-            *(files.time, "sleep"),
+            *(requests.time, "sleep"),
             lambda s: (waits.append(s), fcntl.flock(theirs, fcntl.LOCK_UN)),
         )
-        files.take(ours)
+        requests.take(ours)
     assert len(waits) == 1
 
 
