@@ -48,13 +48,14 @@ class Request:
 
 
 def is_running(model_dir: str) -> bool:
-    """Tells whether a run trains in a model_dir, which has it locked."""
+    """Tells whether a run has a model_dir locked, as it has until it ends, however."""
     try:
         with open(os.path.join(model_dir, LOCK)) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
+        # None was made, or this file system has no locks.
         return False
     return False
 

@@ -74,7 +74,7 @@ def train_function(
     return function
 
 
-def prepare(create: Callable[[Any], None], iterator: Iterator) -> None:
+def create_for(create: Callable[[Any], None], iterator: Iterator) -> None:
     """Creates variables for the batches of an iterator, if it tells what they are."""
     if (spec := getattr(iterator, "element_spec", None)) is not None:
         create(without_optionals(spec))

@@ -223,13 +223,26 @@ def multi_gpu_model(
         check_numerics=bool(check_numerics),
     )
     recipe = Recipe(
-        *(model, home, follows, asked is not None and home != towers[0]),
-        *(cpu_merge, packed, hosts, gradient_compression),
-        *(pipeline, shard_embeddings),
-        *(loss_placement, strict, preprocess, prefetch, guard),
-        *(shard_optimizer_state, max_staleness, given),
+        model=model,
+        home=home,
+        home_follows=follows,
+        home_stays=asked is not None and home != towers[0],
+        cpu_merge=cpu_merge,
+        packed=packed,
+        hosts=hosts,
+        gradient_compression=gradient_compression,
+        pipeline=pipeline,
+        shard_embeddings=shard_embeddings,
+        loss_placement=loss_placement,
+        strict=strict,
+        preprocess=preprocess,
+        prefetch=prefetch,
+        guard=guard,
+        shard_optimizer_state=shard_optimizer_state,
+        max_staleness=max_staleness,
+        given=given,
     )
-    recipe.check_alike()
+    recipe.agree()
     choice, chooses = Choice(variable_update, all_reduce_alg), False
     if variable_update == "auto":
         choice, chooses = recipe.ways(layout, xla=False, synchronized=False)[0], True

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import fcntl
 import glob
 import json
 import os
@@ -15,6 +14,7 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.util import tensor_util
 
 from towers._deprecated import rename_keys, rename_tag
+from towers.elastic import requests
 
 RUNS = ("train", "validation")
 # Of what summary.json holds.
@@ -132,7 +132,7 @@ def read(model_dir: str) -> Run:
         _read_text(model_dir, "flags.txt"),
         {} if went_on else summary,
         summary["steps"] if went_on else None,
-        _is_running(model_dir),
+        requests.is_running(model_dir),
     )
 
 
@@ -177,19 +177,6 @@ def _read_text(model_dir, name):
             return file.read()
     except FileNotFoundError:
         return ""
-
-
-def _is_running(model_dir):
-    """Tells whether a run holds the lock, as it does until it ends, however it ends."""
-    try:
-        with open(os.path.join(model_dir, "lock")) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        # None was made, or this file system has no locks.
-        return False
-    return False
 
 
 def _read_events(folder):

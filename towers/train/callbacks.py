@@ -1,10 +1,7 @@
 """The callbacks of a run: what saves it, watches it and says how far it is."""
 
-import atexit
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +25,7 @@ from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput
 from towers.monitoring.watch import Watch
 from towers.train import checks
-from towers.train.job import Job
+from towers.train.job import Job, folder_aside
 from towers.train.outputs import files, model_size, reports
 from towers.train.outputs.versions import versions
 from towers.train.parts import model as model_parts
@@ -102,8 +99,7 @@ def _log_dir(job):
     """Where TensorBoard's logs go: of hosts that come and go, the first one's count."""
     if process_group.member() is None:
         return job.model_dir
-    aside = tempfile.mkdtemp(prefix="towers-")
-    atexit.register(shutil.rmtree, aside, ignore_errors=True)
+    aside = folder_aside()
     return lambda: aside if this_host().index else job.model_dir
 
 

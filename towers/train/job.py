@@ -257,9 +257,14 @@ def _of_this_host(settings):
     """Settings by which only the first host writes in --model_dir."""
     if this_host().index == 0:
         return settings
+    return settings.but(model_dir=folder_aside())
+
+
+def folder_aside() -> str:
+    """Makes a folder for what a host writes that nobody keeps, until it ends."""
     aside = tempfile.mkdtemp(prefix="towers-")
     atexit.register(shutil.rmtree, aside, ignore_errors=True)
-    return settings.but(model_dir=aside)
+    return aside
 
 
 def _check_sizes(settings, ratios):

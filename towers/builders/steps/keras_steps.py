@@ -242,7 +242,7 @@ def train_function(
         # What callbacks do between two batches, they do on all hosts.
         if copies.stale and context.plan.hosts.count > 1:
             # A host that has just arrived has to have what the others have.
-            loop.prepare(create, iterator)
+            loop.create_for(create, iterator)
             with scope():
                 follow()
         if copies.differ():

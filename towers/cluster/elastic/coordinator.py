@@ -17,7 +17,7 @@ from towers.cluster.elastic.talk import Talk
 from towers.cluster.membership import JOIN_SECONDS, Place
 from towers.cluster.rendezvous import meeting
 from towers.cluster.rendezvous.channel import Channel, TokenError
-from towers.cluster.rendezvous.host import ANSWER_S, versions, within
+from towers.cluster.rendezvous.host import ANSWER_S, versions, warn_of_token, within
 from towers.program import voice
 
 # Connections that have not shown yet that a host made them.
@@ -230,7 +230,7 @@ class Coordinator:
                 *(talk.send, talk.end),
             )
         except TokenError:
-            self._say_of_token(channel.other_host)
+            warn_of_token(channel.other_host, self._warned)
             await within(ANSWER_S, channel.send({}))  # whose code tells the same
         except (OSError, ValueError, TypeError, LookupError):
             pass  # a stranger
@@ -262,11 +262,3 @@ class Coordinator:
                 generations.want(count)
         elif "done" in message:
             said.update(message)
-
-    def _say_of_token(self, host: str) -> None:
-        if host not in self._warned:
-            self._warned.add(host)
-            voice.warn(
-                f"A process on {host} has another token, and was turned away; give all "
-                "hosts the same TOWERS_TOKEN."
-            )

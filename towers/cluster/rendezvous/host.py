@@ -14,7 +14,7 @@ from typing import Any
 
 from towers.cluster import addresses
 from towers.cluster.membership import Membership, Place
-from towers.program import words
+from towers.program import voice, words
 
 # Most time for what takes milliseconds.
 ANSWER_S = 10.0
@@ -83,6 +83,16 @@ def own_address(place: Place, reached_by: str, held: contextlib.ExitStack) -> st
         host = addresses.of_interface(place.interface)
     port = held.enter_context(addresses.held_port(host)).getsockname()[1]
     return addresses.joined(host, port)
+
+
+def warn_of_token(host: str, warned: set[str]) -> None:
+    """Says that a process has another token, once for each host; notes it in a set."""
+    if host not in warned:
+        warned.add(host)
+        voice.warn(
+            f"A process on {host} has another token, and was turned away; give all "
+            "hosts the same TOWERS_TOKEN."
+        )
 
 
 def difference(hosts: Sequence[Host]) -> str | None:

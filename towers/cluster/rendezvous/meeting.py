@@ -20,6 +20,7 @@ from towers.cluster.rendezvous.host import (
     membership,
     numbered,
     own_address,
+    warn_of_token,
     within,
 )
 from towers.program import voice
@@ -158,7 +159,7 @@ class Meeting:
                 host = Host(**await channel.receive())
                 welcome = await self._welcome(channel, host)
         except TokenError:
-            self._say_of_token(channel.other_host)
+            warn_of_token(channel.other_host, self._warned)
             await within(ANSWER_S, channel.send({}))  # whose code tells the same
             welcome = False
         except (OSError, ValueError, TypeError):
@@ -227,14 +228,6 @@ class Meeting:
             voice.say(
                 f"Waiting for {numbered(missing)} of {self._place.count} at "
                 f"{self._place.coordinator}, for {left:.0f} s at most."
-            )
-
-    def _say_of_token(self, host: str) -> None:
-        if host not in self._warned:
-            self._warned.add(host)
-            voice.warn(
-                f"A process on {host} has another token, and was turned away; give all "
-                "hosts the same TOWERS_TOKEN."
             )
 
     async def _fail(self, error: RendezvousError) -> None:

@@ -24,7 +24,7 @@ from towers.plan import Plan
 from towers.tower.preprocess import Preprocess
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Recipe:
     """What `multi_gpu_model` was asked for, but for the choice and the layout.
 
@@ -62,8 +62,8 @@ class Recipe:
     agreement: Agreement | None = None
     said: set[Any] = dataclasses.field(default_factory=set)
 
-    def check_alike(self) -> None:
-        """Has hosts that train together compare what they were given.
+    def agree(self) -> None:
+        """Has hosts that train together agree, once all were given the same.
 
         Raises:
             HostsDifferError: They were given different arguments.
@@ -76,7 +76,7 @@ class Recipe:
     def follow_hosts(self) -> None:
         """Takes the hosts that this process has joined since."""
         self.hosts = this_host().compressing(self.gradient_compression)
-        self.check_alike()
+        self.agree()
 
     def ways(
         self, layout: Layout, xla: bool | None, synchronized: bool
