@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 # All workers of a run have one server.
 _WORKERS_OF = os.environ.get("PYTEST_XDIST_TESTRUNUID")
 _NAME = f"towers-warm-{_WORKERS_OF or secrets.token_hex(8)}"
+_ENVIRON = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 # How often the server looks whether the tests still run.
 _LOOK_S = 2
 
@@ -51,7 +52,7 @@ def run(
             connected.connect(_server()[0])
             server = Connection(connected.detach())
         with server:
-            server.send((args, changed or {}, *files))
+            server.send((args, changed or {}, {**os.environ, **_ENVIRON}, *files))
             pid = server.recv()
             if not server.poll(timeout_s):
                 os.kill(pid, signal.SIGKILL)
@@ -71,14 +72,12 @@ def _server():
         if not os.path.exists(address):
             # Whoever has started the workers sees the tests to their end.
             tests = os.getppid() if _WORKERS_OF else os.getpid()
-            # It has the environment of its start, and hands it on.
-            environ = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
             started = subprocess.Popen(
                 [sys.executable, "-m", "tests.warm", folder, str(tests)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 cwd=ROOT,
-                env={**os.environ, **environ},
+                env={**os.environ, **_ENVIRON},
             )
             with started.stdout as said:
                 assert said.readline() == b"ready\n", started.wait()
@@ -126,7 +125,9 @@ def _start(listener):
     return process, asking
 
 
-def _be(args, changed, out, err):
+def _be(args, changed, environ, out, err):
+    os.environ.clear()
+    os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, file in ((sys.stdout, out), (sys.stderr, err)):
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

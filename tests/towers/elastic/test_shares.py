@@ -10,7 +10,7 @@ import pytest
 
 import towers
 from tests import oracle
-from tests.towers.train.runs import read_settings, run, start
+from tests.towers.train.runs import finish, read_settings, start
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.devices import Devices, nvml
@@ -237,11 +237,13 @@ def test_a_third_run_arrives_and_leaves(tmp_path, monkeypatch):
     third.wait_for(2)
     first.wait_for(4, 2, 1)
     second.wait_for(2, 1)
-    refused = run(
-        *("--dataset=synthetic:4x4x1:3:64", "--model=mlp", "--max_gpus=4"),
-        *("--share_gpus=0.5", f"--model_dir={tmp_path / 'fourth'}"),
-        code=1,
+    refused = finish(
+        start(
+            *("--dataset=synthetic:4x4x1:3:64", "--model=mlp", "--max_gpus=4"),
+            *("--share_gpus=0.5", f"--model_dir={tmp_path / 'fourth'}"),
+        )
     )
+    assert refused.returncode == 1, refused.stdout
     assert "expected all together to fit into 4 places" in refused.stderr
     third.process.send_signal(signal.SIGKILL)
     third.process.wait(TIMEOUT_S)

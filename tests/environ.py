@@ -1,0 +1,5 @@
+"""Prints TOWERS_WARM of the environment."""
+
+import os
+
+print(os.environ.get("TOWERS_WARM"))
