@@ -34,12 +34,14 @@ class Run:
 
     Attributes:
         model_dir: Its folder.
+        lines: What it has said.
         losses: The running loss after each step, as each host has told it.
         changes: By the step that was done before, how long each change took.
     """
 
     def __init__(self, model_dir: pathlib.Path, epochs: int, *launch: str):
         self.model_dir = model_dir
+        self.lines: list[str] = []
         self.losses: dict[int, set[str]] = {}
         self.changes: dict[int, float] = {}
         program = ["towers.launch", *launch, "--"] if launch else ["towers.train"]
@@ -59,6 +61,7 @@ class Run:
 
     def _hear(self):
         for line in self.process.stdout:
+            self.lines.append(line)
             self.note(line)
 
     def note(self, line: str) -> None:
@@ -69,14 +72,19 @@ class Run:
         elif found := _CHANGE.search(line):
             self.changes[int(found[1].replace(",", ""))] = float(found[2])
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the launcher has."""
+        return self.process.poll() is not None
+
     def hosts(self) -> list[psutil.Process]:
         """Returns the processes that train."""
-        every = psutil.Process(self.process.pid).children(recursive=True)
         found = []
-        for each in every:
-            with contextlib.suppress(psutil.Error):
-                if "towers.train" in each.cmdline():
-                    found.append(each)
+        with contextlib.suppress(psutil.Error):  # it has ended
+            for each in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "towers.train" in each.cmdline():
+                        found.append(each)
         return found
 
     def end(self) -> None:
@@ -84,7 +92,8 @@ class Run:
         code = self.process.wait(LIMIT_S)
         self._thread.join(LIMIT_S)
         if code:
-            raise RuntimeError(f"The run ended with {code}.")
+            said = "".join(self.lines[-100:])
+            raise RuntimeError(f"The run ended with {code}; it said:\n{said}")
         for log in self.model_dir.glob("host*.log"):
             for line in log.read_text().splitlines():
                 self.note(line)
@@ -132,9 +141,9 @@ def _events(
     """Has something happen to a host whenever there are several."""
     for _ in range(events):
         before = len(run.changes)
-        _until(lambda: len(run.hosts()) >= 2 and run.losses)
+        _until(lambda: run.has_ended or (len(run.hosts()) >= 2 and run.losses))
         time.sleep(chance.uniform(1, 4))
-        if run.process.poll() is not None:
+        if run.has_ended:
             return
         host = chance.choice(run.hosts())
         kind = chance.choice(["SIGKILL", "SIGTERM", "SIGKILL"])
@@ -143,7 +152,7 @@ def _events(
             yield kind
         # Of one that was told to leave, another one takes the place.
         wanted.write_text("3")
-        _until(lambda n=before: len(run.changes) > n or run.process.poll() is not None)
+        _until(lambda n=before: len(run.changes) > n or run.has_ended)
 
 
 def _until(true) -> None:

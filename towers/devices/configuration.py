@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from towers.cluster import process_group
 from towers.devices import nvml
-from towers.devices.names import HOST
+from towers.devices.names import HOST, is_gpu
 from towers.devices.wish import Wish
 from towers.program import startup
 
@@ -54,6 +54,20 @@ class Devices:
             physical=self.physical + self.physical_others,
             others=(),
             physical_others=(),
+        )
+
+    def with_towers(self, names: Sequence[str]) -> "Devices":
+        """Returns the same with towers on these of the devices that are set up."""
+        every = self.every
+        physical = dict(zip(every.towers, every.physical, strict=False))
+        others = [each for each in every.towers if each not in names]
+        return dataclasses.replace(
+            self,
+            towers=tuple(names),
+            physical=tuple(physical[each] for each in names if physical),
+            others=tuple(others),
+            physical_others=tuple(physical[each] for each in others if physical),
+            home=names[0] if is_gpu(self.home) else self.home,
         )
 
 

@@ -6,12 +6,15 @@ from towers.elastic.requests import Inbox, Request
 from towers.elastic.wish import Wish
 from towers.program import words
 
+# A request that comes between two calls of `fit` is for the second one.
+_CLEARED: set[str] = set()
+
 
 class Asked:
     """What is asked for in a model_dir, as a source of `Resize`."""
 
     def __init__(self, model_dir: str, devices: Devices, shared: bool = False):
-        """Forgets what was asked of an earlier run.
+        """Forgets what was asked of an earlier process.
 
         Args:
             model_dir: The folder of the run.
@@ -20,7 +23,9 @@ class Asked:
         """
         self._shared = shared
         self._devices, self._inbox = devices, Inbox(model_dir)
-        self._inbox.clear()
+        if model_dir not in _CLEARED:
+            self._inbox.clear()
+            _CLEARED.add(model_dir)
 
     def look(self) -> Wish | None:
         """Returns a wish that has come; `None` if none has, or it was refused."""

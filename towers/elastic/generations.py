@@ -38,10 +38,16 @@ class Generation:
 
 
 class Generations:
-    """The generations of a run, the present one last."""
+    """The generations of a run, the present one last.
+
+    Attributes:
+        every: All of them.
+        marks: What is to be told of changes, in sentences.
+    """
 
     def __init__(self):
         self.every: list[Generation] = []
+        self.marks: list[str] = []
 
     def begin(self, generation: Generation) -> str | None:
         """Notes a generation; returns what to say of the change, if it is one."""

@@ -76,7 +76,6 @@ class Resize(keras.callbacks.Callback):
         self._available, self._shares = available, shares
         self._check, self._on_change, self._clock = check, on_change, clock
         self.generations = Generations() if generations is None else generations
-        self._marks: list[str] = []
         self._sources: Sequence[Source] = ()
         self._changing: tuple[Wish | None, Generation] | None = None
         self._looked_s: float | None = None
@@ -157,7 +156,7 @@ class Resize(keras.callbacks.Callback):
             generation = dataclasses.replace(generation, seconds=now_s - since_s)
             line = self.generations.begin(generation)
             if line is not None:
-                self._marks.append(line)
+                self.generations.marks.append(line)
                 voice.end_progress_bar()
                 voice.say(line)
             if wish is not None:
@@ -186,7 +185,8 @@ class Resize(keras.callbacks.Callback):
 
     def marks(self) -> list[str]:
         """Returns what has changed since the last call, in sentences."""
-        marks, self._marks = self._marks, []
+        marks = [*self.generations.marks]
+        self.generations.marks.clear()
         return marks
 
     def measured(self) -> dict[str, float]:

@@ -86,6 +86,12 @@ class Checkpoint(keras.callbacks.Callback):
         return self.run.position
 
     @property
+    def batch_size(self) -> int | None:
+        """Examples in a batch of the data that it was restored with, if known."""
+        known = self.run.known
+        return known and (known.about.get("data") or {}).get("batch size")
+
+    @property
     def past(self) -> list[int] | None:
         """Number of batches that were read in each epoch before.
 

@@ -24,7 +24,7 @@ from towers.lifecycle.current_fit import CurrentEpoch, CurrentFit
 from towers.lifecycle.save_points import SavePoints
 from towers.lifecycle.signals import NAMES, Signals, Stopped
 from towers.loop.agreement import SignalReceived
-from towers.model.fit_call import FitCall
+from towers.model.fit_call import FitCall, FitsAgain
 from towers.numerics.not_finite import NotFiniteStep
 from towers.program import voice, words
 
@@ -41,14 +41,15 @@ class RunState:
         position: How far the run has come.
         past: Batches that were read in each epoch before that, as far back as the data
             are the same; `None` if that is not known.
+        known: What the next `fit` is to know besides the variables, if anything.
     """
 
     def __init__(self, checkpoints: CheckpointManager, save_points: SavePoints):
         self.checkpoints, self.save_points = checkpoints, save_points
         self.position, self.past = Position(0), None
         self._signals = Signals()
-        # What the next `fit` is to know besides the variables, and of which model.
-        self._known: Contents | None = None
+        self.known: Contents | None = None
+        # Of which model.
         self._known_of: keras.Model | None = None
         self._saved: Position | None = None
         # The object that the last `fit` has trained on.
@@ -69,7 +70,7 @@ class RunState:
                 "checkpoints are; expected a built one, so give it a keras.Input."
             )
         path, found = self.checkpoints.load(model, which)
-        self._known_of, self._known, self._saved = model, found, None
+        self._known_of, self.known, self._saved = model, found, None
         self.position, self.past = Position(0), None
         if path is None:
             return False
@@ -89,13 +90,13 @@ class RunState:
         call.build_optimizer()
         elastic = process_group.member() is not None
         # Equal, if not the same: a tower model is a proxy.
-        known = self._known is not None and call.model == self._known_of
+        known = self.known is not None and call.model == self._known_of
         if not known and not (elastic and this_host().index):
             self.restore(call.model)
         if elastic:
-            mine = handover.Handed(self.position, self.past, self._known)
+            mine = handover.Handed(self.position, self.past, self.known)
             mine = handover.from_first(this_host(), mine, self.checkpoints.monitor)
-            self.position, self.past, self._known = mine
+            self.position, self.past, self.known = mine
             self._known_of, self._saved = call.model, None
         asked = Position(options["initial_epoch"])
         goes_on, self.position = self.position > asked, max(self.position, asked)
@@ -129,8 +130,8 @@ class RunState:
                 self.checkpoints.finish()
                 error.checkpoint = self.checkpoints.latest or ""
                 raise
-            except Exception:
-                if elastic:
+            except Exception as error:
+                if elastic or isinstance(error, FitsAgain):
                     self._hand_over()
                 raise
             finally:
@@ -145,12 +146,12 @@ class RunState:
             Stopped: This host leaves, as a signal has asked for.
         """
         fit, epoch = self._fit, self._epoch
-        if self._known is None:
+        if self.known is None:
             # Of a call of several steps, the last may have failed.
             done = fit.step - epoch.step if epoch.batch_begun else 0
             batch = self.position.batch + done
             self.position = Position(self.position.epoch, batch)
-            self._known, self._known_of = self._contents(), fit.call.model
+            self.known, self._known_of = self._contents(), fit.call.model
         self._saved = None
         if (number := self._signals.stop) is not None:
             # Where it came too late to be heeded, others hear of it now.
@@ -172,7 +173,7 @@ class RunState:
 
     def _restore_states(self):
         """Gives others what they knew; after `on_train_begin`, where they forget it."""
-        known, self._known = self._known, None
+        known, self.known = self.known, None
         model, others = self._fit.call.model, self._fit.others
         states.give_back(model, others, known.about, known.values["callbacks"])
         return known
@@ -188,13 +189,13 @@ class RunState:
         model = self._fit.call.model
         for callback in states.averaging(self._fit.others):
             callback.on_epoch_begin(epoch)  # puts weights back; twice does no harm
-        if self._known is None:
+        if self.known is None:
             self.position = Position(epoch)
             self.save()
         elif self.position.batch:
             self._fit.values_before = saved_model.values(model)
             # What is read again is drawn as it was: the order of a pass, say.
-            if (found := self._known.about.get("random_at_begin")) is not None:
+            if (found := self.known.about.get("random_at_begin")) is not None:
                 states.set_random_states(found)
         else:
             self._restore_states()
@@ -261,18 +262,18 @@ class RunState:
 
     def end_training(self) -> None:
         """Saves, waits for it, and keeps what another `fit` is to know."""
-        if self._known is not None:
+        if self.known is not None:
             # There was no epoch, and nobody was given what they knew.
             if process_group.member() is not None:
                 self._fit.call.model.builder.follow_first_host()
-            self._known = self._restore_states()
+            self.known = self._restore_states()
             done = words.count(self.position.epoch, "epoch")
             directory = self.checkpoints.directory
             voice.say(f"Nothing left to train: {directory} has {done} already.")
         self.save(self._fit.values_at_end)
         self.checkpoints.wait()
-        if self._known is None:
-            self._known = self._contents()
+        if self.known is None:
+            self.known = self._contents()
 
     # Saving.
 
@@ -331,7 +332,7 @@ def _start(run, call, data, goes_on):
     if goes_on:
         name = run.checkpoints.latest or run.checkpoints.directory
         used = run._trained_on() is call.options["x"]
-        about = run._known.about
+        about = run.known.about
         start = resume.start(name, about, run.position, call, data, used)
     else:
         start = data_position.start_anew(call.options, run.position)

@@ -20,6 +20,10 @@ from towers.model.update import auto
 _OF_A_HOST = ("verbose",)
 
 
+class FitsAgain(Exception):
+    """Ends `fit` for another call to go on from here, with other arguments."""
+
+
 class FitCall:
     """A call of `fit`.
 

@@ -10,6 +10,7 @@ import wrapt
 
 from towers.cluster import process_group
 from towers.collectives.hosts import this_host
+from towers.elastic.batch_size import BatchPerTower
 from towers.elastic.preemption import PreemptionNotice
 from towers.elastic.resize import Resize
 from towers.lifecycle.checkpoints.best import Monitor
@@ -70,6 +71,8 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     if resize is not None:
         # Before those that measure a call.
         callbacks.insert(0, resize)
+    if settings.batch_per_tower:
+        callbacks.insert(0, _make_batch_per_tower(job))
     if settings.preemption_notice is not None:
         callbacks.insert(0, PreemptionNotice(settings.preemption_notice))
     if settings.stall_seconds:
@@ -230,7 +233,7 @@ def _shows_mistakes(job):
 
 def make_watch(job: Job) -> Watch:
     """Makes the callbacks that measure the run."""
-    size, tokens = job.settings.batch_size, job.data.tokens_per_example
+    size, tokens = job.batch_size, job.data.tokens_per_example
     throughput = Throughput(size, job.data.examples, tokens=tokens)
     _count_towers(job, throughput)
     return Watch(
@@ -244,6 +247,14 @@ def _count_towers(job, throughput):
     """Tells what measures a run which towers this host has now."""
     throughput.fractions = job.fractions
     throughput.first_tower = job.parallel.builder.plan.towers[0].index
+
+
+def _make_batch_per_tower(job):
+    return BatchPerTower(
+        job.settings.batch_size,
+        job.batch_size,
+        epoch_begins=lambda: not job.checkpoint.position.batch,
+    )
 
 
 def make_resize(job: Job, watch: Watch) -> Resize | None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import keras
 
@@ -35,6 +35,7 @@ from towers.train.parts.devices import configure_devices, share_devices, split_r
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
 from towers.train.parts.training import fine_tune, objective
+from towers.train.parts.training.optimizer import scale_rate
 from towers.train.settings import Settings
 
 BAD_RECORDS = "bad_records.json"
@@ -80,16 +81,21 @@ class Job:
         return self.settings.absolute_model_dir
 
     @property
+    def batch_size(self) -> int:
+        """Examples in a batch of all towers."""
+        return self.data.settings.batch_size
+
+    @property
     def sizes(self) -> list[int]:
         """Examples of a full batch that each tower of this host gets."""
         plan, count = self.parallel.builder.plan, self.settings.micro_batches
-        sizes = plan.sizes(self.settings.batch_size)
+        sizes = plan.sizes(self.batch_size)
         return [sum(sizes[k : k + count]) for k in range(0, len(sizes), count)]
 
     @property
     def fractions(self) -> list[float]:
         """The part of a full batch that each tower of this host gets."""
-        return [each / self.settings.batch_size for each in self.sizes]
+        return [each / self.batch_size for each in self.sizes]
 
     @property
     def towers(self) -> list[str]:
@@ -122,7 +128,17 @@ class Job:
             ValueError: It has not.
         """
         equal = (1,) * max(devices // self.settings.stages, 1)
-        _check_sizes(self.settings, ratios or equal)
+        _check_sizes(self.data.settings, ratios or equal)
+
+    def with_batches_of(self, size: int) -> Self:
+        """Returns the run with other batches, of so many examples, on its towers."""
+        job = dataclasses.replace(
+            self,
+            data=self.data.in_batches_of(size),
+            devices=self.devices.with_towers(self.parallel.builder.plan.all_devices),
+        )
+        _ = job.data.training, job.data.evaluation
+        return job
 
     def task_logs(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Returns what the task logs beside what Keras does; see `Task.logs`."""
@@ -173,11 +189,14 @@ def assemble(settings: Settings) -> Job:
     settings = _of_this_host(settings)
     model_dir = settings.absolute_model_dir
     folder = os.path.join(model_dir, "checkpoints")
-    _check_sizes(settings, split_ratios(settings, found))
+    ratios = split_ratios(settings, found)
+    read = _of_all_towers(settings, len(ratios))
+    _check_sizes(read, ratios)
     check_reduction(settings, found)
     mine = my_model.load(settings)
-    opened = data_parts.open_data(settings, mine)
-    settings = opened.settings
+    opened = data_parts.open_data(read, mine)
+    if not settings.batch_per_tower:
+        settings = opened.settings
     setup = setup_parts.of(settings, opened.facts, mine)
     if not settings.clean:
         continued.check_classes(folder, setup)
@@ -209,11 +228,24 @@ def assemble(settings: Settings) -> Job:
         notes=notes,
         shares=shares,
     )
+    if settings.batch_per_tower:
+        job = _with_batch_per_tower(job)
     job = dataclasses.replace(job, hosts=_of_all_hosts(job))
     if not (settings.eval_only or job.is_finished):
         job = _ready_to_train(job)
     # Built now: whatever that finds wrong is the user's input, too.
     _ = job.data.training, job.data.evaluation
+    return job
+
+
+def _with_batch_per_tower(job):
+    """Scales the learning rate, of one tower or of the checkpoint, to the batch."""
+    checkpoint, one = job.checkpoint, job.settings.batch_size
+    before = (checkpoint.latest and checkpoint.batch_size) or one
+    if checkpoint.position.batch:
+        # The rest of the epoch is as it was; see `BatchPerTower`.
+        return job if before == job.batch_size else job.with_batches_of(before)
+    scale_rate(job.model, job.batch_size / before)
     return job
 
 
@@ -258,6 +290,14 @@ def _of_this_host(settings):
     if this_host().index == 0:
         return settings
     return settings.but(model_dir=folder_aside())
+
+
+def _of_all_towers(settings, towers):
+    """Settings by which data are read; this host has so many towers."""
+    if not settings.batch_per_tower:
+        return settings
+    every = sum(this_host().tell_all(towers))
+    return settings.but(batch_size=settings.batch_size * every)
 
 
 def folder_aside() -> str:

@@ -6,13 +6,14 @@ import sys
 from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
 from towers.collectives.hosts import this_host
+from towers.elastic.batch_size import BatchSizeChange
 from towers.monitoring.watch import Watch
 from towers.numerics.not_finite import NotFinite
 from towers.program import voice, words
 from towers.train import callbacks
 from towers.train.job import Job
 from towers.train.outputs import files, start, summary
-from towers.train.parts.training.optimizer import averaged
+from towers.train.parts.training.optimizer import averaged, scale_rate
 
 
 def run(job: Job) -> None:
@@ -27,7 +28,7 @@ def run(job: Job) -> None:
         if job.settings.clean:
             files.remove_run(job.model_dir)
         renew_learning_rate(job)
-        watch = train(job)
+        job, watch = train(job)
         _end(job, watch, evaluate(job))
 
 
@@ -35,9 +36,8 @@ def _run_on_hosts(job):
     """Runs where hosts come and go: who is first writes, and all evaluate in `fit`."""
     renew_learning_rate(job)
     values = {}
-    ending = callbacks.AtTheEnd(lambda: values.update(evaluate(job)))
     while True:
-        watch = _fit(job, [callbacks.FirstHostWrites(job)], [ending])
+        job, watch = _fit(job, values)
         try:
             with process_group.together():
                 if this_host().index == 0:
@@ -68,6 +68,8 @@ def _end(job, watch, values):
 def renew_learning_rate(job: Job) -> None:
     """Gives a run that goes on the learning rate that is asked for now."""
     asked, optimizer = job.settings.learning_rate, job.model.optimizer
+    if job.settings.batch_per_tower:
+        asked *= job.batch_size / job.settings.batch_size
     before = float(optimizer.learning_rate)
     # A schedule is no variable, so it is not restored.
     constant = job.settings.constant_rate and not job.setup.defines("optimizer")
@@ -76,11 +78,12 @@ def renew_learning_rate(job: Job) -> None:
         print(f"Learning rate: {asked:g}, after {before:g}.")
 
 
-def train(job: Job) -> Watch | None:
+def train(job: Job) -> tuple[Job, Watch | None]:
     """Fits the model, from where its checkpoint ends.
 
     Returns:
-        What has measured it; `None` if nothing is left to train.
+        The job, whose batches may be others now. What has measured it; `None` if
+        nothing is left to train.
     """
     if job.is_finished:
         has, more = words.count(job.epoch, "epoch"), "--train_epochs"
@@ -93,16 +96,51 @@ def train(job: Job) -> Watch | None:
             f"Nothing left to train: {job.model_dir} has {has} already. Give more "
             f"{more}, or --clean to start over. Nothing new was measured."
         )
-        return None
-    watch = _fit(job)
+        return job, None
+    job, watch = _fit(job)
     if job.stopped_early:
         print(_stopped_early(job))
-    return watch
+    return job, watch
 
 
-def _fit(job, before=(), behind=()):
-    """Fits, with callbacks before and behind those of the run; returns its watch."""
-    watch = callbacks.make_watch(job)
+def _fit(job, values=None):
+    """Fits, and goes on with other batches where towers have a batch each.
+
+    Returns:
+        The job, and what has measured it.
+    """
+    while True:
+        watch = callbacks.make_watch(job)
+        try:
+            _fit_batches(job, watch, values)
+            return job, watch
+        except BatchSizeChange as change:
+            job = _with_batches_of(job, change.size)
+
+
+def _with_batches_of(job, size):
+    """Changes the batch, and the learning rate in proportion; says that."""
+    one, before = job.settings.batch_size, job.batch_size
+    scale_rate(job.model, size / before)
+    now = words.count(size // one, "tower")
+    rate = float(job.model.optimizer.learning_rate)
+    line = (
+        f"Step {job.step:,}: With {now}, a batch has {size} examples from here on, "
+        f"after {before}, and the learning rate is {rate:g}. The numbers are no longer "
+        "those of a run whose towers stay."
+    )
+    voice.end_progress_bar()
+    voice.say(line)
+    job.generations.marks.append(line)
+    return job.with_batches_of(size)
+
+
+def _fit_batches(job, watch, values):
+    """Fits; of hosts that come and go, the first one writes, and fills in `values`."""
+    before, behind = [], []
+    if values is not None:
+        ending = callbacks.AtTheEnd(lambda: values.update(evaluate(job)))
+        before, behind = [callbacks.FirstHostWrites(job)], [ending]
     terminal = sys.stdout.isatty()
     job.parallel.fit(
         job.data.training,
@@ -118,7 +156,6 @@ def _fit(job, before=(), behind=()):
         shuffle=False,  # the pipeline has shuffled already
         class_weight=job.class_weight,
     )
-    return watch
 
 
 def _stopped_early(job):

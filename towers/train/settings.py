@@ -153,6 +153,7 @@ class Settings:
     all_reduce_alg: Literal["auto", *ALL_REDUCE_ALGS] = "auto"
     shard_optimizer_state: bool = False
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
+    elastic_batch: Literal["global", "per_tower"] = "global"
     max_staleness: int | None = None
     shard_embeddings: Literal["none", "auto", "rows", "columns"] = "none"
     stages: int = 1
@@ -234,6 +235,11 @@ class Settings:
                 "memory, the least and the most, such as --share_gpus=0.25:0.75."
             )
         return least, most
+
+    @property
+    def batch_per_tower(self) -> bool:
+        """Whether batch size and learning rate are those of one tower."""
+        return self.elastic_batch == "per_tower"
 
     @property
     def asynchronous(self) -> bool:

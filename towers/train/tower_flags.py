@@ -26,6 +26,11 @@ HELPS = {
         "How gradients travel between hosts. none: as they are. fp16, bf16: in 16 "
         "bits, which is inexact and takes half the bytes, for slow networks."
     ),
+    "elastic_batch": (
+        "What --batch_size and --learning_rate are for. global: for all towers, so "
+        "that the numbers stay the same with any number of towers. per_tower: for one "
+        "tower. Both are multiplied by the number of towers as each epoch begins."
+    ),
     "max_staleness": (
         "With --variable_update=asynchronous, the largest number of updates by "
         "other towers after a tower has read the variables and before it updates "
@@ -122,6 +127,13 @@ def check(settings: Settings) -> None:
             f"Received {settings.as_flag('shard_embeddings')} and "
             "--variable_update=asynchronous, whose towers update all of a model at "
             "home; expected one of them, so use --variable_update=parameter_server."
+        )
+    if settings.batch_per_tower and not settings.constant_rate:
+        name = "warmup_steps" if settings.warmup_steps else "lr_schedule"
+        raise ValueError(
+            f"Received {settings.as_flag('elastic_batch')} and "
+            f"{settings.as_flag(name)}, which counts steps, although their number "
+            "would change with that of the towers; expected one of them."
         )
     _check_stages(settings)
     _check_placement(settings)

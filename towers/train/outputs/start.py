@@ -27,7 +27,7 @@ def text(job: Job) -> str:
         lines.append(
             f"Bad records: {data.bad_records:,} passed over, listed in {path}."
         )
-    if data.examples is not None and data.examples < settings.batch_size:
+    if data.examples is not None and data.examples < job.batch_size:
         lines.append("Note: the batch is larger than the data, so an epoch is a step.")
     lines += continued.text(settings, job.checkpoint, job.model)
     if job.checkpoint.latest and not settings.eval_only:
@@ -92,7 +92,7 @@ def _validation_notes(job, held_out, split):
                 f"classes, so {first!r} in one is taken for label 0 in the other."
             )
     examples = words.counted(held_out.splits[split], "example")
-    steps, batch = job.settings.eval_steps, job.settings.batch_size
+    steps, batch = job.settings.eval_steps, job.batch_size
     if steps is not None:
         examples += f", of which the first {steps * batch:,} at most are evaluated"
     return [*notes, f"Validation {held_out.name}: {examples}."]

@@ -33,7 +33,7 @@ def summarise(
         "steps": job.step,
         "towers": job.towers,
         "generations": job.generations.as_json(),
-        "batch_size": job.settings.batch_size,
+        "batch_size": job.batch_size,
         "model": os.path.join(job.model_dir, "model.keras"),
         "checkpoint": job.checkpoint.latest,
         "best": best_model(job),

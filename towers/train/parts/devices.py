@@ -1,14 +1,13 @@
 """The devices of a run, as settings describe them."""
 
 import atexit
-import dataclasses
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from towers.cluster import process_group
-from towers.devices import Devices, configure, is_gpu
+from towers.devices import Devices, configure
 from towers.elastic.shares import Shares, share
 from towers.program import words
 from towers.train.settings import Settings
@@ -62,23 +61,11 @@ def share_devices(
             f"Received {settings.as_flag('share_gpus')} on several hosts; expected it "
             "on one host, as the towers of one alone can come and go."
         )
-    every = devices.every
     name = settings.absolute_model_dir
-    shares = share(every, *fractions, name, settings.join_seconds)
+    shares = share(devices.every, *fractions, name, settings.join_seconds)
     # They go to others also where an error ends the program.
     atexit.register(shares.leave)
-    physical = dict(zip(every.towers, every.physical, strict=False))
-    others = [device for device in every.towers if device not in shares.first]
-    home = shares.first[0] if is_gpu(devices.home) else devices.home
-    found = dataclasses.replace(
-        devices,
-        towers=tuple(shares.first),
-        physical=tuple(physical[each] for each in shares.first if physical),
-        others=tuple(others),
-        physical_others=tuple(physical[each] for each in others if physical),
-        home=home,
-    )
-    return found, shares
+    return devices.with_towers(shares.first), shares
 
 
 def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:

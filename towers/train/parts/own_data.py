@@ -31,7 +31,7 @@ class OwnData:
         held_out: What to evaluate on; `None` if the file has no `eval_data`.
         examples: How many there are in an epoch of training, if that is known.
         note: What was decided about it, as a phrase.
-        preprocessed: Whether the file has a function for what the model gets.
+        mine: The file.
     """
 
     settings: Settings
@@ -40,7 +40,7 @@ class OwnData:
     held_out: tf.data.Dataset | keras.utils.PyDataset | None
     examples: int | None
     note: str
-    preprocessed: bool = False
+    mine: MyModel
 
     bad_records = None
     scaling = None
@@ -67,6 +67,10 @@ class OwnData:
     def prepare(self, known: Sequence[Any] = ()) -> "OwnData":
         """Returns itself: there is nothing to prepare; see `Opened.prepare`."""
         return self
+
+    def in_batches_of(self, size: int) -> "OwnData":
+        """Returns other data, as the file gives them for this size."""
+        return open_data(self.settings.but(batch_size=size), self.mine)
 
     def keep_at_hand(self) -> "OwnData":
         """Returns itself: what is kept is for the file to say."""
@@ -98,7 +102,7 @@ class OwnData:
             for each in keras.tree.flatten(self.facts.inputs)
             if each.dtype == "uint8"
         ]
-        if images and not self.preprocessed:
+        if images and "preprocess" not in self.mine:
             notes.append(
                 f"Note: {self.facts.name} has uint8 inputs, which the model gets as "
                 "they are, 0 to 255; scale them in it, or define preprocess."
@@ -118,6 +122,12 @@ def open_data(settings: Settings, mine: MyModel) -> OwnData:
     if given is None:
         raise ValueError(f"{name} returned None; expected data, so return them.")
     training, examples, size = _batched(settings, name, given, shuffled=True)
+    if settings.batch_per_tower and settings.batch_size != size:
+        raise ValueError(
+            f"Received {settings.as_flag('elastic_batch')}, but {name} gives batches "
+            f"of {size}; expected the size that is asked for, so define a function "
+            "train_data(batch_size)."
+        )
     if settings.batch_size not in (size, DEFAULTS.batch_size):
         raise ValueError(
             f"Received {settings.as_flag('batch_size')}, but {name} gives batches of "
@@ -139,7 +149,7 @@ def open_data(settings: Settings, mine: MyModel) -> OwnData:
         held,
         examples,
         note=_note(given, size),
-        preprocessed="preprocess" in mine,
+        mine=mine,
     )
 
 

@@ -152,6 +152,10 @@ class Data:
         """Opens the training data, with some options of `make_dataset` changed."""
         return self._open(self.source, "train", training=True, **options)
 
+    def in_batches_of(self, size: int) -> "Data":
+        """Returns it with other batches, of so many examples."""
+        return dataclasses.replace(self, settings=self.settings.but(batch_size=size))
+
     def keep_at_hand(self) -> "Data":
         """Returns it with the examples kept at hand, as --cache says.
 

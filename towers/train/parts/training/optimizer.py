@@ -66,6 +66,25 @@ def learning_rate(
     return WarmUp(warm_up, rate) if warm_up else rate
 
 
+def scale_rate(model: keras.Model, by: float) -> None:
+    """Multiplies the learning rate, as batches are larger by this factor.
+
+    See Goyal et al. 2017, Accurate, Large Minibatch SGD, section 2.1.
+
+    Raises:
+        ValueError: The optimizer has a schedule.
+    """
+    rate = optimizers.learning_rate_variable(model.optimizer)
+    if not isinstance(rate, keras.Variable):
+        raise ValueError(
+            "Received --elastic_batch=per_tower and an optimizer with a schedule of "
+            "the learning rate, which counts steps, although their number would "
+            "change with that of the towers; expected a number."
+        )
+    if by != 1:
+        rate.assign(rate.value * by)
+
+
 def _steps(settings, examples, steps_per_batch):
     """How many a schedule counts in the whole run."""
     if settings.max_train_steps is not None:

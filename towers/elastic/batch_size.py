@@ -1,0 +1,66 @@
+"""The batch grows and shrinks with the number of towers, where that is asked for."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import keras
+
+from towers.collectives.hosts import this_host
+from towers.loop import listeners
+from towers.model.fit_call import FitCall, FitsAgain
+
+
+class BatchSizeChange(FitsAgain):
+    """The next epoch, or the rest of this one, has batches of another size.
+
+    Attributes:
+        size: Examples in a batch of all towers from now on.
+    """
+
+    def __init__(self, size: int):
+        """Takes the size."""
+        super().__init__(f"Batches of {size} examples follow.")
+        self.size = size
+
+
+@listeners.changes_no_variable
+class BatchPerTower(keras.callbacks.Callback):
+    """Ends `fit` where an epoch begins with another number of towers than the last one.
+
+    Within an epoch, batches keep their size: data are counted in batches. Whoever calls
+    `fit` opens data of the other size, scales the learning rate, and calls it again.
+    """
+
+    def __init__(self, per_tower: int, size: int, epoch_begins: Callable[[], bool]):
+        """Takes the sizes.
+
+        Args:
+            per_tower: Examples in the batch of a tower.
+            size: Examples in a batch of the data.
+            epoch_begins: Tells whether no batch of the epoch is done.
+        """
+        super().__init__()
+        self._per_tower, self._size = per_tower, size
+        self._epoch_begins = epoch_begins
+
+    @contextlib.contextmanager
+    def around_fit(self, call: FitCall) -> Iterator[None]:
+        """Has hosts that have just come take the size of the others.
+
+        Raises:
+            BatchSizeChange: A host has another size than the first one; on all hosts.
+        """
+        sizes = this_host().tell_all(self._size)
+        if len({*sizes}) > 1:
+            raise BatchSizeChange(sizes[0])
+        yield
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Compares the size with the number of towers.
+
+        Raises:
+            BatchSizeChange: They do not fit; on all hosts.
+        """
+        size = self._per_tower * sum(self.model.builder.plan.replicas_by_host)
+        if self._epoch_begins() and size != self._size:
+            raise BatchSizeChange(size)
