@@ -189,14 +189,11 @@ def assemble(settings: Settings) -> Job:
     settings = _of_this_host(settings)
     model_dir = settings.absolute_model_dir
     folder = os.path.join(model_dir, "checkpoints")
-    ratios = split_ratios(settings, found)
-    read = _of_all_towers(settings, len(ratios))
-    _check_sizes(read, ratios)
+    read = _read_by(settings, split_ratios(settings, found))
     check_reduction(settings, found)
     mine = my_model.load(settings)
     opened = data_parts.open_data(read, mine)
-    if not settings.batch_per_tower:
-        settings = opened.settings
+    settings = settings if settings.batch_per_tower else opened.settings
     setup = setup_parts.of(settings, opened.facts, mine)
     if not settings.clean:
         continued.check_classes(folder, setup)
@@ -228,8 +225,7 @@ def assemble(settings: Settings) -> Job:
         notes=notes,
         shares=shares,
     )
-    if settings.batch_per_tower:
-        job = _with_batch_per_tower(job)
+    job = _with_batch_per_tower(job)
     job = dataclasses.replace(job, hosts=_of_all_hosts(job))
     if not (settings.eval_only or job.is_finished):
         job = _ready_to_train(job)
@@ -240,6 +236,8 @@ def assemble(settings: Settings) -> Job:
 
 def _with_batch_per_tower(job):
     """Scales the learning rate, of one tower or of the checkpoint, to the batch."""
+    if not job.settings.batch_per_tower:
+        return job
     checkpoint, one = job.checkpoint, job.settings.batch_size
     before = (checkpoint.latest and checkpoint.batch_size) or one
     if checkpoint.position.batch:
@@ -292,12 +290,14 @@ def _of_this_host(settings):
     return settings.but(model_dir=folder_aside())
 
 
-def _of_all_towers(settings, towers):
-    """Settings by which data are read; this host has so many towers."""
-    if not settings.batch_per_tower:
-        return settings
-    every = sum(this_host().tell_all(towers))
-    return settings.but(batch_size=settings.batch_size * every)
+def _read_by(settings, ratios):
+    """Settings by which data are read, in batches of all towers; checks their size."""
+    read = settings
+    if settings.batch_per_tower:
+        towers = sum(this_host().tell_all(len(ratios)))
+        read = settings.but(batch_size=settings.batch_size * towers)
+    _check_sizes(read, ratios)
+    return read
 
 
 def folder_aside() -> str:
