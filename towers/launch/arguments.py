@@ -154,9 +154,9 @@ def read(argv: Sequence[str], doc: str) -> Options:
     found = vars(parser.parse_args(own))
     hosts = found.pop("hosts")
     least, most = _hosts(hosts)
-    elastic = ":" in hosts and found["launcher"] == "local"
+    elastic = ":" in hosts
     _check_file(found["host_file"], elastic and found["host_rank"] is None)
-    _check(found, most)
+    _check(found, most, elastic)
     if found["max_restarts"] is None and not elastic:
         found["max_restarts"] = 0
     command, asked = _command(theirs, found)
@@ -196,7 +196,7 @@ def _hosts(text: str | None) -> tuple[int, int]:
     return least, most
 
 
-def _check(found: dict, most: int) -> None:
+def _check(found: dict, most: int, elastic: bool) -> None:
     for name, bound in (("num_gpus", 1), ("num_cpus", 1), ("max_restarts", 0)):
         if found[name] is not None and found[name] < bound:
             raise ValueError(
@@ -208,7 +208,7 @@ def _check(found: dict, most: int) -> None:
                 f"Received --{name}={found[name]:g}; expected a number of seconds."
             )
     if found["launcher"] == "ray":
-        return _check_ray(found)
+        return _check_ray(found, elastic)
     if found["launcher"] != "local":
         raise ValueError(
             f"Received --launcher={found['launcher']}; expected local or ray."
@@ -247,7 +247,7 @@ def _check_file(file: str | None, may_be: bool) -> None:
         )
 
 
-def _check_ray(found: dict) -> None:
+def _check_ray(found: dict, elastic: bool) -> None:
     for name in ("host_rank", "coordinator", "log_dir"):
         if found[name] is not None:
             raise ValueError(
@@ -258,6 +258,11 @@ def _check_ray(found: dict) -> None:
         raise ValueError(
             f"Received --placement_strategy={found['placement_strategy']}; expected "
             f"{', '.join(_PLACEMENTS[:-1])} or {_PLACEMENTS[-1]}."
+        )
+    if elastic and found["placement_strategy"].startswith("STRICT_"):
+        raise ValueError(
+            f"Received --placement_strategy={found['placement_strategy']} for hosts "
+            "that come and go, which Ray places one by one; expected PACK or SPREAD."
         )
     if importlib.util.find_spec("ray") is None:
         raise ValueError(

@@ -22,7 +22,10 @@ class Host:
     Attributes:
         rank: Its number among the hosts.
         log: The file of its output; `None` if that is the launcher's own.
+        is_lost: Whether it has ended with its machine, and is not to blame.
     """
+
+    is_lost = False
 
     def __init__(
         self,

@@ -27,7 +27,11 @@ class Machine:
     Attributes:
         strays: All that the hosts start.
         token: What all hosts know and strangers do not.
+        listens_at: Where the coordinator of elastic hosts listens.
+        places_later: Whether a host may have to wait for a place.
     """
+
+    places_later = False
 
     def __init__(self, options: Options, environ: Mapping[str, str]):
         """Divides it.
@@ -41,6 +45,7 @@ class Machine:
         """
         self.strays = Strays()
         self.token = secrets.token_hex(16)
+        self.listens_at = options.coordinator or "127.0.0.1:0"
         self._options = options
         self._environ = {**environ, **self.strays.mark}
         # The only host here has what the launcher has.
@@ -57,7 +62,11 @@ class Machine:
             self._log_dir = _made(options.log_dir)
 
     def start(
-        self, number: int, place: Mapping[str, str], ended: Callable[[Host], None]
+        self,
+        number: int,
+        place: Mapping[str, str],
+        ended: Callable[[Host], None],
+        placed: Callable[[Host], None] | None = None,
     ) -> Host:
         """Starts a host.
 
@@ -65,6 +74,8 @@ class Machine:
             number: Which of those that share this machine.
             place: The environment that says its place.
             ended: Is called in another thread once it has ended.
+            placed: Is called in another thread once it has found a place, if it had
+                to wait for one; here, none has.
 
         Raises:
             ValueError: It cannot be started.

@@ -24,9 +24,9 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     Raises:
         ValueError: They cannot be started as is asked for.
     """
+    machine = Machine(options, environ)
     kind = Launcher if options.elastic else Supervisor
-    launcher = kind(options, environ)
-    strays = launcher.machine.strays
+    launcher, strays = kind(options, machine), machine.strays
     strays.watch(options.fail_seconds)
     signals.listen(SIGNALS, lambda n: launcher.events.put(SIGNALS[n]))
     try:
@@ -40,27 +40,17 @@ class Supervisor:
 
     Attributes:
         events: Where signals are put.
-        machine: What the hosts share.
     """
 
-    def __init__(self, options: Options, environ: Mapping[str, str]):
-        """Divides this machine among the hosts.
-
-        Args:
-            options: What is asked for.
-            environ: The environment that the hosts get, but for their places.
-
-        Raises:
-            ValueError: There are too few GPUs, or there is no token or no folder.
-        """
+    def __init__(self, options: Options, machine: Machine):
+        """Takes over what is asked for, and what the hosts share."""
         self.events: Events = queue.SimpleQueue()
-        self.machine = Machine(options, environ)
-        self._options = options
+        self._options, self._machine = options, machine
 
     def run(self) -> int:
         """Runs generations, and returns the exit code of the last one."""
-        options, strays = self._options, self.machine.strays
-        self.machine.say_where(options.most)
+        options, strays = self._options, self._machine.strays
+        self._machine.say_where(options.most)
         for generation in range(options.max_restarts + 1):
             hosts = self._start(generation)
             outcome = Generation(hosts, self.events, strays, options.fail_seconds).run()
@@ -80,7 +70,7 @@ class Supervisor:
             with addresses.held_port(_LOCAL) as free:
                 coordinator = addresses.joined(_LOCAL, free.getsockname()[1])
         first = Place(
-            *(options.host_rank or 0, options.most, coordinator, self.machine.token),
+            *(options.host_rank or 0, options.most, coordinator, self._machine.token),
             *(options.join_seconds, options.interface),
             generation=generation,
         )
@@ -88,9 +78,9 @@ class Supervisor:
         try:
             for rank in range(first.rank, first.rank + count):
                 place = environment.variables(dataclasses.replace(first, rank=rank))
-                hosts.append(self.machine.start(rank, place, self.events.put))
+                hosts.append(self._machine.start(rank, place, self.events.put))
         except ValueError:
-            self.machine.strays.signal(signal.SIGKILL)
+            self._machine.strays.signal(signal.SIGKILL)
             raise
         return hosts
 

@@ -16,6 +16,7 @@ from towers.cluster import addresses
 from towers.cluster.elastic import Over
 from towers.launch import arguments
 from towers.launch.elastic import Launcher, course, host_file, hosts, slot
+from towers.launch.machine import Machine
 from towers.program.ending import ANOTHER_FAILED
 
 LIMIT_S = 60
@@ -336,15 +337,15 @@ def launched(tmp_path, capfd, monkeypatch):
             elastic=True,
             **{"log_dir": str(tmp_path), "max_restarts": None, **options},
         )
-        one = Launcher(asked, {**os.environ, "TOWERS_TOKEN": "secret"})
-        every.append(one)
-        return one.run(), capfd.readouterr()
+        machine = Machine(asked, {**os.environ, "TOWERS_TOKEN": "secret"})
+        every.append(machine)
+        return Launcher(asked, machine).run(), capfd.readouterr()
 
     monkeypatch.setattr(slot, "_LONGEST_PAUSE_S", 0.0)
     yield launch
-    for one in every:
-        assert not one.machine.strays.processes()
-        one.machine.strays.end(0)
+    for machine in every:
+        assert not machine.strays.processes()
+        machine.strays.end(0)
 
 
 def test_each_host_has_its_place(launched, tmp_path, monkeypatch):
@@ -460,7 +461,7 @@ def test_a_coordinator_at_an_interface(launched):
 def test_a_command_that_cannot_be_started():
     asked = arguments.Options(1, 1, ("/no/such",), elastic=True)
     with pytest.raises(ValueError, match=r"Cannot start /no/such \(No such file"):
-        Launcher(asked, {}).run()
+        Launcher(asked, Machine(asked, {})).run()
 
 
 def test_no_token_for_several_machines():
@@ -468,7 +469,7 @@ def test_no_token_for_several_machines():
         1, 2, ("x",), host_rank=1, coordinator="a:1", elastic=True
     )
     with pytest.raises(ValueError, match="Received no TOWERS_TOKEN; expected the same"):
-        Launcher(asked, {})
+        Machine(asked, {})
 
 
 class Process:

@@ -16,6 +16,7 @@ from tests.terminal import read_all
 from tests.towers.launch.launching import ROOT, TIMEOUT_S, launch
 from tests.variants import slow
 from towers.launch import arguments, generation, gpus, host, supervisor
+from towers.launch.machine import Machine
 from towers.launch.strays import Strays
 from towers.program.ending import ANOTHER_FAILED
 
@@ -26,7 +27,7 @@ RANK = "import os; rank = int(os.environ['TOWERS_HOST_RANK']); "
 @pytest.fixture
 def launched(tmp_path, capfd, monkeypatch):
     """Launches hosts that run some Python; returns the exit code and what was said."""
-    supervisors = []
+    machines = []
 
     def launch(code, hosts=2, told=None, **options):
         command = sys.executable, "-S", "-c", code
@@ -34,17 +35,17 @@ def launched(tmp_path, capfd, monkeypatch):
             hosts, hosts, command, **{"log_dir": str(tmp_path), **options}
         )
         environ = {**os.environ, "TOWERS_TOKEN": "secret"}
-        one = supervisor.Supervisor(asked, environ)
-        supervisors.append(one)
+        machines.append(Machine(asked, environ))
+        one = supervisor.Supervisor(asked, machines[-1])
         for event in told or ():
             one.events.put(event)
         return one.run(), capfd.readouterr()
 
     monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 0)
     yield launch
-    for one in supervisors:
-        assert not one.machine.strays.processes()
-        one.machine.strays.end(0)
+    for machine in machines:
+        assert not machine.strays.processes()
+        machine.strays.end(0)
 
 
 def read(options, *command):
@@ -439,7 +440,8 @@ WRONG = {
     "--hosts=2 --interface=lo": "Received --interface without --host_rank",
     "--hosts=2 --host_file=x": "Received --host_file=x; expected it only with a range",
     "--hosts=1:2 --host_rank=0 --coordinator=a:1 --host_file=x": "Received --host_fi",
-    "--hosts=1:2 --launcher=ray --host_file=x": "Received --host_file=x; expected it",
+    "--hosts=2 --launcher=ray --host_file=x": "Received --host_file=x; expected it",
+    "--hosts=1:2 --launcher=ray --placement_strategy=STRICT_PACK": "PACK or SPREAD.",
     "--hosts=2 --launcher=mpi": "Received --launcher=mpi; expected local or ray.",
     "--hosts=2 --num_cpus=2": "Received --num_cpus=2 without --launcher=ray; expected",
     "--hosts=2 --launcher=ray --host_rank=0": "Received --host_rank with --laun",
@@ -470,7 +472,7 @@ def test_arguments_for_ray(monkeypatch):
     options = read("--hosts=2:4 --launcher=ray --num_cpus=3", "--", "my.py")
     assert (options.launcher, options.num_cpus) == ("ray", 3)
     assert (options.least, options.most, options.placement_strategy) == (2, 4, "PACK")
-    assert (options.max_restarts, options.elastic) == (0, False)
+    assert (options.max_restarts, options.elastic) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -492,12 +494,13 @@ def test_no_token_for_several_machines():
     with pytest.raises(
         ValueError, match=r"Received no TOWERS_TOKEN; expected the same"
     ):
-        supervisor.Supervisor(asked, {})
+        Machine(asked, {})
 
 
 def test_a_command_that_cannot_be_started(launched):
     with pytest.raises(ValueError, match=r"Cannot start /no/such \(No such file"):
-        supervisor.Supervisor(arguments.Options(1, 1, ("/no/such",)), {}).run()
+        asked = arguments.Options(1, 1, ("/no/such",))
+        supervisor.Supervisor(asked, Machine(asked, {})).run()
 
 
 def run(*words, **options):

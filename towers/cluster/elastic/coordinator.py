@@ -140,6 +140,10 @@ class Coordinator:
             )
         self._call(lambda: self._generations.want(count))
 
+    def expect(self, count: int) -> None:
+        """Has the first generation wait for so many hosts, where it has not begun."""
+        self._call(lambda: self._generations.expect(count))
+
     def finish(self, why: str = "The run is done.") -> None:
         """Begins no generation any more; hosts may train on in the present one."""
         self._call(lambda: self._generations.finish(why))

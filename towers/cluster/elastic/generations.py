@@ -200,9 +200,10 @@ class Generations:
             self.leave(entry, why)
         self._decide()
 
-    def finish(self, why: str) -> None:
-        """Is told that the run is done: none that is ready is waited for."""
-        self._close(why, failed=False)
+    def expect(self, count: int) -> None:
+        """Is told how many the first one is to wait for."""
+        self._expected = count
+        self._decide()
 
     def in_order(self) -> list[Entry]:
         """All that are there: by rank, then those that are in no generation."""
@@ -248,7 +249,7 @@ class Generations:
             if most is not None and self._restarts >= most:
                 begun = words.count(self._restarts, "restart")
                 said = f"{why}, after {begun} of {most} (--max_restarts)"
-                return self._close(sentence(said), failed=True)
+                return self.finish(sentence(said), failed=True)
         for entry in self.entries:
             if entry.rank is not None and entry.address is None:
                 if failed:
@@ -335,14 +336,14 @@ class Generations:
         ready = [each for each in self.entries if each.does == "is ready"]
         if len(ready) >= self._rules.least:
             return self._decide()
-        self._close(
+        self.finish(
             f"{self._who_is_here()} after {self._rules.join_seconds:g} s; expected "
             f"{self._rules.least} at least.",
             failed=True,
         )
 
-    def _close(self, why: str, failed: bool) -> None:
-        """Begins no generation any more."""
+    def finish(self, why: str, failed: bool = False) -> None:
+        """Begins no generation any more, as the run is done or has failed."""
         if self.over is not None:
             return
         self._cancel()

@@ -21,6 +21,17 @@ class Ended:
     at_s: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A process has found a place, and runs there.
+
+    Attributes:
+        host: Which one.
+    """
+
+    host: Host
+
+
 @dataclasses.dataclass
 class Course:
     """What has happened.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from towers.cluster import environment
 from towers.cluster.membership import ElasticPlace
 from towers.launch.arguments import Options
-from towers.launch.elastic.course import Ended
+from towers.launch.elastic.course import Ended, Placed
 from towers.launch.elastic.slot import Slot
 from towers.launch.generation import LAST_WORDS_S
 from towers.launch.host import Host
@@ -28,16 +28,17 @@ class Hosts:
     """
 
     def __init__(
-        self, options: Options, machine: Machine, ended: Callable[[Ended], None]
+        self, options: Options, machine: Machine, tell: Callable[[Ended | Placed], None]
     ):
         """Starts none yet.
 
         Args:
             options: What is asked for.
             machine: What they share.
-            ended: Is called in a thread for each process that has ended.
+            tell: Is called in a thread for each process that has ended, or found a
+                place.
         """
-        self._options, self._machine, self._ended = options, machine, ended
+        self._options, self._machine, self._tell = options, machine, tell
         rank = options.host_rank
         numbers = range(options.most) if rank is None else [rank]
         self.slots = [Slot(number) for number in numbers]
@@ -59,14 +60,17 @@ class Hosts:
             at_s = time.monotonic()
             strays.end(LAST_WORDS_S)
             host.all_is_shown(LAST_WORDS_S)
-            self._ended(Ended(host, at_s))
+            self._tell(Ended(host, at_s))
+
+        def placed(host: Host) -> None:
+            self._tell(Placed(host))
 
         place = ElasticPlace(
             *(self.where, self._machine.token, slot.number),
             *(options.join_seconds, options.interface, restarted),
         )
         variables = environment.elastic_variables(place) | strays.mark
-        slot.begin(self._machine.start(slot.number, variables, ended))
+        slot.begin(self._machine.start(slot.number, variables, ended, placed))
 
     @property
     def are_there(self) -> bool:
@@ -81,6 +85,10 @@ class Hosts:
     def staying(self) -> list[Slot]:
         """Lists those that run and do not leave, or are about to start."""
         return [slot for slot in self.slots if slot.is_there]
+
+    def placed(self) -> list[Slot]:
+        """Lists those of them that do not wait for a place."""
+        return [each for each in self.staying() if each.host is None or each.host.pid]
 
     def due(self) -> list[Slot]:
         """Lists those that are to start now, and ends what was to have ended."""

@@ -6,12 +6,11 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import Mapping
 
 from towers.cluster import addresses
 from towers.cluster.elastic import Coordinator, Event, Formed, Lost, Over, Wanted
 from towers.launch.arguments import Options
-from towers.launch.elastic.course import Course, Ended
+from towers.launch.elastic.course import Course, Ended, Placed
 from towers.launch.elastic.host_file import HostFile
 from towers.launch.elastic.hosts import Hosts
 from towers.launch.elastic.slot import TIMES, Slot
@@ -27,25 +26,23 @@ _STAYS_OUT = "does not start again"
 
 
 class Launcher:
-    """Hosts that are started here, and their coordinator, if this is its machine.
+    """Hosts that are started, and their coordinator, if this is its machine.
 
     Attributes:
         events: Where signals are put.
-        machine: What the hosts here share.
     """
 
-    def __init__(self, options: Options, environ: Mapping[str, str]):
-        """Divides this machine among the hosts.
+    def __init__(self, options: Options, machine: Machine):
+        """Starts nothing yet.
 
         Args:
             options: What is asked for.
-            environ: The environment that the hosts get, but for their places.
+            machine: Where hosts start.
 
         Raises:
-            ValueError: There are too few GPUs, there is no token or no folder, or the
-                file does not say how many hosts are wanted.
+            ValueError: The file does not say how many hosts are wanted.
         """
-        # Of signals' numbers, `Ended`, and what the coordinator tells.
+        # Of signals' numbers, `Ended`, `Placed`, and what the coordinator tells.
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self._options, self._course = options, Course()
         self._file: HostFile | None = None
@@ -53,13 +50,11 @@ class Launcher:
         if options.host_file is not None:
             self._file = HostFile(options.host_file, options.least, options.most)
             self._count = self._file.read()
-        self.machine = Machine(options, environ)
-        self._hosts = Hosts(options, self.machine, self.events.put)
+        self._machine = machine
+        self._hosts = Hosts(options, machine, self.events.put)
         self._coordinator: Coordinator | None = None
         if not options.host_rank:
             self._coordinator = self._new_coordinator()
-        # What the coordinator was told to wait for, and tells in its turn.
-        self._fewer: list[int] = []
         # When those on other machines have had time enough to end.
         self._limit_s = math.inf
 
@@ -70,7 +65,7 @@ class Launcher:
                 opened.callback(self._coordinator.close)
                 where = self._coordinator.start()
                 self._hosts.where = _reached_by(self._options) or where
-            self.machine.say_where(self._count)
+            self._machine.say_where(self._count)
             for slot in self._hosts.slots[: self._count]:
                 self._start(slot)
             while self._goes_on():
@@ -84,10 +79,10 @@ class Launcher:
     def _new_coordinator(self) -> Coordinator:
         options = self._options
         return Coordinator(
-            *(options.least, options.most, self.machine.token),
-            options.coordinator or "127.0.0.1:0",
-            expected=options.most if options.host_file is None else self._count,
-            interface=options.interface,
+            *(options.least, options.most, self._machine.token),
+            self._machine.listens_at,
+            expected=options.least if self._machine.places_later else self._count,
+            interface=None if options.coordinator is None else options.interface,
             join_seconds=options.join_seconds,
             fail_seconds=options.fail_seconds,
             max_restarts=options.max_restarts,
@@ -105,7 +100,7 @@ class Launcher:
         if not self._course.is_ending:
             say(line)
 
-    def _next(self) -> Event | Ended | int | None:
+    def _next(self) -> Event | Ended | Placed | int | None:
         """Waits for an event, or until there is something else to do."""
         next_s = min(self._limit_s, self._hosts.next_s)
         if self._file is not None:
@@ -116,7 +111,7 @@ class Launcher:
         except queue.Empty:
             return None
 
-    def _hear(self, event: Event | Ended | int | None) -> None:
+    def _hear(self, event: Event | Ended | Placed | int | None) -> None:
         match event:
             case int():
                 if event != signal.SIGUSR1:  # which asks for a checkpoint
@@ -125,6 +120,8 @@ class Launcher:
                 self._hosts.pass_on(event)
             case Ended():
                 self._note_end(event)
+            case Placed():
+                self._expect_those_here()
             case Formed():
                 self._note_formed(event)
             case Lost(failed=True):
@@ -173,7 +170,7 @@ class Launcher:
             say(f"{_name(host)} has left.")
         elif was_stopped:
             say(f"{_name(host)} was stopped: {host.how}; it {_STAYS_OUT}.")
-            self._wait_for_fewer()
+            self._expect_those_here()
         else:
             self._note_failure(slot, host)
 
@@ -187,7 +184,7 @@ class Launcher:
 
     def _note_failure(self, slot: Slot, host: Host) -> None:
         """Has it start again, or leaves it out."""
-        slot.failures += 1
+        slot.failures += not host.is_lost
         here = [each for each in self._hosts.staying() if each is not slot]
         known = self._known(slot)
         others = len(here) if self._options.host_rank is None else known
@@ -197,7 +194,7 @@ class Launcher:
             slot.is_out = True
             rest = f"is left out, and {words.count(others, 'host')} may go on"
             say(f"{_failed(host)}{times}; it {rest if enough else _STAYS_OUT}.")
-            self._wait_for_fewer()
+            self._expect_those_here()
         elif not known and all(each.failures >= TIMES for each in (slot, *here)):
             self._hosts.start_no_more()
             say(f"{_failed(host)}{times}; it {_STAYS_OUT}, as others have failed, too.")
@@ -213,13 +210,11 @@ class Launcher:
             each.slot != slot.number and each.does != "leaves" for each in states
         )
 
-    def _wait_for_fewer(self) -> None:
+    def _expect_those_here(self) -> None:
         """Has the first generation not wait for a host that does not come."""
-        count = len(self._hosts.staying())
-        here = self._options.host_rank is None and self._course.begun_s is None
-        if here and count >= self._options.least:
-            self._fewer.append(count)
-            self._coordinator.want(count)
+        if self._options.host_rank is None and self._course.begun_s is None:
+            count = len(self._hosts.placed())
+            self._coordinator.expect(max(count, self._options.least))
 
     def _note_formed(self, event: Formed) -> None:
         self._course.members = event.slots
@@ -231,8 +226,6 @@ class Launcher:
             self._say(f"{goes} on, as {event.why}.")
 
     def _note_wanted(self, count: int) -> None:
-        if count in self._fewer:
-            return self._fewer.remove(count)
         if self._options.host_rank is not None or self._course.is_ending:
             return
         states = self._coordinator.states()
@@ -269,7 +262,7 @@ class Launcher:
 
 def _reached_by(options: Options) -> str | None:
     """Where the host here reaches the coordinator, if that is not where it listens."""
-    if options.interface is None or addresses.is_only_local(
+    if None in (options.interface, options.coordinator) or addresses.is_only_local(
         addresses.split(options.coordinator)[0]
     ):
         return None

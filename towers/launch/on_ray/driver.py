@@ -3,7 +3,6 @@
 import contextlib
 import os
 import queue
-import secrets
 import signal
 import sys
 import threading
@@ -20,9 +19,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from towers.launch import signals
 from towers.launch.arguments import Options
+from towers.launch.elastic import Launcher
 from towers.launch.generation import Events, Generation, Outcome
-from towers.launch.on_ray import worker
+from towers.launch.on_ray import cluster, worker
 from towers.launch.on_ray.desk import Desk
+from towers.launch.on_ray.nodes import Nodes
 from towers.launch.supervisor import SIGNALS, may_go_on, pause, say
 from towers.program import words
 from towers.program.ending import ANOTHER_FAILED
@@ -37,28 +38,21 @@ def run(options: Options) -> int:
     Raises:
         ValueError: Ray has no place for them, or ended them for a reason of its own.
     """
-    _connect(options)
+    cluster.connect(options)
     try:
-        return Driver(options).run()
+        return (_run_elastic if options.elastic else _run_trainer)(options)
     except ray.exceptions.RayError as error:
-        raise ValueError(f"Ray ended the run: {_first_line(error)}.") from error
+        raise ValueError(f"Ray ended the run: {cluster.first_line(error)}.") from error
 
 
-def _connect(options):
-    """Connects to the cluster that there is, or starts one on this machine."""
-    address = os.environ.get("RAY_ADDRESS", "auto")
-    if address != "local":
-        try:
-            ray.init(address=address)
-            return
-        except ConnectionError:
-            if address != "auto":
-                raise
-    # For this run only; Ray would leave one in the home directory.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Hosts on one machine share its CPUs.
-    cpus = max(options.most * options.num_cpus, os.cpu_count() or 1)
-    ray.init(address="local", num_cpus=cpus)
+def _run_trainer(options):
+    return Driver(options).run()
+
+
+def _run_elastic(options):
+    launcher = Launcher(options, Nodes(options))
+    signals.listen(SIGNALS, lambda number: launcher.events.put(SIGNALS[number]))
+    return launcher.run()
 
 
 class RemoteHost:
@@ -118,10 +112,7 @@ class Driver:
         self._hosts: list[RemoteHost] = []
         # Whether Ray has ended the last ones, none of which was to blame.
         self._is_cut = False
-        self._resources = {"CPU": options.num_cpus}
-        # Without GPUs, --num_gpus is for logical CPUs, which share those of the node.
-        if ray.cluster_resources().get("GPU"):
-            self._resources["GPU"] = options.num_gpus or 1
+        self._resources = cluster.resources(options)
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -145,10 +136,10 @@ class Driver:
             return self._events.get(timeout=self._options.join_seconds)
         except queue.Empty:
             raise ValueError(
-                f"Ray found no place for {words.count(self._options.least, 'host')} "
-                f"with {_in_words(self._resources)} each within "
+                f"Ray found no place for {words.count(self._options.most, 'host')} "
+                f"with {cluster.in_words(self._resources)} each within "
                 f"{self._options.join_seconds:g} s; its cluster has "
-                f"{_in_words(ray.cluster_resources())}: expected fewer hosts, a "
+                f"{cluster.in_words(ray.cluster_resources())}: expected fewer hosts, a "
                 "smaller --num_cpus or --num_gpus, or more nodes."
             ) from None
 
@@ -192,7 +183,7 @@ class Driver:
         try:
             trainer.fit()
         except Exception as error:
-            why = _first_line(error)
+            why = cluster.first_line(error)
         with contextlib.suppress(ray.exceptions.RayError):  # its cluster has gone
             self._tell("done", why)
 
@@ -204,7 +195,7 @@ class Driver:
             try:
                 messages = ray.get(self._desk.after.remote(seen))
             except ray.exceptions.RayError as error:
-                messages = [("done", _first_line(error))]  # its cluster has gone
+                messages = [("done", cluster.first_line(error))]  # its cluster has gone
             seen += len(messages)
             for name, *values in messages:
                 if name in does:
@@ -244,7 +235,6 @@ class Driver:
 
     def _trainer(self):
         options, desk = self._options, self._desk
-        few, many = options.least, options.most
         folder = os.getcwd()
         if ray.get_runtime_context().runtime_env.get("working_dir"):
             folder = None  # Ray has copied it, and workers begin there
@@ -258,7 +248,7 @@ class Driver:
         return DataParallelTrainer(
             lambda: worker.run(work),
             scaling_config=ray.train.ScalingConfig(
-                num_workers=many if few == many else (few, many),
+                num_workers=options.most,
                 use_gpu="GPU" in self._resources,
                 resources_per_worker=self._resources,
                 placement_strategy=options.placement_strategy,
@@ -280,7 +270,7 @@ class _Losses(ray.train.UserCallback):
     def after_exception(self, run_context, worker_exceptions):
         """Tells it."""
         for rank, error in worker_exceptions.items():
-            self._desk.tell.remote("lost", rank, _first_line(error))
+            self._desk.tell.remote("lost", rank, cluster.first_line(error))
 
 
 def _storage(model_dir):
@@ -292,13 +282,3 @@ def _storage(model_dir):
         os.remove(os.path.join(model_dir, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME))
     folder, name = os.path.split(model_dir)
     return {"storage_path": folder, "name": name}
-
-
-def _first_line(error):
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].removesuffix(".")
-
-
-def _in_words(resources):
-    found = [f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU")]
-    return " and ".join(each for each in found if not each.startswith("0 ")) or "none"
