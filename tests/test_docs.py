@@ -20,6 +20,7 @@ ALL = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 PAGES = [page for page in ALL if page.parent != ROOT or page.stem.startswith("README")]
 # Of other programs: docker, pip, tf_cnn_benchmarks.
 FOREIGN = {
+    *("--no-kill", "--requeue", "--replicas"),
     *("--gpus", "--shm-size", "--tag", "--volume", "--logdir", "--flagfile"),
     *("--help", "--helpfull", "--version", "--verbosity"),
 }

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from towers.cluster.addresses import is_address
 from towers.cluster.launchers import ray_train, tf_config
@@ -181,12 +182,59 @@ def _of_tf_config(environ: Environ) -> Place:
     )
 
 
+class Task(NamedTuple):
+    """One of several tasks that a scheduler has started.
+
+    Attributes:
+        rank: Its number, from 0.
+        by: What tells it.
+        coordinator: Where the first one can be reached; `None` if it is not told.
+    """
+
+    rank: int
+    by: str
+    coordinator: str | None = None
+
+
+def task(environ: Environ, name: str) -> Task:
+    """Returns which of the tasks of Slurm or Kubernetes this process is.
+
+    Args:
+        environ: The environment.
+        name: The name of this machine, which Kubernetes numbers.
+
+    Raises:
+        ValueError: Neither tells it.
+    """
+    if environ.get("SLURM_STEP_ID"):
+        rank = _number(environ, "SLURM_PROCID", 0)
+        return Task(rank, "SLURM_PROCID", _slurm_coordinator(environ))
+    index = "JOB_COMPLETION_INDEX"
+    if environ.get(index):
+        return Task(_number(environ, index, 0), index)
+    ordinal = re.search(r"-(\d+)$", name)
+    if environ.get("KUBERNETES_SERVICE_HOST") and ordinal:
+        return Task(int(ordinal[1]), f"the name of the pod {name}")
+    raise ValueError(
+        "Received --host_rank=auto, but neither Slurm's srun nor an indexed Job or a "
+        "StatefulSet of Kubernetes has started this process; expected a number, from 0."
+    )
+
+
 def _of_slurm(environ: Environ) -> Place:
     """The place of a task of `srun`."""
     tasks = "SLURM_STEP_NUM_TASKS"
     tasks = tasks if environ.get(tasks) else "SLURM_NTASKS"
     count = _number(environ, tasks, 1)
     rank = _rank(environ, "SLURM_PROCID", count)
+    generation = _number(environ, "SLURM_RESTART_COUNT", 0, default=0)
+    generation = _number(environ, _GENERATION, 0, default=generation)
+    coordinator = _slurm_coordinator(environ)
+    return Place(rank, count, coordinator, generation=generation, **_common(environ))
+
+
+def _slurm_coordinator(environ: Environ) -> str:
+    """Where the first task of a step waits for the others."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     # On one node, nobody else has to reach it.
     several = any(sign in nodes for sign in ",[")
@@ -194,11 +242,8 @@ def _of_slurm(environ: Environ) -> Place:
     job = _number(environ, "SLURM_JOB_ID", 0)
     # Steps of a job, and jobs that share nodes, have ports of their own.
     port = _SLURM_PORTS + (31 * job + _number(environ, "SLURM_STEP_ID", 0)) % 10_000
-    generation = _number(environ, "SLURM_RESTART_COUNT", 0, default=0)
-    generation = _number(environ, _GENERATION, 0, default=generation)
     # A cluster's names for its nodes need not be known to the network.
-    coordinator = _coordinator(environ, f"{node}:{port}")
-    return Place(rank, count, coordinator, generation=generation, **_common(environ))
+    return _coordinator(environ, f"{node}:{port}")
 
 
 def first_node(nodes: str) -> str:

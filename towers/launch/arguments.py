@@ -5,12 +5,16 @@ import dataclasses
 import importlib.util
 import itertools
 import math
+import os
 import re
+import socket
 import sys
 from collections.abc import Sequence
 
+from towers.cluster import environment
 from towers.cluster.addresses import is_address
 from towers.cluster.membership import JOIN_SECONDS
+from towers.program import voice
 from towers.program.arguments import Parser
 from towers.train import checks, flags, settings
 
@@ -59,6 +63,10 @@ class Options:
     placement_strategy: str = "PACK"
 
 
+def _rank(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 # Each flag's value, as the help names it, its type, and what it is for.
 _FLAGS = {
     "hosts": (
@@ -72,13 +80,15 @@ _FLAGS = {
         "GPUs of this machine in equal parts.",
     ),
     "host_rank": (
-        *("N", int),
-        "Start only this host here, from 0, and the others on other machines. Default: "
-        "start all here.",
+        *("N|auto", _rank),
+        "Start only this host here, from 0, and the others on other machines. auto: "
+        "the number of this task of Slurm's srun, or of this pod of an indexed Job or "
+        "a StatefulSet of Kubernetes. Default: start all here.",
     ),
     "coordinator": (
         *("HOST:PORT", str),
-        "With --host_rank: where the first host waits for the others.",
+        "With --host_rank: where the first host waits for the others. Default for "
+        "--host_rank=auto under Slurm: the first node, at a port by the job's number.",
     ),
     "interface": (
         *("NAME", str),
@@ -152,6 +162,8 @@ def read(argv: Sequence[str], doc: str) -> Options:
                 f"it, such as {_EXAMPLE}."
             )
     found = vars(parser.parse_args(own))
+    if found["host_rank"] == "auto":
+        _find_rank(found)
     hosts = found.pop("hosts")
     least, most = _hosts(hosts)
     elastic = ":" in hosts
@@ -183,6 +195,15 @@ def _parser(doc: str) -> argparse.ArgumentParser:
             f"--{name}", metavar=value, type=kind, default=default, help=said
         )
     return parser
+
+
+def _find_rank(found: dict) -> None:
+    """Asks the scheduler that has started the launcher; says what it tells."""
+    task = environment.task(os.environ, socket.gethostname())
+    found["host_rank"] = task.rank
+    found["coordinator"] = found["coordinator"] or task.coordinator
+    where = found["coordinator"] and f"; the first one waits at {found['coordinator']}"
+    voice.say(f"This is host {task.rank}, by {task.by}{where or ''}.")
 
 
 def _hosts(text: str | None) -> tuple[int, int]:

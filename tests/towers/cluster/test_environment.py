@@ -247,3 +247,30 @@ def test_whether_others_have_begun_before(restarted):
 )
 def test_the_first_node_of_slurms_list(nodes, first):
     assert environment.first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "expected"),
+    [
+        (SLURM, "n7", (2, "SLURM_PROCID", "n08:")),
+        (SLURM | {"TOWERS_COORDINATOR": "a:1"}, "n7", (2, "SLURM_PROCID", "a:1")),
+        ({"JOB_COMPLETION_INDEX": "3"}, "train-9", (3, "JOB_COMPLETION_INDEX", None)),
+        (
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+            *("train-12", (12, "the name of the pod train-12", None)),
+        ),
+    ],
+)
+def test_tasks_that_a_scheduler_has_started(environ, name, expected):
+    rank, by, coordinator = expected
+    found = environment.task(environ, name)
+    assert (found.rank, found.by) == (rank, by)
+    assert (found.coordinator or "").startswith(coordinator or "")
+    assert (found.coordinator is None) == (coordinator is None)
+
+
+@pytest.mark.parametrize("name", ["train-12", "train"])
+def test_no_scheduler_has_started_a_task(name):
+    known = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"} if name == "train" else {}
+    with pytest.raises(ValueError, match="Received --host_rank=auto, but neither"):
+        environment.task(known, name)

@@ -305,6 +305,18 @@ def test_a_launcher_on_each_machine(run, machines):
     run.stop(first)
 
 
+def test_launchers_that_a_scheduler_has_numbered(run, machines):
+    job = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": str(os.getpid())}
+    first = machines("auto", **job, SLURM_PROCID="0")
+    second = machines("auto", JOB_COMPLETION_INDEX="1")
+    run.says(r"This is host 0, by SLURM_PROCID; the first one waits at 127\.0\.0\.1:")
+    run.says("This is host 1, by JOB_COMPLETION_INDEX; the first one waits at")
+    run.begin(0, 1)
+    run.stop(second)
+    run.begin(0)
+    run.stop(first)
+
+
 def test_the_coordinators_machine_may_have_no_host(run, machines):
     first, second = machines(0), machines(1)
     kill(run.begin(0, 1)[0], number=signal.SIGTERM)
