@@ -4,13 +4,12 @@ A host is a process with towers of its own. All hosts build the same graphs, so 
 meet in the same sums, one after another. With one host no operation is made.
 """
 
-import collections
 import copy
-import functools
+import dataclasses
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,14 +17,12 @@ import tensorflow as tf
 
 from towers.cluster import process_group
 from towers.cluster.communicator import Communicator, aligned
+from towers.collectives.packing import BUCKET_BYTES, buckets, widened
 from towers.devices import HOST
 from towers.layers.variables import digest
 
 T = TypeVar("T")
 
-# As in PyTorch's DistributedDataParallel (Li et al. 2020): large enough for the
-# network, small enough to begin while the rest of the gradients are computed.
-_BUCKET_BYTES = 25 * 2**20
 # Tensors of as many numbers are added where they lie.
 LARGE = 2**14
 # The types in which gradients may travel.
@@ -123,22 +120,47 @@ class OneHost:
 ONE_HOST = OneHost()
 
 
+@dataclasses.dataclass
+class _Connection:
+    """To whom a place is connected just now."""
+
+    names: tuple[str, ...]
+    communicator: Communicator
+
+
 class Cluster(OneHost):
     """Hosts that are connected.
 
     Attributes:
         wire: The type in which gradients travel; `None` for their own.
-        communicator: The collectives of the hosts.
     """
 
     def __init__(self, names: Sequence[str], index: int, communicator: Communicator):
         """Takes the place of this host among others that it has joined."""
-        self.names, self.count, self.index = tuple(names), len(names), index
-        self.communicator = communicator
+        self.count, self.index = len(names), index
+        self._connection = _Connection(tuple(names), communicator)
         self.wire: np.dtype | None = None
         with tf.init_scope(), tf.device(HOST):
             # All collectives write it, and so run in the order in which they were made.
             self._order = tf.Variable(0.0, trainable=False, name="order_of_collectives")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `OneHost`."""
+        return self._connection.names
+
+    @property
+    def communicator(self) -> Communicator:
+        """The collectives of the hosts."""
+        return self._connection.communicator
+
+    def reconnect(self, names: Sequence[str], communicator: Communicator) -> None:
+        """Puts other hosts, as many, in the place of those that this one has left.
+
+        Graphs that were made for those are for these, too.
+        """
+        connection = self._connection
+        connection.names, connection.communicator = tuple(names), communicator
 
     def compressing(self, compression: str) -> "Cluster":
         """See `OneHost`."""
@@ -161,7 +183,7 @@ class Cluster(OneHost):
                     dense.append(i)
             wide = [widened(flat[i]) for i in dense]
             wires = [self.wire if id(flat[i]) in may_round else None for i in dense]
-            for places in _buckets(wide, wires):
+            for places in buckets(wide, wires):
                 # One bucket of a purpose is told from the next by its place.
                 name = f"{purpose} {places[0]}"
                 parts = [wide[k] for k in places]
@@ -174,7 +196,7 @@ class Cluster(OneHost):
 
     def overlaps(self, size: int) -> bool:
         """See `OneHost`."""
-        return size > _BUCKET_BYTES
+        return size > BUCKET_BYTES
 
     def gather(self, tensors: T, total: Any, purpose: str) -> T:
         """See `OneHost`."""
@@ -321,36 +343,6 @@ class Cluster(OneHost):
         return results
 
 
-def _buckets(
-    tensors: Sequence[tf.Tensor], wires: Sequence[np.dtype | None]
-) -> Iterator[list[int]]:
-    """Yields the places of tensors of one type that are added in one buffer.
-
-    The last gradients come first, as the backward pass computes them first.
-    """
-    by_type = collections.defaultdict(list)
-    for i in reversed(range(len(tensors))):
-        by_type[tensors[i].dtype, wires[i]].append(i)
-    for (dtype, _), every in by_type.items():
-        places, size = [], 0
-        for i in every:
-            places.append(i)
-            size += tensors[i].shape.num_elements() * dtype.size
-            if size >= _BUCKET_BYTES:
-                yield places
-                places, size = [], 0
-        if places:
-            yield places
-
-
-def widened(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a flat tensor of a type that NumPy adds, and that loses nothing."""
-    flat = tf.reshape(tensor, [-1])
-    if not flat.dtype.is_floating:
-        return tf.cast(flat, tf.int64)
-    return flat if flat.dtype == tf.float64 else tf.cast(flat, tf.float32)
-
-
 def _as_bytes(array):
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
@@ -360,12 +352,20 @@ def this_host() -> OneHost:
     membership = process_group.joined()
     if membership is None or membership.count == 1:
         return ONE_HOST
-    return _cluster(membership, process_group.communicator())
+    place, communicator = (
+        (membership.rank, membership.count),
+        process_group.communicator(),
+    )
+    if place not in _places:
+        _places[place] = Cluster(membership.names, membership.rank, communicator)
+    found = _places[place]
+    if found.communicator is not communicator:
+        found.reconnect(membership.names, communicator)
+    return found
 
 
-@functools.lru_cache(maxsize=1)
-def _cluster(membership, communicator):
-    return Cluster(membership.names, membership.rank, communicator)
+# By rank and count, as hosts that come and go have one place after another.
+_places: dict[tuple[int, int], Cluster] = {}
 
 
 def follow_first_host(hosts: OneHost, variables: Sequence[Any]) -> None:

@@ -6,11 +6,16 @@ caller's business; these functions run on the device that they are called on. Wh
 taken out of a buffer shares its memory.
 """
 
-from collections.abc import Collection, Sequence
+import collections
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+# As in PyTorch's DistributedDataParallel (Li et al. 2020): large enough for the
+# network, small enough to begin while the rest of the gradients are computed.
+BUCKET_BYTES = 25 * 2**20
 # TensorFlow copies a slice of a tensor unless it begins and ends at such a place.
 _ALIGNED_BYTES = 64
 
@@ -117,3 +122,33 @@ def broadcast(
             received = unpack(buffers, values)
             for copy, value in zip(mine, received, strict=True):
                 copy.assign(value)
+
+
+def buckets(
+    tensors: Sequence[tf.Tensor], wires: Sequence[np.dtype | None]
+) -> Iterator[list[int]]:
+    """Yields the places of tensors of one type that are added in one buffer.
+
+    The last gradients come first, as the backward pass computes them first.
+    """
+    by_type = collections.defaultdict(list)
+    for i in reversed(range(len(tensors))):
+        by_type[tensors[i].dtype, wires[i]].append(i)
+    for (dtype, _), every in by_type.items():
+        places, size = [], 0
+        for i in every:
+            places.append(i)
+            size += tensors[i].shape.num_elements() * dtype.size
+            if size >= BUCKET_BYTES:
+                yield places
+                places, size = [], 0
+        if places:
+            yield places
+
+
+def widened(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a flat tensor of a type that NumPy adds, and that loses nothing."""
+    flat = tf.reshape(tensor, [-1])
+    if not flat.dtype.is_floating:
+        return tf.cast(flat, tf.int64)
+    return flat if flat.dtype == tf.float64 else tf.cast(flat, tf.float32)

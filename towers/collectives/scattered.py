@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers.cluster.communicator import aligned
-from towers.collectives.hosts import LARGE, Cluster, widened
+from towers.collectives.hosts import LARGE, Cluster
+from towers.collectives.packing import widened
 from towers.devices import HOST
 
 

@@ -19,6 +19,8 @@ FILES = (_REQUEST, _ANSWER)
 """What may be left in a model_dir."""
 # The run looks between two calls of training, and the first call may take minutes.
 _LOOK_S = 0.05
+# The folders that this process has locked.
+_held: set[str] = set()
 
 
 class RunError(ValueError):
@@ -61,24 +63,41 @@ def is_running(model_dir: str) -> bool:
 
 
 @contextlib.contextmanager
+def locked(model_dir: str) -> Iterator[None]:
+    """Inside, a run has a folder for itself.
+
+    Args:
+        model_dir: The folder, which has to be there.
+
+    Raises:
+        BlockingIOError: Another run has locked it.
+    """
+    with open(os.path.join(model_dir, LOCK), "a") as lock:
+        _take(lock)
+        path = os.path.realpath(model_dir)
+        _held.add(path)
+        try:
+            yield
+        finally:
+            _held.discard(path)
+
+
+@contextlib.contextmanager
 def answering(model_dir: str) -> Iterator[None]:
     """Inside, a run answers requests: the folder is locked, if not by the run already.
 
     Args:
         model_dir: The folder of the run.
     """
-    with open(os.path.join(model_dir, LOCK), "a") as lock:
-        with contextlib.suppress(BlockingIOError):
-            take(lock)
+    with contextlib.ExitStack() as stack:
+        if os.path.realpath(model_dir) not in _held:
+            with contextlib.suppress(BlockingIOError):
+                stack.enter_context(locked(model_dir))
         yield
 
 
-def take(lock: IO) -> None:
-    """Locks a file; who looks whether it is locked holds it for a moment.
-
-    Raises:
-        BlockingIOError: Another run has locked it.
-    """
+def _take(lock: IO) -> None:
+    # Who looks whether it is locked holds it for a moment.
     for again in (True, True, False):
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -62,7 +62,7 @@ class Agreement:
 
     def __init__(self, hosts: OneHost, model: keras.Model):
         """Takes the hosts that train a model together."""
-        self._hosts, self._names, self._model = hosts, hosts.names, model
+        self._hosts, self._model = hosts, model
         self._heard: np.ndarray | None = None
         self.left_a_batch = False
         with tf.init_scope(), tf.device(HOST):
@@ -210,7 +210,7 @@ class Agreement:
             self.wish = _GO_ON
 
     def measure_latency(self) -> None:
-        """Measures it once in a process, as all hosts do; see `HostTimes`."""
+        """Measures it once, as all hosts do; see `HostTimes`."""
         measure_latency(self._hosts)
 
     def any(self, value: bool) -> bool:
@@ -247,16 +247,17 @@ class Agreement:
         raise StopIteration("A host stops.")
 
     def _check_batches(self, heard):
+        names = self._hosts.names
         for k, row in enumerate(heard):
             if row[_ROWS] != heard[0, _ROWS]:
                 raise HostsDifferError(
-                    f"{self._names[0]} has {_batch_of(heard[0])} where "
-                    f"{self._names[k]} has {_batch_of(row)}; give all hosts the same "
+                    f"{names[0]} has {_batch_of(heard[0])} where "
+                    f"{names[k]} has {_batch_of(row)}; give all hosts the same "
                     "global batches, in the same order."
                 )
             if row[_DIGEST] != heard[0, _DIGEST]:
                 raise HostsDifferError(
-                    f"{self._names[0]} and {self._names[k]} have different examples in "
+                    f"{names[0]} and {names[k]} have different examples in "
                     "a batch; give all hosts the same global batches, in the same "
                     "order: with keras.utils.set_random_seed(...) of the same number, "
                     "say."

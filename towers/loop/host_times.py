@@ -5,6 +5,7 @@ rides along in the sum of the gradients, so it costs no message, and all know it
 """
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class HostTotals(NamedTuple):
 # What a host tells; the others follow from what all tell.
 TOLD = HostTotals._fields.index("late_s")
 _SUM = HostTotals._fields.index("sum_s")
-_latencies: dict[OneHost, float] = {}
+_latencies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class HostTimes:
@@ -81,7 +82,7 @@ class HostTimes:
     @property
     def latency_s(self) -> float:
         """How long hosts take to add 16 bytes; 0 if it was not measured."""
-        return _latencies.get(self._hosts, 0.0)
+        return _latencies.get(self._hosts.communicator, 0.0)
 
     def totals(self) -> list[HostTotals]:
         """Returns the sums over all steps so far, of each host."""
@@ -114,11 +115,11 @@ class HostTimes:
 
 
 def measure_latency(hosts: OneHost) -> None:
-    """Measures, once in a process, how long hosts take to add 16 bytes.
+    """Measures, once for these hosts, how long they take to add 16 bytes.
 
     All call it together.
     """
-    if hosts in _latencies:
+    if hosts.communicator in _latencies:
         return
     seconds = []
     for _ in range(5):
@@ -126,4 +127,4 @@ def measure_latency(hosts: OneHost) -> None:
         (total,) = hosts.sum([tf.zeros([4])], "latency")
         np.asarray(total)
         seconds.append(time.perf_counter() - begun_s)
-    _latencies[hosts] = min(seconds)
+    _latencies[hosts.communicator] = min(seconds)

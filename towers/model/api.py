@@ -242,6 +242,7 @@ def multi_gpu_model(
         max_staleness=max_staleness,
         given=given,
     )
+    recipe.check_alike()
     recipe.agree()
     choice, chooses = Choice(variable_update, all_reduce_alg), False
     if variable_update == "auto":

@@ -1,5 +1,6 @@
 """Fits a model in one generation of hosts after another, where hosts come and go."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from towers.model.update.variable_update import VariableUpdate
 
 
 def fit(
-    update: VariableUpdate, forget: Callable[[], None], run: Callable[[], Any]
+    update: VariableUpdate,
+    swap: Callable[[Callable[[dict[str, Any]], dict[str, Any]]], None],
+    run: Callable[[], Any],
 ) -> Any:
     """Calls `run` in each generation until it ends in one; returns what it returns.
 
@@ -21,7 +24,8 @@ def fit(
 
     Args:
         update: How variables are updated.
-        forget: Forgets what was made by the builder that is in use.
+        swap: Puts what a function returns in the place of what was made by the builder
+            that is in use, which it is given.
         run: Trains. It raises `HostsChange` where all hosts have agreed to stop, and
             whatever a collective raises where a host is lost.
 
@@ -34,8 +38,7 @@ def fit(
         try:
             with process_group.together():
                 if not update.is_of_hosts(process_group.joined()):
-                    forget()
-                    update.follow_hosts(why)
+                    swap(functools.partial(update.follow_hosts, why))
                 try:
                     return run()
                 except HostsChange:

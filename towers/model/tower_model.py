@@ -102,11 +102,10 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._reset_if_changed()
         if layout == update.layout:
             return
-        functions = {name: getattr(self, name) for name in _FUNCTIONS}
-        found = update.change_layout(layout, functions)
+        change = functools.partial(update.change_layout, layout)
+        before = _swap_functions(self, change)
         for name in _FUNCTIONS:
-            setattr(self, name, found.get(name))
-            if functions[name] is not None and getattr(self, name) is None:
+            if before[name] is not None and getattr(self, name) is None:
                 # A loop calls whatever is here, and asks for nothing.
                 getattr(self, f"make_{name}")(force=True)
 
@@ -137,7 +136,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def _reset_if_changed(self):
         if self._self_update.reset_if_changed():
-            _forget_functions(self)
+            _swap_functions(self, lambda before: {})
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes what `fit` calls with an iterator; see `keras.Model`."""
@@ -225,8 +224,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         run = functools.partial(self._fit, args, kwargs)
         if process_group.member() is None:
             return run()
-        forget = functools.partial(_forget_functions, self)
-        return generations.fit(self._self_update, forget, run)
+        swap = functools.partial(_swap_functions, self)
+        return generations.fit(self._self_update, swap, run)
 
     def _fit(self, args, kwargs):
         """Calls `fit` of Keras, with these hosts."""
@@ -286,9 +285,13 @@ class TowerModel(wrapt.CallableObjectProxy):
         return self.__wrapped__.__reduce__()
 
 
-def _forget_functions(parallel):
+def _swap_functions(parallel, change):
+    """Puts what `change` makes of the functions in their place; returns those."""
+    before = {name: getattr(parallel, name) for name in _FUNCTIONS}
+    found = change(before)
     for name in _FUNCTIONS:
-        setattr(parallel, name, None)
+        setattr(parallel, name, found.get(name))
+    return before
 
 
 @contextlib.contextmanager

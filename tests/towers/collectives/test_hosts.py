@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests.towers.cluster.in_threads import communicators, on_each
 from tests.variants import slow
 from towers.cluster.membership import HostsDifferError
-from towers.collectives import hosts, scattered
+from towers.collectives import hosts, packing, scattered
 from towers.model import api, arguments
 from towers.plan import Plan
 
@@ -139,7 +139,7 @@ def test_gradients_alone_are_compressed():
 
 
 def test_buckets_begin_with_the_last_gradients(monkeypatch):
-    monkeypatch.setattr(hosts, "_BUCKET_BYTES", 40)
+    monkeypatch.setattr(packing, "BUCKET_BYTES", 40)
     alone = _Counting()
     alone.sum([tf.ones([10]), tf.ones([4]), tf.ones([3]), tf.ones([3])], "step")
     assert [size for _, _, size in alone.sums] == [10, 10]
@@ -283,7 +283,8 @@ class _Alone:
 @pytest.mark.parametrize("layers", [0, slow(100)])
 def test_the_last_gradients_travel_while_others_are_computed(monkeypatch, layers):
     """Also where there are so many layers that towers are functions of their own."""
-    monkeypatch.setattr(hosts, "_BUCKET_BYTES", 32)
+    for module in (hosts, packing):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 32)
     comm, found = _Alone(), []
     place = hosts.Cluster(["host 0", "host 1"], 0, comm)
     monkeypatch.setattr(api, "this_host", lambda: place)

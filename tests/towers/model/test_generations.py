@@ -20,8 +20,9 @@ class Update:
     def is_of_hosts(self, membership):
         return False
 
-    def follow_hosts(self, why):
+    def follow_hosts(self, why, functions):
         self.why.append(why)
+        return functions
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def fit(update, *errors):
             raise error() if callable(error) else error
         return "history"
 
-    return generations.fit(update, lambda: None, run)
+    return generations.fit(update, lambda change: change({}), run)
 
 
 def test_a_host_is_lost(hosts):

@@ -164,7 +164,8 @@ def test_what_is_kept_is_not_to_be_kept_again():
         assert cures in pipeline.advice["read"]
         kept_already = each is kept
         job = types.SimpleNamespace(
-            settings=types.SimpleNamespace(batch_size=4, log_steps=1),
+            batch_size=4,
+            settings=types.SimpleNamespace(log_steps=1),
             setup=types.SimpleNamespace(
                 facts=types.SimpleNamespace(input_kind="image", input_shape=(4, 4, 3))
             ),

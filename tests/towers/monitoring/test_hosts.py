@@ -15,6 +15,7 @@ PARTS = HostTotals._fields
 
 class Hosts(OneHost):
     count, names = 3, ("host 0", "host 1 (b)", "host 2")
+    communicator = type("Communicator", (), {})()
 
 
 def told(**ms):

@@ -117,7 +117,7 @@ def test_nothing_left_names_the_flag_that_ended_it(tmp_path, capsys):
     job = mock.Mock(settings=asked, model_dir=str(tmp_path), epoch=0, step=7)
     job.stopped_early = False
     with mock.patch.object(train_run.files, "describe") as described:
-        assert train_run.train(job) is None
+        assert train_run.train(job) == (job, None)
     # model.keras is of the flags that it was trained with.
     assert not described.called
     assert "has 7 steps already. Give more --max_train_steps" in (
@@ -132,15 +132,20 @@ def test_what_was_measured_before_may_be_unknown(tmp_path, text):
 
 
 def test_a_report_that_looks_at_the_lock_keeps_no_run_away(tmp_path, monkeypatch):
-    with open(tmp_path / "lock", "w") as ours, open(tmp_path / "lock") as theirs:
+    (tmp_path / "lock").touch()
+    with open(tmp_path / "lock") as theirs:
         fcntl.flock(theirs, fcntl.LOCK_SH)
         waits = []
         monkeypatch.setattr(
             *(requests.time, "sleep"),
             lambda s: (waits.append(s), fcntl.flock(theirs, fcntl.LOCK_UN)),
         )
-        requests.take(ours)
-    assert len(waits) == 1
+        with requests.locked(tmp_path):
+            assert requests.is_running(tmp_path)
+            with requests.answering(tmp_path):  # without another look
+                pass
+            assert requests.is_running(tmp_path)
+    assert len(waits) == 1 and not requests.is_running(tmp_path)
 
 
 def test_clean_removes_only_what_a_run_wrote(tmp_path):
@@ -199,7 +204,9 @@ def test_what_was_decided_is_said(tmp_path):
         source=source, held_out=(source, "test"), notes=lambda: source.notes
     )
     asked = Settings(dataset="csv:a")
-    job = types.SimpleNamespace(data=data, settings=asked, setup=setup(asked))
+    job = types.SimpleNamespace(
+        data=data, settings=asked, setup=setup(asked), batch_size=asked.batch_size
+    )
     said = first_lines.data_notes(job)
     assert said[0].startswith("The labels are the column 'z', the last one; --label")
     assert said[1].startswith("10% of the rows, 2 in all, are held out for validat")

@@ -16,6 +16,7 @@ from towers.collectives.spread import tables as spread_tables
 from towers.devices import is_gpu
 from towers.layers import tables, variables
 from towers.layers.pipeline import Pipeline
+from towers.loop import alike
 from towers.loop.agreement import Agreement
 from towers.model.update import auto
 from towers.model.update.auto import Choice
@@ -63,20 +64,23 @@ class Recipe:
     said: set[Any] = dataclasses.field(default_factory=set)
 
     def agree(self) -> None:
-        """Has hosts that train together agree, once all were given the same.
+        """Has hosts that train together agree on batches."""
+        several = self.hosts.count > 1
+        self.agreement = Agreement(self.hosts, self.model) if several else None
+
+    def check_alike(self) -> None:
+        """Checks that hosts that train together were given the same.
 
         Raises:
             HostsDifferError: They were given different arguments.
         """
-        self.agreement = None
         if self.hosts.count > 1:
-            self.agreement = Agreement(self.hosts, self.model)
-            self.agreement.check_alike({"multi_gpu_model()": self.given})
+            alike.check(self.hosts, {"multi_gpu_model()": self.given})
 
     def follow_hosts(self) -> None:
-        """Takes the hosts that this process has joined since."""
+        """Takes the hosts that this process has joined since; see `check_alike`."""
         self.hosts = this_host().compressing(self.gradient_compression)
-        self.agree()
+        self.check_alike()
 
     def ways(
         self, layout: Layout, xla: bool | None, synchronized: bool

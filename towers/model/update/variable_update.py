@@ -114,6 +114,9 @@ class VariableUpdate:
         self.xla_wish = XlaWish(self.model)
         self._seen: list[Any] = []
         self._kept: dict[Layout, _Kept] = {}
+        # Of hosts that come and go, by what `_place` returns.
+        self._kept_places: dict[Any, _Kept] = {}
+        self._place: Any = None
         self._membership: Membership | None = process_group.joined()
 
     def reset_if_changed(self) -> bool:
@@ -130,6 +133,7 @@ class VariableUpdate:
         self.xla = self.builder.xla = self.xla_wish.wanted(self.builder.say)
         self.chosen = not self._chooses
         self._kept.clear()
+        self._kept_places.clear()
         # A step count, a learning rate and means were created where the user was.
         variables.move(self.model, self.builder.pieces.copies.home_of)
         return True
@@ -247,22 +251,30 @@ class VariableUpdate:
             for each, found in self._kept.items()
             if not _differ(found.places, places)
         }
-        while len(self._kept) > _MOST_KEPT:
-            self._kept.pop(next(iter(self._kept)))
+        _limit(self._kept)
 
     def is_of_hosts(self, membership: Membership | None) -> bool:
         """Tells whether the builder in use was made for these hosts."""
         return self._membership is membership
 
-    def follow_hosts(self, why: str) -> None:
+    def follow_hosts(self, why: str, functions: dict[str, Any]) -> dict[str, Any]:
         """Puts a builder for other hosts in use; all of these hosts call it together.
 
-        They update variables as the first host does, if that was chosen before.
+        They update variables as the first host does, if that was chosen before. What
+        was traced before for as many hosts is used again, where all have it.
 
         Args:
             why: Why they train together, after others; empty for the first ones. What
                 the first host says counts.
+            functions: What was made by the builder that is in use, by name.
+
+        Returns:
+            What was made by the other one before, by name; nothing if it is new.
         """
+        if self._place is not None:
+            aside = _Kept(self.builder, self.choice, functions, self._places())
+            self._kept_places[self._place] = aside
+            _limit(self._kept_places)
         self._membership = process_group.joined()
         self._recipe.follow_hosts()
         self._kept.clear()
@@ -270,9 +282,22 @@ class VariableUpdate:
         mine = [self.chosen, [*self.choice], self.xla, why]
         self.chosen, choice, self.xla, why = hosts.broadcast(mine)
         choice = Choice(*choice)
-        self._install(choice)
+        ratios = hosts.tell_all(self.layout.split_ratios)
+        self._place = hosts.index, str(ratios), choice, self.layout
+        kept = self._kept_places.pop(self._place, None)
+        has_it = kept is not None and not _differ(kept.places, self._places())
+        if all(hosts.tell_all(has_it)):
+            self.builder, self.choice = kept.builder, choice
+            self._recipe.agreement = kept.builder.context.agreement
+            self.builder.mark_copies_stale()
+            functions = kept.functions
+        else:
+            self._recipe.agree()
+            self._install(choice)
+            functions = {}
         self.builder.context.why_hosts = why
         self._seen = self.state()
+        return functions
 
     def layout_of(
         self,
@@ -323,6 +348,12 @@ class _Kept(NamedTuple):
     choice: Choice
     functions: dict[str, Any]
     places: list[Any]
+
+
+def _limit(kept):
+    """Forgets what was not used for longest."""
+    while len(kept) > _MOST_KEPT:
+        kept.pop(next(iter(kept)))
 
 
 def _differ(before, now):

@@ -120,6 +120,8 @@ class TensorBoard(keras.callbacks.Callback):
         self._metrics = metrics
         self._classes = pictures.Classes(class_names)
         self._writers, self._failed = {}, False
+        # Where examples have been written already.
+        self._shown_in: str | None = None
 
     def _begin(self):
         folder = self._asked_dir
@@ -152,8 +154,9 @@ class TensorBoard(keras.callbacks.Callback):
                 )
             for summary in summaries:
                 tf.summary.experimental.write_raw_pb(summary)
-            if self._examples is not None:
+            if self._examples is not None and self._shown_in != self._log_dir:
                 pictures.write_examples(self._examples, self._classes)
+                self._shown_in = self._log_dir
 
     @_while_it_works
     def on_train_batch_end(self, batch, logs=None):

@@ -31,17 +31,16 @@ def alone(job: Job) -> Iterator[None]:
     Raises:
         SaveError: If another one does already, or nothing can be written.
     """
-    with _written(job):
-        os.makedirs(job.model_dir, exist_ok=True)
-        lock = open(os.path.join(job.model_dir, requests.LOCK), "w")
-    with lock:
-        try:
-            requests.take(lock)
-        except BlockingIOError as error:
-            raise SaveError(
-                f"Another run writes to {job.model_dir}; expected one at a time, so "
-                "wait for its end, or choose another --model_dir."
-            ) from error
+    with contextlib.ExitStack() as stack:
+        with _written(job):
+            os.makedirs(job.model_dir, exist_ok=True)
+            try:
+                stack.enter_context(requests.locked(job.model_dir))
+            except BlockingIOError as error:
+                raise SaveError(
+                    f"Another run writes to {job.model_dir}; expected one at a time, "
+                    "so wait for its end, or choose another --model_dir."
+                ) from error
         yield
 
 
