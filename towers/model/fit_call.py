@@ -38,6 +38,7 @@ class FitCall:
             model has not built yet.
         skips: A train function that skips batches. As long as it is not `None`, `fit`
             calls it instead of the model's own, and evaluates nothing.
+        skipped_for: The train function in whose place `skips` is.
         skipped: Grows with each batch that is skipped or read again for that.
         agreement: Keeps hosts at the same batch; `None` with one host.
         leaves: Whether this host has said that it leaves the others.
@@ -57,6 +58,7 @@ class FitCall:
         """
         self.model, self.create_variables = model, create_variables
         self.skips: Callable[[Iterator], Any] | None = None
+        self.skipped_for: Callable[[Iterator], Any] | None = None
         self.skipped, self.agreement, self.leaves = 0, None, False
         self._fit = fit
         self._bound = inspect.signature(fit).bind(model, *args, **kwargs)

@@ -137,12 +137,19 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _reset_if_changed(self):
         if self._self_update.reset_if_changed():
             _swap_functions(self, lambda before: {})
+            if self._self_call is not None:
+                self._self_call.skipped_for = None
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes what `fit` calls with an iterator; see `keras.Model`."""
         self._reset_if_changed()
-        if (call := self._self_call) is not None and call.skips is not None:
+        call = self._self_call
+        if call is not None and call.skips is not None:
+            if self.train_function is not call.skips:
+                call.skipped_for = self.train_function
             self.train_function = call.skips
+        elif call is not None and call.skipped_for is not None:
+            self.train_function, call.skipped_for = call.skipped_for, None
         elif force or self.train_function is None:
             if self._self_update.needs_first_call:
                 self.train_function = self._first_call
@@ -248,7 +255,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         finally:
             self._self_call = before
             if call.skips is not None:
-                self.train_function = None
+                self.train_function = call.skipped_for
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """See `keras.Model.evaluate`."""

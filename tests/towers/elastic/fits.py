@@ -139,6 +139,7 @@ def main(folder, options="{}"):
             about = {"pid": pid, "slot": slot, "step": step, "logs": logs}
             about |= {"rank": hosts.rank, "hosts": hosts.count, "time": time.time()}
             about |= {"launcher": launcher, "generation": hosts.generation}
+            about["graph"] = id(parallel.train_function)
             file.write(json.dumps(about) + "\n")
             if raises.exists():
                 raises.unlink()

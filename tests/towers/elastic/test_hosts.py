@@ -540,6 +540,24 @@ def build(input_shape, num_outputs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("run", [{"epochs": 30}], indirect=True)
+def test_graphs_of_a_place_are_kept(run):
+    """A host that is alone for the second time traces nothing."""
+    run.start("1:2", steps=5)
+    for more in (MIDDLE, 2 * MIDDLE):
+        kill(run.begin(0, 1)[1])
+        run.allow(more)
+        run.begin(0)
+    alone = {}
+    for each in run.lines():
+        if each["hosts"] == 1:
+            alone.setdefault(each["generation"], set()).add(each["graph"])
+    first, second = (alone[generation] for generation in sorted(alone))
+    assert len(first) == 1 and first == second, run.tell()
+    run.finish()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_program(tmp_path, victim):
     (tmp_path / "smooth.py").write_text(SMOOTH)
