@@ -93,7 +93,8 @@ _FLAGS = {
     "interface": (
         *("NAME", str),
         "With --host_rank: network interface, or its address, by which the other hosts "
-        "reach this one. Default: the one by which it reaches --coordinator.",
+        "reach this one. Default: the one by which it reaches --coordinator. With a "
+        "--host_file of machines: by which these reach the launcher.",
     ),
     "join_seconds": (
         *("S", float),
@@ -112,8 +113,9 @@ _FLAGS = {
     ),
     "host_file": (
         *("FILE", str),
-        "With --hosts=2:4: file with the number of hosts that are wanted now. It is "
-        "read again when it changes.",
+        "With --hosts=2:4: file with the number of hosts that are wanted now, or with "
+        "the machines on which ssh is to start one each. It is read again when it "
+        "changes.",
     ),
     "log_dir": (
         *("DIR", str),
@@ -242,7 +244,8 @@ def _check(found: dict, most: int, elastic: bool) -> None:
             )
     rank = found["host_rank"]
     for name in ("coordinator", "interface"):
-        if found[name] is not None and rank is None:
+        on_others = rank is not None or (name == "interface" and found["host_file"])
+        if found[name] is not None and not on_others:
             raise ValueError(
                 f"Received --{name} without --host_rank; expected both, to start one "
                 "host on each machine, or neither, to start all on this one."

@@ -35,6 +35,7 @@ class Host:
         log: str | None,
         ended: Callable[["Host"], None],
         pass_fds: Sequence[int] = (),
+        stdin: IO | None = None,
     ):
         """Starts it.
 
@@ -45,6 +46,7 @@ class Host:
             log: See above; what is there stays. Errors are shown, too.
             ended: Is called in another thread once it has ended.
             pass_fds: File descriptors that it inherits.
+            stdin: Its input; by default the launcher's, or none where it has a log.
 
         Raises:
             ValueError: It cannot be started.
@@ -54,14 +56,14 @@ class Host:
         # A session: a terminal's Ctrl-C comes from the launcher, and so once.
         options = {"env": environ, "start_new_session": True, "pass_fds": pass_fds}
         if log is None:
-            self._process = _started(command, **options)
+            self._process = _started(command, stdin=stdin, **options)
         else:
             # Whatever happens, the file has what was written.
             options["env"] = {"PYTHONUNBUFFERED": "1", **environ}
             with open(log, "ab") as file:
                 self._process = _started(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=stdin or subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.PIPE,
                     **options,

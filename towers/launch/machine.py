@@ -59,7 +59,7 @@ class Machine:
         self._environ.pop("TOWERS_INTERFACE", None)
         self._gpus = gpus.divide(options.most, options.num_gpus, environ)
         if options.most > 1:
-            self._log_dir = _made(options.log_dir)
+            self._log_dir = made_log_dir(options.log_dir)
 
     def start(
         self,
@@ -119,7 +119,12 @@ def _token(environ: Mapping[str, str]) -> str:
     )
 
 
-def _made(folder: str | None) -> str:
+def made_log_dir(folder: str | None) -> str:
+    """Makes the folder for what hosts write, a temporary one by default.
+
+    Raises:
+        ValueError: It cannot be made, or nobody can write there.
+    """
     if folder is None:
         return tempfile.mkdtemp(prefix="towers-launch-")
     folder = os.path.abspath(os.path.expanduser(folder))

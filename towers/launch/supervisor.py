@@ -9,7 +9,8 @@ from towers.cluster import addresses, environment
 from towers.cluster.membership import Place
 from towers.launch import signals
 from towers.launch.arguments import Options
-from towers.launch.elastic import Launcher
+from towers.launch.elastic import Launcher, ssh
+from towers.launch.elastic.host_file import HostFile
 from towers.launch.generation import STOPPED, USAGE, Events, Generation, Outcome
 from towers.launch.host import Host
 from towers.launch.machine import SIGNALS, Machine, say
@@ -24,6 +25,10 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     Raises:
         ValueError: They cannot be started as is asked for.
     """
+    if options.host_file is not None:
+        wanted = HostFile(options.host_file, options.least, options.most).read()
+        if not isinstance(wanted, int):
+            return _run_by_ssh(options, wanted)
     machine = Machine(options, environ)
     kind = Launcher if options.elastic else Supervisor
     launcher, strays = kind(options, machine), machine.strays
@@ -33,6 +38,12 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         return launcher.run()
     finally:
         strays.end(0)
+
+
+def _run_by_ssh(options, wanted):
+    launcher = Launcher(options, ssh.Machines(options, wanted))
+    signals.listen(SIGNALS, lambda n: launcher.events.put(SIGNALS[n]))
+    return launcher.run()
 
 
 class Supervisor:

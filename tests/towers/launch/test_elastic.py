@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 
+import psutil
 import pytest
 
 from tests.towers.launch.launching import ROOT, launch
@@ -225,6 +226,64 @@ def _replace(file, text):
 def _pair(run):
     found = [each for each in run.lines() if each.get("place", [0, 0])[1] == 2]
     return {each["slot"] for each in found}
+
+
+# Machines that ssh reaches.
+
+SSH = """#!/bin/sh
+# As ssh does, but on this machine: ssh MACHINE COMMAND.
+test -e "$FOLDER/down-$1" && exit 255
+echo $1 >> "$FOLDER/reached"
+exec sh -c "$2"
+"""
+
+
+@pytest.fixture
+def by_ssh(run):
+    script = run.folder / "ssh"
+    script.write_text(SSH)
+    script.chmod(0o755)
+    (run.folder / "hosts").write_text("127.0.0.1\n127.0.0.2\n")
+    environ = {"TOWERS_SSH": str(script), "FOLDER": str(run.folder)}
+    return run, lambda: run.start("1:3", f"--host_file={run.folder}/hosts", **environ)
+
+
+def test_machines_of_a_list(by_ssh):
+    run, start = by_ssh
+    start()
+    before = run.begin(0, 1)
+    kill(before[1])
+    run.says(r"Host 1 \(pid \d+\) failed: exit code 137 on 127\.0\.0\.2")
+    after = run.begin(0, 1)
+    assert after[0]["pid"] == before[0]["pid"] and after[1]["pid"] != before[1]["pid"]
+    _replace(run.folder / "hosts", "127.0.0.2\n127.0.0.3\n")
+    # The first one's place is taken by one on another machine.
+    moved = run.begin(0, 1)
+    assert moved[1]["pid"] == after[1]["pid"] and moved[0]["pid"] != after[0]["pid"]
+    reached = (run.folder / "reached").read_text().split()
+    assert sorted(reached[:2]) == ["127.0.0.1", "127.0.0.2"]
+    assert reached[2:] == ["127.0.0.2", "127.0.0.3"]
+    run.stop()
+
+
+def test_a_machine_that_is_not_reached_is_tried_again(by_ssh):
+    run, start = by_ssh
+    down = run.folder / "down-127.0.0.2"
+    down.touch()
+    start()
+    said = r"Host 1 \(pid \d+\) failed: ssh has lost 127\.0\.0\.2, or does not reach it"
+    run.says(said)
+    down.unlink()
+    run.begin(0, 1)
+    run.stop()
+
+
+def test_hosts_on_other_machines_end_with_their_launcher(by_ssh):
+    run, start = by_ssh
+    process = start()
+    pids = [each["pid"] for each in run.begin(0, 1).values()]
+    process.kill()
+    until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 # Signals.
@@ -553,13 +612,27 @@ def test_pauses_double_until_one_trains_well(monkeypatch):
     assert one.failures == 0 and not one.is_there
 
 
-@pytest.mark.parametrize("text", ["", "0", "4", "two", "1\n2"])
+@pytest.mark.parametrize("text", ["", "0", "4", "1\n2", "a b", "a\n;b", "a\nb\nc\nd"])
 def test_a_file_with_something_else(tmp_path, text):
     file = tmp_path / "hosts"
     file.write_text(text)
-    said = f"Received {text!r} in {file}; expected the number of hosts, from 1 to 3."
+    said = f"Received {text!r} in {file}; expected the number of hosts, or machines, "
+    said += "one on each line, from 1 to 3."
     with pytest.raises(ValueError, match=re.escape(said)):
         host_file.HostFile(str(file), 1, 3).read()
+
+
+def test_a_file_of_machines(tmp_path, capsys):
+    file = tmp_path / "hosts"
+    file.write_text("# mine\nme@node1\n10.0.0.2  # slow\n\nfe80::1\n")
+    one = host_file.HostFile(str(file), 1, 3)
+    assert one.read() == ["me@node1", "10.0.0.2", "fe80::1"]
+    _replace(file, "2")
+    one.next_s = 0.0
+    assert one.changed() is None
+    assert (
+        "expected machines, one on each line, from 1 to 3." in capsys.readouterr().err
+    )
 
 
 def test_a_file_that_is_not_there(tmp_path):

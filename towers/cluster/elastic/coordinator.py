@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from towers.cluster import addresses
@@ -125,10 +125,14 @@ class Coordinator:
         """Returns what those do that have come and not gone: by rank, then others."""
         return self._call(self._states)
 
-    def want(self, count: int) -> None:
+    def want(self, count: int, without: Collection[int] = ()) -> None:
         """Asks for another number of hosts; those that are too many have to leave.
 
         The last ones do, who get SIGTERM. Others may come.
+
+        Args:
+            count: How many are to be there.
+            without: The slots of some that have to leave in any case.
 
         Raises:
             ValueError: It is fewer than the least, or more than the most.
@@ -138,7 +142,7 @@ class Coordinator:
             raise ValueError(
                 f"Received {count} as the number of hosts; expected {least} to {most}."
             )
-        self._call(lambda: self._generations.want(count))
+        self._call(lambda: self._generations.want(count, without))
 
     def expect(self, count: int) -> None:
         """Has the first generation wait for so many hosts, where it has not begun."""

@@ -7,7 +7,7 @@ do between two steps. The next generation has those and all others that are read
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from towers.cluster.elastic.events import Event, Formed, Lost, Over, Wanted
@@ -187,14 +187,16 @@ class Generations:
             self._end_present(f"{entry.name} {why}", failed=True)
         self._decide()
 
-    def want(self, count: int) -> None:
-        """Is told that another number of hosts is wanted."""
+    def want(self, count: int, without: Collection[int] = ()) -> None:
+        """Is told that another number of hosts is wanted; see `Coordinator.want`."""
         if self.over is not None:
             return
         self._most = self._expected = count
         self._tell(Wanted(count))
-        stay = [each for each in self.in_order() if each.leaves is None]
-        for entry in reversed(stay[count:]):
+        there = [each for each in self.in_order() if each.leaves is None]
+        go = [each for each in there if each.slot in without]
+        stay = [each for each in there if each not in go]
+        for entry in [*go, *reversed(stay[count:])]:
             why = f"{words.count(count, 'host is', 'hosts are')} wanted"
             entry.send({"leave": why})
             self.leave(entry, why)

@@ -1,4 +1,4 @@
-"""The file in which somebody says how many hosts are wanted."""
+"""The file in which somebody says how many hosts are wanted, or on which machines."""
 
 import os
 import re
@@ -6,12 +6,20 @@ import time
 
 from towers.launch.machine import say
 
+# Names and addresses, with a user where ssh needs one.
+_MACHINE = re.compile(r"(?:[\w.-]+@)?(?!\d+$)[\w.:-]+")
+_MOST_BYTES = 2**20
+_EXPECTED = {
+    "number": "the number of hosts",
+    "list": "machines, one on each line",
+    "": "the number of hosts, or machines, one on each line",
+}
 # Between two looks at it.
 _PAUSE_S = 1.0
 
 
 class HostFile:
-    """The file: a number.
+    """The file: a number, or a machine on each line.
 
     Attributes:
         next_s: When to look at it again, by `time.monotonic`.
@@ -21,10 +29,11 @@ class HostFile:
         """Takes the path, and which numbers may be there."""
         self._path, self._least, self._most = path, least, most
         self._seen: tuple[int, ...] = ()
+        self._kind = ""
         self.next_s = 0.0
 
-    def read(self) -> int:
-        """Returns the number.
+    def read(self) -> int | list[str]:
+        """Returns the number, or the names or addresses of the machines.
 
         Raises:
             ValueError: The file is not there, or has something else.
@@ -33,23 +42,31 @@ class HostFile:
         try:
             self._seen = self._look()
             with open(self._path) as file:
-                text = file.read(100).strip()
+                text = file.read(_MOST_BYTES).strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "no text"
             raise ValueError(
                 f"Cannot read --host_file={self._path} ({why}); expected a file with "
                 "the number of hosts."
             ) from error
-        known = re.fullmatch(r"[0-9]{1,6}", text)
-        if not known or not self._least <= int(text) <= self._most:
+        number = re.fullmatch(r"[0-9]{1,6}", text)
+        lines = (line.partition("#")[0].strip() for line in text.splitlines())
+        machines = [line for line in lines if line]
+        if not number and not all(map(_MACHINE.fullmatch, machines)):
+            machines = []
+        count = int(text) if number else len(machines)
+        kind = "number" if number else "list"
+        if not self._least <= count <= self._most or self._kind not in ("", kind):
+            expected = _EXPECTED[self._kind]
             raise ValueError(
-                f"Received {text!r} in {self._path}; expected the number of hosts, "
-                f"from {self._least} to {self._most}."
+                f"Received {text[:200]!r} in {self._path}; expected {expected}, from "
+                f"{self._least} to {self._most}."
             )
-        return int(text)
+        self._kind = kind
+        return count if number else machines
 
-    def changed(self) -> int | None:
-        """Returns the number if the file has changed, once in a second at most.
+    def changed(self) -> int | list[str] | None:
+        """Returns what `read` does if the file has changed, once in a second at most.
 
         What is wrong with it is said; then nothing changes.
         """

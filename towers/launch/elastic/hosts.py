@@ -141,10 +141,7 @@ class Hosts:
         # First those that have not started, and of these the last.
         unknown.sort(key=lambda slot: (slot.host is not None, -slot.number))
         for slot in unknown[: max(0, len(here) - count)]:
-            slot.give_up()
-            if slot.host is not None:
-                slot.leaves = True
-                slot.host.signal(signal.SIGTERM)
+            slot.leave()
 
     def missing(self, count: int) -> list[Slot]:
         """Lists where others are to start now, for so many to be there.

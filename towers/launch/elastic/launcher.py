@@ -49,7 +49,8 @@ class Launcher:
         self._count = 1 if options.host_rank is not None else options.most
         if options.host_file is not None:
             self._file = HostFile(options.host_file, options.least, options.most)
-            self._count = self._file.read()
+            wanted = self._file.read()
+            self._count = wanted if isinstance(wanted, int) else len(wanted)
         self._machine = machine
         self._hosts = Hosts(options, machine, self.events.put)
         self._coordinator: Coordinator | None = None
@@ -72,9 +73,20 @@ class Launcher:
                 self._hear(self._next())
                 for slot in self._hosts.due():
                     self._start_again(slot)
-                if self._file and (count := self._file.changed()) is not None:
-                    self._coordinator.want(count)
+                if self._file and (wanted := self._file.changed()) is not None:
+                    self._want(wanted)
         return self._course.code()
+
+    def _want(self, wanted: int | list[str]) -> None:
+        """Asks for another number of hosts, or for hosts on other machines."""
+        if isinstance(wanted, int):
+            return self._coordinator.want(wanted)
+        gone = self._machine.want(wanted, self._hosts.slots)
+        known = {each.slot for each in self._coordinator.states()}
+        for slot in self._hosts.slots:
+            if slot.number in gone - known:
+                slot.leave()
+        self._coordinator.want(len(wanted), without=gone)
 
     def _new_coordinator(self) -> Coordinator:
         options = self._options
@@ -184,6 +196,7 @@ class Launcher:
 
     def _note_failure(self, slot: Slot, host: Host) -> None:
         """Has it start again, or leaves it out."""
+        slot.losses += host.is_lost
         slot.failures += not host.is_lost
         here = [each for each in self._hosts.staying() if each is not slot]
         known = self._known(slot)

@@ -24,6 +24,7 @@ class Slot:
         host: Its process, as long as that runs.
         starts: How many it has had.
         failures: How many have failed one after another.
+        losses: How many were lost with their machine since one has trained for long.
         due_s: When to start the next one, by `time.monotonic`.
         leaves: Whether the process was told to leave, as it is one too many.
         again: Whether another one is to start after it nevertheless.
@@ -36,6 +37,7 @@ class Slot:
     host: Host | None = None
     starts: int = 0
     failures: int = 0
+    losses: int = 0
     due_s: float | None = None
     leaves: bool = False
     again: bool = False
@@ -70,13 +72,20 @@ class Slot:
         """Is told that its process has ended, and when."""
         self.host = self.limit_s = None
         if ended_s >= self._settles_s:
-            self.failures = 0
+            self.failures = self.losses = 0
 
     def wait(self) -> float:
         """Has the next one start after a pause; returns how many seconds."""
-        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (self.failures - 1))
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (self.failures + self.losses - 1))
         self.due_s = time.monotonic() + pause_s
         return pause_s
+
+    def leave(self) -> None:
+        """Has its process leave, as it is one too many; starts no other."""
+        self.give_up()
+        if self.host is not None:
+            self.leaves = True
+            self.host.signal(signal.SIGTERM)
 
     def give_up(self) -> None:
         """Starts none that was to start."""
