@@ -131,5 +131,5 @@ def _places(devices: Devices) -> dict[str, str]:
         gpu = nvml.gpu(index)
         name = gpu.uuid if gpu else f"gpu:{index}"
         part = sum(place.startswith(f"{name}/") for place in places)
-        places[f"{name}/{part}"] = device
+        places[f"{name}/{part} of {devices.physical.count(index)}"] = device
     return places

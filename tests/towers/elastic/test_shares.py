@@ -169,10 +169,10 @@ def test_places_are_parts_of_gpus(monkeypatch):
     monkeypatch.setattr(nvml, "gpu", known.get)
     devices = Devices(tuple("abcd"), "", (0, 0, 1, 1))
     assert shares._places(devices) == {
-        "GPU-a/0": "a",
-        "GPU-a/1": "b",
-        "gpu:1/0": "c",
-        "gpu:1/1": "d",
+        "GPU-a/0 of 2": "a",
+        "GPU-a/1 of 2": "b",
+        "gpu:1/0 of 2": "c",
+        "gpu:1/1 of 2": "d",
     }
 
 

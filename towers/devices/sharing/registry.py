@@ -45,7 +45,7 @@ class Registry:
 
         Args:
             places: Those that it can use, all or some of those that runs share. It
-                gets the first ones first.
+                gets the first ones first. Of a GPU in parts: "GPU/0 of 2" and so on.
             minimum: How many it is sure of once it has joined.
             limit: How many it takes at most, where others leave them.
             folder: Where runs meet; one of this machine and user by default, see
@@ -82,8 +82,8 @@ class Registry:
             The places that it holds now, in its order.
 
         Raises:
-            RegistryError: There are too few for all minimums, or others have not given
-                up theirs in time.
+            RegistryError: There are too few for all minimums, others have not given up
+                theirs in time, or another run divides a GPU into other parts.
         """
         self._enter()
         try:
@@ -173,6 +173,7 @@ class Registry:
             waits=True,
         )
         with self._table.locked() as runs:
+            _check_parts(run, runs)
             if not division.fits([*runs, run]):
                 raise RegistryError(_does_not_fit(run, runs))
             runs.append(run)
@@ -281,6 +282,24 @@ def _check(places, minimum, limit):
 
 def _places(count):
     return f"{count} place{'s' * (count != 1)}"
+
+
+def _check_parts(run, others):
+    """Refuses a run that divides a GPU into other parts than those that are there."""
+    mine = _parts(run)
+    for other in others:
+        for gpu, theirs in _parts(other).items():
+            if mine.get(gpu, theirs) != theirs:
+                raise RegistryError(
+                    f"Received {gpu} in {mine[gpu]} parts, which {other.name} shares "
+                    f"in {theirs}; expected the same number of parts in all runs."
+                )
+
+
+def _parts(run):
+    """Into how many parts a run divides each GPU, of places such as GPU-a/0 of 2."""
+    found = (place.partition("/") for place in run.places)
+    return {gpu: part.partition(" of ")[2] for gpu, _, part in found if part}
 
 
 def _does_not_fit(run, runs):

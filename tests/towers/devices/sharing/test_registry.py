@@ -175,6 +175,14 @@ def test_minimums_that_do_not_fit(world):
     assert first.look() == tuple(FOUR)
 
 
+def test_runs_divide_a_gpu_alike(world):
+    join(world.run(["a/0 of 2", "a/1 of 2", "b/0 of 1"], 1, 3))
+    join(world.run(["b/0 of 1", "c/0 of 4"], 1, 2))
+    whole = world.run(["a/0 of 1"], 1, 1)
+    with pytest.raises(RegistryError, match=r"Received a in 1 parts, which .* in 2;"):
+        join(whole)
+
+
 def test_waiting_says_for_whom(world):
     first, second = world.run(FOUR, 1, 4, "/runs/one"), world.run(FOUR, 2, 2)
     join(first)
