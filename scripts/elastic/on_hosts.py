@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import psutil
 
 FLAGS = (
     *("--dataset=synthetic:8x8x1:10:1600", "--model=mlp", "--deterministic"),
-    *("--variable_update=parameter_server", "--num_gpus=1", "--optimizer=sgd"),
+    *("--variable_update=parameter_server", "--optimizer=sgd"),
     *("--log_steps=1", "--stall_seconds=0"),
 )
 LIMIT_S = 500
@@ -39,7 +39,14 @@ class Run:
         changes: By the step that was done before, how long each change took.
     """
 
-    def __init__(self, model_dir: pathlib.Path, epochs: int, *launch: str):
+    def __init__(
+        self,
+        model_dir: pathlib.Path,
+        epochs: int,
+        *launch: str,
+        flags: Sequence[str] = ("--num_gpus=1",),
+    ):
+        """Starts it, under the launcher if that has arguments."""
         self.model_dir = model_dir
         self.lines: list[str] = []
         self.losses: dict[int, set[str]] = {}
@@ -47,7 +54,7 @@ class Run:
         program = ["towers.launch", *launch, "--"] if launch else ["towers.train"]
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", *program, *FLAGS),
+                *(sys.executable, "-m", *program, *FLAGS, *flags),
                 *(f"--train_epochs={epochs}", f"--model_dir={model_dir}"),
             ],
             stdout=subprocess.PIPE,
@@ -87,11 +94,11 @@ class Run:
                         found.append(each)
         return found
 
-    def end(self) -> None:
-        """Waits for the end, and notes what the other hosts have said."""
+    def end(self, expected: int = 0) -> None:
+        """Waits for the end, with this code; notes what the other hosts have said."""
         code = self.process.wait(LIMIT_S)
         self._thread.join(LIMIT_S)
-        if code:
+        if code not in (0, expected):
             said = "".join(self.lines[-100:])
             raise RuntimeError(f"The run ended with {code}; it said:\n{said}")
         for log in self.model_dir.glob("host*.log"):
@@ -123,7 +130,7 @@ def measure(events: int, seed: int) -> dict[str, Any]:
             "events": done,
             "steps": [len(steps), len(run.losses)],
             "loss of each step, largest difference": worst,
-            "weights, largest difference": _apart(alone, run),
+            "weights, largest difference": apart(alone.model_dir, run.model_dir),
             "changes": len(run.changes),
             "hosts, s from step to step": _of(run.changes.values()),
             "plain restart, s from step to step": again,
@@ -141,7 +148,7 @@ def _events(
     """Has something happen to a host whenever there are several."""
     for _ in range(events):
         before = len(run.changes)
-        _until(lambda: run.has_ended or (len(run.hosts()) >= 2 and run.losses))
+        until(lambda: run.has_ended or (len(run.hosts()) >= 2 and run.losses))
         time.sleep(chance.uniform(1, 4))
         if run.has_ended:
             return
@@ -152,22 +159,26 @@ def _events(
             yield kind
         # Of one that was told to leave, another one takes the place.
         wanted.write_text("3")
-        _until(lambda n=before: len(run.changes) > n or run.has_ended)
+        until(lambda n=before: len(run.changes) > n or run.has_ended)
 
 
-def _until(true) -> None:
+def until(true: Callable[[], Any]) -> None:
+    """Waits until something holds, or for long enough."""
     end = time.monotonic() + LIMIT_S
     while not true() and time.monotonic() < end:
         time.sleep(0.05)
 
 
-def _apart(one: Run, other: Run) -> float:
-    """Returns the largest difference of weights, relative to the largest of each."""
+def apart(one: pathlib.Path, other: pathlib.Path) -> float:
+    """Returns the largest difference of weights, relative to the largest of each.
+
+    Args:
+        one: The folder of a run.
+        other: That of another run.
+    """
     import keras
 
-    models = [
-        keras.models.load_model(r.model_dir / "model.keras") for r in (one, other)
-    ]
+    models = [keras.models.load_model(each / "model.keras") for each in (one, other)]
     return max(
         float(np.abs(a - b).max() / np.abs(b).max())
         for a, b in zip(*(model.get_weights() for model in models), strict=True)
@@ -177,7 +188,7 @@ def _apart(one: Run, other: Run) -> float:
 def _started_anew(folder: pathlib.Path) -> float:
     """Kills one of a fixed number of hosts; returns seconds from step to step."""
     run = Run(folder, 24, "--hosts=2", "--max_restarts=1")
-    _until(lambda: len(run.losses) > 150)
+    until(lambda: len(run.losses) > 150)
     run.hosts()[1].kill()
     run.end()
     times = [run.ended_s[step] for step in sorted(run.ended_s)]
