@@ -1,13 +1,12 @@
 """The batch grows and shrinks with the number of towers, where that is asked for."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 
 import keras
 
 from towers.collectives.hosts import this_host
 from towers.loop import listeners
-from towers.model.fit_call import FitCall, FitsAgain
+from towers.model.fit_call import FitsAgain
 
 
 class BatchSizeChange(FitsAgain):
@@ -17,10 +16,10 @@ class BatchSizeChange(FitsAgain):
         size: Examples in a batch of all towers from now on.
     """
 
-    def __init__(self, size: int):
-        """Takes the size."""
+    def __init__(self, size: int, is_news: bool = True):
+        """Takes the size, and whether it is another one for the run."""
         super().__init__(f"Batches of {size} examples follow.")
-        self.size = size
+        self.size, self.is_news = size, is_news
 
 
 @listeners.changes_no_variable
@@ -43,8 +42,7 @@ class BatchPerTower(keras.callbacks.Callback):
         self._per_tower, self._size = per_tower, size
         self._epoch_begins = epoch_begins
 
-    @contextlib.contextmanager
-    def around_fit(self, call: FitCall) -> Iterator[None]:
+    def before_hosts_compare(self) -> None:
         """Has hosts that have just come take the size of the others.
 
         Raises:
@@ -52,8 +50,14 @@ class BatchPerTower(keras.callbacks.Callback):
         """
         sizes = this_host().tell_all(self._size)
         if len({*sizes}) > 1:
-            raise BatchSizeChange(sizes[0])
-        yield
+            raise BatchSizeChange(sizes[0], is_news=False)
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the size, for a run that goes on."""
+        return {"size": self._size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Does nothing: whoever opens data reads it; see `Checkpoint.batch_size`."""
 
     def on_epoch_begin(self, epoch, logs=None):
         """Compares the size with the number of towers.

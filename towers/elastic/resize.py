@@ -111,7 +111,8 @@ class Resize(keras.callbacks.Callback):
         if self._on_change is not None:
             self._on_change()
         if why := self.model.builder.context.why_hosts:
-            if why != self._why:
+            every = self.generations.every
+            if why != (self._why or (every[-1].why if every else "")):
                 self._changing = None, self._generation(why)
             self._why = why
         elif not self.generations.every:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 
 from towers._deprecated import accepts_old_names
-from towers.lifecycle.checkpoints import saved_model, store
+from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.best import Best, Monitor
 from towers.lifecycle.checkpoints.manager import CheckpointManager
 from towers.lifecycle.checkpoints.store import Position
@@ -89,7 +89,11 @@ class Checkpoint(keras.callbacks.Callback):
     def batch_size(self) -> int | None:
         """Examples in a batch of the data that it was restored with, if known."""
         known = self.run.known
-        return known and (known.about.get("data") or {}).get("batch size")
+        if known is None:
+            return None
+        # Of foreign data, the callback alone knows it.
+        size = states.state_of(known.about, "BatchPerTower").get("size")
+        return size or (known.about.get("data") or {}).get("batch size")
 
     @property
     def past(self) -> list[int] | None:

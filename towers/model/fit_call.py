@@ -29,7 +29,8 @@ class FitCall:
 
     A callback may have a method `around_fit(call)` that returns a context manager, as
     `contextlib.contextmanager` makes them. `fit` runs inside, whatever ends it. Before
-    it begins, the callback may change its arguments.
+    it begins, the callback may change its arguments. If it has `before_hosts_compare`,
+    hosts that train together call that before they compare the arguments.
 
     Attributes:
         model: What `multi_gpu_model` returned.

@@ -244,6 +244,9 @@ class TowerModel(wrapt.CallableObjectProxy):
         try:
             with process_group.together():
                 if agreement is not None:
+                    for each in call.callbacks:
+                        if hasattr(each, "before_hosts_compare"):
+                            each.before_hosts_compare()
                     call.follow_hosts(agreement)
                     # All follow the first host where one of them has to.
                     may_write = agreement.any(may_write)

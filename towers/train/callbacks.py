@@ -87,8 +87,7 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         )
     if settings.log_csv:
         path = os.path.join(job.model_dir, files.LOG)
-        logger = keras.callbacks.CSVLogger(path, append=True)
-        callbacks.append(_of_first_host(logger))
+        callbacks.append(_of_first_host(_Log(path, append=True)))
     if settings.max_train_steps is not None:
         callbacks.append(StopAtStep(settings.max_train_steps))
     if (descriptor := reports.wanted()) is not None:
@@ -96,6 +95,16 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     if lines:
         callbacks.append(Lines(settings.log_steps, rate=watch.throughput.text))
     return callbacks
+
+
+@listeners.changes_no_variable
+class _Log(keras.callbacks.CSVLogger):
+    """Keeps the columns that a log has, where a run goes on."""
+
+    def on_train_begin(self, logs=None):
+        """Opens the log."""
+        super().on_train_begin(logs)
+        self.keys = files.log_columns(self.filename)
 
 
 def _log_dir(job):

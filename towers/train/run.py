@@ -115,13 +115,16 @@ def _fit(job, values=None):
             _fit_batches(job, watch, values)
             return job, watch
         except BatchSizeChange as change:
-            job = _with_batches_of(job, change.size)
+            is_news = change.is_news and job.step > 0
+            job = _with_batches_of(job, change.size, is_news)
 
 
-def _with_batches_of(job, size):
-    """Changes the batch, and the learning rate in proportion; says that."""
+def _with_batches_of(job, size, is_news):
+    """Changes the batch, and the learning rate in proportion; says it if it is news."""
     one, before = job.settings.batch_size, job.batch_size
     scale_rate(job.model, size / before)
+    if not is_news:
+        return job.with_batches_of(size)
     now = words.count(size // one, "tower")
     rate = float(job.model.optimizer.learning_rate)
     line = (

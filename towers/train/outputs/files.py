@@ -62,6 +62,14 @@ def describe(job: Job) -> None:
             quarantine.write(job.data.quarantines, path)
 
 
+def log_columns(path: str) -> list[str] | None:
+    """Returns the columns of a log beside the epoch; `None` if there is none yet."""
+    if not os.path.exists(path):
+        return None
+    with open(path, newline="") as file:
+        return next(csv.reader(file), [""])[1:] or None
+
+
 def _forget_epochs_after(path, epochs):
     """Leaves out what a log says of epochs that are trained again."""
     if not os.path.exists(path):

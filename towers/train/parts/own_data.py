@@ -122,7 +122,8 @@ def open_data(settings: Settings, mine: MyModel) -> OwnData:
     if given is None:
         raise ValueError(f"{name} returned None; expected data, so return them.")
     training, examples, size = _batched(settings, name, given, shuffled=True)
-    if settings.batch_per_tower and settings.batch_size != size:
+    fixed = not (isinstance(given, tuple) or mine.asks("train_data", "batch_size"))
+    if settings.batch_per_tower and (fixed or settings.batch_size != size):
         raise ValueError(
             f"Received {settings.as_flag('elastic_batch')}, but {name} gives batches "
             f"of {size}; expected the size that is asked for, so define a function "
